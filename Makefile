@@ -1,0 +1,43 @@
+# Every target makes its own environment in .venv; nothing but Python >= 3.11 and make is needed.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.core
+DEV_STAMP := $(VENV)/.dev
+
+.PHONY: demo test check lint types layers live bench clean
+
+$(BIN)/uv: requirements/uv.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/uv.txt
+	@touch $(BIN)/uv
+
+$(STAMP): $(BIN)/uv requirements/core.txt pyproject.toml
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --require-hashes -r requirements/core.txt -r requirements/build.txt
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation --editable .
+	@touch $(STAMP)
+
+$(DEV_STAMP): $(STAMP) requirements/dev.txt
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --require-hashes -r requirements/dev.txt
+	@touch $(DEV_STAMP)
+
+test: $(DEV_STAMP)  ## the whole test suite but the live tests
+	$(BIN)/pytest -n auto -m "not live"
+
+lint: $(DEV_STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(DEV_STAMP)
+	$(BIN)/mypy
+
+layers: $(DEV_STAMP)
+	$(BIN)/lint-imports
+
+live: $(DEV_STAMP)  ## tests against real components; `.ci/run` installs those
+	$(BIN)/pytest -m live
+
+check: lint types layers test  ## what a change must pass
+
+clean:
+	rm -rf $(VENV) results demo-results

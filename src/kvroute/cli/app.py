@@ -1,0 +1,44 @@
+"""Joins the commands into `kvroute` and turns wrong input into one sentence on stderr and exit code 2."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from kvroute import __version__
+from kvroute.types import InputError
+
+app = typer.Typer(
+    name="kvroute",
+    help="Network-aware control plane for prefill/decode-disaggregated LLM inference.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"kvroute {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
+) -> None:
+    """Simulate, plan and serve prefill/decode-disaggregated clusters with the same decision code."""
+
+
+def main() -> None:
+    """Entry point of the `kvroute` command."""
+    try:
+        app()
+    except InputError as error:
+        typer.echo(f"kvroute: {error}", err=True)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Published evaluations as data: set-up, sweep, expected direction."""

@@ -1,0 +1,1 @@
+"""Results to tables, plots, JSON and one HTML page."""

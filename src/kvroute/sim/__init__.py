@@ -1,0 +1,1 @@
+"""Virtual time: the loop, prefill and decode instances, workloads and a run."""
