@@ -111,6 +111,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     block_tokens: int = 16
     max_output_tokens: int = 0
     """KV memory is reserved for so many generated tokens."""
+    model: str = ""
+    """Empty: the cluster's only model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +176,7 @@ class Reject(msgspec.Struct, frozen=True, tag="reject"):
 
     request_id: int
     reason: str
+    terms: Terms | None = None
 
 
 class Prefill(msgspec.Struct, frozen=True, tag="prefill"):
@@ -182,6 +185,7 @@ class Prefill(msgspec.Struct, frozen=True, tag="prefill"):
     request_id: int
     instance: str
     cached_tokens: int = 0
+    terms: Terms | None = None
 
 
 class Decode(msgspec.Struct, frozen=True, tag="decode"):
@@ -194,6 +198,7 @@ class Decode(msgspec.Struct, frozen=True, tag="decode"):
     kv_bytes: float
     need_bytes: float
     hit_tokens: int
+    terms: Terms | None = None
 
 
 Decision: TypeAlias = Prefill | Decode | Reject

@@ -1,0 +1,45 @@
+"""What every command prints the same way: one JSON document on stdout, progress and remarks on stderr."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+
+def console() -> Console:
+    """For people: tables and sentences on stdout."""
+    return Console()
+
+
+def remarks() -> Console:
+    """For people, beside the result: on stderr."""
+    return Console(stderr=True)
+
+
+def print_json(document: Any) -> None:
+    """The document and a newline on stdout, nothing else; a NaN would be our own bug."""
+    sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n")
+    sys.stdout.buffer.flush()
+
+
+@contextmanager
+def progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr; call what it yields with (done, all). Silent where stderr is no terminal."""
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=remarks(),
+        disable=not sys.stderr.isatty(),
+    )
+    with bar:
+        task = bar.add_task(title, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

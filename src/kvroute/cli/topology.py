@@ -1,0 +1,196 @@
+"""`kvroute topology`: check a cluster file, show it as a tree, a tier matrix and a picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from rich.tree import Tree
+
+from kvroute.cli.output import console, print_json
+from kvroute.report.topology_figure import ROLE_COLOURS, TIER_NAMES, draw_topology, tier_rows, uplinks_text
+from kvroute.topology import Cluster, FileError, bandwidth_text, duration_text, load, size_text
+from kvroute.topology.tree import Domain, domain_tree
+from kvroute.types import InputError, InputErrors
+
+app = typer.Typer(name="topology", help="Check and show a cluster file.", no_args_is_help=True, rich_markup_mode="rich")
+
+_SHOWN_CHILDREN = 8
+"""Of a domain with more children, so many are listed and the rest counted."""
+_SHOWN_NODES = 64
+"""Up to so many nodes nothing is left out of the tree."""
+_MATRIX = (40, 64)
+"""Largest tier matrix printed: rows (prefill), columns (decode)."""
+_TIER_STYLES = ("green", "cyan", "yellow", "dark_orange", "red")
+
+File = Annotated[Path, typer.Argument(help="The cluster file (YAML).", show_default=False)]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else to stdout.")]
+
+
+@app.command()
+def check(file: File, as_json: AsJson = False) -> None:
+    """Name every fault of a cluster file with its line and field; exit with 2 if there is one.
+
+    Example: [bold]kvroute topology check examples/fat-tree-64gpu.yaml[/bold]
+    """
+    try:
+        cluster = load(file)
+    except InputError as error:
+        problems = error.problems if isinstance(error, InputErrors) else (error,)
+        if as_json:
+            print_json({"file": str(file), "ok": False, "faults": [_fault(problem) for problem in problems]})
+        for problem in problems:
+            typer.echo(str(problem), err=True)
+        typer.echo(f"{len(problems)} fault{'s' if len(problems) > 1 else ''} in {file}", err=True)
+        raise typer.Exit(2) from None
+    counts = _counts(cluster)
+    if as_json:
+        print_json({"file": str(file), "ok": True, "faults": [], "counts": counts})
+        return
+    words = (f"{count} {noun[:-1] if count == 1 and noun.endswith('s') else noun}" for noun, count in counts.items())
+    typer.echo(f"OK: {cluster.name}: {', '.join(words)}")
+
+
+@app.command()
+def show(
+    file: File,
+    svg: Annotated[Path | None, typer.Option(help="Draw the cluster into this SVG file.")] = None,
+    png: Annotated[Path | None, typer.Option(help="Draw the cluster into this PNG file.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print the tree of a cluster, the tier of every prefill-decode pair and what each tier offers.
+
+    Example: [bold]kvroute topology show examples/fat-tree-64gpu.yaml --png cluster.png[/bold]
+    """
+    cluster = load(file)
+    for path, ending in ((svg, ".svg"), (png, ".png")):
+        if path is not None:
+            if path.suffix != ending:
+                raise InputError(
+                    f"{path} does not end in {ending}", mend=f"name the picture {path.with_suffix(ending)}"
+                )
+            draw_topology(cluster, path)
+            typer.echo(f"drew {path}", err=True)
+    if as_json:
+        print_json(_document(cluster))
+        return
+    out = console()
+    out.print(_tree(cluster))
+    out.print(_tier_table(cluster))
+    _print_matrix(out, cluster)
+
+
+def _fault(problem: InputError) -> dict[str, Any]:
+    line, field = (problem.line, problem.field) if isinstance(problem, FileError) else (0, "")
+    return {"line": line, "field": field, "what": problem.what, "mend": problem.mend}
+
+
+def _counts(cluster: Cluster) -> dict[str, int]:
+    roles = [instance.role for instance in cluster.instances]
+    counts = {
+        "datacenters": len(set(cluster.places.datacenters)),
+        "pods": len(cluster.file.pods),
+        "racks": len(cluster.file.racks),
+        "nodes": len(cluster.places.nodes),
+        "GPUs": sum(node.gpus for node in cluster.places.nodes),
+        "links": len(cluster.links),
+        "instances": len(roles),
+    }
+    return counts | {role: roles.count(role) for role in ROLE_COLOURS if role in roles}
+
+
+def _document(cluster: Cluster) -> dict[str, Any]:
+    prefill, decode = _sides(cluster)
+    tiers = [
+        {"tier": tier, "name": name, "bytes_per_s": bytes_per_s, "latency_s": latency_s, "pairs": pairs}
+        for tier, (name, pairs, bytes_per_s, latency_s) in enumerate(tier_rows(cluster))
+    ]
+    return {
+        "name": cluster.name,
+        "counts": _counts(cluster),
+        "ecmp": cluster.ecmp,
+        "tiers": tiers,
+        "instances": msgspec.to_builtins(cluster.instances),
+        "links": msgspec.to_builtins(cluster.links),
+        "tier_matrix": {
+            "prefill": [cluster.instances[i].name for i in prefill],
+            "decode": [cluster.instances[i].name for i in decode],
+            "tier": cluster.tier[prefill][:, decode].tolist(),
+        },
+    }
+
+
+def _sides(cluster: Cluster) -> tuple[list[int], list[int]]:
+    prefill = [i for i, instance in enumerate(cluster.instances) if instance.role != "decode"]
+    decode = [i for i, instance in enumerate(cluster.instances) if instance.role != "prefill"]
+    return prefill, decode
+
+
+def _tree(cluster: Cluster) -> Tree:
+    root = domain_tree(cluster)
+    tree = Tree(Text(cluster.name, style="bold"), guide_style="dim")
+    _grow(tree, root, whole=len(cluster.places.nodes) <= _SHOWN_NODES)
+    for wan in cluster.file.wan:
+        capacity = (
+            bandwidth_text(wan.bytes_per_s) if wan.count == 1 else f"{wan.count} x {bandwidth_text(wan.bytes_per_s)}"
+        )
+        tree.add(Text(f"{wan.source} - {wan.target}: {capacity}, {duration_text(wan.latency_s)}"))
+    return tree
+
+
+def _grow(tree: Tree, domain: Domain, whole: bool) -> None:
+    shown = domain.children if whole else domain.children[:_SHOWN_CHILDREN]
+    for child in shown:
+        _grow(tree.add(_label(child)) if child.name else tree, child, whole)
+    rest = domain.children[len(shown) :]
+    if rest:
+        instances = sum(1 for child in rest for _ in child.all_instances())
+        tree.add(Text(f"... and {len(rest)} more {rest[0].kind}s with {instances} instances", style="dim"))
+
+
+def _label(domain: Domain) -> Text:
+    text = Text(domain.name, style="" if domain.kind == "node" else "bold")
+    if domain.uplinks:
+        text.append(f"  up {uplinks_text(domain.uplinks)}", style="dim")
+    for instance in domain.instances:
+        gpus = instance.gpus[0].rpartition("/")[2], instance.gpus[-1].rpartition("/")[2]
+        span = gpus[0] if len(instance.gpus) == 1 else f"{gpus[0]}-{gpus[1]}"
+        text.append("  ")
+        text.append(instance.name, style=ROLE_COLOURS[instance.role])
+        text.append(f" [{span}]", style="dim")
+        text.append(f" {size_text(instance.kv_capacity_bytes)}", style="dim")
+    return text
+
+
+def _tier_table(cluster: Cluster) -> Table:
+    table = Table("tier", "prefill to decode", "a transfer gets", "latency", "pairs", box=None, header_style="bold")
+    for tier, (name, pairs, bytes_per_s, latency_s) in enumerate(tier_rows(cluster)):
+        cells = (str(tier), name, bandwidth_text(bytes_per_s), duration_text(latency_s), str(pairs))
+        table.add_row(*cells, style=_TIER_STYLES[tier] if pairs else "dim")
+    return table
+
+
+def _print_matrix(out: Console, cluster: Cluster) -> None:
+    prefill, decode = _sides(cluster)
+    if len(prefill) > _MATRIX[0] or len(decode) > _MATRIX[1]:
+        out.print(f"\nThe tier matrix ({len(prefill)} x {len(decode)}) is in --json.", style="dim")
+        return
+    names = [cluster.instances[i].name for i in prefill]
+    width = max(map(len, names))
+    out.print(f"\nTier of each prefill (row) and decode (column) instance: {', '.join(_legend(cluster))}")
+    for row, name in zip(cluster.tier[prefill][:, decode].tolist(), names, strict=True):
+        line = Text(f"{name:<{width}} ")
+        for tier in row:
+            line.append(f" {tier}", style=_TIER_STYLES[tier])
+        out.print(line, soft_wrap=True)
+    columns = f"{cluster.instances[decode[0]].name} ... {cluster.instances[decode[-1]].name}"
+    out.print(Text(f"{'':<{width}}  {columns if len(decode) > 1 else columns.split()[0]}", style="dim"))
+
+
+def _legend(cluster: Cluster) -> list[str]:
+    return [f"{tier} {name}" for tier, name in enumerate(TIER_NAMES) if tier_rows(cluster)[tier][1]]

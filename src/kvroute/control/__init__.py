@@ -1,0 +1,17 @@
+"""Events in, decisions out: the control core that the simulator and the gateway drive alike."""
+
+from kvroute.control.core import Control, ControlSettings
+from kvroute.control.log import EventLog, LogHeader, LogRecord, read_log, replay, same
+from kvroute.control.spec import ControlSpec
+
+__all__ = [
+    "Control",
+    "ControlSettings",
+    "ControlSpec",
+    "EventLog",
+    "LogHeader",
+    "LogRecord",
+    "read_log",
+    "replay",
+    "same",
+]

@@ -1,0 +1,38 @@
+"""Everything that makes two cores decide alike, as data: a log's first line, a command's options, a gateway's settings."""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvroute.control.core import Control, ControlSettings
+from kvroute.oracle import NetworkOracle, OracleSettings
+from kvroute.policies import TopologyConstraint, decode_policy, prefill_policy
+from kvroute.topology import Cluster
+
+
+class ControlSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Policies by name, with their parameters."""
+
+    decode: str = "netkv"
+    parameters: dict[str, float] = {}
+    """Of the decode policy, e.g. {"cache_weight": 1.5} for cla."""
+    prefill: str = "least-loaded"
+    constraint: str = ""
+    """`level:enforcement[:weight]`, e.g. "pod:fail"; empty for none."""
+    oracle: OracleSettings = OracleSettings()
+    prefill_cache: bool = True
+    """Prefill instances reuse cached prefixes."""
+    reserve_bytes: float = 0.0
+    """KV memory held back on every decode instance (NetKV m_min)."""
+
+    def build(self, cluster: Cluster) -> Control:
+        """A fresh core. Raises InputError for an unknown policy, parameter or constraint."""
+        settings = ControlSettings(
+            decode_policy=decode_policy(self.decode, **self.parameters),
+            prefill_policy=prefill_policy(self.prefill),
+            constraint=TopologyConstraint.parse(self.constraint) if self.constraint else None,
+            reserve_bytes=self.reserve_bytes,
+            prefill_cache=self.prefill_cache,
+        )
+        oracle = NetworkOracle.of(cluster, self.oracle)
+        return Control(cluster, settings, oracle)

@@ -1,0 +1,58 @@
+"""A cell is one run of an experiment: what was set, which policy, which seed; its key names it for ever."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from kvroute.sim.metrics import Summary, Timeline
+
+
+class Cell(msgspec.Struct, frozen=True, kw_only=True):
+    """One point of a sweep, one policy, one seed."""
+
+    experiment: str
+    reading: str
+    profile: str
+    settings: dict[str, float]
+    """Axis values, e.g. {"load": 1.0}."""
+    policy: str
+    seed: int
+
+    @property
+    def key(self) -> str:
+        """Unique within a results folder, readable, and what `--cell` takes."""
+        values = ",".join(f"{name}={value:g}" for name, value in self.settings.items())
+        return f"{self.experiment}/{self.reading}/{self.profile}/{values}/{self.policy}/{self.seed}"
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    """What a cell gave, with all that is needed to run it again."""
+
+    key: str
+    cell: Cell
+    config: dict[str, Any]
+    """Every parameter of the reading, the trace and the tuned weights."""
+    summary: Summary
+    timeline: Timeline | None = None
+    decision_s: float = 0.0
+    """Median wall time of one decode decision, seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Experiment:
+    """A published sweep as data."""
+
+    name: str
+    title: str
+    source: str
+    axes: dict[str, tuple[float, ...]]
+    """Axis name to values; the sweep is their product."""
+    policies: tuple[str, ...]
+    profiles: tuple[str, ...]
+    expectation: str
+    """The direction that the publication leads one to expect; the report says whether it came out so."""
+    versus: tuple[str, str] = ("netkv", "cla")
+    """The pair of policies that the figure compares."""

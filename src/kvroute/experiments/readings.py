@@ -1,0 +1,114 @@
+"""Readings of a publication: the choices that its text leaves open, each a named parameter, grouped and named."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from kvroute.types import InputError
+
+
+class Reading(msgspec.Struct, frozen=True, kw_only=True):
+    """How NetKV's evaluation is read. Rates of the fabric are the paper's; what varies is how they are shared."""
+
+    name: str
+    about: str
+    prefill_queueing: bool
+    """FIFO prefill, or a pure delay: Table II's TTFT minus transfer time is constant, so nothing queues there."""
+    prefill_cache: bool
+    prefill_policy: str
+    ecmp: Literal["flow", "transfer"]
+    """Whether each of the TP flows draws its uplinks or all of a transfer share one draw."""
+    nic_scope: Literal["gpu", "instance", "server"]
+    nic_bandwidth: str = "100 Gbps"
+    rack_uplinks: int
+    """Links of B2 = 50 Gbps from each rack."""
+    pod_uplinks: int
+    """Links of B3 = 25 Gbps from each pod."""
+    placement: Literal["rack", "spread"]
+    """Prefill instances fill whole racks (tiers 0 and 1 unreached), or one goes to each rack in turn."""
+    prefixes: Literal["groups", "trace"]
+    """p_share groups that share half a prompt, or the trace's own block hashes."""
+    prefill_per_token_s: float
+    prefill_base_s: float
+    decode_base_s: float
+    decode_per_request_s: float
+    background: float
+    """Share of every network link that others take where the experiment does not sweep it."""
+    capacity: Literal["network", "prefill"]
+    """What 100 % load means: the paper's 6.09 requests/s of RAG (other profiles at equal prompt tokens/s), or 80 % of FIFO prefill."""
+    request_set: Literal["window", "shifted"]
+    """Trace seconds [60, 75) for every seed as the paper has it, or another window of the trace per seed."""
+
+
+_NETKV_TIMING = {
+    "prefill_per_token_s": 90e-6,
+    "prefill_base_s": 20e-3,
+    "decode_base_s": 12.5e-3,
+    "decode_per_request_s": 0.1e-3,
+}
+
+READINGS = {
+    reading.name: reading
+    for reading in (
+        Reading(
+            name="paper",
+            about="prefill is a pure delay, a transfer's shards share one uplink, prefill fills one rack",
+            prefill_queueing=False,
+            prefill_cache=False,
+            prefill_policy="round-robin",
+            ecmp="transfer",
+            nic_scope="gpu",
+            rack_uplinks=32,
+            pod_uplinks=64,
+            placement="rack",
+            prefixes="groups",
+            background=0.0,
+            capacity="network",
+            request_set="window",
+            **_NETKV_TIMING,
+        ),
+        Reading(
+            name="literal",
+            about="one 100G NIC per server, two uplinks per rack and pod, as the bandwidths read word by word",
+            prefill_queueing=False,
+            prefill_cache=False,
+            prefill_policy="round-robin",
+            ecmp="flow",
+            nic_scope="server",
+            rack_uplinks=2,
+            pod_uplinks=2,
+            placement="rack",
+            prefixes="groups",
+            background=0.0,
+            capacity="network",
+            request_set="window",
+            **_NETKV_TIMING,
+        ),
+        Reading(
+            name="realistic",
+            about="FIFO prefill with prefix reuse, every flow draws its uplink, a NIC per GPU, uplinks as oversubscription gives, own hash ids",
+            prefill_queueing=True,
+            prefill_cache=True,
+            prefill_policy="least-loaded",
+            ecmp="flow",
+            nic_scope="gpu",
+            rack_uplinks=16,
+            pod_uplinks=32,
+            placement="spread",
+            prefixes="trace",
+            background=0.0,
+            capacity="prefill",
+            request_set="shifted",
+            **_NETKV_TIMING,
+        ),
+    )
+}
+
+
+def reading(name: str) -> Reading:
+    """By name; an unknown one is an InputError."""
+    if name not in READINGS:
+        raise InputError(f"there is no reading {name!r}", where="--reading", mend=f"choose one of {', '.join(READINGS)}")
+    return READINGS[name]

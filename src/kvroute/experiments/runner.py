@@ -1,0 +1,135 @@
+"""Runs cells on all cores or on Ray, one JSON line each as it ends, so that a second start does only what is missing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from multiprocessing import get_context
+from pathlib import Path
+
+import msgspec
+
+from kvroute.experiments.cells import Cell, Record
+from kvroute.types import InputError
+
+RunCell = Callable[[Cell], Record]
+encode = msgspec.json.Encoder().encode
+_DECODER = msgspec.json.Decoder(Record)
+
+
+def finished(path: Path) -> dict[str, Record]:
+    """Records of an earlier start by key; a line cut short by a kill is dropped, and mended in the file."""
+    if not path.exists():
+        return {}
+    records, whole, length = {}, 0, path.stat().st_size
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                record = _DECODER.decode(line)
+            except msgspec.DecodeError as error:
+                if whole + len(line) < length:
+                    mend = "delete that line or choose another folder"
+                    raise InputError(f"is not a result ({error})", where=f"{path}:{number}", mend=mend) from None
+                break
+            if not line.endswith(b"\n"):
+                break
+            records[record.key] = record
+            whole += len(line)
+    if whole < length:
+        os.truncate(path, whole)
+    return records
+
+
+def run_cells(
+    cells: Sequence[Cell],
+    run_cell: RunCell,
+    path: Path,
+    *,
+    on: str = "local",
+    workers: int | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[Record]:
+    """Run what is missing in `path`; returns the records of `cells` in their order.
+
+    Args:
+        cells: the sweep.
+        run_cell: a picklable function from cell to record.
+        path: JSON lines file; appended to, flushed after every cell.
+        on: "local" (processes) or "ray".
+        workers: processes; None: one per core.
+        progress: called with (finished, all) after every cell.
+
+    Raises:
+        InputError: `on` is unknown, Ray is not installed, or `path` holds something else.
+    """
+    records = finished(path)
+    missing = [cell for cell in cells if cell.key not in records]
+    progress(len(cells) - len(missing), len(cells))
+    if missing:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab") as out:
+            for done, record in enumerate(stream(missing, run_cell, on, workers), start=1):
+                out.write(encode(record) + b"\n")
+                out.flush()
+                records[record.key] = record
+                progress(len(cells) - len(missing) + done, len(cells))
+    return [records[cell.key] for cell in cells]
+
+
+def stream(
+    cells: Sequence[Cell], run_cell: RunCell, on: str = "local", workers: int | None = None
+) -> Iterator[Record]:
+    """The records of `cells` as they end, in no order; arguments as for `run_cells`."""
+    if on == "ray":
+        return _on_ray(cells, run_cell)
+    if on != "local":
+        raise InputError(f"cannot run on {on!r}", where="--on", mend="choose local or ray")
+    workers = workers or len(os.sched_getaffinity(0))
+    if workers == 1 or len(cells) == 1:
+        return map(run_cell, cells)
+    return _on_processes(cells, run_cell, workers)
+
+
+def _on_processes(cells: Sequence[Cell], run_cell: RunCell, workers: int) -> Iterator[Record]:
+    """A few cells per worker are handed out ahead, so that a stop loses little."""
+    waiting = iter(cells)
+    with ProcessPoolExecutor(workers, mp_context=get_context("forkserver")) as pool:
+        futures: set[Future[Record]] = set()
+        try:
+            for cell in waiting:
+                futures.add(pool.submit(run_cell, cell))
+                if len(futures) >= 3 * workers:
+                    done, futures = wait(futures, return_when=FIRST_COMPLETED)
+                    yield from (future.result() for future in done)
+            while futures:
+                done, futures = wait(futures, return_when=FIRST_COMPLETED)
+                yield from (future.result() for future in done)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _on_ray(cells: Sequence[Cell], run_cell: RunCell) -> Iterator[Record]:
+    """On the cluster that RAY_ADDRESS names, else on a local Ray that is stopped at the end."""
+    try:
+        import ray
+    except ModuleNotFoundError:
+        raise InputError("Ray is not installed", where="--on ray", mend="pip install 'kvroute[ray]'") from None
+    started = not ray.is_initialized()
+    if started:
+        ray.init(log_to_driver=False, include_dashboard=False)
+    try:
+        remote = ray.remote(num_cpus=1)(_encoded)
+        shared = ray.put(run_cell)
+        waiting = [remote.remote(shared, cell) for cell in cells]
+        while waiting:
+            done, waiting = ray.wait(waiting)
+            yield from (_DECODER.decode(record) for record in ray.get(done))
+    finally:
+        if started:
+            ray.shutdown()
+
+
+def _encoded(run_cell: RunCell, cell: Cell) -> bytes:
+    return encode(run_cell(cell))

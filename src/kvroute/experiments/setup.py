@@ -1,0 +1,251 @@
+"""From a cell to a run: the cluster, the requests, the policies and the assumptions that a reading and a sweep fix."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import zip_longest
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from kvroute.control import ControlSpec
+from kvroute.experiments.cells import Cell, Record
+from kvroute.experiments.readings import Reading
+from kvroute.sim.run import Run, simulate
+from kvroute.sim.settings import Background, SimSettings, Slo
+from kvroute.sim.workload import (
+    PROFILES,
+    Profile,
+    Trace,
+    apply_profile,
+    generate,
+    read,
+    rescale,
+    share_prefixes,
+    window,
+    with_lengths,
+)
+from kvroute.topology import Cluster, build
+from kvroute.topology.builders import LLAMA_70B_TP4, fat_tree
+from kvroute.topology.schema import (
+    DecodeEntry,
+    InstanceEntry,
+    LinearPrefillEntry,
+    Network,
+    TierBandwidth,
+    TierLatency,
+    TimingEntry,
+)
+from kvroute.topology.units import Bandwidth, Duration, Latency, bandwidth_bytes_per_s
+from kvroute.types import Role
+
+GPUS_PER_GROUP = 64
+"""Two pods of two racks of two servers of eight GPUs: NetKV's cluster; larger ones repeat it."""
+PREFILL_PER_GROUP, INSTANCES_PER_RACK = 4, 4
+RAG_RATE_PER_S = 6.09
+"""100 % of the RAG profile on 64 GPUs."""
+WARMUP_S, MEASURE_S, WINDOW_START_S = 5.0, 15.0, 55.0
+TUNING_START_S, TUNING_S, TUNING_LOAD = 0.0, 30.0, 0.8
+GENERATED_REQUESTS, GENERATED_RATE_PER_S, GENERATOR_SEED = 12_031, 3.401, 2025
+
+
+class Weights(msgspec.Struct, frozen=True, kw_only=True):
+    """CLA* weights as tuned for one profile."""
+
+    cache: float = 1.0
+    load: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Study:
+    """What all cells of a results folder share."""
+
+    reading: Reading
+    trace: str = ""
+    """Path of a Mooncake trace; empty: the generated one."""
+    weights: tuple[tuple[str, Weights], ...] = ()
+    """Tuned CLA* weights by profile."""
+    tuning: bool = False
+    """Run on the tuning slice instead of the measurement window."""
+
+    def weights_of(self, profile: str) -> Weights:
+        """Tuned weights, else (1, 1)."""
+        return dict(self.weights).get(profile, Weights())
+
+
+def run_cell(study: Study, cell: Cell) -> Record:
+    """Run one cell; picklable with its study, so that processes and Ray can."""
+    run = run_of(study, cell)
+    weights = study.weights_of(cell.profile)
+    config = {
+        "reading": msgspec.to_builtins(study.reading),
+        "trace": study.trace or f"generated, seed {GENERATOR_SEED}",
+        "rate_per_s": rate_per_s(study, cell),
+        "cla_weights": [weights.cache, weights.load],
+        "tuning_slice": study.tuning,
+    }
+    return Record(key=cell.key, cell=cell, config=config, summary=run.summary, timeline=run.timeline)
+
+
+def run_of(study: Study, cell: Cell) -> Run:
+    """The run behind a cell, with every request's times."""
+    reading, profile = study.reading, PROFILES[cell.profile]
+    settings = SimSettings(
+        prefill_queueing=reading.prefill_queueing,
+        background=Background.uniform(cell.settings.get("background", reading.background)),
+        oracle_refresh_s=cell.settings.get("refresh_s", 1.0),
+        slo=Slo(ttft_s=profile.ttft_slo_s),
+        warmup_s=0.0 if study.tuning else WARMUP_S,
+        measure_s=TUNING_S if study.tuning else MEASURE_S,
+    )
+    weights = study.weights_of(cell.profile)
+    parameters = {"cache_weight": weights.cache, "load_weight": weights.load} if cell.policy == "cla" else {}
+    spec = ControlSpec(
+        decode=cell.policy,
+        parameters=parameters,
+        prefill=reading.prefill_policy,
+        prefill_cache=reading.prefill_cache,
+    )
+    return simulate(cluster_of(reading, cell), requests_of(study, cell), spec, settings, seed=cell.seed)
+
+
+def cluster_of(reading: Reading, cell: Cell) -> Cluster:
+    """The fat tree of a reading at a cell's size and oversubscription."""
+    gpus = int(cell.settings.get("gpus", GPUS_PER_GROUP))
+    return _cluster(reading, gpus // GPUS_PER_GROUP, cell.settings.get("oversubscription", 4.0))
+
+
+@lru_cache(maxsize=16)
+def _cluster(reading: Reading, groups: int, oversubscription: float) -> Cluster:
+    """B1 = 100 Gbps; B3 = B1 / oversubscription; B2 half of B1 (2:1), and no gap at all at 1:1."""
+    nic = bandwidth_bytes_per_s("100 Gbps")
+    pod_bytes_per_s = nic / oversubscription
+    rack_bytes_per_s = max(nic / 2, pod_bytes_per_s)
+    file = fat_tree(
+        f"netkv-{groups * GPUS_PER_GROUP}",
+        pods=2 * groups,
+        racks_per_pod=2,
+        nodes_per_rack=2,
+        nic_bytes_per_s=bandwidth_bytes_per_s(reading.nic_bandwidth),
+        nics_per_node=1 if reading.nic_scope == "server" else None,
+        nic_scope=reading.nic_scope,
+        rack_uplinks=(reading.rack_uplinks, rack_bytes_per_s),
+        pod_uplinks=(reading.pod_uplinks, pod_bytes_per_s),
+        instances=_instances(reading, groups),
+        network=Network(
+            ecmp=reading.ecmp,
+            latency=TierLatency(
+                node=Latency(1e-6), rack=Latency(3e-6), pod=Latency(8e-6), datacenter=Latency(15e-6)
+            ),
+            tier_bandwidth=TierBandwidth(
+                node=Bandwidth(450e9),
+                rack=Bandwidth(nic),
+                pod=Bandwidth(rack_bytes_per_s),
+                datacenter=Bandwidth(pod_bytes_per_s),
+            ),
+        ),
+        timing={"default": _timing(reading)},
+        defaults=LLAMA_70B_TP4,
+    )
+    return build(file)
+
+
+def _timing(reading: Reading) -> TimingEntry:
+    prefill = LinearPrefillEntry(
+        per_token_s=Duration(reading.prefill_per_token_s), base_s=Duration(reading.prefill_base_s)
+    )
+    decode = DecodeEntry(
+        base_s=Duration(reading.decode_base_s), per_request_s=Duration(reading.decode_per_request_s)
+    )
+    return TimingEntry(prefill=prefill, decode=decode)
+
+
+def _instances(reading: Reading, groups: int) -> list[InstanceEntry]:
+    """Four prefill and twelve decode instances per group of four racks.
+
+    Decode names run across the racks, so that ties, which fall to the first name, do not favour near instances.
+    """
+    width = len(str(8 * groups - 1))
+    prefill: list[str] = []
+    decode: list[str] = []
+    for group in range(groups):
+        racks = [[_slot(8 * group + 2 * rack, part, width) for part in range(4)] for rack in range(4)]
+        if reading.placement == "rack":
+            prefill += racks.pop(0)
+        else:
+            prefill += [rack.pop(0) for rack in racks]
+        decode += [slot for level in zip_longest(*racks) for slot in level if slot is not None]
+    roles: tuple[tuple[Role, list[str]], ...] = (("prefill", prefill), ("decode", decode))
+    return [
+        InstanceEntry(name=f"{role}{number:04}", role=role, gpus=slot)
+        for role, slots in roles
+        for number, slot in enumerate(slots)
+    ]
+
+
+def _slot(first_node: int, part: int, width: int) -> str:
+    """Part 0 to 3 of a rack of two eight-GPU nodes."""
+    node, half = first_node + part // 2, part % 2
+    return f"node{node:0{width}}:{4 * half}-{4 * half + 3}"
+
+
+def rate_per_s(study: Study, cell: Cell) -> float:
+    """Requests per second: load times capacity; a larger cluster gets proportionally more."""
+    load = TUNING_LOAD if study.tuning else cell.settings.get("load", 1.0)
+    groups = cell.settings.get("gpus", GPUS_PER_GROUP) / GPUS_PER_GROUP
+    return load * groups * capacity_per_s(study, cell.profile)
+
+
+def capacity_per_s(study: Study, profile: str) -> float:
+    """What 100 % means on 64 GPUs (`Reading.capacity`)."""
+    mean_tokens = _mean_tokens(study.trace, profile)
+    if study.reading.capacity == "network":
+        return RAG_RATE_PER_S * _mean_tokens(study.trace, "rag") / mean_tokens
+    prefill_s = study.reading.prefill_per_token_s * mean_tokens + study.reading.prefill_base_s
+    return 0.8 * PREFILL_PER_GROUP / prefill_s
+
+
+@lru_cache(maxsize=16)
+def _mean_tokens(trace: str, profile: str) -> float:
+    return float(np.mean([request.input_tokens for request in _profile_trace(trace, profile).requests]))
+
+
+@lru_cache(maxsize=4)
+def _whole_trace(path: str) -> Trace:
+    if path:
+        return read(Path(path))
+    return generate(GENERATED_REQUESTS, rate_per_s=GENERATED_RATE_PER_S, seed=GENERATOR_SEED)
+
+
+@lru_cache(maxsize=16)
+def _profile_trace(path: str, profile: str) -> Trace:
+    return apply_profile(_whole_trace(path), PROFILES[profile])
+
+
+def requests_of(study: Study, cell: Cell) -> Trace:
+    """The cell's requests, from time 0: the same for every policy of a seed."""
+    profile, rate = PROFILES[cell.profile], rate_per_s(study, cell)
+    trace = rescale(_profile_trace(study.trace, cell.profile), rate)
+    start_s, length_s = _slice(study, cell, trace)
+    trace = window(trace, start_s, start_s + length_s)
+    tokens = cell.settings.get("tokens")
+    if tokens is not None:
+        trace = with_lengths(trace, input_tokens=int(tokens))
+    p_share = cell.settings.get("p_share")
+    if p_share is not None or tokens is not None or study.reading.prefixes == "groups":
+        share = profile.p_share if p_share is None else p_share
+        trace = share_prefixes(trace, share, seed=cell.seed)
+    return trace
+
+
+def _slice(study: Study, cell: Cell, trace: Trace) -> tuple[float, float]:
+    if study.tuning:
+        return TUNING_START_S, TUNING_S
+    length_s = WARMUP_S + MEASURE_S
+    if study.reading.request_set == "window":
+        return WINDOW_START_S, length_s
+    # The tuning slice stays out of every seed's window.
+    first_s, last_s = TUNING_S, max(trace.requests[-1].at_s - length_s, TUNING_S)
+    return first_s + (last_s - first_s) * ((cell.seed * 0.6180339887) % 1.0), length_s

@@ -1,0 +1,134 @@
+"""The everyday comparison: several policies, several seeds, one cluster and one trace of the user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import msgspec
+
+from kvroute.control import ControlSpec, EventLog
+from kvroute.experiments.cells import Cell, Record
+from kvroute.experiments.runner import stream
+from kvroute.sim.run import Run, simulate
+from kvroute.sim.settings import SimSettings
+from kvroute.sim.workload import (
+    PROFILES,
+    Trace,
+    apply_profile,
+    generate,
+    read,
+    rescale,
+    share_prefixes,
+    take,
+    with_lengths,
+)
+from kvroute.topology import Cluster, load
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Where requests come from and what is done to them before they arrive."""
+
+    trace: str = ""
+    """Path; empty: generated, another one for every seed."""
+    generated_requests: int = 2_000
+    generated_rate_per_s: float = 3.4
+    skip_bad: bool = False
+    profile: str = ""
+    rate_per_s: float | None = None
+    input_tokens: int | None = None
+    p_share: float | None = None
+    """Groups that share half a prompt in place of the trace's own prefixes."""
+    requests: int | None = None
+    """Only the first so many."""
+
+    def of_seed(self, seed: int) -> Trace:
+        """The requests of one seed."""
+        trace = _read(self.trace, self.skip_bad) if self.trace else self._generated(seed)
+        if self.profile:
+            trace = apply_profile(trace, PROFILES[self.profile])
+        if self.requests is not None:
+            trace = take(trace, self.requests)
+        if self.input_tokens is not None:
+            trace = with_lengths(trace, input_tokens=self.input_tokens)
+        if self.rate_per_s is not None:
+            trace = rescale(trace, self.rate_per_s)
+        if self.p_share is not None:
+            trace = share_prefixes(trace, self.p_share, seed=seed)
+        return trace
+
+    def _generated(self, seed: int) -> Trace:
+        return _generate(self.generated_requests, self.generated_rate_per_s, seed)
+
+
+@lru_cache(maxsize=2)
+def _read(path: str, skip_bad: bool) -> Trace:
+    return read(Path(path), skip_bad=skip_bad)
+
+
+@lru_cache(maxsize=2)
+def _generate(requests: int, rate_per_s: float, seed: int) -> Trace:
+    return generate(requests, rate_per_s=rate_per_s, seed=seed)
+
+
+@lru_cache(maxsize=2)
+def _load(path: str) -> Cluster:
+    return load(Path(path))
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What the user asked: picklable, so that processes can answer it."""
+
+    cluster: str
+    workload: Workload
+    settings: SimSettings
+    spec: ControlSpec
+    """The decode policy's name is set for each run; its parameters go to CLA* alone."""
+
+    def spec_of(self, policy: str) -> ControlSpec:
+        """What decides in a run of that policy."""
+        parameters = self.spec.parameters if policy == "cla" else {}
+        return msgspec.structs.replace(self.spec, decode=policy, parameters=parameters)
+
+    def run(self, policy: str, seed: int, log: EventLog | None = None) -> Run:
+        """One run."""
+        trace = self.workload.of_seed(seed)
+        return simulate(_load(self.cluster), trace, self.spec_of(policy), self.settings, seed=seed, log=log)
+
+    def __call__(self, cell: Cell) -> Record:
+        run = self.run(cell.policy, cell.seed)
+        return Record(key=cell.key, cell=cell, config={}, summary=run.summary, timeline=run.timeline)
+
+
+def compare(
+    question: Question,
+    policies: Sequence[str],
+    seeds: Sequence[int],
+    *,
+    on: str = "local",
+    workers: int | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[Record]:
+    """Every policy on every seed, the same requests for every policy of a seed; in the order policies, seeds.
+
+    Raises:
+        InputError: before anything runs, for a wrong cluster, trace, policy or constraint.
+    """
+    cluster = _load(question.cluster)
+    for policy in policies:
+        question.spec_of(policy).build(cluster)
+    question.workload.of_seed(seeds[0])
+    cells = [
+        Cell(experiment="simulate", reading="", profile=question.workload.profile, settings={}, policy=policy, seed=seed)
+        for policy in policies
+        for seed in seeds
+    ]
+    records = {}
+    for record in stream(cells, question, on, workers):
+        records[record.key] = record
+        progress(len(records), len(cells))
+    return [records[cell.key] for cell in cells]

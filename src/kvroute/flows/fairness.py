@@ -1,0 +1,71 @@
+"""Weighted max-min fairness by its definition, in plain and slow Python: the truth that the kernels must equal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvroute.types import InputError
+
+
+def max_min_rates(paths: Sequence[Sequence[int]], weights: Sequence[float], capacities: Sequence[float]) -> list[float]:
+    """Weighted max-min rates of flows over links, bytes per second, in the order of `paths`.
+
+    Progressive filling (Bertsekas and Gallager, Data Networks, 6.5.2): every rate rises in proportion to its weight;
+    where a link fills, its flows stop. `paths` holds link numbers (a repeated link counts once), `capacities` bytes
+    per second by link number. Raises InputError for an empty path: nothing would stop its flow.
+    """
+    links = [frozenset(path) for path in paths]
+    for flow, path in enumerate(links):
+        if not path:
+            raise InputError("a flow without links has no rate", where=f"paths[{flow}]", mend="name at least one link")
+    rates = [0.0] * len(paths)
+    room = list(capacities)
+    rising = set(range(len(paths)))
+    while rising:
+        shares = {
+            link: max(room[link], 0.0) / sum(weights[flow] for flow in sorted(rising) if link in links[flow])
+            for link in sorted({link for flow in rising for link in links[flow]})
+        }
+        full = min(shares, key=lambda link: (shares[link], link))
+        for flow in sorted(flow for flow in rising if full in links[flow]):
+            rates[flow] = weights[flow] * shares[full]
+            rising.remove(flow)
+            for link in links[flow]:
+                room[link] -= rates[flow]
+    return rates
+
+
+def fill_to_the_end(
+    paths: Sequence[Sequence[int]],
+    weights: Sequence[float],
+    capacities: Sequence[float],
+    sizes_bytes: Sequence[float],
+    starts_s: Sequence[float],
+) -> list[float]:
+    """Finish times in seconds of flows that start at `starts_s`, re-solved by `max_min_rates` at each start and finish.
+
+    Capacities must be positive: a stalled flow raises InputError.
+    """
+    left = list(sizes_bytes)
+    finish_s = [0.0] * len(paths)
+    waiting = sorted(range(len(paths)), key=lambda flow: (starts_s[flow], flow), reverse=True)
+    active: list[int] = []
+    now = 0.0
+    while waiting or active:
+        rates = max_min_rates([paths[flow] for flow in active], [weights[flow] for flow in active], capacities)
+        if active and not min(rates) > 0.0:
+            raise InputError("a flow has no bandwidth and never finishes", mend="give every link a capacity above zero")
+        ends = [now + left[flow] / rate for flow, rate in zip(active, rates, strict=True)]
+        to = min(ends + [starts_s[flow] for flow in waiting[-1:]])
+        for flow, rate, end in list(zip(active, rates, ends, strict=True)):
+            left[flow] = max(left[flow] - rate * (to - now), 0.0)
+            if end - to <= 1e-12 * (to - starts_s[flow]):
+                finish_s[flow] = to
+                active.remove(flow)
+        now = to
+        while waiting and starts_s[waiting[-1]] <= now:
+            flow = waiting.pop()
+            finish_s[flow] = now
+            if left[flow] > 0.0:
+                active.append(flow)
+    return finish_s

@@ -1,0 +1,304 @@
+"""The flow network: transfers in flight over shared links, their max-min rates and finish times; it has no clock.
+
+Rates are re-solved lazily: changes at one instant are gathered and solved once, when time moves or a rate is asked for,
+which equals a solution after each of them because no byte moves in between.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvroute.flows import kernels
+from kvroute.types import FloatArray, InputError, IntArray
+
+LinkId: TypeAlias = int
+FlowId: TypeAlias = int
+
+WEIGHT_MIN, WEIGHT_MAX = 1e-3, 1e3
+"""Bounds of a flow's weight times its class's: wider ratios would lose the light flow's rate to rounding."""
+_UNKNOWN = -2
+_NO_INTS: IntArray = np.empty(0, np.int64)
+_NO_FLOATS: FloatArray = np.empty(0, np.float64)
+
+
+class FlowNetwork:
+    """Transfers in flight over shared links. The caller owns time: `advance(to)` moves bytes.
+
+    Rates are weighted max-min per link, re-solved on every start, finish, cancel and change of capacity. Seconds and
+    bytes throughout. Base latency is the caller's.
+    """
+
+    def __init__(self, capacity_bytes_per_s: FloatArray, classes: Mapping[str, float] | None = None) -> None:
+        """`capacity_bytes_per_s`: one entry per link, 0 allowed; `classes`: a weight multiplier by traffic class.
+
+        Without `classes` there is one, "kv", of weight 1. Raises InputError for what is negative or not finite.
+        """
+        capacity = np.asarray(capacity_bytes_per_s, np.float64)
+        if capacity.ndim != 1:
+            raise InputError("link capacities must be one row of numbers", where="capacity_bytes_per_s")
+        _check_capacities(range(len(capacity)), capacity)
+        self.now = 0.0
+        self._classes = dict(classes) if classes is not None else {"kv": 1.0}
+        for name, weight in self._classes.items():
+            _check_weight(weight, f"traffic class {name!r}")
+        self._links = len(capacity)
+        self._lf = np.zeros((kernels.FLOAT_ROWS[1], self._links))
+        self._lf[kernels.CAPACITY] = capacity
+        self._li = np.zeros((kernels.INT_ROWS[1], self._links), np.int64)
+        self._li[kernels.HEAD] = -1
+        self._counts = np.zeros(3, np.int64)
+        self._longest = 8
+        self._make_slots(64)
+        self._ids: list[FlowId] = [0] * 64
+        self._free = list(range(63, -1, -1))
+        self._slot: dict[FlowId, int] = {}
+        self._staged_ints: list[int] = []
+        self._staged_floats: list[float] = []
+        self._next_s, self._next_slot = math.inf, -1
+
+    def start(
+        self,
+        flow: FlowId,
+        path: Sequence[LinkId],
+        nbytes: float,
+        weight: float = 1.0,
+        traffic_class: str = "kv",
+    ) -> None:
+        """Start a transfer at `now`. A repeated link counts once; no bytes, or no links, and it finishes at once.
+
+        Raises InputError for an id that is in flight, an unknown link or class, or numbers out of range.
+        """
+        if flow in self._slot:
+            raise InputError(f"flow {flow} is in flight already", mend="give every active flow its own number")
+        links, effective = self._checked(path, nbytes, weight, traffic_class)
+        if not self._free:
+            self._grow_slots()
+        if len(links) > self._longest:
+            self._lengthen(len(links))
+        slot = self._free.pop()
+        self._slot[flow] = slot
+        self._ids[slot] = flow
+        self._staged_ints += (slot, len(links))
+        self._staged_ints += links
+        self._staged_floats += (nbytes, effective)
+        self._next_slot = _UNKNOWN
+
+    def start_many(
+        self,
+        flows: Sequence[FlowId],
+        paths: Sequence[Sequence[LinkId]],
+        nbytes: Sequence[float],
+        weight: float = 1.0,
+        traffic_class: str = "kv",
+    ) -> None:
+        """`start` for several flows of one weight and class; the n-th flow takes the n-th path and bytes."""
+        for flow, path, size in zip(flows, paths, nbytes, strict=True):
+            self.start(flow, path, size, weight, traffic_class)
+
+    def cancel(self, flow: FlowId) -> float:
+        """Stop a transfer at `now`; returns the bytes that it has left. Raises InputError when it is not in flight."""
+        slot = self._known(flow)
+        self._flush()
+        left = kernels.cancel(self.now, slot, *self._arrays)
+        self._release(slot)
+        self._next_slot = _UNKNOWN
+        return left
+
+    def advance(self, to: float) -> list[FlowId]:
+        """Move time to `to` (seconds, not before `now`); returns what finished, by finish time, then start order.
+
+        Finishes on the way free their bandwidth at their own instant. A flow whose finish differs from another's by
+        rounding only (1e-12 of its duration) finishes with it.
+        """
+        if not self.now <= to < math.inf:
+            raise InputError(f"time cannot go from {self.now} s to {to} s", mend="advance to a later, finite time")
+        if self._next_slot != _UNKNOWN and self._next_s > to:
+            self.now = to
+            return []
+        count = self._drive(to)
+        self.now = to
+        return [self._release(slot) for slot in self._out[:count].tolist()]
+
+    def next_finish(self) -> tuple[float, FlowId] | None:
+        """When the next flow finishes if nothing else changes, and which; None when no flow can (none, or stalled)."""
+        if self._next_slot == _UNKNOWN:
+            self._drive(-math.inf)
+        return None if self._next_slot < 0 else (self._next_s, self._ids[self._next_slot])
+
+    def set_capacity(self, link: LinkId, bytes_per_s: float) -> None:
+        """Change a link's capacity from `now` on; 0 stalls its flows."""
+        self.set_capacities([link], [bytes_per_s])
+
+    def set_capacities(self, links: Sequence[LinkId] | IntArray, bytes_per_s: Sequence[float] | FloatArray) -> None:
+        """Change several links' capacities from `now` on; both arguments have one entry per link changed."""
+        numbers, values = np.asarray(links, np.int64), np.asarray(bytes_per_s, np.float64)
+        if numbers.shape != values.shape or numbers.ndim != 1:
+            raise InputError(f"{numbers.size} links but {values.size} capacities", mend="give one capacity per link")
+        if len(numbers) and not (numbers.min() >= 0 and numbers.max() < self._links):
+            raise InputError(f"a link is not one of 0 to {self._links - 1}", where="set_capacities")
+        _check_capacities(numbers.tolist(), values)
+        self._flush()
+        kernels.set_capacities(numbers, values, self._lf, self._li, self._counts)
+        self._next_slot = _UNKNOWN
+
+    def transfer_s(
+        self, path: Sequence[LinkId], nbytes: float, weight: float = 1.0, traffic_class: str = "kv"
+    ) -> float:
+        """What if: seconds until a transfer that starts now would finish, if nothing else started; state is untouched.
+
+        The fluid answer: other flows finish on the way and give their bandwidth back. inf when it could never finish.
+        """
+        links, effective = self._checked(path, nbytes, weight, traffic_class)
+        self._flush()
+        if not self._free:
+            self._grow_slots()
+        if len(links) > self._longest:
+            self._lengthen(len(links))
+        slot = self._free[-1]
+        starts = np.array([slot, len(links), *links], np.int64), np.array([nbytes, effective], np.float64)
+        return kernels.finish_of(slot, self.now, *self._arrays, *starts) - self.now
+
+    def rate(self, flow: FlowId) -> float:
+        """A flow's rate now, bytes per second. Raises InputError when it is not in flight."""
+        slot = self._known(flow)
+        self.next_finish()
+        return float(self._ff[kernels.RATE, slot])
+
+    def sent_bytes(self, flow: FlowId) -> float:
+        """Bytes of a flow that have left until `now`. Raises InputError when it is not in flight."""
+        slot = self._known(flow)
+        self._flush()
+        size, left, rate, since = (
+            float(self._ff[row, slot]) for row in (kernels.SIZE, kernels.LEFT, kernels.RATE, kernels.SINCE)
+        )
+        return size - max(left - rate * (self.now - since), 0.0)
+
+    @property
+    def active(self) -> tuple[FlowId, ...]:
+        """Flows in flight, by start order."""
+        self._flush()
+        slots = self._fi[kernels.ORDER, : self._counts[kernels.ACTIVE]].tolist()
+        return tuple(self._ids[slot] for slot in slots)
+
+    @property
+    def capacity_bytes_per_s(self) -> FloatArray:
+        """Capacity by link now (a copy)."""
+        return self._lf[kernels.CAPACITY].copy()
+
+    @property
+    def link_rate_bytes_per_s(self) -> FloatArray:
+        """Rate carried by link now."""
+        self.next_finish()
+        rates = kernels.link_loads(self.now, *self._loads)[0]
+        return rates
+
+    @property
+    def link_bytes(self) -> FloatArray:
+        """Bytes carried by link since the beginning, until `now`."""
+        self._flush()
+        carried = kernels.link_loads(self.now, *self._loads)[1]
+        return carried
+
+    @property
+    def _loads(self) -> tuple[FloatArray, IntArray, FloatArray, IntArray, IntArray]:
+        return self._ff, self._fi, self._lf, self._hops, self._counts
+
+    def _checked(
+        self, path: Sequence[LinkId], nbytes: float, weight: float, traffic_class: str
+    ) -> tuple[tuple[LinkId, ...], float]:
+        links = tuple(path)
+        if len(set(links)) != len(links):
+            links = tuple(dict.fromkeys(links))
+        if links and not (min(links) >= 0 and max(links) < self._links):
+            raise InputError(f"path {list(links)} leaves the links 0 to {self._links - 1}", mend="use known links")
+        if not 0.0 <= nbytes < math.inf:
+            raise InputError(f"a transfer of {nbytes} bytes", mend="give a size that is finite and not negative")
+        multiplier = self._classes.get(traffic_class)
+        if multiplier is None:
+            known = ", ".join(sorted(self._classes))
+            raise InputError(f"traffic class {traffic_class!r} is unknown", mend=f"choose one of {known}")
+        effective = weight * multiplier
+        if not WEIGHT_MIN <= effective <= WEIGHT_MAX:
+            _check_weight(effective, f"a flow of class {traffic_class!r}")
+        return links, effective
+
+    def _known(self, flow: FlowId) -> int:
+        slot = self._slot.get(flow)
+        if slot is None:
+            raise InputError(f"flow {flow} is not in flight", mend="name a flow that has started and not finished")
+        return slot
+
+    def _release(self, slot: int) -> FlowId:
+        flow = self._ids[slot]
+        del self._slot[flow]
+        self._free.append(slot)
+        return flow
+
+    def _flush(self) -> None:
+        if self._staged_floats:
+            self._drive(-math.inf)
+
+    def _drive(self, to: float) -> int:
+        ints, floats = _NO_INTS, _NO_FLOATS
+        if self._staged_floats:
+            ints, floats = np.array(self._staged_ints, np.int64), np.array(self._staged_floats, np.float64)
+            self._staged_ints, self._staged_floats = [], []
+        count, self._next_s, self._next_slot = kernels.drive(self.now, to, *self._arrays, ints, floats, self._out)
+        return int(count)
+
+    def _make_slots(self, slots: int) -> None:
+        self._ff: FloatArray = np.zeros((kernels.FLOAT_ROWS[0], slots))
+        self._fi: IntArray = np.zeros((kernels.INT_ROWS[0], slots), np.int64)
+        self._hops: IntArray = np.full((3, slots * self._longest), -1, np.int64)
+        self._out: IntArray = np.zeros(slots, np.int64)
+        self._pack()
+
+    def _pack(self) -> None:
+        self._arrays = (self._ff, self._fi, self._lf, self._li, self._hops, self._counts)
+
+    def _grow_slots(self) -> None:
+        ff, fi, hops, slots = self._ff, self._fi, self._hops, len(self._ids)
+        self._make_slots(2 * slots)
+        self._ff[:, :slots], self._fi[:, :slots], self._hops[:, : slots * self._longest] = ff, fi, hops
+        self._free = list(range(2 * slots - 1, slots - 1, -1))
+        self._ids += [0] * slots
+
+    def _lengthen(self, longest: int) -> None:
+        """Make room for longer paths: hop `slot * P + k` moves to a wider row, and so do the numbers that name it."""
+        old, new = self._longest, 2 ** math.ceil(math.log2(longest))
+        wide = np.full((3, len(self._ids), new), -1, np.int64)
+        narrow = self._hops.reshape(3, len(self._ids), old)
+        wide[kernels.LINK, :, :old] = narrow[kernels.LINK]
+        for row in (kernels.NEXT, kernels.PREV):
+            wide[row, :, :old] = _renumbered(narrow[row], old, new)
+        self._li[kernels.HEAD] = _renumbered(self._li[kernels.HEAD], old, new)
+        self._hops, self._longest = wide.reshape(3, -1), new
+        self._pack()
+
+
+def _renumbered(hops: IntArray, old: int, new: int) -> IntArray:
+    moved: IntArray = np.where(hops < 0, -1, hops // old * new + hops % old)
+    return moved
+
+
+def _check_weight(weight: float, where: str) -> None:
+    if not WEIGHT_MIN <= weight <= WEIGHT_MAX:
+        raise InputError(
+            f"weight {weight} is not between {WEIGHT_MIN:g} and {WEIGHT_MAX:g}", where=where, mend="scale the weights"
+        )
+
+
+def _check_capacities(links: Sequence[LinkId], capacity: npt.NDArray[np.float64]) -> None:
+    bad = ~(np.isfinite(capacity) & (capacity >= 0.0))
+    if bad.any():
+        at = int(np.flatnonzero(bad)[0])
+        raise InputError(
+            f"capacity {capacity[at]} is not a number of bytes per second",
+            where=f"link {links[at]}",
+            mend="give a finite capacity of 0 or more",
+        )

@@ -1,0 +1,16 @@
+"""The network cost oracle: what a router may know of the network, stale by construction."""
+
+from kvroute.oracle.formulas import effective_bytes_per_s, network_wins, staleness_bound
+from kvroute.oracle.links import LinkView
+from kvroute.oracle.network import NetworkOracle
+from kvroute.oracle.telemetry import CONGESTION_MAX, OracleSettings
+
+__all__ = [
+    "CONGESTION_MAX",
+    "LinkView",
+    "NetworkOracle",
+    "OracleSettings",
+    "effective_bytes_per_s",
+    "network_wins",
+    "staleness_bound",
+]

@@ -1,0 +1,242 @@
+"""Decode policies: arrays over candidates in, one choice with every candidate's cost terms out; no state, no chance.
+
+Every cost is finite and zero or more, and lower is better, so that a topology constraint can rank it again.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from kvroute.oracle import effective_bytes_per_s
+from kvroute.types import Candidates, Choice, FloatArray, InputError, IntArray, NetworkCosts, Reject, Request, Terms
+
+BoolArray = npt.NDArray[np.bool_]
+Policy = TypeVar("Policy")
+
+_NONE: IntArray = np.array(0)
+"""An array, because numpy takes longer to convert a Python number than to compare a dozen candidates with it."""
+
+
+class DecodePolicy(Protocol):
+    """Chooses the instance that decodes a request whose KV cache is complete."""
+
+    def choose(self, request: Request, candidates: Candidates, costs: NetworkCosts, turn: int) -> Choice | Reject:
+        """Choose among n candidates; the lower index wins a tie.
+
+        Args:
+            request: what is known of the request.
+            candidates: arrays of length n; infeasible ones lack KV memory (need_bytes > free_kv_bytes).
+            costs: the network between the prefill instance and the candidates.
+            turn: number of decode decisions made before this one.
+
+        Returns:
+            the choice with all terms, or a Reject if no candidate is feasible.
+        """
+        ...
+
+
+def feasible_mask(candidates: Candidates) -> BoolArray:
+    """Candidates with enough free KV memory (NetKV algorithm 1, line 1; the reserve is inside `need_bytes`)."""
+    mask: BoolArray = candidates.need_bytes <= candidates.free_kv_bytes
+    return mask
+
+
+def no_room(request: Request, candidates: Candidates, among: str = "decode instance") -> Reject:
+    """The refusal that says what is missing, by the candidate that comes closest."""
+    if not candidates.names:
+        return Reject(request.id, f"there is no {among}")
+    closest = int(np.argmax(candidates.free_kv_bytes - candidates.need_bytes))
+    need_bytes, free_bytes = float(candidates.need_bytes[closest]), float(candidates.free_kv_bytes[closest])
+    return Reject(
+        request.id,
+        f"no {among} has room for the KV cache: {candidates.names[closest]} comes closest, "
+        f"where it needs {need_bytes / 1e9:.4g} GB and {free_bytes / 1e9:.4g} GB are free",
+    )
+
+
+def cheapest(
+    names: tuple[str, ...], cost: FloatArray, feasible: BoolArray, parts: dict[str, FloatArray], unit: str = "s"
+) -> Choice | None:
+    """The feasible candidate of least cost, the first of equals; None if nobody is feasible."""
+    if not names:
+        return None
+    index = int(cost.argmin())
+    if not feasible[index]:
+        index = int(np.where(feasible, cost, np.inf).argmin())
+        if not feasible[index]:
+            return None
+    return Choice(index, Terms(names, cost, feasible, parts, unit))
+
+
+def turns_to_wait(eligible: BoolArray, turn: int) -> FloatArray:
+    """How many turns each eligible candidate waits when they take turns in order, [n]."""
+    rank = eligible.cumsum()
+    count = int(rank[-1]) if len(rank) else 0
+    return ((rank - 1 - turn) % max(count, 1)).astype(np.float64)
+
+
+def queue_and_decode_s(candidates: Candidates) -> tuple[FloatArray, FloatArray]:
+    """Queueing delay and first decode step of each candidate, [n] seconds (NetKV eq. 6 and 7)."""
+    batch, per_request_s = candidates.batch, candidates.iteration_per_request_s
+    iteration_s = candidates.iteration_base_s + per_request_s * batch
+    blocked = candidates.queued - candidates.batch_max + batch
+    return np.maximum(blocked, _NONE) * iteration_s, iteration_s + per_request_s
+
+
+@dataclass(frozen=True, slots=True)
+class RoundRobin:
+    """Feasible candidates in turn, by name. The cost is how many turns a candidate still has to wait."""
+
+    def choose(self, request: Request, candidates: Candidates, costs: NetworkCosts, turn: int) -> Choice | Reject:
+        """See DecodePolicy; infeasible candidates are skipped, so the turns stay even among the others."""
+        feasible = feasible_mask(candidates)
+        cost = turns_to_wait(feasible, turn)
+        return cheapest(candidates.names, cost, feasible, {}, "turns") or no_room(request, candidates)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadAware:
+    """The shortest wait for a slot and a first step: T_queue + T_decode (NetKV eq. 6 and 7)."""
+
+    def choose(self, request: Request, candidates: Candidates, costs: NetworkCosts, turn: int) -> Choice | Reject:
+        """See DecodePolicy."""
+        feasible = feasible_mask(candidates)
+        queue_s, decode_s = queue_and_decode_s(candidates)
+        parts = {"queue_s": queue_s, "decode_s": decode_s}
+        return cheapest(candidates.names, queue_s + decode_s, feasible, parts) or no_room(request, candidates)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheAware:
+    """The longest cached prefix; among equals the shorter wait.
+
+    The cost is the tokens that are not cached plus load / (1 + load), which stays below one token.
+    """
+
+    def choose(self, request: Request, candidates: Candidates, costs: NetworkCosts, turn: int) -> Choice | Reject:
+        """See DecodePolicy."""
+        feasible = feasible_mask(candidates)
+        queue_s, decode_s = queue_and_decode_s(candidates)
+        load_s = queue_s + decode_s
+        cost = np.maximum(request.input_tokens - candidates.hit_tokens, _NONE) + load_s / (1.0 + load_s)
+        parts = {"hit_tokens": candidates.hit_tokens.astype(np.float64), "queue_s": queue_s, "decode_s": decode_s}
+        return cheapest(candidates.names, cost, feasible, parts, "tokens") or no_room(request, candidates)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheAndLoadAware:
+    """Cache and load in one score, as Mooncake's Conductor and llm-d's composite scorer do: the field's standard.
+
+    Cost: cache_weight * (1 - hit / prompt) + load_weight * (batch + queued) / batch_max.
+    """
+
+    cache_weight: float = 1.0
+    load_weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name, weight in (("cache_weight", self.cache_weight), ("load_weight", self.load_weight)):
+            if not 0 <= weight < math.inf:
+                raise InputError(f"{weight} is not a weight", where=name, mend="use a number of zero or more")
+        if self.cache_weight + self.load_weight == 0:
+            raise InputError("both weights are zero", where="cla", mend="give cache_weight or load_weight a value")
+
+    def choose(self, request: Request, candidates: Candidates, costs: NetworkCosts, turn: int) -> Choice | Reject:
+        """See DecodePolicy."""
+        feasible = feasible_mask(candidates)
+        missing = np.maximum(1.0 - candidates.hit_tokens / max(request.input_tokens, 1), 0.0)
+        load = (candidates.batch + candidates.queued) / candidates.batch_max
+        cost = self.cache_weight * missing + self.load_weight * load
+        parts = {"missing_share": missing, "load_share": load}
+        return cheapest(candidates.names, cost, feasible, parts, "score") or no_room(request, candidates)
+
+
+@dataclass(frozen=True, slots=True)
+class NetKV:
+    """Where transfer + queue + first decode step end soonest (NetKV eq. 5, algorithm 1).
+
+    Without `congestion` it takes every tier for idle but for the router's own transfers; without `in_flight` it does
+    not count those either and knows the tier map alone.
+    """
+
+    congestion: bool = True
+    in_flight: bool = True
+
+    def choose(self, request: Request, candidates: Candidates, costs: NetworkCosts, turn: int) -> Choice | Reject:
+        """See DecodePolicy."""
+        feasible = feasible_mask(candidates)
+        effective = self._effective_bytes_per_s(costs).take(costs.tier)
+        transfer_s = candidates.kv_bytes / effective + costs.latency_s.take(costs.tier)
+        queue_s, decode_s = queue_and_decode_s(candidates)
+        parts = {
+            "transfer_s": transfer_s,
+            "queue_s": queue_s,
+            "decode_s": decode_s,
+            "hit_tokens": candidates.hit_tokens.astype(np.float64),
+            "effective_bytes_per_s": effective,
+        }
+        cost = transfer_s + queue_s + decode_s
+        return cheapest(candidates.names, cost, feasible, parts) or no_room(request, candidates)
+
+    def _effective_bytes_per_s(self, costs: NetworkCosts) -> FloatArray:
+        """Per tier, [TIER_COUNT]: eq. 4, with what this variant does not see at zero."""
+        if self.congestion and self.in_flight:
+            return effective_bytes_per_s(costs.bytes_per_s, costs.congestion, costs.in_flight)
+        return costs.bytes_per_s / (costs.in_flight + 1) if self.in_flight else costs.bytes_per_s
+
+
+def _netkv() -> NetKV:
+    return NetKV()
+
+
+def _netkv_static() -> NetKV:
+    return NetKV(congestion=False)
+
+
+def _netkv_topo() -> NetKV:
+    return NetKV(congestion=False, in_flight=False)
+
+
+DECODE_POLICIES: dict[str, Callable[..., DecodePolicy]] = {
+    "round-robin": RoundRobin,
+    "load-aware": LoadAware,
+    "cache-aware": CacheAware,
+    "cla": CacheAndLoadAware,
+    "netkv-topo": _netkv_topo,
+    "netkv-static": _netkv_static,
+    "netkv": _netkv,
+}
+
+
+def decode_policy(name: str, **parameters: float) -> DecodePolicy:
+    """The decode policy of that name; only `cla` takes parameters (`cache_weight`, `load_weight`).
+
+    Raises:
+        InputError: unknown name or parameter, or a parameter out of bounds.
+    """
+    return policy_of(DECODE_POLICIES, "decode policy", name, parameters)
+
+
+def policy_of(
+    policies: Mapping[str, Callable[..., Policy]], kind: str, name: str, parameters: Mapping[str, Any]
+) -> Policy:
+    """Look a policy up and build it; says what would have been right."""
+    if name not in policies:
+        near = get_close_matches(name, policies, 1, cutoff=0.5)
+        mend = (f"did you mean {near[0]!r}? " if near else "") + f"known: {', '.join(policies)}"
+        raise InputError(f"unknown {kind} {name!r}", mend=mend)
+    accepted = list(inspect.signature(policies[name]).parameters)
+    for parameter, value in parameters.items():
+        if parameter not in accepted:
+            mend = f"it takes {', '.join(accepted)}" if accepted else "it takes none"
+            raise InputError(f"{kind} {name!r} has no parameter {parameter!r}", mend=mend)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise InputError(f"{parameter} of {kind} {name!r} is {value!r}", mend="give a number")
+    return policies[name](**parameters)

@@ -1,0 +1,103 @@
+"""Prefill policies: which instance computes the KV cache of a new request; pure, over arrays of candidates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from kvroute.policies.decode import BoolArray, cheapest, policy_of, turns_to_wait
+from kvroute.types import Choice, FloatArray, IntArray, Reject, Request
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillCandidates:
+    """Prefill instances, ascending by name, as arrays of length n: a lower index wins a tie."""
+
+    names: tuple[str, ...]
+    pending_s: FloatArray
+    """Work ahead of a request that arrives now."""
+    hit_tokens: IntArray
+    """Longest cached prefix of the request, tokens."""
+    prefill_s: FloatArray
+    """Time to compute this request there, its cached prefix counted."""
+    allowed: BoolArray | None = None
+    """False for instances that a topology constraint rules out; None rules out nobody."""
+
+
+class PrefillPolicy(Protocol):
+    """Chooses the instance that prefills a request."""
+
+    def choose(self, request: Request, candidates: PrefillCandidates, turn: int) -> Choice | Reject:
+        """Choose among n candidates, the first of equals; `turn` counts the prefill decisions before this one.
+
+        Returns:
+            the choice with all terms, or a Reject if no candidate is allowed.
+        """
+        ...
+
+
+def _allowed(candidates: PrefillCandidates) -> BoolArray:
+    return np.ones(len(candidates.names), dtype=np.bool_) if candidates.allowed is None else candidates.allowed.copy()
+
+
+def _nobody(request: Request, candidates: PrefillCandidates) -> Reject:
+    why = "is allowed by the topology constraint" if candidates.names else "exists"
+    return Reject(request.id, f"no prefill instance {why}")
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillRoundRobin:
+    """Allowed candidates in turn, by name. The cost is how many turns a candidate still has to wait."""
+
+    def choose(self, request: Request, candidates: PrefillCandidates, turn: int) -> Choice | Reject:
+        """See PrefillPolicy."""
+        allowed = _allowed(candidates)
+        cost = turns_to_wait(allowed, turn)
+        return cheapest(candidates.names, cost, allowed, {}, "turns") or _nobody(request, candidates)
+
+
+@dataclass(frozen=True, slots=True)
+class LeastLoaded:
+    """The earliest start: the least work ahead, blind to the cache and to the request's own time."""
+
+    def choose(self, request: Request, candidates: PrefillCandidates, turn: int) -> Choice | Reject:
+        """See PrefillPolicy."""
+        allowed = _allowed(candidates)
+        pending_s = candidates.pending_s.copy()
+        parts = {"pending_s": pending_s}
+        return cheapest(candidates.names, pending_s, allowed, parts) or _nobody(request, candidates)
+
+
+@dataclass(frozen=True, slots=True)
+class EarliestFinish:
+    """The earliest finish: work ahead plus the request's own time, shorter where its prefix is cached."""
+
+    def choose(self, request: Request, candidates: PrefillCandidates, turn: int) -> Choice | Reject:
+        """See PrefillPolicy."""
+        allowed = _allowed(candidates)
+        parts = {
+            "pending_s": candidates.pending_s.copy(),
+            "prefill_s": candidates.prefill_s.copy(),
+            "hit_tokens": candidates.hit_tokens.astype(np.float64),
+        }
+        finish_s = candidates.pending_s + candidates.prefill_s
+        return cheapest(candidates.names, finish_s, allowed, parts) or _nobody(request, candidates)
+
+
+PREFILL_POLICIES: dict[str, Callable[..., PrefillPolicy]] = {
+    "round-robin": PrefillRoundRobin,
+    "least-loaded": LeastLoaded,
+    "cache-aware": EarliestFinish,
+}
+
+
+def prefill_policy(name: str) -> PrefillPolicy:
+    """The prefill policy of that name.
+
+    Raises:
+        InputError: unknown name.
+    """
+    return policy_of(PREFILL_POLICIES, "prefill policy", name, {})

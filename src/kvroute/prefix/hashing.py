@@ -1,0 +1,44 @@
+"""Chained hashes of a prompt's full blocks; the tokens after the last full block have none."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+import numpy as np
+import xxhash
+
+from kvroute.types import InputError, IntArray
+
+_TOKEN_BYTES = 8
+_SEED_LIMIT = 1 << 64
+_MEND = "give signed 64-bit integers in one row"
+
+
+def block_hashes(tokens: Sequence[int] | IntArray, block_tokens: int = 16, seed: int = 0) -> tuple[int, ...]:
+    """One unsigned 64-bit hash per full block of `block_tokens` tokens: equal hashes mean equal prefixes.
+
+    h[0] = XXH64(block 0, seed), h[k] = XXH64(block k, h[k-1]), over tokens as little-endian 64-bit integers: each
+    hash seeds the next, so it stands for its whole prefix. Raises InputError for tokens that are no integers,
+    a block of less than one token and a seed outside 0..2^64-1.
+    """
+    if block_tokens < 1:
+        raise InputError(f"a block of {block_tokens} tokens", where="block_tokens", mend="give 1 or more")
+    if not 0 <= seed < _SEED_LIMIT:
+        raise InputError(f"{seed} is no unsigned 64-bit integer", where="seed", mend="give 0 to 2^64-1")
+    octets = memoryview(_token_bytes(tokens))
+    step = block_tokens * _TOKEN_BYTES
+    digest, parent = xxhash.xxh64_intdigest, seed
+    return tuple([parent := digest(octets[at : at + step], parent) for at in range(0, len(octets) - step + 1, step)])
+
+
+def _token_bytes(tokens: Sequence[int] | IntArray) -> bytes:
+    try:
+        # array() is twice as fast as numpy on a list, but it would take bytes for numbers in memory.
+        ids = tokens if isinstance(tokens, np.ndarray | bytes | bytearray) else array("q", tokens)
+    except (OverflowError, TypeError) as error:
+        raise InputError(f"no token ids ({error})", where="tokens", mend=_MEND) from error
+    row = np.asarray(ids)
+    if row.ndim != 1 or not np.can_cast(row.dtype, np.int64) or row.dtype.kind == "b":
+        raise InputError(f"no token ids: {row.dtype} in {row.ndim} dimensions", where="tokens", mend=_MEND)
+    return row.astype("<i8", copy=False).tobytes()

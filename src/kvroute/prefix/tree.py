@@ -1,0 +1,128 @@
+"""The radix tree under PrefixIndex: a node is a run of blocks that its holders hold as a whole.
+
+Refuses to know order or capacity: it stores per instance what it is given, and keeps it right when runs split and join.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+Blocks = tuple[int, ...]
+
+FLAGS_FROM = 17
+"""Holders from which a node keeps them as one array of flags too; fewer are written one by one just as fast."""
+
+
+class Node:
+    """A run of blocks below `parent`; whoever holds a node holds all nodes above it."""
+
+    __slots__ = ("blocks", "children", "end", "flags", "held", "marks", "parent", "pins")
+
+    def __init__(self, blocks: Blocks, parent: Node | None, end: int) -> None:
+        self.blocks = blocks
+        self.parent = parent
+        self.end = end
+        """Blocks from the root to the end of this run."""
+        self.children: dict[int, Node] = {}
+        """By the first block of the child's run."""
+        self.held: dict[int, int] = {}
+        """Instance -> number of its last touch of this run."""
+        self.pins: dict[int, int] = {}
+        """Instance -> pins that end here or below."""
+        self.marks: dict[int, int] = {}
+        """Instance -> pins that end exactly here."""
+        self.flags: npt.NDArray[np.bool_] | None = None
+        """The keys of `held` as flags, possibly shorter than the number of instances."""
+
+    def hold(self, instance: int, touch: int) -> None:
+        """`instance` holds this run from now on."""
+        held = self.held
+        held[instance] = touch
+        flags = self.flags
+        if flags is not None and instance < len(flags):
+            flags[instance] = True
+        elif len(held) >= FLAGS_FROM:
+            self._flag()
+
+    def release(self, instance: int) -> None:
+        """`instance` no longer holds this run; a run without holders leaves the tree."""
+        held = self.held
+        del held[instance]
+        if not held:
+            assert self.parent is not None
+            del self.parent.children[self.blocks[0]]
+        elif self.flags is not None:
+            self.flags[instance] = False
+            if 2 * len(held) < FLAGS_FROM:
+                self.flags = None
+
+    def _flag(self) -> None:
+        members = np.fromiter(self.held, np.int64, len(self.held))
+        # Half as much again: instances come in ascending order, and a new array for each would be quadratic.
+        flags = np.zeros(int(members.max()) * 3 // 2 + 1, np.bool_)
+        flags[members] = True
+        self.flags = flags
+
+    def chain(self) -> Blocks:
+        """All blocks from the root to the end of this run."""
+        runs, node = [self.blocks], self
+        while node.parent is not None:
+            node = node.parent
+            runs.append(node.blocks)
+        return tuple([block for run in reversed(runs) for block in run])
+
+
+def split(node: Node, length: int) -> Node:
+    """Cut a run after its first `length` blocks; `node` stays the lower part, the new upper part is returned.
+
+    Pins end where they ended, hence in the lower part, and count for the upper one as well.
+    """
+    assert 0 < length < len(node.blocks)
+    assert node.parent is not None
+    upper = Node(node.blocks[:length], node.parent, node.end - len(node.blocks) + length)
+    upper.held = node.held.copy()
+    upper.pins = node.pins.copy()
+    upper.flags = None if node.flags is None else node.flags.copy()
+    node.parent.children[upper.blocks[0]] = upper
+    node.parent, node.blocks = upper, node.blocks[length:]
+    upper.children[node.blocks[0]] = node
+    return upper
+
+
+def join_upwards(node: Node) -> None:
+    """Undo splits that no longer tell anything apart, from `node` to the root; `node` absorbs what lies above it."""
+    while (upper := node.parent) is not None and upper.parent is not None:
+        if len(upper.children) == 1 and not upper.marks and upper.held == node.held:
+            upper.parent.children[upper.blocks[0]] = node
+            node.parent, node.blocks = upper.parent, upper.blocks + node.blocks
+        else:
+            node = upper
+
+
+def agreement(run: Blocks, blocks: Blocks, start: int) -> int:
+    """How many blocks of `run` equal `blocks[start:]` from the front; compares every one of them, once or twice."""
+    low, high = 0, min(len(run), len(blocks) - start)
+    if run[:high] == blocks[start : start + high]:
+        return high
+    while low < high - 1:
+        middle = (low + high) // 2
+        if run[low:middle] == blocks[start + low : start + middle]:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def chained_agreement(run: Blocks, blocks: Blocks, start: int) -> int:
+    """As `agreement`, from O(log n) comparisons: equal chained hashes at one place mean equal blocks before it."""
+    low, high = 0, min(len(run), len(blocks) - start)
+    if high and run[high - 1] == blocks[start + high - 1]:
+        return high
+    while low < high - 1:
+        middle = (low + high) // 2
+        if run[middle - 1] == blocks[start + middle - 1]:
+            low = middle
+        else:
+            high = middle
+    return low

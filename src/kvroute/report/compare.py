@@ -1,0 +1,94 @@
+"""Which policy wins, by how much, and whether that is more than noise: paired over seeds, Student's t."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+import numpy as np
+from scipy import stats
+
+from kvroute.sim.metrics import Summary
+
+Metric = Callable[[Summary], float | None]
+
+
+def mean_ttft_s(summary: Summary) -> float | None:
+    """The metric that decides unless another is asked for."""
+    return summary.ttft_s.mean
+
+
+class Difference(msgspec.Struct, frozen=True, kw_only=True):
+    """`first` minus `second` in a metric, paired by seed; negative: the first is lower."""
+
+    first: str
+    second: str
+    seeds: int
+    mean: float
+    half_width: float | None
+    """Half of the 95 % confidence interval; None with fewer than two seeds."""
+    relative: float
+    """The mean difference as a share of the second's mean."""
+
+    @property
+    def is_noise(self) -> bool:
+        """Whether zero lies inside the interval, or no interval exists."""
+        return self.half_width is None or abs(self.mean) <= self.half_width
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """The winner of a comparison and its lead over each other policy."""
+
+    winner: str | None
+    leads: tuple[Difference, ...]
+    """Winner minus each other policy, nearest rival first."""
+    sentence: str
+
+
+def difference(runs: Sequence[Summary], first: str, second: str, metric: Metric = mean_ttft_s) -> Difference | None:
+    """Compare two policies on the seeds that both have; None where they share none."""
+    a, b = (
+        {run.seed: value for run in runs if run.policy == name and (value := metric(run)) is not None}
+        for name in (first, second)
+    )
+    seeds = sorted(a.keys() & b.keys())
+    if not seeds:
+        return None
+    gaps = np.array([a[seed] - b[seed] for seed in seeds])
+    level = float(np.mean([b[seed] for seed in seeds]))
+    half_width = None
+    if len(seeds) > 1:
+        half_width = float(stats.t.ppf(0.975, len(seeds) - 1) * gaps.std(ddof=1) / np.sqrt(len(seeds)))
+    mean = float(gaps.mean())
+    return Difference(
+        first=first, second=second, seeds=len(seeds), mean=mean, half_width=half_width, relative=mean / level if level else 0.0
+    )
+
+
+def verdict(runs: Sequence[Summary], metric: Metric = mean_ttft_s) -> Verdict:
+    """The policy with the lowest mean of `metric` over seeds, and what the lead is worth."""
+    values: dict[str, list[float]] = {}
+    for run in runs:
+        value = metric(run)
+        if value is not None:
+            values.setdefault(run.policy, []).append(value)
+    if not values:
+        return Verdict(winner=None, leads=(), sentence="No policy gave a first token, so there is nothing to compare.")
+    means = {policy: float(np.mean(seconds)) for policy, seconds in values.items()}
+    winner = min(means, key=lambda policy: (means[policy], policy))
+    others = sorted((policy for policy in means if policy != winner), key=lambda policy: (means[policy], policy))
+    leads = tuple(lead for other in others if (lead := difference(runs, winner, other, metric)) is not None)
+    return Verdict(winner=winner, leads=leads, sentence=_sentence(winner, means[winner], leads))
+
+
+def _sentence(winner: str, mean_s: float, leads: tuple[Difference, ...]) -> str:
+    start = f"{winner} has the lowest mean TTFT, {mean_s * 1e3:,.0f} ms"
+    if not leads:
+        return start + "; it ran alone."
+    rival = leads[0]
+    if rival.half_width is None:
+        return f"{start}, {-rival.mean * 1e3:,.1f} ms below {rival.second}; one seed cannot say whether that is noise, try --seeds 5."
+    gap = f"{-rival.mean * 1e3:,.1f} ± {rival.half_width * 1e3:,.1f} ms ({-rival.relative:.1%}) below {rival.second}"
+    if rival.is_noise:
+        return f"{start}, {gap}: the difference is noise (95 % interval over {rival.seeds} seeds includes zero)."
+    return f"{start}, {gap} (95 % interval over {rival.seeds} seeds)."

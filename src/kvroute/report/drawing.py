@@ -1,0 +1,215 @@
+"""The look of every figure: colours by policy name, type sizes, scales, and files that are the same bytes every time."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import hsv_to_rgb, to_hex
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+from kvroute.types import InputError
+
+INK, PAPER, FAINT, GRID = "#26323d", "#ffffff", "#7b8894", "#d5dce2"
+TIER_COLOURS = ("#1a4a7a", "#3b86b8", "#86bcd8", "#f0a860", "#b5472f")
+"""Near is blue, far is red; lightness rises to the middle, so that neighbours differ in grey print too."""
+PART_COLOURS = ("#c9cfd5", "#5b7fa6", "#d55e00", "#f2c14e", "#3f9c7a")
+AXIS_LABELS = {
+    "load": "load, share of capacity",
+    "tokens": "prompt length, tokens",
+    "oversubscription": "oversubscription, B1 : B3",
+    "background": "background traffic, share of capacity",
+    "refresh_s": "oracle refresh interval, s",
+    "p_share": "share of requests with a shared prefix",
+    "gpus": "cluster size, GPUs",
+}
+_STYLE: dict[str, Any] = {
+    "font.family": "DejaVu Sans",
+    "font.size": 8.5,
+    "axes.titlesize": 9.5,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.labelsize": 8.5,
+    "axes.edgecolor": FAINT,
+    "axes.labelcolor": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.facecolor": "none",
+    "axes.axisbelow": True,
+    "axes.unicode_minus": True,
+    "figure.facecolor": PAPER,
+    "savefig.facecolor": PAPER,
+    "text.color": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "xtick.labelsize": 8,
+    "ytick.labelsize": 8,
+    "legend.frameon": False,
+    "legend.fontsize": 8.5,
+    "grid.color": GRID,
+    "grid.linewidth": 0.6,
+    "lines.linewidth": 1.6,
+    "lines.markersize": 4.5,
+    "svg.hashsalt": "kvroute",
+    "svg.fonttype": "path",
+    "path.simplify": False,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """How a policy is drawn everywhere: colour (colour-blind safe), marker and dashes tell the same in grey."""
+
+    colour: str
+    marker: str = "o"
+    dashes: str = "-"
+
+
+_LOOKS = {
+    "round-robin": Look("#8a8a8a", "x", ":"),
+    "load-aware": Look("#b8629a", "v", "--"),
+    "cache-aware": Look("#c98b00", "^", "--"),
+    "cla": Look("#0072b2", "s", "-"),
+    "netkv-topo": Look("#56b4e9", "D", "-."),
+    "netkv-static": Look("#009e73", "P", "-."),
+    "netkv": Look("#d55e00", "o", "-"),
+}
+
+
+def look(policy: str) -> Look:
+    """Fixed by the name; a policy that is not kvroute's own gets a colour from a checksum of it."""
+    if policy in _LOOKS:
+        return _LOOKS[policy]
+    sum32 = crc32(policy.encode())
+    colour = to_hex(hsv_to_rgb((sum32 % 360 / 360, 0.65, 0.45 + 0.2 * (sum32 // 360 % 2))))
+    return Look(colour, "<>ph*"[sum32 // 720 % 5], "--")
+
+
+def style() -> AbstractContextManager[None]:
+    """Figures are made and written inside this."""
+    return mpl.rc_context(_STYLE)
+
+
+def panels(rows: int, columns: int, *, width: float, height: float, sharey: bool | str = False) -> tuple[Figure, list[list[Axes]]]:
+    """A figure of rows x columns axes; sizes in inches per panel."""
+    figure = Figure(figsize=(width * columns, height * rows + 0.35), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False, sharey=sharey)  # type: ignore[arg-type]  # stubs want a literal
+    return figure, [list(row) for row in axes]
+
+
+def grid(axes: Axes, direction: str = "y") -> None:
+    """Faint lines across the direction of reading."""
+    axes.grid(True, axis=direction)  # type: ignore[arg-type]  # "x" or "y"
+
+
+def policy_legend(figure: Figure, policies: Sequence[str]) -> None:
+    """One legend above all panels."""
+    looks = [look(policy) for policy in policies]
+    handles = [Line2D([], [], color=a.colour, marker=a.marker, linestyle=a.dashes) for a in looks]
+    per_row = max(1, int(figure.get_size_inches()[0] / 1.3))
+    figure.legend(handles, [plain(name) for name in policies], loc="outside upper center", ncols=min(per_row, len(policies)))
+
+
+def plain(text: str) -> str:
+    """The text with `$` escaped, which would start a formula."""
+    return text.replace("$", r"\$")
+
+
+def scale_axis(axes: Axes, values: Sequence[float]) -> None:
+    """Ticks at the swept values; logarithmic where they span a decade or more."""
+    low, high = min(values), max(values)
+    logarithmic = low > 0 and high / low >= 10
+    if logarithmic:
+        axes.set_xscale("log")
+        margin = (high / low) ** 0.06
+        axes.set_xlim(low / margin, high * margin)
+    elif high > low:
+        axes.set_xlim(low - 0.06 * (high - low), high + 0.06 * (high - low))
+    axes.xaxis.set_major_locator(FixedLocator(list(_apart(values, logarithmic))))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: tick_text(value)))
+
+
+def _apart(values: Sequence[float], logarithmic: bool) -> list[float]:
+    """Values whose labels do not touch; the last one always stays."""
+    place = np.log(values) if logarithmic else np.asarray(values, dtype=float)
+    span = float(place.max() - place.min()) or 1.0
+    kept = [len(values) - 1]
+    for index in range(len(values) - 2, -1, -1):
+        if (place[kept[-1]] - place[index]) / span >= 0.09:
+            kept.append(index)
+    return [values[index] for index in reversed(kept)]
+
+
+def tick_text(value: float) -> str:
+    """Short: 65536 is "64k", 0.5 is "0.5"."""
+    if value >= 1024 and value % 1024 == 0:
+        return f"{value / 1024:g}k"
+    return f"{value:,g}"
+
+
+def log_if_wide(axes: Axes, values: Sequence[float]) -> None:
+    """A logarithmic y axis where the values span 1.5 decades, else one that starts at 0; values above 0."""
+    if not values:
+        return
+    if min(values) > 0 and max(values) / min(values) >= 30:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+        axes.yaxis.set_minor_locator(NullLocator())
+    else:
+        axes.set_ylim(0, max(values) * 1.08 or 1)
+
+
+def nothing(figure: Figure, text: str) -> Figure:
+    """A figure that says why it is empty."""
+    figure.text(0.5, 0.5, text, ha="center", va="center", color=FAINT)
+    return figure
+
+
+def svg(figure: Figure) -> str:
+    """The figure as SVG text, the same bytes for the same figure."""
+    buffer = io.BytesIO()
+    with style():
+        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    return buffer.getvalue().decode()
+
+
+def inline(text: str, name: str, label: str) -> str:
+    """SVG text for a page: ids made unique by `name`, ink and paper taken from the page's theme, `label` read aloud.
+
+    `name` is letters, digits and hyphens; `label` is HTML-escaped already.
+    """
+    body = text[text.index("<svg") :]
+    body = re.sub(r"<metadata>.*?</metadata>", "", body, flags=re.DOTALL)
+    body = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", body)
+    for colour, variable in ((INK, "--ink"), (PAPER, "--paper"), (GRID, "--line"), (FAINT, "--faint")):
+        body = body.replace(f": {colour}", f": var({variable})")
+    return body.replace("<svg ", f'<svg role="img" aria-label="{label}" ', 1)
+
+
+def save(figure: Figure, folder: Path, name: str) -> str:
+    """Write `name`.svg and `name`.png (200 dots per inch) into the folder; returns the SVG text.
+
+    Raises:
+        InputError: the folder cannot be written.
+    """
+    text = svg(figure)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{name}.svg").write_text(text, encoding="utf-8")
+        with style():
+            figure.savefig(folder / f"{name}.png", dpi=200, metadata={"Software": None})
+    except OSError as error:
+        raise InputError(f"cannot be written ({error.strerror})", where=str(folder), mend="choose another folder") from error
+    return text

@@ -1,0 +1,245 @@
+"""Runs to tables: one grid of texts that the terminal and the HTML pages both show; it computes no metric of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from kvroute.experiments.cells import Experiment, Record
+from kvroute.report.compare import Difference, Metric, mean_ttft_s
+from kvroute.report.series import (
+    Estimate,
+    axes_of,
+    by_point,
+    estimate,
+    gap,
+    of_policy,
+    of_profile,
+    policies_of,
+    profiles_of,
+    relative_half_width,
+)
+from kvroute.sim.metrics import Summary
+
+UNKNOWN = "-"
+AXIS_HEADINGS = {
+    "load": "load",
+    "tokens": "prompt tokens",
+    "oversubscription": "over-subs.",
+    "background": "back-ground",
+    "refresh_s": "refresh s",
+    "p_share": "p_share",
+    "gpus": "GPUs",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One field of a grid: its text, a smaller second line, and whether it is the best of its column."""
+
+    text: str
+    detail: str = ""
+    best: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Heading:
+    """A column's title and what it means."""
+
+    title: str
+    about: str = ""
+    drop: int = 0
+    """Where the table is too wide, columns go in ascending order of this; 0 stays."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Texts by row and column; the first `labels` columns name the row."""
+
+    title: str
+    headings: tuple[Heading, ...]
+    rows: tuple[tuple[Entry, ...], ...]
+    caption: str = ""
+    labels: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    heading: Heading
+    value: Metric
+    scale: float = 1.0
+    least_wins: bool | None = None
+    digits: int | None = None
+    """None: by the size of the column's largest value."""
+
+
+_COLUMNS = (
+    _Column(Heading("TTFT mean ms", "Mean time to first token, arrival to first token"), mean_ttft_s, 1e3, True),
+    _Column(Heading("P50 ms", "Median TTFT", 2), lambda run: run.ttft_s.p50, 1e3, True),
+    _Column(Heading("P95 ms", "95th percentile of TTFT", 8), lambda run: run.ttft_s.p95, 1e3, True),
+    _Column(Heading("P99 ms", "99th percentile of TTFT"), lambda run: run.ttft_s.p99, 1e3, True),
+    _Column(Heading("KV transfer ms", "Mean KV transfer time", 9), lambda run: run.transfer_s.mean, 1e3, True),
+    _Column(Heading("TBT ms", "Mean iteration a request joins in", 1), lambda run: run.tbt_s.mean, 1e3, True),
+    _Column(Heading("TPOT ms", "Mean time per output token", 5), lambda run: run.tpot_s.mean, 1e3, True),
+    _Column(Heading("SLO %", "Requests in time"), lambda run: run.slo_attainment, 100, False, 1),
+    _Column(Heading("good /s", "Good requests per second", 6), lambda run: run.goodput_per_s, 1, False),
+    _Column(Heading("hit %", "Prompt tokens found on the chosen decode instance", 4), lambda run: run.cache_hit, 100, False, 1),
+    _Column(Heading("rejected", "Requests refused, mean of seeds", 10), lambda run: run.requests.rejected, 1, True, 0),
+    _Column(Heading("in flight", "Requests unfinished at the end, mean of seeds", 3), lambda run: run.requests.in_flight, 1, None, 0),
+)  # fmt: skip
+_TIERS_AFTER = "good /s"
+
+
+def comparison_table(runs: Sequence[Summary], *, width: int | None = None) -> Table:
+    """One row per policy: the mean over seeds and, below it, ± half of the 95 % confidence interval.
+
+    Args:
+        runs: one summary per policy and seed.
+        width: characters to fit in, None for those of the terminal; less important columns give way.
+    """
+    return rich_table(comparison_grid(runs), width)
+
+
+def experiment_table(experiment: Experiment, records: Sequence[Record], *, width: int | None = None) -> Table:
+    """Axis values by policies: mean TTFT ± standard deviation over seeds, SLO attainment, and the `versus` pair's gap."""
+    return rich_table(experiment_grid(experiment, records), width)
+
+
+def comparison_grid(runs: Sequence[Summary]) -> Grid:
+    """The comparison as texts; what was not measured is "-"."""
+    policies = policies_of(runs)
+    columns = [[Entry(policy) for policy in policies]]
+    headings = [Heading("policy")]
+    for column in _COLUMNS:
+        headings.append(column.heading)
+        columns.append(_entries(column, [estimate(column.value(run) for run in of_policy(runs, name)) for name in policies]))
+        if column.heading.title == _TIERS_AFTER:
+            headings.append(_tier_heading(runs))
+            columns.append([Entry(_tiers(of_policy(runs, name))) for name in policies])
+    seeds = len({run.seed for run in runs})
+    caption = f"Mean of {seeds} seeds, ± 95 % interval of the mean." if seeds > 1 else "One seed."
+    return Grid("", tuple(headings), tuple(zip(*columns, strict=True)), caption)
+
+
+def _entries(column: _Column, estimates: list[Estimate | None]) -> list[Entry]:
+    means = [known.mean * column.scale for known in estimates if known is not None]
+    if not means:
+        return [Entry(UNKNOWN) for _ in estimates]
+    digits = column.digits if column.digits is not None else digits_for(max(map(abs, means)))
+    best = None
+    if column.least_wins is not None and max(means) > min(means):
+        best = min(means) if column.least_wins else max(means)
+    return [_entry(known, column.scale, digits, best) for known in estimates]
+
+
+def _entry(known: Estimate | None, scale: float, digits: int, best: float | None) -> Entry:
+    if known is None:
+        return Entry(UNKNOWN)
+    mean = known.mean * scale
+    fraction = 1 if digits == 0 and known.half_width is not None and mean != round(mean) and abs(mean) < 10 else digits
+    detail = "" if known.half_width is None else f"±{known.half_width * scale:,.{fraction}f}"
+    return Entry(f"{mean:,.{fraction}f}", detail, mean == best)
+
+
+def digits_for(largest: float) -> int:
+    """Decimals that show three figures or more of the largest number of a column, four at most."""
+    if largest >= 100:
+        return 0
+    return int(np.clip(2 - np.floor(np.log10(max(largest, 1e-9))), 1, 4))
+
+
+def tier_means(runs: Sequence[Summary]) -> dict[str, float]:
+    """Mean share of transfers per tier over the runs that had any; empty where none had."""
+    sent = [run.tier_share for run in runs if sum(run.tier_share.values()) > 0]
+    names = sorted({name for share in sent for name in share})
+    return {name: float(np.mean([share.get(name, 0.0) for share in sent])) for name in names}
+
+
+def _tier_heading(runs: Sequence[Summary]) -> Heading:
+    last = max((name for run in runs for name in run.tier_share), default="3")
+    return Heading(f"tier 0/../{last} %", "Share of transfers per tier, nearest (same node) first", 7)
+
+
+def _tiers(runs: Sequence[Summary]) -> str:
+    return "/".join(f"{share * 100:.0f}" for share in tier_means(runs).values()) or UNKNOWN
+
+
+def experiment_grid(experiment: Experiment, records: Sequence[Record]) -> Grid:
+    """The sweep as texts, a row per profile and point; the last column is the gap of the `versus` pair."""
+    axes = axes_of(records)
+    present = {record.cell.policy for record in records}
+    policies = [name for name in experiment.policies if name in present]
+    first, second = experiment.versus
+    headings = [Heading("profile"), *(Heading(AXIS_HEADINGS.get(axis, axis)) for axis in axes)]
+    headings += [Heading(policy, f"{policy}: mean TTFT in ms ± standard deviation; SLO attainment") for policy in policies]
+    headings.append(Heading(f"{first} vs {second}", f"Mean TTFT of {first} minus {second}, paired over seeds, with the 95 % interval"))
+    rows = []
+    for profile in profiles_of(records):
+        for point, runs in by_point(of_profile(records, profile)).items():
+            labels = [Entry(profile), *(Entry(f"{value:,g}") for value in point)]
+            rows.append((*labels, *_point_entries(runs, policies), gap_entry(gap(runs, experiment.versus))))
+    caption = "Mean TTFT in ms ± standard deviation over seeds; below it, requests in time. Last column: paired difference, 95 % interval."
+    return Grid(f"{experiment.title} ({experiment.source})", tuple(headings), tuple(rows), caption, 1 + len(axes))
+
+
+def _point_entries(runs: Sequence[Summary], policies: Sequence[str]) -> list[Entry]:
+    ttfts = [estimate(mean_ttft_s(run) for run in of_policy(runs, policy)) for policy in policies]
+    slos = [estimate(run.slo_attainment for run in of_policy(runs, policy)) for policy in policies]
+    means = [known.mean for known in ttfts if known is not None]
+    best = min(means) if means and min(means) < max(means) else None
+    digits = digits_for(max(means) * 1e3) if means else 0
+    entries = []
+    for ttft, slo in zip(ttfts, slos, strict=True):
+        text = UNKNOWN if ttft is None else f"{ttft.mean * 1e3:,.{digits}f}"
+        if ttft is not None and ttft.seeds > 1:
+            text += f" ±{ttft.std * 1e3:,.{digits}f}"
+        entries.append(Entry(text, "" if slo is None else f"{slo.mean:.1%}", ttft is not None and ttft.mean == best))
+    return entries
+
+
+def gap_entry(gap: Difference | None) -> Entry:
+    """A paired difference as a percentage with its interval, and whether that is noise."""
+    if gap is None:
+        return Entry(UNKNOWN)
+    half_width = relative_half_width(gap)
+    if half_width is None:
+        return Entry(f"{gap.relative:+.1%}", "one seed")
+    return Entry(f"{gap.relative:+.1%}", f"±{half_width:.1%}" + (" noise" if gap.is_noise else ""))
+
+
+def rich_table(grid: Grid, width: int | None = None) -> Table:
+    """The grid for a terminal of `width` characters, None for this one's; columns give way until it fits."""
+    width = width or Console().width
+    measure: Callable[[Table], int] = lambda table: Console(width=10_000).measure(table).maximum  # noqa: E731
+    kept = list(range(len(grid.headings)))
+    order = sorted((index for index in kept if grid.headings[index].drop), key=lambda index: grid.headings[index].drop)
+    table = _draw(grid, kept)
+    for index in order:
+        if measure(table) <= width:
+            break
+        kept.remove(index)
+        table = _draw(grid, kept)
+    return table
+
+
+def _draw(grid: Grid, kept: Sequence[int]) -> Table:
+    dropped = [heading.title for index, heading in enumerate(grid.headings) if index not in kept]
+    caption = " ".join(part for part in (grid.caption, dropped and f"Too narrow for: {', '.join(dropped)}.") if part)
+    table = Table(title=grid.title or None, caption=Text(caption), box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption_justify="left")
+    for index in kept:
+        title, label = grid.headings[index].title, index < grid.labels
+        table.add_column(Text(title.replace(" ", "\n", 1)), justify="left" if index == 0 else "right", no_wrap=label)
+    for row in grid.rows:
+        table.add_row(*(_text(row[index]) for index in kept))
+    return table
+
+
+def _text(entry: Entry) -> Text:
+    text = Text(entry.text, style="bold" if entry.best else "")
+    return text.append(f"\n{entry.detail}", style="not bold dim") if entry.detail else text

@@ -1,0 +1,156 @@
+"""Prefill and decode instances in virtual time; decode iterations between membership changes are skipped, not stepped."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+
+from kvroute.prefix import Evicted, PrefixIndex
+from kvroute.timing import IterationTime, PrefillTime
+
+
+@dataclass(slots=True)
+class PrefillInstance:
+    """One prompt after the other, first in first out; without queueing every prompt is computed at once (a pure delay)."""
+
+    index: int
+    time: PrefillTime
+    queueing: bool
+    free_at_s: float = 0.0
+    busy_s: float = 0.0
+
+    def submit(self, at: float, tokens: int, cached_tokens: int) -> tuple[float, float]:
+        """Take a prompt; returns (start, finish) in seconds."""
+        start = max(at, self.free_at_s) if self.queueing else at
+        finish = start + self.time.seconds(tokens, cached_tokens)
+        self.free_at_s = max(finish, self.free_at_s)
+        self.busy_s += finish - start
+        return start, finish
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What happened at one iteration boundary of a decode instance."""
+
+    finished: tuple[int, ...]
+    admitted: tuple[int, ...]
+    first_token_s: float
+    """When the admitted ones have their first token."""
+    iteration_s: float
+    """Length of the iteration that starts now; 0 for an idle instance."""
+
+
+@dataclass(slots=True)
+class DecodeInstance:
+    """Continuous batching: requests join and leave at iteration boundaries.
+
+    Between two changes of membership the batch is constant and the context grows by `batch` tokens an iteration, so the
+    time of any later boundary has a closed form (`IterationTime.span_s`), and so has the boundary at or after a time.
+    """
+
+    index: int
+    time: IterationTime
+    batch_max: int
+    boundary_s: float = 0.0
+    iteration: int = 0
+    batch: int = 0
+    context_tokens: int = 0
+    version: int = 0
+    """Changes with every new plan: a wake-up of an older version is void."""
+    planned_steps: int = 0
+    """Iterations from the last boundary to the planned one."""
+    _active: list[tuple[int, int, int, int]] = field(default_factory=list)
+    """Heap of (last iteration, sequence, request, tokens at its end)."""
+    _waiting: deque[tuple[int, int, int]] = field(default_factory=deque)
+    _sequence: int = 0
+
+    @property
+    def waiting(self) -> int:
+        """Requests that have landed and have no slot yet."""
+        return len(self._waiting)
+
+    def land(self, at: float, request: int, input_tokens: int, output_tokens: int) -> float | None:
+        """A request's KV is here. Returns when to `step` next if that has changed, else None."""
+        self._waiting.append((request, input_tokens, output_tokens))
+        if self.batch == 0:
+            self.boundary_s, self.planned_steps = at, 0
+            self.version += 1
+            return at
+        if self.batch >= self.batch_max or len(self._waiting) > 1:
+            return None  # no slot before somebody leaves, or the next boundary is planned already
+        steps = self.time.steps_until(at - self.boundary_s, self.batch, self.context_tokens)
+        self.planned_steps = min(max(steps, 0), self._active[0][0] - self.iteration)
+        self.version += 1
+        return max(at, self.boundary_s + self.time.span_s(self.planned_steps, self.batch, self.context_tokens))
+
+    def step(self, at: float) -> tuple[Step, float | None]:
+        """The planned iteration boundary, at `at`: some leave, some join. Returns that and the next time to step, None if idle."""
+        self.iteration += self.planned_steps
+        self.context_tokens += self.planned_steps * self.batch
+        self.boundary_s = at
+        finished = []
+        while self._active and self._active[0][0] <= self.iteration:
+            _, _, request, tokens = heappop(self._active)
+            finished.append(request)
+            self.batch -= 1
+            self.context_tokens -= tokens
+        admitted = []
+        while self._waiting and self.batch < self.batch_max:
+            request, input_tokens, output_tokens = self._waiting.popleft()
+            heappush(self._active, (self.iteration + output_tokens, self._sequence, request, input_tokens + output_tokens))
+            self._sequence += 1
+            self.batch += 1
+            self.context_tokens += input_tokens
+            admitted.append(request)
+        self.version += 1
+        if self.batch == 0:
+            return Step(tuple(finished), (), at, 0.0), None
+        iteration_s = self.time.seconds(self.batch, self.context_tokens)
+        self.planned_steps = self._active[0][0] - self.iteration
+        wake_s = at + self.time.span_s(self.planned_steps, self.batch, self.context_tokens)
+        return Step(tuple(finished), tuple(admitted), at + iteration_s, iteration_s), wake_s
+
+
+@dataclass(slots=True)
+class KvMemory:
+    """The KV memory of every instance: live requests reserve, cached prefixes fill the rest and are dropped first.
+
+    What is used is the cached blocks (pinned while a live request needs them) and the reserved blocks that are in no
+    cache: KV on its way and room for the answers. The sum never exceeds the capacity.
+    """
+
+    index: PrefixIndex
+    capacity_blocks: list[int]
+    reserved_blocks: list[int]
+
+    def free_blocks(self, instance: int) -> int:
+        """What a new request could have, cached prefixes dropped."""
+        return self.capacity_blocks[instance] - self.reserved_blocks[instance] - self.index.pinned_blocks(instance)
+
+    def reserve(self, instance: int, blocks: tuple[int, ...], hit: int, total: int) -> list[Evicted]:
+        """At dispatch: pin the `hit` cached blocks, hold room for the other `total - hit`."""
+        if hit:
+            self.index.pin(instance, blocks, hit)
+        self.reserved_blocks[instance] += total - hit
+        return self._fit(instance)
+
+    def land(self, instance: int, blocks: tuple[int, ...], hit: int) -> list[Evicted]:
+        """The KV is here: reserved room becomes cached, pinned blocks."""
+        self.reserved_blocks[instance] -= len(blocks) - hit
+        evicted = self.index.store(instance, blocks, pin=True)
+        if hit:
+            self.index.unpin(instance, blocks, hit)  # the whole chain has its own pin now
+        return evicted + self._fit(instance)
+
+    def release(self, instance: int, blocks: tuple[int, ...], total: int) -> list[Evicted]:
+        """The request is answered: its prefix stays cached, the room for its answer is free."""
+        self.index.unpin(instance, blocks, len(blocks))
+        self.reserved_blocks[instance] -= total - len(blocks)
+        return self._fit(instance)
+
+    def _fit(self, instance: int) -> list[Evicted]:
+        spare = self.capacity_blocks[instance] - self.reserved_blocks[instance]
+        if self.index.used_blocks(instance) <= spare:
+            return []
+        return self.index.make_room(instance, self.reserved_blocks[instance])

@@ -1,0 +1,236 @@
+"""What a run measured: one row per request, and the summary that tables, figures and JSON are made from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvroute.sim.settings import SimSettings
+from kvroute.types import TIER_COUNT, FloatArray, IntArray
+
+IN_FLIGHT, FINISHED, REJECTED, NOT_ARRIVED = 0, 1, 2, 3
+
+
+@dataclass(frozen=True, slots=True)
+class Outcomes:
+    """Columns of length n in the trace's order; times are absolute seconds, NaN where it did not come to that."""
+
+    arrived_s: FloatArray
+    prefill_started_s: FloatArray
+    prefill_finished_s: FloatArray
+    landed_s: FloatArray
+    admitted_s: FloatArray
+    first_token_s: FloatArray
+    finished_s: FloatArray
+    entry_iteration_s: FloatArray
+    """Length of the iteration in which the request joined the batch: NetKV's TBT."""
+    kv_bytes: FloatArray
+    state: IntArray
+    tier: IntArray
+    source: IntArray
+    target: IntArray
+    """Cluster index of the instances, -1 if none was chosen."""
+    hit_tokens: IntArray
+    cached_tokens: IntArray
+    """Prompt tokens that prefill did not have to compute."""
+    input_tokens: IntArray
+    output_tokens: IntArray
+
+    @classmethod
+    def empty(cls, count: int) -> Outcomes:
+        """Rows for `count` requests that have not arrived."""
+        whole = {"state", "tier", "source", "target", "hit_tokens", "cached_tokens", "input_tokens", "output_tokens"}
+        columns = {
+            field.name: np.zeros(count, dtype=np.int64) if field.name in whole else np.full(count, np.nan)
+            for field in fields(cls)
+        }
+        for name in ("tier", "source", "target"):
+            columns[name] -= 1
+        columns["state"] += NOT_ARRIVED
+        return cls(**columns)  # type: ignore[arg-type]  # float and int columns by name
+
+    @property
+    def ttft_s(self) -> FloatArray:
+        """Arrival to first token, transfer included."""
+        ttft: FloatArray = self.first_token_s - self.arrived_s
+        return ttft
+
+
+class Spread(msgspec.Struct, frozen=True, kw_only=True):
+    """Mean and quantiles in seconds; None where nothing was measured."""
+
+    mean: float | None = None
+    p50: float | None = None
+    p95: float | None = None
+    p99: float | None = None
+
+    @classmethod
+    def of(cls, values: FloatArray) -> Spread:
+        """Of the finite values."""
+        values = values[np.isfinite(values)]
+        if not values.size:
+            return cls()
+        p50, p95, p99 = np.quantile(values, (0.5, 0.95, 0.99)).tolist()
+        return cls(mean=float(values.mean()), p50=p50, p95=p95, p99=p99)
+
+
+class Counts(msgspec.Struct, frozen=True, kw_only=True):
+    """Every request of the whole run, exactly once: arrived = finished + rejected + in_flight."""
+
+    arrived: int
+    finished: int
+    rejected: int
+    in_flight: int
+
+
+class TtftParts(msgspec.Struct, frozen=True, kw_only=True):
+    """Mean seconds of each part; they add up to the mean TTFT of the requests that got a first token."""
+
+    prefill_wait: float | None = None
+    prefill: float | None = None
+    transfer: float | None = None
+    queue: float | None = None
+    first_step: float | None = None
+
+
+class LinkLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """Own traffic on the links of a tier, as a share of their whole capacity over the run."""
+
+    mean: float
+    busiest: float
+    busiest_link: str
+
+
+class Timeline(msgspec.Struct, frozen=True, kw_only=True):
+    """Own traffic per tier over time, sampled at every telemetry refresh: share of the tier's capacity in use."""
+
+    at_s: tuple[float, ...]
+    tier: dict[str, tuple[float, ...]]
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """One run in numbers; counts are of the whole run, all else of the measurement window."""
+
+    policy: str
+    seed: int
+    requests: Counts
+    measured: int
+    ttft_s: Spread
+    ttft_parts_s: TtftParts
+    transfer_s: Spread
+    tbt_s: Spread
+    tpot_s: Spread
+    slo_attainment: float | None
+    """Share of the requests that want tokens and got the first in time; a rejected one did not."""
+    goodput_per_s: float | None
+    throughput_per_s: float | None
+    tier_share: dict[str, float]
+    cache_hit: float | None
+    """Share of prompt tokens found on the chosen decode instance."""
+    prefill_cache_hit: float | None
+    kv_bytes: float
+    link_load: dict[str, LinkLoad]
+    wall_s: float
+    cpu_s: float
+
+
+def window(outcomes: Outcomes, settings: SimSettings) -> npt.NDArray[np.bool_]:
+    """Which requests count: those that arrived inside the measurement window."""
+    inside = outcomes.arrived_s >= settings.warmup_s
+    if settings.measure_s is not None:
+        inside &= outcomes.arrived_s < settings.warmup_s + settings.measure_s
+    mask: npt.NDArray[np.bool_] = inside & (outcomes.state != NOT_ARRIVED)
+    return mask
+
+
+def summarise(
+    outcomes: Outcomes,
+    settings: SimSettings,
+    *,
+    policy: str,
+    seed: int,
+    link_load: dict[str, LinkLoad],
+    wall_s: float,
+    cpu_s: float,
+) -> Summary:
+    """Reduce a run to its summary."""
+    inside = window(outcomes, settings)
+    measured = int(inside.sum())
+    seconds = _window_s(outcomes, settings, inside)
+    good = _good(outcomes, settings)[inside & (outcomes.output_tokens > 0)]
+    sent = inside & np.isfinite(outcomes.landed_s)
+    tiers = np.bincount(outcomes.tier[sent], minlength=TIER_COUNT) / max(int(sent.sum()), 1)
+    shown = TIER_COUNT if tiers[-1] else TIER_COUNT - 1
+    first = inside & np.isfinite(outcomes.first_token_s)
+    tpot_s = (outcomes.finished_s - outcomes.first_token_s)[inside] / np.maximum(outcomes.output_tokens[inside] - 1, 1)
+    finished = int((outcomes.state[inside] == FINISHED).sum())
+    return Summary(
+        policy=policy,
+        seed=seed,
+        requests=_counts(outcomes),
+        measured=measured,
+        ttft_s=Spread.of(outcomes.ttft_s[inside]),
+        ttft_parts_s=_parts(outcomes, first),
+        transfer_s=Spread.of((outcomes.landed_s - outcomes.prefill_finished_s)[inside]),
+        tbt_s=Spread.of(outcomes.entry_iteration_s[inside]),
+        tpot_s=Spread.of(tpot_s[outcomes.output_tokens[inside] > 1]),
+        slo_attainment=float(good.mean()) if good.size else None,
+        goodput_per_s=float(good.sum() / seconds) if seconds else None,
+        throughput_per_s=finished / seconds if seconds else None,
+        tier_share={str(tier): float(tiers[tier]) for tier in range(shown)},
+        cache_hit=_share(outcomes.hit_tokens[sent], outcomes.input_tokens[sent]),
+        prefill_cache_hit=_share(outcomes.cached_tokens[inside], outcomes.input_tokens[inside]),
+        kv_bytes=float(np.nansum(outcomes.kv_bytes[inside])),
+        link_load=link_load,
+        wall_s=wall_s,
+        cpu_s=cpu_s,
+    )
+
+
+def _counts(outcomes: Outcomes) -> Counts:
+    by_state = np.bincount(outcomes.state, minlength=4)
+    return Counts(
+        arrived=int(by_state[:NOT_ARRIVED].sum()),
+        finished=int(by_state[FINISHED]),
+        rejected=int(by_state[REJECTED]),
+        in_flight=int(by_state[IN_FLIGHT]),
+    )
+
+
+def _window_s(outcomes: Outcomes, settings: SimSettings, inside: npt.NDArray[np.bool_]) -> float:
+    """Length of the measurement window; without one, first arrival to last finish."""
+    if settings.measure_s is not None:
+        return settings.measure_s
+    finished = outcomes.finished_s[inside & np.isfinite(outcomes.finished_s)]
+    return float(finished.max() - outcomes.arrived_s[inside].min()) if finished.size else 0.0
+
+
+def _good(outcomes: Outcomes, settings: SimSettings) -> npt.NDArray[np.bool_]:
+    good: npt.NDArray[np.bool_] = outcomes.ttft_s <= settings.slo.ttft_s  # NaN, no first token, is not good
+    if settings.slo.tpot_s is not None:
+        steps = np.maximum(outcomes.output_tokens - 1, 1)
+        good &= (outcomes.finished_s - outcomes.first_token_s) / steps <= settings.slo.tpot_s
+    return good
+
+
+def _parts(outcomes: Outcomes, first: npt.NDArray[np.bool_]) -> TtftParts:
+    if not first.any():
+        return TtftParts()
+    marks = (
+        outcomes.arrived_s,
+        outcomes.prefill_started_s,
+        outcomes.prefill_finished_s,
+        outcomes.landed_s,
+        outcomes.admitted_s,
+        outcomes.first_token_s,
+    )
+    means = [float((later - earlier)[first].mean()) for earlier, later in zip(marks, marks[1:], strict=False)]
+    return TtftParts(prefill_wait=means[0], prefill=means[1], transfer=means[2], queue=means[3], first_step=means[4])
+
+
+def _share(part: IntArray, whole: IntArray) -> float | None:
+    total = int(whole.sum())
+    return int(part.sum()) / total if total else None

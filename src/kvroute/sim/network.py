@@ -1,0 +1,127 @@
+"""KV transfers as flows on drawn paths, with the traffic of others and the operator's view of both."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvroute.flows import FlowNetwork
+from kvroute.sim.settings import Background
+from kvroute.topology import Cluster
+from kvroute.types import TIER_COUNT, FloatArray
+
+DRAWN_HOPS = 16
+"""Draws per flow; a path over many WAN hops uses them again from the start."""
+CONGESTION_MAX = 0.99
+
+
+@dataclass(slots=True)
+class Transfer:
+    """The flows of one request's KV cache that are still under way."""
+
+    request: int
+    latency_s: float
+    flows_left: int
+
+
+@dataclass(slots=True)
+class Fabric:
+    """The cluster's links in virtual time. One transfer is `flows_per_transfer` flows of equal size.
+
+    ECMP draws belong to the request, so that every policy sees the same luck for the same request.
+    """
+
+    cluster: Cluster
+    background: Background
+    seed: int
+    requests: int
+    """How many requests there can be; their numbers are 0 to requests - 1."""
+    network: FlowNetwork = field(init=False)
+    _transfers: dict[int, Transfer] = field(default_factory=dict)
+    _next_flow: int = 0
+    _bursting: bool = False
+    tier_links: list[np.ndarray] = field(default_factory=list)  # type: ignore[type-arg]
+    _bursts: random.Random = field(init=False)
+    _draws: FloatArray = field(init=False)
+    """[requests, flows, hops] in [0, 1)."""
+
+    def __post_init__(self) -> None:
+        self.network = FlowNetwork(self.cluster.capacity_bytes_per_s)
+        self.tier_links = [np.asarray(self.cluster.links_of_tier(tier), dtype=np.int64) for tier in range(TIER_COUNT)]
+        self._bursts = random.Random(f"bursts {self.seed}")
+        instances = len(self.cluster.instances)
+        flows = max((self.cluster.flows_per_transfer(index, index) for index in range(instances)), default=1)
+        drawn = (self.requests, 1 if self.cluster.ecmp == "transfer" else flows, DRAWN_HOPS)
+        self._draws = np.random.default_rng(self.seed).random(drawn)
+        self._apply_background()
+
+    def send(self, request: int, source: int, target: int, nbytes: float) -> None:
+        """Start a transfer now; nothing to send is a transfer that ends at once."""
+        flows = self.cluster.flows_per_transfer(source, target)
+        transfer = Transfer(request, self.cluster.latency_s(source, target), flows)
+        per_flow = nbytes / flows
+        draws = self._draws[request].tolist()
+        for shard in range(flows):
+            drawn = draws[shard % len(draws)]
+            path = [
+                group[0] if len(group) == 1 else group[int(drawn[hop % DRAWN_HOPS] * len(group))]
+                for hop, group in enumerate(self.cluster.hops(source, target, shard))
+            ]
+            self._transfers[self._next_flow] = transfer
+            self.network.start(self._next_flow, path, per_flow)
+            self._next_flow += 1
+
+    def advance(self, to: float) -> list[Transfer]:
+        """Move bytes up to `to`; returns the transfers whose last flow has ended, in order."""
+        ended = []
+        for flow in self.network.advance(to):
+            transfer = self._transfers.pop(flow)
+            transfer.flows_left -= 1
+            if not transfer.flows_left:
+                ended.append(transfer)
+        return ended
+
+    def next_finish_s(self) -> float:
+        """When the next flow ends if nothing changes; infinity if none will."""
+        finish = self.network.next_finish()
+        return finish[0] if finish else float("inf")
+
+    def toggle_burst(self) -> float:
+        """A burst of background traffic starts or ends; returns seconds until the next change."""
+        self._bursting = not self._bursting
+        self._apply_background()
+        return self.next_change_s()
+
+    def next_change_s(self) -> float:
+        """Drawn time to the next start or end of a burst."""
+        return self._bursts.expovariate(1 / self.background.burst_every_s)
+
+    def background_share(self) -> FloatArray:
+        """What others take of each tier now, length TIER_COUNT."""
+        share = np.array(self.background.per_tier)
+        return share + np.array(self.background.burst_per_tier) if self._bursting else share
+
+    def own_share(self) -> FloatArray:
+        """What own transfers take of each tier's capacity now, length TIER_COUNT."""
+        rates = self.network.link_rate_bytes_per_s
+        capacity = self.cluster.capacity_bytes_per_s
+        return np.array(
+            [rates[links].sum() / capacity[links].sum() if len(links) else 0.0 for links in self.tier_links]
+        )
+
+    def congestion(self, separates_own_traffic: bool) -> tuple[float, ...]:
+        """The operator's telemetry per tier: others only, or others and own together."""
+        share = self.background_share()
+        if not separates_own_traffic:
+            share = share + self.own_share()
+        return tuple(np.minimum(share, CONGESTION_MAX).tolist())
+
+    def _apply_background(self) -> None:
+        left = np.ones(len(self.cluster.capacity_bytes_per_s))
+        for links, share in zip(self.tier_links, self.background_share(), strict=True):
+            left[links] = 1.0 - share
+        capacity = self.cluster.capacity_bytes_per_s * left
+        self.network.set_capacities(np.arange(len(capacity), dtype=np.int64), capacity)
+

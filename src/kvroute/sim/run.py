@@ -1,0 +1,336 @@
+"""One run: a trace through a cluster in virtual time, decided by the same `Control` that serves live traffic."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+import numpy as np
+
+from kvroute import llm
+from kvroute.control import ControlSpec, EventLog
+from kvroute.prefix import Evicted, PrefixIndex
+from kvroute.sim.instances import DecodeInstance, KvMemory, PrefillInstance
+from kvroute.sim.metrics import FINISHED, IN_FLIGHT, REJECTED, LinkLoad, Outcomes, Summary, Timeline, summarise
+from kvroute.sim.network import Fabric
+from kvroute.sim.settings import SimSettings
+from kvroute.sim.workload import Trace
+from kvroute.timing import IterationTime, prefill_time
+from kvroute.topology import Cluster
+from kvroute.types import (
+    TIER_COUNT,
+    Admitted,
+    Arrived,
+    CongestionMeasured,
+    Decision,
+    Decode,
+    Event,
+    Finished,
+    InputError,
+    KvEvicted,
+    KvStored,
+    Prefill,
+    PrefillFinished,
+    Reject,
+    Request,
+    TransferFinished,
+)
+
+PREFILLED, LANDED, STEP, REFRESH, BURST = range(5)
+FOREVER = float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A finished run: its summary, and all that it was made from."""
+
+    summary: Summary
+    outcomes: Outcomes
+    timeline: Timeline
+    network_bytes: float
+    """Bytes that crossed the network, from the sum over flows that the network itself kept."""
+    end_s: float
+
+
+def simulate(
+    cluster: Cluster,
+    trace: Trace,
+    spec: ControlSpec,
+    settings: SimSettings,
+    *,
+    seed: int = 0,
+    log: EventLog | None = None,
+) -> Run:
+    """Play `trace` through `cluster`; the same arguments give the same run, bit for bit."""
+    return Simulation(cluster, trace, spec, settings, seed=seed, log=log).run()
+
+
+class Simulation:
+    """The loop and the truth: queues, batches, memory and bytes. Control sees only the events it is told."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        trace: Trace,
+        spec: ControlSpec,
+        settings: SimSettings,
+        *,
+        seed: int,
+        log: EventLog | None = None,
+    ) -> None:
+        self._cluster, self._trace, self._settings = cluster, trace.requests, settings
+        self._spec, self._seed, self._log = spec, seed, log
+        self._control = spec.build(cluster)
+        self._fabric = Fabric(cluster, settings.background, seed, len(trace.requests))
+        self._index = {instance.name: index for index, instance in enumerate(cluster.instances)}
+        self._prefill: dict[int, PrefillInstance] = {}
+        self._decode: dict[int, DecodeInstance] = {}
+        self._add_instances()
+        self._block_tokens = max((request.block_tokens for request in trace.requests), default=16)
+        self._memory = self._kv_memory()
+        self._events: list[tuple[float, int, int, int, int]] = []
+        self._sequence = 0
+        self._next_flow_s = FOREVER
+        self._now = 0.0
+        self._total_blocks = [0] * len(trace.requests)
+        self._pinned_hit = [0] * len(trace.requests)
+        self._samples: list[tuple[float, list[float]]] = []
+        self._outcomes = Outcomes.empty(len(trace.requests))
+        self._outcomes.arrived_s[:] = [request.at_s for request in trace.requests]
+        self._outcomes.input_tokens[:] = [request.input_tokens for request in trace.requests]
+        self._outcomes.output_tokens[:] = [request.output_tokens for request in trace.requests]
+
+    def _add_instances(self) -> None:
+        for index, instance in enumerate(self._cluster.instances):
+            spec = self._cluster.timing[instance.timing]
+            if instance.role == "prefill":
+                time_ = prefill_time(spec.prefill)
+                self._prefill[index] = PrefillInstance(index, time_, self._settings.prefill_queueing)
+            elif instance.role == "decode":
+                self._decode[index] = DecodeInstance(index, IterationTime.of(spec.decode), instance.batch_max)
+            else:
+                raise InputError(
+                    f"instance {instance.name} has role {instance.role!r}, which the simulator does not model",
+                    mend="give it the role prefill or decode",
+                )
+
+    def _kv_memory(self) -> KvMemory:
+        """Capacity in blocks. Blocks of different traces differ in size; within a trace there is one size."""
+        block_bytes = [
+            float(llm.model(instance.model).kv_bytes_per_token) * self._block_tokens
+            for instance in self._cluster.instances
+        ]
+        capacity = [
+            int(instance.kv_capacity_bytes // size)
+            for instance, size in zip(self._cluster.instances, block_bytes, strict=True)
+        ]
+        self._block_bytes = block_bytes
+        return KvMemory(PrefixIndex(len(capacity), capacity), capacity, [0] * len(capacity))
+
+    def run(self) -> Run:
+        """Run to the end."""
+        wall_s, cpu_s = time.perf_counter(), time.process_time()
+        self._start()
+        handlers: tuple[Callable[[int, int], None], ...] = (
+            self._prefilled,
+            self._landed,
+            self._step,
+            self._refresh,
+            self._burst,
+        )
+        until_s = FOREVER if self._settings.until_s is None else self._settings.until_s
+        events, trace, arrived = self._events, self._trace, 0
+        while True:
+            arrival_s = trace[arrived].at_s if arrived < len(trace) else FOREVER
+            event_s = events[0][0] if events else FOREVER
+            now = min(self._next_flow_s, event_s, arrival_s)
+            if now > until_s or (arrival_s == FOREVER and not self._control.in_flight):
+                break
+            if now == FOREVER:
+                raise InputError("requests wait for a transfer that can never end", mend="give every link capacity")
+            assert now >= self._now, "time went back"
+            self._now = now
+            if now == self._next_flow_s:
+                self._flows_ended(now)
+            elif now == event_s:
+                _, _, kind, a, b = heappop(events)
+                handlers[kind](a, b)
+            else:
+                self._arrive(arrived)
+                arrived += 1
+        return self._result(time.perf_counter() - wall_s, time.process_time() - cpu_s)
+
+    def _start(self) -> None:
+        if self._trace:
+            self._refresh(0, 0)
+        if self._trace and self._settings.background.burst_every_s:
+            self._at(self._fabric.next_change_s(), BURST)
+
+    def _tell(self, event: Event) -> tuple[Decision, ...]:
+        decisions = self._control.handle(event)
+        if self._log is not None:
+            self._log.write(event, decisions)
+        return decisions
+
+    def _at(self, at: float, kind: int, a: int = 0, b: int = 0) -> None:
+        heappush(self._events, (at, self._sequence, kind, a, b))
+        self._sequence += 1
+
+    def _arrive(self, request: int) -> None:
+        traced, outcomes = self._trace[request], self._outcomes
+        outcomes.state[request] = IN_FLIGHT
+        arrived = Request(
+            id=request,
+            input_tokens=traced.input_tokens,
+            blocks=traced.blocks,
+            block_tokens=traced.block_tokens,
+            max_output_tokens=traced.output_tokens,
+        )
+        (decision,) = self._tell(Arrived(self._now, arrived))
+        if not isinstance(decision, Prefill):
+            outcomes.state[request] = REJECTED
+            return
+        source = self._index[decision.instance]
+        instance = self._prefill[source]
+        start, finish = instance.submit(self._now, traced.input_tokens, decision.cached_tokens)
+        outcomes.source[request], outcomes.cached_tokens[request] = source, decision.cached_tokens
+        outcomes.prefill_started_s[request] = start
+        self._at(finish, PREFILLED, request)
+
+    def _prefilled(self, request: int, _: int) -> None:
+        traced, outcomes, now = self._trace[request], self._outcomes, self._now
+        outcomes.prefill_finished_s[request] = now
+        source = int(outcomes.source[request])
+        if self._spec.prefill_cache and traced.blocks:
+            self._store(source, traced.blocks, self._memory.index.store(source, traced.blocks))
+        if not traced.output_tokens:  # a prompt that wants no tokens needs no decoder and has no first token
+            self._finish(request, None)
+            return
+        (decision,) = self._tell(PrefillFinished(now, request))
+        if isinstance(decision, Reject):
+            outcomes.state[request] = REJECTED
+            return
+        assert isinstance(decision, Decode)
+        self._dispatch(request, decision)
+
+    def _dispatch(self, request: int, decision: Decode) -> None:
+        traced, outcomes = self._trace[request], self._outcomes
+        target = self._index[decision.target]
+        outcomes.target[request], outcomes.tier[request] = target, decision.tier
+        outcomes.hit_tokens[request], outcomes.kv_bytes[request] = decision.hit_tokens, decision.kv_bytes
+        hit = -(-decision.hit_tokens // traced.block_tokens)
+        blocks = self._cached(traced.blocks)
+        total = max(int(np.ceil(decision.need_bytes / self._block_bytes[target])), len(blocks))
+        self._total_blocks[request], self._pinned_hit[request] = total, hit
+        self._evicted(self._memory.reserve(target, blocks, hit, total))
+        self._advance(self._now)
+        self._fabric.send(request, int(outcomes.source[request]), target, decision.kv_bytes)
+        self._next_flow_s = self._fabric.next_finish_s()
+
+    def _cached(self, blocks: tuple[int, ...]) -> tuple[int, ...]:
+        return blocks if self._settings.decode_cache else ()
+
+    def _flows_ended(self, now: float) -> None:
+        self._advance(now)
+        self._next_flow_s = self._fabric.next_finish_s()
+
+    def _advance(self, to: float) -> None:
+        for transfer in self._fabric.advance(to):
+            self._at(to + transfer.latency_s, LANDED, transfer.request)
+
+    def _landed(self, request: int, _: int) -> None:
+        traced, outcomes, now = self._trace[request], self._outcomes, self._now
+        outcomes.landed_s[request] = now
+        target = int(outcomes.target[request])
+        blocks = self._cached(traced.blocks)
+        evicted = self._memory.land(target, blocks, self._pinned_hit[request])
+        self._tell(TransferFinished(now, request, self._free_bytes(target)))
+        if blocks:
+            self._store(target, blocks, evicted)
+        decode = self._decode[target]
+        wake_s = decode.land(now, request, traced.input_tokens, traced.output_tokens)
+        if wake_s is not None:
+            self._at(wake_s, STEP, target, decode.version)
+
+    def _step(self, target: int, version: int) -> None:
+        decode = self._decode[target]
+        if version != decode.version:
+            return
+        step, wake_s = decode.step(self._now)
+        for request in step.finished:
+            self._evicted(
+                self._memory.release(target, self._cached(self._trace[request].blocks), self._total_blocks[request])
+            )
+            self._finish(request, self._free_bytes(target))
+        outcomes = self._outcomes
+        for request in step.admitted:
+            outcomes.admitted_s[request] = self._now
+            outcomes.first_token_s[request] = step.first_token_s
+            outcomes.entry_iteration_s[request] = step.iteration_s
+            self._tell(Admitted(self._now, request))
+        if wake_s is not None:
+            self._at(wake_s, STEP, target, decode.version)
+
+    def _finish(self, request: int, free_kv_bytes: float | None) -> None:
+        self._outcomes.state[request] = FINISHED
+        self._outcomes.finished_s[request] = self._now
+        self._tell(Finished(self._now, request, free_kv_bytes))
+
+    def _free_bytes(self, target: int) -> float:
+        return self._memory.free_blocks(target) * self._block_bytes[target]
+
+    def _store(self, instance: int, blocks: tuple[int, ...], evicted: list[Evicted]) -> None:
+        """Tell of a chain that is now cached and of what had to go for it (which may be its own tail)."""
+        self._tell(KvStored(self._now, self._cluster.instances[instance].name, blocks, self._block_tokens))
+        self._evicted(evicted)
+
+    def _evicted(self, evicted: list[Evicted]) -> None:
+        for instance, blocks, keep in evicted:
+            self._tell(KvEvicted(self._now, self._cluster.instances[instance].name, blocks, keep))
+
+    def _refresh(self, _: int, __: int) -> None:
+        self._advance(self._now)
+        self._next_flow_s = self._fabric.next_finish_s()
+        if self._settings.telemetry:
+            congestion = self._fabric.congestion(self._settings.separates_own_traffic)
+            self._tell(CongestionMeasured(self._now, congestion))
+        self._samples.append((self._now, self._fabric.own_share().tolist()))
+        self._at(self._now + self._settings.oracle_refresh_s, REFRESH)
+
+    def _burst(self, _: int, __: int) -> None:
+        self._advance(self._now)
+        delay_s = self._fabric.toggle_burst()
+        self._next_flow_s = self._fabric.next_finish_s()
+        self._at(self._now + delay_s, BURST)
+
+    def _result(self, wall_s: float, cpu_s: float) -> Run:
+        self._advance(self._now)
+        carried = self._fabric.network.link_bytes
+        summary = summarise(
+            self._outcomes,
+            self._settings,
+            policy=self._spec.decode,
+            seed=self._seed,
+            link_load=self._link_load(carried),
+            wall_s=wall_s,
+            cpu_s=cpu_s,
+        )
+        at_s, shares = tuple(at for at, _ in self._samples), [share for _, share in self._samples]
+        tiers = {str(tier): tuple(share[tier] for share in shares) for tier in range(TIER_COUNT)}
+        return Run(summary, self._outcomes, Timeline(at_s=at_s, tier=tiers), float(carried.sum()), self._now)
+
+    def _link_load(self, carried: np.ndarray[tuple[int], np.dtype[np.float64]]) -> dict[str, LinkLoad]:
+        loads = {}
+        whole = self._cluster.capacity_bytes_per_s * max(self._now, 1e-9)
+        for tier, links in enumerate(self._fabric.tier_links):
+            if len(links):
+                shares = carried[links] / whole[links]
+                busiest = int(np.argmax(shares))
+                loads[str(tier)] = LinkLoad(
+                    mean=float(carried[links].sum() / whole[links].sum()),
+                    busiest=float(shares[busiest]),
+                    busiest_link=self._cluster.links[int(links[busiest])].name,
+                )
+        return loads

@@ -1,0 +1,68 @@
+"""What a run assumes beyond the cluster and the trace; every choice that a publication leaves open is a field here."""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvroute.types import TIER_COUNT, InputError
+
+
+class Background(msgspec.Struct, frozen=True, kw_only=True):
+    """Traffic of others: a share of the capacity of every link of a tier, steady or switching on and off."""
+
+    per_tier: tuple[float, ...] = (0.0,) * TIER_COUNT
+    """Share in [0, 1) for tiers 0 to 4."""
+    burst_per_tier: tuple[float, ...] = (0.0,) * TIER_COUNT
+    """Added while a burst lasts."""
+    burst_every_s: float = 0.0
+    """Mean time between changes (exponential, seeded); 0: no bursts."""
+
+    def __post_init__(self) -> None:
+        for name, shares in (("per_tier", self.per_tier), ("burst_per_tier", self.burst_per_tier)):
+            if len(shares) != TIER_COUNT or any(not 0 <= share < 1 for share in shares):
+                raise InputError(f"background.{name} is {shares}", mend=f"give {TIER_COUNT} shares in [0, 1)")
+        if any(a + b >= 1 for a, b in zip(self.per_tier, self.burst_per_tier, strict=True)):
+            raise InputError("background and burst together fill a tier", mend="keep their sum below 1")
+        if not 0 <= self.burst_every_s < float("inf"):
+            raise InputError(f"background.burst_every_s is {self.burst_every_s}", mend="give seconds, 0 for none")
+
+    @classmethod
+    def uniform(cls, share: float) -> Background:
+        """The same share on every network tier (1 and up); NVLink inside a node is nobody else's."""
+        return cls(per_tier=(0.0,) + (share,) * (TIER_COUNT - 1))
+
+
+class Slo(msgspec.Struct, frozen=True, kw_only=True):
+    """A request is good when its first token is in time and, if asked, its tokens come fast enough."""
+
+    ttft_s: float = 5.0
+    tpot_s: float | None = None
+
+
+class SimSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """One run's assumptions."""
+
+    prefill_queueing: bool = True
+    """FIFO prefill, one prompt at a time; off: prefill is a pure delay (NetKV's Table II has no queue)."""
+    decode_cache: bool = True
+    """Decode instances keep the KV of finished requests and match it block by block."""
+    background: Background = Background()
+    oracle_refresh_s: float = 1.0
+    """The operator's telemetry reaches the router so often (NetKV's Delta_oracle)."""
+    separates_own_traffic: bool = True
+    """Telemetry leaves out the router's own transfers (marked DSCP class); else it reports the sum."""
+    telemetry: bool = True
+    """False: the oracle is silent, background traffic is there all the same."""
+    slo: Slo = Slo()
+    warmup_s: float = 0.0
+    """Requests that arrive earlier are simulated and not counted."""
+    measure_s: float | None = None
+    """Requests that arrive later than warmup_s + measure_s are simulated and not counted; None: all count."""
+    until_s: float | None = None
+    """Stop the clock here, whatever is still in flight; None: run until the last request has left."""
+
+    def __post_init__(self) -> None:
+        if not self.oracle_refresh_s > 0:
+            raise InputError(f"oracle_refresh_s is {self.oracle_refresh_s}", mend="give seconds above 0")
+        if self.warmup_s < 0 or (self.measure_s is not None and self.measure_s <= 0):
+            raise InputError("the measurement window is empty", mend="give warmup_s >= 0 and measure_s > 0")

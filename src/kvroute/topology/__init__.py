@@ -1,0 +1,43 @@
+"""Nodes, links, paths and tiers of a cluster, from a checked cluster file or a builder; it moves no bytes itself."""
+
+from kvroute.topology.assembly import build, load, parse
+from kvroute.topology.builders import H100_LLAMA_70B_TP4, LLAMA_70B_TP4, expand, fat_tree, superpod, two_datacenters
+from kvroute.topology.cluster import STORAGE, Cluster, Link
+from kvroute.topology.document import FileError
+from kvroute.topology.schema import ClusterFile, InstanceCounts, InstanceDefaults, InstanceEntry, Network, TimingEntry
+from kvroute.topology.units import (
+    bandwidth_bytes_per_s,
+    bandwidth_text,
+    duration_s,
+    duration_text,
+    size_bytes,
+    size_text,
+)
+
+__all__ = [
+    "H100_LLAMA_70B_TP4",
+    "LLAMA_70B_TP4",
+    "STORAGE",
+    "Cluster",
+    "ClusterFile",
+    "FileError",
+    "InstanceCounts",
+    "InstanceDefaults",
+    "InstanceEntry",
+    "Link",
+    "Network",
+    "TimingEntry",
+    "bandwidth_bytes_per_s",
+    "bandwidth_text",
+    "build",
+    "duration_s",
+    "duration_text",
+    "expand",
+    "fat_tree",
+    "load",
+    "parse",
+    "size_bytes",
+    "size_text",
+    "superpod",
+    "two_datacenters",
+]

@@ -1,0 +1,123 @@
+"""What the oracle reports per tier: declared in the file, or what a lone transfer can get at most, from the links."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import pairwise
+
+import numpy as np
+
+from kvroute.topology.place import Places, Route, Shards, card_of
+from kvroute.topology.schema import ClusterFile, Ecmp, Uplinks
+from kvroute.types import TIER_COUNT, FloatArray
+
+
+def tier_bytes_per_s(
+    file: ClusterFile, places: Places, routes: dict[tuple[str, str], Route], shards: Sequence[Shards]
+) -> FloatArray:
+    """[TIER_COUNT] bytes per second of one transfer alone on its path, all its flows together.
+
+    A transfer's flows carry equal parts and it ends with its slowest flow, so a stage gives it (flows) times (what the
+    slowest flow gets there). At a group of `count` equal links the best draw counts: one link for all flows where a
+    transfer draws once, else flows / count on each, rounded up. A path gives what its narrowest stage gives. Of all
+    instances with a peer in a tier the least value is reported. Declared values win; a tier without pairs takes the
+    value of the next nearer tier that has one, else of the next farther.
+    """
+    derived: list[float | None] = [None] * TIER_COUNT
+    occurs = _occurring(places, [gpus[0][0] for gpus in shards])
+    for instance, gpus in enumerate(shards):
+        ceilings = _ceilings(file, places, gpus)
+        ceilings.append(min(ceilings[-1], _wan_ceiling(file, routes, places.datacenters[gpus[0][0]], len(gpus))))
+        for tier in np.flatnonzero(occurs[:, instance]):
+            known = derived[tier]
+            derived[tier] = ceilings[tier] if known is None else min(known, ceilings[tier])
+    says = file.network.tier_bandwidth
+    declared = (
+        says.node_bytes_per_s,
+        says.rack_bytes_per_s,
+        says.pod_bytes_per_s,
+        says.datacenter_bytes_per_s,
+        says.wan_bytes_per_s,
+    )
+    return _filled([float(said) if said is not None else found for said, found in zip(declared, derived, strict=True)])
+
+
+def _occurring(places: Places, first_nodes: Sequence[int]) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
+    """[TIER_COUNT, n]: has the instance a peer in that tier?"""
+    codes = places.code[:, np.array(first_nodes)]
+    sizes = [np.ones(len(first_nodes), dtype=np.int64)]
+    for code in codes:
+        _, inverse, count = np.unique(code, return_inverse=True, return_counts=True)
+        sizes.append(count[inverse])
+    sizes.append(np.full(len(first_nodes), len(first_nodes)))
+    return np.array([wide > narrow for narrow, wide in pairwise(sizes)])
+
+
+def _flows(file: ClusterFile, gpus: int) -> int:
+    flows = file.network.flows_per_transfer
+    return flows if isinstance(flows, int) else gpus
+
+
+def _ceilings(file: ClusterFile, places: Places, gpus: Shards) -> list[float]:
+    """What one side allows in tiers 0 to 3; 0 where it cannot go."""
+    nodes = [places.nodes[node] for node, _ in gpus]
+    node = gpus[0][0]
+    rack, pod = places.racks[node], places.pods[node]
+    flows = _flows(file, len(gpus))
+    cards = tuple(_card(places, gpus, position) for position in range(len(gpus)))
+    slowest = min(float(entry.nvlink_bytes_per_s) for entry in nodes)
+    inside = flows * slowest / -(-flows // len(gpus))
+    nic = _slowest_card(cards, flows)
+    rack_stage = _group_ceiling(rack.uplinks if rack else None, flows, file.network.ecmp) if rack else nic
+    pod_stage = _group_ceiling(pod.uplinks if pod else None, flows, file.network.ecmp) if pod else nic
+    return [inside, nic, min(nic, rack_stage), min(nic, rack_stage, pod_stage)]
+
+
+def _card(places: Places, gpus: Shards, position: int) -> tuple[int, int, float]:
+    """Node, card and its bytes per second of one shard; zero without compute NIC."""
+    node = gpus[position][0]
+    nic = places.nodes[node].nics.compute
+    if nic is None:
+        return node, 0, 0.0
+    joined = nic.count if nic.scope == "server" else 1
+    return node, card_of(places, gpus, position), float(nic.bytes_per_s) * joined
+
+
+@lru_cache(maxsize=4096)
+def _slowest_card(cards: tuple[tuple[int, int, float], ...], flows: int) -> float:
+    """Flow i takes card i modulo the shards; a card's flows share it equally."""
+    load = Counter(cards[flow % len(cards)] for flow in range(flows))
+    return min(flows * card[2] / count for card, count in load.items())
+
+
+def _group_ceiling(uplinks: Uplinks | None, flows: int, ecmp: Ecmp) -> float:
+    if uplinks is None:
+        return 0.0
+    return _draw_ceiling(float(uplinks.bytes_per_s), uplinks.count, flows, ecmp)
+
+
+def _draw_ceiling(bytes_per_s: float, count: int, flows: int, ecmp: Ecmp) -> float:
+    return bytes_per_s if ecmp == "transfer" else flows * bytes_per_s / -(-flows // count)
+
+
+def _wan_ceiling(file: ClusterFile, routes: dict[tuple[str, str], Route], site: str, gpus: int) -> float:
+    """The narrowest link on the way from `site` to any other datacenter."""
+    flows = _flows(file, gpus)
+    entries = {entry for (start, _), route in routes.items() if start == site for entry, _ in route}
+    stages = [
+        _draw_ceiling(float(w.bytes_per_s), w.count, flows, file.network.ecmp) for w in (file.wan[e] for e in entries)
+    ]
+    return min(stages, default=0.0)
+
+
+def _filled(values: Sequence[float | None]) -> FloatArray:
+    """Zero and None take the nearest nearer tier's value, else the nearest farther one's."""
+    known = {tier: value for tier, value in enumerate(values) if value}
+    assert known, "an instance reaches at least itself"
+    result = []
+    for tier in range(TIER_COUNT):
+        nearer = [k for k in known if k <= tier]
+        result.append(known[max(nearer) if nearer else min(known)])
+    return np.array(result, dtype=np.float64)

@@ -1,0 +1,297 @@
+"""What is wrong with a cluster file whose form is right: names, GPUs, limits and pairs that cannot reach each other."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+try:
+    from kvroute import llm
+except ImportError:  # TEMPORARY until llm lands
+    llm = None
+from kvroute.topology.document import FileError, Key, Lines, nearest
+from kvroute.topology.place import Places, wan_routes
+from kvroute.topology.schema import (
+    ClusterFile,
+    Datacenter,
+    FatTree,
+    InstanceEntry,
+    Node,
+    PiecewisePrefillEntry,
+    Pod,
+    Rack,
+)
+from kvroute.types import CROSS_DATACENTER, InputError
+
+_GPUS = re.compile(r"(?:([^\s:,]+):)?(\d{1,6})(?:-(\d{1,6}))?", re.ASCII)
+_MOST_GPUS = 65_536
+
+
+def gpu_list(text: str) -> list[tuple[str, int]]:
+    """(node, index) of every GPU of "node0:0-3,6,node1:0-3", in the order written; InputError if it cannot be read."""
+    gpus: list[tuple[str, int]] = []
+    node = ""
+    for part in text.split(","):
+        match = _GPUS.fullmatch(part.strip())
+        if match is None or not (match[1] or node):
+            raise InputError(f"{text[:60]!r} names no GPUs", mend='write node and GPU numbers, such as "node0:0-3"')
+        node = match[1] or node
+        first, last = int(match[2]), int(match[3] or match[2])
+        if last < first or last - first >= _MOST_GPUS:
+            raise InputError(
+                f"{part.strip()!r} is not a range of GPUs", mend='write the lower number first, "node0:0-3"'
+            )
+        gpus += [(node, index) for index in range(first, last + 1)]
+    return gpus
+
+
+def shorthand_faults(file: ClusterFile, lines: Lines) -> Iterator[FileError]:
+    """Faults that must be mended before shorthands can be expanded."""
+    if file.fabric is not None:
+        for key, entries in (("pods", file.pods), ("racks", file.racks), ("nodes", file.nodes)):
+            if entries:
+                yield lines.error(f"`{key}` stands beside `fabric`", (key,), "keep one of them: a fabric makes its own")
+        if len(file.datacenters) > 1:
+            yield lines.error("a fabric is one datacenter", ("datacenters",), "list nodes and racks for several")
+    if isinstance(file.fabric, FatTree):
+        yield from _fat_tree_faults(file.fabric, lines)
+    elif file.fabric is None and not file.nodes:
+        yield lines.error("there are no nodes", (), "add `nodes:` or `fabric:`")
+
+
+def _fat_tree_faults(tree: FatTree, lines: Lines) -> Iterator[FileError]:
+    size = tree.pods * tree.racks_per_pod * tree.nodes_per_rack
+    if size > 100_000:
+        yield lines.error(f"{size} nodes are too many", ("fabric",), "build at most 100000")
+    if tree.oversubscription and tree.rack_uplinks and tree.pod_uplinks:
+        what = "`oversubscription` says nothing beside `rack_uplinks` and `pod_uplinks`"
+        yield lines.error(what, ("fabric", "oversubscription"), "leave it out, or leave the uplinks out")
+
+
+def faults(file: ClusterFile, lines: Lines) -> Iterator[FileError]:
+    """Every fault of an expanded file."""
+    yield from _duplicates(file, lines)
+    yield from _parent_faults(file, lines)
+    yield from _wan_faults(file, lines)
+    yield from _timing_faults(file, lines)
+    yield from _instance_faults(file, lines)
+
+
+def _duplicates(file: ClusterFile, lines: Lines) -> Iterator[FileError]:
+    sections: dict[str, Sequence[Datacenter | Pod | Rack | Node | InstanceEntry]] = {
+        "datacenters": file.datacenters,
+        "pods": file.pods,
+        "racks": file.racks,
+        "nodes": file.nodes,
+        "instances": entries_of(file),
+    }
+    for section, entries in sections.items():
+        first: dict[str, int] = {}
+        for index, entry in enumerate(entries):
+            name = entry.name
+            if name in first:
+                where = f"{section}[{first[name]}] has it already"
+                yield lines.error(f"the name {name!r} is used twice", (section, index, "name"), where)
+            first.setdefault(name, index)
+
+
+def entries_of(file: ClusterFile) -> list[InstanceEntry]:
+    """The instances of an expanded file."""
+    assert isinstance(file.instances, list), "expand first"
+    return file.instances
+
+
+def _parent_faults(file: ClusterFile, lines: Lines) -> Iterator[FileError]:
+    names = {
+        "rack": [rack.name for rack in file.racks],
+        "pod": [pod.name for pod in file.pods],
+        "datacenter": [datacenter.name for datacenter in file.datacenters] or ["dc0"],
+    }
+    known = {kind: set(members) for kind, members in names.items()}
+    sections: tuple[tuple[str, Sequence[Pod | Rack | Node]], ...] = (
+        ("pods", file.pods),
+        ("racks", file.racks),
+        ("nodes", file.nodes),
+    )
+    for section, entries in sections:
+        for index, entry in enumerate(entries):
+            given = {kind: getattr(entry, kind, None) for kind in names}
+            parents = {kind: parent for kind, parent in given.items() if parent is not None}
+            for kind, parent in parents.items():
+                if parent not in known[kind]:
+                    key = (section, index, kind)
+                    yield lines.error(f"there is no {kind} {parent!r}", key, nearest(parent, names[kind]))
+            if len(parents) > 1:
+                what = f"{entry.name} has several parents: {', '.join(parents)}"
+                yield lines.error(what, (section, index), "give the nearest one only; the rest follows from it")
+            if not parents and len(names["datacenter"]) > 1:
+                what = f"{entry.name} has no parent, and there are several datacenters"
+                yield lines.error(what, (section, index), "add `datacenter: ...`")
+
+
+def _wan_faults(file: ClusterFile, lines: Lines) -> Iterator[FileError]:
+    names = [datacenter.name for datacenter in file.datacenters]
+    joined: dict[frozenset[str], int] = {}
+    for index, wan in enumerate(file.wan):
+        for key, end in (("from", wan.source), ("to", wan.target)):
+            if end not in names:
+                yield lines.error(f"there is no datacenter {end!r}", ("wan", index, key), nearest(end, names))
+        pair = frozenset((wan.source, wan.target))
+        if len(pair) == 1:
+            yield lines.error(f"the link leads from {wan.source} to itself", ("wan", index), "name two datacenters")
+        elif pair in joined:
+            what = f"{wan.source} and {wan.target} are joined twice"
+            mend = f"wan[{joined[pair]}] joins them already, in both directions; raise its `count`"
+            yield lines.error(what, ("wan", index), mend)
+        joined.setdefault(pair, index)
+
+
+def _timing_faults(file: ClusterFile, lines: Lines) -> Iterator[FileError]:
+    for name, timing in file.timing.items():
+        prefill = timing.prefill
+        if not isinstance(prefill, PiecewisePrefillEntry):
+            continue
+        key = ("timing", name, "prefill")
+        if len(prefill.tokens) != len(prefill.times_s) or len(prefill.tokens) < 2:
+            what = f"{len(prefill.tokens)} tokens stand beside {len(prefill.times_s)} times"
+            yield lines.error(what, key, "give two or more points, as many times as tokens")
+        elif any(b <= a for a, b in zip(prefill.tokens, prefill.tokens[1:], strict=False)):
+            yield lines.error("the tokens do not ascend", (*key, "tokens"), "sort the points, each token count once")
+
+
+def _instance_faults(file: ClusterFile, lines: Lines) -> Iterator[FileError]:
+    nodes = {node.name: node for node in file.nodes}
+    owner: dict[tuple[str, int], str] = {}
+    models: dict[str, InputError | None] = {}
+    entries = entries_of(file)
+    for index, entry in enumerate(entries):
+        key: Key = ("instances", index)
+        yield from _gpu_faults(entry, file, nodes, owner, key, lines)
+        yield from _model_faults(entry.model or file.defaults.model, models, key, lines)
+        if (entry.kv_capacity_bytes or file.defaults.kv_capacity_bytes) is None:
+            what = f"{entry.name} has no kv_capacity"
+            yield lines.error(what, key, "add `kv_capacity: 180 GB` (all its GPUs together), here or under `defaults`")
+        timing = entry.timing or file.defaults.timing
+        if timing not in file.timing:
+            place = (*key, "timing") if entry.timing else key
+            mend = nearest(timing, list(file.timing)) or f"add a `timing:` section with `{timing}:`"
+            yield lines.error(f"there is no timing {timing!r} for {entry.name}", place, mend)
+    for role in ("prefill", "decode"):
+        if not any(entry.role in (role, "both") for entry in entries):
+            yield lines.error(f"there is no {role} instance", ("instances",), f"add one with `role: {role}`")
+
+
+def _gpu_faults(
+    entry: InstanceEntry,
+    file: ClusterFile,
+    nodes: dict[str, Node],
+    owner: dict[tuple[str, int], str],
+    key: Key,
+    lines: Lines,
+) -> Iterator[FileError]:
+    place = (*key, "gpus")
+    try:
+        gpus = gpu_list(entry.gpus)
+    except InputError as error:
+        yield lines.error(error.what, place, error.mend)
+        return
+    for name in dict.fromkeys(node for node, _ in gpus):
+        if name not in nodes:
+            yield lines.error(f"there is no node {name!r}", place, nearest(name, list(nodes)))
+    beyond = [(node, gpu) for node, gpu in gpus if node in nodes and gpu >= nodes[node].gpus]
+    if beyond:
+        node, gpu = beyond[0]
+        what = f"{node} has {nodes[node].gpus} GPUs, none with number {gpu}"
+        yield lines.error(what, place, f"use 0 to {nodes[node].gpus - 1}" if nodes[node].gpus else "use another node")
+    clash = next((gpu for position, gpu in enumerate(gpus) if gpu in owner or gpu in gpus[:position]), None)
+    if clash is not None:
+        user = owner.get(clash, entry.name)
+        yield lines.error(f"GPU {clash[0]}:{clash[1]} is used twice", place, f"{user} has it already")
+    owner.update((gpu, entry.name) for gpu in gpus if gpu not in owner)
+    tp, pp = entry.tp or file.defaults.tp, entry.pp or file.defaults.pp
+    if tp * pp != len(gpus):
+        what = f"{entry.name} has {len(gpus)} GPUs, but tp {tp} x pp {pp} = {tp * pp}"
+        yield lines.error(what, place, "name as many GPUs as shards, or change tp or pp")
+
+
+def _model_faults(model: str | None, seen: dict[str, InputError | None], key: Key, lines: Lines) -> Iterator[FileError]:
+    if model is None:
+        yield lines.error("the instance has no model", key, "add `model: llama-3-70b`, here or under `defaults`")
+        return
+    if model not in seen:
+        try:
+            _ = llm and llm.model(model)
+            seen[model] = None
+        except InputError as error:
+            seen[model] = error
+    fault = seen[model]
+    if fault is not None:
+        yield lines.error(fault.what, (*key, "model"), fault.mend)
+
+
+def reach_faults(file: ClusterFile, places: Places, lines: Lines) -> Iterator[FileError]:
+    """One fault per missing link between a node that prefills and one that decodes, with an example pair."""
+    sources, targets = _hosts(file, places, "prefill"), _hosts(file, places, "decode")
+    if not sources or not targets:
+        return
+    source_ids, target_ids = np.array(list(sources)), np.array(list(targets))
+    code = places.code
+    level = CROSS_DATACENTER - sum(
+        (code[k][source_ids][:, None] == code[k][target_ids][None, :]).astype(np.int8) for k in range(len(code))
+    )
+    told: set[Key] = set()
+    for short, end in (
+        (level > places.reach[source_ids][:, None], 0),
+        (level > places.reach[target_ids][None, :], 1),
+    ):
+        for position in np.flatnonzero(short.any(axis=1 - end)):
+            other = int(np.argmax(short[position] if end == 0 else short[:, position]))
+            source, target = (int(position), other) if end == 0 else (other, int(position))
+            pair = (int(source_ids[source]), int(target_ids[target]))
+            key, what, mend = _missing_link(file, places, pair[end])
+            if key not in told:
+                told.add(key)
+                between = f"{targets[pair[1]]} cannot be reached from {sources[pair[0]]}"
+                yield lines.error(f"{what}, so {between}", key, mend)
+    if not told:
+        yield from _route_faults(file, places, sources, targets, lines)
+
+
+def _hosts(file: ClusterFile, places: Places, role: str) -> dict[int, str]:
+    """Node number to the first instance of that role with a GPU there."""
+    hosts: dict[int, str] = {}
+    for entry in entries_of(file):
+        if entry.role in (role, "both"):
+            for node, _ in gpu_list(entry.gpus):
+                hosts.setdefault(places.index[node], entry.name)
+    return hosts
+
+
+def _missing_link(file: ClusterFile, places: Places, node: int) -> tuple[Key, str, str]:
+    """Key, fault and mend of what keeps a node from reaching further."""
+    entry, rack, pod = places.nodes[node], places.racks[node], places.pods[node]
+    add = "add `uplinks: {count: 8, capacity: 100 Gbps}`"
+    if entry.nics.compute is None:
+        add = "add `nics: {compute: {count: 8, capacity: 100 Gbps}}`"
+        return ("nodes", node), f"{entry.name} has no compute NICs", add
+    if rack is not None and rack.uplinks is None:
+        return ("racks", file.racks.index(rack)), f"{rack.name} has no uplinks", add
+    if pod is not None and pod.uplinks is None:
+        return ("pods", file.pods.index(pod)), f"{pod.name} has no uplinks", add
+    return ("wan",), "there are no links between datacenters", "add `wan: [{from: ..., to: ..., capacity: 100 Gbps}]`"
+
+
+def _route_faults(
+    file: ClusterFile, places: Places, sources: dict[int, str], targets: dict[int, str], lines: Lines
+) -> Iterator[FileError]:
+    routes = wan_routes(file)
+    first_source = {places.datacenters[node]: name for node, name in reversed(sources.items())}
+    first_target = {places.datacenters[node]: name for node, name in reversed(targets.items())}
+    for start in sorted(first_source):
+        for end in sorted(first_target):
+            if start != end and (start, end) not in routes:
+                between = f"{first_target[end]} cannot be reached from {first_source[start]}"
+                what = f"no links join {start} and {end}, so {between}"
+                yield lines.error(what, ("wan",), f"add {{from: {start}, to: {end}, capacity: 100 Gbps}}")

@@ -1,0 +1,200 @@
+"""The cluster as the other rooms see it: instances, directed links, tiers, and the path between any two shards.
+
+Drawing one of several equal links is left to whoever starts a flow; what the links carry, to `flows`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import msgspec
+import numpy as np
+
+from kvroute.topology.place import Places, Route, Shards, card_of
+from kvroute.topology.schema import ClusterFile, Ecmp
+from kvroute.types import (
+    CROSS_DATACENTER,
+    SAME_NODE,
+    TIER_COUNT,
+    FloatArray,
+    InputError,
+    Instance,
+    TierArray,
+    TimingSpec,
+)
+
+Group: TypeAlias = tuple[int, ...]
+Path: TypeAlias = tuple[Group, ...]
+STORAGE = -1
+"""Tier of a storage NIC's links: a network of its own, which no KV transfer between instances takes."""
+_MEMO_MOST = 2_000_000
+_NOTHING: tuple[Group, Group] = ((), ())
+
+
+class Link(msgspec.Struct, frozen=True, gc=False):
+    """One direction of one cable; its index in `Cluster.links` is its id."""
+
+    name: str
+    source: str
+    target: str
+    bytes_per_s: float
+    tier: int
+    """Lowest tier that uses it: 0 NVLink, 1 NIC, 2 rack uplink, 3 pod uplink, 4 between datacenters; or STORAGE."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cables:
+    """Link ids by what they are; one tuple is one ECMP group."""
+
+    nvlink: tuple[tuple[tuple[int, int], ...], ...]
+    """[node][GPU]: out, in."""
+    nic: tuple[tuple[tuple[int, int], ...], ...]
+    """[node][card]: up, down. One card where the scope is `server`."""
+    storage: tuple[tuple[tuple[int, int], ...], ...]
+    rack: dict[str, tuple[Group, Group]]
+    """Up, down."""
+    pod: dict[str, tuple[Group, Group]]
+    wan: tuple[tuple[Group, Group], ...]
+    """[entry of `wan`]: forward, backward."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cluster:
+    """A checked cluster; n instances ascending by name, links by id."""
+
+    name: str
+    instances: tuple[Instance, ...]
+    links: tuple[Link, ...]
+    capacity_bytes_per_s: FloatArray
+    """By link id."""
+    tier: TierArray
+    """[n, n]: 0 same node, 1 rack, 2 pod, 3 datacenter, 4 across. A missing rack or pod is shared with nobody. An
+    instance over several nodes counts as being where its first GPU is."""
+    tier_latency_s: FloatArray
+    """[TIER_COUNT]; across datacenters: that of the slowest route."""
+    tier_bytes_per_s: FloatArray
+    """[TIER_COUNT]: declared in the file, else derived (`bandwidth.tier_bytes_per_s`); always finite and positive."""
+    timing: dict[str, TimingSpec]
+    ecmp: Ecmp
+    file: ClusterFile
+    """What the cluster was built from, without shorthands."""
+    places: Places
+    cables: Cables
+    routes: dict[tuple[str, str], Route]
+    shards: tuple[Shards, ...]
+    """[instance][shard]: node number and GPU index."""
+    _positions: dict[str, int] = field(default_factory=dict, repr=False)
+    _climbs: dict[tuple[int, int], tuple[tuple[Path, Path], ...]] = field(default_factory=dict, repr=False)
+    _paths: dict[tuple[int, int, int], Path] = field(default_factory=dict, repr=False)
+
+    def index(self, name: str) -> int:
+        """Position of the instance `name`; InputError if there is none."""
+        if not self._positions:
+            self._positions.update((instance.name, position) for position, instance in enumerate(self.instances))
+        if name not in self._positions:
+            raise InputError(f"there is no instance {name!r} in {self.name}", mend="`kvroute topology show` lists them")
+        return self._positions[name]
+
+    def flows_per_transfer(self, source: int, target: int) -> int:
+        """Flows that carry one KV cache: as the file says, else one per shard of the side with more shards."""
+        flows = self.file.network.flows_per_transfer
+        return flows if isinstance(flows, int) else max(len(self.shards[source]), len(self.shards[target]))
+
+    def latency_s(self, source: int, target: int) -> float:
+        """One-way latency of the pair, the links between datacenters included."""
+        tier = int(self.tier[source, target])
+        if tier < CROSS_DATACENTER:
+            return float(self.tier_latency_s[tier])
+        sites = self.places.datacenters
+        route = self._route(sites[self.shards[source][0][0]], sites[self.shards[target][0][0]])
+        return float(self.file.network.latency.datacenter_s) + _route_latency_s(self.file, route)
+
+    def links_of_tier(self, tier: int) -> Group:
+        """Ids of the links that `tier` adds (see `Link.tier`), ascending: those that its background traffic loads."""
+        return tuple(link for link, entry in enumerate(self.links) if entry.tier == tier)
+
+    def storage_links(self, instance: int) -> tuple[tuple[int, int], ...]:
+        """(out, in) link ids of each storage NIC of the instance's first node; empty without one."""
+        return self.cables.storage[self.shards[instance][0][0]]
+
+    def hops(self, source: int, target: int, shard: int) -> Path:
+        """The path of one shard's flow as ECMP groups of link ids, in order; each group is drawn from on its own.
+
+        Shard i leaves from GPU i modulo the source's GPUs and enters GPU i modulo the target's.
+
+        Raises:
+            InputError: the two cannot reach each other (`check` lets that pass only where no KV cache goes).
+        """
+        path = self._paths.get((source, target, shard))
+        if path is None:
+            path = self._path(source, target, shard)
+            if len(self._paths) < _MEMO_MOST:
+                self._paths[source, target, shard] = path
+        return path
+
+    def _path(self, source: int, target: int, shard: int) -> Path:
+        leaving, entering = self.shards[source], self.shards[target]
+        first, last = shard % len(leaving), shard % len(entering)
+        near, far = leaving[first][0], entering[last][0]
+        level = self.places.level(near, far)
+        if level == SAME_NODE:
+            return (
+                (self.cables.nvlink[near][leaving[first][1]][0],),
+                (self.cables.nvlink[far][entering[last][1]][1],),
+            )
+        if level > min(self.places.reach[near], self.places.reach[far]):
+            names = (self.instances[source].name, self.instances[target].name)
+            raise InputError(f"{names[1]} cannot be reached from {names[0]}", mend="`kvroute topology check` says why")
+        across: Path = ()
+        if level == CROSS_DATACENTER:
+            route = self._route(self.places.datacenters[near], self.places.datacenters[far])
+            across = tuple(self.cables.wan[entry][0 if forward else 1] for entry, forward in route)
+        return self._climb(source, first)[level][0] + across + self._climb(target, last)[level][1]
+
+    def _climb(self, instance: int, position: int) -> tuple[tuple[Path, Path], ...]:
+        """[tier]: groups from one shard's NIC up to the switch that joins the tier, and from there down to the NIC."""
+        climbs = self._climbs.get((instance, position))
+        if climbs is None:
+            node = self.shards[instance][position][0]
+            rack, pod = self.places.racks[node], self.places.pods[node]
+            card = self.cables.nic[node][card_of(self.places, self.shards[instance], position)]
+            steps: list[tuple[Group, Group]] = [((card[0],), (card[1],))]
+            steps.append(self.cables.rack.get(rack.name, _NOTHING) if rack else _NOTHING)
+            steps.append(self.cables.pod.get(pod.name, _NOTHING) if pod else _NOTHING)
+            climbs = tuple(
+                (tuple(up for up, _ in steps[:tier] if up), tuple(down for _, down in steps[:tier][::-1] if down))
+                for tier in range(TIER_COUNT)
+            )
+            self._climbs[instance, position] = climbs
+        return climbs
+
+    def _route(self, source: str, target: str) -> Route:
+        route = self.routes.get((source, target))
+        if route is None:
+            raise InputError(f"no links join {source} and {target}", mend="add them under `wan`")
+        return route
+
+
+def _route_latency_s(file: ClusterFile, route: Route) -> float:
+    return sum(float(file.wan[entry].latency_s) for entry, _ in route)
+
+
+def tier_matrix(places: Places, first_nodes: Sequence[int]) -> TierArray:
+    """[n, n] tiers of instances whose first GPU is on these nodes."""
+    codes = places.code[:, np.array(first_nodes, dtype=np.int64)]
+    tier = np.full((len(first_nodes), len(first_nodes)), CROSS_DATACENTER, dtype=np.int8)
+    for code in codes:
+        tier -= (code[:, None] == code[None, :]).view(np.int8)
+    return tier
+
+
+def tier_latency_s(file: ClusterFile, routes: dict[tuple[str, str], Route]) -> FloatArray:
+    """[TIER_COUNT] declared latencies; tier 4 adds the slowest route's."""
+    latency = file.network.latency
+    slowest_s = max((_route_latency_s(file, route) for route in routes.values()), default=0.0)
+    across_s = latency.datacenter_s + slowest_s
+    seconds = [latency.node_s, latency.rack_s, latency.pod_s, latency.datacenter_s, across_s]
+    assert len(seconds) == TIER_COUNT
+    return np.array([float(second) for second in seconds])

@@ -1,0 +1,290 @@
+"""The cluster file as msgspec Structs, and back to YAML; it holds what a user wrote and refuses to interpret it.
+
+Attributes end in their unit; the file's own keys (`capacity`, `per_token`, ...) take text with a unit.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeAlias
+
+import msgspec
+import yaml
+from msgspec import Meta, Struct, field
+
+from kvroute.topology.units import Bandwidth, Duration, Latency, Size, quantity, quantity_text
+from kvroute.types import DecodeSpec, LinearPrefill, PiecewisePrefill, QuadraticPrefill, Role, TimingSpec
+
+Name: TypeAlias = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=200)]
+Count: TypeAlias = Annotated[int, Meta(ge=1, le=65_536)]
+GpuCount: TypeAlias = Annotated[int, Meta(ge=0, le=1024)]
+Ratio: TypeAlias = Annotated[float, Meta(gt=0, le=1000)]
+NicScope: TypeAlias = Literal["gpu", "instance", "server"]
+Ecmp: TypeAlias = Literal["flow", "transfer"]
+Placement: TypeAlias = Literal["rack", "spread", "packed"]
+
+
+class Entry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One mapping of the file; an unknown key is an error."""
+
+
+class Uplinks(Entry, frozen=True, kw_only=True):
+    """`count` equal links to the next level, each with `capacity` in both directions."""
+
+    count: Count = 1
+    bytes_per_s: Bandwidth = field(name="capacity")
+
+
+class Nic(Entry, frozen=True, kw_only=True):
+    """`count` network cards of one node, each with `capacity` in both directions."""
+
+    count: Count = 1
+    bytes_per_s: Bandwidth = field(name="capacity")
+    scope: NicScope = "gpu"
+    """Whose flows share a card: `gpu` g takes card g * count // gpus, an `instance` the card of its first GPU on the
+    node, a `server` joins its cards into one."""
+
+
+class Nics(Entry, frozen=True, kw_only=True):
+    """The cards of a node: the compute network carries KV caches, the storage network reads and writes stored ones."""
+
+    compute: Nic | None = None
+    storage: Nic | None = None
+
+
+class Datacenter(Entry, frozen=True, kw_only=True):
+    """A site; its core joins all its pods without loss."""
+
+    name: Name
+
+
+class Pod(Entry, frozen=True, kw_only=True):
+    """Racks below one aggregation layer. Without uplinks nothing leaves it."""
+
+    name: Name
+    datacenter: Name | None = None
+    uplinks: Uplinks | None = None
+
+
+class Rack(Entry, frozen=True, kw_only=True):
+    """Nodes below one top-of-rack switch. Without uplinks nothing leaves it."""
+
+    name: Name
+    pod: Name | None = None
+    datacenter: Name | None = None
+    """Only where `pod` is absent: the uplinks then lead straight to the core."""
+    uplinks: Uplinks | None = None
+
+
+class Node(Entry, frozen=True, kw_only=True):
+    """One server. Its nearest parent is given, no other; without rack and pod its cards lead straight to the core."""
+
+    name: Name
+    rack: Name | None = None
+    pod: Name | None = None
+    datacenter: Name | None = None
+    gpus: GpuCount = 8
+    nvlink_bytes_per_s: Bandwidth = field(name="nvlink", default=Bandwidth(450e9))
+    """Per GPU and direction."""
+    nics: Nics = Nics()
+
+
+class Wan(Entry, frozen=True, kw_only=True):
+    """`count` equal links between two datacenters, each with `capacity` in both directions."""
+
+    source: Name = field(name="from")
+    target: Name = field(name="to")
+    bytes_per_s: Bandwidth = field(name="capacity")
+    count: Count = 1
+    latency_s: Latency = field(name="latency", default=Latency(0.0))
+
+
+class TierLatency(Entry, frozen=True, kw_only=True):
+    """One-way latency between two instances whose nearest common domain is the key (defaults: NetKV VI-A)."""
+
+    node_s: Latency = field(name="node", default=Latency(1e-6))
+    rack_s: Latency = field(name="rack", default=Latency(3e-6))
+    pod_s: Latency = field(name="pod", default=Latency(8e-6))
+    datacenter_s: Latency = field(name="datacenter", default=Latency(15e-6))
+
+
+class TierBandwidth(Entry, frozen=True, kw_only=True):
+    """What the operator tells the scheduler about each tier; an absent one is derived from the links."""
+
+    node_bytes_per_s: Bandwidth | None = field(name="node", default=None)
+    rack_bytes_per_s: Bandwidth | None = field(name="rack", default=None)
+    pod_bytes_per_s: Bandwidth | None = field(name="pod", default=None)
+    datacenter_bytes_per_s: Bandwidth | None = field(name="datacenter", default=None)
+    wan_bytes_per_s: Bandwidth | None = field(name="wan", default=None)
+
+
+class Network(Entry, frozen=True, kw_only=True):
+    """What holds for all transfers."""
+
+    latency: TierLatency = TierLatency()
+    ecmp: Ecmp = "flow"
+    """Who draws one of several equal links: every `flow`, or a `transfer` once for all its flows."""
+    flows_per_transfer: Count | Literal["tp"] = "tp"
+    """`tp`: one flow per shard of whichever side has more shards."""
+    tier_bandwidth: TierBandwidth = TierBandwidth()
+
+
+class LinearPrefillEntry(Entry, frozen=True, kw_only=True, tag="linear", tag_field="kind"):
+    """`base + per_token * new tokens`."""
+
+    per_token_s: Duration = field(name="per_token")
+    base_s: Duration = field(name="base", default=Duration(0.0))
+
+
+class QuadraticPrefillEntry(Entry, frozen=True, kw_only=True, tag="quadratic", tag_field="kind"):
+    """`base + per_token * tokens + per_token2 * tokens^2`."""
+
+    base_s: Duration = field(name="base")
+    per_token_s: Duration = field(name="per_token")
+    per_token2_s: Duration = field(name="per_token2")
+
+
+class PiecewisePrefillEntry(Entry, frozen=True, kw_only=True, tag="piecewise", tag_field="kind"):
+    """Straight lines through measured points: `times[i]` for `tokens[i]`."""
+
+    tokens: list[Annotated[int, Meta(ge=0)]]
+    times_s: list[Duration] = field(name="times")
+
+
+class DecodeEntry(Entry, frozen=True, kw_only=True):
+    """One iteration: `base + per_request * batch + per_context_token * all context tokens of the batch`."""
+
+    base_s: Duration = field(name="base")
+    per_request_s: Duration = field(name="per_request", default=Duration(0.0))
+    per_context_token_s: Duration = field(name="per_context_token", default=Duration(0.0))
+
+
+class TimingEntry(Entry, frozen=True, kw_only=True):
+    """How long an instance computes."""
+
+    prefill: LinearPrefillEntry | QuadraticPrefillEntry | PiecewisePrefillEntry
+    decode: DecodeEntry
+
+    def spec(self) -> TimingSpec:
+        """The same in seconds, without the file's form."""
+        decode = DecodeSpec(
+            base_s=float(self.decode.base_s),
+            per_request_s=float(self.decode.per_request_s),
+            per_context_token_s=float(self.decode.per_context_token_s),
+        )
+        match self.prefill:
+            case LinearPrefillEntry(per_token_s=per_token, base_s=base):
+                return TimingSpec(
+                    prefill=LinearPrefill(per_token_s=float(per_token), base_s=float(base)), decode=decode
+                )
+            case QuadraticPrefillEntry(base_s=base, per_token_s=linear, per_token2_s=square):
+                form = QuadraticPrefill(base_s=float(base), per_token_s=float(linear), per_token2_s=float(square))
+                return TimingSpec(prefill=form, decode=decode)
+            case PiecewisePrefillEntry(tokens=tokens, times_s=times):
+                points = PiecewisePrefill(tokens=tuple(tokens), seconds=tuple(float(second) for second in times))
+                return TimingSpec(prefill=points, decode=decode)
+
+
+class InstanceDefaults(Entry, frozen=True, kw_only=True):
+    """What an instance takes where it says nothing itself."""
+
+    model: str | None = None
+    tp: Count = 1
+    pp: Count = 1
+    batch_max: Count = 64
+    kv_capacity_bytes: Size | None = field(name="kv_capacity", default=None)
+    timing: Name = "default"
+
+
+class InstanceEntry(Entry, frozen=True, kw_only=True):
+    """One serving engine; `gpus` reads "node0:0-3" or "node0:0-7,node1:0-7", shard by shard."""
+
+    name: Name
+    role: Role
+    gpus: str
+    model: str | None = None
+    tp: Count | None = None
+    pp: Count | None = None
+    batch_max: Count | None = None
+    kv_capacity_bytes: Size | None = field(name="kv_capacity", default=None)
+    timing: Name | None = None
+
+
+class InstanceCounts(Entry, frozen=True, kw_only=True):
+    """Shorthand: so many instances, placed by a rule.
+
+    `packed`: in node order, prefill first. `spread`: round-robin over racks, prefill first. `rack`: prefill fills whole
+    racks, decode takes the other racks, so that no transfer stays inside a rack.
+    """
+
+    prefill: Count
+    decode: Count
+    placement: Placement = "packed"
+    model: str | None = None
+    tp: Count | None = None
+    pp: Count | None = None
+    batch_max: Count | None = None
+    kv_capacity_bytes: Size | None = field(name="kv_capacity", default=None)
+    timing: Name | None = None
+
+
+class Oversubscription(Entry, frozen=True, kw_only=True):
+    """NIC bandwidth below a domain over its uplink bandwidth: as many uplinks as NICs, each slower by this ratio."""
+
+    rack: Ratio = 1.0
+    pod: Ratio = 1.0
+
+
+class FatTree(Entry, frozen=True, kw_only=True, tag="fat-tree", tag_field="kind"):
+    """Equal pods of equal racks of equal nodes; uplinks as given, else as many as NICs, divided by oversubscription."""
+
+    pods: Count
+    racks_per_pod: Count
+    nodes_per_rack: Count
+    gpus_per_node: Annotated[int, Meta(ge=1, le=1024)] = 8
+    nvlink_bytes_per_s: Bandwidth = field(name="nvlink", default=Bandwidth(450e9))
+    nics: Nics
+    rack_uplinks: Uplinks | None = None
+    pod_uplinks: Uplinks | None = None
+    oversubscription: Oversubscription | None = None
+
+
+class SuperPod(Entry, frozen=True, kw_only=True, tag="superpod", tag_field="kind"):
+    """Scalable units of nodes with one compute NIC per GPU and one storage NIC per node (DualPath 2.2).
+
+    The rail switches of a unit let all its nodes meet after one hop, so a unit is a rack; a lossless spine joins units.
+    """
+
+    units: Count = 1
+    nodes_per_unit: Count = 32
+    gpus_per_node: Annotated[int, Meta(ge=1, le=1024)] = 8
+    nvlink_bytes_per_s: Bandwidth = field(name="nvlink", default=Bandwidth(450e9))
+    compute_bytes_per_s: Bandwidth = field(name="compute", default=Bandwidth(50e9))
+    storage_bytes_per_s: Bandwidth = field(name="storage", default=Bandwidth(50e9))
+    oversubscription: Ratio = 1.0
+
+
+class ClusterFile(Entry, frozen=True, kw_only=True):
+    """A whole cluster file."""
+
+    name: Name
+    fabric: FatTree | SuperPod | None = None
+    datacenters: list[Datacenter] = []
+    pods: list[Pod] = []
+    racks: list[Rack] = []
+    nodes: list[Node] = []
+    wan: list[Wan] = []
+    network: Network = Network()
+    timing: dict[str, TimingEntry] = {}
+    defaults: InstanceDefaults = InstanceDefaults()
+    instances: list[InstanceEntry] | InstanceCounts
+
+    def to_yaml(self) -> str:
+        """The file's text; reading it gives an equal ClusterFile."""
+        plain = msgspec.to_builtins(self, enc_hook=quantity_text)
+        text: str = yaml.dump(plain, Dumper=yaml.CSafeDumper, sort_keys=False, default_flow_style=None, width=160)
+        return text
+
+
+def read_quantity(kind: type[Any], value: object) -> object:
+    """msgspec's hook for the kinds of `units`."""
+    return quantity(kind, value)

@@ -1,0 +1,243 @@
+"""The laws of the prefix index, against a model so plain that it is obvious, and of chained hashes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvroute.prefix import Evicted, PrefixIndex, block_hashes
+
+Chain = tuple[int, ...]
+
+
+@dataclass
+class Shelf:
+    """One instance of the model: every prefix held by itself, the time of its last touch, the chains pinned."""
+
+    capacity: int | None
+    touched: dict[Chain, int] = field(default_factory=dict)
+    pins: list[Chain] = field(default_factory=list)
+
+    def depth(self, chain: Chain) -> int:
+        return next((d for d in range(len(chain), 0, -1) if chain[:d] in self.touched), 0)
+
+    def pinned(self, prefix: Chain) -> bool:
+        return any(pin[: len(prefix)] == prefix for pin in self.pins)
+
+    def touch(self, chain: Chain, time: int) -> int:
+        depth = self.depth(chain)
+        self.touched.update({chain[:d]: time for d in range(1, depth + 1)})
+        return depth
+
+    def make_room(self, needed: int, spared: Chain = ()) -> list[Chain]:
+        """Least recently touched first, deepest first among these, one block after the other."""
+        gone: list[Chain] = []
+        free = [p for p in self.touched if not self.pinned(p) and spared[: len(p)] != p]
+        for prefix in sorted(free, key=lambda p: (self.touched[p], -len(p))):
+            if self.capacity is None or len(self.touched) + needed <= self.capacity:
+                break
+            del self.touched[prefix]
+            gone.append(prefix)
+        return gone
+
+    def store(self, chain: Chain, time: int) -> list[Chain]:
+        depth = self.touch(chain, time)
+        gone = self.make_room(len(chain) - depth, spared=chain)
+        for d in range(depth + 1, len(chain) + 1):
+            if self.capacity is not None and len(self.touched) >= self.capacity:
+                break
+            self.touched[chain[:d]] = time
+        return gone
+
+    def pin(self, chain: Chain, depth: int) -> int:
+        depth = self.depth(chain[:depth])
+        if depth:
+            self.pins.append(chain[:depth])
+        return depth
+
+    def unpin(self, chain: Chain, depth: int) -> bool:
+        ends = [chain[:d] for d in range(self.depth(chain[:depth]), 0, -1) if chain[:d] in self.pins]
+        if ends:
+            self.pins.remove(ends[0])
+        return bool(ends)
+
+    def evict(self, chain: Chain, keep: int) -> None:
+        top = chain[: keep + 1]
+        if len(top) > keep:
+            self.touched = {p: time for p, time in self.touched.items() if p[: keep + 1] != top}
+            cut = [pin[:keep] if pin[: keep + 1] == top else pin for pin in self.pins]
+            self.pins = [pin for pin in cut if pin]
+
+
+def blocks_lost(evicted: list[Evicted]) -> list[Chain]:
+    return [e.blocks[:d] for e in evicted for d in range(len(e.blocks), e.keep, -1)]
+
+
+def chained(tokens: Chain) -> Chain:
+    """Block ids that name their whole prefix, as hashes do: the tokens so far, read as a number in base 4."""
+    return tuple(int("1" + "".join(map(str, tokens[:d])), 4) for d in range(1, len(tokens) + 1))
+
+
+TOKENS = st.lists(st.integers(0, 2), max_size=7).map(tuple) | st.lists(st.integers(0, 1), max_size=12).map(tuple)
+WHO = st.integers(0, 10**6)
+DEPTH = st.integers(0, 13)
+
+
+class IndexMachine(RuleBasedStateMachine):
+    """The index does what the model does: same depths, same counts, same evictions in the same order."""
+
+    def chain(self, tokens: Chain) -> Chain:
+        return chained(tokens)
+
+    @initialize(instances=st.sampled_from([1, 2, 3, 20]), capacity=st.none() | st.integers(0, 16))
+    def start(self, instances: int, capacity: int | None) -> None:
+        self.index = PrefixIndex(instances, capacity)
+        self.shelves = [Shelf(capacity) for _ in range(instances)]
+        self.uniform = capacity
+        self.time = 0
+        self.seen: dict[Chain, None] = {(): None}
+
+    def pick(self, who: int, tokens: Chain) -> tuple[int, Shelf, Chain]:
+        self.time += 1
+        chain = self.chain(tokens)
+        self.seen[chain] = None
+        who %= len(self.shelves)
+        return who, self.shelves[who], chain
+
+    @rule(who=WHO, tokens=TOKENS, pin=st.booleans())
+    def store(self, who: int, tokens: Chain, pin: bool) -> None:
+        who, shelf, chain = self.pick(who, tokens)
+        before = self.index.used_blocks(who)
+        assert blocks_lost(self.index.store(who, chain, pin)) == shelf.store(chain, self.time)
+        assert shelf.capacity is None or self.index.used_blocks(who) <= max(before, shelf.capacity)
+        if pin:
+            shelf.pin(chain, len(chain))
+
+    @rule(tokens=TOKENS, step=st.integers(1, 3))
+    def store_widely(self, tokens: Chain, step: int) -> None:
+        for who in range(0, len(self.shelves), step):
+            self.store(who, tokens, False)
+
+    @rule(who=WHO, tokens=TOKENS)
+    def touch(self, who: int, tokens: Chain) -> None:
+        who, shelf, chain = self.pick(who, tokens)
+        assert self.index.touch(who, chain) == shelf.touch(chain, self.time)
+
+    @rule(who=WHO, tokens=TOKENS, depth=DEPTH)
+    def pin(self, who: int, tokens: Chain, depth: int) -> None:
+        who, shelf, chain = self.pick(who, tokens)
+        assert self.index.pin(who, chain, depth) == shelf.pin(chain, depth)
+
+    @rule(who=WHO, tokens=TOKENS, depth=DEPTH)
+    def unpin(self, who: int, tokens: Chain, depth: int) -> None:
+        who, shelf, chain = self.pick(who, tokens)
+        assert self.index.unpin(who, chain, depth) == shelf.unpin(chain, depth)
+
+    @precondition(lambda self: any(shelf.pins for shelf in self.shelves))
+    @rule(which=WHO, deeper=st.integers(0, 2))
+    def unpin_a_pin(self, which: int, deeper: int) -> None:
+        pins = [(who, pin) for who, shelf in enumerate(self.shelves) for pin in shelf.pins]
+        who, chain = pins[which % len(pins)]
+        depth = len(chain) + deeper
+        assert self.index.unpin(who, chain, depth)
+        assert self.shelves[who].unpin(chain, depth)
+
+    @rule(who=WHO, needed=st.integers(0, 8))
+    def make_room(self, who: int, needed: int) -> None:
+        who, shelf, _ = self.pick(who, ())
+        assert blocks_lost(self.index.make_room(who, needed)) == shelf.make_room(needed)
+        self.check_room(who, needed)
+
+    @rule(who=WHO, capacity=st.none() | st.integers(0, 20))
+    def set_capacity(self, who: int, capacity: int | None) -> None:
+        who, shelf, _ = self.pick(who, ())
+        shelf.capacity = capacity
+        assert blocks_lost(self.index.set_capacity(who, capacity)) == shelf.make_room(0)
+        self.check_room(who, 0)
+
+    def check_room(self, who: int, needed: int) -> None:
+        """There is room, unless pins alone take it."""
+        used, capacity = self.index.used_blocks(who), self.shelves[who].capacity
+        assert capacity is None or used + needed <= capacity or used == self.index.pinned_blocks(who)
+
+    @rule(who=WHO, tokens=TOKENS, keep=DEPTH)
+    def evict(self, who: int, tokens: Chain, keep: int) -> None:
+        who, shelf, chain = self.pick(who, tokens)
+        self.index.evict(who, chain, keep)
+        shelf.evict(chain, keep)
+
+    @rule(who=WHO)
+    def clear(self, who: int) -> None:
+        who, shelf, _ = self.pick(who, ())
+        self.index.clear(who)
+        shelf.touched, shelf.pins = {}, []
+
+    @precondition(lambda self: len(self.shelves) < 40)
+    @rule()
+    def add_instance(self) -> None:
+        assert self.index.add_instance() == len(self.shelves)
+        self.shelves.append(Shelf(self.uniform))
+
+    @invariant()
+    def counts_are_the_models(self) -> None:
+        for who, shelf in enumerate(self.shelves):
+            assert self.index.used_blocks(who) == len(shelf.touched)
+            assert self.index.pinned_blocks(who) == sum(map(shelf.pinned, shelf.touched))
+
+    @invariant()
+    def depths_are_the_models(self) -> None:
+        for chain in list(self.seen)[-6:]:
+            self.check_match(chain)
+
+    def check_match(self, chain: Chain) -> None:
+        depths = self.index.match(chain)
+        assert depths.dtype == np.int64
+        assert depths.tolist() == [shelf.depth(chain) for shelf in self.shelves]
+        assert depths.tolist() == [self.index.match_one(who, chain) for who in range(len(self.shelves))]
+
+
+class MalformedMachine(IndexMachine):
+    """Ids repeat and stand under several parents: everything but the depth of a match is as if they were chained."""
+
+    def chain(self, tokens: Chain) -> Chain:
+        return tokens
+
+    def check_match(self, chain: Chain) -> None:
+        depths = self.index.match(chain).tolist()
+        assert all(shelf.depth(chain) <= d <= len(chain) for d, shelf in zip(depths, self.shelves, strict=True))
+        assert depths == [self.index.match_one(who, chain) for who in range(len(self.shelves))]
+
+
+TestIndex = IndexMachine.TestCase
+TestIndex.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestMalformed = MalformedMachine.TestCase
+TestMalformed.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
+
+PROMPT = st.lists(st.integers(-(2**63), 2**63 - 1), max_size=40)
+
+
+@given(PROMPT, PROMPT, st.integers(1, 5), st.integers(0, 2**64 - 1))
+def test_hashes_are_equal_exactly_as_far_as_the_blocks_are(a: list[int], b: list[int], size: int, seed: int) -> None:
+    """Chained: a block's hash tells all tokens up to its end, and nothing after it."""
+    b = a[: len(b) // 2] + b[len(b) // 2 :]
+    for d, (x, y) in enumerate(zip(block_hashes(a, size, seed), block_hashes(b, size, seed), strict=False), start=1):
+        assert (x == y) == (a[: d * size] == b[: d * size])
+
+
+@given(PROMPT, PROMPT, st.integers(1, 5))
+def test_a_longer_prompt_only_adds_hashes(a: list[int], more: list[int], size: int) -> None:
+    """Full blocks only, and those of the beginning do not change."""
+    short, long = block_hashes(a, size), block_hashes(a + more, size)
+    assert len(short) == len(a) // size
+    assert long[: len(short)] == short
+    assert all(0 <= h < 2**64 for h in long)
+
+
+@given(PROMPT)
+def test_lists_and_arrays_hash_alike(tokens: list[int]) -> None:
+    """The answer depends on the tokens, not on what holds them."""
+    assert block_hashes(tokens, 2) == block_hashes(np.array(tokens, np.int64), 2) == block_hashes(tuple(tokens), 2)
