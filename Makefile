@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.core
 DEV_STAMP := $(VENV)/.dev
 
-.PHONY: demo test check lint types layers live bench clean
+.PHONY: demo test check lint types layers live bench requirements clean
 
 $(BIN)/uv: requirements/uv.txt
 	$(PYTHON) -m venv $(VENV)
@@ -20,6 +20,10 @@ $(STAMP): $(BIN)/uv requirements/core.txt pyproject.toml
 $(DEV_STAMP): $(STAMP) requirements/dev.txt
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --require-hashes -r requirements/dev.txt
 	@touch $(DEV_STAMP)
+
+demo: $(STAMP)  ## compare round-robin, CLA* and NetKV on a bundled 64-GPU cluster and a generated trace
+	$(BIN)/kvroute simulate examples/fat-tree-64gpu.yaml --policy round-robin --policy cla --policy netkv \
+		--requests 1500 --seeds 3 --no-prefill-queueing --out demo-results
 
 test: $(DEV_STAMP)  ## the whole test suite but the live tests
 	$(BIN)/pytest -n auto -m "not live"
@@ -36,6 +40,14 @@ layers: $(DEV_STAMP)
 
 live: $(DEV_STAMP)  ## tests against real components; `.ci/run` installs those
 	$(BIN)/pytest -m live
+
+bench: $(DEV_STAMP)  ## every measurement beside its peer or bound
+	$(BIN)/python bench/all.py
+
+requirements: $(BIN)/uv  ## after a change of dependencies in pyproject.toml
+	for extra in core: ray:--extra=ray dev:--group=dev; do \
+		$(BIN)/uv pip compile --quiet --universal --generate-hashes --no-header --no-annotate pyproject.toml \
+			$${extra#*:} --output-file requirements/$${extra%%:*}.txt; done
 
 check: lint types layers test  ## what a change must pass
 

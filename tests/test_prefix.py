@@ -6,6 +6,7 @@ import gc
 import io
 import json
 import os
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -193,22 +194,56 @@ def test_an_id_under_two_parents_makes_two_chains() -> None:
     assert index.used_blocks(0) == 0
 
 
+def test_an_index_made_smaller_shrinks_when_pins_let_it() -> None:
+    index = PrefixIndex(1)
+    index.store(0, (1, 2), pin=True)
+    index.store(0, (3,))
+    assert index.set_capacity(0, 1) == [Evicted(0, (3,), 0)]
+    index.store(0, (3,))
+    assert index.used_blocks(0) == 2
+    assert index.unpin(0, (1, 2), 2)
+    assert index.store(0, ()) == [Evicted(0, (1, 2), 1)]
+
+
+def test_what_remains_after_an_engines_eviction_can_be_evicted_too() -> None:
+    index = PrefixIndex(1)
+    index.store(0, ALICE)
+    index.evict(0, ALICE, 2)
+    assert index.set_capacity(0, 0) == [Evicted(0, SYSTEM, 0)]
+
+
+def test_clear_forgets_pins_of_what_others_still_hold() -> None:
+    index = PrefixIndex(2)
+    for instance in (0, 1):
+        index.store(instance, ALICE, pin=True)
+    index.clear(0)
+    index.store(0, ALICE)
+    assert not index.unpin(0, ALICE, 5)
+    assert [index.pinned_blocks(i) for i in (0, 1)] == [0, 5]
+
+
 def test_order_survives_many_touches() -> None:
-    """Long runs of touches must neither be forgotten nor confuse the order of what is evicted in the end."""
-    index = PrefixIndex(1, capacity_blocks=40)
+    index = PrefixIndex(1, capacity_blocks=80)
     for start in range(40):
-        index.store(0, (start,), pin=start < 4)
-    for round_ in range(30):
-        for start in range(39, -1, -1):
+        index.store(0, (start, 100 + start), pin=start < 4)
+    index.evict(0, (39, 139), 1)
+    for _ in range(30):
+        for start in range(38, -1, -1):
             index.touch(0, (start,))
-        assert index.make_room(0, 1) == [Evicted(0, (39,), 0)]
-        index.store(0, (39,), pin=False)
-        assert round_ < 29 or index.used_blocks(0) == 40
-        index.touch(0, (0,))
-    assert [e.blocks for e in index.make_room(0, 40)] == [(s,) for s in (*range(38, 3, -1), 39)]
-    for start in (2, 0, 3, 1):
-        assert index.unpin(0, (start,), 1)
-    assert [e.blocks for e in index.make_room(0, 40)] == [(3,), (2,), (1,), (0,)]
+    gone = [e.blocks for e in index.make_room(0, 80)]
+    assert gone == [*[(s, 100 + s) for s in range(4, 39)], (39,), *[(s,) for s in range(38, 3, -1)]]
+
+
+def test_touches_take_no_memory() -> None:
+    """Under load an instance is touched for ever and may never evict anything."""
+    index = PrefixIndex(1)
+    index.store(0, ALICE)
+    tracemalloc.start()
+    for _ in range(20_000):
+        index.touch(0, ALICE)
+    taken, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert taken < 20_000
 
 
 def test_what_nobody_holds_takes_no_memory() -> None:

@@ -170,6 +170,15 @@ class IndexMachine(RuleBasedStateMachine):
         self.index.evict(who, chain, keep)
         shelf.evict(chain, keep)
 
+    @precondition(lambda self: any(shelf.touched for shelf in self.shelves))
+    @rule(which=WHO, up=st.integers(1, 3))
+    def evict_something_held(self, which: int, up: int) -> None:
+        held = [(who, prefix) for who, shelf in enumerate(self.shelves) for prefix in shelf.touched]
+        who, chain = held[which % len(held)]
+        keep = max(0, len(chain) - up)
+        self.index.evict(who, chain, keep)
+        self.shelves[who].evict(chain, keep)
+
     @rule(who=WHO)
     def clear(self, who: int) -> None:
         who, shelf, _ = self.pick(who, ())
@@ -181,6 +190,15 @@ class IndexMachine(RuleBasedStateMachine):
     def add_instance(self) -> None:
         assert self.index.add_instance() == len(self.shelves)
         self.shelves.append(Shelf(self.uniform))
+
+    def teardown(self) -> None:
+        """Whatever has happened: without pins all can go, in the right order, and nothing stays behind."""
+        for who, shelf in enumerate(getattr(self, "shelves", ())):
+            for pin in shelf.pins:
+                assert self.index.unpin(who, pin, len(pin))
+            shelf.pins, shelf.capacity = [], 0
+            assert blocks_lost(self.index.set_capacity(who, 0)) == shelf.make_room(0)
+            assert self.index.used_blocks(who) == self.index.pinned_blocks(who) == 0
 
     @invariant()
     def counts_are_the_models(self) -> None:

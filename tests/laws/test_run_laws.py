@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import tempfile
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -10,13 +12,13 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from kvroute.sim.workload import Trace, TracedRequest
 
 from kvroute.control import ControlSpec, EventLog, LogHeader, read_log, replay, same
 from kvroute.policies import DECODE_POLICIES, PREFILL_POLICIES
 from kvroute.sim.metrics import FINISHED, IN_FLIGHT, NOT_ARRIVED, REJECTED
 from kvroute.sim.run import Run, simulate
 from kvroute.sim.settings import Background, SimSettings
-from kvroute.sim.workload import Trace, TracedRequest
 from kvroute.topology import Cluster, parse
 
 CLUSTER = """
@@ -63,7 +65,9 @@ def traces(draw: st.DrawFn) -> Trace:
         tokens = draw(st.integers(1, 30_000))
         group, shared = draw(st.integers(0, 2)), draw(st.integers(0, 60))
         full = tokens // 512
-        chain = tuple(group * 1_000 + depth if depth < shared else 10_000 + number * 100 + depth for depth in range(full))
+        chain = tuple(
+            group * 1_000 + depth if depth < shared else 10_000 + number * 100 + depth for depth in range(full)
+        )
         requests.append(
             TracedRequest(
                 at_s=at_s,
@@ -129,8 +133,15 @@ def test_times_follow_each_other_and_parts_add_up(
 ) -> None:
     """Arrival <= prefill start <= prefill end <= landing <= admission < first token <= finish."""
     rows = simulate(cluster, trace, spec, assumed, seed=1).outcomes
-    marks = [rows.arrived_s, rows.prefill_started_s, rows.prefill_finished_s, rows.landed_s, rows.admitted_s, rows.first_token_s]
-    for earlier, later in zip(marks, marks[1:], strict=False):
+    marks = [
+        rows.arrived_s,
+        rows.prefill_started_s,
+        rows.prefill_finished_s,
+        rows.landed_s,
+        rows.admitted_s,
+        rows.first_token_s,
+    ]
+    for earlier, later in pairwise(marks):
         known = np.isfinite(earlier) & np.isfinite(later)
         assert (later[known] >= earlier[known]).all()
     ended = np.isfinite(rows.finished_s) & np.isfinite(rows.first_token_s)
@@ -139,9 +150,7 @@ def test_times_follow_each_other_and_parts_add_up(
 
 @many
 @given(clusters, traces(), specs, assumptions)
-def test_bytes_sent_are_bytes_received(
-    cluster: Cluster, trace: Trace, spec: ControlSpec, assumed: SimSettings
-) -> None:
+def test_bytes_sent_are_bytes_received(cluster: Cluster, trace: Trace, spec: ControlSpec, assumed: SimSettings) -> None:
     """The network carried each transfer over each of its hops, no more and no less."""
     run = simulate(cluster, trace, spec, msgspec.structs.replace(assumed, until_s=None), seed=2)
     rows = run.outcomes
@@ -160,7 +169,9 @@ def test_batches_and_memory_stay_within_limits(
     token_bytes = 327_680.0
     for index, instance in enumerate(cluster.instances):
         mine = (rows.target == index) & np.isfinite(rows.admitted_s)
-        assert _most_at_once(rows.admitted_s[mine], rows.finished_s[mine], np.ones(int(mine.sum()))) <= instance.batch_max
+        assert (
+            _most_at_once(rows.admitted_s[mine], rows.finished_s[mine], np.ones(int(mine.sum()))) <= instance.batch_max
+        )
         held = (rows.target == index) & np.isfinite(rows.landed_s)
         own_tokens = (rows.input_tokens + rows.output_tokens - rows.hit_tokens)[held]
         most = _most_at_once(rows.prefill_finished_s[held], rows.finished_s[held], own_tokens * token_bytes)
@@ -182,8 +193,6 @@ def test_same_seed_same_log_and_replay_decides_alike(
     cluster: Cluster, trace: Trace, spec: ControlSpec, assumed: SimSettings, seed: int
 ) -> None:
     """Two runs write the same bytes; a fresh core fed with the log's events makes the same decisions."""
-    import tempfile
-
     with tempfile.TemporaryDirectory() as folder:
         paths = [Path(folder) / name for name in ("first.log", "second.log")]
         for path in paths:

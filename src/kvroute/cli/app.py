@@ -7,6 +7,14 @@ import sys
 import typer
 
 from kvroute import __version__
+from kvroute.cli.experiment import experiment
+from kvroute.cli.flows import flows
+from kvroute.cli.llm import llm
+from kvroute.cli.replay import explain, replay_log
+from kvroute.cli.simulate import simulate
+from kvroute.cli.timing import app as timing
+from kvroute.cli.topology import app as topology
+# from kvroute.cli.workload import app as trace
 from kvroute.types import InputError
 
 app = typer.Typer(
@@ -29,6 +37,17 @@ def _root(
     version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
 ) -> None:
     """Simulate, plan and serve prefill/decode-disaggregated clusters with the same decision code."""
+
+
+app.command()(simulate)
+app.command()(experiment)
+app.add_typer(topology, name="topology")
+# app.add_typer(trace, name="trace")
+app.add_typer(timing, name="timing")
+app.command()(llm)
+app.command()(flows)
+app.command("replay")(replay_log)
+app.command()(explain)
 
 
 def main() -> None:

@@ -27,7 +27,9 @@ def experiment(
         list[str] | None,
         typer.Argument(help=f"Which: {', '.join(EXPERIMENTS)}, or netkv for all of them.", show_default=False),
     ] = None,
-    reading_name: Annotated[str, typer.Option("--reading", help=f"How the paper is read: {', '.join(READINGS)}.")] = "paper",
+    reading_name: Annotated[
+        str, typer.Option("--reading", help=f"How the paper is read: {', '.join(READINGS)}.")
+    ] = "paper",
     profile: Annotated[list[str] | None, typer.Option(help="Only these profiles; repeat for several.")] = None,
     trace: Annotated[Path | None, typer.Option(help="A Mooncake trace; without it one is generated.")] = None,
     cell: Annotated[
@@ -38,7 +40,9 @@ def experiment(
     seeds: Annotated[int, typer.Option(min=1, help="Seeds 0 to N-1.")] = 5,
     on: Annotated[str, typer.Option(help="Where to run: local (all cores) or ray.")] = "local",
     workers: Annotated[int | None, typer.Option(min=1, help="Processes; default one per core.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder for results, figures and pages; finished cells in it are not run again.")] = Path("results"),
+    out: Annotated[
+        Path, typer.Option(help="Folder for results, figures and pages; finished cells in it are not run again.")
+    ] = Path("results"),
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
 ) -> None:
     """Run published evaluations. Interrupt at will: the next start goes on where this one stopped.
@@ -78,7 +82,13 @@ def experiment(
 
 def _list(as_json: bool) -> None:
     if as_json:
-        print_json({"experiments": [{"name": one.name, "title": one.title, "source": one.source} for one in EXPERIMENTS.values()]})
+        print_json(
+            {
+                "experiments": [
+                    {"name": one.name, "title": one.title, "source": one.source} for one in EXPERIMENTS.values()
+                ]
+            }
+        )
         return
     table = Table("experiment", "title", "source", "axes", "policies")
     for one in EXPERIMENTS.values():
@@ -102,7 +112,9 @@ def _chosen(names: Sequence[str]) -> list[Experiment]:
 def _profiles(one: Experiment, asked: list[str] | None) -> tuple[str, ...]:
     for name in asked or ():
         if name not in one.profiles:
-            raise InputError(f"there is no profile {name!r}", where="--profile", mend=f"choose among {', '.join(one.profiles)}")
+            raise InputError(
+                f"there is no profile {name!r}", where="--profile", mend=f"choose among {', '.join(one.profiles)}"
+            )
     return tuple(name for name in one.profiles if not asked or name in asked)
 
 
@@ -115,14 +127,18 @@ def _matching(sweep: list[Cell], one: Experiment, text: str) -> list[Cell]:
     try:
         values = [float(part) for part in parts[1:-1]]
     except ValueError:
-        raise InputError(f"{text!r} has an axis value that is no number", where="--cell", mend=f"write {form}") from None
+        raise InputError(
+            f"{text!r} has an axis value that is no number", where="--cell", mend=f"write {form}"
+        ) from None
     found = [
         cell
         for cell in sweep
         if (cell.profile, cell.policy) == (parts[0], parts[-1]) and list(cell.settings.values()) == values
     ]
     if not found:
-        points = "; ".join(f"{axis}: {', '.join(f'{value:g}' for value in values)}" for axis, values in one.axes.items())
+        points = "; ".join(
+            f"{axis}: {', '.join(f'{value:g}' for value in values)}" for axis, values in one.axes.items()
+        )
         mend = f"profiles: {', '.join(one.profiles)}; {points}; policies: {', '.join(one.policies)}"
         raise InputError(f"{one.name} has no cell {text!r}", where="--cell", mend=mend)
     return found

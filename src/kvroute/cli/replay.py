@@ -32,7 +32,9 @@ def replay_log(log: LogFile, as_json: AsJson = False) -> None:
         if differing is None and not same(record.decisions, again):
             differing = events + 1
     if as_json:
-        print_json({"events": events, "decisions": decisions, "equal": differing is None, "first_difference_line": differing})
+        print_json(
+            {"events": events, "decisions": decisions, "equal": differing is None, "first_difference_line": differing}
+        )
     elif differing is None:
         console().print(f"{events} events gave the same {decisions} decisions again, bit for bit.")
     else:

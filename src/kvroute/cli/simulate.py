@@ -32,56 +32,110 @@ def simulate(
     cluster: Annotated[Path, typer.Argument(help="Cluster file (YAML), see `kvroute topology`.", show_default=False)],
     policy: Annotated[
         list[str] | None,
-        typer.Option("--policy", help=f"Decode policy; repeat to compare: {_names(DECODE_POLICIES)}.", rich_help_panel=SETUP),
+        typer.Option(
+            "--policy", help=f"Decode policy; repeat to compare: {_names(DECODE_POLICIES)}.", rich_help_panel=SETUP
+        ),
     ] = None,
     prefill_policy: Annotated[
         str, typer.Option(help=f"Prefill policy: {_names(PREFILL_POLICIES)}.", rich_help_panel=SETUP)
     ] = "least-loaded",
     constraint: Annotated[
-        str, typer.Option(help="Topology constraint: level:fail, level:fallback or level:preferred:weight.", rich_help_panel=SETUP)
+        str,
+        typer.Option(
+            help="Topology constraint: level:fail, level:fallback or level:preferred:weight.", rich_help_panel=SETUP
+        ),
     ] = "",
-    cla_weights: Annotated[
-        str, typer.Option(help="Weights of cla: cache,load.", rich_help_panel=SETUP)
-    ] = "1,1",
+    cla_weights: Annotated[str, typer.Option(help="Weights of cla: cache,load.", rich_help_panel=SETUP)] = "1,1",
     trace: Annotated[
         Path | None,
-        typer.Option(help="Mooncake JSONL (.zst, .gz) or Azure LLM CSV; without it a Mooncake-like trace is generated.", rich_help_panel=WORKLOAD),
+        typer.Option(
+            help="Mooncake JSONL (.zst, .gz) or Azure LLM CSV; without it a Mooncake-like trace is generated.",
+            rich_help_panel=WORKLOAD,
+        ),
     ] = None,
     requests: Annotated[
-        int | None, typer.Option(min=1, help="Only the first so many (generated: how many, default 2000).", rich_help_panel=WORKLOAD)
+        int | None,
+        typer.Option(
+            min=1, help="Only the first so many (generated: how many, default 2000).", rich_help_panel=WORKLOAD
+        ),
     ] = None,
     rate: Annotated[
-        float | None, typer.Option(min=1e-9, help="Compress or stretch arrivals to so many requests per second.", rich_help_panel=WORKLOAD)
+        float | None,
+        typer.Option(
+            min=1e-9, help="Compress or stretch arrivals to so many requests per second.", rich_help_panel=WORKLOAD
+        ),
     ] = None,
-    profile: Annotated[str, typer.Option(help=f"Keep only requests of a profile: {_names(PROFILES)}.", rich_help_panel=WORKLOAD)] = "",
+    profile: Annotated[
+        str, typer.Option(help=f"Keep only requests of a profile: {_names(PROFILES)}.", rich_help_panel=WORKLOAD)
+    ] = "",
     input_tokens: Annotated[
         int | None, typer.Option(min=1, help="Give every prompt this length.", rich_help_panel=WORKLOAD)
     ] = None,
     p_share: Annotated[
-        float | None, typer.Option(min=0, max=1, help="Share prefixes by groups with this probability, in place of the trace's own.", rich_help_panel=WORKLOAD)
+        float | None,
+        typer.Option(
+            min=0,
+            max=1,
+            help="Share prefixes by groups with this probability, in place of the trace's own.",
+            rich_help_panel=WORKLOAD,
+        ),
     ] = None,
-    skip_bad: Annotated[bool, typer.Option(help="Leave out broken lines of the trace and count them.", rich_help_panel=WORKLOAD)] = False,
-    prefill_queueing: Annotated[bool, typer.Option(help="FIFO prefill, or a pure delay.", rich_help_panel=SETUP)] = True,
-    prefill_cache: Annotated[bool, typer.Option(help="Prefill instances reuse cached prefixes.", rich_help_panel=SETUP)] = True,
+    skip_bad: Annotated[
+        bool, typer.Option(help="Leave out broken lines of the trace and count them.", rich_help_panel=WORKLOAD)
+    ] = False,
+    prefill_queueing: Annotated[
+        bool, typer.Option(help="FIFO prefill, or a pure delay.", rich_help_panel=SETUP)
+    ] = True,
+    prefill_cache: Annotated[
+        bool, typer.Option(help="Prefill instances reuse cached prefixes.", rich_help_panel=SETUP)
+    ] = True,
     background: Annotated[
-        float, typer.Option(min=0, max=0.99, help="Share of every network link that others use.", rich_help_panel=NETWORK)
+        float,
+        typer.Option(min=0, max=0.99, help="Share of every network link that others use.", rich_help_panel=NETWORK),
     ] = 0.0,
-    oracle_refresh: Annotated[float, typer.Option(min=1e-3, help="Seconds between telemetry updates.", rich_help_panel=NETWORK)] = 1.0,
-    telemetry: Annotated[bool, typer.Option(help="Whether the router hears of background traffic.", rich_help_panel=NETWORK)] = True,
+    oracle_refresh: Annotated[
+        float, typer.Option(min=1e-3, help="Seconds between telemetry updates.", rich_help_panel=NETWORK)
+    ] = 1.0,
+    telemetry: Annotated[
+        bool, typer.Option(help="Whether the router hears of background traffic.", rich_help_panel=NETWORK)
+    ] = True,
     separate_own: Annotated[
         bool, typer.Option(help="Whether telemetry leaves out the router's own transfers.", rich_help_panel=NETWORK)
     ] = True,
-    slo_ttft: Annotated[float, typer.Option(min=1e-6, help="A good request has its first token in so many seconds.", rich_help_panel=OUTPUT)] = 5.0,
-    warmup: Annotated[float, typer.Option(min=0, help="Do not count requests that arrive in the first so many seconds.", rich_help_panel=OUTPUT)] = 0.0,
+    slo_ttft: Annotated[
+        float,
+        typer.Option(min=1e-6, help="A good request has its first token in so many seconds.", rich_help_panel=OUTPUT),
+    ] = 5.0,
+    warmup: Annotated[
+        float,
+        typer.Option(
+            min=0, help="Do not count requests that arrive in the first so many seconds.", rich_help_panel=OUTPUT
+        ),
+    ] = 0.0,
     seed: Annotated[int, typer.Option(min=0, help="First seed.", rich_help_panel=OUTPUT)] = 0,
-    seeds: Annotated[int, typer.Option(min=1, help="So many seeds: path draws, and requests where these are generated.", rich_help_panel=OUTPUT)] = 3,
-    workers: Annotated[int | None, typer.Option(min=1, help="Processes; default one per core.", rich_help_panel=OUTPUT)] = None,
-    on: Annotated[str, typer.Option(help="Where to run: local or ray.", rich_help_panel=OUTPUT)] = "local",
-    out: Annotated[Path | None, typer.Option(help="Folder for results.jsonl, figures and report.html.", rich_help_panel=OUTPUT)] = None,
-    log: Annotated[
-        Path | None, typer.Option(help="Record every event and decision (one policy, one seed) for replay and explain.", rich_help_panel=OUTPUT)
+    seeds: Annotated[
+        int,
+        typer.Option(
+            min=1, help="So many seeds: path draws, and requests where these are generated.", rich_help_panel=OUTPUT
+        ),
+    ] = 3,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Processes; default one per core.", rich_help_panel=OUTPUT)
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.", rich_help_panel=OUTPUT)] = False,
+    on: Annotated[str, typer.Option(help="Where to run: local or ray.", rich_help_panel=OUTPUT)] = "local",
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for results.jsonl, figures and report.html.", rich_help_panel=OUTPUT)
+    ] = None,
+    log: Annotated[
+        Path | None,
+        typer.Option(
+            help="Record every event and decision (one policy, one seed) for replay and explain.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON document and nothing else.", rich_help_panel=OUTPUT)
+    ] = False,
 ) -> None:
     """Compare routing policies on your cluster and your trace.
 
@@ -89,10 +143,12 @@ def simulate(
 
     [bold]kvroute simulate examples/fat-tree-64gpu.yaml[/bold]
 
-    [bold]kvroute simulate my-cluster.yaml --trace trace.jsonl.zst --policy netkv --policy cla --seeds 5 --out results[/bold]
+    [bold]kvroute simulate my.yaml --trace trace.jsonl.zst --policy netkv --policy cla --seeds 5 --out results[/bold]
     """
     if profile and profile not in PROFILES:
-        raise InputError(f"there is no profile {profile!r}", where="--profile", mend=f"choose one of {_names(PROFILES)}")
+        raise InputError(
+            f"there is no profile {profile!r}", where="--profile", mend=f"choose one of {_names(PROFILES)}"
+        )
     question = Question(
         cluster=str(cluster),
         workload=Workload(
@@ -126,9 +182,7 @@ def simulate(
     if log is not None:
         _record(question, policies, seed, seeds, log)
     with progress_bar("Simulating") as progress:
-        records = compare(
-            question, policies, range(seed, seed + seeds), on=on, workers=workers, progress=progress
-        )
+        records = compare(question, policies, range(seed, seed + seeds), on=on, workers=workers, progress=progress)
     runs = [record.summary for record in records]
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
@@ -146,7 +200,9 @@ def _weights(text: str) -> dict[str, float]:
     try:
         cache, load = (float(part) for part in text.split(","))
     except ValueError:
-        raise InputError(f"{text!r} is not two weights", where="--cla-weights", mend="write cache,load, e.g. 1,0.7") from None
+        raise InputError(
+            f"{text!r} is not two weights", where="--cla-weights", mend="write cache,load, e.g. 1,0.7"
+        ) from None
     return {"cache_weight": cache, "load_weight": load}
 
 
@@ -161,5 +217,3 @@ def _record(question: Question, policies: list[str], seed: int, seeds: int, log:
     with EventLog(log, LogHeader(cluster=text, spec=spec)) as records:
         question.run(policies[0], seed, records)
     remarks().print(f"Log: {log}")
-
-

@@ -1,4 +1,4 @@
-"""The control core: events in, decisions out; it owns the view of the cluster and no clock, socket, thread or chance."""
+"""The control core: events in, decisions out; it owns the view of the cluster, but no clock, socket or chance."""
 
 from __future__ import annotations
 
@@ -175,7 +175,9 @@ class Control:
         else:
             hit_tokens = np.zeros(len(pool.ids), dtype=np.int64)
         hits = hit_tokens.tolist()
-        prefill_s = np.array([time.seconds(request.input_tokens, hit) for time, hit in zip(pool.times, hits, strict=True)])
+        prefill_s = np.array(
+            [time.seconds(request.input_tokens, hit) for time, hit in zip(pool.times, hits, strict=True)]
+        )
         allowed = self._prefill_allowed[request.model or self._default_model]
         return PrefillCandidates(pool.names, pool.pending_s(at), hit_tokens, prefill_s, allowed)
 
@@ -186,7 +188,9 @@ class Control:
         journey.prefill = -1
         pool = self._decode[journey.model]
         if request.blocks:
-            hit_tokens = np.minimum(self.prefix.match(request.blocks)[pool.ids] * request.block_tokens, request.input_tokens)
+            hit_tokens = np.minimum(
+                self.prefix.match(request.blocks)[pool.ids] * request.block_tokens, request.input_tokens
+            )
         else:
             hit_tokens = np.zeros(len(pool.ids), dtype=np.int64)
         candidates = pool.candidates(request, self._models[journey.model], hit_tokens, self._settings.reserve_bytes)

@@ -1,4 +1,4 @@
-"""The record of a run: each event with the decisions it led to, one JSON line each; replayed, it gives the same again."""
+"""The record of a run: each event with its decisions, one JSON line each; replayed, it gives the same again."""
 
 from __future__ import annotations
 
@@ -58,7 +58,9 @@ class EventLog:
     def __enter__(self) -> EventLog:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._file.close()
 
 
@@ -82,7 +84,9 @@ def _records(path: Path, lines: Iterable[bytes]) -> Iterator[LogRecord]:
         try:
             yield _RECORDS.decode(line)
         except msgspec.DecodeError as error:
-            raise InputError(f"broken record ({error})", where=f"{path}:{number}", mend="record the run again") from None
+            raise InputError(
+                f"broken record ({error})", where=f"{path}:{number}", mend="record the run again"
+            ) from None
 
 
 def replay(control: Control, records: Iterable[LogRecord]) -> Iterator[tuple[LogRecord, tuple[Decision, ...]]]:

@@ -1,4 +1,4 @@
-"""Everything that makes two cores decide alike, as data: a log's first line, a command's options, a gateway's settings."""
+"""Everything that makes two cores decide alike, as data: a log's first line, a command's options."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ EXPERIMENTS = {
             axes={"load": (0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 2.5)},
             policies=("round-robin", "load-aware", "cache-aware", "cla", "netkv-static", "netkv"),
             profiles=PROFILES,
-            expectation="NetKV below CLA* below round-robin in mean TTFT at every load, most where the network is busiest",
+            expectation="NetKV below CLA* below round-robin in mean TTFT at every load, most in a busy network",
         ),
         Experiment(
             name="netkv-context",

@@ -37,7 +37,7 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
     background: float
     """Share of every network link that others take where the experiment does not sweep it."""
     capacity: Literal["network", "prefill"]
-    """What 100 % load means: the paper's 6.09 requests/s of RAG (other profiles at equal prompt tokens/s), or 80 % of FIFO prefill."""
+    """What 100 % load means: 6.09 RAG requests/s, other profiles at equal prompt tokens/s; or 80 % of FIFO prefill."""
     request_set: Literal["window", "shifted"]
     """Trace seconds [60, 75) for every seed as the paper has it, or another window of the trace per seed."""
 
@@ -88,7 +88,7 @@ READINGS = {
         ),
         Reading(
             name="realistic",
-            about="FIFO prefill with prefix reuse, every flow draws its uplink, a NIC per GPU, uplinks as oversubscription gives, own hash ids",
+            about="FIFO prefill with prefix reuse, flows draw their uplinks one by one, the trace's own prefixes",
             prefill_queueing=True,
             prefill_cache=True,
             prefill_policy="least-loaded",
@@ -110,5 +110,7 @@ READINGS = {
 def reading(name: str) -> Reading:
     """By name; an unknown one is an InputError."""
     if name not in READINGS:
-        raise InputError(f"there is no reading {name!r}", where="--reading", mend=f"choose one of {', '.join(READINGS)}")
+        raise InputError(
+            f"there is no reading {name!r}", where="--reading", mend=f"choose one of {', '.join(READINGS)}"
+        )
     return READINGS[name]

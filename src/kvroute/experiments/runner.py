@@ -1,4 +1,4 @@
-"""Runs cells on all cores or on Ray, one JSON line each as it ends, so that a second start does only what is missing."""
+"""Runs cells on all cores or on Ray, one JSON line each, so that a second start does only what is missing."""
 
 from __future__ import annotations
 
@@ -77,9 +77,7 @@ def run_cells(
     return [records[cell.key] for cell in cells]
 
 
-def stream(
-    cells: Sequence[Cell], run_cell: RunCell, on: str = "local", workers: int | None = None
-) -> Iterator[Record]:
+def stream(cells: Sequence[Cell], run_cell: RunCell, on: str = "local", workers: int | None = None) -> Iterator[Record]:
     """The records of `cells` as they end, in no order; arguments as for `run_cells`."""
     if on == "ray":
         return _on_ray(cells, run_cell)

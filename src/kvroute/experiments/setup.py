@@ -17,7 +17,6 @@ from kvroute.sim.run import Run, simulate
 from kvroute.sim.settings import Background, SimSettings, Slo
 from kvroute.sim.workload import (
     PROFILES,
-    Profile,
     Trace,
     apply_profile,
     generate,
@@ -136,9 +135,7 @@ def _cluster(reading: Reading, groups: int, oversubscription: float) -> Cluster:
         instances=_instances(reading, groups),
         network=Network(
             ecmp=reading.ecmp,
-            latency=TierLatency(
-                node=Latency(1e-6), rack=Latency(3e-6), pod=Latency(8e-6), datacenter=Latency(15e-6)
-            ),
+            latency=TierLatency(node=Latency(1e-6), rack=Latency(3e-6), pod=Latency(8e-6), datacenter=Latency(15e-6)),
             tier_bandwidth=TierBandwidth(
                 node=Bandwidth(450e9),
                 rack=Bandwidth(nic),
@@ -156,9 +153,7 @@ def _timing(reading: Reading) -> TimingEntry:
     prefill = LinearPrefillEntry(
         per_token_s=Duration(reading.prefill_per_token_s), base_s=Duration(reading.prefill_base_s)
     )
-    decode = DecodeEntry(
-        base_s=Duration(reading.decode_base_s), per_request_s=Duration(reading.decode_per_request_s)
-    )
+    decode = DecodeEntry(base_s=Duration(reading.decode_base_s), per_request_s=Duration(reading.decode_per_request_s))
     return TimingEntry(prefill=prefill, decode=decode)
 
 

@@ -123,7 +123,9 @@ def compare(
         question.spec_of(policy).build(cluster)
     question.workload.of_seed(seeds[0])
     cells = [
-        Cell(experiment="simulate", reading="", profile=question.workload.profile, settings={}, policy=policy, seed=seed)
+        Cell(
+            experiment="simulate", reading="", profile=question.workload.profile, settings={}, policy=policy, seed=seed
+        )
         for policy in policies
         for seed in seeds
     ]

@@ -52,11 +52,16 @@ def tune(
 ) -> list[Tuned]:
     """Grid search per profile; results land in `path` and are taken from there the next time.
 
-    Only the ratio of the weights decides, so that grid points of one ratio agree; of equals the one nearest to (1, 1) is
-    taken.
+    Only the ratio of the weights decides, so that grid points of one ratio agree; of equals the one nearest to (1, 1)
+    is taken.
     """
     points = [(cache, load) for cache in GRID for load in GRID]
-    cells = [_cell(study, profile, cache, load, seed) for profile in profiles for cache, load in points for seed in TUNING_SEEDS]
+    cells = [
+        _cell(study, profile, cache, load, seed)
+        for profile in profiles
+        for cache, load in points
+        for seed in TUNING_SEEDS
+    ]
     records = run_cells(cells, _GridRun(study), path, on=on, workers=workers, progress=progress)
     return [_best(profile, [record for record in records if record.cell.profile == profile]) for profile in profiles]
 
@@ -90,5 +95,3 @@ def _best(profile: str, records: list[Record]) -> Tuned:
         ttft_at_ones_s=means[ones],
         within_one_percent=len(flat),
     )
-
-

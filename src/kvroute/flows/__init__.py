@@ -1,6 +1,17 @@
 """Max-min fair sharing of links by transfers: one solver for the simulator, the planner and what-if questions."""
 
-from kvroute.flows.fairness import max_min_rates
+from kvroute.flows.fairness import fill_to_the_end, max_min_rates
 from kvroute.flows.network import FlowId, FlowNetwork, LinkId
+from kvroute.flows.scenario import Scenario, completion_times, parse_scenario, read_scenario
 
-__all__ = ["FlowId", "FlowNetwork", "LinkId", "max_min_rates"]
+__all__ = [
+    "FlowId",
+    "FlowNetwork",
+    "LinkId",
+    "Scenario",
+    "completion_times",
+    "fill_to_the_end",
+    "max_min_rates",
+    "parse_scenario",
+    "read_scenario",
+]

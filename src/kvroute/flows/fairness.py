@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from kvroute.types import InputError
@@ -20,18 +21,21 @@ def max_min_rates(paths: Sequence[Sequence[int]], weights: Sequence[float], capa
             raise InputError("a flow without links has no rate", where=f"paths[{flow}]", mend="name at least one link")
     rates = [0.0] * len(paths)
     room = list(capacities)
-    rising = set(range(len(paths)))
+    rising: dict[int, set[int]] = {link: set() for link in sorted(set().union(*links))}
+    for flow, path in enumerate(links):
+        for link in path:
+            rising[link].add(flow)
     while rising:
         shares = {
-            link: max(room[link], 0.0) / sum(weights[flow] for flow in sorted(rising) if link in links[flow])
-            for link in sorted({link for flow in rising for link in links[flow]})
+            link: max(room[link], 0.0) / math.fsum(weights[flow] for flow in flows) for link, flows in rising.items()
         }
         full = min(shares, key=lambda link: (shares[link], link))
-        for flow in sorted(flow for flow in rising if full in links[flow]):
+        for flow in sorted(rising[full]):
             rates[flow] = weights[flow] * shares[full]
-            rising.remove(flow)
             for link in links[flow]:
                 room[link] -= rates[flow]
+                rising[link].remove(flow)
+        rising = {link: flows for link, flows in rising.items() if flows}
     return rates
 
 

@@ -47,13 +47,11 @@ class FlowNetwork:
         for name, weight in self._classes.items():
             _check_weight(weight, f"traffic class {name!r}")
         self._links = len(capacity)
-        self._lf = np.zeros((kernels.FLOAT_ROWS[1], self._links))
-        self._lf[kernels.CAPACITY] = capacity
-        self._li = np.zeros((kernels.INT_ROWS[1], self._links), np.int64)
-        self._li[kernels.HEAD] = -1
-        self._counts = np.zeros(3, np.int64)
+        link, link_int = np.zeros((self._links, 6)), np.zeros((self._links, 6), np.int64)
+        link[:, kernels.CAPACITY] = capacity
+        link_int[:, kernels.HEAD] = -1
         self._longest = 8
-        self._make_slots(64)
+        self._make_slots(64, link, link_int, np.zeros(3, np.int64))
         self._ids: list[FlowId] = [0] * 64
         self._free = list(range(63, -1, -1))
         self._slot: dict[FlowId, int] = {}
@@ -76,10 +74,7 @@ class FlowNetwork:
         if flow in self._slot:
             raise InputError(f"flow {flow} is in flight already", mend="give every active flow its own number")
         links, effective = self._checked(path, nbytes, weight, traffic_class)
-        if not self._free:
-            self._grow_slots()
-        if len(links) > self._longest:
-            self._lengthen(len(links))
+        self._make_room(len(links))
         slot = self._free.pop()
         self._slot[flow] = slot
         self._ids[slot] = flow
@@ -104,7 +99,7 @@ class FlowNetwork:
         """Stop a transfer at `now`; returns the bytes that it has left. Raises InputError when it is not in flight."""
         slot = self._known(flow)
         self._flush()
-        left = kernels.cancel(self.now, slot, *self._arrays)
+        left = kernels.cancel(self.now, slot, self._state)
         self._release(slot)
         self._next_slot = _UNKNOWN
         return left
@@ -143,7 +138,7 @@ class FlowNetwork:
             raise InputError(f"a link is not one of 0 to {self._links - 1}", where="set_capacities")
         _check_capacities(numbers.tolist(), values)
         self._flush()
-        kernels.set_capacities(numbers, values, self._lf, self._li, self._counts)
+        kernels.set_capacities(numbers, values, self._state)
         self._next_slot = _UNKNOWN
 
     def transfer_s(
@@ -155,26 +150,23 @@ class FlowNetwork:
         """
         links, effective = self._checked(path, nbytes, weight, traffic_class)
         self._flush()
-        if not self._free:
-            self._grow_slots()
-        if len(links) > self._longest:
-            self._lengthen(len(links))
+        self._make_room(len(links))
         slot = self._free[-1]
         starts = np.array([slot, len(links), *links], np.int64), np.array([nbytes, effective], np.float64)
-        return kernels.finish_of(slot, self.now, *self._arrays, *starts) - self.now
+        return kernels.finish_of(slot, self.now, self._state, *starts) - self.now
 
     def rate(self, flow: FlowId) -> float:
         """A flow's rate now, bytes per second. Raises InputError when it is not in flight."""
         slot = self._known(flow)
         self.next_finish()
-        return float(self._ff[kernels.RATE, slot])
+        return float(self._state.flow[slot, kernels.RATE])
 
     def sent_bytes(self, flow: FlowId) -> float:
         """Bytes of a flow that have left until `now`. Raises InputError when it is not in flight."""
         slot = self._known(flow)
         self._flush()
         size, left, rate, since = (
-            float(self._ff[row, slot]) for row in (kernels.SIZE, kernels.LEFT, kernels.RATE, kernels.SINCE)
+            float(self._state.flow[slot, row]) for row in (kernels.SIZE, kernels.LEFT, kernels.RATE, kernels.SINCE)
         )
         return size - max(left - rate * (self.now - since), 0.0)
 
@@ -182,31 +174,27 @@ class FlowNetwork:
     def active(self) -> tuple[FlowId, ...]:
         """Flows in flight, by start order."""
         self._flush()
-        slots = self._fi[kernels.ORDER, : self._counts[kernels.ACTIVE]].tolist()
+        slots = self._state.lists[kernels.ORDER, : self._state.counts[kernels.ACTIVE]].tolist()
         return tuple(self._ids[slot] for slot in slots)
 
     @property
     def capacity_bytes_per_s(self) -> FloatArray:
         """Capacity by link now (a copy)."""
-        return self._lf[kernels.CAPACITY].copy()
+        return self._state.link[:, kernels.CAPACITY].copy()
 
     @property
     def link_rate_bytes_per_s(self) -> FloatArray:
         """Rate carried by link now."""
         self.next_finish()
-        rates = kernels.link_loads(self.now, *self._loads)[0]
+        rates = kernels.link_loads(self.now, self._state)[0]
         return rates
 
     @property
     def link_bytes(self) -> FloatArray:
         """Bytes carried by link since the beginning, until `now`."""
         self._flush()
-        carried = kernels.link_loads(self.now, *self._loads)[1]
+        carried = kernels.link_loads(self.now, self._state)[1]
         return carried
-
-    @property
-    def _loads(self) -> tuple[FloatArray, IntArray, FloatArray, IntArray, IntArray]:
-        return self._ff, self._fi, self._lf, self._hops, self._counts
 
     def _checked(
         self, path: Sequence[LinkId], nbytes: float, weight: float, traffic_class: str
@@ -248,37 +236,50 @@ class FlowNetwork:
         if self._staged_floats:
             ints, floats = np.array(self._staged_ints, np.int64), np.array(self._staged_floats, np.float64)
             self._staged_ints, self._staged_floats = [], []
-        count, self._next_s, self._next_slot = kernels.drive(self.now, to, *self._arrays, ints, floats, self._out)
+        count, self._next_s, self._next_slot = kernels.drive(self.now, to, *self._state, ints, floats, self._out)
         return int(count)
 
-    def _make_slots(self, slots: int) -> None:
-        self._ff: FloatArray = np.zeros((kernels.FLOAT_ROWS[0], slots))
-        self._fi: IntArray = np.zeros((kernels.INT_ROWS[0], slots), np.int64)
-        self._hops: IntArray = np.full((3, slots * self._longest), -1, np.int64)
+    def _make_slots(self, slots: int, link: FloatArray, link_int: IntArray, counts: IntArray) -> None:
+        self._state = kernels.State(
+            flow=np.zeros((slots, 8)),
+            flow_int=np.zeros((slots, 3), np.int64),
+            link=link,
+            link_int=link_int,
+            hop=np.full((slots * self._longest, 4), -1, np.int64),
+            lists=np.zeros((4, max(slots, self._links)), np.int64),
+            counts=counts,
+        )
         self._out: IntArray = np.zeros(slots, np.int64)
-        self._pack()
 
-    def _pack(self) -> None:
-        self._arrays = (self._ff, self._fi, self._lf, self._li, self._hops, self._counts)
+    def _make_room(self, hops: int) -> None:
+        """Have a free slot and paths of `hops` links at least."""
+        if not self._free:
+            self._grow_slots()
+        if hops > self._longest:
+            self._lengthen(hops)
 
     def _grow_slots(self) -> None:
-        ff, fi, hops, slots = self._ff, self._fi, self._hops, len(self._ids)
-        self._make_slots(2 * slots)
-        self._ff[:, :slots], self._fi[:, :slots], self._hops[:, : slots * self._longest] = ff, fi, hops
+        old, slots = self._state, len(self._ids)
+        self._make_slots(2 * slots, old.link, old.link_int, old.counts)
+        for was, grown in ((old.flow, self._state.flow), (old.hop, self._state.hop)):
+            grown[: len(was)] = was
+        self._state.flow_int[:slots] = old.flow_int
+        self._state.lists[:, : old.lists.shape[1]] = old.lists
         self._free = list(range(2 * slots - 1, slots - 1, -1))
         self._ids += [0] * slots
 
     def _lengthen(self, longest: int) -> None:
         """Make room for longer paths: hop `slot * P + k` moves to a wider row, and so do the numbers that name it."""
         old, new = self._longest, 2 ** math.ceil(math.log2(longest))
-        wide = np.full((3, len(self._ids), new), -1, np.int64)
-        narrow = self._hops.reshape(3, len(self._ids), old)
-        wide[kernels.LINK, :, :old] = narrow[kernels.LINK]
-        for row in (kernels.NEXT, kernels.PREV):
-            wide[row, :, :old] = _renumbered(narrow[row], old, new)
-        self._li[kernels.HEAD] = _renumbered(self._li[kernels.HEAD], old, new)
-        self._hops, self._longest = wide.reshape(3, -1), new
-        self._pack()
+        narrow = self._state.hop.reshape(-1, old, 4)
+        wide = np.full((len(narrow), new, 4), -1, np.int64)
+        wide[:, :old] = narrow
+        for column in (kernels.NEXT, kernels.PREV):
+            wide[:, :old, column] = _renumbered(narrow[:, :, column], old, new)
+        heads = self._state.link_int[:, kernels.HEAD]
+        heads[:] = _renumbered(heads, old, new)
+        self._state = self._state._replace(hop=wide.reshape(-1, 4))
+        self._longest = new
 
 
 def _renumbered(hops: IntArray, old: int, new: int) -> IntArray:

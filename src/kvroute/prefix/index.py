@@ -6,21 +6,12 @@ It holds block hashes only and decides nothing: what is stored, pinned or evicte
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
-from kvroute.prefix.recency import Recency
-from kvroute.prefix.tree import Blocks, Node, agreement, chained_agreement, join_upwards, split
+from kvroute.prefix.holdings import Evicted, Holdings
+from kvroute.prefix.tree import Blocks, Node, chained_agreement
 from kvroute.types import InputError, IntArray
-
-
-class Evicted(NamedTuple):
-    """`instance` has lost the blocks of this chain from position `keep` on: what KvEvicted carries."""
-
-    instance: int
-    blocks: Blocks
-    keep: int
 
 
 class PrefixIndex:
@@ -37,7 +28,8 @@ class PrefixIndex:
     and nest; a pinned block is never evicted but by `evict` and `clear`, which report what an engine has done.
 
     `capacity_blocks` is one limit for all instances, one for each, or None for none; an instance exceeds it only
-    when `set_capacity` goes below what is pinned. Every method raises InputError for an instance not in the index.
+    where `set_capacity` has gone below what is pinned, and until the next `store` or `make_room` without those pins.
+    Every method raises InputError for an instance not in the index and for a negative number.
     """
 
     def __init__(self, instances: int, capacity_blocks: int | Sequence[int | None] | None = None) -> None:
@@ -53,7 +45,7 @@ class PrefixIndex:
                 where="capacity_blocks",
                 mend="give one each",
             )
-        self._instances = [Recency(_limit(capacity, "capacity_blocks")) for capacity in capacity_blocks]
+        self._instances = [Holdings(i, _limit(limit, "capacity_blocks")) for i, limit in enumerate(capacity_blocks)]
         self._root = Node((), None, 0)
         self._touch = 0
 
@@ -64,7 +56,7 @@ class PrefixIndex:
     def add_instance(self, capacity_blocks: int | None = None) -> int:
         """A new, empty instance; its number. Without a capacity it gets the one given for all, if there is one."""
         capacity = self._uniform_capacity if capacity_blocks is None else _limit(capacity_blocks, "capacity_blocks")
-        self._instances.append(Recency(capacity))
+        self._instances.append(Holdings(len(self._instances), capacity))
         return len(self._instances) - 1
 
     def used_blocks(self, instance: int) -> int:
@@ -87,14 +79,14 @@ class PrefixIndex:
         while pos < length and (child := node.children.get(blocks[pos])) is not None:
             # Holders of a child hold its parent, so as many holders means the same ones, and they end deeper.
             if pos and len(child.held) != len(node.held):
-                _write(depths, node, pos)
+                node.write_depth(depths, pos)
             end = child.end
             if end > length or blocks[end - 1] != child.blocks[-1]:
-                _write(depths, child, pos + chained_agreement(child.blocks, blocks, pos))
+                child.write_depth(depths, pos + chained_agreement(child.blocks, blocks, pos))
                 return depths
             node, pos = child, end
         if pos:
-            _write(depths, node, pos)
+            node.write_depth(depths, pos)
         return depths
 
     def match_one(self, instance: int, blocks: Blocks) -> int:
@@ -118,12 +110,12 @@ class PrefixIndex:
         If the chain does not fit even so, its front is stored and pinned as far as it does (`match_one` tells).
         """
         own = self._of(instance)
-        touch = self._next_touch()
-        node = self._touch_held(instance, own, blocks, touch)
+        self._touch += 1
+        node = own.touch(self._root, blocks, self._touch)
         wanted = len(blocks) - node.end
-        evicted = self._trim(instance, own, own.excess(wanted))
-        node = self._extend(instance, own, node, blocks[: node.end + own.room(wanted)], touch)
-        self._end_touch(own, node, touch)
+        evicted = own.make_room(wanted)
+        node = own.extend(node, blocks, own.room(wanted), self._touch)
+        own.finish_touch(self._touch, node)
         if pin:
             self.pin(instance, blocks, node.end)
         return evicted
@@ -131,24 +123,18 @@ class PrefixIndex:
     def touch(self, instance: int, blocks: Blocks) -> int:
         """What `instance` holds of this chain goes last from now on; how many blocks that is."""
         own = self._of(instance)
-        touch = self._next_touch()
-        node = self._touch_held(instance, own, blocks, touch)
-        self._end_touch(own, node, touch)
+        self._touch += 1
+        node = own.touch(self._root, blocks, self._touch)
+        own.finish_touch(self._touch, node)
         return node.end
 
     def pin(self, instance: int, blocks: Blocks, depth: int) -> int:
         """Keep the first `depth` blocks of this chain, or as many as `instance` holds, until `unpin`; how many."""
         own = self._of(instance)
-        path = self._held_path(instance, blocks, _checked(depth, "depth"))
-        if not path:
-            return 0
-        last = path[-1]
-        last.marks[instance] = last.marks.get(instance, 0) + 1
-        for node in path:
-            before = node.pins.get(instance, 0)
-            node.pins[instance] = before + 1
-            own.pinned_blocks += 0 if before else len(node.blocks)
-        return last.end
+        path = own.path(self._root, blocks[: _checked(depth, "depth")], cut=True)
+        if path:
+            own.pin(path)
+        return path[-1].end if path else 0
 
     def unpin(self, instance: int, blocks: Blocks, depth: int) -> bool:
         """Give back one pin of this chain: the one that ends at `depth` or, if none does, the deepest one above.
@@ -157,29 +143,22 @@ class PrefixIndex:
         rest since; it is gone with the last of its blocks. False: there was no such pin, and nothing has changed.
         """
         own = self._of(instance)
-        path = self._held_path(instance, blocks, _checked(depth, "depth"), cut=False)
+        path = own.path(self._root, blocks[: _checked(depth, "depth")], cut=False)
         while path and instance not in path[-1].marks:
             path.pop()
-        if not path:
-            return False
-        _count_down(path[-1].marks, instance)
-        for node in path:
-            _count_down(node.pins, instance)
-            if instance not in node.pins:
-                own.pinned_blocks -= len(node.blocks)
-                own.unpark(node.held[instance])
-        return True
+        if path:
+            own.unpin(path)
+        return bool(path)
 
     def make_room(self, instance: int, blocks_needed: int) -> list[Evicted]:
         """Evict until `blocks_needed` more blocks fit, as far as pins allow; what went, in that order."""
-        own = self._of(instance)
-        return self._trim(instance, own, own.excess(_checked(blocks_needed, "blocks_needed")))
+        return self._of(instance).make_room(_checked(blocks_needed, "blocks_needed"))
 
     def set_capacity(self, instance: int, blocks: int | None) -> list[Evicted]:
         """A new limit, None for none; evicts down to it as far as pins allow; what went, in that order."""
         own = self._of(instance)
         own.capacity_blocks = _limit(blocks, "blocks")
-        return self._trim(instance, own, own.excess(0))
+        return own.make_room(0)
 
     def evict(self, instance: int, blocks: Blocks, keep: int) -> None:
         """An engine has dropped this chain from position `keep` on, and with it all that hangs below on `instance`.
@@ -187,156 +166,22 @@ class PrefixIndex:
         Pins of what is gone end at `keep` from now on. Nothing happens where the instance holds no more than that.
         """
         own = self._of(instance)
-        _checked(keep, "keep")
-        if keep >= len(blocks):
-            return
-        path = self._held_path(instance, blocks, keep)
+        path = own.path(self._root, blocks[: _checked(keep, "keep")], cut=True)
         above = path[-1] if path else self._root
-        top = above.children.get(blocks[keep]) if above.end == keep else None
-        if top is None or instance not in top.held:
-            return
-        pins = top.pins.get(instance, 0)
-        doomed = [top]
-        for node in doomed:
-            doomed += [child for child in node.children.values() if instance in child.held]
-        for node in reversed(doomed):
-            _drop(instance, own, node)
-        if path:
-            if pins:
-                above.marks[instance] = above.marks.get(instance, 0) + pins
-            touch = above.held[instance]
-            if touch not in own.ends:
-                own.start(touch, above)
+        top = above.children.get(blocks[keep]) if above.end == keep < len(blocks) else None
+        if top is not None and instance in top.held:
+            own.drop_below(above, top)
 
     def clear(self, instance: int) -> None:
         """`instance` holds nothing any more, and no pins; its capacity stays."""
-        own = self._of(instance)
-        # Oldest first is leaves first.
-        for touch, end in sorted(own.ends.items()):
-            node: Node | None = end
-            while node is not None and node.held.get(instance) == touch:
-                above = node.parent
-                _drop(instance, own, node)
-                node = above
+        self._of(instance).drop_all()
 
-    def _of(self, instance: int) -> Recency:
+    def _of(self, instance: int) -> Holdings:
         if not 0 <= instance < len(self._instances):
             raise InputError(
                 f"no instance {instance} among {len(self._instances)}", where="instance", mend="add_instance first"
             )
         return self._instances[instance]
-
-    def _next_touch(self) -> int:
-        self._touch += 1
-        return self._touch
-
-    def _touch_held(self, instance: int, own: Recency, blocks: Blocks, touch: int) -> Node:
-        """Put `touch` on what `instance` holds of the chain; its last node, where the two part or the chain ends."""
-        node, pos, length, ends = self._root, 0, len(blocks), own.ends
-        whole = True
-        while whole and pos < length:
-            child = node.children.get(blocks[pos])
-            if child is None or instance not in child.held:
-                break
-            agreed = agreement(child.blocks, blocks, pos)
-            whole = agreed == len(child.blocks)
-            node = child if whole else split(child, agreed)
-            before = node.held[instance]
-            if ends.get(before) is node:
-                own.finish(before)
-            node.held[instance] = touch
-            pos = node.end
-        return node
-
-    def _extend(self, instance: int, own: Recency, node: Node, blocks: Blocks, touch: int) -> Node:
-        """Let `instance` hold the chain below `node`, which is on it; the last node of the chain."""
-        pos, length = node.end, len(blocks)
-        own.used_blocks += length - pos
-        while pos < length:
-            child = node.children.get(blocks[pos])
-            if child is None:
-                child = node.children[blocks[pos]] = Node(blocks[pos:], node, length)
-            else:
-                agreed = agreement(child.blocks, blocks, pos)
-                if agreed < len(child.blocks):
-                    child = split(child, agreed)
-            child.hold(instance, touch)
-            node, pos = child, child.end
-        return node
-
-    def _end_touch(self, own: Recency, node: Node, touch: int) -> None:
-        if node is not self._root:
-            own.start(touch, node)
-            join_upwards(node)
-
-    def _held_path(self, instance: int, blocks: Blocks, depth: int, cut: bool = True) -> list[Node]:
-        """The nodes that `instance` holds of the chain's first `depth` blocks; a longer run is cut or left out."""
-        path: list[Node] = []
-        node, pos, blocks = self._root, 0, blocks[:depth]
-        while pos < len(blocks):
-            child = node.children.get(blocks[pos])
-            if child is None or instance not in child.held:
-                break
-            agreed = agreement(child.blocks, blocks, pos)
-            if agreed < len(child.blocks):
-                if cut:
-                    path.append(split(child, agreed))
-                break
-            path.append(child)
-            node, pos = child, child.end
-        return path
-
-    def _trim(self, instance: int, own: Recency, excess: int) -> list[Evicted]:
-        """Evict `excess` blocks, or all that may go; a touch under way is safe, since it is in no order yet."""
-        evicted: list[Evicted] = []
-        while excess > 0 and (touch := own.oldest()) is not None:
-            node = own.ends[touch]
-            chain = node.chain()
-            while excess > 0 and node.held.get(instance) == touch and instance not in node.pins:
-                if len(node.blocks) > excess:
-                    split(node, len(node.blocks) - excess)
-                excess -= len(node.blocks)
-                above = node.parent
-                assert above is not None
-                _drop(instance, own, node)
-                node = above
-            if node.end < len(chain):
-                evicted.append(Evicted(instance, chain, node.end))
-            if node.held.get(instance) == touch:
-                own.ends[touch] = node
-                if instance in node.pins:
-                    own.park(touch)
-        return evicted
-
-
-def _drop(instance: int, own: Recency, node: Node) -> None:
-    """`instance` no longer holds this node; it must hold nothing below it."""
-    touch = node.held[instance]
-    if own.ends.get(touch) is node:
-        own.finish(touch)
-    own.used_blocks -= len(node.blocks)
-    if instance in node.pins:
-        own.pinned_blocks -= len(node.blocks)
-        del node.pins[instance]
-        node.marks.pop(instance, None)
-    node.release(instance)
-
-
-def _write(depths: IntArray, node: Node, depth: int) -> None:
-    """Set `depth` for every holder of `node`."""
-    if node.flags is None:
-        for instance in node.held:
-            depths[instance] = depth
-    else:
-        flags = node.flags[: len(depths)]
-        np.copyto(depths[: len(flags)], depth, where=flags)
-
-
-def _count_down(counts: dict[int, int], key: int) -> None:
-    if counts[key] > 1:
-        counts[key] -= 1
-    else:
-        del counts[key]
 
 
 def _checked(count: int, where: str) -> int:

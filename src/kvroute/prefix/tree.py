@@ -8,6 +8,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from kvroute.types import IntArray
+
 Blocks = tuple[int, ...]
 
 FLAGS_FROM = 17
@@ -64,13 +66,25 @@ class Node:
         flags[members] = True
         self.flags = flags
 
+    def write_depth(self, depths: IntArray, depth: int) -> None:
+        """Set `depth` in `depths` (one per instance) for every holder of this run."""
+        if self.flags is None:
+            for instance in self.held:
+                depths[instance] = depth
+        else:
+            flags = self.flags[: len(depths)]
+            np.copyto(depths[: len(flags)], depth, where=flags)
+
     def chain(self) -> Blocks:
         """All blocks from the root to the end of this run."""
         runs, node = [self.blocks], self
         while node.parent is not None:
             node = node.parent
             runs.append(node.blocks)
-        return tuple([block for run in reversed(runs) for block in run])
+        blocks: list[int] = []
+        for run in reversed(runs):
+            blocks += run
+        return tuple(blocks)
 
 
 def split(node: Node, length: int) -> Node:
@@ -90,10 +104,22 @@ def split(node: Node, length: int) -> Node:
     return upper
 
 
+def shorten(node: Node, by: int) -> None:
+    """Take the last `by` blocks off a leaf's run, for all its holders."""
+    assert 0 < by < len(node.blocks)
+    assert not node.children
+    node.blocks = node.blocks[:-by]
+    node.end -= by
+
+
 def join_upwards(node: Node) -> None:
-    """Undo splits that no longer tell anything apart, from `node` to the root; `node` absorbs what lies above it."""
+    """Undo splits that no longer tell anything apart, from `node` to the root; `node` absorbs what lies above it.
+
+    Only among few holders: to compare many would cost more than a longer path does.
+    """
     while (upper := node.parent) is not None and upper.parent is not None:
-        if len(upper.children) == 1 and not upper.marks and upper.held == node.held:
+        few = len(upper.children) == 1 and len(upper.held) < FLAGS_FROM
+        if few and not upper.marks and upper.held == node.held:
             upper.parent.children[upper.blocks[0]] = node
             node.parent, node.blocks = upper.parent, upper.blocks + node.blocks
         else:

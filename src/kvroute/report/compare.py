@@ -61,7 +61,12 @@ def difference(runs: Sequence[Summary], first: str, second: str, metric: Metric 
         half_width = float(stats.t.ppf(0.975, len(seeds) - 1) * gaps.std(ddof=1) / np.sqrt(len(seeds)))
     mean = float(gaps.mean())
     return Difference(
-        first=first, second=second, seeds=len(seeds), mean=mean, half_width=half_width, relative=mean / level if level else 0.0
+        first=first,
+        second=second,
+        seeds=len(seeds),
+        mean=mean,
+        half_width=half_width,
+        relative=mean / level if level else 0.0,
     )
 
 
@@ -87,7 +92,8 @@ def _sentence(winner: str, mean_s: float, leads: tuple[Difference, ...]) -> str:
         return start + "; it ran alone."
     rival = leads[0]
     if rival.half_width is None:
-        return f"{start}, {-rival.mean * 1e3:,.1f} ms below {rival.second}; one seed cannot say whether that is noise, try --seeds 5."
+        gap = f"{-rival.mean * 1e3:,.1f} ms below {rival.second}"
+        return f"{start}, {gap}; one seed cannot say whether that is noise, try --seeds 5."
     gap = f"{-rival.mean * 1e3:,.1f} ± {rival.half_width * 1e3:,.1f} ms ({-rival.relative:.1%}) below {rival.second}"
     if rival.is_noise:
         return f"{start}, {gap}: the difference is noise (95 % interval over {rival.seeds} seeds includes zero)."

@@ -1,4 +1,4 @@
-"""The look of every figure: colours by policy name, type sizes, scales, and files that are the same bytes every time."""
+"""The look of every figure: colours by policy name, type sizes, scales, and files with the same bytes every time."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from zlib import crc32
 
 import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.colors import hsv_to_rgb, to_hex
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -25,6 +26,7 @@ INK, PAPER, FAINT, GRID = "#26323d", "#ffffff", "#7b8894", "#d5dce2"
 TIER_COLOURS = ("#1a4a7a", "#3b86b8", "#86bcd8", "#f0a860", "#b5472f")
 """Near is blue, far is red; lightness rises to the middle, so that neighbours differ in grey print too."""
 PART_COLOURS = ("#c9cfd5", "#5b7fa6", "#d55e00", "#f2c14e", "#3f9c7a")
+NO_TOKEN = "no request got a first token"
 AXIS_LABELS = {
     "load": "load, share of capacity",
     "tokens": "prompt length, tokens",
@@ -34,7 +36,7 @@ AXIS_LABELS = {
     "p_share": "share of requests with a shared prefix",
     "gpus": "cluster size, GPUs",
 }
-_STYLE: dict[str, Any] = {
+_STYLE: Any = {
     "font.family": "DejaVu Sans",
     "font.size": 8.5,
     "axes.titlesize": 9.5,
@@ -73,7 +75,7 @@ class Look:
 
     colour: str
     marker: str = "o"
-    dashes: str = "-"
+    dashes: Literal["-", "--", "-.", ":"] = "-"
 
 
 _LOOKS = {
@@ -92,7 +94,7 @@ def look(policy: str) -> Look:
     if policy in _LOOKS:
         return _LOOKS[policy]
     sum32 = crc32(policy.encode())
-    colour = to_hex(hsv_to_rgb((sum32 % 360 / 360, 0.65, 0.45 + 0.2 * (sum32 // 360 % 2))))
+    colour = to_hex(tuple(hsv_to_rgb((sum32 % 360 / 360, 0.65, 0.45 + 0.2 * (sum32 // 360 % 2))).tolist()))
     return Look(colour, "<>ph*"[sum32 // 720 % 5], "--")
 
 
@@ -101,7 +103,9 @@ def style() -> AbstractContextManager[None]:
     return mpl.rc_context(_STYLE)
 
 
-def panels(rows: int, columns: int, *, width: float, height: float, sharey: bool | str = False) -> tuple[Figure, list[list[Axes]]]:
+def panels(
+    rows: int, columns: int, *, width: float, height: float, sharey: bool | str = False
+) -> tuple[Figure, list[list[Axes]]]:
     """A figure of rows x columns axes; sizes in inches per panel."""
     figure = Figure(figsize=(width * columns, height * rows + 0.35), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False, sharey=sharey)  # type: ignore[arg-type]  # stubs want a literal
@@ -113,12 +117,19 @@ def grid(axes: Axes, direction: str = "y") -> None:
     axes.grid(True, axis=direction)  # type: ignore[arg-type]  # "x" or "y"
 
 
-def policy_legend(figure: Figure, policies: Sequence[str]) -> None:
-    """One legend above all panels."""
+def policy_legend(figure: Figure, policies: Sequence[str], *, plain_lines: bool = False) -> None:
+    """One legend above all panels; plain lines have neither markers nor dashes."""
     looks = [look(policy) for policy in policies]
-    handles = [Line2D([], [], color=a.colour, marker=a.marker, linestyle=a.dashes) for a in looks]
+    handles = [
+        Line2D([], [], color=each.colour, linewidth=2.5)
+        if plain_lines
+        else Line2D([], [], color=each.colour, marker=each.marker, linestyle=each.dashes)
+        for each in looks
+    ]
     per_row = max(1, int(figure.get_size_inches()[0] / 1.3))
-    figure.legend(handles, [plain(name) for name in policies], loc="outside upper center", ncols=min(per_row, len(policies)))
+    figure.legend(
+        handles, [plain(name) for name in policies], loc="outside upper center", ncols=min(per_row, len(policies))
+    )
 
 
 def plain(text: str) -> str:
@@ -159,16 +170,35 @@ def tick_text(value: float) -> str:
     return f"{value:,g}"
 
 
+def thousands(axis: Axis) -> None:
+    """Numbers as 1,200."""
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}".replace("-", "−")))
+
+
+def percent(axis: Axis) -> None:
+    """Shares as percentages, without idle decimals."""
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value * 100:.6g}%".replace("-", "−")))
+
+
+def policy_rows(axes: Axes, policies: Sequence[str]) -> None:
+    """Policies as rows of horizontal bars, the first on top."""
+    axes.set_yticks(range(len(policies)), [plain(policy) for policy in policies])
+    axes.set_ylim(len(policies) - 0.4, -0.6)
+    axes.tick_params(axis="y", length=0)
+    thousands(axes.xaxis)
+    grid(axes, "x")
+
+
 def log_if_wide(axes: Axes, values: Sequence[float]) -> None:
     """A logarithmic y axis where the values span 1.5 decades, else one that starts at 0; values above 0."""
     if not values:
         return
     if min(values) > 0 and max(values) / min(values) >= 30:
         axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
         axes.yaxis.set_minor_locator(NullLocator())
     else:
         axes.set_ylim(0, max(values) * 1.08 or 1)
+    thousands(axes.yaxis)
 
 
 def nothing(figure: Figure, text: str) -> Figure:
@@ -192,10 +222,16 @@ def inline(text: str, name: str, label: str) -> str:
     """
     body = text[text.index("<svg") :]
     body = re.sub(r"<metadata>.*?</metadata>", "", body, flags=re.DOTALL)
+    body = re.sub(r'<svg (.*?)width="([\d.]+)pt" height="[\d.]+pt"', _wide, body, count=1, flags=re.DOTALL)
     body = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", body)
     for colour, variable in ((INK, "--ink"), (PAPER, "--paper"), (GRID, "--line"), (FAINT, "--faint")):
         body = body.replace(f": {colour}", f": var({variable})")
     return body.replace("<svg ", f'<svg role="img" aria-label="{label}" ', 1)
+
+
+def _wide(match: re.Match[str]) -> str:
+    """A third larger than on paper, and never wider than the page."""
+    return f'<svg {match[1]}style="width: min(100%, {float(match[2]) * 1.35:.0f}pt)"'
 
 
 def save(figure: Figure, folder: Path, name: str) -> str:
@@ -205,11 +241,14 @@ def save(figure: Figure, folder: Path, name: str) -> str:
         InputError: the folder cannot be written.
     """
     text = svg(figure)
+    figure.set_layout_engine("none")  # as laid out for the SVG; to do it again costs time and changes nothing
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{name}.svg").write_text(text, encoding="utf-8")
         with style():
             figure.savefig(folder / f"{name}.png", dpi=200, metadata={"Software": None})
     except OSError as error:
-        raise InputError(f"cannot be written ({error.strerror})", where=str(folder), mend="choose another folder") from error
+        raise InputError(
+            f"cannot be written ({error.strerror})", where=str(folder), mend="choose another folder"
+        ) from error
     return text

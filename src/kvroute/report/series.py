@@ -1,4 +1,4 @@
-"""Runs grouped by point, profile and policy, and what their seeds say together: the numbers behind tables and figures."""
+"""Runs grouped by point, profile and policy, and what their seeds say together: what tables and figures show."""
 
 from __future__ import annotations
 

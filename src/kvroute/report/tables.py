@@ -1,4 +1,4 @@
-"""Runs to tables: one grid of texts that the terminal and the HTML pages both show; it computes no metric of its own."""
+"""Runs to tables: one grid of texts that both the terminal and the HTML pages show; it computes no metric itself."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ UNKNOWN = "-"
 AXIS_HEADINGS = {
     "load": "load",
     "tokens": "prompt tokens",
-    "oversubscription": "over-subs.",
-    "background": "back-ground",
+    "oversubscription": "oversub.",
+    "background": "background",
     "refresh_s": "refresh s",
     "p_share": "p_share",
     "gpus": "GPUs",
@@ -56,6 +56,8 @@ class Heading:
     about: str = ""
     drop: int = 0
     """Where the table is too wide, columns go in ascending order of this; 0 stays."""
+    prose: bool = False
+    """Sentences rather than numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +91,9 @@ _COLUMNS = (
     _Column(Heading("TPOT ms", "Mean time per output token", 5), lambda run: run.tpot_s.mean, 1e3, True),
     _Column(Heading("SLO %", "Requests in time"), lambda run: run.slo_attainment, 100, False, 1),
     _Column(Heading("good /s", "Good requests per second", 6), lambda run: run.goodput_per_s, 1, False),
-    _Column(Heading("hit %", "Prompt tokens found on the chosen decode instance", 4), lambda run: run.cache_hit, 100, False, 1),
-    _Column(Heading("rejected", "Requests refused, mean of seeds", 10), lambda run: run.requests.rejected, 1, True, 0),
-    _Column(Heading("in flight", "Requests unfinished at the end, mean of seeds", 3), lambda run: run.requests.in_flight, 1, None, 0),
+    _Column(Heading("hit %", "Prompt tokens found at decode", 4), lambda run: run.cache_hit, 100, False, 1),
+    _Column(Heading("rejected", "Requests refused", 10), lambda run: run.requests.rejected, 1, True, 0),
+    _Column(Heading("in flight", "Unfinished at the end", 3), lambda run: run.requests.in_flight, 1, None, 0),
 )  # fmt: skip
 _TIERS_AFTER = "good /s"
 
@@ -107,7 +109,7 @@ def comparison_table(runs: Sequence[Summary], *, width: int | None = None) -> Ta
 
 
 def experiment_table(experiment: Experiment, records: Sequence[Record], *, width: int | None = None) -> Table:
-    """Axis values by policies: mean TTFT ± standard deviation over seeds, SLO attainment, and the `versus` pair's gap."""
+    """Axis values by policies: mean TTFT ± standard deviation of seeds, SLO attainment, and the `versus` pair's gap."""
     return rich_table(experiment_grid(experiment, records), width)
 
 
@@ -118,12 +120,16 @@ def comparison_grid(runs: Sequence[Summary]) -> Grid:
     headings = [Heading("policy")]
     for column in _COLUMNS:
         headings.append(column.heading)
-        columns.append(_entries(column, [estimate(column.value(run) for run in of_policy(runs, name)) for name in policies]))
+        columns.append(
+            _entries(column, [estimate(column.value(run) for run in of_policy(runs, name)) for name in policies])
+        )
         if column.heading.title == _TIERS_AFTER:
             headings.append(_tier_heading(runs))
             columns.append([Entry(_tiers(of_policy(runs, name))) for name in policies])
     seeds = len({run.seed for run in runs})
     caption = f"Mean of {seeds} seeds, ± 95 % interval of the mean." if seeds > 1 else "One seed."
+    if len(policies) > 1:
+        caption += " Bold: best of the column."
     return Grid("", tuple(headings), tuple(zip(*columns, strict=True)), caption)
 
 
@@ -177,14 +183,23 @@ def experiment_grid(experiment: Experiment, records: Sequence[Record]) -> Grid:
     policies = [name for name in experiment.policies if name in present]
     first, second = experiment.versus
     headings = [Heading("profile"), *(Heading(AXIS_HEADINGS.get(axis, axis)) for axis in axes)]
-    headings += [Heading(policy, f"{policy}: mean TTFT in ms ± standard deviation; SLO attainment") for policy in policies]
-    headings.append(Heading(f"{first} vs {second}", f"Mean TTFT of {first} minus {second}, paired over seeds, with the 95 % interval"))
+    headings += [
+        Heading(policy, f"{policy}: mean TTFT in ms ± standard deviation; SLO attainment") for policy in policies
+    ]
+    headings.append(
+        Heading(
+            f"{first} vs {second}", f"Mean TTFT of {first} minus {second}, paired over seeds, with the 95 % interval"
+        )
+    )
     rows = []
     for profile in profiles_of(records):
         for point, runs in by_point(of_profile(records, profile)).items():
             labels = [Entry(profile), *(Entry(f"{value:,g}") for value in point)]
             rows.append((*labels, *_point_entries(runs, policies), gap_entry(gap(runs, experiment.versus))))
-    caption = "Mean TTFT in ms ± standard deviation over seeds; below it, requests in time. Last column: paired difference, 95 % interval."
+    caption = (
+        "Mean TTFT in ms ± standard deviation over seeds; below it, requests in time. "
+        "Last column: paired difference, 95 % interval. Bold: best."
+    )
     return Grid(f"{experiment.title} ({experiment.source})", tuple(headings), tuple(rows), caption, 1 + len(axes))
 
 
@@ -231,7 +246,13 @@ def rich_table(grid: Grid, width: int | None = None) -> Table:
 def _draw(grid: Grid, kept: Sequence[int]) -> Table:
     dropped = [heading.title for index, heading in enumerate(grid.headings) if index not in kept]
     caption = " ".join(part for part in (grid.caption, dropped and f"Too narrow for: {', '.join(dropped)}.") if part)
-    table = Table(title=grid.title or None, caption=Text(caption), box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption_justify="left")
+    table = Table(
+        title=grid.title or None,
+        caption=Text(caption),
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        caption_justify="left",
+    )
     for index in kept:
         title, label = grid.headings[index].title, index < grid.labels
         table.add_column(Text(title.replace(" ", "\n", 1)), justify="left" if index == 0 else "right", no_wrap=label)

@@ -1,4 +1,4 @@
-"""Prefill and decode instances in virtual time; decode iterations between membership changes are skipped, not stepped."""
+"""Prefill and decode instances in virtual time; iterations between changes of membership are skipped, not stepped."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvroute.timing import IterationTime, PrefillTime
 
 @dataclass(slots=True)
 class PrefillInstance:
-    """One prompt after the other, first in first out; without queueing every prompt is computed at once (a pure delay)."""
+    """One prompt after the other, first in first out; without queueing every prompt starts at once (a pure delay)."""
 
     index: int
     time: PrefillTime
@@ -85,7 +85,7 @@ class DecodeInstance:
         return max(at, self.boundary_s + self.time.span_s(self.planned_steps, self.batch, self.context_tokens))
 
     def step(self, at: float) -> tuple[Step, float | None]:
-        """The planned iteration boundary, at `at`: some leave, some join. Returns that and the next time to step, None if idle."""
+        """The planned boundary, at `at`: some leave, some join. Returns that and the next time to step, None if idle."""
         self.iteration += self.planned_steps
         self.context_tokens += self.planned_steps * self.batch
         self.boundary_s = at
@@ -98,7 +98,9 @@ class DecodeInstance:
         admitted = []
         while self._waiting and self.batch < self.batch_max:
             request, input_tokens, output_tokens = self._waiting.popleft()
-            heappush(self._active, (self.iteration + output_tokens, self._sequence, request, input_tokens + output_tokens))
+            heappush(
+                self._active, (self.iteration + output_tokens, self._sequence, request, input_tokens + output_tokens)
+            )
             self._sequence += 1
             self.batch += 1
             self.context_tokens += input_tokens
@@ -131,7 +133,8 @@ class KvMemory:
     def reserve(self, instance: int, blocks: tuple[int, ...], hit: int, total: int) -> list[Evicted]:
         """At dispatch: pin the `hit` cached blocks, hold room for the other `total - hit`."""
         if hit:
-            self.index.pin(instance, blocks, hit)
+            pinned = self.index.pin(instance, blocks, hit)
+            assert pinned == hit, "the router counted on blocks that are not there"
         self.reserved_blocks[instance] += total - hit
         return self._fit(instance)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from itertools import pairwise
 
 import msgspec
 import numpy as np
@@ -227,7 +228,7 @@ def _parts(outcomes: Outcomes, first: npt.NDArray[np.bool_]) -> TtftParts:
         outcomes.admitted_s,
         outcomes.first_token_s,
     )
-    means = [float((later - earlier)[first].mean()) for earlier, later in zip(marks, marks[1:], strict=False)]
+    means = [float((later - earlier)[first].mean()) for earlier, later in pairwise(marks)]
     return TtftParts(prefill_wait=means[0], prefill=means[1], transfer=means[2], queue=means[3], first_step=means[4])
 
 

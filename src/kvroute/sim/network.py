@@ -124,4 +124,3 @@ class Fabric:
             left[links] = 1.0 - share
         capacity = self.cluster.capacity_bytes_per_s * left
         self.network.set_capacities(np.arange(len(capacity), dtype=np.int64), capacity)
-

@@ -118,10 +118,10 @@ class Simulation:
 
     def _kv_memory(self) -> KvMemory:
         """Capacity in blocks. Blocks of different traces differ in size; within a trace there is one size."""
-        block_bytes = [
-            float(llm.model(instance.model).kv_bytes_per_token) * self._block_tokens
-            for instance in self._cluster.instances
-        ]
+        tokens = self._block_tokens
+        models = [llm.model(instance.model) for instance in self._cluster.instances]
+        # A model of sliding windows alone keeps nothing per token in the long run: its first block is the measure.
+        block_bytes = [model.kv_bytes_per_token * tokens or float(model.kv_bytes(tokens)) for model in models]
         capacity = [
             int(instance.kv_capacity_bytes // size)
             for instance, size in zip(self._cluster.instances, block_bytes, strict=True)
@@ -282,8 +282,9 @@ class Simulation:
         return self._memory.free_blocks(target) * self._block_bytes[target]
 
     def _store(self, instance: int, blocks: tuple[int, ...], evicted: list[Evicted]) -> None:
-        """Tell of a chain that is now cached and of what had to go for it (which may be its own tail)."""
-        self._tell(KvStored(self._now, self._cluster.instances[instance].name, blocks, self._block_tokens))
+        """Tell of a chain that is now cached, as far as it fits, and of what had to go for it."""
+        stored = blocks[: self._memory.index.match_one(instance, blocks)]
+        self._tell(KvStored(self._now, self._cluster.instances[instance].name, stored, self._block_tokens))
         self._evicted(evicted)
 
     def _evicted(self, evicted: list[Evicted]) -> None:

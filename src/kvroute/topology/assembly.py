@@ -71,7 +71,7 @@ def _assembled(file: ClusterFile, lines: Lines) -> Cluster:
         flat = expand(file)
     except InputError as error:
         raise InputErrors([lines.error(error.what, ("instances",), error.mend)]) from error
-    _refuse(list(faults(flat, lines)))
+    _refuse(list(faults(flat, file, lines)))
     places = places_of(flat)
     _refuse(list(reach_faults(flat, places, lines)))
     return _cluster(flat, places)

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvroute.topology.place import Places, Route, Shards, card_of
 from kvroute.topology.schema import ClusterFile, Ecmp, Uplinks
-from kvroute.types import TIER_COUNT, FloatArray
+from kvroute.types import SAME_NODE, TIER_COUNT, FloatArray
 
 
 def tier_bytes_per_s(
@@ -21,16 +21,16 @@ def tier_bytes_per_s(
 
     A transfer's flows carry equal parts and it ends with its slowest flow, so a stage gives it (flows) times (what the
     slowest flow gets there). At a group of `count` equal links the best draw counts: one link for all flows where a
-    transfer draws once, else flows / count on each, rounded up. A path gives what its narrowest stage gives. Of all
-    instances with a peer in a tier the least value is reported. Declared values win; a tier without pairs takes the
-    value of the next nearer tier that has one, else of the next farther.
+    transfer draws once, else flows / count on each, rounded up. A path gives what its narrowest stage gives. The least
+    value is reported of all instances with a peer in the tier, each taken with an equal peer. Declared values win; a
+    tier without pairs takes the value of the next nearer tier that has one, else of the next farther.
     """
     derived: list[float | None] = [None] * TIER_COUNT
     occurs = _occurring(places, [gpus[0][0] for gpus in shards])
     for instance, gpus in enumerate(shards):
         ceilings = _ceilings(file, places, gpus)
         ceilings.append(min(ceilings[-1], _wan_ceiling(file, routes, places.datacenters[gpus[0][0]], len(gpus))))
-        for tier in np.flatnonzero(occurs[:, instance]):
+        for tier in np.flatnonzero(occurs[:, instance]) if len(shards) > 1 else [SAME_NODE]:
             known = derived[tier]
             derived[tier] = ceilings[tier] if known is None else min(known, ceilings[tier])
     says = file.network.tier_bandwidth
@@ -115,7 +115,7 @@ def _wan_ceiling(file: ClusterFile, routes: dict[tuple[str, str], Route], site: 
 def _filled(values: Sequence[float | None]) -> FloatArray:
     """Zero and None take the nearest nearer tier's value, else the nearest farther one's."""
     known = {tier: value for tier, value in enumerate(values) if value}
-    assert known, "an instance reaches at least itself"
+    assert known, "two instances have at least one tier between them"
     result = []
     for tier in range(TIER_COUNT):
         nearer = [k for k in known if k <= tier]

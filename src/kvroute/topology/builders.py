@@ -55,7 +55,7 @@ def fat_tree(
     nic_scope: NicScope = "gpu",
     rack_uplinks: tuple[int, float] | None = None,
     pod_uplinks: tuple[int, float] | None = None,
-    oversubscription: tuple[float, float] = (1.0, 1.0),
+    oversubscription: tuple[float, float] | None = None,
     instances: InstanceCounts | Sequence[InstanceEntry],
     network: Network | None = None,
     timing: dict[str, TimingEntry] | None = None,
@@ -72,7 +72,7 @@ def fat_tree(
         nics=Nics(compute=nic),
         rack_uplinks=_uplinks(rack_uplinks),
         pod_uplinks=_uplinks(pod_uplinks),
-        oversubscription=Oversubscription(rack=oversubscription[0], pod=oversubscription[1]),
+        oversubscription=oversubscription and Oversubscription(rack=oversubscription[0], pod=oversubscription[1]),
     )
     return _cluster_file(name, fabric, instances, network, timing, defaults)
 

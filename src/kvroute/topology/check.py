@@ -7,16 +7,14 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-try:
-    from kvroute import llm
-except ImportError:  # TEMPORARY until llm lands
-    llm = None
+from kvroute import llm
 from kvroute.topology.document import FileError, Key, Lines, nearest
 from kvroute.topology.place import Places, wan_routes
 from kvroute.topology.schema import (
     ClusterFile,
     Datacenter,
     FatTree,
+    InstanceCounts,
     InstanceEntry,
     Node,
     PiecewisePrefillEntry,
@@ -70,13 +68,14 @@ def _fat_tree_faults(tree: FatTree, lines: Lines) -> Iterator[FileError]:
         yield lines.error(what, ("fabric", "oversubscription"), "leave it out, or leave the uplinks out")
 
 
-def faults(file: ClusterFile, lines: Lines) -> Iterator[FileError]:
-    """Every fault of an expanded file."""
+def faults(file: ClusterFile, written: ClusterFile, lines: Lines) -> Iterator[FileError]:
+    """Every fault of an expanded file; `written` is the same before its shorthands were expanded."""
     yield from _duplicates(file, lines)
     yield from _parent_faults(file, lines)
     yield from _wan_faults(file, lines)
     yield from _timing_faults(file, lines)
     yield from _instance_faults(file, lines)
+    yield from _setting_faults(written, lines)
 
 
 def _duplicates(file: ClusterFile, lines: Lines) -> Iterator[FileError]:
@@ -122,7 +121,8 @@ def _parent_faults(file: ClusterFile, lines: Lines) -> Iterator[FileError]:
             for kind, parent in parents.items():
                 if parent not in known[kind]:
                     key = (section, index, kind)
-                    yield lines.error(f"there is no {kind} {parent!r}", key, nearest(parent, names[kind]))
+                    mend = nearest(parent, names[kind]) or f"the file lists no {kind}s"
+                    yield lines.error(f"there is no {kind} {parent!r}", key, mend)
             if len(parents) > 1:
                 what = f"{entry.name} has several parents: {', '.join(parents)}"
                 yield lines.error(what, (section, index), "give the nearest one only; the rest follows from it")
@@ -137,7 +137,8 @@ def _wan_faults(file: ClusterFile, lines: Lines) -> Iterator[FileError]:
     for index, wan in enumerate(file.wan):
         for key, end in (("from", wan.source), ("to", wan.target)):
             if end not in names:
-                yield lines.error(f"there is no datacenter {end!r}", ("wan", index, key), nearest(end, names))
+                mend = nearest(end, names) or "list it under `datacenters`"
+                yield lines.error(f"there is no datacenter {end!r}", ("wan", index, key), mend)
         pair = frozenset((wan.source, wan.target))
         if len(pair) == 1:
             yield lines.error(f"the link leads from {wan.source} to itself", ("wan", index), "name two datacenters")
@@ -164,23 +165,49 @@ def _timing_faults(file: ClusterFile, lines: Lines) -> Iterator[FileError]:
 def _instance_faults(file: ClusterFile, lines: Lines) -> Iterator[FileError]:
     nodes = {node.name: node for node in file.nodes}
     owner: dict[tuple[str, int], str] = {}
-    models: dict[str, InputError | None] = {}
     entries = entries_of(file)
     for index, entry in enumerate(entries):
-        key: Key = ("instances", index)
-        yield from _gpu_faults(entry, file, nodes, owner, key, lines)
-        yield from _model_faults(entry.model or file.defaults.model, models, key, lines)
-        if (entry.kv_capacity_bytes or file.defaults.kv_capacity_bytes) is None:
-            what = f"{entry.name} has no kv_capacity"
-            yield lines.error(what, key, "add `kv_capacity: 180 GB` (all its GPUs together), here or under `defaults`")
-        timing = entry.timing or file.defaults.timing
-        if timing not in file.timing:
-            place = (*key, "timing") if entry.timing else key
-            mend = nearest(timing, list(file.timing)) or f"add a `timing:` section with `{timing}:`"
-            yield lines.error(f"there is no timing {timing!r} for {entry.name}", place, mend)
+        yield from _gpu_faults(entry, file, nodes, owner, ("instances", index), lines)
     for role in ("prefill", "decode"):
         if not any(entry.role in (role, "both") for entry in entries):
             yield lines.error(f"there is no {role} instance", ("instances",), f"add one with `role: {role}`")
+
+
+def _setting_faults(file: ClusterFile, lines: Lines) -> Iterator[FileError]:
+    """Models, timings and memory as written; what `defaults` says wrongly or leaves out is told once."""
+    told: set[Key] = set()
+    written = file.instances
+    entries: Sequence[tuple[Key, InstanceEntry | InstanceCounts]] = (
+        [(("instances",), written)]
+        if isinstance(written, InstanceCounts)
+        else [(("instances", index), entry) for index, entry in enumerate(written)]
+    )
+    for key, entry in entries:
+        for setting in ("model", "kv_capacity", "timing"):
+            attribute = "kv_capacity_bytes" if setting == "kv_capacity" else setting
+            own, inherited = getattr(entry, attribute), getattr(file.defaults, attribute)
+            place: Key = (*key, setting) if own is not None else ("defaults", setting)
+            if place not in told:
+                fault = _setting_fault(setting, inherited if own is None else own, file)
+                if fault is not None:
+                    told.add(place)
+                    missing = own is None and inherited is None
+                    yield lines.error(fault.what, key if missing else place, fault.mend)
+
+
+def _setting_fault(setting: str, value: str | float | None, file: ClusterFile) -> InputError | None:
+    if value is None:
+        example = "`model: llama-3-70b`" if setting == "model" else "`kv_capacity: 180 GB` (all GPUs of an instance)"
+        return InputError(f"no {setting} is given", mend=f"add {example}, here or under `defaults`")
+    if setting == "timing" and value not in file.timing:
+        mend = nearest(str(value), list(file.timing)) or f"add a `timing:` section with `{value}:`"
+        return InputError(f"there is no timing {value!r}", mend=mend)
+    if setting == "model":
+        try:
+            llm.model(str(value))
+        except InputError as error:
+            return error
+    return None
 
 
 def _gpu_faults(
@@ -214,21 +241,6 @@ def _gpu_faults(
     if tp * pp != len(gpus):
         what = f"{entry.name} has {len(gpus)} GPUs, but tp {tp} x pp {pp} = {tp * pp}"
         yield lines.error(what, place, "name as many GPUs as shards, or change tp or pp")
-
-
-def _model_faults(model: str | None, seen: dict[str, InputError | None], key: Key, lines: Lines) -> Iterator[FileError]:
-    if model is None:
-        yield lines.error("the instance has no model", key, "add `model: llama-3-70b`, here or under `defaults`")
-        return
-    if model not in seen:
-        try:
-            _ = llm and llm.model(model)
-            seen[model] = None
-        except InputError as error:
-            seen[model] = error
-    fault = seen[model]
-    if fault is not None:
-        yield lines.error(fault.what, (*key, "model"), fault.mend)
 
 
 def reach_faults(file: ClusterFile, places: Places, lines: Lines) -> Iterator[FileError]:

@@ -22,6 +22,7 @@ Key = tuple[str | int, ...]
 _LONGEST_FILE = 64 * 2**20
 _TAG = "tag:yaml.org,2002:"
 _SHOWN = 60
+_DEEPEST = 32
 
 
 class FileError(InputError):
@@ -65,111 +66,131 @@ def read_document(text: str, source: str) -> tuple[ClusterFile, Lines]:
     Raises:
         InputErrors: every fault of form, each with its line and field.
     """
-    value, lines = _read_yaml(text, source)
+    value, lines, found = _read_yaml(text, source)
+    file = None
     try:
-        return msgspec.convert(value, ClusterFile, dec_hook=read_quantity), lines
+        file = msgspec.convert(value, ClusterFile, dec_hook=read_quantity)
     except msgspec.ValidationError as error:
-        faults = list(_faults(value, ClusterFile, (), lines))
-        faults.sort(key=lambda fault: (fault.line, fault.field))
-        raise InputErrors(faults or [lines.error(str(error))]) from None
+        known = {fault.field for fault in found}
+        found += [fault for fault in _faults(value, ClusterFile, (), lines) if fault.field not in known]
+        found = found or [lines.error(str(error))]
+    if file is None or found:
+        raise InputErrors(sorted(found, key=lambda fault: (fault.line, fault.field)))
+    return file, lines
 
 
-def _read_yaml(text: str, source: str) -> tuple[object, Lines]:
+def _read_yaml(text: str, source: str) -> tuple[dict[str, object], Lines, list[FileError]]:
+    """Plain values, the line of every key, and what YAML allows but a cluster file does not."""
     if len(text) > _LONGEST_FILE:
         raise InputErrors([FileError("the file is larger than 64 MiB", source=source, line=1, field="")])
-    loader = yaml.CSafeLoader(text)
     try:
-        root = loader.get_single_node()
-    except (yaml.YAMLError, RecursionError) as error:
+        reader = _Reader(text, source)
+        value = reader.document()
+    except (yaml.YAMLError, UnicodeError) as error:
         raise InputErrors([_syntax_error(error, source)]) from None
-    finally:
-        loader.dispose()
-    mend = "begin with `name: my-cluster`, `nodes:` and `instances:`"
-    if root is None:
-        raise InputErrors([FileError("the file is empty", source=source, line=1, field="", mend=mend)])
-    if not isinstance(root, yaml.MappingNode):
-        raise InputErrors(
-            [FileError("the file is not a mapping of keys to values", source=source, line=1, field="", mend=mend)]
-        )
-    reader = _Reader(source)
-    value = reader.read(root, ())
-    if reader.faults:
-        raise InputErrors(reader.faults)
-    return value, Lines(source, reader.lines)
+    if not isinstance(value, dict):
+        what = "the file is empty" if value is None else "the file is not a mapping of keys to values"
+        mend = "begin with `name: my-cluster`, `nodes:` and `instances:`"
+        raise InputErrors(reader.faults or [FileError(what, source=source, line=1, field="", mend=mend)])
+    return value, Lines(source, reader.lines), reader.faults
 
 
 def _syntax_error(error: Exception, source: str) -> FileError:
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
-    what = getattr(error, "problem", None) or getattr(error, "reason", None) or "it is nested too deeply"
+    what = getattr(error, "problem", None) or getattr(error, "reason", None) or "unreadable"
     line = mark.line + 1 if mark else 1
     mend = "check indentation, colons and quotes near this line"
     return FileError(f"this is not YAML: {what}", source=source, line=line, field="", mend=mend)
 
 
 class _Reader:
-    """Turns nodes into plain values and remembers lines."""
+    """Turns YAML events into plain values and remembers lines; events, because composing nodes has no depth limit."""
 
-    def __init__(self, source: str) -> None:
+    def __init__(self, text: str, source: str) -> None:
         self.lines: dict[Key, int] = {(): 1}
-        self.faults: list[InputError] = []
+        self.faults: list[FileError] = []
         self._source = source
-        self._seen: set[int] = set()
+        self._loader = yaml.CSafeLoader(text)
         self._scalars = yaml.constructor.SafeConstructor()
 
-    def read(self, node: yaml.Node, key: Key) -> object:
-        if not isinstance(node, yaml.ScalarNode):
-            if id(node) in self._seen:
-                self._fault("an alias (*name) is not read here", node, key, "write the value out")
-                return None
-            self._seen.add(id(node))
-        if isinstance(node, yaml.MappingNode):
-            return self._mapping(node, key)
-        if isinstance(node, yaml.SequenceNode):
-            return self._sequence(node, key)
-        return self._scalar(node, key)
+    def document(self) -> object:
+        """The value of the only document; None if there is none."""
+        self._next()
+        if isinstance(self._next(), yaml.StreamEndEvent):
+            return None
+        value = self._value(self._next(), ())
+        self._next()
+        after = self._next()
+        if not isinstance(after, yaml.StreamEndEvent):
+            self._fault("a second document begins here", after, (), "keep one per file, without `---` between")
+        return value
 
-    def _mapping(self, node: yaml.MappingNode, key: Key) -> object:
-        if node.tag != f"{_TAG}map":
-            self._fault(f"the tag {node.tag!r} is not read here", node, key, "leave the tag out")
+    def _value(self, event: yaml.Event, key: Key) -> object:
+        if len(key) > _DEEPEST:
+            self._fault("it is nested too deeply", event, key[:3], "no section has more than six levels")
+            raise InputErrors(self.faults)
+        if isinstance(event, yaml.AliasEvent):
+            self._fault("an alias (*name) is not read here", event, key, "write the value out")
+            return None
+        if isinstance(event, yaml.ScalarEvent):
+            return self._scalar(event, key)
+        tag = getattr(event, "tag", None)
+        if tag is not None:
+            self._fault(f"the tag {tag!r} is not read here", event, key, "leave the tag out")
+        return self._mapping(key) if isinstance(event, yaml.MappingStartEvent) else self._sequence(key)
+
+    def _mapping(self, key: Key) -> object:
         result: dict[str, object] = {}
-        for name_node, value_node in node.value:
-            if not isinstance(name_node, yaml.ScalarNode) or name_node.tag == f"{_TAG}merge":
-                self._fault("a key must be plain text", name_node, key, "write `key: value`")
-                continue
-            name = str(name_node.value)
-            if name in result:
-                first = self.lines[(*key, name)]
-                self._fault(
-                    f"the key {name!r} stands here twice", name_node, (*key, name), f"it is on line {first} too"
-                )
-                continue
-            self.lines[(*key, name)] = name_node.start_mark.line + 1
-            result[name] = self.read(value_node, (*key, name))
+        while not isinstance(event := self._next(), yaml.MappingEndEvent):
+            name, known = event.value if isinstance(event, yaml.ScalarEvent) else "", len(self.faults)
+            place = (*key, name)
+            if not isinstance(event, yaml.ScalarEvent) or name == "<<":
+                self._fault("a key must be plain text", event, key, "write `key: value`")
+                self._value(event, place)
+            elif name in result:
+                mend = f"it is on line {self.lines[place]} too"
+                self._fault(f"the key {name!r} stands here twice", event, place, mend)
+            self.lines.setdefault(place, _line(event))
+            value = self._value(self._next(), place)
+            if value is None and len(self.faults) == known:
+                self._fault(f"{name!r} has no value", event, place, "give it one, or remove the key")
+            result.setdefault(name, value)
         return result
 
-    def _sequence(self, node: yaml.SequenceNode, key: Key) -> object:
-        if node.tag != f"{_TAG}seq":
-            self._fault(f"the tag {node.tag!r} is not read here", node, key, "leave the tag out")
-        result = []
-        for index, item in enumerate(node.value):
-            self.lines[(*key, index)] = item.start_mark.line + 1
-            result.append(self.read(item, (*key, index)))
+    def _sequence(self, key: Key) -> object:
+        result: list[object] = []
+        while not isinstance(event := self._next(), yaml.SequenceEndEvent):
+            place = (*key, len(result))
+            self.lines[place] = _line(event)
+            result.append(self._value(event, place))
         return result
 
-    def _scalar(self, node: yaml.Node, key: Key) -> object:
-        if node.tag in (f"{_TAG}str", f"{_TAG}timestamp"):
-            return str(node.value)
-        if node.tag.removeprefix(_TAG) in ("int", "float", "bool", "null"):
+    def _scalar(self, event: yaml.ScalarEvent, key: Key) -> object:
+        text = str(event.value)
+        tag = event.tag or self._loader.resolve(yaml.ScalarNode, text, event.implicit)  # type: ignore[no-untyped-call]
+        kind = str(tag).removeprefix(_TAG)
+        if kind in ("str", "timestamp", "!", "merge", "value"):
+            return text
+        if kind in ("int", "float", "bool", "null"):
             try:
-                return self._scalars.construct_object(node)
+                return self._scalars.construct_object(yaml.ScalarNode(tag, text))
             except (ValueError, KeyError, yaml.YAMLError):
-                return str(node.value)
-        self._fault(f"the tag {node.tag!r} is not read here", node, key, "leave the tag out")
+                return text
+        self._fault(f"the tag {tag!r} is not read here", event, key, "leave the tag out")
         return None
 
-    def _fault(self, what: str, node: yaml.Node, key: Key, mend: str) -> None:
-        line = node.start_mark.line + 1
-        self.faults.append(FileError(what, source=self._source, line=line, field=field_text(key), mend=mend))
+    def _next(self) -> yaml.Event:
+        event = self._loader.get_event()
+        assert event is not None, "the stream's end was read before"
+        return event
+
+    def _fault(self, what: str, event: yaml.Event, key: Key, mend: str) -> None:
+        fault = FileError(what, source=self._source, line=_line(event), field=field_text(key), mend=mend)
+        self.faults.append(fault)
+
+
+def _line(event: yaml.Event) -> int:
+    return event.start_mark.line + 1 if event.start_mark else 1
 
 
 def _faults(value: object, kind: Any, key: Key, lines: Lines) -> Iterator[FileError]:

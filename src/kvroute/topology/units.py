@@ -10,6 +10,8 @@ from kvroute.types import InputError
 
 _QUANTITY = re.compile(r"\s*([+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{1,3})?)\s*(\S*)\s*", re.ASCII)
 _LONGEST_TEXT = 60
+_LONGEST_NUMBER = 30
+"""Longer ones are written with an exponent."""
 
 _DECIMAL = {"": 0, "K": 3, "M": 6, "G": 9, "T": 12}
 _BINARY = {"Ki": 10, "Mi": 20, "Gi": 30, "Ti": 40}
@@ -164,6 +166,8 @@ def _text(si: float, units: dict[str, Decimal]) -> str:
 
 def _plain(number: Decimal) -> str:
     text = f"{number:f}"
+    if len(text) > _LONGEST_NUMBER:
+        return str(number)
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 

@@ -1,0 +1,175 @@
+"""`kvroute trace`: what a trace of requests is like, and a generated one for whoever has none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from kvroute.cli.output import console, print_json, remarks
+from kvroute.sim.workload import (
+    MOONCAKE_CONVERSATION,
+    PROFILES,
+    LengthStatistics,
+    Profile,
+    Trace,
+    TraceStatistics,
+    apply_profile,
+    generate,
+    read,
+    rescale,
+    share_prefixes,
+    take,
+    write,
+)
+from kvroute.types import InputError
+
+app = typer.Typer(
+    name="trace", help="Show and generate traces of requests.", no_args_is_help=True, rich_markup_mode="rich"
+)
+
+DEFAULT_REQUESTS = 2_000
+_GENERATED_MAX = 5_000_000
+_SHOWN_SKIPS = 10
+_COLUMNS = ("mean", "min", "p5", "p25", "p50", "p75", "p90", "p95", "p99", "max")
+
+Profiled = Annotated[str, typer.Option(help=f"Only requests of a profile: {', '.join(PROFILES)}.")]
+Rate = Annotated[
+    float | None, typer.Option(help="Requests per second: arrival times are compressed or stretched by one factor.")
+]
+Seed = Annotated[int, typer.Option(min=0, help="Seed of a generated trace.")]
+Share = Annotated[
+    float | None, typer.Option(min=0, max=1, help="Draw shared prefixes by group with this probability instead.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else to stdout.")]
+
+
+@app.command()
+def show(
+    file: Annotated[
+        Path | None, typer.Argument(help="Mooncake JSONL (.zst, .gz) or Azure LLM CSV.", show_default=False)
+    ] = None,
+    generated: Annotated[bool, typer.Option("--generate", help="Show a generated trace instead of a file.")] = False,
+    requests: Annotated[
+        int | None, typer.Option(min=1, help=f"Only the first so many (generated: default {DEFAULT_REQUESTS}).")
+    ] = None,
+    rate: Rate = None,
+    seed: Seed = 0,
+    profile: Profiled = "",
+    p_share: Share = None,
+    skip_bad: Annotated[bool, typer.Option(help="Leave out broken lines and count them.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Print lengths, arrivals and prefix reuse of a trace.
+
+    Examples: [bold]kvroute trace show conversation_trace.jsonl.zst --profile rag[/bold]
+
+    [bold]kvroute trace show --generate --requests 12000 --json[/bold]
+    """
+    if (file is None) != generated:
+        raise InputError("give either a FILE or --generate", where="kvroute trace show")
+    if file is None:
+        trace = _generated(requests or DEFAULT_REQUESTS, rate, seed, profile)
+    else:
+        trace = _read(file, skip_bad)
+        trace = apply_profile(trace, _profile(profile)) if profile else trace
+        trace = trace if requests is None else take(trace, requests)
+        trace = trace if rate is None else rescale(trace, rate)
+    trace = trace if p_share is None else share_prefixes(trace, p_share, seed=seed)
+    statistics = trace.statistics()
+    if as_json:
+        print_json(statistics)
+        return
+    _print(statistics)
+
+
+@app.command("generate")
+def generate_file(
+    out: Annotated[Path, typer.Argument(help="File to write: .jsonl, .jsonl.zst or .jsonl.gz.", show_default=False)],
+    requests: Annotated[int, typer.Option(min=1, max=_GENERATED_MAX, help="How many.")] = DEFAULT_REQUESTS,
+    rate: Rate = None,
+    seed: Seed = 0,
+    profile: Profiled = "",
+    p_share: Share = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write a trace in Mooncake's format with the statistics of its conversation trace; the same seed, the same file.
+
+    Example: [bold]kvroute trace generate rag.jsonl.zst --requests 5000 --rate 6 --profile rag --seed 1[/bold]
+    """
+    trace = _generated(requests, rate, seed, profile)
+    trace = trace if p_share is None else share_prefixes(trace, p_share, seed=seed)
+    write(trace, out)
+    remarks().print(f"wrote {len(trace.requests)} requests to {out}", markup=False, highlight=False, soft_wrap=True)
+    if as_json:
+        print_json(trace.statistics())
+
+
+def _generated(requests: int, rate_per_s: float | None, seed: int, profile: str) -> Trace:
+    """Exactly `requests` that fit the profile, at exactly the rate asked for."""
+    rate = MOONCAKE_CONVERSATION.rate_per_s if rate_per_s is None else rate_per_s
+    if not profile:
+        trace = generate(requests, rate_per_s=rate, seed=seed)
+        return trace if rate_per_s is None else rescale(trace, rate)
+    bounds, drawn = _profile(profile), 2 * requests + 100
+    trace = apply_profile(generate(drawn, rate_per_s=rate, seed=seed), bounds)
+    while len(trace.requests) < requests:
+        drawn *= 2
+        trace = apply_profile(generate(drawn, rate_per_s=rate, seed=seed), bounds)
+    return rescale(take(trace, requests), rate)
+
+
+def _profile(name: str) -> Profile:
+    if name not in PROFILES:
+        raise InputError(
+            f"there is no profile {name!r}", where="--profile", mend=f"choose one of {', '.join(PROFILES)}"
+        )
+    return PROFILES[name]
+
+
+def _read(file: Path, skip_bad: bool) -> Trace:
+    skipped: list[InputError] = []
+    trace = read(file, skip_bad=skip_bad, on_skip=skipped.append)
+    for fault in skipped[:_SHOWN_SKIPS]:
+        typer.echo(f"left out: {fault}", err=True)
+    for remark in trace.remarks:
+        typer.echo(f"{file}: {remark}", err=True)
+    return trace
+
+
+def _print(statistics: TraceStatistics) -> None:
+    out = console()
+    lengths = Table("Tokens", *(column for column in _COLUMNS), title=statistics.name)
+    for name, row in (("prompt", statistics.input_tokens), ("answer", statistics.output_tokens)):
+        if isinstance(row, LengthStatistics):
+            lengths.add_row(name, *(f"{getattr(row, column):,.0f}" for column in _COLUMNS))
+    for column in lengths.columns[1:]:
+        column.justify = "right"
+    out.print(lengths)
+    facts = Table(show_header=False)
+    facts.add_column(style="bold")
+    facts.add_column()
+    facts.add_row("requests", f"{statistics.requests:,} in {statistics.duration_s:,.1f} s")
+    facts.add_row(
+        "rate", f"{statistics.rate_per_s:.3f} per second" if statistics.rate_per_s else "none: one arrival time"
+    )
+    facts.add_row(
+        "arrivals",
+        f"{statistics.distinct_arrivals:,} times, every {statistics.gap_p50_s:.3f} s (median), with "
+        f"{statistics.batch_mean:.1f} requests on the mean, {statistics.batch_max} at most; "
+        f"variation of gaps {statistics.gap_cv:.2f} (Poisson: 1)",
+    )
+    facts.add_row("prefixes", _reuse(statistics))
+    out.print(facts)
+
+
+def _reuse(statistics: TraceStatistics) -> str:
+    if not statistics.blocks:
+        return "unknown: the trace has no block ids"
+    return (
+        f"{statistics.reused_token_share:.1%} of prompt tokens and {statistics.reused_block_share:.1%} of blocks were "
+        f"seen before; {statistics.reusing_request_share:.1%} of requests reuse one or more of their "
+        f"{statistics.block_tokens}-token blocks"
+    )

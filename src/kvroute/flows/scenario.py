@@ -1,0 +1,150 @@
+"""Flow scenarios: a JSON file of links and timed transfers, its checks, and when every transfer ends."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from kvroute.flows.network import WEIGHT_MAX, WEIGHT_MIN, FlowNetwork
+from kvroute.types import InputError, InputErrors
+
+
+class Link(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename={"bytes_per_s": "capacity_Bps"}
+):
+    """One directed link."""
+
+    id: str
+    bytes_per_s: float
+
+
+class Flow(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    rename={"nbytes": "size_B", "traffic_class": "class"},
+):
+    """One transfer: its path in order, its size and when it starts."""
+
+    id: int
+    links: tuple[str, ...]
+    nbytes: float
+    start_s: float
+    weight: float = 1.0
+    traffic_class: str = "kv"
+
+
+class Scenario(msgspec.Struct, frozen=True, kw_only=True):
+    """Links and the flows over them; `classes` gives a weight multiplier by traffic class, else all classes weigh 1."""
+
+    links: tuple[Link, ...]
+    flows: tuple[Flow, ...]
+    classes: dict[str, float] | None = None
+
+    def class_weights(self) -> dict[str, float]:
+        """The weight multiplier of every class that a flow may name."""
+        return self.classes if self.classes is not None else {flow.traffic_class: 1.0 for flow in self.flows}
+
+
+def read_scenario(path: Path) -> Scenario:
+    """Read a scenario file. Raises InputError when it cannot be read, InputErrors with every fault of its content."""
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise InputError(f"cannot be read: {error.strerror}", where=str(path), mend="name a readable file") from error
+    return parse_scenario(text, where=str(path))
+
+
+def parse_scenario(text: bytes | str, where: str = "scenario") -> Scenario:
+    """A checked scenario from JSON text; `where` names the text in errors. Raises InputError or InputErrors."""
+    data = text.encode() if isinstance(text, str) else text
+    try:
+        scenario = msgspec.json.decode(data, type=Scenario)
+    except msgspec.ValidationError as error:
+        what, _, field = str(error).partition(" - at ")
+        place = field.strip("`").removeprefix("$").removeprefix(".")
+        raise InputError(what, where=f"{where}, {place}" if place else where, mend="correct the field") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        at = re.search(r"byte (\d+)", str(error))
+        line = data[: int(at.group(1)) if at else len(data)].count(b"\n") + 1
+        raise InputError(f"bad JSON: {error}", where=f"{where}, line {line}", mend="correct the JSON") from error
+    problems = [InputError(what, where=f"{where}, {place}", mend=mend) for place, what, mend in _faults(scenario)]
+    if len(problems) == 1:
+        raise problems[0]
+    if problems:
+        raise InputErrors(problems)
+    return scenario
+
+
+def completion_times(scenario: Scenario) -> list[float]:
+    """When each flow ends, in absolute seconds, in the order of the scenario's flows.
+
+    Rates are weighted max-min, re-solved at each start and finish. Links have no latency. Raises InputError for a
+    flow that never ends.
+    """
+    number = {link.id: k for k, link in enumerate(scenario.links)}
+    net = FlowNetwork(np.array([link.bytes_per_s for link in scenario.links], np.float64), scenario.class_weights())
+    ends_s = [math.inf] * len(scenario.flows)
+
+    def run(to: float) -> None:
+        while (upcoming := net.next_finish()) is not None and upcoming[0] <= to:
+            for done in net.advance(upcoming[0]):
+                ends_s[done] = net.now
+
+    for k in sorted(range(len(scenario.flows)), key=lambda k: scenario.flows[k].start_s):
+        flow = scenario.flows[k]
+        run(flow.start_s)
+        net.advance(flow.start_s)
+        net.start(k, [number[link] for link in flow.links], flow.nbytes, flow.weight, flow.traffic_class)
+    run(math.inf)
+    for flow, end_s in zip(scenario.flows, ends_s, strict=True):
+        if end_s == math.inf:
+            raise InputError(f"flow {flow.id} never ends", mend="give its links a capacity above zero")
+    return ends_s
+
+
+def _faults(scenario: Scenario) -> Iterator[tuple[str, str, str]]:
+    """Place, fault and mend of all that a scenario's types leave open."""
+    classes = scenario.class_weights()
+    for name, weight in classes.items():
+        if not WEIGHT_MIN <= weight <= WEIGHT_MAX:
+            yield f"classes.{name}", f"weight {weight:g} is out of range", _WEIGHT_MEND
+    times = Counter(link.id for link in scenario.links)
+    for k, link in enumerate(scenario.links):
+        if times[link.id] > 1:
+            yield f"links[{k}].id", f"link id {link.id!r} is not unique", "give every link its own id"
+        if not 0.0 < link.bytes_per_s < math.inf:
+            what = f"link {link.id!r} has capacity {link.bytes_per_s:g}, so its flows never end"
+            yield f"links[{k}].capacity_Bps", what, "give bytes per second above zero"
+    uses = Counter(flow.id for flow in scenario.flows)
+    for k, flow in enumerate(scenario.flows):
+        if uses[flow.id] > 1:
+            yield f"flows[{k}].id", f"flow id {flow.id} is not unique", "give every flow its own id"
+        for field, what, mend in _flow_faults(flow, times, classes):
+            yield f"flows[{k}].{field}", f"flow {flow.id} {what}", mend
+
+
+def _flow_faults(flow: Flow, links: Counter[str], classes: dict[str, float]) -> Iterator[tuple[str, str, str]]:
+    if not flow.links:
+        yield "links", "has an empty path", "name the links it crosses, in order"
+    for link in dict.fromkeys(flow.links):
+        if link not in links:
+            yield "links", f"crosses unknown link {link!r}", "name a link of `links`"
+    if not 0.0 <= flow.nbytes < math.inf:
+        yield "size_B", f"has size {flow.nbytes:g}", "give bytes, 0 or more"
+    if not 0.0 <= flow.start_s < math.inf:
+        yield "start_s", f"starts at {flow.start_s:g} s", "give seconds, 0 or more"
+    if flow.traffic_class not in classes:
+        yield "class", f"has unknown class {flow.traffic_class!r}", f"choose one of {', '.join(sorted(classes))}"
+    elif not WEIGHT_MIN <= flow.weight * classes[flow.traffic_class] <= WEIGHT_MAX:
+        yield "weight", f"has weight {flow.weight:g}, out of range", _WEIGHT_MEND
+
+
+_WEIGHT_MEND = f"weight times class weight lies between {WEIGHT_MIN:g} and {WEIGHT_MAX:g}"

@@ -1,0 +1,7 @@
+"""LLM geometry: how many bytes of KV cache a model keeps and sends, from a preset or a Hugging Face config.json."""
+
+from kvroute.llm.config import from_config
+from kvroute.llm.geometry import Kind, Layers, Model
+from kvroute.llm.presets import MODELS, model
+
+__all__ = ["MODELS", "Kind", "Layers", "Model", "from_config", "model"]

@@ -1,0 +1,275 @@
+"""Reads a Hugging Face config.json into a `Model`; refuses what it would have to guess (Mamba, per-layer heads)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+
+from kvroute.llm.geometry import Layers, Model
+from kvroute.types import InputError
+
+_Span: TypeAlias = Literal["full", "sliding", "chunked", "linear"]
+
+_LAYER_COUNT = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "num_query_groups", "multi_query_group_num")
+_HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
+_NESTED = ("text_config", "llm_config", "language_config", "language_model_config", "thinker_config")
+_LAYER_TYPES: dict[str, _Span] = {
+    "full_attention": "full",
+    "attention": "full",
+    "sliding_attention": "sliding",
+    "chunked_attention": "chunked",
+    "linear_attention": "linear",
+}
+_WINDOW_PERIOD = {"gemma2": 2, "gpt_oss": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4}
+"""Model types whose every n-th layer is a full one, whether or not the file says so."""
+_REFUSED = {
+    "block_configs": "its layers differ in their heads",
+    "hybrid_override_pattern": "it has Mamba layers",
+    "attn_layer_period": "it has Mamba layers",
+    "ssm_cfg": "it has Mamba layers",
+    "mamba_d_state": "it has Mamba layers",
+}
+_INDEX_SCALE_BYTES = 4  # the indexer of DeepSeek-V3.2 keeps FP8 keys with one float32 scale per 128 numbers
+_STATE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class _Fields:
+    """Fields by name; a null is a missing one."""
+
+    values: Mapping[str, Any]
+    where: str
+    prefix: str = ""
+
+    def get(self, *names: str) -> Any:
+        return next((self.values[name] for name in names if self.values.get(name) is not None), None)
+
+    def count(self, *names: str, default: int | None = None) -> int:
+        """A positive whole number under the first of `names` that is there."""
+        name = next((name for name in names if self.values.get(name) is not None), None)
+        if name is None:
+            if default is not None:
+                return default
+            others = f" (or {', '.join(names[1:])})" if names[1:] else ""
+            raise self.error(f"the field {self.prefix}{names[0]} is missing", f"add `{names[0]}`{others}")
+        value = self.values[name]
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise self.error(f"{self.prefix}{name} is {value!r}", "give a whole number above 0")
+        return value
+
+    def inner(self, name: str) -> _Fields:
+        value = self.values.get(name)
+        if not isinstance(value, Mapping):
+            raise self.error(f"{self.prefix}{name} is {value!r}", "give an object of fields")
+        return _Fields(value, self.where, f"{self.prefix}{name}.")
+
+    def sequence(self, name: str, length: int) -> list[Any]:
+        value = self.values[name]
+        if not isinstance(value, list) or len(value) < length:
+            raise self.error(f"{self.prefix}{name} does not list {length} layers", "give one entry per layer")
+        return value[:length]
+
+    def error(self, what: str, mend: str = "") -> InputError:
+        return InputError(what, where=self.where, mend=mend)
+
+
+def from_config(config: Mapping[str, Any] | Path, *, name: str = "", element_bytes: float | None = None) -> Model:
+    """The geometry that a config.json (a mapping, a file or the folder that holds it) describes.
+
+    Args:
+        config: Llama-, Qwen-, Mistral-, DeepSeek-, GPT-OSS-, Gemma-, MiniMax-, Kimi-, OPT-, GPT-2-like fields; the text
+            part of a multimodal model. Draft layers for speculative decoding are not counted.
+        name: of the model; else `_name_or_path`, `model_type` or the file's folder.
+        element_bytes: of a number in the KV cache; else what the file's quantisation says of the cache, else 2.
+
+    Raises:
+        InputError: a file that cannot be read, a field that is missing or wrong, an architecture that is not modelled.
+    """
+    where = "config"
+    if isinstance(config, Path):
+        path = config / "config.json" if config.is_dir() else config
+        where, config = str(path), _load(path)
+        name = name or (path.resolve().parent.name if path.name == "config.json" else path.stem)
+    fields = _text_part(_Fields(config, where))
+    size = element_bytes if element_bytes is not None else _element_bytes(config, fields)
+    if not 0 < size <= 8:
+        raise fields.error(f"{size!r} bytes per number of the KV cache is impossible", "give 0.5, 1, 2 or 4")
+    name = name or str(config.get("_name_or_path") or config.get("model_type") or "model")
+    return Model(name, _layers(fields, size))
+
+
+def _load(path: Path) -> Mapping[str, Any]:
+    try:
+        document = msgspec.json.decode(path.read_bytes())
+    except OSError as error:
+        raise InputError(f"cannot be read ({error.strerror})", where=str(path), mend="give a config.json") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"is not JSON ({error})", where=str(path), mend="give a Hugging Face config.json") from error
+    if not isinstance(document, dict):
+        raise InputError("holds no JSON object", where=str(path), mend="give a Hugging Face config.json")
+    return document
+
+
+def _text_part(fields: _Fields) -> _Fields:
+    """The part that describes the language model, which multimodal files nest."""
+    while fields.get(*_LAYER_COUNT) is None:
+        nested = next((name for name in _NESTED if isinstance(fields.get(name), Mapping)), None)
+        if nested is None:
+            break
+        fields = fields.inner(nested)
+    for name, reason in _REFUSED.items():
+        if fields.get(name) is not None:
+            raise fields.error(f"{fields.prefix}{name} says that {reason}, which is not modelled")
+    if fields.get("is_encoder_decoder"):
+        raise fields.error("encoder-decoder models are not modelled", "give a decoder-only model")
+    return fields
+
+
+def _element_bytes(config: Mapping[str, Any], fields: _Fields) -> float:
+    """Of the KV cache. The weights' type says nothing: servers keep a 16-bit cache unless told otherwise."""
+    for quantisation in (config.get("quantization_config"), fields.get("quantization_config")):
+        if not isinstance(quantisation, Mapping):
+            continue
+        scheme = quantisation.get("kv_cache_scheme")
+        if isinstance(scheme, Mapping) and isinstance(bits := scheme.get("num_bits"), int):
+            return bits / 8
+        if "FP8" in str(quantisation.get("kv_cache_quant_algo", "")).upper():
+            return 1.0
+    return 2.0
+
+
+def _layers(fields: _Fields, element_bytes: float) -> tuple[Layers, ...]:
+    total = fields.count(*_LAYER_COUNT)
+    spans = _spans(fields, total)
+    shared = fields.get("num_kv_shared_layers") or 0
+    if shared:  # these read the cache of earlier layers
+        fields.count("num_kv_shared_layers")
+        spans = spans[: max(total - shared, 1)]
+    groups: list[Layers] = []
+    for span, count in Counter(spans).items():
+        if span == "linear":
+            groups.append(_linear(fields, count, element_bytes))
+        elif span == "full" and fields.get("kv_lora_rank") is not None:
+            groups.append(_latent(fields, count, element_bytes))
+        else:
+            groups.append(_attention(fields, span, count, element_bytes))
+    return tuple(groups)
+
+
+def _spans(fields: _Fields, total: int) -> list[_Span]:
+    """What each layer sees, from whichever of the known fields the file has."""
+    if fields.get("layer_types") is not None:
+        spans = [_span(fields, kind) for kind in fields.sequence("layer_types", total)]
+    elif fields.get("linear_attn_config") is not None:
+        full = fields.inner("linear_attn_config").get("full_attn_layers")
+        if not isinstance(full, list):
+            raise fields.error(f"the field {fields.prefix}linear_attn_config.full_attn_layers is missing")
+        spans = ["full" if layer + 1 in full else "linear" for layer in range(total)]
+    elif fields.get("attn_type_list") is not None:
+        spans = ["full" if kind else "linear" for kind in fields.sequence("attn_type_list", total)]
+    elif fields.get("hybrid_layer_pattern") is not None:
+        spans = ["sliding" if kind else "full" for kind in fields.sequence("hybrid_layer_pattern", total)]
+    elif fields.get("layer_group_size", "full_attention_interval") is not None:
+        period = fields.count("layer_group_size", "full_attention_interval")
+        tail = total // period * period  # an incomplete last group has full attention only
+        spans = ["full" if (layer + 1) % period == 0 or layer >= tail else "linear" for layer in range(total)]
+    else:
+        spans = _windows(fields, total)
+    if fields.get("use_sliding_window") is False:
+        spans = ["full" if span == "sliding" else span for span in spans]
+    return spans
+
+
+def _span(fields: _Fields, kind: object) -> _Span:
+    if not isinstance(kind, str) or kind not in _LAYER_TYPES:
+        raise fields.error(f"{fields.prefix}layer_types names {kind!r}, which is not modelled")
+    return _LAYER_TYPES[kind]
+
+
+def _windows(fields: _Fields, total: int) -> list[_Span]:
+    """Windows as files before `layer_types` told them."""
+    kind = str(fields.get("model_type") or "")
+    used = fields.get("use_sliding_window")
+    if fields.get("sliding_window") is None or used is False or (used is None and kind.startswith("qwen")):
+        return ["full"] * total
+    if kind.startswith("qwen"):
+        first = fields.get("max_window_layers") or 0
+        return ["full" if layer < first else "sliding" for layer in range(total)]
+    names = ("sliding_window_pattern", "_sliding_window_pattern")
+    period = fields.count(*names, default=_WINDOW_PERIOD.get(kind, total + 1))
+    return ["full" if (layer + 1) % period == 0 else "sliding" for layer in range(total)]
+
+
+def _kv_heads(fields: _Fields, heads: int) -> int:
+    if isinstance(fields.get("attn_config"), Mapping):  # MPT, DBRX
+        return fields.inner("attn_config").count("kv_n_heads", default=heads)
+    if fields.get("multi_query") and not fields.get("new_decoder_architecture"):
+        return 1
+    return fields.count(*_KV_HEADS, default=heads)
+
+
+def _head_dim(fields: _Fields, heads: int) -> int:
+    if fields.get("head_dim", "kv_channels") is not None:
+        return fields.count("head_dim", "kv_channels")
+    hidden = fields.count(*_HIDDEN)
+    if hidden % heads:
+        raise fields.error(f"{hidden} numbers do not divide into {heads} heads", "add `head_dim`")
+    return hidden // heads
+
+
+def _attention(fields: _Fields, span: _Span, count: int, element_bytes: float) -> Layers:
+    heads = fields.count(*_HEADS)
+    kv_heads, key_dim = _kv_heads(fields, heads), _head_dim(fields, heads)
+    value_dim = fields.count("v_head_dim", default=key_dim)
+    if span == "full":
+        return Layers("attention", count, kv_heads, key_dim, value_dim, element_bytes)
+    window = (
+        fields.count("sliding_window", "sliding_window_size")
+        if span == "sliding"
+        else fields.count("attention_chunk_size")
+    )
+    kv_heads = fields.count("swa_num_key_value_heads", default=kv_heads)
+    key_dim = fields.count("swa_head_dim", default=key_dim)
+    value_dim = fields.count("swa_v_head_dim", default=value_dim)
+    return Layers("sliding", count, kv_heads, key_dim, value_dim, element_bytes, window_tokens=window)
+
+
+def _latent(fields: _Fields, count: int, element_bytes: float) -> Layers:
+    """MLA: the compressed keys and values, and one rotary key that all heads share (DeepSeek-V2 2.1)."""
+    key_dim = fields.count("kv_lora_rank") + fields.count("qk_rope_head_dim")
+    index_bytes = 0.0
+    if fields.get("index_head_dim") is not None:
+        index_dim = fields.count("index_head_dim")
+        index_bytes = float(index_dim + _INDEX_SCALE_BYTES * -(-index_dim // 128))
+    return Layers("mla", count, key_dim=key_dim, element_bytes=element_bytes, index_bytes=index_bytes)
+
+
+def _linear(fields: _Fields, count: int, element_bytes: float) -> Layers:
+    """A matrix per head (float32 unless `mamba_ssm_dtype` says otherwise) and the last steps of a convolution."""
+    conv_bytes = max(element_bytes, 2.0)  # a quantised KV cache leaves the state alone
+    number_bytes = _STATE_BYTES.get(str(fields.get("mamba_ssm_dtype") or "float32"), 4)
+    if fields.get("linear_attn_config") is not None:  # KDA: q, k and v are convolved
+        inner = fields.inner("linear_attn_config")
+        heads, dim = inner.count("num_heads"), inner.count("head_dim")
+        steps = inner.count("short_conv_kernel_size") - 1
+        state = heads * dim * dim * number_bytes + 3 * heads * dim * steps * conv_bytes
+    elif fields.get("linear_num_value_heads") is not None:  # gated delta net: fewer heads of keys than of values
+        heads, dim = fields.count("linear_num_value_heads"), fields.count("linear_value_head_dim")
+        key_dim = fields.count("linear_key_head_dim")
+        steps = fields.count("linear_conv_kernel_dim") - 1
+        width = 2 * fields.count("linear_num_key_heads") * key_dim + heads * dim
+        state = heads * dim * key_dim * number_bytes + width * steps * conv_bytes
+    elif fields.get("layer_group_size", "attn_type_list") is not None or "minimax" in str(fields.get("model_type")):
+        heads = fields.count(*_HEADS)  # lightning attention
+        state = heads * _head_dim(fields, heads) ** 2 * number_bytes
+    else:
+        what = "linear-attention layers are named, but not the size of their state"
+        raise fields.error(what, "add `linear_attn_config` or `linear_num_value_heads` and its dimensions")
+    return Layers("linear", count, kv_heads=heads, state_bytes=float(state))

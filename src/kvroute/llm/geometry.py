@@ -1,0 +1,140 @@
+"""Layers of an LLM and the bytes that they cache: arithmetic only, no file is read here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias, overload
+
+import numpy as np
+
+from kvroute.types import FloatArray, InputError, IntArray
+
+Kind: TypeAlias = Literal["attention", "sliding", "mla", "linear"]
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """`count` equal layers of one kind.
+
+    - `attention`: keys and values of every token (MHA, GQA, MQA).
+    - `sliding`: keys and values of the last `window_tokens` tokens.
+    - `mla`: one latent of `key_dim` numbers per token, shared by all heads (`kv_heads` 1, `value_dim` 0).
+    - `linear`: nothing per token, `state_bytes` per request; `kv_heads` heads share the state evenly.
+    """
+
+    kind: Kind
+    count: int
+    kv_heads: int = 1
+    key_dim: int = 0
+    value_dim: int = 0
+    element_bytes: float = 2.0
+    window_tokens: int = 0
+    index_bytes: float = 0.0
+    """Per token and layer beside keys and values: the key of a sparse-attention indexer, held by every shard."""
+    state_bytes: float = 0.0
+    """Per request and layer."""
+
+    def token_bytes(self, tp: int = 1) -> float:
+        """Bytes per token and layer on the fullest of `tp` shards: ceil(kv_heads / tp) heads, an MLA latent whole."""
+        heads = -(-self.kv_heads // tp)
+        return heads * (self.key_dim + self.value_dim) * self.element_bytes + self.index_bytes
+
+    def state_bytes_shard(self, tp: int) -> float:
+        """Bytes per request and layer on the fullest of `tp` shards."""
+        return self.state_bytes * -(-self.kv_heads // tp) / self.kv_heads
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """An LLM as its KV cache sees it; sizes are in bytes, one copy of everything unless a shard is named."""
+
+    name: str
+    layers: tuple[Layers, ...]
+    kv_bytes_per_token: float = field(init=False)
+    """One more token of a long context: all layers that keep every token (`attention`, `mla`), all shards.
+
+    NetKV eq. 1 for GQA: 2 * layers * kv_heads * head_dim * element_bytes. An MLA latent counts once, although every
+    tensor-parallel shard holds a copy. 0 for a model of sliding-window layers only.
+    """
+    request_state_bytes: float = field(init=False)
+    """Request-level state of the linear-attention layers, whatever the length."""
+    _windows: tuple[tuple[int, float], ...] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        assert self.layers, "a model has layers"
+        windows: dict[int, float] = {}
+        for group in self.layers:
+            if group.kind == "sliding":
+                windows[group.window_tokens] = windows.get(group.window_tokens, 0.0) + group.count * group.token_bytes()
+        put = object.__setattr__
+        put(self, "kv_bytes_per_token", self.kv_bytes_per_token_shard(1))
+        put(self, "request_state_bytes", self.request_state_bytes_shard(1))
+        put(self, "_windows", tuple(sorted(windows.items())))
+
+    @overload
+    def kv_bytes(self, tokens: int, cached_tokens: int = 0) -> float: ...
+    @overload
+    def kv_bytes(self, tokens: int, cached_tokens: IntArray) -> FloatArray: ...
+    @overload
+    def kv_bytes(self, tokens: IntArray, cached_tokens: int | IntArray = 0) -> FloatArray: ...
+    def kv_bytes(self, tokens: int | IntArray, cached_tokens: int | IntArray = 0) -> float | FloatArray:
+        """Bytes to send for a context of `tokens` of which the receiver caches the first `cached_tokens` (NetKV eq. 2).
+
+        Layers that keep every token send tokens - cached_tokens, sliding windows at most their window of these. The
+        request-level state is sent whole whatever is cached, because it belongs to the last token:
+        kv_bytes(l, l) == kv_bytes(0) == request_state_bytes. More cached than tokens counts as all cached.
+        Numbers give a float; arrays are broadcast and give an array.
+        """
+        new = tokens - cached_tokens
+        if isinstance(new, np.ndarray):
+            new = np.maximum(new, 0)
+            sizes: FloatArray = np.asarray(new * self.kv_bytes_per_token + self.request_state_bytes, dtype=np.float64)
+            for window, window_bytes in self._windows:
+                sizes += np.minimum(new, window) * window_bytes
+            return sizes
+        new = max(new, 0)
+        size = new * self.kv_bytes_per_token + self.request_state_bytes
+        for window, window_bytes in self._windows:
+            size += min(new, window) * window_bytes
+        return size
+
+    def kv_bytes_shard(self, tokens: int, tp: int) -> float:
+        """KV bytes of a context of `tokens` on the fullest of `tp` shards, windows and state included."""
+        size = tokens * self.kv_bytes_per_token_shard(tp) + self.request_state_bytes_shard(tp)
+        for group in self.layers:
+            if group.kind == "sliding":
+                size += group.count * min(tokens, group.window_tokens) * group.token_bytes(tp)
+        return size
+
+    def kv_bytes_per_token_shard(self, tp: int) -> float:
+        """`kv_bytes_per_token` of the fullest of `tp` shards.
+
+        KV heads are split; with fewer heads than shards each shard holds one, so heads are replicated, and an MLA
+        latent is replicated on every shard: there the shards together hold more than `kv_bytes_per_token`.
+        """
+        _check_tp(tp)
+        return float(
+            sum(group.count * group.token_bytes(tp) for group in self.layers if group.kind in ("attention", "mla"))
+        )
+
+    def request_state_bytes_shard(self, tp: int) -> float:
+        """`request_state_bytes` of the fullest of `tp` shards; the heads of linear attention are split."""
+        _check_tp(tp)
+        return float(sum(group.count * group.state_bytes_shard(tp) for group in self.layers))
+
+    def kv_bytes_per_token_layer(self, kind: Kind) -> float:
+        """Bytes that one layer of `kind` writes per token (0 for `linear`); of the largest if groups of it differ.
+
+        Raises:
+            InputError: the model has no such layers.
+        """
+        sizes = [group.token_bytes() for group in self.layers if group.kind == kind]
+        if not sizes:
+            kinds = ", ".join(dict.fromkeys(group.kind for group in self.layers))
+            raise InputError(f"{self.name} has no layers of kind {kind!r}", mend=f"choose one of {kinds}")
+        return max(sizes)
+
+
+def _check_tp(tp: int) -> None:
+    if tp < 1:
+        raise InputError(f"{tp} tensor-parallel shards are impossible", where="tp", mend="give 1 or more")

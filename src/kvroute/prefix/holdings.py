@@ -1,0 +1,220 @@
+"""What one instance holds, within its capacity and in the order in which it would go.
+
+A touch covers a chain from the root, so the blocks whose last touch is the same one form a single run towards a
+leaf (the preferred paths of a link-cut tree). Only the lower end of each run is kept here, the oldest touch first.
+"""
+
+from __future__ import annotations
+
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+from kvroute.prefix.tree import Blocks, Node, agreement, join_upwards, shorten, split
+
+
+class Evicted(NamedTuple):
+    """`instance` has lost the blocks of this chain from position `keep` on: what KvEvicted carries."""
+
+    instance: int
+    blocks: Blocks
+    keep: int
+
+
+class Holdings:
+    """One instance's share of the tree; it never changes what another one holds."""
+
+    __slots__ = ("_ends", "_heap", "_parked", "capacity_blocks", "instance", "pinned_blocks", "used_blocks")
+
+    def __init__(self, instance: int, capacity_blocks: int | None) -> None:
+        self.instance = instance
+        self.capacity_blocks = capacity_blocks
+        self.used_blocks = 0
+        self.pinned_blocks = 0
+        self._ends: dict[int, Node] = {}
+        """Touch -> lowest node whose last touch it is."""
+        self._heap: list[int] = []
+        """Every touch that may have something to evict, and some that have not."""
+        self._parked: set[int] = set()
+        """Touches whose lower end is pinned, so that an eviction need not look at them again and again."""
+
+    def room(self, wanted: int) -> int:
+        """Blocks of `wanted` that fit now."""
+        return wanted if self.capacity_blocks is None else min(wanted, max(0, self.capacity_blocks - self.used_blocks))
+
+    def path(self, root: Node, blocks: Blocks, cut: bool) -> list[Node]:
+        """The nodes held of this chain; a node that goes on after its last common block is cut there or left out."""
+        instance = self.instance
+        path: list[Node] = []
+        node, pos, length = root, 0, len(blocks)
+        while pos < length:
+            child = node.children.get(blocks[pos])
+            if child is None or instance not in child.held:
+                break
+            agreed = agreement(child.blocks, blocks, pos)
+            if agreed < len(child.blocks):
+                if cut:
+                    path.append(split(child, agreed))
+                break
+            path.append(child)
+            node, pos = child, child.end
+        return path
+
+    def touch(self, root: Node, blocks: Blocks, touch: int) -> Node:
+        """Put `touch` on what is held of this chain; the last such node. Call `finish_touch` afterwards."""
+        instance, ends = self.instance, self._ends
+        node = root
+        for node in self.path(root, blocks, cut=True):
+            before = node.held[instance]
+            if ends.get(before) is node:
+                self._forget(before)
+            node.held[instance] = touch
+        return node
+
+    def extend(self, node: Node, blocks: Blocks, more: int, touch: int) -> Node:
+        """Hold `more` blocks of this chain below `node`, which is the last one held of it; the new last one."""
+        pos, limit = node.end, node.end + more
+        self.used_blocks += more
+        while pos < limit:
+            child = node.children.get(blocks[pos])
+            if child is None:
+                child = node.children[blocks[pos]] = Node(blocks[pos:limit], node, limit)
+            else:
+                agreed = min(agreement(child.blocks, blocks, pos), limit - pos)
+                if agreed < len(child.blocks):
+                    child = split(child, agreed)
+            child.hold(self.instance, touch)
+            node, pos = child, child.end
+        return node
+
+    def finish_touch(self, touch: int, end: Node) -> None:
+        """The touch has ended at this node: until now nothing of it could be evicted, from now on it goes last."""
+        if end.parent is not None:
+            self._end(touch, end)
+            join_upwards(end)
+
+    def pin(self, path: list[Node]) -> None:
+        """One pin more on these nodes, a path from the root; it ends at the last one."""
+        instance = self.instance
+        path[-1].marks[instance] = path[-1].marks.get(instance, 0) + 1
+        for node in path:
+            before = node.pins.get(instance, 0)
+            node.pins[instance] = before + 1
+            self.pinned_blocks += 0 if before else len(node.blocks)
+
+    def unpin(self, path: list[Node]) -> None:
+        """One pin less on these nodes, a path from the root; one must end at the last one."""
+        instance = self.instance
+        _count_down(path[-1].marks, instance)
+        for node in path:
+            _count_down(node.pins, instance)
+            if instance not in node.pins:
+                self.pinned_blocks -= len(node.blocks)
+                touch = node.held[instance]
+                if touch in self._parked:
+                    self._parked.discard(touch)
+                    self._push(touch)
+
+    def make_room(self, needed: int) -> list[Evicted]:
+        """Evict until `needed` more blocks fit, or all that may go."""
+        if self.capacity_blocks is None:
+            return []
+        evicted: list[Evicted] = []
+        excess = self.used_blocks + needed - self.capacity_blocks
+        while excess > 0 and (touch := self._oldest()) is not None:
+            node = self._ends[touch]
+            chain = node.chain()
+            keep = self._trim(node, touch, excess)
+            if keep < len(chain):
+                evicted.append(Evicted(self.instance, chain, keep))
+                excess -= len(chain) - keep
+        return evicted
+
+    def _trim(self, node: Node, touch: int, excess: int) -> int:
+        """Evict up to `excess` blocks of one touch from its lower end; the depth where its chain ends now."""
+        instance = self.instance
+        while excess > 0 and node.held.get(instance) == touch and instance not in node.pins:
+            if len(node.blocks) > excess:
+                if len(node.held) == 1:
+                    shorten(node, excess)
+                    self.used_blocks -= excess
+                    break
+                split(node, len(node.blocks) - excess)
+            excess -= len(node.blocks)
+            above = node.parent
+            assert above is not None
+            self._drop(node)
+            node = above
+        if node.held.get(instance) == touch:
+            self._ends[touch] = node
+            if instance in node.pins:
+                self._parked.add(touch)
+        return node.end
+
+    def drop_below(self, above: Node, top: Node) -> None:
+        """Drop `top`, a child of `above`, and all that hangs below, pinned or not; the pins end at `above` now."""
+        instance = self.instance
+        pins = top.pins.get(instance, 0)
+        doomed = [top]
+        for node in doomed:  # grows as it goes: parents before children
+            doomed += [child for child in node.children.values() if instance in child.held]
+        for node in reversed(doomed):
+            self._drop(node)
+        if above.parent is None:
+            return
+        if pins:
+            above.marks[instance] = above.marks.get(instance, 0) + pins
+        touch = above.held[instance]
+        if touch not in self._ends:
+            self._end(touch, above)
+
+    def drop_all(self) -> None:
+        """Drop everything, pinned or not."""
+        for touch, end in sorted(self._ends.items()):  # oldest first is leaves first
+            node: Node | None = end
+            while node is not None and node.held.get(self.instance) == touch:
+                above = node.parent
+                self._drop(node)
+                node = above
+
+    def _drop(self, node: Node) -> None:
+        """No longer hold this node; nothing below it may be held."""
+        instance = self.instance
+        touch = node.held[instance]
+        if self._ends.get(touch) is node:
+            self._forget(touch)
+        self.used_blocks -= len(node.blocks)
+        if instance in node.pins:
+            self.pinned_blocks -= len(node.blocks)
+            del node.pins[instance]
+            node.marks.pop(instance, None)
+        node.release(instance)
+
+    def _oldest(self) -> int | None:
+        """The least recent touch that may still have something to evict."""
+        heap = self._heap
+        while heap and (heap[0] not in self._ends or heap[0] in self._parked):
+            heappop(heap)
+        return heap[0] if heap else None
+
+    def _end(self, touch: int, end: Node) -> None:
+        self._ends[touch] = end
+        self._push(touch)
+
+    def _forget(self, touch: int) -> None:
+        del self._ends[touch]
+        self._parked.discard(touch)
+
+    def _push(self, touch: int) -> None:
+        heap = self._heap
+        # Forgotten touches stay in the heap; without this it would grow with every touch.
+        if len(heap) > 2 * len(self._ends) + 64:
+            heap[:] = sorted(self._ends)
+        else:
+            heappush(heap, touch)
+
+
+def _count_down(counts: dict[int, int], key: int) -> None:
+    if counts[key] > 1:
+        counts[key] -= 1
+    else:
+        del counts[key]

@@ -1,0 +1,113 @@
+"""The page of a comparison: who wins and by how much first, then where the time goes; it runs nothing itself."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvroute.experiments.cells import Record
+from kvroute.report.compare import Difference, Metric, difference, verdict
+from kvroute.report.figures import link_utilisation, tier_split, ttft_breakdown
+from kvroute.report.page import parameters, picture, write_page
+from kvroute.report.series import policies_of, relative_half_width, summaries
+from kvroute.report.tables import Entry, Grid, Heading, comparison_grid
+from kvroute.sim.metrics import Summary, Timeline
+from kvroute.types import InputError
+
+_MEASURES: tuple[tuple[str, Metric], ...] = (
+    ("mean TTFT", lambda run: run.ttft_s.mean),
+    ("P99 TTFT", lambda run: run.ttft_s.p99),
+    ("mean KV transfer", lambda run: run.transfer_s.mean),
+)
+
+
+def write_report(records: Sequence[Record], out: Path, title: str, *, command: str = "") -> Path:
+    """Write `out`/report.html and the figures as PNG and SVG in `out`/figures.
+
+    Args:
+        records: runs of one question, one per policy and seed.
+        out: folder, made if need be.
+        title: the page's heading.
+        command: how to run this again; empty: told from the records, with the cluster left to fill in.
+
+    Returns:
+        The path of the page.
+
+    Raises:
+        InputError: there is no record, or the folder cannot be written.
+    """
+    if not records:
+        raise InputError("there is no run to report on", where=str(out), mend="run at least one policy")
+    runs = summaries(records)
+    timelines, seed = _timelines(records)
+    pictures = [
+        picture(ttft_breakdown(runs), out, "ttft-breakdown", "Where the time to first token goes, mean over seeds"),
+        picture(tier_split(runs), out, "tier-split", "How far KV caches travel: transfers by tier, mean over seeds"),
+    ]
+    if timelines:
+        caption = f"Own traffic as a share of each tier's capacity over time, seed {seed}"
+        pictures.append(picture(link_utilisation(timelines), out, "link-utilisation", caption))
+    return write_page(
+        "comparison.html.j2",
+        out / "report.html",
+        title=title,
+        verdict=verdict(runs).sentence,
+        table=comparison_grid(runs),
+        pictures=pictures,
+        differences=differences_grid(runs),
+        command=command or _command(records),
+        config=parameters(records[0].config),
+    )
+
+
+def differences_grid(runs: Sequence[Summary]) -> Grid:
+    """The winner against every other policy: differences paired over seeds and what they are worth in plain words."""
+    found = verdict(runs)
+    rows = []
+    for lead in found.leads:
+        cells = [_gap(difference(runs, lead.first, lead.second, metric)) for _, metric in _MEASURES]
+        rows.append((Entry(f"{lead.first} - {lead.second}"), *cells, Entry(in_words(lead))))
+    headings = (
+        Heading("difference"),
+        *(Heading(f"{name} ms") for name, _ in _MEASURES),
+        Heading("what it means for the mean TTFT", prose=True),
+    )
+    return Grid("", headings, tuple(rows), "Paired over seeds; ± half of the 95 % interval (Student's t).")
+
+
+def _gap(found: Difference | None) -> Entry:
+    if found is None:
+        return Entry("-")
+    half_width, relative = found.half_width, relative_half_width(found)
+    text = f"{found.mean * 1e3:+,.1f}" + ("" if half_width is None else f" ±{half_width * 1e3:,.1f}")
+    return Entry(text, f"{found.relative:+.1%}" + ("" if relative is None else f" ±{relative:.1%}"))
+
+
+def in_words(found: Difference) -> str:
+    """Whether a difference counts, in a sentence."""
+    if found.half_width is None:
+        return "Unknown: one seed cannot tell a difference from noise; run with --seeds 5."
+    if found.mean == 0:
+        return "None: both have the same mean."
+    word = "lower" if found.mean < 0 else "higher"
+    if found.is_noise:
+        return f"Noise: over {found.seeds} seeds the interval includes zero, so these runs do not tell the two apart."
+    return (
+        f"{found.first} is {word} by {abs(found.relative):.1%}; the interval over {found.seeds} seeds leaves out zero."
+    )
+
+
+def _timelines(records: Sequence[Record]) -> tuple[dict[str, Timeline], int]:
+    """By policy, all of the first seed that has any."""
+    seed = min((record.cell.seed for record in records if record.timeline is not None), default=0)
+    some = {r.summary.policy: r.timeline for r in records if r.timeline is not None and r.cell.seed == seed}
+    return some, seed
+
+
+def _command(records: Sequence[Record]) -> str:
+    policies = " ".join(f"--policy {shlex.quote(name)}" for name in policies_of(summaries(records)))
+    seeds = sorted({record.cell.seed for record in records})
+    return (
+        f"kvroute simulate CLUSTER.yaml {policies} --seed {seeds[0]} --seeds {seeds[-1] - seeds[0] + 1} --out results"
+    )

@@ -1,0 +1,137 @@
+"""The page of a published experiment: what was expected, what came out where, and every number; it runs nothing."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from kvroute.experiments.cells import Experiment, Record
+from kvroute.report.figures import ablation_bars, heat_map, load_sweep, sweep_lines, tier_split, ttft_breakdown
+from kvroute.report.findings import Finding, findings
+from kvroute.report.page import Picture, parameters, picture, write_page
+from kvroute.report.series import axes_of, of_profile, profiles_of, summaries
+from kvroute.report.tables import experiment_grid
+from kvroute.types import InputError
+
+
+def write_experiment(experiment: Experiment, records: Sequence[Record], out: Path, notes: Sequence[str] = ()) -> Path:
+    """Write `out`/report.html and the figures as PNG and SVG in `out`/figures.
+
+    Args:
+        experiment: what was swept, and the expected direction.
+        records: its cells as far as they ran; a part of the sweep will do.
+        out: folder, made if need be.
+        notes: sentences to print beside the parameters.
+
+    Returns:
+        The path of the page.
+
+    Raises:
+        InputError: there is no record, or the folder cannot be written.
+    """
+    if not records:
+        raise InputError(f"{experiment.name} has no result to report on", where=str(out), mend="run at least one cell")
+    found = findings(experiment, records)
+    return write_page(
+        "experiment.html.j2",
+        out / "report.html",
+        title=f"{experiment.title} ({experiment.source})",
+        experiment=experiment,
+        verdict=headline(found),
+        findings=found,
+        pictures=_pictures(experiment, records, out),
+        table=experiment_grid(experiment, records),
+        config=shared_parameters(records),
+        notes=list(notes),
+        commands=_commands(experiment, records),
+        cells=len(records),
+        seeds=len({record.cell.seed for record in records}),
+    )
+
+
+def write_index(pages: Mapping[str, Path], path: Path, title: str = "Experiments") -> Path:
+    """Write an overview that links to pages by title; links are relative to `path`.
+
+    Raises:
+        InputError: the path cannot be written.
+    """
+    links = [(name, os.path.relpath(page, path.parent)) for name, page in pages.items()]
+    return write_page("index.html.j2", path, title=title, links=links)
+
+
+def headline(found: Sequence[Finding]) -> str:
+    """One sentence over all profiles and claims."""
+    claims: dict[str, dict[str, list[str]]] = {}
+    for each in found:
+        claims.setdefault(each.claim, {}).setdefault(each.holds, []).append(each.profile)
+    parts = []
+    for claim, outcomes in claims.items():
+        alone = len(outcomes) == 1 and len(next(iter(outcomes.values()))) > 1
+        told = (word + (" everywhere" if alone else f" for {_and(names)}") for word, names in outcomes.items())
+        parts.append(f"{claim}: {', '.join(told)}")
+    return "; ".join(parts) + "."
+
+
+def _and(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def _pictures(experiment: Experiment, records: Sequence[Record], out: Path) -> list[Picture]:
+    axes, (first, second) = axes_of(records), experiment.versus
+    interval = f"{first} against {second} with 95 % intervals, hollow where the difference is noise"
+    drawn: list[tuple[Figure, str, str]] = []
+    if len(axes) >= 2:
+        caption = f"Mean TTFT of {first} against {second} in per cent; parentheses: the difference is noise"
+        drawn.append((heat_map(records, experiment.versus), "heat-map", caption))
+    elif not axes:
+        drawn.append(
+            (ablation_bars(records), "ablation", "Mean TTFT with 95 % intervals; in parentheses, against the first")
+        )
+        for number, profile in enumerate(profiles_of(records)):
+            runs = summaries(of_profile(records, profile))
+            drawn.append(
+                (ttft_breakdown(runs), f"ttft-breakdown-{number}", f"{profile}: where the time to first token goes")
+            )
+            drawn.append((tier_split(runs), f"tier-split-{number}", f"{profile}: transfers by tier"))
+    else:
+        draw = (
+            load_sweep(records, experiment.versus)
+            if axes[0] == "load"
+            else sweep_lines(records, axes[0], experiment.versus)
+        )
+        drawn.append((draw, "sweep", f"Bands: ± one standard deviation over seeds; at the bottom, {interval}"))
+    return [picture(figure, out, name, caption) for figure, name, caption in drawn]
+
+
+def shared_parameters(records: Sequence[Record]) -> list[tuple[str, str]]:
+    """The configuration as (name, text); what differs between cells says so."""
+    texts: dict[str, dict[str, None]] = {}
+    for record in records:
+        for name, text in parameters(record.config):
+            texts.setdefault(name, {})[text] = None
+    return [(name, next(iter(some)) if len(some) == 1 else _variety(list(some))) for name, some in texts.items()]
+
+
+def _variety(texts: Sequence[str]) -> str:
+    if len(texts) <= 4:
+        return "by cell: " + "; ".join(texts)
+    try:
+        numbers = [float(text) for text in texts]
+    except ValueError:
+        return f"by cell, {len(texts)} values"
+    return f"by cell, {min(numbers):g} to {max(numbers):g}"
+
+
+def _commands(experiment: Experiment, records: Sequence[Record]) -> list[str]:
+    """The whole sweep, then its first cell alone."""
+    cell, trace = records[0].cell, str(records[0].config.get("trace", ""))
+    start = f"kvroute experiment {shlex.quote(experiment.name)} --reading {shlex.quote(cell.reading)}"
+    if trace and not trace.startswith("generated"):
+        start += f" --trace {shlex.quote(trace)}"
+    point = ",".join((cell.profile, *(f"{value:g}" for value in cell.settings.values()), cell.policy))
+    seeds = max(record.cell.seed for record in records) + 1
+    return [f"{start} --seeds {seeds}", f"{start} --cell {shlex.quote(point)} --seed {cell.seed}"]

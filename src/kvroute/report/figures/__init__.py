@@ -1,0 +1,15 @@
+"""Figures of runs and sweeps, each a matplotlib Figure; no pyplot, no state, nothing written to disk."""
+
+from kvroute.report.figures.runs import link_utilisation, thin, tier_split, ttft_breakdown
+from kvroute.report.figures.sweeps import ablation_bars, heat_map, load_sweep, sweep_lines
+
+__all__ = [
+    "ablation_bars",
+    "heat_map",
+    "link_utilisation",
+    "load_sweep",
+    "sweep_lines",
+    "thin",
+    "tier_split",
+    "ttft_breakdown",
+]

@@ -1,0 +1,142 @@
+"""Figures of one comparison: where the time goes, how far KV travels, how full the network is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from kvroute.report.drawing import (
+    FAINT,
+    NO_TOKEN,
+    PART_COLOURS,
+    TIER_COLOURS,
+    grid,
+    look,
+    nothing,
+    panels,
+    percent,
+    policy_legend,
+    policy_rows,
+    style,
+)
+from kvroute.report.series import (
+    estimate,
+    of_policy,
+    policies_of,
+)
+from kvroute.report.tables import tier_means
+from kvroute.report.topology_figure import TIER_NAMES
+from kvroute.sim.metrics import Summary, Timeline
+
+SAMPLES_SHOWN = 150
+_PARTS = ("prefill_wait", "prefill", "transfer", "queue", "first_step")
+_PART_NAMES = ("wait for prefill", "prefill", "KV transfer", "wait for a decode slot", "first decode step")
+
+
+def tier_split(runs: Sequence[Summary]) -> Figure:
+    """Share of transfers by tier of the chosen path, a bar per policy, mean over seeds."""
+    policies = policies_of(runs)
+    means = [tier_means(of_policy(runs, policy)) for policy in policies]
+    tiers = sorted({name for some in means for name in some})
+    names = [TIER_NAMES[int(name)] for name in tiers]
+    values = [[some.get(name, 0.0) * 100 for name in tiers] for some in means]
+    colours = [TIER_COLOURS[int(name)] for name in tiers]
+    return _stacks(
+        policies, values, names, colours, "share of KV transfers, %", lambda value: f"{value:.0f}", "no transfer"
+    )
+
+
+def ttft_breakdown(runs: Sequence[Summary]) -> Figure:
+    """Mean seconds of each part of TTFT, a bar per policy, mean over seeds; the parts add up to the mean TTFT."""
+    policies = policies_of(runs)
+    values = []
+    for policy in policies:
+        known = [estimate(getattr(run.ttft_parts_s, part) for run in of_policy(runs, policy)) for part in _PARTS]
+        values.append([0.0 if each is None else each.mean * 1e3 for each in known])
+    return _stacks(policies, values, _PART_NAMES, PART_COLOURS, "mean TTFT, ms", _ms_text, NO_TOKEN, totals=True)
+
+
+def _ms_text(value: float) -> str:
+    return f"{value:,.3g}" if value < 100 else f"{value:,.0f}"
+
+
+def _stacks(
+    policies: Sequence[str],
+    values: Sequence[Sequence[float]],
+    names: Sequence[str],
+    colours: Sequence[str],
+    label: str,
+    text_of: Callable[[float], str],
+    empty: str,
+    *,
+    totals: bool = False,
+) -> Figure:
+    """Horizontal stacked bars, a row per policy; parts too thin for their number go without."""
+    with style():
+        figure, grid_axes = panels(1, 1, width=7.2, height=0.4 * max(len(policies), 1) + 0.75)
+        axes = grid_axes[0][0]
+        widest = max((sum(row) for row in values), default=0.0)
+        for row, parts in enumerate(values):
+            left = 0.0
+            for part, colour in zip(parts, colours, strict=True):
+                axes.barh(row, part, left=left, color=colour, height=0.7, edgecolor="white", linewidth=0.6)
+                if part > 0.06 * widest:
+                    axes.text(
+                        left + part / 2, row, text_of(part), ha="center", va="center", fontsize=7.5, color=_on(colour)
+                    )
+                left += part
+            if not left:
+                axes.text(0, row, f" {empty}", va="center", color=FAINT)
+            elif totals:
+                axes.text(left, row, f" {text_of(left)}", va="center", fontsize=8, fontweight="bold")
+        axes.set_xlim(0, widest * (1.1 if totals else 1) or 1)
+        policy_rows(axes, policies)
+        axes.set_xlabel(label)
+        if names:
+            figure.legend([Patch(color=colour) for colour in colours], list(names), loc="outside upper center", ncols=5)
+    return figure
+
+
+def _on(colour: str) -> str:
+    """Black or white, whichever is read more easily on the colour (Rec. 709 luma)."""
+    red, green, blue = (int(colour[place : place + 2], 16) for place in (1, 3, 5))
+    return "#111111" if 0.2126 * red + 0.7152 * green + 0.0722 * blue > 130 else "#fefefe"
+
+
+def link_utilisation(timelines: Mapping[str, Timeline]) -> Figure:
+    """Own traffic over time as a share of a tier's capacity, a panel per tier that carried any, a line per policy."""
+    tiers = sorted({tier for each in timelines.values() for tier, shares in each.tier.items() if any(shares)})
+    with style():
+        if not tiers:
+            return nothing(Figure(figsize=(7.2, 1.2)), "no transfer crossed the network")
+        figure, grid_axes = panels(len(tiers), 1, width=7.2, height=1.35)
+        for row, tier in enumerate(tiers):
+            axes = grid_axes[row][0]
+            highest = 0.0
+            for order, (policy, timeline) in enumerate(timelines.items()):
+                at_s, shares = thin(timeline.at_s, timeline.tier.get(tier, ()))
+                axes.plot(at_s, shares, color=look(policy).colour, linewidth=1.1, zorder=3 + order)
+                highest = max(highest, max(shares, default=0.0))
+            axes.set_ylim(0, highest * 1.1 or 1)
+            axes.margins(x=0.01)
+            axes.set_title(TIER_NAMES[int(tier)])
+            percent(axes.yaxis)
+            grid(axes)
+            if row < len(tiers) - 1:
+                axes.tick_params(labelbottom=False)
+        grid_axes[-1][0].set_xlabel("time, s")
+        figure.supylabel("capacity in use", fontsize=8.5)
+        policy_legend(figure, list(timelines), plain_lines=True)
+    return figure
+
+
+def thin(at_s: Sequence[float], shares: Sequence[float], most: int = SAMPLES_SHOWN) -> tuple[list[float], list[float]]:
+    """At most `most` samples: means of neighbours, equally many (but for the last), so the mean over time stays."""
+    count = min(len(at_s), len(shares))
+    stride = -(-count // most) if count else 1
+    starts = range(0, count, stride)
+    times = [float(np.mean(at_s[start : min(start + stride, count)])) for start in starts]
+    return times, [float(np.mean(shares[start : min(start + stride, count)])) for start in starts]

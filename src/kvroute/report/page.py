@@ -1,0 +1,74 @@
+"""Fills the HTML templates: one file per page, figures inline, nothing fetched, nothing scripted, text escaped."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+from matplotlib.figure import Figure
+
+from kvroute import __version__
+from kvroute.report.drawing import inline, save
+from kvroute.types import InputError
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A figure on a page: its file name, what it shows, and the inline SVG."""
+
+    name: str
+    caption: str
+    svg: Markup
+
+
+def picture(figure: Figure, out: Path, name: str, caption: str) -> Picture:
+    """Save the figure as PNG and SVG in `out`/figures and keep it for the page."""
+    text = save(figure, out / "figures", name)
+    return Picture(name, caption, Markup(inline(text, name, escape(caption))))  # our own SVG, label escaped
+
+
+def write_page(template: str, path: Path, **values: Any) -> Path:
+    """Render a template of this package into `path`.
+
+    Raises:
+        InputError: the path cannot be written.
+    """
+    environment = Environment(
+        loader=PackageLoader("kvroute.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    text = environment.get_template(template).render(version=__version__, **values)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(
+            f"cannot be written ({error.strerror})", where=str(path), mend="choose another folder"
+        ) from error
+    return path
+
+
+def parameters(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    """A nested configuration as (dotted name, text), in its own order."""
+    rows: list[tuple[str, str]] = []
+    for name, value in config.items():
+        if isinstance(value, Mapping) and value:
+            rows += parameters(value, f"{prefix}{name}.")
+        elif isinstance(value, float):
+            rows.append((prefix + name, f"{value:g}"))
+        elif isinstance(value, bool):
+            rows.append((prefix + name, "yes" if value else "no"))
+        elif isinstance(value, (list, tuple)):
+            rows.append((prefix + name, ", ".join(str(part) for part in value)))
+        else:
+            rows.append((prefix + name, str(value)))
+    return rows

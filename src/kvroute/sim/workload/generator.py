@@ -1,0 +1,194 @@
+"""A trace without a download: arrivals, lengths and shared prefixes drawn from published statistics, by seed.
+
+It repeats the distributions of Mooncake's conversation trace (FAST'25), not its rows.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right, insort
+from collections import deque
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from math import ceil, isfinite
+from operator import itemgetter
+from typing import NamedTuple
+
+import numpy as np
+
+from kvroute.sim.workload.trace import Trace, TracedRequest
+from kvroute.types import FloatArray, InputError, IntArray
+
+Quantiles = tuple[tuple[float, float], ...]
+"""(percent, value) ascending from 0 to 100; in between, interpolated on a logarithmic scale."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Statistics that a generated trace follows; the defaults are those of Mooncake's conversation trace."""
+
+    rate_per_s: float = 3.4
+    batch_every_s: float = 3.0
+    """Between batches at `rate_per_s`; another rate moves batches apart or together and leaves their sizes."""
+    batch_jitter_s: float = 0.001
+    """Each batch is late by 0 or by this."""
+    batch_drift: float = 0.1
+    """Coefficient of variation of the batches' expected size; sizes are Poisson around it."""
+    input_tokens: Quantiles = (
+        (0, 891), (1, 894), (5, 901), (10, 964), (15, 1_261), (20, 1_662), (25, 2_306), (30, 3_263), (40, 4_993),
+        (50, 6_909), (60, 9_570), (70, 13_196), (75, 15_367), (80, 17_869), (85, 21_464), (90, 27_367), (95, 39_550),
+        (97.5, 58_977), (99, 85_400), (99.5, 100_810), (99.9, 121_301), (100, 126_195),
+    )  # fmt: skip
+    output_tokens: Quantiles = (
+        (0, 1), (1, 3), (5, 10), (10, 24), (15, 46), (20, 100), (25, 156), (30, 213), (40, 291), (50, 350), (60, 399),
+        (70, 447), (75, 472), (80, 504), (85, 543), (90, 597), (95, 698), (97.5, 835), (99, 1_119), (99.5, 1_568),
+        (99.9, 2_000), (100, 2_000),
+    )  # fmt: skip
+    block_tokens: int = 512
+    system_blocks: int = 1
+    """First blocks that all prompts share: the system prompt."""
+    appended_tokens: Quantiles = ((0, 128), (5, 256), (25, 500), (50, 700), (75, 2_500), (95, 13_000), (100, 40_000))
+    """What a later turn of a conversation adds to the prompt before."""
+    kept_share: Quantiles = ((0, 0.05), (5, 0.2), (15, 1.0), (100, 1.0))
+    """How much of the prompt before comes first in the later one: less than all where somebody edits or branches."""
+    followup_share: tuple[tuple[int, float], ...] = (
+        (1_200, 0.05),
+        (2_560, 0.5),
+        (9_000, 0.56),
+        (16_000, 0.47),
+        (60_000, 0.46),
+    )
+    """(prompt tokens, probability) that a prompt of that length continues a conversation, where one is open."""
+    pause_s: Quantiles = ((0, 12), (5, 15), (25, 25), (50, 45), (75, 110), (95, 500), (100, 1_500))
+    """From a turn to the earliest next one."""
+    open_s: float = 200.0
+    """So long after its pause a conversation may go on; then it has ended."""
+
+
+MOONCAKE_CONVERSATION = Shape()
+
+
+def generate(
+    n: int | None = None,
+    *,
+    duration_s: float | None = None,
+    rate_per_s: float = MOONCAKE_CONVERSATION.rate_per_s,
+    seed: int,
+    shape: Shape = MOONCAKE_CONVERSATION,
+) -> Trace:
+    """`n` requests, or as many as arrive within `duration_s` seconds; the same arguments give an equal trace.
+
+    Requests arrive in batches of rate_per_s * batch_every_s on the mean, whatever `rate_per_s`. All prompts share a
+    system prompt; some continue a conversation and share what that had before; the rest of a prompt is unique.
+    Another rate is the same trace with other times, as with `rescale`.
+
+    Raises:
+        InputError: both or neither of `n` and `duration_s`, or one that is not positive; a rate that is not.
+    """
+    if (n is None) == (duration_s is None):
+        raise InputError("give either a number of requests or a duration", where="generate")
+    for name, number in (("n", n), ("duration_s", duration_s), ("rate_per_s", rate_per_s)):
+        if number is not None and not (isfinite(number) and number > 0):
+            raise InputError(f"{number} is not positive", where=name, mend="give more than 0")
+    if seed < 0:
+        raise InputError(f"{seed} is no seed", where="seed", mend="give 0 or more")
+    draw = np.random.default_rng(seed)
+    stretch = shape.rate_per_s / rate_per_s
+    at_s = _arrivals(draw, n, None if duration_s is None else duration_s / stretch, shape)
+    inputs = np.rint(_draw(draw, shape.input_tokens, len(at_s))).astype(np.int64)
+    outputs = np.rint(_draw(draw, shape.output_tokens, len(at_s))).astype(np.int64)
+    chains = _chains(draw, at_s, inputs, shape)
+    rows = zip((at_s * stretch).tolist(), inputs.tolist(), outputs.tolist(), chains, strict=True)
+    return Trace(f"generated-{seed}", tuple(TracedRequest(*row, shape.block_tokens) for row in rows))
+
+
+def _arrivals(draw: np.random.Generator, n: int | None, duration_s: float | None, shape: Shape) -> FloatArray:
+    """Ascending arrival times at the shape's own rate, the first one at 0.
+
+    Given their number, Poisson sizes are a multinomial draw: every request picks its batch.
+    """
+    if duration_s is None:
+        assert n is not None
+        batches = max(1, round(n / (shape.rate_per_s * shape.batch_every_s)))
+    else:
+        batches = max(1, ceil(duration_s / shape.batch_every_s))
+        n = max(1, int(draw.poisson(shape.rate_per_s * shape.batch_every_s * batches)))
+    weights = draw.gamma(1 / shape.batch_drift**2, size=batches)
+    sizes = draw.multinomial(n, weights / weights.sum())
+    # Whole jitters, divided once, are exact decimals: a trace at its own rate is on whole milliseconds.
+    per_s = round(1 / shape.batch_jitter_s)
+    ticks = np.arange(batches) * round(shape.batch_every_s * per_s) + draw.integers(2, size=batches)
+    at_ticks = np.repeat(ticks, sizes)
+    return np.asarray((at_ticks - at_ticks[0]) / per_s, dtype=np.float64)
+
+
+def _draw(draw: np.random.Generator, quantiles: Quantiles, size: int) -> FloatArray:
+    """Inverse of the cumulative distribution through the quantiles at uniform percentages."""
+    percent, value = zip(*quantiles, strict=True)
+    return np.asarray(np.exp(np.interp(draw.random(size) * 100, percent, np.log(value))), dtype=np.float64)
+
+
+class _Turn(NamedTuple):
+    """The last prompt of a conversation; ordered by length, then by age."""
+
+    input_tokens: int
+    number: int
+    chain: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class _Conversations:
+    """Last turns that somebody may continue: first they pause, then they are open, then they end or are resumed."""
+
+    open_s: float
+    _pausing: list[tuple[float, _Turn]] = field(default_factory=list)
+    _open: list[_Turn] = field(default_factory=list)
+    _ending: deque[tuple[float, _Turn]] = field(default_factory=deque)
+
+    def add(self, ready_s: float, turn: _Turn) -> None:
+        heappush(self._pausing, (ready_s, turn))
+
+    def advance(self, now_s: float) -> None:
+        """Open what has paused long enough, end what nobody continued."""
+        while self._pausing and self._pausing[0][0] <= now_s:
+            ready_s, turn = heappop(self._pausing)
+            insort(self._open, turn)
+            self._ending.append((ready_s + self.open_s, turn))
+        while self._ending and self._ending[0][0] < now_s:
+            _, turn = self._ending.popleft()
+            position = bisect_left(self._open, turn)
+            if self._open[position : position + 1] == [turn]:
+                del self._open[position]
+
+    def resume(self, input_tokens: int) -> _Turn | None:
+        """The longest open turn of at most `input_tokens`, which is open no more."""
+        position = bisect_right(self._open, input_tokens, key=itemgetter(0))
+        return self._open.pop(position - 1) if position else None
+
+
+def _chains(draw: np.random.Generator, at_s: FloatArray, inputs: IntArray, shape: Shape) -> list[tuple[int, ...]]:
+    """Block ids of every prompt, its last block partial as in Mooncake's traces; new ids count upwards."""
+    size = len(at_s)
+    length_at, share_at = zip(*shape.followup_share, strict=True)
+    follows = draw.random(size) < np.interp(inputs, length_at, share_at)
+    appended = np.rint(_draw(draw, shape.appended_tokens, size)).astype(np.int64)
+    kept = _draw(draw, shape.kept_share, size)
+    ready_s = at_s + _draw(draw, shape.pause_s, size)
+    conversations = _Conversations(shape.open_s)
+    unused = shape.system_blocks
+    chains: list[tuple[int, ...]] = []
+    columns = (at_s, inputs, follows, appended, kept, ready_s)
+    for now_s, tokens, is_followup, more, share, ready in zip(*(column.tolist() for column in columns), strict=True):
+        conversations.advance(now_s)
+        before = conversations.resume(tokens - more) if is_followup else None
+        due = -(-tokens // shape.block_tokens)
+        known = _kept(before, share, shape) if before else tuple(range(min(shape.system_blocks, due)))
+        chain = (*known, *range(unused, unused + due - len(known)))
+        unused += due - len(known)
+        conversations.add(ready, _Turn(tokens, len(chains), chain))
+        chains.append(chain)
+    return chains
+
+
+def _kept(turn: _Turn, share: float, shape: Shape) -> tuple[int, ...]:
+    """Full blocks of the first `share` of a prompt, the system prompt always among them."""
+    return turn.chain[: max(int(share * turn.input_tokens) // shape.block_tokens, shape.system_blocks)]

@@ -1,0 +1,91 @@
+"""Lines of a plain, zstd or gzip file, told apart by their first octets; a cut-off or damaged file is wrong input."""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import zstandard
+
+from kvroute.types import InputError
+
+_ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
+_GZIP_MAGIC = b"\x1f\x8b"
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_CHUNK_BYTES = 1 << 20
+_LINE_MAX_BYTES = 1 << 26
+"""A longer line is no line of a trace but a file of another kind."""
+
+
+def lines_of(path: Path) -> Iterator[bytes]:
+    """Lines without their ends (LF or CRLF) and without a byte order mark, lazily.
+
+    Raises:
+        InputError: the file is missing, unreadable, damaged or cut off, or has a line of more than 64 MiB.
+    """
+    try:
+        with path.open("rb") as file:
+            yield from _lines(_chunks(file), path)
+    except OSError as error:
+        raise InputError(f"cannot be read ({error.strerror or error})", where=str(path)) from None
+    except (zstandard.ZstdError, EOFError, zlib.error) as error:
+        raise InputError(
+            f"the compressed data are damaged or cut off ({error})", where=str(path), mend="fetch the file again"
+        ) from None
+
+
+def write_octets(path: Path, octets: bytes) -> None:
+    """Write a file, compressed as the end of its name says; equal octets give equal files."""
+    if path.suffix == ".zst":
+        octets = zstandard.ZstdCompressor(level=9).compress(octets)
+    elif path.suffix == ".gz":
+        octets = gzip.compress(octets, mtime=0)
+    try:
+        path.write_bytes(octets)
+    except OSError as error:
+        raise InputError(f"cannot be written ({error.strerror or error})", where=str(path)) from None
+
+
+def _chunks(file: BinaryIO) -> Iterator[bytes]:
+    magic = file.read(4)
+    file.seek(0)
+    if magic == _ZSTD_MAGIC:
+        return _zstd(file)
+    if magic[:2] == _GZIP_MAGIC:
+        unpacked = gzip.GzipFile(fileobj=file)
+        return iter(lambda: unpacked.read(_CHUNK_BYTES), b"")
+    return iter(lambda: file.read(_CHUNK_BYTES), b"")
+
+
+def _zstd(file: BinaryIO) -> Iterator[bytes]:
+    """The library's own reader takes a cut-off frame for the end of the file; this one does not."""
+    frame = None
+    while packed := file.read(_CHUNK_BYTES):
+        while packed:
+            frame = frame or zstandard.ZstdDecompressor().decompressobj()
+            yield frame.decompress(packed)
+            packed = frame.unused_data if frame.eof else b""
+            frame = None if frame.eof else frame
+    if frame is not None:
+        raise EOFError("the last frame is not complete")
+
+
+def _lines(chunks: Iterable[bytes], path: Path) -> Iterator[bytes]:
+    rest, number = b"", 0
+    for chunk in chunks:
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            number += 1
+            yield _trimmed(line, number)
+        if len(rest) > _LINE_MAX_BYTES:
+            raise InputError("a line of more than 64 MiB", where=f"{path}:{number + 1}", mend="give a trace")
+    if rest:
+        yield _trimmed(rest, number + 1)
+
+
+def _trimmed(line: bytes, number: int) -> bytes:
+    line = line.removesuffix(b"\r")
+    return line.removeprefix(_BYTE_ORDER_MARK) if number == 1 else line

@@ -1,0 +1,32 @@
+"""The three kinds of load that NetKV VI-A tells apart by prompt length; which prefixes they share is drawn elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvroute.sim.workload.shaping import filter_lengths
+from kvroute.sim.workload.trace import Trace
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Bounds of the prompt, inclusive, and what NetKV fixes for this kind of load."""
+
+    min_tokens: int
+    max_tokens: int | None
+    p_share: float
+    """Probability that a request shares its prefix, for `share_prefixes`."""
+    ttft_slo_s: float
+    """A good request has its first token in so many seconds."""
+
+
+PROFILES = {
+    "chatbot": Profile(min_tokens=1, max_tokens=8_192, p_share=0.3, ttft_slo_s=2.0),
+    "rag": Profile(min_tokens=4_096, max_tokens=65_536, p_share=0.7, ttft_slo_s=5.0),
+    "long-context": Profile(min_tokens=16_385, max_tokens=None, p_share=0.1, ttft_slo_s=10.0),
+}
+
+
+def apply_profile(trace: Trace, profile: Profile) -> Trace:
+    """The requests whose prompts fit; lengths, times and prefixes stay. InputError where none fits."""
+    return filter_lengths(trace, profile.min_tokens, profile.max_tokens)

@@ -1,0 +1,241 @@
+"""Trace files to traces and back: Mooncake JSON lines and Azure LLM CSV, told apart by content, not by file name.
+
+A broken line is an error that names file, line and field; it is left out only where the caller says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
+from math import isfinite
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from kvroute.sim.workload.octets import lines_of, write_octets
+from kvroute.sim.workload.trace import Trace, TracedRequest
+from kvroute.types import InputError, InputErrors
+
+MOONCAKE_BLOCK_TOKENS = 512
+"""Tokens behind one of Mooncake's hash_ids."""
+UNKNOWN_BLOCK_TOKENS = 16
+"""Block size of requests whose content is unknown (vLLM's default)."""
+
+_SHOWN_FAULTS = 10
+_LONGEST_TOKENS = 100_000_000
+_LATEST_S = 1e7
+"""Later first arrivals are taken for times of day: no trace begins months after its own start."""
+_BLOCK_LIMIT = 1 << 64
+_AZURE_COLUMNS = ("timestamp", "contexttokens", "generatedtokens")
+_CONTENT_MEND = "give Mooncake JSON lines or an Azure LLM CSV (TIMESTAMP,ContextTokens,GeneratedTokens)"
+
+Parse = Callable[[bytes], TracedRequest]
+"""One line to one request; ValueError tells what is wrong with it."""
+
+
+class _MooncakeLine(msgspec.Struct, kw_only=True):
+    """Mooncake's four keys, and three of ours for what these cannot say."""
+
+    timestamp: Annotated[float, msgspec.Meta(ge=0)]
+    """Milliseconds since the trace began."""
+    input_length: Annotated[int, msgspec.Meta(ge=1, le=_LONGEST_TOKENS)]
+    output_length: Annotated[int, msgspec.Meta(ge=0, le=_LONGEST_TOKENS)]
+    hash_ids: tuple[Annotated[int, msgspec.Meta(ge=0)], ...] = ()
+    at_s: Annotated[float, msgspec.Meta(ge=0)] | None = None
+    """The exact time where it is no whole number of milliseconds."""
+    block_tokens: Annotated[int, msgspec.Meta(ge=1, le=_LONGEST_TOKENS)] | None = None
+    group: Annotated[int, msgspec.Meta(ge=0)] | None = None
+
+
+def read(
+    path: str | Path,
+    *,
+    skip_bad: bool = False,
+    on_skip: Callable[[InputError], None] = lambda fault: None,
+    block_tokens: int = MOONCAKE_BLOCK_TOKENS,
+) -> Trace:
+    """The requests of a trace file, plain or compressed (zstd, gzip), ascending by time.
+
+    Requests out of order are sorted, equal times in file order; Azure's times of day count from the first request.
+    `block_tokens` is the size behind hash_ids unless a line gives its own. With `skip_bad`, broken lines are left
+    out, told to `on_skip` and counted in the trace's remarks, as is sorting.
+
+    Raises:
+        InputError: a file that cannot be read, is no trace or holds no request; InputErrors for broken lines,
+            the first ten of them, each with file, line and field.
+    """
+    path = Path(path)
+    if block_tokens < 1:
+        raise InputError(f"a block of {block_tokens} tokens", where="block_tokens", mend="give 1 or more")
+    rows = ((number, line) for number, line in enumerate(lines_of(path), 1) if line.strip())
+    first = next(rows, None)
+    if first is None:
+        raise InputError("the file is empty", where=str(path), mend=_CONTENT_MEND)
+    parse, rows = _format(path, first, rows, block_tokens)
+    requests: list[TracedRequest] = []
+    faults: list[InputError] = []
+    bad_lines = 0
+    for number, line in rows:
+        try:
+            requests.append(parse(line))
+        except ValueError as error:
+            fault = InputError(str(error), where=f"{path}:{number}")
+            bad_lines += 1
+            if skip_bad:
+                on_skip(fault)
+            if len(faults) < _SHOWN_FAULTS:
+                faults.append(fault)
+            elif not skip_bad:
+                break
+    if faults and not skip_bad:
+        raise InputErrors(faults)
+    if not requests:
+        raise InputError("the file holds no request", where=str(path), mend=_CONTENT_MEND)
+    return _in_order(_name(path), requests, bad_lines)
+
+
+def write(trace: Trace, path: str | Path) -> None:
+    """Mooncake JSON lines; a name that ends in .zst or .gz compresses. `read` gives equal requests back.
+
+    Lines hold Mooncake's four keys; only where these lose something, `at_s`, `block_tokens` and `group` are added,
+    which Mooncake's own readers ignore.
+
+    Raises:
+        InputError: a name that does not end in .jsonl, .jsonl.zst or .jsonl.gz, or a file that cannot be written.
+    """
+    path = Path(path)
+    if not path.name.endswith((".jsonl", ".jsonl.zst", ".jsonl.gz")):
+        mend = "name it .jsonl, .jsonl.zst or .jsonl.gz"
+        raise InputError("a trace is written as JSON lines, which this name does not say", where=str(path), mend=mend)
+    encode = msgspec.json.Encoder().encode
+    write_octets(path, b"".join(encode(_mooncake_keys(request)) + b"\n" for request in trace.requests))
+
+
+def _mooncake_keys(request: TracedRequest) -> dict[str, object]:
+    milliseconds = round(request.at_s * 1e3)
+    keys: dict[str, object] = {
+        "timestamp": milliseconds,
+        "input_length": request.input_tokens,
+        "output_length": request.output_tokens,
+        "hash_ids": request.blocks,
+    }
+    if milliseconds / 1e3 != request.at_s:
+        keys["at_s"] = request.at_s
+    if request.block_tokens != (MOONCAKE_BLOCK_TOKENS if request.blocks else UNKNOWN_BLOCK_TOKENS):
+        keys["block_tokens"] = request.block_tokens
+    if request.group is not None:
+        keys["group"] = request.group
+    return keys
+
+
+def _format(
+    path: Path, first: tuple[int, bytes], rows: Iterator[tuple[int, bytes]], block_tokens: int
+) -> tuple[Parse, Iterator[tuple[int, bytes]]]:
+    """How to parse a line, and the lines to parse: the first one is a header or a request."""
+    number, line = first
+    if line.lstrip().startswith(b"{"):
+        return _mooncake(block_tokens), _chain(first, rows)
+    columns = [column.strip().strip('"').lower() for column in line.decode("utf-8", "replace").split(",")]
+    if set(_AZURE_COLUMNS) <= set(columns):
+        return _azure(columns), rows
+    what = "neither a JSON object nor an Azure header"
+    if line.lstrip().startswith(b"["):
+        what = "a JSON array, where one object per line is needed"
+    raise InputError(f"the first line is {what}", where=f"{path}:{number}", mend=_CONTENT_MEND)
+
+
+def _chain(first: tuple[int, bytes], rows: Iterator[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
+    yield first
+    yield from rows
+
+
+def _mooncake(block_tokens: int) -> Parse:
+    decode = msgspec.json.Decoder(_MooncakeLine).decode
+
+    def parse(line: bytes) -> TracedRequest:
+        try:
+            row = decode(line)
+        except msgspec.ValidationError as error:
+            raise ValueError(_field_first(str(error))) from None
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise ValueError(f"no JSON object ({error})") from None
+        size = row.block_tokens or (block_tokens if row.hash_ids else UNKNOWN_BLOCK_TOKENS)
+        _check_blocks(row, size)
+        at_s = row.timestamp / 1e3 if row.at_s is None else row.at_s
+        return TracedRequest(at_s, row.input_length, row.output_length, row.hash_ids, size, row.group)
+
+    return parse
+
+
+def _field_first(text: str) -> str:
+    """msgspec says "Expected `int` >= 1 - at `$.input_length`"; the field comes first here."""
+    what, _, place = text.partition(" - at `$.")
+    what = what.replace("Expected", "expected", 1) if place else text
+    return f"field {place.rstrip('`')}: {what}" if place else what
+
+
+def _check_blocks(row: _MooncakeLine, block_tokens: int) -> None:
+    count, full = len(row.hash_ids), row.input_length // block_tokens
+    if not count:
+        return
+    if count != full and count != -(-row.input_length // block_tokens):
+        raise ValueError(
+            f"field hash_ids: {count} ids for {row.input_length} tokens in blocks of {block_tokens}, "
+            f"where {-(-row.input_length // block_tokens)} are due"
+        )
+    if max(row.hash_ids) >= _BLOCK_LIMIT:
+        raise ValueError("field hash_ids: an id beyond 64 bits")
+
+
+def _azure(columns: Sequence[str]) -> Parse:
+    time, context, generated = (columns.index(name) for name in _AZURE_COLUMNS)
+
+    def parse(line: bytes) -> TracedRequest:
+        fields = [text.strip().strip('"') for text in line.decode("utf-8", "replace").split(",")]
+        if len(fields) != len(columns):
+            raise ValueError(f"{len(fields)} fields where the header has {len(columns)}")
+        at_s = _time_of_day_s(fields[time])
+        input_tokens = _count(fields[context], "ContextTokens", least=1)
+        output_tokens = _count(fields[generated], "GeneratedTokens", least=0)
+        return TracedRequest(at_s, input_tokens, output_tokens, (), UNKNOWN_BLOCK_TOKENS)
+
+    return parse
+
+
+def _time_of_day_s(text: str) -> float:
+    """Seconds since 1970 of "2023-11-16 18:17:03.9799600" (2023) or "2024-05-10 00:00:00.009930+00:00" (2024)."""
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        raise ValueError(f"field TIMESTAMP: {text[:40]!r} is no date and time") from None
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+
+
+def _count(text: str, name: str, *, least: int) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) <= 9 and least <= int(text) <= _LONGEST_TOKENS):
+        raise ValueError(f"field {name}: {text[:40]!r} is no whole number from {least} to {_LONGEST_TOKENS}")
+    return int(text)
+
+
+def _in_order(name: str, requests: list[TracedRequest], bad_lines: int) -> Trace:
+    remarks = []
+    if bad_lines:
+        remarks.append(f"{bad_lines} broken line{'s' if bad_lines > 1 else ''} left out")
+    backwards = sum(b.at_s < a.at_s for a, b in zip(requests, requests[1:], strict=False))
+    if backwards:
+        remarks.append(f"time went backwards {backwards} times; requests are sorted by arrival")
+        requests.sort(key=lambda request: request.at_s)
+    first_s = requests[0].at_s
+    if not 0 <= first_s <= _LATEST_S:
+        # Six digits: a double that counts microseconds since 1970 has no more.
+        requests = [msgspec.structs.replace(r, at_s=round(r.at_s - first_s, 6)) for r in requests]
+    assert all(isfinite(request.at_s) for request in requests)
+    return Trace(name, tuple(requests), tuple(remarks))
+
+
+def _name(path: Path) -> str:
+    name = path.name
+    for ending in (".zst", ".gz", ".jsonl", ".json", ".csv"):
+        name = name.removesuffix(ending)
+    return name or path.name

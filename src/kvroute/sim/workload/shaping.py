@@ -1,0 +1,137 @@
+"""Traces from traces: another rate, a slice, other lengths, drawn prefixes; the trace that goes in is never changed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import isfinite
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvroute.sim.workload.trace import Trace, TracedRequest
+from kvroute.types import InputError, IntArray
+
+_OWNER_BITS = 24
+"""Ids leave room for 2^24 blocks of one owner (a group or a request): longer than any prompt."""
+
+
+def rescale(trace: Trace, rate_per_s: float) -> Trace:
+    """Every arrival time times one factor, so that requests / duration is `rate_per_s` (NetKV VI-A).
+
+    Batches stay whole and move closer together or further apart.
+
+    Raises:
+        InputError: a rate that is not positive and finite, or a trace whose requests all arrive at one time.
+    """
+    if not (isfinite(rate_per_s) and rate_per_s > 0):
+        raise InputError(f"a rate of {rate_per_s} requests per second", where="rate_per_s", mend="give more than 0")
+    if not trace.rate_per_s:
+        raise InputError(
+            f"{len(trace.requests)} requests that arrive at one time have no rate to change",
+            where=trace.name,
+            mend="take more requests",
+        )
+    factor = trace.rate_per_s / rate_per_s
+    return _mapped(trace, [msgspec.structs.replace(request, at_s=request.at_s * factor) for request in trace.requests])
+
+
+def window(trace: Trace, from_s: float, to_s: float) -> Trace:
+    """Requests with from_s <= at_s < to_s; their times count from `from_s`. May be empty; windows partition a trace."""
+    if not (isfinite(from_s) and from_s <= to_s):
+        raise InputError(f"a window from {from_s} s to {to_s} s", where="window", mend="let it end after it begins")
+    inside = [request for request in trace.requests if from_s <= request.at_s < to_s]
+    return _mapped(trace, [msgspec.structs.replace(request, at_s=request.at_s - from_s) for request in inside])
+
+
+def take(trace: Trace, n: int) -> Trace:
+    """The first `n` requests, all of them where there are fewer."""
+    if n < 0:
+        raise InputError(f"{n} requests", where="take", mend="give 0 or more")
+    return _mapped(trace, list(trace.requests[:n]))
+
+
+def filter_lengths(trace: Trace, low: int, high: int | None = None) -> Trace:
+    """Requests with low <= input_tokens <= high (None: no bound); InputError where none is left."""
+    kept = [r for r in trace.requests if low <= r.input_tokens and (high is None or r.input_tokens <= high)]
+    if not kept:
+        span = f"{low} tokens or more" if high is None else f"{low} to {high} tokens"
+        raise InputError(f"no request has a prompt of {span}", where=trace.name, mend="take a longer or another trace")
+    return _mapped(trace, kept)
+
+
+def with_lengths(trace: Trace, *, input_tokens: int | None = None, output_tokens: int | None = None) -> Trace:
+    """The same arrivals with one length for every prompt, every answer or both.
+
+    A shorter prompt keeps its first blocks; a longer one keeps its full blocks and gets new ones that nobody shares.
+    """
+    for name, tokens, least in (("input_tokens", input_tokens, 1), ("output_tokens", output_tokens, 0)):
+        if tokens is not None and tokens < least:
+            raise InputError(f"a length of {tokens} tokens", where=name, mend=f"give {least} or more")
+    resized = []
+    for owner, request in enumerate(trace.requests):
+        prompt = request.input_tokens if input_tokens is None else input_tokens
+        answer = request.output_tokens if output_tokens is None else output_tokens
+        blocks = _resized(request, prompt, owner)
+        resized.append(msgspec.structs.replace(request, input_tokens=prompt, output_tokens=answer, blocks=blocks))
+    return _mapped(trace, resized)
+
+
+def share_prefixes(
+    trace: Trace, p_share: float, *, groups: int = 40, shared: float = 0.5, block_tokens: int = 16, seed: int
+) -> Trace:
+    """Prefixes drawn by group in place of the trace's own, our reading of NetKV's p_share (VI-A leaves it open).
+
+    With probability `p_share` a request belongs to one of `groups` equally likely groups. Members share the first
+    floor(shared * input_tokens / block_tokens) blocks with their group, as far as both prompts reach; every other
+    block is unique. Only full blocks of `block_tokens` count. Lengths and times stay. With the same seed, a larger
+    `p_share` adds members and moves none.
+
+    Raises:
+        InputError: a share outside [0, 1], less than one group or token, a negative seed.
+    """
+    for name, share in (("p_share", p_share), ("shared", shared)):
+        if not 0 <= share <= 1:
+            raise InputError(f"{share} is no share", where=name, mend="give 0 to 1")
+    for name, count, least in (("groups", groups, 1), ("block_tokens", block_tokens, 1), ("seed", seed, 0)):
+        if count < least:
+            raise InputError(f"{count} is too small", where=name, mend=f"give {least} or more")
+    draw = np.random.default_rng(seed)
+    member = draw.random(len(trace.requests)) < p_share
+    group_of = draw.integers(groups, size=len(trace.requests))
+    grouped = []
+    for number, request in enumerate(trace.requests):
+        group = int(group_of[number]) if member[number] else None
+        full = request.input_tokens // block_tokens
+        common = min(int(shared * request.input_tokens / block_tokens), full) if group is not None else 0
+        chain = [] if group is None else _ids(group, 0, common, seed)
+        chain += _ids(groups + number, common, full, seed)
+        grouped.append(msgspec.structs.replace(request, blocks=tuple(chain), block_tokens=block_tokens, group=group))
+    return _mapped(trace, grouped)
+
+
+def _mapped(trace: Trace, requests: list[TracedRequest]) -> Trace:
+    return replace(trace, requests=tuple(requests))
+
+
+def _resized(request: TracedRequest, input_tokens: int, owner: int) -> tuple[int, ...]:
+    if not request.blocks or input_tokens == request.input_tokens:
+        return request.blocks
+    full, due = request.input_tokens // request.block_tokens, -(-input_tokens // request.block_tokens)
+    if input_tokens < request.input_tokens:
+        return request.blocks[:due]
+    return request.blocks[:full] + tuple(_ids(owner, full, due, 0))
+
+
+def _ids(owner: int, start: int, stop: int, seed: int) -> list[int]:
+    """Ids of an owner's blocks start..stop-1: 64-bit numbers that look like hashes.
+
+    All are distinct for distinct (owner, position): the mix is a bijection (splitmix64's finaliser).
+    """
+    positions: IntArray = np.arange(start, stop, dtype=np.int64)
+    mixed: npt.NDArray[np.uint64] = positions.astype(np.uint64) + np.uint64(owner << _OWNER_BITS)
+    mixed += np.uint64((seed + 1) * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    ids: list[int] = (mixed ^ (mixed >> np.uint64(31))).tolist()
+    return ids

@@ -1,0 +1,162 @@
+"""Requests in the order they arrive, and what can be said of them in numbers; it neither reads files nor draws."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import msgspec
+import numpy as np
+
+from kvroute.types import FloatArray, IntArray
+
+
+class TracedRequest(msgspec.Struct, frozen=True):
+    """One request of a trace: when it arrives, how long prompt and answer are, which prefix blocks its prompt has."""
+
+    at_s: float
+    input_tokens: int
+    """1 or more."""
+    output_tokens: int
+    """0 or more; a router does not know it beforehand."""
+    blocks: tuple[int, ...]
+    """Equal ids mean equal prompts up to and including that block; empty: nothing is known of the content.
+
+    As in Mooncake's traces the last block may be a partial one: ceil or floor of input_tokens / block_tokens ids.
+    """
+    block_tokens: int
+    group: int | None = None
+    """Number of the group that the request shares a prefix with, where `share_prefixes` drew one."""
+
+
+class LengthStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens of prompts or of answers; percentiles are interpolated linearly."""
+
+    mean: float
+    min: int
+    p5: float
+    p25: float
+    p50: float
+    p75: float
+    p90: float
+    p95: float
+    p99: float
+    max: int
+
+
+class TraceStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """A trace in numbers. Shares are in [0, 1]; reuse is what an infinite cache of prefixes would find."""
+
+    name: str
+    requests: int
+    duration_s: float
+    rate_per_s: float
+    input_tokens: LengthStatistics | None
+    """None for a trace without requests, as the next one."""
+    output_tokens: LengthStatistics | None
+    distinct_arrivals: int
+    batch_mean: float
+    """Requests that arrive at the very same time, mean over arrival times."""
+    batch_p95: float
+    batch_max: int
+    gap_p50_s: float
+    """Between different arrival times."""
+    gap_cv: float
+    """Coefficient of variation of all inter-arrival times, zeros included: 1 for a Poisson process."""
+    block_tokens: int
+    """Largest of the trace; 0 where no request has blocks."""
+    blocks: int
+    unique_blocks: int
+    reused_block_share: float
+    """Blocks of the longest prefix seen before, among all blocks."""
+    reused_token_share: float
+    """Tokens of that prefix, among all input tokens."""
+    reusing_request_share: float
+    """Requests with one such block or more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Requests ascending by arrival time; those of one time keep the order of their source."""
+
+    name: str
+    requests: tuple[TracedRequest, ...]
+    remarks: tuple[str, ...] = field(default=(), compare=False)
+    """What reading had to put right, in sentences for the user."""
+
+    def __post_init__(self) -> None:
+        assert all(a.at_s <= b.at_s for a, b in pairwise(self.requests)), "requests ascend by time"
+
+    @property
+    def duration_s(self) -> float:
+        """From the first arrival to the last one; 0 for less than two requests."""
+        return self.requests[-1].at_s - self.requests[0].at_s if self.requests else 0.0
+
+    @property
+    def rate_per_s(self) -> float:
+        """Requests / duration_s; 0 where all arrive at one time, for such a trace has no rate."""
+        return len(self.requests) / self.duration_s if self.duration_s else 0.0
+
+    def statistics(self) -> TraceStatistics:
+        """Counts, quantiles, batches and reuse; zeros where there is nothing to count."""
+        at_s = np.array([request.at_s for request in self.requests])
+        times, batches = np.unique(at_s, return_counts=True)
+        reuse = _Reuse.of(self.requests)
+        return TraceStatistics(
+            name=self.name,
+            requests=len(self.requests),
+            duration_s=self.duration_s,
+            rate_per_s=self.rate_per_s,
+            input_tokens=_lengths(np.array([request.input_tokens for request in self.requests], dtype=np.int64)),
+            output_tokens=_lengths(np.array([request.output_tokens for request in self.requests], dtype=np.int64)),
+            distinct_arrivals=len(times),
+            batch_mean=float(batches.mean()) if len(batches) else 0.0,
+            batch_p95=float(np.percentile(batches, 95)) if len(batches) else 0.0,
+            batch_max=int(batches.max(initial=0)),
+            gap_p50_s=float(np.median(np.diff(times))) if len(times) > 1 else 0.0,
+            gap_cv=_variation(np.diff(at_s)),
+            block_tokens=max((request.block_tokens for request in self.requests if request.blocks), default=0),
+            blocks=reuse.blocks,
+            unique_blocks=reuse.unique_blocks,
+            reused_block_share=reuse.reused_blocks / max(reuse.blocks, 1),
+            reused_token_share=reuse.reused_tokens / max(sum(request.input_tokens for request in self.requests), 1),
+            reusing_request_share=reuse.requests / max(len(self.requests), 1),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Reuse:
+    blocks: int
+    unique_blocks: int
+    reused_blocks: int
+    reused_tokens: int
+    requests: int
+
+    @classmethod
+    def of(cls, requests: Sequence[TracedRequest]) -> _Reuse:
+        seen: set[int] = set()
+        blocks = reused_blocks = reused_tokens = reusing = 0
+        for request in requests:
+            hit = next((depth for depth, block in enumerate(request.blocks) if block not in seen), len(request.blocks))
+            seen.update(request.blocks)
+            blocks += len(request.blocks)
+            reused_blocks += hit
+            reused_tokens += min(hit * request.block_tokens, request.input_tokens)
+            reusing += hit > 0
+        return cls(blocks, len(seen), reused_blocks, reused_tokens, reusing)
+
+
+def _lengths(tokens: IntArray) -> LengthStatistics | None:
+    if not len(tokens):
+        return None
+    p5, p25, p50, p75, p90, p95, p99 = np.percentile(tokens, [5, 25, 50, 75, 90, 95, 99]).tolist()
+    return LengthStatistics(
+        mean=float(tokens.mean()), min=int(tokens.min()), max=int(tokens.max()),
+        p5=p5, p25=p25, p50=p50, p75=p75, p90=p90, p95=p95, p99=p99,
+    )  # fmt: skip
+
+
+def _variation(gaps_s: FloatArray) -> float:
+    mean_s = float(gaps_s.mean()) if len(gaps_s) else 0.0
+    return float(gaps_s.std()) / mean_s if mean_s > 0 else 0.0

@@ -1,0 +1,171 @@
+"""Seconds of a prefill and of decode iterations, from a spec; plain floats, because simulators ask very often."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol
+
+from kvroute.types import (
+    DecodeSpec,
+    InputError,
+    LinearPrefill,
+    PiecewisePrefill,
+    PrefillSpec,
+    QuadraticPrefill,
+    TimingSpec,
+)
+
+TIMINGS: dict[str, TimingSpec] = {
+    "h100-llama-3-70b-tp4": TimingSpec(
+        prefill=LinearPrefill(per_token_s=90e-6, base_s=20e-3),
+        decode=DecodeSpec(base_s=12.5e-3, per_request_s=0.1e-3),
+    ),
+}
+"""Defaults to start with, in the range that NetKV VI-A fits for Llama-3-70B on four H100; profile your own engine."""
+
+
+class PrefillTime(Protocol):
+    """How long one prompt takes on an instance that computes nothing else."""
+
+    def seconds(self, tokens: int, cached_tokens: int = 0) -> float:
+        """Seconds to compute the tokens after the first `cached_tokens`; the base is paid whatever is cached."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Linear:
+    per_token_s: float
+    base_s: float
+
+    def seconds(self, tokens: int, cached_tokens: int = 0) -> float:
+        return self.base_s + self.per_token_s * max(tokens - cached_tokens, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Quadratic:
+    base_s: float
+    per_token_s: float
+    per_token2_s: float
+
+    def seconds(self, tokens: int, cached_tokens: int = 0) -> float:
+        if cached_tokens >= tokens:
+            return self.base_s
+        linear_s = self.per_token_s * (tokens - cached_tokens)
+        return self.base_s + linear_s + self.per_token2_s * (tokens * tokens - cached_tokens * cached_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class _Piecewise:
+    tokens: tuple[int, ...]
+    points_s: tuple[float, ...]
+    slopes_s: tuple[float, ...]
+    base_s: float
+
+    def curve_s(self, tokens: int) -> float:
+        segment = min(max(bisect_right(self.tokens, tokens) - 1, 0), len(self.slopes_s) - 1)
+        return max(self.points_s[segment] + self.slopes_s[segment] * (tokens - self.tokens[segment]), 0.0)
+
+    def seconds(self, tokens: int, cached_tokens: int = 0) -> float:
+        if cached_tokens <= 0:
+            return self.curve_s(tokens)
+        if cached_tokens >= tokens:
+            return self.base_s
+        return self.curve_s(tokens) - self.curve_s(cached_tokens) + self.base_s
+
+
+def prefill_time(spec: PrefillSpec) -> PrefillTime:
+    """The function of a spec.
+
+    With l tokens of which c are cached: linear gives base + per_token * (l - c). Quadratic and piecewise give
+    T(l) - T(c) + T(0): the new tokens also attend to the cached ones, so they cost what they cost at the end of a full
+    prompt. A piecewise T is prolonged with its first and last slope and never negative.
+
+    Raises:
+        InputError: a coefficient is negative or not finite; points are fewer than 2, do not ascend, or fall in time.
+    """
+    match spec:
+        case LinearPrefill(per_token_s=per_token_s, base_s=base_s):
+            _check("prefill", per_token=per_token_s, base=base_s)
+            return _Linear(per_token_s, base_s)
+        case QuadraticPrefill(base_s=base_s, per_token_s=per_token_s, per_token2_s=per_token2_s):
+            _check("prefill", base=base_s, per_token=per_token_s, per_token2=per_token2_s)
+            return _Quadratic(base_s, per_token_s, per_token2_s)
+        case PiecewisePrefill(tokens=tokens, seconds=seconds):
+            return _piecewise(tokens, seconds)
+
+
+def _piecewise(tokens: tuple[int, ...], seconds: tuple[float, ...]) -> _Piecewise:
+    if len(tokens) != len(seconds) or len(tokens) < 2:
+        what = f"{len(tokens)} token counts stand beside {len(seconds)} times"
+        raise InputError(what, where="prefill", mend="give two or more points, as many times as token counts")
+    if tokens[0] < 0 or any(after <= before for before, after in pairwise(tokens)):
+        mend = "sort the points, each count once"
+        raise InputError("the token counts do not ascend from 0 or more", where="prefill", mend=mend)
+    for count, second in zip(tokens, seconds, strict=True):
+        _check("prefill", **{f"time at {count} tokens": second})
+    if any(after < before for before, after in pairwise(seconds)):
+        mend = "smooth the measurements, for example with `kvroute timing fit`"
+        raise InputError("a longer prompt takes less time than a shorter one", where="prefill", mend=mend)
+    slopes_s = tuple(
+        (seconds[index + 1] - seconds[index]) / (tokens[index + 1] - tokens[index]) for index in range(len(tokens) - 1)
+    )
+    base_s = max(seconds[0] - slopes_s[0] * tokens[0], 0.0)
+    return _Piecewise(tokens, seconds, slopes_s, base_s)
+
+
+def _check(where: str, **coefficients: float) -> None:
+    for name, value in coefficients.items():
+        if not 0 <= value < math.inf:
+            raise InputError(f"{name} is {value!r} s", where=where, mend="give a finite time, 0 or more")
+
+
+@dataclass(frozen=True, slots=True)
+class IterationTime:
+    """Decode iterations of a batch: t = base_s + per_request_s * batch + per_context_token_s * context_tokens.
+
+    `context_tokens` is the sum over the batch. `IterationTime.of` checks the numbers; the constructor does not.
+    """
+
+    base_s: float
+    per_request_s: float
+    per_context_token_s: float = 0.0
+
+    @classmethod
+    def of(cls, spec: DecodeSpec) -> IterationTime:
+        """From a spec; InputError where a number is negative or not finite, or an iteration would take no time."""
+        _check("decode", base=spec.base_s, per_request=spec.per_request_s, per_context_token=spec.per_context_token_s)
+        if spec.base_s + spec.per_request_s <= 0:
+            raise InputError("an iteration takes no time", where="decode", mend="give `base` or `per_request`")
+        return cls(spec.base_s, spec.per_request_s, spec.per_context_token_s)
+
+    def seconds(self, batch: int, context_tokens: float = 0.0) -> float:
+        """One iteration."""
+        return self.base_s + self.per_request_s * batch + self.per_context_token_s * context_tokens
+
+    def span_s(self, steps: int, batch: int, context_tokens: float) -> float:
+        """`steps` iterations of a constant batch whose context grows by `batch` tokens in each: a closed sum."""
+        growth_s = 0.5 * self.per_context_token_s * batch
+        return steps * self.seconds(batch, context_tokens) + growth_s * (steps * (steps - 1))
+
+    def steps_until(self, elapsed_s: float, batch: int, context_tokens: float) -> int:
+        """The least number of iterations, 0 or more, whose `span_s` is at least `elapsed_s` (finite)."""
+        if elapsed_s <= 0:
+            return 0
+        first_s = self.seconds(batch, context_tokens)
+        growth_s = 0.5 * self.per_context_token_s * batch
+        assert first_s > 0, "an iteration takes time"
+        slope_s = first_s - growth_s
+        if growth_s > 0:  # the root of growth * n^2 + slope * n = elapsed, in the form that does not cancel
+            root = math.sqrt(slope_s * slope_s + 4 * growth_s * elapsed_s)
+            guess = 2 * elapsed_s / (slope_s + root) if slope_s >= 0 else (root - slope_s) / (2 * growth_s)
+        else:
+            guess = elapsed_s / first_s
+        steps = math.ceil(guess)
+        while self.span_s(steps, batch, context_tokens) < elapsed_s:
+            steps += 1
+        while self.span_s(steps - 1, batch, context_tokens) >= elapsed_s:
+            steps -= 1
+        return steps

@@ -1,0 +1,164 @@
+"""Instances in virtual time: the decode instance that skips must equal one that steps through every iteration."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvroute.prefix import PrefixIndex
+from kvroute.sim.instances import DecodeInstance, KvMemory, PrefillInstance
+from kvroute.timing import IterationTime, prefill_time
+from kvroute.types import DecodeSpec, LinearPrefill
+
+
+@dataclass(frozen=True)
+class Landing:
+    """A request whose KV arrives at a decode instance."""
+
+    at: float
+    input_tokens: int
+    output_tokens: int
+
+
+def stepped(landings: list[Landing], time: IterationTime, batch_max: int) -> dict[int, tuple[float, float]]:
+    """The obvious version: one iteration after the other. Request -> (first token, finish)."""
+    waiting = deque(sorted(range(len(landings)), key=lambda number: (landings[number].at, number)))
+    left: dict[int, int] = {}
+    first: dict[int, float] = {}
+    ends: dict[int, tuple[float, float]] = {}
+    now = 0.0
+    while waiting or left:
+        if not left and waiting:
+            now = max(now, landings[waiting[0]].at)
+        while waiting and len(left) < batch_max and landings[waiting[0]].at <= now + 1e-9:
+            number = waiting.popleft()
+            left[number] = landings[number].output_tokens
+        context = sum(
+            landings[number].input_tokens + landings[number].output_tokens - rest for number, rest in left.items()
+        )
+        now += time.seconds(len(left), context)
+        for number in list(left):
+            first.setdefault(number, now)
+            left[number] -= 1
+            if not left[number]:
+                del left[number]
+                ends[number] = (first[number], now)
+    return ends
+
+
+def skipped(landings: list[Landing], time: IterationTime, batch_max: int) -> tuple[dict[int, tuple[float, float]], int]:
+    """The same through `DecodeInstance`, with the number of steps that it took."""
+    instance = DecodeInstance(0, time, batch_max)
+    events: list[tuple[float, int, int]] = [(landing.at, -1, number) for number, landing in enumerate(landings)]
+    events.sort()
+    first: dict[int, float] = {}
+    ends: dict[int, tuple[float, float]] = {}
+    steps = 0
+    while events:
+        at, version, number = heappop(events)
+        if version < 0:
+            landing = landings[number]
+            wake_s = instance.land(at, number, landing.input_tokens, landing.output_tokens)
+        elif version != instance.version:
+            continue
+        else:
+            step, wake_s = instance.step(at)
+            steps += 1
+            ends |= {request: (first[request], at) for request in step.finished}
+            first |= dict.fromkeys(step.admitted, step.first_token_s)
+        if wake_s is not None:
+            heappush(events, (wake_s, instance.version, 0))
+    return ends, steps
+
+
+landings = st.lists(
+    st.builds(
+        Landing,
+        at=st.integers(0, 3_000).map(
+            lambda step: step * 0.001_000_173_7
+        ),  # never on a boundary, where rounding decides
+        input_tokens=st.integers(1, 50_000),
+        output_tokens=st.integers(1, 60),
+    ),
+    min_size=1,
+    max_size=25,
+)
+times = st.builds(
+    lambda a, b, k: IterationTime.of(DecodeSpec(base_s=a, per_request_s=b, per_context_token_s=k)),
+    st.sampled_from([0.0125, 0.03]),
+    st.sampled_from([0.0, 1e-4, 1e-3]),
+    st.sampled_from([0.0, 2e-8]),
+)
+
+
+@settings(deadline=None)
+@given(landings, times, st.sampled_from([1, 2, 4, 64]))
+def test_skipping_equals_stepping(landed: list[Landing], time: IterationTime, batch_max: int) -> None:
+    """First tokens and finishes agree with the version that steps through every iteration."""
+    expected = stepped(landed, time, batch_max)
+    ends, _ = skipped(landed, time, batch_max)
+    assert ends.keys() == expected.keys()
+    for number, pair in expected.items():
+        assert ends[number] == pytest.approx(pair, rel=1e-9, abs=1e-7)
+
+
+def test_a_long_answer_is_two_steps() -> None:
+    """Joining and leaving: ten thousand iterations in between are not stepped."""
+    time = IterationTime.of(DecodeSpec(base_s=0.0125, per_request_s=1e-4, per_context_token_s=1e-8))
+    _, steps = skipped([Landing(0.0, 100, 10_000)], time, 64)
+    assert steps == 2
+
+
+def test_prefill_queues_first_in_first_out_or_not_at_all() -> None:
+    """Three prompts of 1,000 tokens at once: one after the other, or all at the same time."""
+    time = prefill_time(LinearPrefill(per_token_s=1e-4, base_s=0.02))
+    fifo, delay = (PrefillInstance(0, time, queueing) for queueing in (True, False))
+    assert [fifo.submit(1.0, 1_000, 0)[1] for _ in range(3)] == pytest.approx([1.12, 1.24, 1.36])
+    assert [delay.submit(1.0, 1_000, 0)[1] for _ in range(3)] == pytest.approx([1.12] * 3)
+    assert fifo.submit(5.0, 1_000, 500) == pytest.approx((5.0, 5.07))
+
+
+operations = st.lists(
+    st.tuples(st.integers(0, 2), st.integers(0, 8), st.integers(0, 12), st.integers(0, 5)), min_size=1, max_size=40
+)
+
+
+@given(operations)
+def test_memory_is_never_overcommitted_and_all_comes_back(asked: list[tuple[int, int, int, int]]) -> None:
+    """Requests that fit are taken, land and leave; what is used stays within 32 blocks, and nothing stays reserved."""
+    index = PrefixIndex(1, [32])
+    memory = KvMemory(index, [32], [0])
+    dispatched: list[tuple[tuple[int, ...], int, int]] = []
+    landed: list[tuple[tuple[int, ...], int]] = []
+
+    def land() -> None:
+        blocks, hit, total = dispatched.pop(0)
+        memory.land(0, blocks, hit)
+        landed.append((blocks, total))
+
+    for group, shared, length, answer in asked:
+        blocks = tuple(
+            group * 100 + k if k < shared else 1_000 * len(dispatched) + 5_000 + group * 100 + k for k in range(length)
+        )
+        total = len(blocks) + answer
+        if total <= memory.free_blocks(0):
+            hit = min(index.match_one(0, blocks), len(blocks))
+            memory.reserve(0, blocks, hit, total)
+            dispatched.append((blocks, hit, total))
+        if len(dispatched) > 2:
+            land()
+        if len(landed) > 2:
+            memory.release(0, *landed.pop(0))
+        assert index.used_blocks(0) + memory.reserved_blocks[0] <= 32
+        assert memory.free_blocks(0) >= 0
+    while dispatched:
+        land()
+    while landed:
+        memory.release(0, *landed.pop(0))
+    assert memory.reserved_blocks == [0]
+    assert index.pinned_blocks(0) == 0

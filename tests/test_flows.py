@@ -1,0 +1,219 @@
+"""The flow network and its scenarios: worked examples, stalls, limits, and what is refused in which words."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from kvroute.cli.flows import app
+from kvroute.flows import FlowNetwork, completion_times, max_min_rates, parse_scenario, read_scenario
+from kvroute.types import InputError, InputErrors
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+
+
+def test_two_flows_then_one_then_faster() -> None:
+    """A and B halve link 0; B is held to 2 by link 1, so A has 8; B gone, A has 10."""
+    net = FlowNetwork(np.array([10.0, 2.0]))
+    net.start(1, [0], 24.0)
+    net.start(2, [0, 1], 4.0)
+    assert (net.rate(1), net.rate(2)) == (8.0, 2.0)
+    assert net.link_rate_bytes_per_s.tolist() == [10.0, 2.0]
+    assert net.next_finish() == (2.0, 2)
+    assert net.advance(1.0) == []
+    assert (net.sent_bytes(1), net.sent_bytes(2), net.link_bytes.tolist()) == (8.0, 2.0, [10.0, 2.0])
+    assert net.advance(2.0) == [2]
+    assert net.next_finish() == (2.8, 1)
+    assert net.advance(5.0) == [1]
+    assert (net.now, net.link_bytes.tolist(), net.next_finish()) == (5.0, [28.0, 4.0], None)
+
+
+def test_one_advance_crosses_several_finishes() -> None:
+    """Three flows of 10, 20 and 30 bytes on a link of 30 bytes/s end at 1, 5/3 and 2 s."""
+    net = FlowNetwork(np.array([30.0]))
+    net.start_many([7, 8, 9], [[0]] * 3, [30.0, 10.0, 20.0])
+    assert net.advance(3.0) == [8, 9, 7]
+    assert net.link_bytes.tolist() == [60.0]
+
+
+def test_equal_flows_finish_together_in_start_order() -> None:
+    """Ties end at one instant, whatever their numbers, and among ties the first started is announced."""
+    net = FlowNetwork(np.array([3.0, 7.0]))
+    net.start_many([5, 3, 4], [[0, 1], [0], [0]], [0.1, 0.1, 0.1])
+    upcoming = net.next_finish()
+    assert upcoming is not None
+    assert upcoming[1] == 5
+    assert net.advance(upcoming[0]) == [5, 3, 4]
+
+
+def test_classes_weigh_their_flows() -> None:
+    """Traffic class and weight multiply: 3 x 2 against 1 x 2 on a link of 16 bytes/s."""
+    net = FlowNetwork(np.array([16.0]), {"kv": 3.0, "storage": 1.0})
+    net.start(1, [0], 100.0, weight=2.0, traffic_class="kv")
+    net.start(2, [0], 100.0, weight=2.0, traffic_class="storage")
+    assert (net.rate(1), net.rate(2)) == (12.0, 4.0)
+
+
+def test_a_link_without_capacity_stalls_and_resumes() -> None:
+    """Stalled flows are skipped by `next_finish`; with capacity back they go on where they stood."""
+    net = FlowNetwork(np.array([10.0, 10.0]))
+    net.start(1, [0], 100.0)
+    net.start(2, [1], 1000.0)
+    net.advance(5.0)
+    net.set_capacity(0, 0.0)
+    assert net.next_finish() == (100.0, 2)
+    assert net.transfer_s([0], 1.0) == float("inf")
+    assert net.advance(20.0) == []
+    assert net.sent_bytes(1) == 50.0
+    net.set_capacities([0, 1], [25.0, 10.0])
+    assert net.next_finish() == (22.0, 1)
+
+
+def test_nothing_to_send_finishes_at_once() -> None:
+    """No bytes, or no link to cross, end at `now`, even beside a stalled link."""
+    net = FlowNetwork(np.array([0.0]))
+    net.start(1, [0], 0.0)
+    net.start(2, [], 5.0)
+    assert net.next_finish() == (0.0, 1)
+    assert net.advance(0.0) == [1, 2]
+    assert net.transfer_s([], 5.0) == 0.0
+
+
+def test_grows_with_flows_and_paths() -> None:
+    """Hundreds of flows and long paths need no announcement: rates stay those of progressive filling."""
+    draw = random.Random(5)
+    capacities = [draw.uniform(1.0, 9.0) for _ in range(50)]
+    net = FlowNetwork(np.array(capacities))
+    paths = [draw.sample(range(50), draw.randint(1, 3 + flow // 8)) for flow in range(300)]
+    for flow, path in enumerate(paths):
+        net.start(flow, path, 1e6)
+        if flow % 50 == 0:
+            net.next_finish()
+    expected = max_min_rates(paths, [1.0] * 300, capacities)
+    assert [net.rate(flow) for flow in range(300)] == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("nbytes", [1.0, 1e15])
+def test_tiny_and_huge_transfers_end_late_in_time(nbytes: float) -> None:
+    """A byte at 1e12 bytes/s is below the clock's resolution at 1e6 s, and still it ends; so does a petabyte."""
+    net = FlowNetwork(np.array([1e12]))
+    net.advance(1e6)
+    net.start_many([1, 2], [[0], [0]], [nbytes, nbytes])
+    upcoming = net.next_finish()
+    assert upcoming is not None
+    assert upcoming[0] == pytest.approx(1e6 + 2.0 * nbytes / 1e12, rel=1e-12)
+    assert net.advance(upcoming[0]) == [1, 2]
+
+
+def test_an_id_is_free_again_after_its_flow() -> None:
+    """Unique among the active only; a second start while in flight is refused."""
+    net = FlowNetwork(np.array([1.0]))
+    net.start(1, [0], 1.0)
+    with pytest.raises(InputError, match="flow 1 is in flight already"):
+        net.start(1, [0], 1.0)
+    net.cancel(1)
+    net.start(1, [0], 1.0)
+    assert net.advance(1.0) == [1]
+
+
+def test_what_the_network_refuses() -> None:
+    """Wrong numbers and names are one sentence each, and leave the network as it was."""
+    net = FlowNetwork(np.array([1.0]))
+    for path, nbytes, weight, traffic_class, words in [
+        ([1], 1.0, 1.0, "kv", "leaves the links 0 to 0"),
+        ([-1], 1.0, 1.0, "kv", "leaves the links 0 to 0"),
+        ([0], -1.0, 1.0, "kv", "a transfer of -1.0 bytes"),
+        ([0], float("nan"), 1.0, "kv", "a transfer of nan bytes"),
+        ([0], 1.0, 0.0, "kv", "weight 0.0 is not between"),
+        ([0], 1.0, float("nan"), "kv", "weight nan is not between"),
+        ([0], 1.0, 1.0, "video", "class 'video' is unknown; choose one of kv"),
+    ]:
+        with pytest.raises(InputError, match=words):
+            net.start(1, path, nbytes, weight, traffic_class)
+    with pytest.raises(InputError, match="flow 9 is not in flight"):
+        net.rate(9)
+    with pytest.raises(InputError, match=r"link 0: capacity -1\.0"):
+        net.set_capacity(0, -1.0)
+    with pytest.raises(InputError, match="not one of 0 to 0"):
+        net.set_capacity(3, 1.0)
+    with pytest.raises(InputError, match="link 1: capacity nan"):
+        FlowNetwork(np.array([1.0, float("nan")]))
+    net.advance(1.0)
+    for to in (0.5, float("inf"), float("nan")):
+        with pytest.raises(InputError, match="time cannot go"):
+            net.advance(to)
+    assert (net.active, net.now, net.next_finish()) == ((), 1.0, None)
+
+
+def test_example_scenarios_by_hand() -> None:
+    """The shipped examples, worked out with pencil and paper."""
+    shared = completion_times(read_scenario(EXAMPLES / "flows-shared-uplink.json"))
+    assert shared == pytest.approx([0.8, 0.8, 0.9], rel=1e-12)
+    classes = completion_times(read_scenario(EXAMPLES / "flows-classes.json"))
+    assert classes == pytest.approx([0.8, 1.2], rel=1e-12)
+
+
+LINK = '"links": [{"id": "a", "capacity_Bps": 8}]'
+FLOW = '{"id": 1, "links": ["a"], "size_B": 8, "start_s": 1}'
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{" + LINK + ',\n"flows": [,]}', "line 2: bad JSON"),
+        ("", "line 1: bad JSON"),
+        ("\xff", "bad JSON"),
+        ("{" + LINK + "}", "missing required field `flows`"),
+        ("{" + LINK + ', "flows": [{"id": 1.5}]}', r"flows\[0\].id: Expected `int`, got `float`"),
+        ("{" + LINK + ', "flows": [' + FLOW.replace("size_B", "size") + "]}", "unknown field `size`"),
+        ("{" + LINK + ', "flows": [' + FLOW.replace('["a"]', '["b"]') + "]}", "flow 1 crosses unknown link 'b'"),
+        ("{" + LINK + ', "flows": [' + FLOW.replace('["a"]', "[]") + "]}", "flow 1 has an empty path"),
+        ("{" + LINK + ', "flows": [' + FLOW.replace("8", "-8") + "]}", r"flows\[0\].size_B: flow 1 has size -8"),
+        ("{" + LINK + ', "flows": [' + FLOW.replace("8", "NaN") + "]}", "line 1: bad JSON"),
+        ("{" + LINK + ', "flows": [' + FLOW.replace("8", "1e999") + "]}", "out of range"),
+        ("{" + LINK + ', "flows": [' + FLOW.replace(": 1}", ": -1}") + "]}", "flow 1 starts at -1 s"),
+        ("{" + LINK + ', "flows": [' + FLOW.replace(": 1}", ': 1, "weight": 0}') + "]}", "weight 0, out of range"),
+        ("{" + LINK + ', "flows": [' + FLOW + ", " + FLOW + "]}", "flow id 1 is not unique"),
+        (
+            "{" + LINK.replace("8", "0") + ', "flows": [' + FLOW + "]}",
+            r"links\[0\].capacity_Bps: link 'a' has capacity 0",
+        ),
+        ("{" + LINK[:-1] + "," + LINK[10:] + ', "flows": []}', "link id 'a' is not unique"),
+        ('{"classes": {"x": 1}, ' + LINK + ', "flows": [' + FLOW + "]}", "unknown class 'kv'; choose one of x"),
+        ('{"classes": {"kv": -1}, ' + LINK + ', "flows": []}', "classes.kv: weight -1 is out of range"),
+    ],
+)
+def test_what_a_scenario_refuses(text: str, words: str) -> None:
+    """Every fault of a scenario is named with its place."""
+    with pytest.raises(InputError, match=words):
+        parse_scenario(text)
+
+
+def test_all_faults_of_a_scenario_come_at_once() -> None:
+    """A user mends a file in one go."""
+    flows = FLOW.replace("8", "-8") + "," + FLOW.replace('["a"]', '["b"]').replace('"id": 1', '"id": 2')
+    with pytest.raises(InputErrors) as caught:
+        parse_scenario("{" + LINK + ', "flows": [' + flows + "]}")
+    assert len(caught.value.problems) == 2
+
+
+def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
+    """No such file: its name and the reason."""
+    with pytest.raises(InputError, match=r"none.json: cannot be read: No such file"):
+        read_scenario(tmp_path / "none.json")
+
+
+def test_command_prints_json_or_a_table() -> None:
+    """`--json` prints one document and nothing else; without it every flow has a row."""
+    file = str(EXAMPLES / "flows-shared-uplink.json")
+    out = CliRunner().invoke(app, [file, "--json"])
+    assert (out.exit_code, out.stderr) == (0, "")
+    assert json.loads(out.stdout) == {"completion_times_s": pytest.approx([0.8, 0.8, 0.9])}
+    table = CliRunner().invoke(app, [file]).stdout
+    assert "3 flows over 5 links" in table
+    assert table.count("rack-up") == 3

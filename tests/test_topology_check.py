@@ -1,0 +1,191 @@
+"""Wrong cluster files: every corruption is named on its line, every kind of fault has its sentence, no text crashes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvroute.topology import Cluster, FileError, load, parse
+from kvroute.types import InputError, InputErrors
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+TEXTS = {path.name: path.read_text(encoding="utf-8") for path in sorted(EXAMPLES.glob("*.yaml"))}
+
+QUANTITY = re.compile(r"\b\d+(?:\.\d+)? (?:[GMK]bps|GB/s|GB|us|ms|s)\b")
+KEY = re.compile(r"(?<=[{\s])(?!default:|fast:|slow:)[a-z_]+(?=:(?:\s|$))", re.M)
+REFERENCE = re.compile(
+    r"(?<=rack: )\w[\w-]*|(?<=datacenter: )[a-z]\w*-\w+|(?<=from: )[\w-]+|(?<=to: )[\w-]+|node\d+(?=:\d)"
+)
+CHOICE = re.compile(r"(?<=kind: )[\w-]+|(?<=role: )\w+|(?<=scope: )\w+|(?<=ecmp: )\w+|(?<=placement: )\w+")
+GPUS = re.compile(r"(?<=:)0-\d(?=\")")
+CORRUPTIONS: list[tuple[re.Pattern[str], list[str]]] = [
+    (QUANTITY, ["100 Gb", "-1 Gbps", "100", ".nan", ".inf", "fast", "1e400 s", "[]", "9e99 GB", ""]),
+    (KEY, ["kye", "nam", "Uplinks"]),
+    (REFERENCE, ["nowhere", "rack77"]),
+    (CHOICE, ["no-such-thing", "3", "null"]),
+    (GPUS, ["0-900", "x", "3-1", "0-2", ""]),
+]
+
+
+def problems_of(text: str) -> list[FileError]:
+    with pytest.raises(InputErrors) as caught:
+        parse(text, "f")
+    assert all(isinstance(problem, FileError) for problem in caught.value.problems)
+    return [problem for problem in caught.value.problems if isinstance(problem, FileError)]
+
+
+@st.composite
+def corrupted(draw: st.DrawFn) -> tuple[str, int, str]:
+    """A valid file with one token replaced, the line of it and what stands there now."""
+    text = TEXTS[draw(st.sampled_from(sorted(TEXTS)))]
+    pattern, replacements = draw(st.sampled_from(CORRUPTIONS))
+    code = re.sub(r"#.*", lambda comment: " " * len(comment[0]), text)
+    places = [match.span() for match in pattern.finditer(code)]
+    if not places:
+        pattern, replacements = CORRUPTIONS[0]
+        places = [match.span() for match in pattern.finditer(code)]
+    start, end = draw(st.sampled_from(places))
+    new = draw(st.sampled_from(replacements))
+    return text[:start] + new + text[end:], text.count("\n", 0, start) + 1, new
+
+
+@given(corrupted())
+@settings(max_examples=150, deadline=None)
+def test_every_corruption_is_named_on_its_line(drawn: tuple[str, int, str]) -> None:
+    text, line, new = drawn
+    problems = problems_of(text)
+    assert line in [problem.line for problem in problems], (new, [str(problem) for problem in problems])
+    assert all(problem.what and str(problem).startswith("f:") for problem in problems)
+    assert [problem.line for problem in problems] == sorted(problem.line for problem in problems)
+
+
+@given(st.sampled_from(sorted(TEXTS)), st.data())
+@settings(max_examples=60, deadline=None)
+def test_a_lost_line_is_refused_or_harmless(name: str, data: st.DataObject) -> None:
+    lines = TEXTS[name].splitlines()
+    lost = data.draw(st.integers(0, len(lines) - 1))
+    try:
+        cluster = parse("\n".join(lines[:lost] + lines[lost + 1 :]))
+    except InputErrors as error:
+        assert error.problems
+    else:
+        assert isinstance(cluster, Cluster)
+
+
+@given(st.text(max_size=60) | st.text("[]{}:,-&*!|>'\"#? \nab", max_size=60))
+@settings(max_examples=150, deadline=None)
+def test_no_text_crashes(text: str) -> None:
+    with pytest.raises(InputErrors):
+        parse(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, "{a: " * 3000, "- " * 20_000, "x" * (64 * 2**20 + 1), "\ud800", "a\0b"]
+)
+def test_hostile_text_is_refused(text: str) -> None:
+    assert len(problems_of(text)) == 1
+
+
+def edited(old: str, new: str, name: str = "small.yaml") -> str:
+    assert old in TEXTS[name]
+    return TEXTS[name].replace(old, new, 1)
+
+
+TWO_RACKS = edited("{name: rack0} ", "{name: rack0}\n  - {name: rack1}").replace(
+    "node1, rack: rack0", "node1, rack: rack1"
+)
+FAT, FAR = "fat-tree-64gpu.yaml", "two-datacenters.yaml"
+FAULTS = {
+    "nearest key": (edited("nvlink", "nvlnk"), "nodes[0].nvlnk", "did you mean 'nvlink'"),
+    "missing key": (edited("name: small", "fabric: null"), "", "`name` is missing"),
+    "wrong unit": (edited("100 Gbps", "100 Gb"), "nodes[0].nics.compute.capacity", "one of bps, Kbps, Mbps, Gbps"),
+    "absurd capacity": (edited("100 Gbps", "101 Tbps"), "nodes[0].nics.compute.capacity", "between 1 Kbps and 100 Tbps"),
+    "zero capacity": (edited("100 Gbps", "0 Gbps"), "nodes[0].nics.compute.capacity", "out of range"),
+    "negative latency": (edited("node: 1 us", "node: -1 us", FAT), "network.latency.node", "between 0 s and 10 s"),
+    "zero count": (edited("count: 8", "count: 0"), "nodes[0].nics.compute.count", "a whole number from 1"),
+    "number as name": (edited("name: node0", "name: 0"), "nodes[0].name", "need quotes"),
+    "bad name": (edited("name: node0", "name: 'a:b'"), "nodes[0].name", "letters, digits"),
+    "duplicate key": (edited("gpus: 8,", "gpus: 8, gpus: 4,"), "nodes[0].gpus", "stands here twice"),
+    "duplicate name": (edited("name: node1", "name: node0"), "nodes[1].name", "used twice; nodes[0]"),
+    "unknown rack": (edited("node1, rack: rack0", "node1, rack: rack1"), "nodes[1].rack", "did you mean 'rack0'"),
+    "unknown pod": (edited("{name: rack0}", "{name: rack0, pod: p}"), "racks[0].pod", "the file lists no pods"),
+    "two parents": (edited("rack: rack0,", "rack: rack0, datacenter: dc0,"), "nodes[0]", "nearest one only"),
+    "unknown node": (edited("node1:0-3", "node7:0-3"), "instances[2].gpus", "no node 'node7'"),
+    "unknown timing": (edited("0-3\"}", "0-3\", timing: fast}"), "instances[0].timing", "no timing 'fast'"),
+    "unknown model": (edited("llama-3-70b", "lama-3-70b"), "instances[0].model", "llama-3-70b"),
+    "no model": (edited("model: llama-3-70b, ", ""), "instances[0]", "has no model"),
+    "no memory": (edited(", kv_capacity: 180 GB", ""), "instances[0]", "has no kv_capacity"),
+    "GPU used twice": (edited("node0:4-7", "node0:3-6"), "instances[1].gpus", "node0:3 is used twice; prefill0"),
+    "GPU repeated": (edited("node0:0-3", "node0:0-2,2"), "instances[0].gpus", "node0:2 is used twice"),
+    "GPU out of range": (edited("node0:4-7", "node0:5-8"), "instances[1].gpus", "none with number 8; use 0 to 7"),
+    "too few GPUs": (edited("node0:4-7", "node0:4-6"), "instances[1].gpus", "3 GPUs, but tp 4 x pp 1 = 4"),
+    "bad GPUs": (edited("node0:4-7", "node0"), "instances[1].gpus", "names no GPUs"),
+    "no decode": (edited("role: decode", "role: prefill").replace("role: decode", "role: prefill"), "instances", "no decode"),
+    "no uplinks": (TWO_RACKS, "racks[0]", "rack0 has no uplinks, so decode0 cannot be reached from prefill0"),
+    "no NICs": (edited(", nics: {compute: {count: 8, capacity: 100 Gbps}}", ""), "nodes[0]", "has no compute NICs"),
+    "no wan": (re.sub(r"wan:.*?\n.*?\n", "", TEXTS[FAR]), "", "no links between datacenters"),
+    "wan to itself": (edited("to: local-site", "to: prefill-site", FAR), "wan[0]", "to itself"),
+    "unknown site": (edited("to: local-site", "to: locl-site", FAR), "wan[0].to", "did you mean 'local-site'"),
+    "no site": (edited(", datacenter: prefill-site", "", FAR), "racks[0]", "there are several datacenters"),
+    "too many": (edited("decode: 12", "decode: 13", FAT), "instances", "do not fit: the nodes have room for 16"),
+    "rack too full": (edited("prefill: 4", "prefill: 5", FAT), "instances", "8 for decode outside of the racks"),
+    "fabric and nodes": (TEXTS[FAT] + "nodes: [{name: x}]\n", "nodes", "stands beside `fabric`"),
+    "no nodes": ("name: a\ninstances: {prefill: 1, decode: 1}\n", "", "there are no nodes"),
+    "kind": (edited("kind: fat-tree", "kind: fat_tree", FAT), "fabric.kind", "fat-tree, superpod"),
+    "points": (edited("{kind: linear, per_token: 90 us, base: 20 ms}", "{kind: piecewise, tokens: [1, 2], times: [1 s]}"), "timing.default.prefill", "2 tokens stand beside 1 times"),
+    "descending": (edited("{kind: linear, per_token: 90 us, base: 20 ms}", "{kind: piecewise, tokens: [2, 1], times: [1 s, 2 s]}"), "timing.default.prefill.tokens", "do not ascend"),
+    "alias": (edited("name: small", "name: &a small\nfabric: *a"), "fabric", "alias"),
+    "tag": (edited("name: small", "name: !!python/name:os.system x"), "name", "the tag"),
+    "two documents": (TEXTS["small.yaml"] + "---\nname: b\n", "", "second document"),
+    "bad YAML": (edited("racks:", "racks: ]"), "", "not YAML"),
+    "empty": ("# nothing\n", "", "the file is empty"),
+    "list": ("- a\n", "", "not a mapping"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_each_fault_says_where_and_how_to_mend(fault: str) -> None:
+    text, field, sentence = FAULTS[fault]
+    found = {(problem.field, str(problem)) for problem in problems_of(text)}
+    assert any(place == field and sentence in said for place, said in found), found
+
+
+def test_all_faults_are_named_at_once() -> None:
+    text = edited("100 Gbps", "1").replace("role: decode", "role: decoder").replace("nvlink", "nvl")
+    assert len(problems_of(text)) == 5
+
+
+def test_an_unreachable_pair_that_moves_no_kv_cache_is_no_fault() -> None:
+    """Prefill and decode share a rack; only two prefill instances are cut off from each other."""
+    text = edited("{name: rack0}", "{name: rack0}\n  - {name: rack1}").replace(
+        "node1, rack: rack0", "node1, rack: rack1"
+    )
+    text = text.replace("decode0, role: decode", "x0, role: prefill").replace(
+        "prefill1, role: prefill", "y0, role: decode"
+    )
+    text = text.replace('"node1:0-3"', '"node0:4-7"', 1).replace(
+        'y0, role: decode, gpus: "node0:4-7"', 'y0, role: decode, gpus: "node1:0-3"'
+    )
+    with pytest.raises(InputErrors, match="no uplinks"):
+        parse(text)
+    local = edited("{name: rack0}", "{name: rack0}\n  - {name: rack1}").replace(
+        "node1, rack: rack0", "node1, rack: rack1"
+    )
+    local = re.sub(r"  - \{name: (prefill1|decode[01]).*\n", "", local)
+    local += '  - {name: near, role: decode, gpus: "node0:4-7"}\n'
+    cluster = parse(local)
+    assert [instance.name for instance in cluster.instances] == ["near", "prefill0"]
+
+
+def test_a_missing_file_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="cannot be read: No such file"):
+        load(tmp_path / "nothing.yaml")
+    with pytest.raises(InputError, match="cannot be read"):
+        load(tmp_path)
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(InputError, match="not UTF-8"):
+        load(tmp_path / "binary.yaml")
