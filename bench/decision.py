@@ -1,7 +1,8 @@
-"""Latency of one decode decision with a 32K-token prompt: `python -m bench.decision [--json]`, beside Dynamo's of this run.
+"""Latency of one decode decision with a 32K-token prompt, beside Dynamo's of this run: `python -m bench.decision`.
 
-Timed is `Control.handle(PrefillFinished)`: prefix match of 2,048 blocks against every instance, congestion lookup, NetKV's
-cost of every candidate with all its terms, and the bookings. Dynamo's figures are of its parts; see bench/README.md.
+Timed is `Control.handle(PrefillFinished)`: prefix match of 2,048 blocks against every instance, congestion lookup,
+NetKV's cost of every candidate with all its terms, and the bookings. Dynamo's figures are of its parts; bench/README.md
+says which.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections import deque
 from bench.measurement import Failed, Row, fresh, process_figures, show
 from bench.peers.environment import QUIET, dynamo_python
 from bench.prompts import BLOCK_TOKENS, LONG_BLOCKS, SHORT_BLOCKS, Chain, Prompts, copied, quantiles_us
+
 from kvroute.types import (
     TIER_COUNT,
     Admitted,
@@ -160,7 +162,9 @@ def rows(sizes: tuple[int, ...], calls: int, peer: bool) -> list[Row]:
     return found
 
 
-def _rows(size: int, ours: dict[str, dict[str, float]], theirs: dict[str, dict[str, float]] | None, reason: str) -> list[Row]:
+def _rows(
+    size: int, ours: dict[str, dict[str, float]], theirs: dict[str, dict[str, float]] | None, reason: str
+) -> list[Row]:
     def row(measure: str, part: str, quantile: str, peer_part: str, peer_name: str, target: float | None = None) -> Row:
         return Row(
             measure=f"{measure}, {size:,} instances",

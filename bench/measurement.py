@@ -1,4 +1,4 @@
-"""What a bench reports and how it gets its numbers: fresh processes, medians, one table; it never judges by exit code."""
+"""What a bench reports and how it gets its numbers: fresh processes, medians, one table; it fails nobody."""
 
 from __future__ import annotations
 

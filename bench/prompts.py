@@ -16,7 +16,7 @@ GROUPS, LONG_PROMPTS = 64, 64
 
 
 class Prompts:
-    """Chains that share their beginnings: a system prompt for all, one of 64 group prefixes, and a part of their own."""
+    """Chains that share their beginnings: a system prompt for all, one of 64 group prefixes, a part of their own."""
 
     def __init__(self, instances: int) -> None:
         self._instances = instances

@@ -53,9 +53,7 @@ def cluster_of(size: Size) -> Cluster:
     if size.instances == 16:
         return load(ROOT / "examples" / "fat-tree-64gpu.yaml")
     counts = InstanceCounts(prefill=size.prefill, decode=size.decode, placement="spread")
-    return build(
-        fat_tree(pods=8, racks_per_pod=8, nodes_per_rack=8, oversubscription=(2.0, 4.0), instances=counts)
-    )
+    return build(fat_tree(pods=8, racks_per_pod=8, nodes_per_rack=8, oversubscription=(2.0, 4.0), instances=counts))
 
 
 def trace_of(path: str, speedup: float) -> Trace:
@@ -124,9 +122,7 @@ def rows(names: list[str], repeats: int, peer: bool, trace: Path) -> list[Row]:
 
 def _peer_once(size: Size, plain: Path) -> dict[str, float]:
     asked = ["--prefill", size.peer_prefill, "--decode", size.peer_decode, "--speedup", size.speedup]
-    figures: dict[str, float] = fresh(
-        "bench.peers.dynamo_replay", plain, *asked, python=dynamo_python(), env=QUIET
-    )
+    figures: dict[str, float] = fresh("bench.peers.dynamo_replay", plain, *asked, python=dynamo_python(), env=QUIET)
     return {**figures, "requests_per_cpu_s": figures["requests"] / figures["cpu_s"]}
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import typer
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
@@ -123,21 +123,25 @@ PUBLISHED = [
 ]
 
 
+@settings(deadline=None)
 @given(models, lengths, lengths)
 def test_a_longer_context_never_has_less_kv(preset: Model, tokens: int, more: int) -> None:
     assert preset.kv_bytes(tokens) <= preset.kv_bytes(tokens + more)
 
 
+@settings(deadline=None)
 @given(models, lengths, lengths, lengths)
 def test_a_longer_cached_prefix_never_sends_more(preset: Model, tokens: int, cached: int, more: int) -> None:
     assert preset.kv_bytes(tokens, cached + more) <= preset.kv_bytes(tokens, cached) <= preset.kv_bytes(tokens)
 
 
+@settings(deadline=None)
 @given(models, lengths)
 def test_a_fully_cached_prompt_still_sends_its_state(preset: Model, tokens: int) -> None:
     assert preset.kv_bytes(tokens, tokens) == preset.kv_bytes(0) == preset.request_state_bytes
 
 
+@settings(deadline=None)
 @given(models, lengths, st.lists(lengths, min_size=1, max_size=5))
 def test_arrays_say_what_numbers_say(preset: Model, tokens: int, cached: list[int]) -> None:
     one_by_one = [preset.kv_bytes(tokens, each) for each in cached]
@@ -145,6 +149,7 @@ def test_arrays_say_what_numbers_say(preset: Model, tokens: int, cached: list[in
     assert preset.kv_bytes(np.full(len(cached), tokens), np.array(cached)).tolist() == one_by_one
 
 
+@settings(deadline=None)
 @given(models, lengths, st.integers(1, 64))
 def test_shards_together_hold_at_least_one_copy(preset: Model, tokens: int, tp: int) -> None:
     together = tp * preset.kv_bytes_shard(tokens, tp)
@@ -152,6 +157,7 @@ def test_shards_together_hold_at_least_one_copy(preset: Model, tokens: int, tp: 
     assert preset.kv_bytes_shard(tokens, tp) <= preset.kv_bytes(tokens) * (1 + 1e-12)
 
 
+@settings(deadline=None)
 @given(models)
 def test_far_beyond_every_window_a_token_costs_the_rate(preset: Model) -> None:
     assert preset.kv_bytes(200_001) - preset.kv_bytes(200_000) == pytest.approx(preset.kv_bytes_per_token)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from html.parser import HTMLParser
+from io import StringIO
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -10,10 +13,21 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
 
 from kvroute.experiments.cells import Cell, Experiment, Record
 from kvroute.experiments.netkv import EXPERIMENTS
+from kvroute.report.comparison_page import differences_grid, write_report
+from kvroute.report.drawing import look, svg
+from kvroute.report.experiment_page import headline, write_experiment, write_index
+from kvroute.report.figures import ablation_bars, heat_map, load_sweep, sweep_lines, thin, ttft_breakdown
+from kvroute.report.findings import Finding, findings
+from kvroute.report.series import estimate, summaries
+from kvroute.report.tables import comparison_grid, comparison_table, experiment_grid, experiment_table
 from kvroute.sim.metrics import Counts, LinkLoad, Spread, Summary, Timeline, TtftParts
+from kvroute.types import InputError
 
 BASE_S = {"round-robin": 1.6, "load-aware": 1.5, "cache-aware": 1.42, "cla": 1.3, "netkv-topo": 1.15}
 BASE_S |= {"netkv-static": 1.1, "netkv": 1.05}
@@ -104,6 +118,314 @@ def sweep(experiment: Experiment, seeds: int = 3, profiles: Sequence[str] = ()) 
                 lead = 1 - (1.3 - BASE_S[policy]) / 1.3 * (0.1 + 0.9 * float(np.mean(place or [1.0])))
                 ttft_s = level * common * lead * (1 + 0.015 * float(draw.standard_normal()))
                 settings = dict(zip(experiment.axes, map(float, point), strict=True))
-                cell = {"experiment": experiment.name, "reading": "paper", "profile": profile, "settings": settings}
+                cell: Any = {
+                    "experiment": experiment.name,
+                    "reading": "paper",
+                    "profile": profile,
+                    "settings": settings,
+                }
                 records.append(record(policy, seed, ttft_s, **cell))
     return records
+
+
+seconds = st.none() | st.floats(1e-4, 1e5)
+names = st.sampled_from([*BASE_S, "mine", "a <b> & $x$ policy"])
+runs_of_anything = st.lists(st.builds(summary, names, st.integers(0, 3), seconds), min_size=1, max_size=8)
+
+
+def printed(table: Any, width: int) -> list[str]:
+    console = Console(width=width, record=True, file=StringIO())
+    console.print(table)
+    return console.export_text().splitlines()
+
+
+@given(runs_of_anything, st.integers(100, 200))
+@settings(max_examples=25, deadline=None)
+def test_the_comparison_fits_the_terminal_and_names_every_policy_on_one_line(runs: list[Summary], width: int) -> None:
+    lines = printed(comparison_table(runs, width=width), width)
+    assert max(map(len, lines)) <= width
+    assert not any("\N{HORIZONTAL ELLIPSIS}" in line for line in lines)
+    for run in runs:
+        assert any(line.startswith(f" {run.policy} ") for line in lines)
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=6), st.floats(-1e3, 1e3), st.floats(0.1, 10))
+def test_an_estimate_moves_and_scales_with_its_values(values: list[float], shift: float, scale: float) -> None:
+    plain, moved = estimate(values), estimate([scale * value + shift for value in values])
+    assert plain is not None
+    assert moved is not None
+    assert plain.half_width is not None
+    assert moved.mean == pytest.approx(scale * plain.mean + shift, abs=1e-6)
+    assert moved.half_width == pytest.approx(scale * plain.half_width, rel=1e-6, abs=1e-6)
+
+
+def test_an_estimate_by_hand() -> None:
+    known = estimate([1.0, None, 2.0, 3.0])
+    assert known is not None
+    assert (known.mean, known.std, known.seeds) == (2.0, 1.0, 3)
+    assert known.half_width == pytest.approx(4.302653 / 3**0.5)
+    assert estimate([None]) is None
+    alone = estimate([5.0])
+    assert alone is not None
+    assert alone.half_width is None
+
+
+@given(st.integers(0, 3000), st.integers(1, 400))
+def test_thinned_samples_are_few_ascending_and_keep_the_mean(count: int, most: int) -> None:
+    shares = np.random.default_rng(count).random(count).tolist()
+    at_s, means = thin(range(count), shares, most)
+    assert len(at_s) == len(means) <= most
+    assert at_s == sorted(at_s)
+    stride = -(-count // most) if count else 1
+    weights = [min(stride, count - stride * number) for number in range(len(means))]
+    assert sum(w * m for w, m in zip(weights, means, strict=True)) == pytest.approx(sum(shares))
+
+
+def test_a_policy_has_one_look_of_its_own() -> None:
+    looks = [look(policy) for policy in BASE_S]
+    assert len(set(looks)) == len({each.colour for each in looks}) == len(looks)
+    assert look("somebody-elses") == look("somebody-elses")
+
+
+def test_the_comparison_in_texts() -> None:
+    runs = [summary("cla", 0, 1.2), summary("cla", 1, 1.4), summary("netkv", 0, 1.0), summary("netkv", 1, 1.1)]
+    grid = comparison_grid(runs)
+    table = {
+        row[0].text: {heading.title: entry for heading, entry in zip(grid.headings, row, strict=True)}
+        for row in grid.rows
+    }
+    mean = table["netkv"]["TTFT mean ms"]
+    assert (mean.text, mean.detail, mean.best) == ("1,050", "±635", True)  # t(0.975, 1) * 70.7 / sqrt(2)
+    assert not table["cla"]["TTFT mean ms"].best
+    assert table["netkv"]["tier 0/../3 %"].text == "2/50/18/30"
+    assert table["cla"]["SLO %"].text == "98.5"
+    assert table["cla"]["TPOT ms"].text == "15.6"
+    assert not table["netkv"]["TPOT ms"].best  # equal for both
+
+
+def test_what_was_not_measured_is_a_dash() -> None:
+    row = comparison_grid([summary("cla", 0, None)]).rows[0]
+    assert [entry.text for entry in row[1:10]] == ["-"] * 9
+    assert row[10].text == "-"
+
+
+def test_columns_give_way_in_a_narrow_terminal_and_are_named() -> None:
+    runs = summaries(comparison(("round-robin", "netkv")))
+    wide, narrow = ("\n".join(printed(comparison_table(runs, width=width), width)) for width in (120, 72))
+    assert "Too narrow" not in wide
+    assert "Too narrow for: P50 ms" in narrow
+    assert "1,6" in narrow
+
+
+def test_the_experiment_in_texts() -> None:
+    records = sweep(EXPERIMENTS["netkv-load"], profiles=("rag",))
+    grid = experiment_grid(EXPERIMENTS["netkv-load"], records)
+    assert [heading.title for heading in grid.headings[:3]] == ["profile", "load", "round-robin"]
+    assert [row[1].text for row in grid.rows] == ["0.5", "0.75", "1", "1.25", "1.5", "2", "2.5"]
+    assert re.fullmatch(r"-1\d\.\d%", grid.rows[-1][-1].text)
+    assert max(map(len, printed(experiment_table(EXPERIMENTS["netkv-load"], records, width=120), 120))) <= 120
+    part = experiment_grid(EXPERIMENTS["netkv-load"], records[:1])
+    assert part.rows[0][-1].text == "-"
+
+
+class Page(HTMLParser):
+    """Tags and ids of a page, and whether the tags nest."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.ids: list[str] = []
+        self.tags: set[str] = set()
+        self.links: list[str] = []
+        self.open: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.ids += [value or "" for name, value in attrs if name == "id"]
+        self.links += [value or "" for name, value in attrs if name in ("href", "src", "xlink:href")]
+        if tag not in ("meta", "br", "link"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def check_page(path: Path) -> str:
+    """A page stands alone: it nests, fetches nothing, scripts nothing, repeats no id, and its links lead somewhere."""
+    text = path.read_text(encoding="utf-8")
+    page = Page(text)
+    assert page.open == []
+    assert len(page.ids) == len(set(page.ids))
+    assert page.tags.isdisjoint({"script", "img", "link", "iframe"})
+    for link in page.links:
+        assert link[1:] in page.ids if link.startswith("#") else (path.parent / link).exists()
+    assert not re.search(r"(?<![a-z])nan(?![a-z])", text)
+    return text
+
+
+def test_a_report_says_the_verdict_first_and_is_the_same_bytes_again(tmp_path: Path) -> None:
+    title, folders = "mine <script>alert(1)</script>", (tmp_path / "a" / "new", tmp_path / "b" / "new")
+    pages = [write_report(comparison(), folder, title) for folder in folders]
+    text = check_page(pages[0])
+    assert pages[0] == folders[0] / "report.html"
+    assert text.index("netkv has the lowest mean TTFT") < text.index("<table>")
+    assert "mine &lt;script&gt;" in text
+    assert "--policy round-robin --policy cla --policy netkv --seed 0 --seeds 5" in text
+    files = {path.relative_to(folders[0]).as_posix() for path in folders[0].rglob("*.*")}
+    figures = product(("ttft-breakdown", "tier-split", "link-utilisation"), ("png", "svg"))
+    assert files == {"report.html", *(f"figures/{name}.{end}" for name, end in figures)}
+    for path in files:
+        assert (folders[0] / path).read_bytes() == (folders[1] / path).read_bytes()
+
+
+MARKUP = '<img src=x onerror=y> $a_b$ & "q"'
+EDGES: dict[str, list[Record]] = {
+    "nothing measured": [record(policy, 0, None) for policy in ("cla", "netkv")],
+    "no first token for one, markup in a name": [record("cla", 0, None), record(MARKUP, 0, 1.0)],
+    "one policy, one seed, an idle network": [
+        msgspec.structs.replace(record("cla", 0, 1.0), timeline=Timeline(at_s=(0.0, 1.0), tier={"1": (0.0, 0.0)})),
+    ],
+}
+
+
+@pytest.mark.parametrize("case", EDGES)
+def test_a_report_stands_whatever_a_run_can_give(case: str, tmp_path: Path) -> None:
+    text = check_page(write_report(EDGES[case], tmp_path, case))
+    assert "How to run this again" in text
+
+
+def test_nothing_to_report_is_said(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no run"):
+        write_report([], tmp_path, "")
+    with pytest.raises(InputError, match="no result"):
+        write_experiment(EXPERIMENTS["netkv-load"], [], tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="cannot be written"):
+        write_report(EDGES["nothing measured"], tmp_path / "file", "")
+
+
+def test_differences_in_words() -> None:
+    runs = [summary("a", seed, 1.0 + 0.01 * seed) for seed in range(4)]
+    runs += [summary("b", seed, 1.2 + 0.012 * seed) for seed in range(4)]
+    runs += [summary("c", seed, 1.0 + 0.1 * (seed % 2)) for seed in range(4)]
+    words = {row[0].text: row[-1].text for row in differences_grid(runs).rows}
+    assert "leaves out zero" in words["a - b"]
+    assert "Noise" in words["a - c"]
+    assert "one seed" in differences_grid([run for run in runs if run.seed == 0]).rows[0][-1].text.lower()
+
+
+@pytest.mark.parametrize("name", ["netkv-load", "netkv-topology", "netkv-ablation"])
+def test_every_kind_of_experiment_has_a_page(name: str, tmp_path: Path) -> None:
+    experiment = EXPERIMENTS[name]
+    page = write_experiment(experiment, sweep(experiment, profiles=("rag",), seeds=2), tmp_path, ["a note <i>"])
+    text = check_page(page)
+    assert experiment.expectation in text
+    assert "a note &lt;i&gt;" in text
+    assert f"kvroute experiment {name} --reading paper --seeds 2" in text
+    assert "reading.ecmp" in text
+
+
+def test_the_index_links_to_pages(tmp_path: Path) -> None:
+    (tmp_path / "load & more").mkdir()
+    (tmp_path / "load & more" / "report.html").write_text("")
+    text = write_index({"Load <sweep>": tmp_path / "load & more" / "report.html"}, tmp_path / "index.html").read_text()
+    assert 'href="load%20%26%20more/report.html"' in text
+    assert "Load &lt;sweep&gt;" in text
+
+
+def test_figures_of_part_of_a_sweep_and_of_the_wrong_shape() -> None:
+    topology = sweep(EXPERIMENTS["netkv-topology"], profiles=("rag",), seeds=2)
+    drawn = [
+        heat_map(topology[:20]),
+        heat_map(sweep(EXPERIMENTS["netkv-load"], profiles=("rag",), seeds=1)),
+        sweep_lines(topology, "background", ("netkv", "cla")),
+        load_sweep([record("netkv", 0, None, settings={"load": 1.0})], ("netkv", "cla")),
+        ablation_bars([record("cla", 0, None), record("netkv", 0, 1.0)]),
+        ttft_breakdown([]),
+    ]
+    assert all(svg(figure).startswith("<?xml") for figure in drawn)
+
+
+def pair(first_s: Sequence[Sequence[float]], second_s: Sequence[Sequence[float]], axis: str = "load") -> list[Record]:
+    """netkv and cla at points 1, 2, ..: a list of seeds each."""
+    return [
+        record(policy, seed, ttft_s, profile="rag", settings={axis: float(point)})
+        for policy, points in (("netkv", first_s), ("cla", second_s))
+        for point, row in enumerate(points, start=1)
+        for seed, ttft_s in enumerate(row)
+    ]
+
+
+def outcome(name: str, records: Sequence[Record], claim: str) -> Finding:
+    (found,) = [each for each in findings(EXPERIMENTS[name], records) if claim in each.claim]
+    return found
+
+
+def test_a_loss_beyond_noise_is_named_with_its_place() -> None:
+    found = outcome(
+        "netkv-load", pair([(1.0, 1.1, 1.2), (1.3, 1.41, 1.5)], [(1.2, 1.3, 1.41), (1.0, 1.1, 1.2)]), "netkv below cla"
+    )
+    assert found.holds == "holds in part"
+    assert "at 1 of 2 points, 1 of them beyond noise" in found.sentence
+    assert re.search(r"It loses \+27\.\d% ±\d\.\d% at load=2\.$", found.sentence)
+
+
+@given(st.lists(st.lists(st.floats(0.5, 2), min_size=3, max_size=3), min_size=1, max_size=3), st.floats(1.05, 3))
+@settings(max_examples=30, deadline=None)
+def test_a_constant_lead_holds_and_its_mirror_image_does_not(points: list[list[float]], factor: float) -> None:
+    slower = [[value * factor for value in row] for row in points]
+    lead = outcome("netkv-load", pair(points, slower), "netkv below cla")
+    lag = outcome("netkv-load", pair(slower, points), "netkv below cla")
+    assert lead.holds in ("holds", "unclear")
+    assert lag.holds in ("does not hold", "unclear")
+    assert (lead.holds == "unclear") == (lag.holds == "unclear")
+
+
+def test_one_seed_never_settles_anything() -> None:
+    records = sweep(EXPERIMENTS["netkv-topology"], seeds=1)
+    assert {each.holds for each in findings(EXPERIMENTS["netkv-topology"], records)} == {"unclear"}
+
+
+@pytest.mark.parametrize(
+    ("last_s", "axis", "name", "holds"),
+    [
+        ((0.5, 0.51, 0.52), "tokens", "netkv-context", "holds"),
+        ((1.3, 1.31, 1.32), "tokens", "netkv-context", "does not hold"),
+        ((0.6, 0.9, 1.2), "tokens", "netkv-context", "unclear"),
+        ((0.901, 0.899, 0.9), "gpus", "netkv-scale", "holds"),
+        ((0.7, 0.71, 0.72), "gpus", "netkv-scale", "does not hold"),
+        ((0.7, 0.9, 1.1), "gpus", "netkv-scale", "unclear"),
+    ],
+)
+def test_trends_of_the_gain(last_s: tuple[float, ...], axis: str, name: str, holds: str) -> None:
+    records = pair([(0.9, 0.9, 0.9), last_s], [(1.0, 1.0, 1.0)] * 2, axis)
+    assert outcome(name, records, "the gain").holds == holds
+
+
+def test_staleness_asks_whether_netkv_itself_changes() -> None:
+    still = pair([(0.9, 1.0, 1.1), (0.9, 1.0, 1.1)], [(1.0, 1.1, 1.2), (2.0, 2.1, 2.2)], "refresh_s")
+    assert outcome("netkv-staleness", still, "does not change").holds == "holds"
+    worse = pair([(0.9, 1.0, 1.1), (1.1, 1.22, 1.33)], [(1.0, 1.1, 1.2)] * 2, "refresh_s")
+    assert outcome("netkv-staleness", worse, "does not change").holds == "does not hold"
+
+
+def test_the_ladder_tells_the_share_of_the_first_step() -> None:
+    times = {"cla": 1.0, "netkv-topo": 0.8, "netkv-static": 0.75, "netkv": 0.7}
+    records = [
+        record(policy, seed, value * (1 + 0.1 * seed), profile="rag")
+        for policy, value in times.items()
+        for seed in range(3)
+    ]
+    found = outcome("netkv-ablation", records, "the first step")
+    assert found.holds == "holds"
+    assert "The first step is 67% of the whole gain" in found.sentence
+
+
+def test_the_headline_groups_profiles() -> None:
+    some = [Finding(name, "a below b", holds, "") for name, holds in (("x", "holds"), ("y", "unclear"), ("z", "holds"))]  # type: ignore[arg-type]
+    assert headline(some) == "a below b: holds for x and z, unclear for y."
+    assert headline(some[::2]) == "a below b: holds everywhere."

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
@@ -48,6 +48,7 @@ def given_file(path: Path) -> Path:
     return path
 
 
+@settings(deadline=None)
 @given(specs, token_counts, token_counts, token_counts)
 def test_prefill_time_grows_with_the_prompt_and_shrinks_with_the_cache(
     spec: PrefillSpec, tokens: int, more: int, cached: int
@@ -60,6 +61,7 @@ def test_prefill_time_grows_with_the_prompt_and_shrinks_with_the_cache(
     assert time.seconds(tokens, cached + more) <= seconds + rounding
 
 
+@settings(deadline=None)
 @given(specs, token_counts)
 def test_all_cached_costs_the_base_and_nothing_cached_the_curve(spec: PrefillSpec, tokens: int) -> None:
     time = prefill_time(spec)
@@ -67,6 +69,7 @@ def test_all_cached_costs_the_base_and_nothing_cached_the_curve(spec: PrefillSpe
     assert time.seconds(tokens, tokens + 5) == time.seconds(tokens, tokens)
 
 
+@settings(deadline=None)
 @given(points)
 def test_a_piecewise_curve_goes_through_its_points(spec: PiecewisePrefill) -> None:
     time = prefill_time(spec)
@@ -101,12 +104,14 @@ def test_impossible_prefill_times_are_refused(spec: PrefillSpec, what: str) -> N
         prefill_time(spec)
 
 
+@settings(deadline=None)
 @given(iterations, st.integers(0, 300), st.integers(1, 64), st.integers(0, 10**6))
 def test_a_span_is_the_sum_of_its_iterations(time: IterationTime, steps: int, batch: int, context: int) -> None:
     by_hand = sum(time.seconds(batch, context + step * batch) for step in range(steps))
     assert time.span_s(steps, batch, context) == pytest.approx(by_hand, rel=1e-9)
 
 
+@settings(deadline=None)
 @given(iterations, st.floats(-1, 1e5), st.integers(1, 512), st.integers(0, 10**7))
 def test_steps_until_is_the_least_that_reaches(time: IterationTime, elapsed: float, batch: int, context: int) -> None:
     steps = time.steps_until(elapsed, batch, context)
@@ -114,6 +119,7 @@ def test_steps_until_is_the_least_that_reaches(time: IterationTime, elapsed: flo
     assert steps == 0 or time.span_s(steps - 1, batch, context) < elapsed
 
 
+@settings(deadline=None)
 @given(iterations, st.integers(0, 10**5), st.integers(1, 512), st.integers(0, 10**7))
 def test_steps_until_inverts_span_exactly(time: IterationTime, steps: int, batch: int, context: int) -> None:
     span_s = time.span_s(steps, batch, context)
@@ -121,6 +127,7 @@ def test_steps_until_inverts_span_exactly(time: IterationTime, steps: int, batch
     assert time.steps_until(math.nextafter(span_s, math.inf), batch, context) == steps + 1
 
 
+@settings(deadline=None)
 @given(iterations, st.floats(0, 1e4), st.floats(0, 1e4), st.integers(1, 64))
 def test_more_time_never_has_fewer_iterations(time: IterationTime, elapsed: float, more: float, batch: int) -> None:
     assert time.steps_until(elapsed, batch, 0) <= time.steps_until(elapsed + more, batch, 0)
@@ -144,6 +151,7 @@ def test_an_iteration_that_takes_no_time_is_refused() -> None:
 LENGTHS = np.array([128, 256, 512, 1024, 2048, 4096, 8192])
 
 
+@settings(deadline=None)
 @given(specs.filter(lambda spec: prefill_time(spec).seconds(128) > 1e-6))
 def test_a_prefill_fit_recovers_its_generator(spec: PrefillSpec) -> None:
     times = [prefill_time(spec).seconds(int(tokens)) for tokens in LENGTHS]
@@ -154,6 +162,7 @@ def test_a_prefill_fit_recovers_its_generator(spec: PrefillSpec) -> None:
     assert fit.error.n == 7
 
 
+@settings(deadline=None)
 @given(st.floats(1e-3, 1), small_s, st.floats(0, 1e-6))
 def test_a_decode_fit_recovers_its_generator(base: float, request: float, context: float) -> None:
     batch = np.array([1, 2, 4, 8, 16, 1, 1])
@@ -164,6 +173,7 @@ def test_a_decode_fit_recovers_its_generator(base: float, request: float, contex
     assert fit.spec.per_context_token_s == pytest.approx(context, rel=1e-6, abs=1e-12)
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(0.01, 100), min_size=7, max_size=7))
 def test_fits_of_anything_are_usable(seconds: list[float]) -> None:
     """No coefficient below 0, no time that falls, no NaN: whatever was measured."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise
 from pathlib import Path
 
@@ -367,3 +368,18 @@ def test_ten_thousand_instances() -> None:
 def test_an_unknown_instance_is_refused() -> None:
     with pytest.raises(InputError, match="no instance 'nobody'"):
         load(EXAMPLES / "small.yaml").index("nobody")
+
+
+def test_the_documented_sections_make_valid_files() -> None:
+    text = (EXAMPLES.parent / "docs" / "cluster-file.md").read_text(encoding="utf-8")
+    name, lists, wan, tree, pod, network, timing, instances, counts = re.findall(r"```yaml\n(.*?)```", text, re.S)
+    defaults = "defaults: {model: llama-3-70b, tp: 4, kv_capacity: 180 GB}\n"
+    nodes = "".join(f"  - {{name: node{n}, rack: rack0, nics: {{compute: {{capacity: 1 Gbps}}}}}}\n" for n in (1, 2))
+    for section in (tree, pod):
+        assert len(parse(name + section + network + timing + defaults + counts).instances) == 16
+    assert len(parse(name + lists + nodes + network + timing + instances).instances) == 3
+    sites = lists.replace("{name: dc0}", "{name: dc0}, {name: dc1}").replace(
+        "{name: pod0,", "{name: pod0, datacenter: dc0,"
+    )
+    nodes = nodes.replace("rack: rack0", "datacenter: dc1")
+    assert parse(name + sites + nodes + wan + timing + instances).tier.max() == CROSS_DATACENTER

@@ -70,10 +70,9 @@ def test_a_lost_line_is_refused_or_harmless(name: str, data: st.DataObject) -> N
     lost = data.draw(st.integers(0, len(lines) - 1))
     try:
         cluster = parse("\n".join(lines[:lost] + lines[lost + 1 :]))
-    except InputErrors as error:
-        assert error.problems
-    else:
-        assert isinstance(cluster, Cluster)
+    except InputErrors:
+        return
+    assert isinstance(cluster, Cluster)
 
 
 @given(st.text(max_size=60) | st.text("[]{}:,-&*!|>'\"#? \nab", max_size=60))
@@ -99,11 +98,13 @@ TWO_RACKS = edited("{name: rack0} ", "{name: rack0}\n  - {name: rack1}").replace
     "node1, rack: rack0", "node1, rack: rack1"
 )
 FAT, FAR = "fat-tree-64gpu.yaml", "two-datacenters.yaml"
+LINEAR, PIECES = "{kind: linear, per_token: 90 us, base: 20 ms}", "{kind: piecewise, tokens: [%s], times: [%s]}"
+NO_DECODE = TEXTS["small.yaml"].replace("role: decode", "role: prefill")
 FAULTS = {
     "nearest key": (edited("nvlink", "nvlnk"), "nodes[0].nvlnk", "did you mean 'nvlink'"),
     "missing key": (edited("name: small", "fabric: null"), "", "`name` is missing"),
     "wrong unit": (edited("100 Gbps", "100 Gb"), "nodes[0].nics.compute.capacity", "one of bps, Kbps, Mbps, Gbps"),
-    "absurd capacity": (edited("100 Gbps", "101 Tbps"), "nodes[0].nics.compute.capacity", "between 1 Kbps and 100 Tbps"),
+    "absurd capacity": (edited("100 Gbps", "101 Tbps"), "nodes[0].nics.compute.capacity", "1 Kbps and 100 Tbps"),
     "zero capacity": (edited("100 Gbps", "0 Gbps"), "nodes[0].nics.compute.capacity", "out of range"),
     "negative latency": (edited("node: 1 us", "node: -1 us", FAT), "network.latency.node", "between 0 s and 10 s"),
     "zero count": (edited("count: 8", "count: 0"), "nodes[0].nics.compute.count", "a whole number from 1"),
@@ -116,18 +117,18 @@ FAULTS = {
     "two parents": (edited("rack: rack0,", "rack: rack0, datacenter: dc0,"), "nodes[0]", "nearest one only"),
     "unknown node": (edited("node1:0-3", "node7:0-3"), "instances[2].gpus", "no node 'node7'"),
     "unknown timing": (edited("0-3\"}", "0-3\", timing: fast}"), "instances[0].timing", "no timing 'fast'"),
-    "unknown model": (edited("llama-3-70b", "lama-3-70b"), "instances[0].model", "llama-3-70b"),
-    "no model": (edited("model: llama-3-70b, ", ""), "instances[0]", "has no model"),
-    "no memory": (edited(", kv_capacity: 180 GB", ""), "instances[0]", "has no kv_capacity"),
+    "unknown model": (edited("llama-3-70b", "lama-3-70b"), "defaults.model", "llama-3-70b"),
+    "no model": (edited("model: llama-3-70b, ", ""), "instances[0]", "no model is given"),
+    "no memory": (edited(", kv_capacity: 180 GB", ""), "instances[0]", "no kv_capacity is given"),
     "GPU used twice": (edited("node0:4-7", "node0:3-6"), "instances[1].gpus", "node0:3 is used twice; prefill0"),
     "GPU repeated": (edited("node0:0-3", "node0:0-2,2"), "instances[0].gpus", "node0:2 is used twice"),
     "GPU out of range": (edited("node0:4-7", "node0:5-8"), "instances[1].gpus", "none with number 8; use 0 to 7"),
     "too few GPUs": (edited("node0:4-7", "node0:4-6"), "instances[1].gpus", "3 GPUs, but tp 4 x pp 1 = 4"),
     "bad GPUs": (edited("node0:4-7", "node0"), "instances[1].gpus", "names no GPUs"),
-    "no decode": (edited("role: decode", "role: prefill").replace("role: decode", "role: prefill"), "instances", "no decode"),
+    "no decode": (NO_DECODE, "instances", "no decode"),
     "no uplinks": (TWO_RACKS, "racks[0]", "rack0 has no uplinks, so decode0 cannot be reached from prefill0"),
     "no NICs": (edited(", nics: {compute: {count: 8, capacity: 100 Gbps}}", ""), "nodes[0]", "has no compute NICs"),
-    "no wan": (re.sub(r"wan:.*?\n.*?\n", "", TEXTS[FAR]), "", "no links between datacenters"),
+    "no wan": (re.sub(r"wan:.*?\n.*?\n", "", TEXTS[FAR]), "wan", "no links between datacenters"),
     "wan to itself": (edited("to: local-site", "to: prefill-site", FAR), "wan[0]", "to itself"),
     "unknown site": (edited("to: local-site", "to: locl-site", FAR), "wan[0].to", "did you mean 'local-site'"),
     "no site": (edited(", datacenter: prefill-site", "", FAR), "racks[0]", "there are several datacenters"),
@@ -136,8 +137,9 @@ FAULTS = {
     "fabric and nodes": (TEXTS[FAT] + "nodes: [{name: x}]\n", "nodes", "stands beside `fabric`"),
     "no nodes": ("name: a\ninstances: {prefill: 1, decode: 1}\n", "", "there are no nodes"),
     "kind": (edited("kind: fat-tree", "kind: fat_tree", FAT), "fabric.kind", "fat-tree, superpod"),
-    "points": (edited("{kind: linear, per_token: 90 us, base: 20 ms}", "{kind: piecewise, tokens: [1, 2], times: [1 s]}"), "timing.default.prefill", "2 tokens stand beside 1 times"),
-    "descending": (edited("{kind: linear, per_token: 90 us, base: 20 ms}", "{kind: piecewise, tokens: [2, 1], times: [1 s, 2 s]}"), "timing.default.prefill.tokens", "do not ascend"),
+    "points": (edited(LINEAR, PIECES % ("1, 2", "1 s")), "timing.default.prefill", "2 tokens stand beside 1 times"),
+    "descending": (edited(LINEAR, PIECES % ("2, 1", "1 s, 2 s")), "timing.default.prefill.tokens", "do not ascend"),
+    "no value": (edited("nvlink: 450 GB/s", "nvlink: null"), "nodes[0].nvlink", "has no value"),
     "alias": (edited("name: small", "name: &a small\nfabric: *a"), "fabric", "alias"),
     "tag": (edited("name: small", "name: !!python/name:os.system x"), "name", "the tag"),
     "two documents": (TEXTS["small.yaml"] + "---\nname: b\n", "", "second document"),
@@ -160,25 +162,10 @@ def test_all_faults_are_named_at_once() -> None:
 
 
 def test_an_unreachable_pair_that_moves_no_kv_cache_is_no_fault() -> None:
-    """Prefill and decode share a rack; only two prefill instances are cut off from each other."""
-    text = edited("{name: rack0}", "{name: rack0}\n  - {name: rack1}").replace(
-        "node1, rack: rack0", "node1, rack: rack1"
-    )
-    text = text.replace("decode0, role: decode", "x0, role: prefill").replace(
-        "prefill1, role: prefill", "y0, role: decode"
-    )
-    text = text.replace('"node1:0-3"', '"node0:4-7"', 1).replace(
-        'y0, role: decode, gpus: "node0:4-7"', 'y0, role: decode, gpus: "node1:0-3"'
-    )
-    with pytest.raises(InputErrors, match="no uplinks"):
-        parse(text)
-    local = edited("{name: rack0}", "{name: rack0}\n  - {name: rack1}").replace(
-        "node1, rack: rack0", "node1, rack: rack1"
-    )
-    local = re.sub(r"  - \{name: (prefill1|decode[01]).*\n", "", local)
+    """Prefill and decode share a rack; the other rack, without uplinks, is cut off and holds neither."""
+    local = re.sub(r"  - \{name: (prefill1|decode[01]).*\n", "", TWO_RACKS)
     local += '  - {name: near, role: decode, gpus: "node0:4-7"}\n'
-    cluster = parse(local)
-    assert [instance.name for instance in cluster.instances] == ["near", "prefill0"]
+    assert [instance.name for instance in parse(local).instances] == ["near", "prefill0"]
 
 
 def test_a_missing_file_is_one_sentence(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
-"""One offline replay of a Mooncake trace by NVIDIA Dynamo's Rust simulator, disaggregated, KV router; prints one JSON line.
+"""One offline replay of a Mooncake trace by NVIDIA Dynamo's Rust simulator: disaggregated, KV router; one JSON line.
 
-It runs in Dynamo's environment and needs nothing else. Dynamo moves KV at one bandwidth for all, without links or contention.
+It runs in Dynamo's environment and needs nothing else. There KV moves at one bandwidth for all, with no contention.
 """
 
 from __future__ import annotations

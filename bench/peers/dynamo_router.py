@@ -12,9 +12,8 @@ import asyncio
 import json
 import time
 
-from dynamo._core import RadixTree, SelectionService  # type: ignore[import-not-found]
-
 from bench.prompts import BLOCK_TOKENS, LONG_BLOCKS, Chain, Prompts, copied, quantiles_us
+from dynamo._core import RadixTree, SelectionService  # type: ignore[import-not-found]
 
 KV_BLOCKS = 34_332
 """180 GB of KV memory for Llama-3-70B in 16 bits, in blocks of 16 tokens."""

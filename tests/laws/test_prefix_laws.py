@@ -231,9 +231,9 @@ class MalformedMachine(IndexMachine):
 
 
 TestIndex = IndexMachine.TestCase
-TestIndex.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestIndex.settings = settings(max_examples=70, stateful_step_count=40, deadline=None)
 TestMalformed = MalformedMachine.TestCase
-TestMalformed.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
+TestMalformed.settings = settings(max_examples=35, stateful_step_count=40, deadline=None)
 
 PROMPT = st.lists(st.integers(-(2**63), 2**63 - 1), max_size=40)
 

@@ -14,7 +14,7 @@ from kvroute.cli.replay import explain, replay_log
 from kvroute.cli.simulate import simulate
 from kvroute.cli.timing import app as timing
 from kvroute.cli.topology import app as topology
-# from kvroute.cli.workload import app as trace
+from kvroute.cli.workload import app as trace
 from kvroute.types import InputError
 
 app = typer.Typer(
@@ -42,7 +42,7 @@ def _root(
 app.command()(simulate)
 app.command()(experiment)
 app.add_typer(topology, name="topology")
-# app.add_typer(trace, name="trace")
+app.add_typer(trace, name="trace")
 app.add_typer(timing, name="timing")
 app.command()(llm)
 app.command()(flows)

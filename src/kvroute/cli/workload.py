@@ -33,7 +33,6 @@ app = typer.Typer(
 DEFAULT_REQUESTS = 2_000
 _GENERATED_MAX = 5_000_000
 _SHOWN_SKIPS = 10
-_COLUMNS = ("mean", "min", "p5", "p25", "p50", "p75", "p90", "p95", "p99", "max")
 
 Profiled = Annotated[str, typer.Option(help=f"Only requests of a profile: {', '.join(PROFILES)}.")]
 Rate = Annotated[
@@ -141,12 +140,12 @@ def _read(file: Path, skip_bad: bool) -> Trace:
 
 def _print(statistics: TraceStatistics) -> None:
     out = console()
-    lengths = Table("Tokens", *(column for column in _COLUMNS), title=statistics.name)
-    for name, row in (("prompt", statistics.input_tokens), ("answer", statistics.output_tokens)):
-        if isinstance(row, LengthStatistics):
-            lengths.add_row(name, *(f"{getattr(row, column):,.0f}" for column in _COLUMNS))
-    for column in lengths.columns[1:]:
-        column.justify = "right"
+    lengths = Table("tokens", title=statistics.name)
+    lengths.add_column("prompt", justify="right")
+    lengths.add_column("answer", justify="right")
+    for figure in LengthStatistics.__struct_fields__:
+        pair = (statistics.input_tokens, statistics.output_tokens)
+        lengths.add_row(figure, *("-" if row is None else f"{getattr(row, figure):,.0f}" for row in pair))
     out.print(lengths)
     facts = Table(show_header=False)
     facts.add_column(style="bold")

@@ -43,11 +43,12 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _NETKV_TIMING = {
-    "prefill_per_token_s": 90e-6,
+    "prefill_per_token_s": 61.6e-6,
     "prefill_base_s": 20e-3,
-    "decode_base_s": 12.5e-3,
-    "decode_per_request_s": 0.1e-3,
+    "decode_base_s": 12.47e-3,
+    "decode_per_request_s": 0.111e-3,
 }
+"""From `calibration` on the Mooncake conversation trace (docs/fidelity.md); the base of prefill is assumed."""
 
 READINGS = {
     reading.name: reading
@@ -96,7 +97,7 @@ READINGS = {
             nic_scope="gpu",
             rack_uplinks=16,
             pod_uplinks=32,
-            placement="spread",
+            placement="rack",
             prefixes="trace",
             background=0.0,
             capacity="prefill",

@@ -135,12 +135,12 @@ def _cluster(reading: Reading, groups: int, oversubscription: float) -> Cluster:
         instances=_instances(reading, groups),
         network=Network(
             ecmp=reading.ecmp,
-            latency=TierLatency(node=Latency(1e-6), rack=Latency(3e-6), pod=Latency(8e-6), datacenter=Latency(15e-6)),
+            latency=TierLatency(node_s=Latency(1e-6), rack_s=Latency(3e-6), pod_s=Latency(8e-6), datacenter_s=Latency(15e-6)),
             tier_bandwidth=TierBandwidth(
-                node=Bandwidth(450e9),
-                rack=Bandwidth(nic),
-                pod=Bandwidth(rack_bytes_per_s),
-                datacenter=Bandwidth(pod_bytes_per_s),
+                node_bytes_per_s=Bandwidth(450e9),
+                rack_bytes_per_s=Bandwidth(nic),
+                pod_bytes_per_s=Bandwidth(rack_bytes_per_s),
+                datacenter_bytes_per_s=Bandwidth(pod_bytes_per_s),
             ),
         ),
         timing={"default": _timing(reading)},
@@ -188,7 +188,7 @@ def _slot(first_node: int, part: int, width: int) -> str:
 
 def rate_per_s(study: Study, cell: Cell) -> float:
     """Requests per second: load times capacity; a larger cluster gets proportionally more."""
-    load = TUNING_LOAD if study.tuning else cell.settings.get("load", 1.0)
+    load = cell.settings.get("load", TUNING_LOAD if study.tuning else 1.0)
     groups = cell.settings.get("gpus", GPUS_PER_GROUP) / GPUS_PER_GROUP
     return load * groups * capacity_per_s(study, cell.profile)
 

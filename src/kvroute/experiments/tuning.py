@@ -15,7 +15,7 @@ from kvroute.experiments.setup import Study, Weights, run_cell
 
 GRID = tuple(round(float(weight), 1) for weight in np.linspace(0.1, 2.0, 10).round(1))
 """Ten values over [0.1, 2.0] for each weight."""
-TUNING_SEEDS = (0,)
+TUNING_SEEDS = (0, 1, 2)
 
 
 class Tuned(msgspec.Struct, frozen=True, kw_only=True):

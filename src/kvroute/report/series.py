@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import stats
+from scipy.special import stdtrit
 
 from kvroute.experiments.cells import Record
 from kvroute.report.compare import Difference, Metric, difference, mean_ttft_s
@@ -34,7 +34,7 @@ def estimate(values: Iterable[float | None]) -> Estimate | None:
     if count == 1:
         return Estimate(mean, 0.0, None, 1)
     std = float(known.std(ddof=1))
-    return Estimate(mean, std, float(stats.t.ppf(0.975, count - 1)) * std / float(np.sqrt(count)), count)
+    return Estimate(mean, std, float(stdtrit(count - 1, 0.975)) * std / float(np.sqrt(count)), count)
 
 
 def policies_of(runs: Iterable[Summary]) -> list[str]:

@@ -75,7 +75,8 @@ def read_document(text: str, source: str) -> tuple[ClusterFile, Lines]:
         found += [fault for fault in _faults(value, ClusterFile, (), lines) if fault.field not in known]
         found = found or [lines.error(str(error))]
     if file is None or found:
-        raise InputErrors(sorted(found, key=lambda fault: (fault.line, fault.field)))
+        found.sort(key=lambda fault: (fault.line, fault.field))
+        raise InputErrors(found)
     return file, lines
 
 

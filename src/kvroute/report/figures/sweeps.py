@@ -17,6 +17,7 @@ from kvroute.report.drawing import (
     FAINT,
     INK,
     NO_TOKEN,
+    PAPER,
     grid,
     log_if_wide,
     look,
@@ -159,7 +160,7 @@ def _gap_line(axes: Axes, records: Sequence[Record], axis: str, versus: tuple[st
 
 
 def heat_map(records: Sequence[Record], versus: tuple[str, str] = ("netkv", "cla")) -> Figure:
-    """The pair's relative gap over the first two axes, a panel per profile; in parentheses: noise; blue: first lower."""
+    """The pair's relative gap over the first two axes, a panel per profile; parentheses: noise; blue: first lower."""
     profiles, names = profiles_of(records), axes_of(records)[:2]
     with style():
         if len(names) < 2:
@@ -176,13 +177,12 @@ def heat_map(records: Sequence[Record], versus: tuple[str, str] = ("netkv", "cla
         for axes, some, profile in zip(grid_axes[0], gaps, profiles, strict=True):
             cells = [[some.get((y, x)) for x in x_values] for y in y_values]
             shares = np.array([[np.nan if each is None else each.relative for each in row] for row in cells])
-            image = axes.imshow(
-                shares, cmap="RdBu_r", vmin=-max(reach, 0.05), vmax=max(reach, 0.05), origin="lower", aspect="auto"
-            )
+            limit = max(reach, 0.05)
+            image = axes.pcolormesh(shares, cmap="RdBu_r", vmin=-limit, vmax=limit, edgecolors=PAPER, linewidth=1.5)
             for (row, column), share in np.ndenumerate(shares):
-                _annotate(axes, column, row, cells[row][column], dark=abs(share) > 0.6 * max(reach, 0.05))
-            axes.set_xticks(range(len(x_values)), [tick_text(value) for value in x_values])
-            axes.set_yticks(range(len(y_values)), [tick_text(value) for value in y_values])
+                _annotate(axes, column + 0.5, row + 0.5, cells[row][column], dark=abs(share) > 0.6 * limit)
+            axes.set_xticks(np.arange(len(x_values)) + 0.5, [tick_text(value) for value in x_values])
+            axes.set_yticks(np.arange(len(y_values)) + 0.5, [tick_text(value) for value in y_values])
             axes.tick_params(length=0)
             axes.spines[:].set_visible(False)
             axes.set_title(plain(profile))
@@ -190,11 +190,13 @@ def heat_map(records: Sequence[Record], versus: tuple[str, str] = ("netkv", "cla
         grid_axes[0][0].set_ylabel(AXIS_LABELS.get(names[0], names[0]))
         bar = figure.colorbar(image, ax=grid_axes[0], format=PercentFormatter(1, decimals=0), pad=0.02)
         bar.outline.set_visible(False)
+        bar.solids.set_rasterized(False)  # vectors, like all else
+        bar.solids.set_edgecolor("face")
         bar.set_label(f"mean TTFT, {plain(versus[0])} vs {plain(versus[1])}")
     return figure
 
 
-def _annotate(axes: Axes, x: int, y: int, each: Difference | None, *, dark: bool) -> None:
+def _annotate(axes: Axes, x: float, y: float, each: Difference | None, *, dark: bool) -> None:
     if each is None:
         text = "–"
     else:

@@ -1,4 +1,4 @@
-"""The three kinds of load that NetKV VI-A tells apart by prompt length; which prefixes they share is drawn elsewhere."""
+"""The three kinds of load that NetKV VI-A tells apart by prompt length; prefixes are drawn elsewhere."""
 
 from __future__ import annotations
 

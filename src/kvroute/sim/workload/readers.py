@@ -5,11 +5,12 @@ A broken line is an error that names file, line and field; it is left out only w
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
-from math import isfinite
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeAlias
 
 import msgspec
 
@@ -28,10 +29,13 @@ _LATEST_S = 1e7
 """Later first arrivals are taken for times of day: no trace begins months after its own start."""
 _BLOCK_LIMIT = 1 << 64
 _AZURE_COLUMNS = ("timestamp", "contexttokens", "generatedtokens")
+_LINE_MEND = "correct the line, or have broken lines skipped"
 _CONTENT_MEND = "give Mooncake JSON lines or an Azure LLM CSV (TIMESTAMP,ContextTokens,GeneratedTokens)"
 
-Parse = Callable[[bytes], TracedRequest]
+Parse: TypeAlias = Callable[[bytes], TracedRequest]
 """One line to one request; ValueError tells what is wrong with it."""
+Rows: TypeAlias = Iterator[tuple[int, bytes]]
+"""Line numbers from 1 and lines that are not blank."""
 
 
 class _MooncakeLine(msgspec.Struct, kw_only=True):
@@ -68,31 +72,19 @@ def read(
     path = Path(path)
     if block_tokens < 1:
         raise InputError(f"a block of {block_tokens} tokens", where="block_tokens", mend="give 1 or more")
-    rows = ((number, line) for number, line in enumerate(lines_of(path), 1) if line.strip())
+    rows: Rows = ((number, line) for number, line in enumerate(lines_of(path), 1) if line.strip())
     first = next(rows, None)
     if first is None:
         raise InputError("the file is empty", where=str(path), mend=_CONTENT_MEND)
     parse, rows = _format(path, first, rows, block_tokens)
-    requests: list[TracedRequest] = []
-    faults: list[InputError] = []
-    bad_lines = 0
-    for number, line in rows:
-        try:
-            requests.append(parse(line))
-        except ValueError as error:
-            fault = InputError(str(error), where=f"{path}:{number}")
-            bad_lines += 1
-            if skip_bad:
-                on_skip(fault)
-            if len(faults) < _SHOWN_FAULTS:
-                faults.append(fault)
-            elif not skip_bad:
-                break
+    requests, faults = _parsed(path, rows, parse, math.inf if skip_bad else _SHOWN_FAULTS)
     if faults and not skip_bad:
         raise InputErrors(faults)
+    for fault in faults:
+        on_skip(fault)
     if not requests:
         raise InputError("the file holds no request", where=str(path), mend=_CONTENT_MEND)
-    return _in_order(_name(path), requests, bad_lines)
+    return _in_order(_name(path), requests, len(faults))
 
 
 def write(trace: Trace, path: str | Path) -> None:
@@ -112,6 +104,19 @@ def write(trace: Trace, path: str | Path) -> None:
     write_octets(path, b"".join(encode(_mooncake_keys(request)) + b"\n" for request in trace.requests))
 
 
+def _parsed(path: Path, rows: Rows, parse: Parse, fault_limit: float) -> tuple[list[TracedRequest], list[InputError]]:
+    requests: list[TracedRequest] = []
+    faults: list[InputError] = []
+    for number, line in rows:
+        try:
+            requests.append(parse(line))
+        except ValueError as error:
+            faults.append(InputError(str(error), where=f"{path}:{number}", mend=_LINE_MEND))
+            if len(faults) >= fault_limit:
+                break
+    return requests, faults
+
+
 def _mooncake_keys(request: TracedRequest) -> dict[str, object]:
     milliseconds = round(request.at_s * 1e3)
     keys: dict[str, object] = {
@@ -129,13 +134,11 @@ def _mooncake_keys(request: TracedRequest) -> dict[str, object]:
     return keys
 
 
-def _format(
-    path: Path, first: tuple[int, bytes], rows: Iterator[tuple[int, bytes]], block_tokens: int
-) -> tuple[Parse, Iterator[tuple[int, bytes]]]:
+def _format(path: Path, first: tuple[int, bytes], rows: Rows, block_tokens: int) -> tuple[Parse, Rows]:
     """How to parse a line, and the lines to parse: the first one is a header or a request."""
     number, line = first
     if line.lstrip().startswith(b"{"):
-        return _mooncake(block_tokens), _chain(first, rows)
+        return _mooncake(block_tokens), itertools.chain([first], rows)
     columns = [column.strip().strip('"').lower() for column in line.decode("utf-8", "replace").split(",")]
     if set(_AZURE_COLUMNS) <= set(columns):
         return _azure(columns), rows
@@ -143,11 +146,6 @@ def _format(
     if line.lstrip().startswith(b"["):
         what = "a JSON array, where one object per line is needed"
     raise InputError(f"the first line is {what}", where=f"{path}:{number}", mend=_CONTENT_MEND)
-
-
-def _chain(first: tuple[int, bytes], rows: Iterator[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
-    yield first
-    yield from rows
 
 
 def _mooncake(block_tokens: int) -> Parse:
@@ -222,15 +220,17 @@ def _in_order(name: str, requests: list[TracedRequest], bad_lines: int) -> Trace
     remarks = []
     if bad_lines:
         remarks.append(f"{bad_lines} broken line{'s' if bad_lines > 1 else ''} left out")
-    backwards = sum(b.at_s < a.at_s for a, b in zip(requests, requests[1:], strict=False))
+    backwards = sum(b.at_s < a.at_s for a, b in itertools.pairwise(requests))
     if backwards:
-        remarks.append(f"time went backwards {backwards} times; requests are sorted by arrival")
+        remarks.append(
+            f"time went backwards {backwards} time{'s' if backwards > 1 else ''}; requests are sorted by arrival"
+        )
         requests.sort(key=lambda request: request.at_s)
     first_s = requests[0].at_s
     if not 0 <= first_s <= _LATEST_S:
         # Six digits: a double that counts microseconds since 1970 has no more.
         requests = [msgspec.structs.replace(r, at_s=round(r.at_s - first_s, 6)) for r in requests]
-    assert all(isfinite(request.at_s) for request in requests)
+    assert all(math.isfinite(request.at_s) for request in requests)
     return Trace(name, tuple(requests), tuple(remarks))
 
 

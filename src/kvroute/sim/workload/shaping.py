@@ -14,6 +14,8 @@ from kvroute.types import InputError, IntArray
 
 _OWNER_BITS = 24
 """Ids leave room for 2^24 blocks of one owner (a group or a request): longer than any prompt."""
+_RESIZED = -1
+"""In place of a seed, so that no id of `share_prefixes` comes twice."""
 
 
 def rescale(trace: Trace, rate_per_s: float) -> Trace:
@@ -120,7 +122,7 @@ def _resized(request: TracedRequest, input_tokens: int, owner: int) -> tuple[int
     full, due = request.input_tokens // request.block_tokens, -(-input_tokens // request.block_tokens)
     if input_tokens < request.input_tokens:
         return request.blocks[:due]
-    return request.blocks[:full] + tuple(_ids(owner, full, due, 0))
+    return request.blocks[:full] + tuple(_ids(owner, full, due, _RESIZED))
 
 
 def _ids(owner: int, start: int, stop: int, seed: int) -> list[int]:

@@ -1,0 +1,84 @@
+"""Every bench in one table, ours beside the peer's of the same run: `make bench` or `python -m bench.all [NAME ...]`.
+
+It measures and shows; a missed target is a "no" in the table, never a failure. Only a bench that breaks ends with 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+
+import msgspec
+from bench.measurement import CHILD_S, ROOT, Row, show
+
+BENCHES = ("simulate", "decision", "flows", "prefix")
+PEERED = ("simulate", "decision")
+QUICK = {"simulate": ["--repeats", "1"], "decision": ["--calls", "300"]}
+
+
+def options(name: str, quick: bool, no_peer: bool) -> list[str]:
+    """What a bench is told beyond --json; the kernels' benches take no options."""
+    return [*(QUICK.get(name, []) if quick else []), *(["--no-peer"] if no_peer and name in PEERED else [])]
+
+
+def run(name: str, arguments: list[str]) -> tuple[list[Row], str, bool]:
+    """Rows of a bench that can print them, what one without --json prints, and whether it ran to its end."""
+    printed = _run(name, [*arguments, "--json"])
+    if printed.returncode == 0:
+        try:
+            document = json.loads(printed.stdout)
+            return [msgspec.convert(_plain(entry), Row) for entry in document["rows"]], "", True
+        except (ValueError, TypeError, KeyError):
+            return [], printed.stdout.strip(), True
+    if name not in PEERED:
+        printed = _run(name, arguments)
+        if printed.returncode == 0:
+            return [], printed.stdout.strip(), True
+    return [], (printed.stderr.strip().splitlines() or ["it ended without a word"])[-1], False
+
+
+def _run(name: str, arguments: list[str]) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", f"bench.{name}", *arguments]
+    try:
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=4 * CHILD_S)
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess(command, 1, "", f"no end within {4 * CHILD_S} s")
+
+
+def _plain(entry: dict[str, object]) -> dict[str, object]:
+    """A row without what follows from its other fields."""
+    return {field: value for field, value in entry.items() if field not in ("ratio", "met")}
+
+
+def main() -> int:
+    """Run what was asked, one bench after the other: they share the cores."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"which; default all: {', '.join(BENCHES)}")
+    parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    parser.add_argument("--quick", action="store_true", help="one repeat, fewer decisions")
+    parser.add_argument("--no-peer", action="store_true", help="leave Dynamo out; nothing is installed")
+    given = parser.parse_args()
+    wrong = [name for name in given.names if name not in BENCHES]
+    if wrong:
+        parser.error(f"there is no bench {wrong[0]!r}; choose from {', '.join(BENCHES)}")
+    rows: list[Row] = []
+    texts: dict[str, str] = {}
+    broken = False
+    for name in given.names or BENCHES:
+        if not (ROOT / "bench" / f"{name}.py").exists():
+            texts[name] = "not there"
+            continue
+        print(f"bench {name} ...", file=sys.stderr, flush=True)
+        found, text, ended = run(name, options(name, given.quick, given.no_peer))
+        rows += found
+        if text:
+            texts[name] = text
+        broken = broken or not ended
+    show(rows, given.json, texts)
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+"""`kvroute trace`: one JSON document, a file that comes back, wrong input named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from kvroute.cli.workload import app
+from kvroute.sim.workload import read
+from kvroute.types import InputError
+
+
+def run(*arguments: str | Path) -> tuple[str, str]:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout, result.stderr
+
+
+def test_a_generated_profile_has_its_number_rate_and_lengths(tmp_path: Path) -> None:
+    path = tmp_path / "rag.jsonl.zst"
+    options = ("--requests", "400", "--rate", "6", "--seed", "5", "--profile", "rag")
+    document, remark = run("generate", path, *options, "--json")
+    found = json.loads(document)
+    assert (found["requests"], found["rate_per_s"]) == (400, pytest.approx(6))
+    assert 4_096 <= found["input_tokens"]["min"] <= found["input_tokens"]["max"] <= 65_536
+    assert "wrote 400 requests" in remark
+    first = path.read_bytes()
+    run("generate", path, *options)
+    assert path.read_bytes() == first
+    shown = json.loads(run("show", path, "--json")[0])
+    assert {**shown, "name": ""} == {**found, "name": ""}
+
+
+def test_show_prints_what_people_ask() -> None:
+    text, remark = run("show", "--generate", "--requests", "300")
+    assert remark == ""
+    for word in ("prompt", "answer", "p99", "300 in", "per second", "requests reuse one or more"):
+        assert word in " ".join(text.split()), word
+
+
+def test_show_shapes_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    run("generate", path, "--requests", "300")
+    options = ("--requests", "200", "--rate", "9", "--profile", "chatbot", "--p-share", "1", "--json")
+    found = json.loads(run("show", path, *options)[0])
+    assert (found["requests"], found["rate_per_s"], found["block_tokens"]) == (
+        min(200, sum(request.input_tokens <= 8_192 for request in read(path).requests)),
+        pytest.approx(9),
+        16,
+    )
+    assert found["reusing_request_share"] > 0.5
+
+
+def test_skipped_lines_are_told_on_stderr(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    run("generate", path, "--requests", "30")
+    path.write_text(path.read_text() + "{}\n")
+    with pytest.raises(InputError, match=r"a\.jsonl:31"):
+        run("show", path)
+    document, remark = run("show", path, "--skip-bad", "--json")
+    assert json.loads(document)["requests"] == 30
+    assert "a.jsonl:31" in remark
+    assert "1 broken line left out" in remark
+
+
+def test_one_source_and_a_known_profile() -> None:
+    with pytest.raises(InputError, match="either"):
+        run("show")
+    with pytest.raises(InputError, match="either"):
+        run("show", "a.jsonl", "--generate")
+    with pytest.raises(InputError, match="no profile 'rags'"):
+        run("show", "--generate", "--profile", "rags")
+    with pytest.raises(InputError, match="rate"):
+        run("show", "--generate", "--rate", "0")

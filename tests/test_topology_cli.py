@@ -1,0 +1,148 @@
+"""`kvroute topology` and its picture: what goes to stdout, what to stderr, and what the tree and the drawing hold."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from matplotlib.figure import Figure
+from typer.testing import CliRunner
+
+from kvroute.cli.topology import app
+from kvroute.report.topology_figure import draw_topology, pair_counts, topology_figure
+from kvroute.topology import InstanceCounts, build, fat_tree, load
+from kvroute.topology.tree import Domain, domain_tree
+from kvroute.types import InputError
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+NAMES = [path.stem for path in sorted(EXAMPLES.glob("*.yaml"))]
+NETKV = str(EXAMPLES / "fat-tree-64gpu.yaml")
+runner = CliRunner()
+
+
+@pytest.fixture
+def broken(tmp_path: Path) -> Path:
+    """Two faults, on lines 1 and 3."""
+    path = tmp_path / "broken.yaml"
+    path.write_text("nam: x\nname: y\nnodes: 3\ninstances: {prefill: 1, decode: 1}\n", encoding="utf-8")
+    return path
+
+
+def texts(figure: Figure) -> set[str]:
+    return {text.get_text() for text in figure.axes[0].texts}
+
+
+def domains(tree: Domain) -> Iterator[Domain]:
+    yield tree
+    for child in tree.children:
+        yield from domains(child)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_check_accepts_every_example(name: str) -> None:
+    result = runner.invoke(app, ["check", str(EXAMPLES / f"{name}.yaml")])
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stdout.startswith(f"OK: {name}: ")
+
+
+def test_check_names_every_fault_and_exits_with_2(broken: Path) -> None:
+    result = runner.invoke(app, ["check", str(broken)])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert f"{broken}:1: nam: the key 'nam' is unknown; did you mean 'name'?" in result.stderr
+    assert f"{broken}:3: nodes: 3 is not a list" in result.stderr
+    assert "2 faults" in result.stderr
+
+
+def test_check_as_json_is_one_document_either_way(broken: Path) -> None:
+    bad = runner.invoke(app, ["check", str(broken), "--json"])
+    assert bad.exit_code == 2
+    assert [(fault["line"], fault["field"]) for fault in json.loads(bad.stdout)["faults"]] == [(1, "nam"), (3, "nodes")]
+    good = json.loads(runner.invoke(app, ["check", NETKV, "--json"]).stdout)
+    assert good["ok"] is True
+    assert good["counts"] | {"instances": 16, "GPUs": 64, "prefill": 4, "decode": 12} == good["counts"]
+
+
+def test_check_of_a_missing_file_exits_with_2(tmp_path: Path) -> None:
+    result = runner.invoke(app, ["check", str(tmp_path / "no.yaml"), "--json"])
+    assert result.exit_code == 2
+    assert json.loads(result.stdout)["ok"] is False
+    assert "cannot be read" in result.stderr
+
+
+def test_show_prints_tree_tiers_and_matrix() -> None:
+    out = runner.invoke(app, ["show", NETKV]).stdout
+    assert "pod1  up 64 × 25 Gbps" in out
+    assert re.search(r"node3 +decode02 \[0-3\] 180 GB +decode03 \[4-7\]", out)
+    assert re.search(r"^prefill3 +2 2 2 2 3 3 3 3 3 3 3 3$", out, re.M)
+    assert re.search(r"2 +same pod +50 Gbps +8 us +16", out)
+
+
+def test_show_as_json_agrees_with_the_cluster() -> None:
+    cluster = load(NETKV)
+    document = json.loads(runner.invoke(app, ["show", NETKV, "--json"]).stdout)
+    assert [tier["pairs"] for tier in document["tiers"]] == [0, 0, 16, 32, 0]
+    matrix = document["tier_matrix"]
+    for name, row in zip(matrix["prefill"], matrix["tier"], strict=True):
+        assert row == [cluster.tier[cluster.index(name), cluster.index(other)] for other in matrix["decode"]]
+    assert len(document["links"]) == len(cluster.links)
+
+
+def test_show_summarises_large_clusters(tmp_path: Path) -> None:
+    path = tmp_path / "large.yaml"
+    counts = InstanceCounts(prefill=100, decode=300)
+    large = fat_tree(pods=2, racks_per_pod=10, nodes_per_rack=10, instances=counts)
+    path.write_text(large.to_yaml(), encoding="utf-8")
+    out = runner.invoke(app, ["show", str(path)]).stdout
+    assert "... and 2 more racks with 40 instances" in out
+    assert "... and 2 more nodes with 4 instances" in out
+    assert "(100 x 300) is in --json" in out
+    assert len(out.splitlines()) < 250
+
+
+@pytest.mark.parametrize(("ending", "magic"), [("png", b"\x89PNG"), ("svg", b"<?xml")])
+def test_show_draws(tmp_path: Path, ending: str, magic: bytes) -> None:
+    path = tmp_path / f"cluster.{ending}"
+    result = runner.invoke(app, ["show", NETKV, f"--{ending}", str(path), "--json"])
+    assert result.exit_code == 0
+    json.loads(result.stdout)
+    assert path.read_bytes().startswith(magic)
+
+
+def test_show_refuses_a_wrong_ending_and_an_unwritable_path(tmp_path: Path) -> None:
+    assert isinstance(runner.invoke(app, ["show", NETKV, "--png", str(tmp_path / "a.jpg")]).exception, InputError)
+    with pytest.raises(InputError, match="not a picture format"):
+        draw_topology(load(NETKV), tmp_path / "a.gif")
+    with pytest.raises(InputError, match="cannot be written"):
+        draw_topology(load(NETKV), tmp_path / "none" / "a.png")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_picture_names_every_domain_and_instance(name: str) -> None:
+    cluster = load(EXAMPLES / f"{name}.yaml")
+    seen = texts(topology_figure(cluster))
+    assert {domain.name for domain in domains(domain_tree(cluster)) if domain.name} <= seen
+    assert {instance.name for instance in cluster.instances} <= seen
+    for role in ("prefill", "decode"):
+        assert f"{sum(x.role == role for x in cluster.instances)} {role}" in seen
+
+
+def test_the_picture_shows_uplinks() -> None:
+    seen = texts(topology_figure(load(NETKV)))
+    assert {"32 × 50 Gbps", "64 × 25 Gbps"} <= seen
+    assert "100 Gbps\n5 ms" in texts(topology_figure(load(EXAMPLES / "two-datacenters.yaml")))
+
+
+@given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3))
+@settings(max_examples=20, deadline=None)
+def test_the_tree_holds_every_node_and_instance_once(pods: int, racks: int, nodes: int) -> None:
+    file = fat_tree(pods=pods, racks_per_pod=racks, nodes_per_rack=nodes, instances=InstanceCounts(prefill=1, decode=1))
+    cluster = build(file)
+    tree = domain_tree(cluster)
+    assert [node.name for node in tree.nodes()] == [node.name for node in cluster.places.nodes]
+    assert sorted(tree.all_instances(), key=lambda instance: instance.name) == list(cluster.instances)
+    assert sum(pair_counts(cluster)) == 1
