@@ -38,16 +38,17 @@ types: $(DEV_STAMP)
 layers: $(DEV_STAMP)
 	$(BIN)/lint-imports
 
-live: $(DEV_STAMP)  ## tests against real components; `.ci/run` installs those
+live: $(DEV_STAMP) requirements/live.txt  ## tests against real components (SimGrid comes from apt: python3-simgrid)
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --require-hashes -r requirements/live.txt
 	$(BIN)/pytest -m live
 
 bench: $(DEV_STAMP)  ## every measurement beside its peer or bound
 	$(BIN)/python bench/all.py
 
 requirements: $(BIN)/uv  ## after a change of dependencies in pyproject.toml
-	for extra in core: ray:--extra=ray dev:--group=dev; do \
+	for set in core: dev:--group=dev live:--group=dev,--extra=ray; do \
 		$(BIN)/uv pip compile --quiet --universal --generate-hashes --no-header --no-annotate pyproject.toml \
-			$${extra#*:} --output-file requirements/$${extra%%:*}.txt; done
+			$$(echo $${set#*:} | tr , ' ') --output-file requirements/$${set%%:*}.txt; done
 
 check: lint types layers test  ## what a change must pass
 

@@ -13,7 +13,7 @@ import time
 from collections import deque
 
 from bench.measurement import Failed, Row, fresh, process_figures, show
-from bench.peers.environment import QUIET, dynamo_python
+from bench.peers.environment import WITHOUT_EVENTS, dynamo_python
 from bench.prompts import BLOCK_TOKENS, LONG_BLOCKS, SHORT_BLOCKS, Chain, Prompts, copied, quantiles_us
 
 from kvroute.types import (
@@ -153,7 +153,9 @@ def rows(sizes: tuple[int, ...], calls: int, peer: bool) -> list[Row]:
         theirs, reason = None, "" if peer else "not asked for"
         if peer and size in PEER_SIZES:
             try:
-                theirs = fresh("bench.peers.dynamo_router", size, "--calls", calls, python=dynamo_python(), env=QUIET)
+                theirs = fresh(
+                    "bench.peers.dynamo_router", size, "--calls", calls, python=dynamo_python(), env=WITHOUT_EVENTS
+                )
             except Failed as failed:
                 reason = str(failed)
         elif peer:

@@ -51,6 +51,34 @@ def test_equal_flows_finish_together_in_start_order() -> None:
     assert net.advance(upcoming[0]) == [5, 3, 4]
 
 
+def test_ends_that_only_rounding_parts_are_one_instant() -> None:
+    """0.1 / 1 and 0.3 / 3 differ in the last bit; both end together, the first started first."""
+    net = FlowNetwork(np.array([1.0, 3.0]))
+    net.start_many([1, 2], [[0], [1]], [0.1, 0.3])
+    upcoming = net.next_finish()
+    assert upcoming is not None
+    assert upcoming[1] == 1
+    assert net.advance(upcoming[0]) == [1, 2]
+
+
+def test_a_flow_at_its_bottleneck_gets_its_part_of_what_a_neighbour_loses() -> None:
+    """Flow 3 fills link 0 beside 3.0 and 3.4; those become free and 0.4, so 2 and 3 halve the other 9.6."""
+    net = FlowNetwork(np.array([10.0, 3.4, 3.0]))
+    net.start_many([1, 2, 3], [[0, 1], [0, 2], [0]], [100.0, 100.0, 100.0])
+    assert net.rate(3) == pytest.approx(3.6, rel=1e-12)
+    net.set_capacities([1, 2], [0.4, 50.0])
+    assert [net.rate(flow) for flow in (1, 2, 3)] == pytest.approx([0.4, 4.8, 4.8], rel=1e-12)
+
+
+def test_a_flow_that_stalls_in_its_last_instant_has_ended() -> None:
+    """What is left is below rounding, so a capacity of 0 does not hold it for ever."""
+    net = FlowNetwork(np.array([10.0]))
+    net.start(1, [0], 100.0)
+    net.advance(float(np.nextafter(10.0, 0.0)))
+    net.set_capacity(0, 0.0)
+    assert net.next_finish() == (net.now, 1)
+
+
 def test_classes_weigh_their_flows() -> None:
     """Traffic class and weight multiply: 3 x 2 against 1 x 2 on a link of 16 bytes/s."""
     net = FlowNetwork(np.array([16.0]), {"kv": 3.0, "storage": 1.0})

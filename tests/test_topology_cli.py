@@ -14,9 +14,9 @@ from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
 from kvroute.cli.topology import app
-from kvroute.report.topology_figure import draw_topology, pair_counts, topology_figure
+from kvroute.report.topology_figure import draw_topology, topology_figure
 from kvroute.topology import InstanceCounts, build, fat_tree, load
-from kvroute.topology.tree import Domain, domain_tree
+from kvroute.topology.tree import Domain, domain_tree, pair_counts
 from kvroute.types import InputError
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"

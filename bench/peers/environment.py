@@ -15,8 +15,10 @@ from bench.measurement import ROOT, Failed
 FOLDER = ROOT / "bench" / ".venv-dynamo"
 REQUIREMENTS = Path(__file__).with_name("requirements-dynamo.txt")
 INSTALL_S = 600
-QUIET = {"DYN_LOG": "error", "DYN_USE_KV_EVENTS": "false", "DYN_ROUTER_USE_KV_EVENTS": "false"}
-"""At its default level Dynamo logs every decision, which would be unfair; KV events would need a socket per worker."""
+QUIET = {"DYN_LOG": "error"}
+"""At its default level Dynamo logs every decision, which would be unfair."""
+WITHOUT_EVENTS = {**QUIET, "DYN_USE_KV_EVENTS": "false", "DYN_ROUTER_USE_KV_EVENTS": "false"}
+"""For the selection service, which else waits for KV events over one socket per worker."""
 
 
 @lru_cache(maxsize=1)

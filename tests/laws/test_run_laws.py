@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kvroute.sim.workload import Trace, TracedRequest
 
 from kvroute.control import ControlSpec, EventLog, LogHeader, read_log, replay, same
 from kvroute.policies import DECODE_POLICIES, PREFILL_POLICIES
 from kvroute.sim.metrics import FINISHED, IN_FLIGHT, NOT_ARRIVED, REJECTED
 from kvroute.sim.run import Run, simulate
 from kvroute.sim.settings import Background, SimSettings
+from kvroute.sim.workload import Trace, TracedRequest
 from kvroute.topology import Cluster, parse
 
 CLUSTER = """
@@ -178,7 +178,7 @@ def test_batches_and_memory_stay_within_limits(
         assert most <= instance.kv_capacity_bytes * (1 + 1e-9)
 
 
-def _most_at_once(begin_s: np.ndarray, end_s: np.ndarray, amount: np.ndarray) -> float:  # type: ignore[type-arg]
+def _most_at_once(begin_s: np.ndarray, end_s: np.ndarray, amount: np.ndarray) -> float:
     """The largest sum of `amount` over intervals [begin, end); an end that never came is beyond all."""
     end_s = np.where(np.isnan(end_s), np.inf, end_s)
     at = np.concatenate([end_s, begin_s])

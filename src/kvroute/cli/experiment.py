@@ -17,7 +17,6 @@ from kvroute.experiments.readings import READINGS, reading
 from kvroute.experiments.runner import run_cells
 from kvroute.experiments.setup import Study, run_cell
 from kvroute.experiments.tuning import Tuned, tune
-from kvroute.report.experiment_page import write_experiment
 from kvroute.report.tables import experiment_table
 from kvroute.types import InputError
 
@@ -159,6 +158,8 @@ def _print(
 ) -> None:
     for one in chosen:
         if pages:
+            from kvroute.report.experiment_page import write_experiment  # plots take a second to import
+
             page = write_experiment(one, results[one.name], folder / one.name, [_tuning_note(best) for best in tuned])
             remarks().print(f"{one.name}: {page}")
         if not as_json:

@@ -44,6 +44,13 @@ def _table(scenario: Scenario, ends_s: list[float]) -> Table:
     for flow, end_s in zip(scenario.flows, ends_s, strict=True):
         taken_s = end_s - flow.start_s
         mean = f"{flow.nbytes / taken_s:.6g}" if taken_s > 0.0 else "-"
-        row = (str(flow.id), escape(" > ".join(flow.links)), f"{flow.nbytes:.6g}", f"{flow.start_s:.6g}", f"{end_s:.9g}", mean)
+        row = (
+            str(flow.id),
+            escape(" > ".join(flow.links)),
+            f"{flow.nbytes:.6g}",
+            f"{flow.start_s:.6g}",
+            f"{end_s:.9g}",
+            mean,
+        )
         table.add_row(*row)
     return table

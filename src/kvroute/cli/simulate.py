@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -14,7 +17,6 @@ from kvroute.experiments.simulation import Question, Workload, compare
 from kvroute.oracle import OracleSettings
 from kvroute.policies import DECODE_POLICIES, PREFILL_POLICIES
 from kvroute.report.compare import verdict
-from kvroute.report.comparison_page import write_report
 from kvroute.report.tables import comparison_table
 from kvroute.sim.settings import Background, SimSettings, Slo
 from kvroute.sim.workload import PROFILES
@@ -24,8 +26,8 @@ DEFAULT_POLICIES = ("round-robin", "cla", "netkv")
 SETUP, WORKLOAD, NETWORK, OUTPUT = "Policies", "Workload", "Network and telemetry", "Output"
 
 
-def _names(known: object) -> str:
-    return ", ".join(known)  # type: ignore[call-overload, no-any-return]
+def _names(known: Iterable[str]) -> str:
+    return ", ".join(known)
 
 
 def simulate(
@@ -185,9 +187,12 @@ def simulate(
         records = compare(question, policies, range(seed, seed + seeds), on=on, workers=workers, progress=progress)
     runs = [record.summary for record in records]
     if out is not None:
+        from kvroute.report.comparison_page import write_report  # plots take a second to import
+
         out.mkdir(parents=True, exist_ok=True)
         (out / "results.jsonl").write_bytes(b"".join(encode(record) + b"\n" for record in records))
-        page = write_report(records, out, title=f"{cluster.name}: {', '.join(policies)}")
+        command = shlex.join(["kvroute", *sys.argv[1:]])
+        page = write_report(records, out, title=f"{cluster.name}: {', '.join(policies)}", command=command)
         remarks().print(f"Report: {page}")
     if as_json:
         print_json({"runs": runs, "verdict": verdict(runs)})

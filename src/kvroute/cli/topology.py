@@ -13,9 +13,9 @@ from rich.text import Text
 from rich.tree import Tree
 
 from kvroute.cli.output import console, print_json
-from kvroute.report.topology_figure import ROLE_COLOURS, TIER_NAMES, draw_topology, tier_rows, uplinks_text
+from kvroute.report.topology_figure import ROLE_COLOURS, draw_topology, uplinks_text
 from kvroute.topology import Cluster, FileError, bandwidth_text, duration_text, load, size_text
-from kvroute.topology.tree import Domain, domain_tree
+from kvroute.topology.tree import TIER_NAMES, Domain, domain_tree, tier_rows
 from kvroute.types import InputError, InputErrors
 
 app = typer.Typer(name="topology", help="Check and show a cluster file.", no_args_is_help=True, rich_markup_mode="rich")

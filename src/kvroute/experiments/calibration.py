@@ -1,4 +1,4 @@
-"""The compute times that NetKV does not print, from the three rows of its Table II that it does, on the tuning slice."""
+"""The compute times that NetKV does not print, from the rows of its Table II that it does, on the tuning slice."""
 
 from __future__ import annotations
 
@@ -44,24 +44,25 @@ def calibrate(study: Study, seeds: tuple[int, ...] = (0, 1, 2)) -> Calibration:
         first_step_s = np.mean([row["tbt_s"] for row in TABLE_II.values()])
         # Admission waits for the running iteration, about half of one: what is measured beyond prefill and first step.
         waiting_s = np.mean(list(rest_s.values())) - np.mean(list(tbt_s.values()))
-        waiting_s -= reading.prefill_per_token_s * tokens + reading.prefill_base_s
-        slope_s = (wanted_rest_s - first_step_s - waiting_s - reading.prefill_base_s) / tokens
+        waiting_s -= reading.times.prefill_per_token_s * tokens + reading.times.prefill_base_s
+        slope_s = (wanted_rest_s - first_step_s - waiting_s - reading.times.prefill_base_s) / tokens
         batch = {
-            name: (value - reading.decode_base_s) / reading.decode_per_request_s for name, value in tbt_s.items()
+            name: (value - reading.times.decode_base_s) / reading.times.decode_per_request_s
+            for name, value in tbt_s.items()
         }
         per_request_s, base_s = np.polyfit(list(batch.values()), [TABLE_II[name]["tbt_s"] for name in batch], 1)
-        changed = msgspec.structs.replace(
-            reading,
+        times = msgspec.structs.replace(
+            reading.times,
             prefill_per_token_s=float(slope_s),
             decode_base_s=float(base_s),
             decode_per_request_s=float(per_request_s),
         )
-        study = replace(study, reading=changed)
+        study = replace(study, reading=msgspec.structs.replace(reading, times=times))
     rest_s, tbt_s, _ = _measure(study, seeds)
     return Calibration(
-        prefill_per_token_s=study.reading.prefill_per_token_s,
-        decode_base_s=study.reading.decode_base_s,
-        decode_per_request_s=study.reading.decode_per_request_s,
+        prefill_per_token_s=study.reading.times.prefill_per_token_s,
+        decode_base_s=study.reading.times.decode_base_s,
+        decode_per_request_s=study.reading.times.decode_per_request_s,
         rest_s=rest_s,
         tbt_s=tbt_s,
     )

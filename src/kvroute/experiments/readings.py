@@ -9,6 +9,24 @@ import msgspec
 from kvroute.types import InputError
 
 
+class ComputeTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """T_prefill(l) = per_token * l + base and t_iter(b) = base + per_request * b (NetKV VI-A)."""
+
+    prefill_per_token_s: float
+    prefill_base_s: float
+    decode_base_s: float
+    decode_per_request_s: float
+
+
+NETKV_TIMES = ComputeTimes(
+    prefill_per_token_s=61.6e-6,
+    prefill_base_s=20e-3,
+    decode_base_s=12.47e-3,
+    decode_per_request_s=0.111e-3,
+)
+"""From `calibration` on the Mooncake conversation trace (docs/fidelity.md); the base of prefill is assumed."""
+
+
 class Reading(msgspec.Struct, frozen=True, kw_only=True):
     """How NetKV's evaluation is read. Rates of the fabric are the paper's; what varies is how they are shared."""
 
@@ -30,25 +48,14 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
     """Prefill instances fill whole racks (tiers 0 and 1 unreached), or one goes to each rack in turn."""
     prefixes: Literal["groups", "trace"]
     """p_share groups that share half a prompt, or the trace's own block hashes."""
-    prefill_per_token_s: float
-    prefill_base_s: float
-    decode_base_s: float
-    decode_per_request_s: float
     background: float
     """Share of every network link that others take where the experiment does not sweep it."""
     capacity: Literal["network", "prefill"]
     """What 100 % load means: 6.09 RAG requests/s, other profiles at equal prompt tokens/s; or 80 % of FIFO prefill."""
     request_set: Literal["window", "shifted"]
     """Trace seconds [60, 75) for every seed as the paper has it, or another window of the trace per seed."""
+    times: ComputeTimes = NETKV_TIMES
 
-
-_NETKV_TIMING = {
-    "prefill_per_token_s": 61.6e-6,
-    "prefill_base_s": 20e-3,
-    "decode_base_s": 12.47e-3,
-    "decode_per_request_s": 0.111e-3,
-}
-"""From `calibration` on the Mooncake conversation trace (docs/fidelity.md); the base of prefill is assumed."""
 
 READINGS = {
     reading.name: reading
@@ -68,7 +75,6 @@ READINGS = {
             background=0.0,
             capacity="network",
             request_set="window",
-            **_NETKV_TIMING,
         ),
         Reading(
             name="literal",
@@ -85,7 +91,6 @@ READINGS = {
             background=0.0,
             capacity="network",
             request_set="window",
-            **_NETKV_TIMING,
         ),
         Reading(
             name="realistic",
@@ -102,7 +107,6 @@ READINGS = {
             background=0.0,
             capacity="prefill",
             request_set="shifted",
-            **_NETKV_TIMING,
         ),
     )
 }

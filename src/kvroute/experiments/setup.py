@@ -135,7 +135,9 @@ def _cluster(reading: Reading, groups: int, oversubscription: float) -> Cluster:
         instances=_instances(reading, groups),
         network=Network(
             ecmp=reading.ecmp,
-            latency=TierLatency(node_s=Latency(1e-6), rack_s=Latency(3e-6), pod_s=Latency(8e-6), datacenter_s=Latency(15e-6)),
+            latency=TierLatency(
+                node_s=Latency(1e-6), rack_s=Latency(3e-6), pod_s=Latency(8e-6), datacenter_s=Latency(15e-6)
+            ),
             tier_bandwidth=TierBandwidth(
                 node_bytes_per_s=Bandwidth(450e9),
                 rack_bytes_per_s=Bandwidth(nic),
@@ -151,9 +153,11 @@ def _cluster(reading: Reading, groups: int, oversubscription: float) -> Cluster:
 
 def _timing(reading: Reading) -> TimingEntry:
     prefill = LinearPrefillEntry(
-        per_token_s=Duration(reading.prefill_per_token_s), base_s=Duration(reading.prefill_base_s)
+        per_token_s=Duration(reading.times.prefill_per_token_s), base_s=Duration(reading.times.prefill_base_s)
     )
-    decode = DecodeEntry(base_s=Duration(reading.decode_base_s), per_request_s=Duration(reading.decode_per_request_s))
+    decode = DecodeEntry(
+        base_s=Duration(reading.times.decode_base_s), per_request_s=Duration(reading.times.decode_per_request_s)
+    )
     return TimingEntry(prefill=prefill, decode=decode)
 
 
@@ -198,7 +202,7 @@ def capacity_per_s(study: Study, profile: str) -> float:
     mean_tokens = _mean_tokens(study.trace, profile)
     if study.reading.capacity == "network":
         return RAG_RATE_PER_S * _mean_tokens(study.trace, "rag") / mean_tokens
-    prefill_s = study.reading.prefill_per_token_s * mean_tokens + study.reading.prefill_base_s
+    prefill_s = study.reading.times.prefill_per_token_s * mean_tokens + study.reading.times.prefill_base_s
     return 0.8 * PREFILL_PER_GROUP / prefill_s
 
 

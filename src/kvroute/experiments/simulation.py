@@ -101,7 +101,13 @@ class Question:
 
     def __call__(self, cell: Cell) -> Record:
         run = self.run(cell.policy, cell.seed)
-        return Record(key=cell.key, cell=cell, config={}, summary=run.summary, timeline=run.timeline)
+        config = {
+            "cluster": self.cluster,
+            "workload": msgspec.to_builtins(self.workload),
+            "settings": msgspec.to_builtins(self.settings),
+            "control": msgspec.to_builtins(self.spec_of(cell.policy)),
+        }
+        return Record(key=cell.key, cell=cell, config=config, summary=run.summary, timeline=run.timeline)
 
 
 def compare(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 import numpy as np
-from scipy import stats
+from scipy.special import stdtrit
 
 from kvroute.sim.metrics import Summary
 
@@ -58,7 +58,7 @@ def difference(runs: Sequence[Summary], first: str, second: str, metric: Metric 
     level = float(np.mean([b[seed] for seed in seeds]))
     half_width = None
     if len(seeds) > 1:
-        half_width = float(stats.t.ppf(0.975, len(seeds) - 1) * gaps.std(ddof=1) / np.sqrt(len(seeds)))
+        half_width = float(stdtrit(len(seeds) - 1, 0.975) * gaps.std(ddof=1) / np.sqrt(len(seeds)))
     mean = float(gaps.mean())
     return Difference(
         first=first,

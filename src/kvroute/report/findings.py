@@ -67,9 +67,12 @@ def below(experiment: Experiment, records: Sequence[Record], pair: tuple[str, st
     claim = f"{pair[0]} below {pair[1]}"
     if not gaps:
         return claim, "unclear", f"{pair[0]} and {pair[1]} have no seed in common with a first token."
-    losses = [(where, each) for where, each in gaps if each.mean >= 0]
     clear_wins = sum(each.mean < 0 and not each.is_noise for _, each in gaps)
-    sentence = f"{pair[0]} has the lower mean TTFT at {len(gaps) - len(losses)} of {len(gaps)} points"
+    holds = _below_holds([each for _, each in gaps], clear_wins)
+    if len(gaps) == 1:
+        return claim, holds, f"Mean TTFT of {pair[0]} against {pair[1]}: {worth(gaps[0][1])}{gaps[0][0]}."
+    losses = [(where, each) for where, each in gaps if each.mean > 0]
+    sentence = f"{pair[0]} has the lower mean TTFT at {sum(each.mean < 0 for _, each in gaps)} of {len(gaps)} points"
     sentence += f", {clear_wins} of them beyond noise"
     where, best = min(gaps, key=lambda item: (item[1].relative, item[0]))
     if best.mean < 0:
@@ -77,7 +80,7 @@ def below(experiment: Experiment, records: Sequence[Record], pair: tuple[str, st
     sentence += (
         f". It loses {'; '.join(f'{worth(each)}{at}' for at, each in losses)}." if losses else "; it never loses."
     )
-    return claim, _below_holds([each for _, each in gaps], clear_wins), sentence
+    return claim, holds, sentence
 
 
 def _below_holds(gaps: Sequence[Difference], clear_wins: int) -> Holds:
@@ -205,7 +208,7 @@ def ladder(experiment: Experiment, records: Sequence[Record]) -> tuple[str, Hold
     sentence = f"{told}. The first step is {share:.0%} of the whole gain of {worth(whole)}."
     if whole.is_noise:
         return claim, "unclear", sentence
-    if share >= 0.5 and all(step.mean < 0 for step in known):
+    if share >= 0.5 and all(step.mean < 0 and not step.is_noise for step in known):
         return claim, "holds", sentence
     return claim, "holds in part" if share >= 0.5 else "does not hold", sentence
 

@@ -68,7 +68,9 @@ def parameters(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, s
         elif isinstance(value, bool):
             rows.append((prefix + name, "yes" if value else "no"))
         elif isinstance(value, (list, tuple)):
-            rows.append((prefix + name, ", ".join(str(part) for part in value)))
+            rows.append(
+                (prefix + name, ", ".join(f"{part:g}" if isinstance(part, float) else str(part) for part in value))
+            )
         else:
             rows.append((prefix + name, str(value)))
     return rows

@@ -14,11 +14,10 @@ from matplotlib.patches import FancyBboxPatch
 
 from kvroute.topology import Cluster, bandwidth_text, duration_text
 from kvroute.topology.schema import Uplinks
-from kvroute.topology.tree import Domain, domain_tree
+from kvroute.topology.tree import Domain, domain_tree, tier_rows
 from kvroute.types import TIER_COUNT, InputError, Instance, Role
 
 ROLE_COLOURS: dict[Role, str] = {"prefill": "#2f6db3", "decode": "#e08a2c", "both": "#7d55a8"}
-TIER_NAMES = ("same node", "same rack", "same pod", "same datacenter", "across datacenters")
 _FILL = {"datacenter": "#ffffff", "pod": "#eef2f6", "rack": "#dfe6ed", "node": "#ffffff"}
 _EDGE = {"datacenter": "#8796a5", "pod": "#a9b6c3", "rack": "#a9b6c3", "node": "#b9c4cf"}
 _INK, _WIRE = "#26323d", "#5b6b7a"
@@ -150,13 +149,17 @@ def _exits(domain: Domain) -> list[Domain]:
 
 def _columns(domain: Domain, boxes: list[_Box]) -> int:
     """Nodes fill columns, racks and pods rows, so that a domain is about as wide as a page."""
+    if len(boxes) <= (4 if domain.kind == "rack" else 2):
+        return 1 if domain.kind == "rack" else len(boxes)
     widest, tallest = max(box.width for box in boxes), max(box.height for box in boxes)
-    shape = {"rack": 0.45, "pod": 1.7}.get(domain.kind, 1.8)
-    if domain.kind == "rack" and len(boxes) <= 4:
-        return 1
-    if domain.kind != "rack" and len(boxes) <= 2:
-        return len(boxes)
-    return max(1, min(len(boxes), round(math.sqrt(len(boxes) * shape * (tallest + _GAP) / (widest + _GAP)))))
+    aspect = {"rack": 0.45, "pod": 1.7}.get(domain.kind, 1.8)
+
+    def ugliness(columns: int) -> float:
+        rows = -(-len(boxes) // columns)
+        empty = rows * columns / len(boxes) - 1
+        return 3 * empty + abs(math.log(columns * (widest + _GAP) / (rows * (tallest + _GAP)) / aspect))
+
+    return min(range(1, len(boxes) + 1), key=ugliness)
 
 
 def _node_box(node: Domain, labelled: bool) -> _Box:
@@ -282,21 +285,3 @@ def _draw_foot(axes: Axes, cluster: Cluster, size: float) -> None:
         cells = (name, bandwidth_text(bytes_per_s), duration_text(latency_s), str(pairs))
         for x, text in zip(_STOPS, cells, strict=True):
             axes.text(x, y, text, fontsize=size * 0.75, color=_INK if pairs else "#9aa6b1", va="top")
-
-
-def tier_rows(cluster: Cluster) -> list[tuple[str, int, float, float]]:
-    """Per tier: name, pairs of a prefill and another decode instance, bytes per second, latency in seconds."""
-    pairs = pair_counts(cluster)
-    return [
-        (TIER_NAMES[tier], pairs[tier], float(cluster.tier_bytes_per_s[tier]), float(cluster.tier_latency_s[tier]))
-        for tier in range(TIER_COUNT)
-    ]
-
-
-def pair_counts(cluster: Cluster) -> list[int]:
-    """Ordered pairs (prefill instance, other decode instance) per tier; role `both` counts on each side."""
-    prefill = [i for i, instance in enumerate(cluster.instances) if instance.role != "decode"]
-    decode = [i for i, instance in enumerate(cluster.instances) if instance.role != "prefill"]
-    counts = np.bincount(cluster.tier[np.ix_(prefill, decode)].ravel(), minlength=TIER_COUNT)
-    counts[0] -= len(set(prefill) & set(decode))
-    return [int(count) for count in counts]

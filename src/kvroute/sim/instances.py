@@ -85,7 +85,7 @@ class DecodeInstance:
         return max(at, self.boundary_s + self.time.span_s(self.planned_steps, self.batch, self.context_tokens))
 
     def step(self, at: float) -> tuple[Step, float | None]:
-        """The planned boundary, at `at`: some leave, some join. Returns that and the next time to step, None if idle."""
+        """The planned boundary, at `at`: some leave, some join. Returns that and when to step next, None if idle."""
         self.iteration += self.planned_steps
         self.context_tokens += self.planned_steps * self.batch
         self.boundary_s = at

@@ -10,7 +10,7 @@ import numpy as np
 from kvroute.flows import FlowNetwork
 from kvroute.sim.settings import Background
 from kvroute.topology import Cluster
-from kvroute.types import TIER_COUNT, FloatArray
+from kvroute.types import TIER_COUNT, FloatArray, IntArray
 
 DRAWN_HOPS = 16
 """Draws per flow; a path over many WAN hops uses them again from the start."""
@@ -42,7 +42,7 @@ class Fabric:
     _transfers: dict[int, Transfer] = field(default_factory=dict)
     _next_flow: int = 0
     _bursting: bool = False
-    tier_links: list[np.ndarray] = field(default_factory=list)  # type: ignore[type-arg]
+    tier_links: list[IntArray] = field(default_factory=list)
     _bursts: random.Random = field(init=False)
     _draws: FloatArray = field(init=False)
     """[requests, flows, hops] in [0, 1)."""

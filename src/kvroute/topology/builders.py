@@ -1,12 +1,10 @@
-"""Regular clusters as ClusterFiles: fat trees, SuperPODs, two datacenters; and what a file's shorthands stand for."""
+"""Regular clusters as ClusterFiles: fat trees, SuperPODs, two datacenters; it writes shorthands where there are any."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import zip_longest
+from collections.abc import Sequence
 
-import msgspec
-
+from kvroute.topology.expansion import fabric_uplinks, numbered
 from kvroute.topology.schema import (
     ClusterFile,
     Datacenter,
@@ -22,7 +20,6 @@ from kvroute.topology.schema import (
     NicScope,
     Node,
     Oversubscription,
-    Pod,
     Rack,
     SuperPod,
     TimingEntry,
@@ -30,7 +27,7 @@ from kvroute.topology.schema import (
     Wan,
 )
 from kvroute.topology.units import Bandwidth, Duration, Latency, Size
-from kvroute.types import InputError, Role
+from kvroute.types import InputError
 
 H100_LLAMA_70B_TP4 = TimingEntry(
     prefill=LinearPrefillEntry(per_token_s=Duration(90e-6), base_s=Duration(20e-3)),
@@ -125,7 +122,7 @@ def two_datacenters(
     nodes = [
         Node(name=node, rack=f"{site}-rack", gpus=gpus_per_node, nics=nics)
         for site, count in sites.items()
-        for node in _names(f"{site}-node", count)
+        for node in numbered(f"{site}-node", count)
     ]
     prefills = prefill_nodes + local_prefill_nodes
     times = timing or {"default": H100_LLAMA_70B_TP4}
@@ -145,7 +142,7 @@ def two_datacenters(
         name=name,
         datacenters=[Datacenter(name=site) for site in sites],
         racks=[
-            Rack(name=f"{site}-rack", datacenter=site, uplinks=_fabric_uplinks(count, nics))
+            Rack(name=f"{site}-rack", datacenter=site, uplinks=fabric_uplinks(count, nics))
             for site, count in sites.items()
         ],
         nodes=nodes,
@@ -161,25 +158,6 @@ def two_datacenters(
         defaults=defaults,
         instances=entries,
     )
-
-
-def expand(file: ClusterFile) -> ClusterFile:
-    """The same cluster without shorthands: fabric as pods, racks and nodes, counts as instances.
-
-    Raises:
-        InputError: the counts do not fit the nodes (`what` says by how much).
-    """
-    match file.fabric:
-        case FatTree() as tree:
-            pods, racks, nodes = _fat_tree_lists(tree)
-        case SuperPod() as pod:
-            pods, racks, nodes = _superpod_lists(pod)
-        case None:
-            pods, racks, nodes = file.pods, file.racks, file.nodes
-    instances = file.instances
-    if isinstance(instances, InstanceCounts):
-        instances = _placed(instances, file.defaults, nodes)
-    return msgspec.structs.replace(file, fabric=None, pods=pods, racks=racks, nodes=nodes, instances=instances)
 
 
 def _cluster_file(
@@ -202,113 +180,3 @@ def _cluster_file(
 
 def _uplinks(pair: tuple[int, float] | None) -> Uplinks | None:
     return None if pair is None else Uplinks(count=pair[0], bytes_per_s=Bandwidth(pair[1]))
-
-
-def _names(stem: str, count: int) -> list[str]:
-    """`stem0`, ... with leading zeros, so that the order of names is the order of numbers."""
-    width = len(str(count - 1))
-    return [f"{stem}{index:0{width}}" for index in range(count)]
-
-
-def _fabric_uplinks(nodes: int, nics: Nics, ratio: float = 1.0) -> Uplinks | None:
-    """As many uplinks as NICs below, each slower by `ratio`."""
-    nic = nics.compute
-    if nic is None:
-        return None
-    per_node = 1 if nic.scope == "server" else nic.count
-    bytes_per_s = nic.bytes_per_s * (nic.count / per_node) / ratio
-    return Uplinks(count=min(nodes * per_node, 65_536), bytes_per_s=Bandwidth(bytes_per_s))
-
-
-def _fat_tree_lists(tree: FatTree) -> tuple[list[Pod], list[Rack], list[Node]]:
-    ratio = tree.oversubscription or Oversubscription()
-    rack_uplinks = tree.rack_uplinks or _fabric_uplinks(tree.nodes_per_rack, tree.nics, ratio.rack)
-    per_pod = tree.racks_per_pod * tree.nodes_per_rack
-    pod_uplinks = tree.pod_uplinks or _fabric_uplinks(per_pod, tree.nics, ratio.pod)
-    pods = [Pod(name=name, uplinks=pod_uplinks) for name in _names("pod", tree.pods)]
-    rack_names = _names("rack", tree.pods * tree.racks_per_pod)
-    racks = [
-        Rack(name=name, pod=pods[index // tree.racks_per_pod].name, uplinks=rack_uplinks)
-        for index, name in enumerate(rack_names)
-    ]
-    nodes = [
-        Node(
-            name=name,
-            rack=rack_names[index // tree.nodes_per_rack],
-            gpus=tree.gpus_per_node,
-            nvlink_bytes_per_s=tree.nvlink_bytes_per_s,
-            nics=tree.nics,
-        )
-        for index, name in enumerate(_names("node", len(racks) * tree.nodes_per_rack))
-    ]
-    return pods, racks, nodes
-
-
-def _superpod_lists(pod: SuperPod) -> tuple[list[Pod], list[Rack], list[Node]]:
-    nics = Nics(
-        compute=Nic(count=pod.gpus_per_node, bytes_per_s=pod.compute_bytes_per_s),
-        storage=Nic(count=1, bytes_per_s=pod.storage_bytes_per_s, scope="server"),
-    )
-    uplinks = _fabric_uplinks(pod.nodes_per_unit, nics, pod.oversubscription)
-    units = [Rack(name=name, pod="spine", uplinks=uplinks) for name in _names("unit", pod.units)]
-    nodes = [
-        Node(
-            name=name,
-            rack=units[index // pod.nodes_per_unit].name,
-            gpus=pod.gpus_per_node,
-            nvlink_bytes_per_s=pod.nvlink_bytes_per_s,
-            nics=nics,
-        )
-        for index, name in enumerate(_names("node", pod.units * pod.nodes_per_unit))
-    ]
-    return [Pod(name="spine")], units, nodes
-
-
-def _placed(counts: InstanceCounts, defaults: InstanceDefaults, nodes: Sequence[Node]) -> list[InstanceEntry]:
-    size = (counts.tp or defaults.tp) * (counts.pp or defaults.pp)
-    racks: dict[str, list[Node]] = {}
-    for node in nodes:
-        racks.setdefault(node.rack or f"{node.name} alone", []).append(node)
-    by_rack = [list(_slots(members, size)) for members in racks.values()]
-    prefill, decode = _choose_slots(counts, by_rack, size)
-    shared = {key: getattr(counts, key) for key in ("model", "tp", "pp", "batch_max", "kv_capacity_bytes", "timing")}
-    entries = []
-    roles: tuple[tuple[Role, list[str]], ...] = (("prefill", prefill), ("decode", decode))
-    for role, slots in roles:
-        named = zip(_names(role, len(slots)), slots, strict=True)
-        entries += [InstanceEntry(name=name, role=role, gpus=gpus, **shared) for name, gpus in named]
-    return entries
-
-
-def _slots(nodes: Sequence[Node], size: int) -> Iterator[str]:
-    """Room for instances of `size` GPUs in one rack: several in a node, or one over neighbouring whole nodes."""
-    pending: list[Node] = []
-    for node in nodes:
-        if size <= node.gpus:
-            yield from (f"{node.name}:{first}-{first + size - 1}" for first in range(0, node.gpus - size + 1, size))
-        elif node.gpus:
-            pending.append(node)
-            if sum(member.gpus for member in pending) >= size:
-                rest = size - sum(member.gpus for member in pending[:-1])
-                parts = [*((member, member.gpus) for member in pending[:-1]), (node, rest)]
-                yield ",".join(f"{member.name}:0-{count - 1}" for member, count in parts)
-                pending = []
-
-
-def _choose_slots(counts: InstanceCounts, by_rack: list[list[str]], size: int) -> tuple[list[str], list[str]]:
-    flat = [slot for rack in by_rack for slot in rack]
-    wanted = counts.prefill + counts.decode
-    if counts.placement == "spread":
-        flat = [slot for level in zip_longest(*by_rack) for slot in level if slot is not None]
-    prefill = flat[: counts.prefill]
-    decode = flat[counts.prefill :]
-    where = ""
-    if counts.placement == "rack":
-        taken = set(prefill)
-        decode = [slot for rack in by_rack if taken.isdisjoint(rack) for slot in rack]
-        where = " outside of the racks that prefill fills"
-    if len(prefill) < counts.prefill or len(decode) < counts.decode:
-        what = f"{wanted} instances of {size} GPUs do not fit: the nodes have room for {len(flat)} in all"
-        rest = f", {len(decode)} for decode{where}" if len(prefill) == counts.prefill else ""
-        raise InputError(what + rest, mend="ask for fewer or smaller instances, add nodes or change `placement`")
-    return prefill, decode[: counts.decode]

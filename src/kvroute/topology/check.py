@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from kvroute import llm
 from kvroute.topology.document import FileError, Key, Lines, nearest
-from kvroute.topology.place import Places, wan_routes
+from kvroute.topology.place import Places, gpu_list, wan_routes
 from kvroute.topology.schema import (
     ClusterFile,
     Datacenter,
@@ -22,27 +21,6 @@ from kvroute.topology.schema import (
     Rack,
 )
 from kvroute.types import CROSS_DATACENTER, InputError
-
-_GPUS = re.compile(r"(?:([^\s:,]+):)?(\d{1,6})(?:-(\d{1,6}))?", re.ASCII)
-_MOST_GPUS = 65_536
-
-
-def gpu_list(text: str) -> list[tuple[str, int]]:
-    """(node, index) of every GPU of "node0:0-3,6,node1:0-3", in the order written; InputError if it cannot be read."""
-    gpus: list[tuple[str, int]] = []
-    node = ""
-    for part in text.split(","):
-        match = _GPUS.fullmatch(part.strip())
-        if match is None or not (match[1] or node):
-            raise InputError(f"{text[:60]!r} names no GPUs", mend='write node and GPU numbers, such as "node0:0-3"')
-        node = match[1] or node
-        first, last = int(match[2]), int(match[3] or match[2])
-        if last < first or last - first >= _MOST_GPUS:
-            raise InputError(
-                f"{part.strip()!r} is not a range of GPUs", mend='write the lower number first, "node0:0-3"'
-            )
-        gpus += [(node, index) for index in range(first, last + 1)]
-    return gpus
 
 
 def shorthand_faults(file: ClusterFile, lines: Lines) -> Iterator[FileError]:

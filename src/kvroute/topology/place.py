@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import heapq
+import re
 from dataclasses import dataclass
 
 import numpy as np
 
 from kvroute.topology.schema import ClusterFile, Node, Pod, Rack
-from kvroute.types import CROSS_DATACENTER, SAME_DATACENTER, SAME_NODE, SAME_POD, SAME_RACK, IntArray
+from kvroute.types import CROSS_DATACENTER, SAME_DATACENTER, SAME_NODE, SAME_POD, SAME_RACK, InputError, IntArray
 
 Route = tuple[tuple[int, bool], ...]
 """Entries of `wan` in order, each with whether it is taken from `from` to `to`."""
 DomainKey = str | tuple[str, str]
 Shards = tuple[tuple[int, int], ...]
 """Node number and GPU index of every shard of an instance."""
+
+
+_GPUS = re.compile(r"(?:([^\s:,]+):)?(\d{1,6})(?:-(\d{1,6}))?", re.ASCII)
+_MOST_GPUS = 65_536
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,3 +126,21 @@ def card_of(places: Places, gpus: Shards, position: int) -> int:
     if nic.scope == "instance":
         gpu = next(index for host, index in gpus if host == node)
     return 0 if nic.scope == "server" else gpu * nic.count // entry.gpus
+
+
+def gpu_list(text: str) -> list[tuple[str, int]]:
+    """(node, index) of every GPU of "node0:0-3,6,node1:0-3", in the order written; InputError if it cannot be read."""
+    gpus: list[tuple[str, int]] = []
+    node = ""
+    for part in text.split(","):
+        match = _GPUS.fullmatch(part.strip())
+        if match is None or not (match[1] or node):
+            raise InputError(f"{text[:60]!r} names no GPUs", mend='write node and GPU numbers, such as "node0:0-3"')
+        node = match[1] or node
+        first, last = int(match[2]), int(match[3] or match[2])
+        if last < first or last - first >= _MOST_GPUS:
+            raise InputError(
+                f"{part.strip()!r} is not a range of GPUs", mend='write the lower number first, "node0:0-3"'
+            )
+        gpus += [(node, index) for index in range(first, last + 1)]
+    return gpus

@@ -1,4 +1,4 @@
-"""The cluster as a tree of domains for people to look at; routing does not use it."""
+"""The cluster for people to look at: a tree of domains and a table of tiers; routing does not use it."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+import numpy as np
+
 from kvroute.topology.cluster import Cluster
 from kvroute.topology.schema import Uplinks
-from kvroute.types import Instance
+from kvroute.types import TIER_COUNT, Instance
 
 Kind: TypeAlias = Literal["cluster", "datacenter", "pod", "rack", "node"]
+TIER_NAMES = ("same node", "same rack", "same pod", "same datacenter", "across datacenters")
 _KINDS: tuple[Kind, ...] = ("node", "rack", "pod", "datacenter")
 
 
@@ -67,3 +70,21 @@ def _labels(cluster: Cluster, kind: Kind, node: int) -> tuple[str, Uplinks | Non
     if kind == "pod":
         return (pod.name, pod.uplinks) if pod else ("", None)
     return cluster.places.datacenters[node], None
+
+
+def tier_rows(cluster: Cluster) -> list[tuple[str, int, float, float]]:
+    """Per tier: name, pairs of a prefill and another decode instance, bytes per second, latency in seconds."""
+    pairs = pair_counts(cluster)
+    return [
+        (TIER_NAMES[tier], pairs[tier], float(cluster.tier_bytes_per_s[tier]), float(cluster.tier_latency_s[tier]))
+        for tier in range(TIER_COUNT)
+    ]
+
+
+def pair_counts(cluster: Cluster) -> list[int]:
+    """Ordered pairs (prefill instance, other decode instance) per tier; role `both` counts on each side."""
+    prefill = [i for i, instance in enumerate(cluster.instances) if instance.role != "decode"]
+    decode = [i for i, instance in enumerate(cluster.instances) if instance.role != "prefill"]
+    counts = np.bincount(cluster.tier[np.ix_(prefill, decode)].ravel(), minlength=TIER_COUNT)
+    counts[0] -= len(set(prefill) & set(decode))
+    return [int(count) for count in counts]

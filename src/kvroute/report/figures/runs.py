@@ -28,8 +28,8 @@ from kvroute.report.series import (
     policies_of,
 )
 from kvroute.report.tables import tier_means
-from kvroute.report.topology_figure import TIER_NAMES
 from kvroute.sim.metrics import Summary, Timeline
+from kvroute.topology.tree import TIER_NAMES
 
 SAMPLES_SHOWN = 150
 _PARTS = ("prefill_wait", "prefill", "transfer", "queue", "first_step")

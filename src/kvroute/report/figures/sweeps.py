@@ -190,6 +190,7 @@ def heat_map(records: Sequence[Record], versus: tuple[str, str] = ("netkv", "cla
         grid_axes[0][0].set_ylabel(AXIS_LABELS.get(names[0], names[0]))
         bar = figure.colorbar(image, ax=grid_axes[0], format=PercentFormatter(1, decimals=0), pad=0.02)
         bar.outline.set_visible(False)
+        assert bar.solids is not None
         bar.solids.set_rasterized(False)  # vectors, like all else
         bar.solids.set_edgecolor("face")
         bar.set_label(f"mean TTFT, {plain(versus[0])} vs {plain(versus[1])}")

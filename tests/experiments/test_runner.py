@@ -1,0 +1,110 @@
+"""Sweeps that can be stopped at any time: what is finished stays, what is missing is run, nothing is run twice."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvroute.experiments.cells import Cell, Record
+from kvroute.experiments.runner import finished, run_cells
+from kvroute.sim.metrics import Counts, Spread, Summary, TtftParts
+from kvroute.types import InputError
+
+SWEEP = [
+    Cell(experiment="test", reading="paper", profile="rag", settings={"load": load}, policy=policy, seed=seed)
+    for load in (0.5, 1.0)
+    for seed in (0, 1)
+    for policy in ("cla", "netkv")
+]
+
+
+def record_of(cell: Cell) -> Record:
+    """A record whose TTFT tells the cell."""
+    summary = Summary(
+        policy=cell.policy,
+        seed=cell.seed,
+        requests=Counts(arrived=1, finished=1, rejected=0, in_flight=0),
+        measured=1,
+        ttft_s=Spread(mean=cell.settings["load"] + cell.seed),
+        ttft_parts_s=TtftParts(),
+        transfer_s=Spread(),
+        tbt_s=Spread(),
+        tpot_s=Spread(),
+        slo_attainment=1.0,
+        goodput_per_s=1.0,
+        throughput_per_s=1.0,
+        tier_share={},
+        cache_hit=0.0,
+        prefill_cache_hit=0.0,
+        kv_bytes=0.0,
+        link_load={},
+        wall_s=0.0,
+        cpu_s=0.0,
+    )
+    return Record(key=cell.key, cell=cell, config={}, summary=summary)
+
+
+class Interrupted:
+    """Runs so many cells, then the user presses Ctrl-C; remembers what it ran."""
+
+    def __init__(self, after: int) -> None:
+        self.after = after
+        self.ran: list[str] = []
+
+    def __call__(self, cell: Cell) -> Record:
+        if len(self.ran) == self.after:
+            raise KeyboardInterrupt
+        self.ran.append(cell.key)
+        return record_of(cell)
+
+
+@given(stops=st.lists(st.integers(0, 5), max_size=4), cut=st.integers(0, 200))
+def test_every_cell_is_run_once_whatever_the_stops(
+    tmp_path_factory: pytest.TempPathFactory, stops: list[int], cut: int
+) -> None:
+    """Stopped several times, the last line once cut short by a kill: at the end each cell is there, and in order."""
+    path = tmp_path_factory.mktemp("runs") / "results.jsonl"
+    ran: list[str] = []
+    for stop in stops:
+        start = Interrupted(stop)
+        with suppress(KeyboardInterrupt):
+            run_cells(SWEEP, start, path, workers=1)
+        ran += start.ran
+    lost = 0
+    if path.exists() and (text := path.read_bytes()).count(b"\n"):
+        last = len(text) - text[:-1].rfind(b"\n") - 1
+        lost = int(0 < cut < last)
+        path.write_bytes(text[: len(text) - (cut if lost else 0)])
+    last_start = Interrupted(len(SWEEP))
+    records = run_cells(SWEEP, last_start, path, workers=1)
+    assert [record.cell for record in records] == SWEEP
+    assert len(ran) + len(last_start.ran) == len(SWEEP) + lost
+    assert [record.summary.ttft_s.mean for record in records] == [cell.settings["load"] + cell.seed for cell in SWEEP]
+    assert set(finished(path)) == {cell.key for cell in SWEEP}
+
+
+def test_processes_give_the_same(tmp_path: Path) -> None:
+    """Two workers, any order of ends: the records come back in the order of the cells."""
+    done: list[tuple[int, int]] = []
+    records = run_cells(SWEEP, record_of, tmp_path / "r.jsonl", workers=2, progress=lambda *now: done.append(now))
+    assert [record.cell for record in records] == SWEEP
+    assert done[-1] == (len(SWEEP), len(SWEEP))
+
+
+def test_a_foreign_line_is_named(tmp_path: Path) -> None:
+    """Something else in the middle of the file is not silently dropped."""
+    path = tmp_path / "results.jsonl"
+    run_cells(SWEEP[:2], record_of, path, workers=1)
+    path.write_bytes(b"not a record\n" + path.read_bytes())
+    with pytest.raises(InputError, match=r"results.jsonl:1: is not a result"):
+        run_cells(SWEEP, record_of, path, workers=1)
+
+
+def test_an_unknown_place_to_run_is_named(tmp_path: Path) -> None:
+    """`--on mars`."""
+    with pytest.raises(InputError, match="choose local or ray"):
+        run_cells(SWEEP, record_of, tmp_path / "r.jsonl", on="mars")

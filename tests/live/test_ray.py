@@ -1,0 +1,36 @@
+"""Cells on a local Ray give what they give on processes; skipped without Ray, a failure where it must be there."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kvroute.experiments.cells import Record
+from kvroute.experiments.netkv import EXPERIMENTS, cells
+from kvroute.experiments.readings import reading
+from kvroute.experiments.runner import run_cells
+from kvroute.experiments.setup import Study, run_cell
+
+if not os.environ.get("KVROUTE_REQUIRE_LIVE"):
+    pytest.importorskip("ray", reason="Ray is not installed: uv pip install -r requirements/live.txt")
+
+
+def _without_clock(record: Record) -> bytes:
+    summary = msgspec.structs.replace(record.summary, wall_s=0.0, cpu_s=0.0)
+    return msgspec.json.encode(msgspec.structs.replace(record, summary=summary))
+
+
+@pytest.mark.live
+@pytest.mark.filterwarnings("ignore")  # Ray's own imports warn
+def test_ray_gives_what_processes_give(tmp_path: Path) -> None:
+    """The ablation ladder for chatbot, seed 0: equal records whichever way they were run, in the cells' order."""
+    sweep = cells(EXPERIMENTS["netkv-ablation"], "paper", ("chatbot",), (0,))
+    run = partial(run_cell, Study(reading("paper")))
+    here = run_cells(sweep, run, tmp_path / "local.jsonl", workers=1)
+    there = run_cells(sweep, run, tmp_path / "ray.jsonl", on="ray")
+    assert [record.key for record in there] == [cell.key for cell in sweep]
+    assert [_without_clock(record) for record in there] == [_without_clock(record) for record in here]
