@@ -43,7 +43,7 @@ live: $(DEV_STAMP) requirements/live.txt  ## tests against real components (SimG
 	$(BIN)/pytest -m live
 
 bench: $(DEV_STAMP)  ## every measurement beside its peer or bound
-	$(BIN)/python bench/all.py
+	$(BIN)/python -m bench.all
 
 requirements: $(BIN)/uv  ## after a change of dependencies in pyproject.toml
 	for set in core: dev:--group=dev live:--group=dev,--extra=ray; do \

@@ -26,7 +26,7 @@ CORRUPTIONS: list[tuple[re.Pattern[str], list[str]]] = [
     (QUANTITY, ["100 Gb", "-1 Gbps", "100", ".nan", ".inf", "fast", "1e400 s", "[]", "9e99 GB", ""]),
     (KEY, ["kye", "nam", "Uplinks"]),
     (REFERENCE, ["nowhere", "rack77"]),
-    (CHOICE, ["no-such-thing", "3", "null"]),
+    (CHOICE, ["no-such-thing", "3", "null", "[a]", "{}"]),
     (GPUS, ["0-900", "x", "3-1", "0-2", ""]),
 ]
 

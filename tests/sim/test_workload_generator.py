@@ -150,7 +150,7 @@ def test_the_real_trace_is_what_the_statistics_say() -> None:
     assert found.gap_cv == pytest.approx(3.034, abs=1e-3)
     assert found.reused_block_share == pytest.approx(0.3664, abs=1e-4)
     assert found.reused_token_share == pytest.approx(0.3736, abs=1e-4)
-    assert [len(apply_profile(trace, profile).requests) for profile in PROFILES.values()] == [6_620, 7_675, 2_731]
+    assert [len(apply_profile(real(), profile).requests) for profile in PROFILES.values()] == [6_620, 7_675, 2_731]
 
 
 def test_wrong_wishes_are_told() -> None:

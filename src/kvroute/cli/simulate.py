@@ -120,7 +120,7 @@ def simulate(
         typer.Option(
             min=1, help="So many seeds: path draws, and requests where these are generated.", rich_help_panel=OUTPUT
         ),
-    ] = 3,
+    ] = 5,
     workers: Annotated[
         int | None, typer.Option(min=1, help="Processes; default one per core.", rich_help_panel=OUTPUT)
     ] = None,

@@ -14,8 +14,10 @@ from matplotlib.patches import FancyBboxPatch
 
 from kvroute.topology import Cluster, bandwidth_text, duration_text
 from kvroute.topology.schema import Uplinks
-from kvroute.topology.tree import Domain, domain_tree, tier_rows
+from kvroute.topology.tree import TIER_NAMES, Domain, domain_tree, tier_rows
 from kvroute.types import TIER_COUNT, InputError, Instance, Role
+
+__all__ = ["ROLE_COLOURS", "TIER_NAMES", "draw_topology", "topology_figure", "uplinks_text"]
 
 ROLE_COLOURS: dict[Role, str] = {"prefill": "#2f6db3", "decode": "#e08a2c", "both": "#7d55a8"}
 _FILL = {"datacenter": "#ffffff", "pod": "#eef2f6", "rack": "#dfe6ed", "node": "#ffffff"}

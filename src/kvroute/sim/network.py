@@ -61,17 +61,20 @@ class Fabric:
         """Start a transfer now; nothing to send is a transfer that ends at once."""
         flows = self.cluster.flows_per_transfer(source, target)
         transfer = Transfer(request, self.cluster.latency_s(source, target), flows)
-        per_flow = nbytes / flows
         draws = self._draws[request].tolist()
+        paths = []
         for shard in range(flows):
             drawn = draws[shard % len(draws)]
-            path = [
-                group[0] if len(group) == 1 else group[int(drawn[hop % DRAWN_HOPS] * len(group))]
-                for hop, group in enumerate(self.cluster.hops(source, target, shard))
-            ]
-            self._transfers[self._next_flow] = transfer
-            self.network.start(self._next_flow, path, per_flow)
-            self._next_flow += 1
+            paths.append(
+                [
+                    group[0] if len(group) == 1 else group[int(drawn[hop % DRAWN_HOPS] * len(group))]
+                    for hop, group in enumerate(self.cluster.hops(source, target, shard))
+                ]
+            )
+        numbers = range(self._next_flow, self._next_flow + flows)
+        self._next_flow += flows
+        self._transfers |= dict.fromkeys(numbers, transfer)
+        self.network.start_many(numbers, paths, [nbytes / flows] * flows)
 
     def advance(self, to: float) -> list[Transfer]:
         """Move bytes up to `to`; returns the transfers whose last flow has ended, in order."""

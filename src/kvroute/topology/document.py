@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -229,26 +229,29 @@ def _struct_faults(
     value: dict[str, object], structs: Sequence[type[msgspec.Struct]], key: Key, lines: Lines
 ) -> Iterator[FileError]:
     tag_field = structs[0].__struct_config__.tag_field
-    struct = structs[0]
     if tag_field is not None:
         by_tag = {str(option.__struct_config__.tag): option for option in structs}
-        if value.get(tag_field) not in by_tag:
-            what = (
-                f"{_shown(value[tag_field])} is no {tag_field}" if tag_field in value else f"`{tag_field}` is missing"
-            )
-            place = (*key, tag_field) if tag_field in value else key
-            yield lines.error(what, place, f"write one of {', '.join(by_tag)}")
+        tag = value.get(tag_field)
+        if not isinstance(tag, str) or tag not in by_tag:
+            known = {entry.encode_name for option in structs for entry in msgspec.structs.fields(option)} | {tag_field}
+            yield from _unknown_keys(value, known, key, lines)
+            what = f"{_shown(tag)} is no {tag_field}" if tag_field in value else f"`{tag_field}` is missing"
+            yield lines.error(what, (*key, tag_field), f"write one of {', '.join(by_tag)}")
             return
-        struct = by_tag[str(value[tag_field])]
-    known = {entry.encode_name: entry for entry in msgspec.structs.fields(struct)}
-    for name in value:
-        if name not in known and name != tag_field:
-            yield lines.error(f"the key {name!r} is unknown", (*key, name), nearest(name, sorted(known)))
-    for name, entry in known.items():
+        structs = [by_tag[tag]]
+    entries = {entry.encode_name: entry for entry in msgspec.structs.fields(structs[0])}
+    yield from _unknown_keys(value, entries.keys() | {tag_field or ""}, key, lines)
+    for name, entry in entries.items():
         if name in value:
             yield from _faults(value[name], entry.type, (*key, name), lines)
         elif entry.required:
             yield lines.error(f"`{name}` is missing", key, f"add `{name}: ...`")
+
+
+def _unknown_keys(value: Iterable[str], known: Set[str], key: Key, lines: Lines) -> Iterator[FileError]:
+    for name in value:
+        if name not in known:
+            yield lines.error(f"the key {name!r} is unknown", (*key, name), nearest(name, sorted(known - {""})))
 
 
 def _leaf_faults(value: object, kind: Any, options: Sequence[Any], key: Key, lines: Lines) -> Iterator[FileError]:
