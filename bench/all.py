@@ -9,6 +9,7 @@ import argparse
 import json
 import subprocess
 import sys
+from typing import Any
 
 import msgspec
 from bench.measurement import CHILD_S, ROOT, Row, show
@@ -28,8 +29,7 @@ def run(name: str, arguments: list[str]) -> tuple[list[Row], str, bool]:
     printed = _run(name, [*arguments, "--json"])
     if printed.returncode == 0:
         try:
-            document = json.loads(printed.stdout)
-            return [msgspec.convert(_plain(entry), Row) for entry in document["rows"]], "", True
+            return _rows(json.loads(printed.stdout)), "", True
         except (ValueError, TypeError, KeyError):
             return [], printed.stdout.strip(), True
     if name not in PEERED:
@@ -47,9 +47,24 @@ def _run(name: str, arguments: list[str]) -> subprocess.CompletedProcess[str]:
         return subprocess.CompletedProcess(command, 1, "", f"no end within {4 * CHILD_S} s")
 
 
-def _plain(entry: dict[str, object]) -> dict[str, object]:
-    """A row without what follows from its other fields."""
-    return {field: value for field, value in entry.items() if field not in ("ratio", "met")}
+def _rows(document: dict[str, list[dict[str, Any]]]) -> list[Row]:
+    """Rows of a document of ours, or those that the sizes of the flow bench make."""
+    if "flows" in document:
+        return [_flow_row(size) for size in document["flows"]]
+    follows = ("ratio", "met")
+    plain = [{field: value for field, value in entry.items() if field not in follows} for entry in document["rows"]]
+    return [msgspec.convert(entry, Row) for entry in plain]
+
+
+def _flow_row(size: dict[str, float]) -> Row:
+    return Row(
+        measure=f"max-min rates solved anew, {size['instances']:,} instances, {size['flows']:,} flows",
+        unit="events per CPU-s",
+        better="higher",
+        ours=size["events_per_s"],
+        peer=size["plain_per_s"],
+        peer_name="plain Python",
+    )
 
 
 def main() -> int:

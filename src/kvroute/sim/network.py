@@ -43,6 +43,9 @@ class Fabric:
     _next_flow: int = 0
     _bursting: bool = False
     tier_links: list[IntArray] = field(default_factory=list)
+    _link_bin: IntArray = field(init=False)
+    """Tier by link; storage links, which carry no KV between instances, go to one bin more."""
+    _tier_bytes_per_s: FloatArray = field(init=False)
     _bursts: random.Random = field(init=False)
     _draws: FloatArray = field(init=False)
     """[requests, flows, hops] in [0, 1)."""
@@ -50,6 +53,11 @@ class Fabric:
     def __post_init__(self) -> None:
         self.network = FlowNetwork(self.cluster.capacity_bytes_per_s)
         self.tier_links = [np.asarray(self.cluster.links_of_tier(tier), dtype=np.int64) for tier in range(TIER_COUNT)]
+        self._link_bin = np.full(len(self.cluster.links), TIER_COUNT, dtype=np.int64)
+        for tier, links in enumerate(self.tier_links):
+            self._link_bin[links] = tier
+        whole = np.bincount(self._link_bin, self.cluster.capacity_bytes_per_s, TIER_COUNT + 1)[:TIER_COUNT]
+        self._tier_bytes_per_s = np.where(whole > 0, whole, 1.0)  # a tier without links carries nothing
         self._bursts = random.Random(f"bursts {self.seed}")
         instances = len(self.cluster.instances)
         flows = max((self.cluster.flows_per_transfer(index, index) for index in range(instances)), default=1)
@@ -108,11 +116,8 @@ class Fabric:
 
     def own_share(self) -> FloatArray:
         """What own transfers take of each tier's capacity now, length TIER_COUNT."""
-        rates = self.network.link_rate_bytes_per_s
-        capacity = self.cluster.capacity_bytes_per_s
-        return np.array(
-            [rates[links].sum() / capacity[links].sum() if len(links) else 0.0 for links in self.tier_links]
-        )
+        carried = np.bincount(self._link_bin, self.network.link_rate_bytes_per_s, TIER_COUNT + 1)
+        return carried[:TIER_COUNT] / self._tier_bytes_per_s
 
     def congestion(self, separates_own_traffic: bool) -> tuple[float, ...]:
         """The operator's telemetry per tier: others only, or others and own together."""

@@ -283,8 +283,9 @@ class Simulation:
 
     def _store(self, instance: int, blocks: tuple[int, ...], evicted: list[Evicted]) -> None:
         """Tell of a chain that is now cached, as far as it fits, and of what had to go for it."""
-        stored = blocks[: self._memory.index.match_one(instance, blocks)]
-        self._tell(KvStored(self._now, self._cluster.instances[instance].name, stored, self._block_tokens))
+        if len(blocks) > self._memory.capacity_blocks[instance]:
+            blocks = blocks[: self._memory.index.match_one(instance, blocks)]
+        self._tell(KvStored(self._now, self._cluster.instances[instance].name, blocks, self._block_tokens))
         self._evicted(evicted)
 
     def _evicted(self, evicted: list[Evicted]) -> None:
