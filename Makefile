@@ -23,7 +23,7 @@ $(DEV_STAMP): $(STAMP) requirements/dev.txt
 
 demo: $(STAMP)  ## compare round-robin, CLA* and NetKV on a bundled 64-GPU cluster and a generated trace
 	$(BIN)/kvroute simulate examples/fat-tree-64gpu.yaml --policy round-robin --policy cla --policy netkv \
-		--requests 1500 --seeds 3 --no-prefill-queueing --out demo-results
+		--profile rag --p-share 0.7 --rate 6 --no-prefill-queueing --requests 1000 --out demo-results
 
 test: $(DEV_STAMP)  ## the whole test suite but the live tests
 	$(BIN)/pytest -n auto -m "not live"

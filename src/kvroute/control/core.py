@@ -134,7 +134,8 @@ class Control:
         return PrefillPool(
             names=tuple(instance.name for _, instance in members),
             ids=np.array([index for index, _ in members], dtype=np.int64),
-            times=tuple(prefill_time(self._cluster.timing[instance.timing].prefill) for _, instance in members),
+            timing=tuple(instance.timing for _, instance in members),
+            times={name: prefill_time(spec.prefill) for name, spec in self._cluster.timing.items()},
             busy_until_s=np.zeros(len(members)),
             assigned=np.zeros(len(members), dtype=np.int64),
             position={index: position for position, (index, _) in enumerate(members)},
@@ -174,10 +175,7 @@ class Control:
             hit_tokens = np.minimum(self.prefix.match(request.blocks)[pool.ids] * request.block_tokens, most)
         else:
             hit_tokens = np.zeros(len(pool.ids), dtype=np.int64)
-        hits = hit_tokens.tolist()
-        prefill_s = np.array(
-            [time.seconds(request.input_tokens, hit) for time, hit in zip(pool.times, hits, strict=True)]
-        )
+        prefill_s = pool.prefill_s(request.input_tokens, hit_tokens)
         allowed = self._prefill_allowed[request.model or self._default_model]
         return PrefillCandidates(pool.names, pool.pending_s(at), hit_tokens, prefill_s, allowed)
 

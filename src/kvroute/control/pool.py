@@ -68,12 +68,24 @@ class PrefillPool:
 
     names: tuple[str, ...]
     ids: IntArray
-    times: tuple[PrefillTime, ...]
+    timing: tuple[str, ...]
+    """Name of each instance's timing."""
+    times: dict[str, PrefillTime]
     busy_until_s: FloatArray
     assigned: IntArray
     """Requests given to each instance and not yet prefilled."""
     decisions: int = 0
     position: dict[int, int] = field(default_factory=dict)
+
+    def prefill_s(self, tokens: int, hit_tokens: IntArray) -> FloatArray:
+        """Seconds to prefill a prompt on each instance, given what each has cached; equal cases are computed once."""
+        known: dict[tuple[str, int], float] = {}
+        seconds = []
+        for case in zip(self.timing, hit_tokens.tolist(), strict=True):
+            if case not in known:
+                known[case] = self.times[case[0]].seconds(tokens, case[1])
+            seconds.append(known[case])
+        return np.array(seconds)
 
     def pending_s(self, at: float) -> FloatArray:
         """Seconds of work still ahead of a request that arrives now."""

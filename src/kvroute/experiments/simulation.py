@@ -50,8 +50,9 @@ class Workload:
         trace = _read(self.trace, self.skip_bad) if self.trace else self._generated(seed)
         if self.profile:
             trace = apply_profile(trace, PROFILES[self.profile])
-        if self.requests is not None:
-            trace = take(trace, self.requests)
+        most = self.requests if self.trace else self.generated_requests
+        if most is not None:
+            trace = take(trace, most)
         if self.input_tokens is not None:
             trace = with_lengths(trace, input_tokens=self.input_tokens)
         if self.rate_per_s is not None:
@@ -61,7 +62,9 @@ class Workload:
         return trace
 
     def _generated(self, seed: int) -> Trace:
-        return _generate(self.generated_requests, self.generated_rate_per_s, seed)
+        # A profile keeps a part, the smallest more than a fifth; `requests` then takes what was asked for.
+        wanted = self.generated_requests * (6 if self.profile else 1)
+        return _generate(wanted, self.generated_rate_per_s, seed)
 
 
 @lru_cache(maxsize=2)

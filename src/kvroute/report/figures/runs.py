@@ -35,6 +35,9 @@ SAMPLES_SHOWN = 150
 _PARTS = ("prefill_wait", "prefill", "transfer", "queue", "first_step")
 _PART_NAMES = ("wait for prefill", "prefill", "KV transfer", "wait for a decode slot", "first decode step")
 
+_LINK_NAMES = ("NVLink", "NICs", "rack uplinks", "pod uplinks", "WAN links")
+"""The links whose load tells of a tier, by tier."""
+
 
 def tier_split(runs: Sequence[Summary]) -> Figure:
     """Share of transfers by tier of the chosen path, a bar per policy, mean over seeds."""
@@ -122,7 +125,7 @@ def link_utilisation(timelines: Mapping[str, Timeline]) -> Figure:
                 highest = max(highest, max(shares, default=0.0))
             axes.set_ylim(0, highest * 1.1 or 1)
             axes.margins(x=0.01)
-            axes.set_title(TIER_NAMES[int(tier)])
+            axes.set_title(_LINK_NAMES[int(tier)])
             percent(axes.yaxis)
             grid(axes)
             if row < len(tiers) - 1:
