@@ -102,6 +102,7 @@ assumptions = st.builds(
         [Background(), Background.uniform(0.4), Background(burst_per_tier=(0, 0, 0.5, 0.5, 0), burst_every_s=2.0)]
     ),
     separates_own_traffic=st.booleans(),
+    telemetry=st.sampled_from(["tier", "link", "none"]),
     until_s=st.sampled_from([None, None, 5.0]),
 )
 many = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -157,6 +158,9 @@ def test_bytes_sent_are_bytes_received(cluster: Cluster, trace: Trace, spec: Con
     sent = np.isfinite(rows.landed_s)
     hops = [len(cluster.hops(int(a), int(b), 0)) for a, b in zip(rows.source[sent], rows.target[sent], strict=True)]
     assert run.network_bytes == pytest.approx(float((rows.kv_bytes[sent] * hops).sum()), rel=1e-9, abs=1.0)
+    assert (run.link_bytes <= cluster.capacity_bytes_per_s * run.end_s * (1 + 1e-9) + 1.0).all()
+    for shares in run.timeline.tier.values():
+        assert max(shares, default=0.0) <= 1 + 1e-9
 
 
 @many

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from kvroute.types import InputError
+
+PAPER_WIDTH = 200
+"""Columns where stdout is a file or a pipe: a table that is cut there cannot be mended by the reader."""
+
 
 def console() -> Console:
     """For people: tables and sentences on stdout."""
-    return Console()
+    fits = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return Console() if fits else Console(width=PAPER_WIDTH)
 
 
 def remarks() -> Console:
@@ -26,6 +34,16 @@ def print_json(document: Any) -> None:
     """The document and a newline on stdout, nothing else; a NaN would be our own bug."""
     sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n")
     sys.stdout.buffer.flush()
+
+
+def make_folder(path: Path, where: str) -> None:
+    """Have a folder there to write to; InputError that names the option `where` if that cannot be."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(
+            f"{path} is no folder to write to ({error.strerror})", where=where, mend="give another"
+        ) from None
 
 
 @contextmanager

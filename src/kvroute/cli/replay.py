@@ -26,11 +26,17 @@ def replay_log(log: LogFile, as_json: AsJson = False) -> None:
     control = header.spec.build(parse(header.cluster, where=f"cluster in {log}"))
     events = decisions = 0
     differing: int | None = None
-    for record, again in replay(control, records):
-        events += 1
-        decisions += len(record.decisions)
-        if differing is None and not same(record.decisions, again):
-            differing = events + 1
+    try:
+        for record, again in replay(control, records):
+            events += 1
+            decisions += len(record.decisions)
+            if differing is None and not same(record.decisions, again):
+                differing = events + 1
+    except InputError as error:
+        if error.where.startswith(f"{log}:"):
+            raise
+        mend = "record the run again" if differing is None else f"the decisions differ from line {differing} on"
+        raise InputError(f"an event that cannot be: {error.what}", where=f"{log}:{events + 2}", mend=mend) from None
     if as_json:
         print_json(
             {"events": events, "decisions": decisions, "equal": differing is None, "first_difference_line": differing}

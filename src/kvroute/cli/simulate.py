@@ -6,11 +6,11 @@ import shlex
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
-from kvroute.cli.output import console, print_json, progress_bar, remarks
+from kvroute.cli.output import console, make_folder, print_json, progress_bar, remarks
 from kvroute.control import ControlSpec, EventLog, LogHeader
 from kvroute.experiments.runner import encode
 from kvroute.experiments.simulation import Question, Workload, compare
@@ -18,11 +18,12 @@ from kvroute.oracle import OracleSettings
 from kvroute.policies import DECODE_POLICIES, PREFILL_POLICIES
 from kvroute.report.compare import verdict
 from kvroute.report.tables import comparison_table
-from kvroute.sim.settings import Background, SimSettings, Slo
+from kvroute.sim.settings import Background, SimSettings, Slo, Telemetry
 from kvroute.sim.workload import PROFILES
 from kvroute.types import InputError
 
 DEFAULT_POLICIES = ("round-robin", "cla", "netkv")
+SEED_MAX, PROMPT_MAX = 2**31 - 1, 10_000_000
 SETUP, WORKLOAD, NETWORK, OUTPUT = "Policies", "Workload", "Network and telemetry", "Output"
 
 
@@ -71,7 +72,8 @@ def simulate(
         str, typer.Option(help=f"Keep only requests of a profile: {_names(PROFILES)}.", rich_help_panel=WORKLOAD)
     ] = "",
     input_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Give every prompt this length.", rich_help_panel=WORKLOAD)
+        int | None,
+        typer.Option(min=1, max=PROMPT_MAX, help="Give every prompt this length.", rich_help_panel=WORKLOAD),
     ] = None,
     p_share: Annotated[
         float | None,
@@ -99,8 +101,16 @@ def simulate(
         float, typer.Option(min=1e-3, help="Seconds between telemetry updates.", rich_help_panel=NETWORK)
     ] = 1.0,
     telemetry: Annotated[
-        bool, typer.Option(help="Whether the router hears of background traffic.", rich_help_panel=NETWORK)
-    ] = True,
+        Telemetry, typer.Option(help="What the router hears of others' traffic.", rich_help_panel=NETWORK)
+    ] = "tier",
+    prediction: Annotated[
+        Literal["none", "smooth", "trend"],
+        typer.Option(help="Predict congestion: exponential smoothing, or Holt's trend.", rich_help_panel=NETWORK),
+    ] = "none",
+    stale_after: Annotated[
+        float | None,
+        typer.Option(min=1e-3, help="Telemetry older than so many seconds fades away.", rich_help_panel=NETWORK),
+    ] = None,
     separate_own: Annotated[
         bool, typer.Option(help="Whether telemetry leaves out the router's own transfers.", rich_help_panel=NETWORK)
     ] = True,
@@ -114,11 +124,14 @@ def simulate(
             min=0, help="Do not count requests that arrive in the first so many seconds.", rich_help_panel=OUTPUT
         ),
     ] = 0.0,
-    seed: Annotated[int, typer.Option(min=0, help="First seed.", rich_help_panel=OUTPUT)] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=SEED_MAX, help="First seed.", rich_help_panel=OUTPUT)] = 0,
     seeds: Annotated[
         int,
         typer.Option(
-            min=1, help="So many seeds: path draws, and requests where these are generated.", rich_help_panel=OUTPUT
+            min=1,
+            max=10_000,
+            help="So many seeds: path draws, and requests where these are generated.",
+            rich_help_panel=OUTPUT,
         ),
     ] = 5,
     workers: Annotated[
@@ -177,10 +190,16 @@ def simulate(
             prefill=prefill_policy,
             constraint=constraint,
             prefill_cache=prefill_cache,
-            oracle=OracleSettings(separates_own_traffic=separate_own),
+            oracle=OracleSettings(
+                separates_own_traffic=separate_own,
+                prediction=None if prediction == "none" else prediction,
+                stale_after_s=stale_after,
+            ),
         ),
     )
     policies = list(dict.fromkeys(policy or DEFAULT_POLICIES))
+    if out is not None:
+        make_folder(out, "--out")
     if log is not None:
         _record(question, policies, seed, seeds, log)
     with progress_bar("Simulating") as progress:
@@ -189,7 +208,6 @@ def simulate(
     if out is not None:
         from kvroute.report.comparison_page import write_report  # plots take a second to import
 
-        out.mkdir(parents=True, exist_ok=True)
         (out / "results.jsonl").write_bytes(b"".join(encode(record) + b"\n" for record in records))
         command = shlex.join(["kvroute", *sys.argv[1:]])
         page = write_report(records, out, title=f"{cluster.name}: {', '.join(policies)}", command=command)
@@ -214,10 +232,8 @@ def _weights(text: str) -> dict[str, float]:
 def _record(question: Question, policies: list[str], seed: int, seeds: int, log: Path) -> None:
     if len(policies) != 1 or seeds != 1:
         raise InputError("a log holds one run", where="--log", mend="give one --policy and --seeds 1")
-    try:
-        text = Path(question.cluster).read_text()
-    except OSError as error:
-        raise InputError(f"cannot be read ({error.strerror})", where=question.cluster) from None
+    question.check(policies, seed)  # before an older log is written over
+    text = Path(question.cluster).read_text(encoding="utf-8")
     spec = question.spec_of(policies[0])
     with EventLog(log, LogHeader(cluster=text, spec=spec)) as records:
         question.run(policies[0], seed, records)

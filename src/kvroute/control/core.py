@@ -41,6 +41,8 @@ from kvroute.types import (
     TransferFinished,
 )
 
+_ONCE = "tell each step of a request once and in order"
+
 
 @dataclass(frozen=True, slots=True)
 class ControlSettings:
@@ -88,7 +90,6 @@ class Control:
         self.prefix = PrefixIndex(len(cluster.instances))
         self._cluster = cluster
         self._settings = settings
-        self._index = {instance.name: index for index, instance in enumerate(cluster.instances)}
         self._journeys: dict[int, _Journey] = {}
         names = sorted({instance.model for instance in cluster.instances})
         self._models = {name: llm.model(name) for name in names}
@@ -109,7 +110,12 @@ class Control:
         }
 
     def handle(self, event: Event) -> tuple[Decision, ...]:
-        """Take note of one event; return what to do now (often nothing)."""
+        """Take note of one event; return what to do now (often nothing).
+
+        Raises:
+            InputError: an event that cannot be: a request that arrives twice, is not in flight or is not that far, an
+                instance that the cluster does not have. The view stays as it was.
+        """
         return self._handlers[type(event)](event)
 
     @property
@@ -157,7 +163,8 @@ class Control:
         name = request.model or self._default_model
         pool = self._prefill.get(name)
         if pool is None or not len(pool.ids) or not len(self._decode[name].ids):
-            return (Reject(request.id, f"no prefill and decode instances serve model {request.model!r}"),)
+            what = f"model {name!r}" if name else "a request without a model, for there are several"
+            return (Reject(request.id, f"no prefill and decode instances serve {what}"),)
         candidates = self._prefill_candidates(pool, request, at)
         choice = self._settings.prefill_policy.choose(request, candidates, pool.decisions)
         if isinstance(choice, Reject):
@@ -180,7 +187,9 @@ class Control:
         return PrefillCandidates(pool.names, pool.pending_s(at), hit_tokens, prefill_s, allowed)
 
     def _prefill_finished(self, event: PrefillFinished) -> tuple[Decision, ...]:
-        journey = self._journeys[event.request_id]
+        journey = self._journey(event.request_id)
+        if journey.prefill < 0:
+            raise InputError(f"prefill of request {event.request_id} has already finished", mend=_ONCE)
         request, at = journey.request, event.at
         self._prefill[journey.model].release(journey.prefill, at)
         journey.prefill = -1
@@ -222,7 +231,9 @@ class Control:
         )
 
     def _transfer_finished(self, event: TransferFinished) -> tuple[Decision, ...]:
-        journey = self._journeys[event.request_id]
+        journey = self._journey(event.request_id)
+        if not journey.in_transfer:
+            raise InputError(f"request {event.request_id} has no transfer under way", mend=_ONCE)
         self._end_transfer(journey)
         if event.free_kv_bytes is not None:
             self._decode[journey.model].free_kv_bytes[journey.position] = event.free_kv_bytes
@@ -234,7 +245,9 @@ class Control:
             self.oracle.transfer_finished(journey.source, journey.target)
 
     def _admitted(self, event: Admitted) -> tuple[Decision, ...]:
-        journey = self._journeys[event.request_id]
+        journey = self._journey(event.request_id)
+        if journey.position < 0 or journey.admitted:
+            raise InputError(f"request {event.request_id} does not wait for a decode slot", mend=_ONCE)
         pool = self._decode[journey.model]
         pool.queued[journey.position] -= 1
         pool.batch[journey.position] += 1
@@ -242,7 +255,8 @@ class Control:
         return ()
 
     def _finished(self, event: Finished) -> tuple[Decision, ...]:
-        journey = self._journeys.pop(event.request_id)
+        journey = self._journey(event.request_id)
+        del self._journeys[event.request_id]
         if journey.prefill >= 0:
             self._prefill[journey.model].release(journey.prefill, event.at)
         if journey.position < 0:
@@ -258,12 +272,19 @@ class Control:
             pool.free_kv_bytes[position] = event.free_kv_bytes
         return ()
 
+    def _journey(self, request_id: int) -> _Journey:
+        journey = self._journeys.get(request_id)
+        if journey is None:
+            mend = "it has not arrived, was rejected or has left"
+            raise InputError(f"request {request_id} is not in flight", mend=mend)
+        return journey
+
     def _kv_stored(self, event: KvStored) -> tuple[Decision, ...]:
-        self.prefix.store(self._index[event.instance], event.blocks)
+        self.prefix.store(self._cluster.index(event.instance), event.blocks)
         return ()
 
     def _kv_evicted(self, event: KvEvicted) -> tuple[Decision, ...]:
-        self.prefix.evict(self._index[event.instance], event.blocks, event.keep)
+        self.prefix.evict(self._cluster.index(event.instance), event.blocks, event.keep)
         return ()
 
     def _congestion_measured(self, event: CongestionMeasured) -> tuple[Decision, ...]:

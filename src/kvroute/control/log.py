@@ -45,10 +45,17 @@ _HEADERS = msgspec.json.Decoder(LogHeader)
 
 
 class EventLog:
-    """Writes a log; use it as a context manager, so that the last line is on disk when the run ends or fails."""
+    """Writes a log; use it as a context manager, so that the last line is on disk when the run ends or fails.
+
+    Raises InputError where the file cannot be written.
+    """
 
     def __init__(self, path: Path, header: LogHeader) -> None:
-        self._file: IO[bytes] = path.open("wb")
+        try:
+            self._file: IO[bytes] = path.open("wb")
+        except OSError as error:
+            mend = "give a file in a folder that exists"
+            raise InputError(f"cannot be written ({error.strerror})", where=str(path), mend=mend) from None
         self._file.write(_ENCODER.encode(header) + b"\n")
 
     def write(self, event: Event, decisions: tuple[Decision, ...]) -> None:
@@ -90,7 +97,10 @@ def _records(path: Path, lines: Iterable[bytes]) -> Iterator[LogRecord]:
 
 
 def replay(control: Control, records: Iterable[LogRecord]) -> Iterator[tuple[LogRecord, tuple[Decision, ...]]]:
-    """Feed a log's events to a fresh core; yields each record with the decisions made now."""
+    """Feed a log's events to a fresh core; yields each record with the decisions made now.
+
+    Raises InputError where an event cannot follow those before it.
+    """
     for record in records:
         yield record, control.handle(record.event)
 

@@ -20,15 +20,21 @@ _DECODER = msgspec.json.Decoder(Record)
 
 def finished(path: Path) -> dict[str, Record]:
     """Records of an earlier start by key; a line cut short by a kill is dropped, and mended in the file."""
-    if not path.exists():
-        return {}
-    records, whole, length = {}, 0, path.stat().st_size
-    with path.open("rb") as lines:
+    records: dict[str, Record] = {}
+    try:
+        lines = path.open("rb")
+    except FileNotFoundError:
+        return records
+    except OSError as error:
+        mend = "choose another folder"
+        raise InputError(f"cannot be read ({error.strerror})", where=str(path), mend=mend) from None
+    whole, length = 0, path.stat().st_size
+    with lines:
         for number, line in enumerate(lines, start=1):
             try:
                 record = _DECODER.decode(line)
             except msgspec.DecodeError as error:
-                if whole + len(line) < length:
+                if line.endswith(b"\n"):  # whole, hence not ours to cut away
                     mend = "delete that line or choose another folder"
                     raise InputError(f"is not a result ({error})", where=f"{path}:{number}", mend=mend) from None
                 break

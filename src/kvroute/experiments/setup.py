@@ -74,6 +74,11 @@ class Study:
         return dict(self.weights).get(profile, Weights())
 
 
+def check_trace(study: Study) -> None:
+    """Read the study's trace; InputError names what is wrong with it before any cell is run."""
+    _whole_trace(study.trace)
+
+
 def run_cell(study: Study, cell: Cell) -> Record:
     """Run one cell; picklable with its study, so that processes and Ray can."""
     run = run_of(study, cell)
@@ -82,7 +87,7 @@ def run_cell(study: Study, cell: Cell) -> Record:
         "reading": msgspec.to_builtins(study.reading),
         "trace": study.trace or f"generated, seed {GENERATOR_SEED}",
         "rate_per_s": rate_per_s(study, cell),
-        "cla_weights": [weights.cache, weights.load],
+        "cla_weights": [weights.cache, weights.load] if cell.policy == "cla" else None,
         "tuning_slice": study.tuning,
     }
     return Record(key=cell.key, cell=cell, config=config, summary=run.summary, timeline=run.timeline)

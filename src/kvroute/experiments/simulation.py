@@ -97,6 +97,13 @@ class Question:
         parameters = self.spec.parameters if policy == "cla" else {}
         return msgspec.structs.replace(self.spec, decode=policy, parameters=parameters)
 
+    def check(self, policies: Sequence[str], seed: int) -> None:
+        """InputError for what no run could begin with: a wrong cluster, trace, policy or constraint."""
+        cluster = _load(self.cluster)
+        for policy in policies:
+            self.spec_of(policy).build(cluster)
+        self.workload.of_seed(seed)
+
     def run(self, policy: str, seed: int, log: EventLog | None = None) -> Run:
         """One run."""
         trace = self.workload.of_seed(seed)
@@ -127,10 +134,7 @@ def compare(
     Raises:
         InputError: before anything runs, for a wrong cluster, trace, policy or constraint.
     """
-    cluster = _load(question.cluster)
-    for policy in policies:
-        question.spec_of(policy).build(cluster)
-    question.workload.of_seed(seeds[0])
+    question.check(policies, seeds[0])
     cells = [
         Cell(
             experiment="simulate", reading="", profile=question.workload.profile, settings={}, policy=policy, seed=seed

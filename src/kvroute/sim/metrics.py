@@ -105,6 +105,13 @@ class LinkLoad(msgspec.Struct, frozen=True, kw_only=True):
     busiest_link: str
 
 
+class LinkShare(msgspec.Struct, frozen=True, kw_only=True):
+    """Own traffic on one link as a share of its whole capacity over the run."""
+
+    link: str
+    share: float
+
+
 class Timeline(msgspec.Struct, frozen=True, kw_only=True):
     """Own traffic per tier over time, sampled at every telemetry refresh: share of the tier's capacity in use."""
 
@@ -134,6 +141,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     prefill_cache_hit: float | None
     kv_bytes: float
     link_load: dict[str, LinkLoad]
+    busiest_links: tuple[LinkShare, ...] = ()
+    """The ten links that carried most of what they could."""
     wall_s: float
     cpu_s: float
 
@@ -154,6 +163,7 @@ def summarise(
     policy: str,
     seed: int,
     link_load: dict[str, LinkLoad],
+    busiest_links: tuple[LinkShare, ...],
     wall_s: float,
     cpu_s: float,
 ) -> Summary:
@@ -186,6 +196,7 @@ def summarise(
         prefill_cache_hit=_share(outcomes.cached_tokens[inside], outcomes.input_tokens[inside]),
         kv_bytes=float(np.nansum(outcomes.kv_bytes[inside])),
         link_load=link_load,
+        busiest_links=busiest_links,
         wall_s=wall_s,
         cpu_s=cpu_s,
     )

@@ -126,6 +126,13 @@ class Fabric:
             share = share + self.own_share()
         return tuple(np.minimum(share, CONGESTION_MAX).tolist())
 
+    def utilisation(self, separates_own_traffic: bool) -> tuple[float, ...]:
+        """The operator's telemetry per link, in the cluster's order: others only, or others and own together."""
+        share = np.append(self.background_share(), 0.0)[self._link_bin]
+        if not separates_own_traffic:
+            share = share + self.network.link_rate_bytes_per_s / self.cluster.capacity_bytes_per_s
+        return tuple(np.minimum(share, CONGESTION_MAX).tolist())
+
     def _apply_background(self) -> None:
         left = np.ones(len(self.cluster.capacity_bytes_per_s))
         for links, share in zip(self.tier_links, self.background_share(), strict=True):

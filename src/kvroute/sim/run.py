@@ -13,7 +13,17 @@ from kvroute import llm
 from kvroute.control import ControlSpec, EventLog
 from kvroute.prefix import Evicted, PrefixIndex
 from kvroute.sim.instances import DecodeInstance, KvMemory, PrefillInstance
-from kvroute.sim.metrics import FINISHED, IN_FLIGHT, REJECTED, LinkLoad, Outcomes, Summary, Timeline, summarise
+from kvroute.sim.metrics import (
+    FINISHED,
+    IN_FLIGHT,
+    REJECTED,
+    LinkLoad,
+    LinkShare,
+    Outcomes,
+    Summary,
+    Timeline,
+    summarise,
+)
 from kvroute.sim.network import Fabric
 from kvroute.sim.settings import SimSettings
 from kvroute.sim.workload import Trace
@@ -28,9 +38,11 @@ from kvroute.types import (
     Decode,
     Event,
     Finished,
+    FloatArray,
     InputError,
     KvEvicted,
     KvStored,
+    LinksMeasured,
     Prefill,
     PrefillFinished,
     Reject,
@@ -40,6 +52,7 @@ from kvroute.types import (
 
 PREFILLED, LANDED, STEP, REFRESH, BURST = range(5)
 FOREVER = float("inf")
+BUSIEST_SHOWN = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +62,8 @@ class Run:
     summary: Summary
     outcomes: Outcomes
     timeline: Timeline
+    link_bytes: FloatArray
+    """Bytes that each link carried, in the cluster's order of links."""
     network_bytes: float
     """Bytes that crossed the network, from the sum over flows that the network itself kept."""
     end_s: float
@@ -295,9 +310,11 @@ class Simulation:
     def _refresh(self, _: int, __: int) -> None:
         self._advance(self._now)
         self._next_flow_s = self._fabric.next_finish_s()
-        if self._settings.telemetry:
-            congestion = self._fabric.congestion(self._settings.separates_own_traffic)
-            self._tell(CongestionMeasured(self._now, congestion))
+        separate = self._settings.separates_own_traffic
+        if self._settings.telemetry == "tier":
+            self._tell(CongestionMeasured(self._now, self._fabric.congestion(separate)))
+        elif self._settings.telemetry == "link":
+            self._tell(LinksMeasured(self._now, self._fabric.utilisation(separate)))
         self._samples.append((self._now, self._fabric.own_share().tolist()))
         self._at(self._now + self._settings.oracle_refresh_s, REFRESH)
 
@@ -316,14 +333,23 @@ class Simulation:
             policy=self._spec.decode,
             seed=self._seed,
             link_load=self._link_load(carried),
+            busiest_links=self._busiest_links(carried),
             wall_s=wall_s,
             cpu_s=cpu_s,
         )
         at_s, shares = tuple(at for at, _ in self._samples), [share for _, share in self._samples]
         tiers = {str(tier): tuple(share[tier] for share in shares) for tier in range(TIER_COUNT)}
-        return Run(summary, self._outcomes, Timeline(at_s=at_s, tier=tiers), float(carried.sum()), self._now)
+        timeline = Timeline(at_s=at_s, tier=tiers)
+        return Run(summary, self._outcomes, timeline, carried, float(carried.sum()), self._now)
 
-    def _link_load(self, carried: np.ndarray[tuple[int], np.dtype[np.float64]]) -> dict[str, LinkLoad]:
+    def _busiest_links(self, carried: FloatArray) -> tuple[LinkShare, ...]:
+        shares = carried / (self._cluster.capacity_bytes_per_s * max(self._now, 1e-9))
+        order = np.lexsort((np.arange(len(shares)), -shares))[:BUSIEST_SHOWN]
+        return tuple(
+            LinkShare(link=self._cluster.links[index].name, share=float(shares[index])) for index in order.tolist()
+        )
+
+    def _link_load(self, carried: FloatArray) -> dict[str, LinkLoad]:
         loads = {}
         whole = self._cluster.capacity_bytes_per_s * max(self._now, 1e-9)
         for tier, links in enumerate(self._fabric.tier_links):

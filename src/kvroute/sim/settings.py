@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Literal, TypeAlias
+
 import msgspec
 
 from kvroute.types import TIER_COUNT, InputError
+
+Telemetry: TypeAlias = Literal["tier", "link", "none"]
 
 
 class Background(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,6 +42,11 @@ class Slo(msgspec.Struct, frozen=True, kw_only=True):
     ttft_s: float = 5.0
     tpot_s: float | None = None
 
+    def __post_init__(self) -> None:
+        for name, limit_s in (("ttft_s", self.ttft_s), ("tpot_s", self.tpot_s)):
+            if limit_s is not None and not 0 < limit_s < float("inf"):
+                raise InputError(f"slo.{name} is {limit_s}", mend="give finite seconds above 0")
+
 
 class SimSettings(msgspec.Struct, frozen=True, kw_only=True):
     """One run's assumptions."""
@@ -51,8 +60,8 @@ class SimSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The operator's telemetry reaches the router so often (NetKV's Delta_oracle)."""
     separates_own_traffic: bool = True
     """Telemetry leaves out the router's own transfers (marked DSCP class); else it reports the sum."""
-    telemetry: bool = True
-    """False: the oracle is silent, background traffic is there all the same."""
+    telemetry: Telemetry = "tier"
+    """What the operator reports: utilisation by tier, by link, or nothing (the background is there all the same)."""
     slo: Slo = Slo()
     warmup_s: float = 0.0
     """Requests that arrive earlier are simulated and not counted."""
@@ -64,5 +73,9 @@ class SimSettings(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if not self.oracle_refresh_s > 0:
             raise InputError(f"oracle_refresh_s is {self.oracle_refresh_s}", mend="give seconds above 0")
-        if self.warmup_s < 0 or (self.measure_s is not None and self.measure_s <= 0):
-            raise InputError("the measurement window is empty", mend="give warmup_s >= 0 and measure_s > 0")
+        measure_s = 1.0 if self.measure_s is None else self.measure_s
+        if not (0 <= self.warmup_s < float("inf") and 0 < measure_s < float("inf")):
+            mend = "give finite warmup_s >= 0 and measure_s > 0"
+            raise InputError("the measurement window is empty or has no end", mend=mend)
+        if self.until_s is not None and not self.until_s >= 0:
+            raise InputError(f"until_s is {self.until_s}", mend="give seconds, 0 or more")

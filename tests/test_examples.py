@@ -1,0 +1,66 @@
+"""Everything that a user is told to start from runs: example clusters, example scenarios, the page's Python."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvroute.control import ControlSpec
+from kvroute.sim.run import simulate
+from kvroute.sim.settings import SimSettings
+from kvroute.sim.workload import generate
+from kvroute.topology import load
+
+ROOT = Path(__file__).resolve().parents[1]
+CLUSTERS = sorted((ROOT / "examples").glob("*.yaml"))
+SCENARIOS = sorted((ROOT / "examples").glob("flows-*.json"))
+
+
+@pytest.mark.parametrize("path", CLUSTERS, ids=lambda path: path.stem)
+def test_an_example_cluster_serves_requests(path: Path) -> None:
+    """Thirty requests of a Mooncake-like trace all end; most are answered."""
+    run = simulate(load(path), generate(30, seed=1), ControlSpec(), SimSettings())
+    counts = run.summary.requests
+    assert counts.arrived == counts.finished + counts.rejected == 30
+    assert counts.finished >= 15
+
+
+@pytest.mark.parametrize("path", SCENARIOS, ids=lambda path: path.stem)
+def test_an_example_scenario_solves(path: Path) -> None:
+    """The command prints one JSON document with a time for every flow."""
+    command = [sys.executable, "-m", "kvroute.cli.app", "flows", str(path), "--json"]
+    out = subprocess.run(command, capture_output=True, text=True)
+    assert out.returncode == 0, out.stderr
+    times = json.loads(out.stdout)["completion_times_s"]
+    assert len(times) == len(json.loads(path.read_text())["flows"])
+    assert all(time > 0 for time in times)
+
+
+def test_there_are_examples() -> None:
+    """The globs above found them."""
+    assert {path.stem for path in CLUSTERS} >= {"fat-tree-64gpu", "small", "superpod", "two-datacenters"}
+    assert SCENARIOS
+
+
+def test_the_pages_python_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The snippet of docs/simulate.md, as it stands."""
+    monkeypatch.chdir(ROOT)
+    snippets = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "simulate.md").read_text(), re.DOTALL)
+    assert snippets
+    for snippet in snippets:
+        exec(snippet, {})
+    assert "Spread(" in capsys.readouterr().out
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    """Every relative link of the README and the docs names a file that is there."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "bench").glob("*.md")]
+    for page in pages:
+        for target in re.findall(r"\]\(([^)#\s]+)\)", page.read_text()):
+            if "://" not in target:
+                assert (page.parent / target).exists(), f"{page.name}: {target}"
