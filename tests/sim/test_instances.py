@@ -141,10 +141,8 @@ def test_memory_is_never_overcommitted_and_all_comes_back(asked: list[tuple[int,
         memory.land(0, blocks, hit)
         landed.append((blocks, total))
 
-    for group, shared, length, answer in asked:
-        blocks = tuple(
-            group * 100 + k if k < shared else 1_000 * len(dispatched) + 5_000 + group * 100 + k for k in range(length)
-        )
+    for number, (group, shared, length, answer) in enumerate(asked):
+        blocks = tuple(group * 100 + k if k < shared else 1_000 * (number + 1) + k for k in range(length))
         total = len(blocks) + answer
         if total <= memory.free_blocks(0):
             hit = min(index.match_one(0, blocks), len(blocks))

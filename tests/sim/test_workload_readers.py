@@ -192,6 +192,7 @@ def test_ten_faults_are_told_at_once(tmp_path: Path) -> None:
         (zstandard.ZstdCompressor().compress(MOONCAKE.encode())[:-9], "cut off"),
         (b"\x28\xb5\x2f\xfd" + b"\xff" * 40, "damaged"),
     ],
+    ids=["empty", "blank", "other csv", "array", "header only", "gzip cut off", "zstd cut off", "zstd damaged"],
 )
 def test_what_is_no_trace_is_refused(tmp_path: Path, octets: bytes, what: str) -> None:
     path = tmp_path / "a.jsonl"

@@ -10,12 +10,12 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from kvroute.cli.output import console, print_json, progress_bar, remarks
+from kvroute.cli.output import console, make_folder, print_json, progress_bar, remarks
 from kvroute.experiments.cells import Cell, Experiment, Record
-from kvroute.experiments.netkv import EXPERIMENTS, cells
+from kvroute.experiments.netkv import EXPERIMENTS, PROFILES, cells
 from kvroute.experiments.readings import READINGS, reading
 from kvroute.experiments.runner import run_cells
-from kvroute.experiments.setup import Study, run_cell
+from kvroute.experiments.setup import Study, check_trace, run_cell
 from kvroute.experiments.tuning import Tuned, tune
 from kvroute.report.tables import experiment_table
 from kvroute.types import InputError
@@ -35,8 +35,8 @@ def experiment(
         str | None,
         typer.Option(help="One cell: profile, axis values, policy, e.g. 'rag,1.0,netkv'."),
     ] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Only this seed.")] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="Seeds 0 to N-1.")] = 5,
+    seed: Annotated[int | None, typer.Option(min=0, max=2**31 - 1, help="Only this seed.")] = None,
+    seeds: Annotated[int, typer.Option(min=1, max=10_000, help="Seeds 0 to N-1.")] = 5,
     on: Annotated[str, typer.Option(help="Where to run: local (all cores) or ray.")] = "local",
     workers: Annotated[int | None, typer.Option(min=1, help="Processes; default one per core.")] = None,
     out: Annotated[
@@ -62,19 +62,24 @@ def experiment(
     folder = out / reading_name / (trace.name if trace else "generated")
     all_seeds = (seed,) if seed is not None else tuple(range(seeds))
     results: dict[str, list[Record]] = {}
-    tuned: list[Tuned] = []
-    profiles_of = {one.name: _profiles(one, profile) for one in chosen}
-    wanted = [name for name in ("chatbot", "rag", "long-context") if any(name in some for some in profiles_of.values())]
+    sweeps = {one.name: _sweep(one, reading_name, profile, all_seeds, cell) for one in chosen}
+    check_trace(study)
+    make_folder(folder, "--out")
+    # Only CLA* has weights to tune: a lone cell of another policy does not wait for them.
+    tunable = {one.profile for sweep in sweeps.values() for one in sweep if one.policy == "cla"}
+    wanted = [name for name in PROFILES if name in tunable]
     with progress_bar("Tuning CLA*") as progress:
         tuned = tune(study, wanted, folder / "cla-tuning.jsonl", on=on, workers=workers, progress=progress)
     study = Study(study.reading, study.trace, tuple((best.profile, best.weights) for best in tuned))
     for one in chosen:
-        sweep = cells(one, reading_name, profiles_of[one.name], all_seeds)
-        if cell is not None:
-            sweep = [_only(sweep, one, cell)] if seed is not None else _matching(sweep, one, cell)
         with progress_bar(one.name) as progress:
             results[one.name] = run_cells(
-                sweep, partial(run_cell, study), folder / f"{one.name}.jsonl", on=on, workers=workers, progress=progress
+                sweeps[one.name],
+                partial(run_cell, study),
+                folder / f"{one.name}.jsonl",
+                on=on,
+                workers=workers,
+                progress=progress,
             )
     _print(chosen, results, tuned, folder, as_json, pages=cell is None)
 
@@ -117,6 +122,14 @@ def _profiles(one: Experiment, asked: list[str] | None) -> tuple[str, ...]:
     return tuple(name for name in one.profiles if not asked or name in asked)
 
 
+def _sweep(
+    one: Experiment, reading_name: str, profiles: list[str] | None, seeds: Sequence[int], cell: str | None
+) -> list[Cell]:
+    """What is to be run of an experiment, checked before anything is."""
+    sweep = cells(one, reading_name, _profiles(one, profiles), tuple(seeds))
+    return sweep if cell is None else _matching(sweep, one, cell)
+
+
 def _matching(sweep: list[Cell], one: Experiment, text: str) -> list[Cell]:
     """Cells named by profile, one value per axis and policy."""
     parts = [part.strip() for part in text.split(",")]
@@ -141,10 +154,6 @@ def _matching(sweep: list[Cell], one: Experiment, text: str) -> list[Cell]:
         mend = f"profiles: {', '.join(one.profiles)}; {points}; policies: {', '.join(one.policies)}"
         raise InputError(f"{one.name} has no cell {text!r}", where="--cell", mend=mend)
     return found
-
-
-def _only(sweep: list[Cell], one: Experiment, text: str) -> Cell:
-    return _matching(sweep, one, text)[0]
 
 
 def _print(

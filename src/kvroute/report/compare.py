@@ -83,18 +83,20 @@ def verdict(runs: Sequence[Summary], metric: Metric = mean_ttft_s) -> Verdict:
     winner = min(means, key=lambda policy: (means[policy], policy))
     others = sorted((policy for policy in means if policy != winner), key=lambda policy: (means[policy], policy))
     leads = tuple(lead for other in others if (lead := difference(runs, winner, other, metric)) is not None)
-    return Verdict(winner=winner, leads=leads, sentence=_sentence(winner, means[winner], leads))
+    alone = len({run.policy for run in runs}) == 1
+    return Verdict(winner=winner, leads=leads, sentence=_sentence(winner, means[winner], leads, alone))
 
 
-def _sentence(winner: str, mean_s: float, leads: tuple[Difference, ...]) -> str:
+def _sentence(winner: str, mean_s: float, leads: tuple[Difference, ...], alone: bool) -> str:
     start = f"{winner} has the lowest mean TTFT, {mean_s * 1e3:,.0f} ms"
     if not leads:
-        return start + "; it ran alone."
+        return start + ("; it ran alone." if alone else "; no other gave a first token on the same seeds.")
     rival = leads[0]
+    ahead_ms, share = 0.0 - rival.mean * 1e3, 0.0 - rival.relative  # a tie is 0, not -0
     if rival.half_width is None:
-        gap = f"{-rival.mean * 1e3:,.1f} ms below {rival.second}"
+        gap = f"{ahead_ms:,.1f} ms below {rival.second}"
         return f"{start}, {gap}; one seed cannot say whether that is noise, try --seeds 5."
-    gap = f"{-rival.mean * 1e3:,.1f} ± {rival.half_width * 1e3:,.1f} ms ({-rival.relative:.1%}) below {rival.second}"
+    gap = f"{ahead_ms:,.1f} ± {rival.half_width * 1e3:,.1f} ms ({share:.1%}) below {rival.second}"
     if rival.is_noise:
         return f"{start}, {gap}: the difference is noise (95 % interval over {rival.seeds} seeds includes zero)."
     return f"{start}, {gap} (95 % interval over {rival.seeds} seeds)."

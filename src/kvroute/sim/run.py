@@ -78,8 +78,22 @@ def simulate(
     seed: int = 0,
     log: EventLog | None = None,
 ) -> Run:
-    """Play `trace` through `cluster`; the same arguments give the same run, bit for bit."""
+    """Play `trace` through `cluster`; the same arguments give the same run, bit for bit.
+
+    Raises:
+        InputError: a policy or parameter that does not exist, instances of role `both` or of several models, a trace
+            whose prefix blocks differ in size.
+    """
     return Simulation(cluster, trace, spec, settings, seed=seed, log=log).run()
+
+
+def _block_tokens(trace: Trace) -> int:
+    """Tokens of the trace's prefix blocks; where none has any, the size of what its requests are counted in."""
+    sizes = sorted({request.block_tokens for request in trace.requests if request.blocks})
+    if len(sizes) > 1:
+        what = f"prefix blocks of {' and '.join(map(str, sizes))} tokens stand in one trace"
+        raise InputError(what, where=trace.name, mend="give every request blocks of one size")
+    return sizes[0] if sizes else max((request.block_tokens for request in trace.requests), default=16)
 
 
 class Simulation:
@@ -103,7 +117,7 @@ class Simulation:
         self._prefill: dict[int, PrefillInstance] = {}
         self._decode: dict[int, DecodeInstance] = {}
         self._add_instances()
-        self._block_tokens = max((request.block_tokens for request in trace.requests), default=16)
+        self._block_tokens = _block_tokens(trace)
         self._memory = self._kv_memory()
         self._events: list[tuple[float, int, int, int, int]] = []
         self._sequence = 0
@@ -118,6 +132,11 @@ class Simulation:
         self._outcomes.output_tokens[:] = [request.output_tokens for request in trace.requests]
 
     def _add_instances(self) -> None:
+        models = sorted({instance.model for instance in self._cluster.instances})
+        if len(models) > 1:
+            mend = "simulate a cluster file for each model"
+            what = f"the cluster serves {', '.join(models)}, and a trace does not say which one a request wants"
+            raise InputError(what, where=self._cluster.name, mend=mend)
         for index, instance in enumerate(self._cluster.instances):
             spec = self._cluster.timing[instance.timing]
             if instance.role == "prefill":
@@ -132,7 +151,7 @@ class Simulation:
                 )
 
     def _kv_memory(self) -> KvMemory:
-        """Capacity in blocks. Blocks of different traces differ in size; within a trace there is one size."""
+        """Capacity in blocks of the trace's size."""
         tokens = self._block_tokens
         models = [llm.model(instance.model) for instance in self._cluster.instances]
         # A model of sliding windows alone keeps nothing per token in the long run: its first block is the measure.
@@ -298,8 +317,10 @@ class Simulation:
 
     def _store(self, instance: int, blocks: tuple[int, ...], evicted: list[Evicted]) -> None:
         """Tell of a chain that is now cached, as far as it fits, and of what had to go for it."""
-        if len(blocks) > self._memory.capacity_blocks[instance]:
-            blocks = blocks[: self._memory.index.match_one(instance, blocks)]
+        memory = self._memory
+        if evicted or memory.index.used_blocks(instance) >= memory.capacity_blocks[instance]:
+            # A full instance may have kept the front alone: a router that counts on the rest would be wrong.
+            blocks = blocks[: memory.index.match_one(instance, blocks)]
         self._tell(KvStored(self._now, self._cluster.instances[instance].name, blocks, self._block_tokens))
         self._evicted(evicted)
 
