@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from bench.measurement import CHILD_S, ROOT, Row, show
 
-BENCHES = ("simulate", "decision", "flows", "prefix")
+BENCHES = ("simulate", "decision", "flows", "prefix", "evaluation")
 PEERED = ("simulate", "decision")
 QUICK = {"simulate": ["--repeats", "1"], "decision": ["--calls", "300"]}
 

@@ -1,0 +1,386 @@
+"""The control core: whatever happens to requests, what they held comes back, and every decision can be made again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvroute.control import Control, ControlSpec, EventLog, LogHeader, read_log, replay, same
+from kvroute.topology import parse
+from kvroute.types import (
+    Admitted,
+    Arrived,
+    Decision,
+    Decode,
+    Event,
+    Finished,
+    InputError,
+    KvEvicted,
+    KvStored,
+    Prefill,
+    PrefillFinished,
+    Reject,
+    Request,
+    Terms,
+    TransferFinished,
+)
+
+TEXT = """
+name: core
+racks: [{name: rack0, uplinks: &up {count: 2, capacity: 50 Gbps}}, {name: rack1, uplinks: *up}]
+pods: []
+nodes:
+  - &node {name: node0, rack: rack0, gpus: 4, nics: {compute: {count: 4, capacity: 100 Gbps}}}
+  - {<<: *node, name: node1, rack: rack0}
+  - {<<: *node, name: node2, rack: rack1}
+  - {<<: *node, name: node3, rack: rack1}
+timing:
+  default: {prefill: {kind: linear, per_token: 100 us, base: 10 ms}, decode: {base: 10 ms, per_request: 1 ms}}
+defaults: {model: llama-3-70b, tp: 2, batch_max: 2, kv_capacity: 4 GB}
+instances:
+  - {name: p0, role: prefill, gpus: "node0:0-1"}
+  - {name: p1, role: prefill, gpus: "node1:0-1"}
+  - {name: d0, role: decode, gpus: "node0:2-3"}
+  - {name: d1, role: decode, gpus: "node2:0-1"}
+  - {name: d2, role: decode, gpus: "node3:0-1", kv_capacity: 6 GB, batch_max: 1}
+"""
+TEXT = TEXT.replace("racks: [{name: rack0, ", "racks: [{name: rack0, pod: pod0, ").replace(
+    "{name: rack1, uplinks", "{name: rack1, pod: pod0, uplinks"
+)
+TEXT = TEXT.replace("pods: []", "pods: [{name: pod0}]")
+TOKEN_BYTES = 327_680.0
+CAPACITY_BYTES = {"d0": 4e9, "d1": 4e9, "d2": 6e9}
+BATCH_MAX = {"d0": 2, "d1": 2, "d2": 1}
+
+
+def core(text: str = TEXT, **spec: Any) -> Control:
+    """A fresh core on the cluster above."""
+    return ControlSpec(**spec).build(parse(text))
+
+
+def request(number: int, tokens: int = 1_000, answer: int = 0, **more: Any) -> Request:
+    """A request whose content is unknown, unless told otherwise."""
+    return Request(id=number, input_tokens=tokens, max_output_tokens=answer, **more)
+
+
+def one(decisions: tuple[Decision, ...]) -> Decision:
+    """The only decision."""
+    (decision,) = decisions
+    return decision
+
+
+def terms_of(decision: Decision) -> Terms:
+    """Its terms, which must be there."""
+    assert decision.terms is not None
+    return decision.terms
+
+
+def placed(control: Control, asked: Request, at: float = 0.0) -> Decode:
+    """Let a request arrive and its prefill finish."""
+    assert isinstance(one(control.handle(Arrived(at, asked))), Prefill)
+    decision = one(control.handle(PrefillFinished(at, asked.id)))
+    assert isinstance(decision, Decode)
+    return decision
+
+
+@dataclass
+class Life:
+    """What the test knows of a request in flight."""
+
+    request: Request
+    step: str
+    source: str
+    target: str = ""
+
+
+class Lives(RuleBasedStateMachine):
+    """Random legal lives beside a model that counts; every decode decision must be priced from the model's counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.control = core()
+        self.now = 0.0
+        self.lives: dict[int, Life] = {}
+        self.count = 0
+
+    def tell(self, event: Event) -> tuple[Decision, ...]:
+        """Some time later."""
+        self.now += 0.25
+        return self.control.handle(msgspec.structs.replace(event, at=self.now))
+
+    def pick(self, data: st.DataObject, *steps: str) -> int:
+        """A request at one of these steps."""
+        return data.draw(st.sampled_from([number for number, life in self.lives.items() if life.step in steps]))
+
+    def any_at(self, *steps: str) -> bool:
+        """Whether there is one."""
+        return any(life.step in steps for life in self.lives.values())
+
+    @rule(tokens=st.integers(1, 6_000), answer=st.integers(0, 3_000))
+    def arrive(self, tokens: int, answer: int) -> None:
+        """Every request gets a prefill instance."""
+        asked = request(self.count, tokens, answer)
+        self.count += 1
+        decision = one(self.tell(Arrived(0, asked)))
+        assert isinstance(decision, Prefill)
+        assert terms_of(decision).names == ("p0", "p1")
+        self.lives[asked.id] = Life(asked, "prefill", decision.instance)
+
+    @precondition(lambda self: self.any_at("prefill"))
+    @rule(data=st.data())
+    def prefilled(self, data: st.DataObject) -> None:
+        """Placed where it fits, priced with all that is under way; refused only where it fits nowhere."""
+        number = self.pick(data, "prefill")
+        life = self.lives[number]
+        need_bytes = (life.request.input_tokens + life.request.max_output_tokens) * TOKEN_BYTES
+        decision = one(self.tell(PrefillFinished(0, number)))
+        if isinstance(decision, Reject):
+            assert all(need_bytes > self.free_bytes(name) for name in CAPACITY_BYTES)
+            del self.lives[number]
+            return
+        assert isinstance(decision, Decode)
+        terms = terms_of(decision)
+        for index, name in enumerate(terms.names):
+            batch, queued, limit = self.at(name, "decode"), self.at(name, "transfer", "landed"), BATCH_MAX[name]
+            assert terms.feasible[index] == (need_bytes <= self.free_bytes(name))
+            assert terms.parts["decode_s"][index] == pytest.approx(0.010 + 0.001 * (batch + 1))
+            waits = max(queued + batch - limit, 0) * (0.010 + 0.001 * batch)
+            assert terms.parts["queue_s"][index] == pytest.approx(waits)
+        rates = dict(zip(terms.names, terms.parts["effective_bytes_per_s"], strict=True))
+        assert rates["d1"] == rates["d2"] == pytest.approx(6.25e9 / (1 + self.crossing(life.source)))
+        assert terms.feasible[terms.names.index(decision.target)]
+        life.step, life.target = "transfer", decision.target
+
+    @precondition(lambda self: self.any_at("transfer"))
+    @rule(data=st.data(), reports=st.booleans())
+    def landed(self, data: st.DataObject, reports: bool) -> None:
+        """With the target's own report of its memory, which says what the model says, or without."""
+        number = self.pick(data, "transfer")
+        report = self.free_bytes(self.lives[number].target) if reports else None
+        assert self.tell(TransferFinished(0, number, report)) == ()
+        self.lives[number].step = "landed"
+
+    @precondition(lambda self: self.any_at("landed"))
+    @rule(data=st.data())
+    def admitted(self, data: st.DataObject) -> None:
+        """Into the batch, whatever its limit: an engine may know better."""
+        number = self.pick(data, "landed")
+        assert self.tell(Admitted(0, number)) == ()
+        self.lives[number].step = "decode"
+
+    @precondition(lambda self: bool(self.lives))
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        """Answered, failed or cancelled, from any step."""
+        number = self.pick(data, "prefill", "transfer", "landed", "decode")
+        assert self.tell(Finished(0, number)) == ()
+        del self.lives[number]
+
+    @invariant()
+    def as_many_in_flight_as_there_are(self) -> None:
+        """The core's own count."""
+        assert self.control.in_flight == len(self.lives)
+
+    def teardown(self) -> None:
+        """When all have left, the core decides as a fresh one does: bit for bit, up to the last free byte."""
+        for number in list(self.lives):
+            self.tell(Finished(0, number))
+        fresh = core()
+        for number, tokens in enumerate((1_000, int(6e9 // TOKEN_BYTES)), start=self.count):
+            for event in (Arrived(self.now, request(number, tokens)), PrefillFinished(self.now, number)):
+                assert same(self.control.handle(event), fresh.handle(event))
+            for control in (self.control, fresh):
+                control.handle(Finished(self.now, number))
+
+    def at(self, target: str, *steps: str) -> int:
+        """Requests on a decode instance at these steps."""
+        return sum(life.target == target and life.step in steps for life in self.lives.values())
+
+    def crossing(self, source: str) -> int:
+        """Transfers under way from `source` to the other rack."""
+        return sum(
+            life.source == source and life.step == "transfer" and life.target in ("d1", "d2")
+            for life in self.lives.values()
+        )
+
+    def free_bytes(self, target: str) -> float:
+        """What the model says."""
+        held = [life.request for life in self.lives.values() if life.target == target]
+        tokens = sum(one.input_tokens + one.max_output_tokens for one in held)
+        return CAPACITY_BYTES[target] - tokens * TOKEN_BYTES
+
+
+TestLives = Lives.TestCase
+TestLives.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.parametrize(
+    ("story", "problem"),
+    [
+        ([Arrived(0, request(1)), Arrived(0, request(1))], "has already arrived"),
+        ([PrefillFinished(0, 1)], "is not in flight"),
+        ([Finished(0, 1)], "is not in flight"),
+        ([Arrived(0, request(1)), TransferFinished(0, 1)], "has no transfer under way"),
+        ([Arrived(0, request(1)), Admitted(0, 1)], "does not wait for a decode slot"),
+        ([Arrived(0, request(1)), PrefillFinished(0, 1), PrefillFinished(0, 1)], "has already finished"),
+        ([Arrived(0, request(1)), PrefillFinished(0, 1), Admitted(0, 1), Admitted(0, 1)], "does not wait"),
+        ([KvStored(0, "d9", (1,))], "no instance 'd9'"),
+        ([KvEvicted(0, "d9", (1,))], "no instance 'd9'"),
+    ],
+)
+def test_an_event_that_cannot_be_is_refused_and_changes_nothing(story: list[Event], problem: str) -> None:
+    """The last event of each story; afterwards the next request is decided as if it had not come."""
+    control, untroubled = core(), core()
+    for event in story[:-1]:
+        control.handle(event)
+        untroubled.handle(event)
+    with pytest.raises(InputError, match=problem):
+        control.handle(story[-1])
+    for event in (Arrived(1, request(2)), PrefillFinished(2, 2)):
+        assert same(control.handle(event), untroubled.handle(event))
+
+
+def test_an_unknown_model_is_rejected_by_name() -> None:
+    """Normal in operation, hence a value; and nothing is left of the request."""
+    control = core()
+    decision = one(control.handle(Arrived(0, request(1, model="gpt-5"))))
+    assert isinstance(decision, Reject)
+    assert "'gpt-5'" in decision.reason
+    assert control.in_flight == 0
+
+
+def test_with_several_models_a_request_must_name_one() -> None:
+    """Each model has its own instances; a request without a model is refused with that reason."""
+    text = TEXT.replace("{name: p1,", "{name: p1, model: qwen3-32b,").replace(
+        "{name: d1,", "{name: d1, model: qwen3-32b,"
+    )
+    control = core(text)
+    assert placed(control, request(1, model="qwen3-32b")).target == "d1"
+    assert placed(control, request(2, model="llama-3-70b")).target == "d0"
+    refused = one(control.handle(Arrived(0, request(3))))
+    assert isinstance(refused, Reject)
+    assert "several" in refused.reason
+
+
+def test_required_keeps_the_domain_and_its_prefill_instances() -> None:
+    """node0 alone has both roles: only p0 prefills, only d0 decodes, and a full d0 means no."""
+    control = core(constraint="node:fail")
+    first = one(control.handle(Arrived(0, request(1, tokens=12_000))))
+    assert isinstance(first, Prefill)
+    assert (first.instance, terms_of(first).feasible.tolist()) == ("p0", [True, False])
+    second = one(control.handle(Arrived(0, request(2, tokens=12_000))))
+    assert isinstance(second, Prefill)
+    assert second.instance == "p0"
+    taken = one(control.handle(PrefillFinished(1, 1)))
+    assert isinstance(taken, Decode)
+    assert (taken.target, taken.tier) == ("d0", 0)
+    assert isinstance(one(control.handle(PrefillFinished(2, 2))), Reject)
+    assert control.in_flight == 1
+
+
+def test_fallback_leaves_the_domain_only_when_it_is_full() -> None:
+    """The second request finds no room on d0 and goes across."""
+    control = core(constraint="node:fallback")
+    assert [placed(control, request(number, tokens=12_000)).target for number in (1, 2)] == ["d0", "d1"]
+
+
+def test_a_constraint_without_any_domain_rejects_late_and_with_a_reason() -> None:
+    """No rack has both roles once d0 is gone: prefill goes ahead, for fallback must, and `fail` refuses the decode."""
+    text = TEXT.replace('  - {name: d0, role: decode, gpus: "node0:2-3"}\n', "")
+    control = core(text, constraint="rack:fail")
+    assert isinstance(one(control.handle(Arrived(0, request(1)))), Prefill)
+    refused = one(control.handle(PrefillFinished(0, 1)))
+    assert isinstance(refused, Reject)
+    assert "rack" in refused.reason
+    assert core(text, constraint="rack:fallback").in_flight == 0
+    assert placed(core(text, constraint="rack:fallback"), request(1)).target == "d1"
+
+
+@pytest.mark.parametrize("step", ["landing", "leaving"])
+def test_a_report_of_memory_overrides_the_estimate(step: str) -> None:
+    """d0 says that nothing is free: the next request goes elsewhere, although the estimate has room."""
+    control = core()
+    assert placed(control, request(1)).target == "d0"
+    if step == "landing":
+        control.handle(TransferFinished(1, 1, 0.0))
+    else:
+        control.handle(Finished(1, 1, 0.0))
+    decision = placed(control, request(2), at=2.0)
+    assert decision.target == "d1"
+    assert terms_of(decision).feasible.tolist() == [False, True, True]
+
+
+def test_hits_shrink_the_transfer_but_not_the_need() -> None:
+    """Two of three blocks are cached on d0, one is evicted again; the room for the whole prompt counts all the same."""
+    control = core()
+    asked = request(1, tokens=48, answer=16, blocks=(7, 8, 9), block_tokens=16)
+    control.handle(KvStored(0, "d0", (7, 8, 5)))
+    first = placed(control, asked)
+    assert (first.target, first.hit_tokens, first.kv_bytes) == ("d0", 32, 16 * TOKEN_BYTES)
+    assert first.need_bytes == 64 * TOKEN_BYTES
+    control.handle(Finished(1, 1))
+    control.handle(KvEvicted(1, "d0", (7, 8, 5), keep=1))
+    assert placed(control, asked, at=2.0).hit_tokens == 16
+
+
+def test_the_last_prompt_token_is_always_computed() -> None:
+    """A prompt that p1 has cached as a whole: its output is the first logits, so one token is left to compute."""
+    control = core(prefill="cache-aware")
+    control.handle(KvStored(0, "p1", (7, 8), 16))
+    decision = one(control.handle(Arrived(0, request(1, tokens=32, blocks=(7, 8), block_tokens=16))))
+    assert isinstance(decision, Prefill)
+    assert (decision.instance, decision.cached_tokens) == ("p1", 31)
+
+
+def test_the_reserve_is_held_back_and_not_lost() -> None:
+    """4 GB with 1 GB held back: 3 GB can be used, again and again."""
+    tokens = int(3e9 // TOKEN_BYTES)
+    control = core(TEXT.replace("6 GB", "4 GB"), reserve_bytes=1e9)
+    for turn in range(3):
+        decision = placed(control, request(turn, tokens), at=float(turn))
+        assert (decision.target, decision.need_bytes) == ("d0", tokens * TOKEN_BYTES)
+        control.handle(Finished(turn + 0.5, turn))
+    control.handle(Arrived(9, request(9, tokens + 1)))
+    assert isinstance(one(control.handle(PrefillFinished(9, 9))), Reject)
+
+
+def test_a_log_comes_back_as_it_was_and_decides_again(tmp_path: Path) -> None:
+    """Events of every kind of end, written and read: the same records, and a fresh core makes the same decisions."""
+    path, spec = tmp_path / "core.log", ControlSpec(decode="cla", parameters={"cache_weight": 0.5})
+    control = spec.build(parse(TEXT))
+    story: list[Event] = [
+        KvStored(0, "d1", (1, 2)),
+        Arrived(0, request(1, 32, blocks=(1, 2))),
+        Arrived(0.5, request(2, model="other")),
+        PrefillFinished(1, 1),
+        TransferFinished(2, 1, 3e9),
+        Admitted(3, 1),
+        Finished(4, 1),
+    ]
+    told: list[tuple[Event, tuple[Decision, ...]]] = []
+    with EventLog(path, LogHeader(cluster=TEXT, spec=spec)) as log:
+        for event in story:
+            told.append((event, control.handle(event)))
+            log.write(*told[-1])
+    header, records = read_log(path)
+    again = list(replay(header.spec.build(parse(header.cluster)), records))
+    assert (header.spec, [record.event for record, _ in again]) == (spec, story)
+    for (_, decisions), (record, replayed) in zip(told, again, strict=True):
+        assert same(decisions, record.decisions)
+        assert same(decisions, replayed)
+    names = [decision.terms.names for _, made in told for decision in made if decision.terms]
+    assert names == [("p0", "p1"), ("d0", "d1", "d2")]
+
+
+def test_a_log_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    """A folder that is not there, and a folder in place of the file."""
+    for path in (tmp_path / "missing" / "run.log", tmp_path):
+        with pytest.raises(InputError, match="cannot be written"):
+            EventLog(path, LogHeader(cluster=TEXT, spec=ControlSpec()))
