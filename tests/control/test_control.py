@@ -34,13 +34,16 @@ from kvroute.types import (
 
 TEXT = """
 name: core
-racks: [{name: rack0, uplinks: &up {count: 2, capacity: 50 Gbps}}, {name: rack1, uplinks: *up}]
-pods: []
+pods: [{name: pod0}]
+racks:
+  - {name: rack0, pod: pod0, uplinks: {count: 2, capacity: 50 Gbps}}
+  - {name: rack1, pod: pod0, uplinks: {count: 2, capacity: 50 Gbps}}
 nodes:
-  - &node {name: node0, rack: rack0, gpus: 4, nics: {compute: {count: 4, capacity: 100 Gbps}}}
-  - {<<: *node, name: node1, rack: rack0}
-  - {<<: *node, name: node2, rack: rack1}
-  - {<<: *node, name: node3, rack: rack1}
+  - {name: node0, rack: rack0, gpus: 4, nics: {compute: {count: 4, capacity: 100 Gbps}}}
+  - {name: node1, rack: rack0, gpus: 4, nics: {compute: {count: 4, capacity: 100 Gbps}}}
+  - {name: node2, rack: rack1, gpus: 4, nics: {compute: {count: 4, capacity: 100 Gbps}}}
+  - {name: node3, rack: rack1, gpus: 4, nics: {compute: {count: 4, capacity: 100 Gbps}}}
+network: {tier_bandwidth: {pod: 50 Gbps}}
 timing:
   default: {prefill: {kind: linear, per_token: 100 us, base: 10 ms}, decode: {base: 10 ms, per_request: 1 ms}}
 defaults: {model: llama-3-70b, tp: 2, batch_max: 2, kv_capacity: 4 GB}
@@ -51,10 +54,6 @@ instances:
   - {name: d1, role: decode, gpus: "node2:0-1"}
   - {name: d2, role: decode, gpus: "node3:0-1", kv_capacity: 6 GB, batch_max: 1}
 """
-TEXT = TEXT.replace("racks: [{name: rack0, ", "racks: [{name: rack0, pod: pod0, ").replace(
-    "{name: rack1, uplinks", "{name: rack1, pod: pod0, uplinks"
-)
-TEXT = TEXT.replace("pods: []", "pods: [{name: pod0}]")
 TOKEN_BYTES = 327_680.0
 CAPACITY_BYTES = {"d0": 4e9, "d1": 4e9, "d2": 6e9}
 BATCH_MAX = {"d0": 2, "d1": 2, "d2": 1}

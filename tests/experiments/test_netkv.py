@@ -77,6 +77,17 @@ def test_load_and_size_scale_the_rate() -> None:
     assert arrived == pytest.approx(2 * 6.09 * 20, rel=0.35)  # a window of a bursty trace
 
 
+def test_a_large_cluster_has_requests_for_the_whole_window() -> None:
+    """1,024 GPUs want more chatbot requests than the trace has: it is repeated, and no copy reuses another's blocks."""
+    study = Study(reading("realistic"))
+    large = cell(profile="chatbot", gpus=1024)
+    requests = requests_of(study, large).requests
+    assert len(requests) == pytest.approx(20 * rate_per_s(study, large), rel=0.35)
+    assert max(request.at_s for request in requests) > 15
+    few = {block for request in requests[:200] for block in request.blocks}
+    assert len({block % (1 << 60) for block in few}) == len(few)
+
+
 def test_the_ladder_on_the_generated_trace() -> None:
     """RAG at 100 % in the paper's reading: round-robin is slowest, and NetKV sends most KV inside the pod."""
     study = Study(reading("paper"))

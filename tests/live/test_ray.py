@@ -20,7 +20,7 @@ if not os.environ.get("KVROUTE_REQUIRE_LIVE"):
 
 
 def _without_clock(record: Record) -> bytes:
-    summary = msgspec.structs.replace(record.summary, wall_s=0.0, cpu_s=0.0)
+    summary = msgspec.structs.replace(record.summary, decision_s=None, wall_s=0.0, cpu_s=0.0)
     return msgspec.json.encode(msgspec.structs.replace(record, summary=summary))
 
 

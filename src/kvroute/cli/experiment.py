@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Annotated
 
 import typer
@@ -169,7 +170,12 @@ def _print(
         if pages:
             from kvroute.report.experiment_page import write_experiment  # plots take a second to import
 
-            page = write_experiment(one, results[one.name], folder / one.name, [_tuning_note(best) for best in tuned])
+            page = write_experiment(
+                one,
+                results[one.name],
+                folder / one.name,
+                [*map(_tuning_note, tuned), *_latency_note(one, results[one.name])],
+            )
             remarks().print(f"{one.name}: {page}")
         if not as_json:
             console().print(experiment_table(one, results[one.name]))
@@ -183,3 +189,15 @@ def _tuning_note(best: Tuned) -> str:
         f"({best.ttft_s * 1e3:,.0f} ms on the tuning slice, {best.ttft_at_ones_s * 1e3:,.0f} ms with equal weights; "
         f"{best.within_one_percent} of 100 grid points are within 1 %)"
     )
+
+
+def _latency_note(one: Experiment, records: Sequence[Record]) -> list[str]:
+    """Where the size of the cluster is swept: what a decision costs at each size."""
+    if "gpus" not in one.axes:
+        return []
+    by_size: dict[float, list[float]] = {}
+    for record in records:
+        if record.cell.policy == one.versus[0] and record.summary.decision_s is not None:
+            by_size.setdefault(record.cell.settings["gpus"], []).append(record.summary.decision_s)
+    sizes = "; ".join(f"{gpus:g} GPUs {median(times) * 1e6:.0f} us" for gpus, times in sorted(by_size.items()))
+    return [f"Median decision of {one.versus[0]}, on this machine: {sizes}"] if sizes else []

@@ -37,8 +37,6 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """Every parameter of the reading, the trace and the tuned weights."""
     summary: Summary
     timeline: Timeline | None = None
-    decision_s: float = 0.0
-    """Median wall time of one decode decision, seconds."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -231,7 +231,7 @@ def _profile_trace(path: str, profile: str) -> Trace:
 def requests_of(study: Study, cell: Cell) -> Trace:
     """The cell's requests, from time 0: the same for every policy of a seed."""
     profile, rate = PROFILES[cell.profile], rate_per_s(study, cell)
-    trace = rescale(_profile_trace(study.trace, cell.profile), rate)
+    trace = rescale(_long_enough(_profile_trace(study.trace, cell.profile), rate), rate)
     start_s, length_s = _slice(study, cell, trace)
     trace = window(trace, start_s, start_s + length_s)
     tokens = cell.settings.get("tokens")
@@ -242,6 +242,25 @@ def requests_of(study: Study, cell: Cell) -> Trace:
         share = profile.p_share if p_share is None else p_share
         trace = share_prefixes(trace, share, seed=cell.seed)
     return trace
+
+
+def _long_enough(trace: Trace, rate_per_s: float) -> Trace:
+    """The trace end to end as often as a large cluster's rate needs; no copy shares blocks with another."""
+    needed = (WINDOW_START_S + WARMUP_S + MEASURE_S) * 1.1 * rate_per_s
+    copies = int(np.ceil(needed / len(trace.requests)))
+    if copies <= 1:
+        return trace
+    period_s = trace.duration_s + 1 / trace.rate_per_s
+    requests = [
+        msgspec.structs.replace(
+            request,
+            at_s=request.at_s + copy * period_s,
+            blocks=tuple(block + (copy << 60) for block in request.blocks),
+        )
+        for copy in range(copies)
+        for request in trace.requests
+    ]
+    return Trace(trace.name, tuple(requests))
 
 
 def _slice(study: Study, cell: Cell, trace: Trace) -> tuple[float, float]:

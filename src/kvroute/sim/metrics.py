@@ -143,6 +143,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     link_load: dict[str, LinkLoad]
     busiest_links: tuple[LinkShare, ...] = ()
     """The ten links that carried most of what they could."""
+    decision_s: float | None = None
+    """Median wall time of one decode decision."""
     wall_s: float
     cpu_s: float
 
@@ -164,6 +166,7 @@ def summarise(
     seed: int,
     link_load: dict[str, LinkLoad],
     busiest_links: tuple[LinkShare, ...],
+    decision_s: float | None,
     wall_s: float,
     cpu_s: float,
 ) -> Summary:
@@ -197,6 +200,7 @@ def summarise(
         kv_bytes=float(np.nansum(outcomes.kv_bytes[inside])),
         link_load=link_load,
         busiest_links=busiest_links,
+        decision_s=decision_s,
         wall_s=wall_s,
         cpu_s=cpu_s,
     )

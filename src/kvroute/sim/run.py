@@ -125,6 +125,7 @@ class Simulation:
         self._now = 0.0
         self._total_blocks = [0] * len(trace.requests)
         self._pinned_hit = [0] * len(trace.requests)
+        self._decisions_s: list[float] = []
         self._samples: list[tuple[float, list[float]]] = []
         self._outcomes = Outcomes.empty(len(trace.requests))
         self._outcomes.arrived_s[:] = [request.at_s for request in trace.requests]
@@ -242,7 +243,9 @@ class Simulation:
         if not traced.output_tokens:  # a prompt that wants no tokens needs no decoder and has no first token
             self._finish(request, None)
             return
+        started_s = time.perf_counter()
         (decision,) = self._tell(PrefillFinished(now, request))
+        self._decisions_s.append(time.perf_counter() - started_s)
         if isinstance(decision, Reject):
             outcomes.state[request] = REJECTED
             return
@@ -355,6 +358,7 @@ class Simulation:
             seed=self._seed,
             link_load=self._link_load(carried),
             busiest_links=self._busiest_links(carried),
+            decision_s=float(np.median(self._decisions_s)) if self._decisions_s else None,
             wall_s=wall_s,
             cpu_s=cpu_s,
         )
