@@ -1,0 +1,132 @@
+"""Comparisons over seeds: the interval is Student's, and the sentence says no more than the numbers do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.stats import ttest_rel
+
+from kvroute.report.compare import difference, verdict
+from kvroute.sim.metrics import Counts, Spread, Summary, TtftParts
+
+
+def run(policy: str, seed: int, ttft_s: float | None) -> Summary:
+    """A run of which only the mean TTFT matters."""
+    return Summary(
+        policy=policy,
+        seed=seed,
+        requests=Counts(arrived=1, finished=1, rejected=0, in_flight=0),
+        measured=1,
+        ttft_s=Spread(mean=ttft_s),
+        ttft_parts_s=TtftParts(),
+        transfer_s=Spread(),
+        tbt_s=Spread(),
+        tpot_s=Spread(),
+        slo_attainment=None,
+        goodput_per_s=None,
+        throughput_per_s=None,
+        tier_share={},
+        cache_hit=None,
+        prefill_cache_hit=None,
+        kv_bytes=0.0,
+        link_load={},
+        busiest_links=(),
+        wall_s=0.0,
+        cpu_s=0.0,
+    )
+
+
+def runs(**ttft_s: Sequence[float | None]) -> list[Summary]:
+    """Runs by policy: the mean TTFT of seeds 0, 1, ..."""
+    return [run(policy, seed, value) for policy, values in ttft_s.items() for seed, value in enumerate(values)]
+
+
+seconds = st.floats(0.1, 10.0)
+
+
+@given(
+    st.lists(st.tuples(seconds, seconds), min_size=2, max_size=8).filter(lambda pairs: len(set(pairs)) == len(pairs))
+)
+def test_the_interval_is_that_of_the_paired_t_test(pairs: list[tuple[float, float]]) -> None:
+    """As SciPy has it, whatever the order of the runs; and noise is what it cannot tell from zero at 5 %."""
+    first, second = zip(*pairs, strict=True)
+    test = ttest_rel(first, second)
+    interval = test.confidence_interval(0.95)
+    found = difference(runs(a=first, b=second)[::-1], "a", "b")
+    assert found is not None
+    assert found.half_width is not None
+    assert found.mean == pytest.approx((interval.low + interval.high) / 2, abs=1e-9)
+    assert found.half_width == pytest.approx((interval.high - interval.low) / 2, abs=1e-9)
+    assert found.relative == pytest.approx(found.mean / (sum(second) / len(second)))
+    if abs(test.pvalue - 0.05) > 1e-6:
+        assert found.is_noise == (test.pvalue > 0.05)
+
+
+@given(st.dictionaries(st.sampled_from("abcd"), st.lists(seconds, min_size=1, max_size=4), min_size=1))
+def test_the_winner_has_the_least_mean_and_leads_come_nearest_first(ttft_s: dict[str, list[float]]) -> None:
+    """Ties fall to the first name; every other policy has its lead."""
+    means = {policy: sum(values) / len(values) for policy, values in ttft_s.items()}
+    found = verdict(runs(**ttft_s))
+    assert found.winner is not None
+    assert means[found.winner] == pytest.approx(min(means.values()))
+    assert {lead.second for lead in found.leads} == means.keys() - {found.winner}
+    rivals = [means[lead.second] for lead in found.leads]
+    assert rivals == pytest.approx(sorted(rivals))
+    assert verdict(runs(**dict(reversed(ttft_s.items())))) == found
+
+
+def test_only_seeds_that_both_have_are_paired() -> None:
+    """Seed 1 of b gave no first token: two pairs are left."""
+    found = difference(runs(a=[1.0, 1.0, 1.5], b=[2.0, None, 3.5]), "a", "b")
+    assert found is not None
+    assert (found.seeds, found.mean) == (2, -1.5)
+    assert difference(runs(a=[1.0], b=[None]), "a", "b") is None
+    assert difference(runs(a=[1.0]), "a", "b") is None
+
+
+def test_a_clear_win_is_said_with_its_interval() -> None:
+    """Gaps of 0.9, 1.0 and 1.1 s: 1,000 ± 4.303 * 100 / sqrt(3) ms, half of the rival's mean."""
+    found = verdict(runs(netkv=[1.1, 1.0, 0.9], cla=[2.0, 2.0, 2.0]))
+    assert found.winner == "netkv"
+    assert not found.leads[0].is_noise
+    assert found.sentence == (
+        "netkv has the lowest mean TTFT, 1,000 ms, 1,000.0 ± 248.4 ms (50.0%) below cla (95 % interval over 3 seeds)."
+    )
+
+
+def test_a_lead_within_the_interval_is_called_noise() -> None:
+    """Once ahead, once behind."""
+    found = verdict(runs(netkv=[1.0, 2.0, 1.4], cla=[1.5, 1.6, 1.5]))
+    assert found.leads[0].is_noise
+    assert "the difference is noise (95 % interval over 3 seeds includes zero)" in found.sentence
+
+
+def test_equals_are_noise_and_zero_has_no_sign() -> None:
+    """The same numbers: the first name, and no lead."""
+    found = verdict(runs(netkv=[1.0, 2.0], cla=[1.0, 2.0]))
+    assert found.winner == "cla"
+    assert "0.0 ± 0.0 ms (0.0%) below netkv: the difference is noise" in found.sentence
+    assert "-0" not in found.sentence
+
+
+def test_one_seed_says_nothing_of_noise() -> None:
+    """A gap without an interval, and what to do about it."""
+    found = verdict(runs(netkv=[1.0], cla=[1.5]))
+    assert found.leads[0].half_width is None
+    assert found.leads[0].is_noise
+    assert "500.0 ms below cla; one seed cannot say whether that is noise, try --seeds 5" in found.sentence
+
+
+def test_nobody_wins_where_nobody_answered_and_a_lone_policy_ran_alone() -> None:
+    """Without a first token there is nothing to compare; a rival without one is not passed over in silence."""
+    assert verdict([]).winner is None
+    nobody = verdict(runs(netkv=[None], cla=[None]))
+    assert (nobody.winner, nobody.leads) == (None, ())
+    assert "nothing to compare" in nobody.sentence
+    assert "it ran alone" in verdict(runs(netkv=[1.0])).sentence
+    silent = verdict(runs(netkv=[1.0], cla=[None]))
+    assert silent.winner == "netkv"
+    assert "no other gave a first token" in silent.sentence
