@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.core
+# Trust what the machine trusts, as pip does.
+export UV_SYSTEM_CERTS := true
 DEV_STAMP := $(VENV)/.dev
 
 .PHONY: demo test check lint types layers live bench requirements clean

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvroute.sim.network import Fabric
@@ -38,8 +38,9 @@ instances:
 """
 CLUSTERS = {ecmp: parse(TEXT.replace("ECMP", ecmp)) for ecmp in ("flow", "transfer")}
 REQUESTS = 20
+some = settings(max_examples=40, deadline=None)  # compiling the flow solver takes the first one a second
 
-clusters = st.sampled_from(list(CLUSTERS.values()))
+ecmps = st.sampled_from(sorted(CLUSTERS))
 shares = st.sampled_from([0.0, 0.25, 0.5, 0.9])
 
 
@@ -69,11 +70,13 @@ def expected_s(cluster: Cluster, links: Fabric, target: str, nbytes: float) -> f
     return wire_s + cluster.latency_s(cluster.index("p"), cluster.index(target))
 
 
-@given(clusters, st.sampled_from(["d0", "d1", "d2", "d3"]), st.floats(1.0, 1e12), st.integers(0, 9), st.integers(0, 19))
+@some
+@given(ecmps, st.sampled_from(["d0", "d1", "d2", "d3"]), st.floats(1.0, 1e12), st.integers(0, 9), st.integers(0, 19))
 def test_a_lone_transfer_takes_its_bytes_over_the_tightest_link_plus_latency(
-    cluster: Cluster, target: str, nbytes: float, seed: int, request: int
+    ecmp: str, target: str, nbytes: float, seed: int, request: int
 ) -> None:
     """With every draw of uplinks, all flows together or one by one."""
+    cluster = CLUSTERS[ecmp]
     links = fabric(cluster, seed=seed)
     taken_s = transfer_s(cluster, links, target, nbytes, request)
     assert taken_s == pytest.approx(expected_s(cluster, links, target, nbytes), rel=1e-9)
@@ -99,9 +102,11 @@ def test_flows_that_draw_for_themselves_spread() -> None:
     assert {round(time_s / unit_s) for time_s in times} == {2, 3, 4}
 
 
-@given(clusters, st.sampled_from(["d1", "d2", "d3"]), shares, st.integers(0, 5))
-def test_background_slows_by_exactly_what_it_takes(cluster: Cluster, target: str, share: float, seed: int) -> None:
+@some
+@given(ecmps, st.sampled_from(["d1", "d2", "d3"]), shares, st.integers(0, 5))
+def test_background_slows_by_exactly_what_it_takes(ecmp: str, target: str, share: float, seed: int) -> None:
     """1 / (1 - c) on the network; NVLink inside a node is nobody else's."""
+    cluster = CLUSTERS[ecmp]
     latency_s = cluster.latency_s(cluster.index("p"), cluster.index(target))
     idle_s = transfer_s(cluster, fabric(cluster, seed=seed), target, 5e9) - latency_s
     busy_s = transfer_s(cluster, fabric(cluster, Background.uniform(share), seed), target, 5e9) - latency_s
@@ -116,11 +121,13 @@ def test_nothing_to_send_is_there_after_the_latency() -> None:
     assert transfer_s(cluster, fabric(cluster), "d2", 0.0) == 8e-6
 
 
-@given(clusters, shares, st.booleans(), st.sampled_from(["d0", "d1", "d2", "d3"]))
+@some
+@given(ecmps, shares, st.booleans(), st.sampled_from(["d0", "d1", "d2", "d3"]))
 def test_telemetry_hears_others_and_own_traffic_only_if_asked(
-    cluster: Cluster, share: float, separates: bool, target: str
+    ecmp: str, share: float, separates: bool, target: str
 ) -> None:
     """By tier: own rates over the tier's whole capacity come on top; by link they average to the same."""
+    cluster = CLUSTERS[ecmp]
     links = fabric(cluster, Background.uniform(share))
     quiet = (0.0, share, share, share, share)
     assert links.congestion(separates) == quiet
@@ -142,16 +149,17 @@ def test_telemetry_hears_others_and_own_traffic_only_if_asked(
             assert np.average(by_link[members], weights=whole[members]) == pytest.approx(heard[tier])
 
 
+@settings(max_examples=15, deadline=None)
 @given(st.integers(0, 100))
 def test_bursts_toggle_and_are_the_seeds(seed: int) -> None:
     """On, off, on: the share follows, and so do the rates; times are drawn from the seed alone, with the given mean."""
     cluster = CLUSTERS["transfer"]
     background = Background(per_tier=(0, 0.2, 0.2, 0.2, 0.2), burst_per_tier=(0, 0, 0.5, 0.5, 0), burst_every_s=2.0)
     one, two = fabric(cluster, background, seed), fabric(cluster, background, seed)
-    gaps = [one.next_change_s(), *(one.toggle_burst() for _ in range(400))]
-    assert gaps == [two.next_change_s(), *(two.toggle_burst() for _ in range(400))]
+    gaps = [one.next_change_s(), *(one.toggle_burst() for _ in range(150))]
+    assert gaps == [two.next_change_s(), *(two.toggle_burst() for _ in range(150))]
     assert all(0 < gap < math.inf for gap in gaps)
-    assert np.mean(gaps) == pytest.approx(2.0, rel=0.3)
+    assert np.mean(gaps) == pytest.approx(2.0, rel=0.5)
     before = one.background_share().tolist()
     one.toggle_burst()
     during = one.background_share().tolist()
