@@ -113,6 +113,21 @@ def test_calibration_meets_the_rows_it_was_fitted_on() -> None:
         assert found.tbt_s[policy] == pytest.approx(row["tbt_s"], abs=1e-4)
 
 
+def test_a_reading_can_be_changed_by_field() -> None:
+    """Fields and compute times, by their text; the name tells the changes; the rest stays."""
+    changed = reading("paper", ["ecmp=flow", "pod_uplinks=8", "prefill_queueing=true", "decode_base_s=0.02"])
+    assert (changed.ecmp, changed.pod_uplinks, changed.prefill_queueing) == ("flow", 8, True)
+    assert (changed.times.decode_base_s, changed.rack_uplinks) == (0.02, reading("paper").rack_uplinks)
+    assert changed.name == "paper+ecmp=flow+pod_uplinks=8+prefill_queueing=true+decode_base_s=0.02"
+
+
+@pytest.mark.parametrize("change", ["ecmp=packet", "uplinks=3", "name=mine", "pod_uplinks=many", "ecmp"])
+def test_a_wrong_change_is_named(change: str) -> None:
+    """An unknown field, or a value that does not fit."""
+    with pytest.raises(InputError, match="--set"):
+        reading("paper", [change])
+
+
 def test_an_unknown_reading_is_named() -> None:
     """`--reading liberal`."""
     with pytest.raises(InputError, match="choose one of paper, literal, realistic"):

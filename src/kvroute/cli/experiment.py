@@ -30,6 +30,10 @@ def experiment(
     reading_name: Annotated[
         str, typer.Option("--reading", help=f"How the paper is read: {', '.join(READINGS)}.")
     ] = "paper",
+    changes: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Change a field of the reading, e.g. ecmp=flow; repeat for several."),
+    ] = None,
     profile: Annotated[list[str] | None, typer.Option(help="Only these profiles; repeat for several.")] = None,
     trace: Annotated[Path | None, typer.Option(help="A Mooncake trace; without it one is generated.")] = None,
     cell: Annotated[
@@ -59,11 +63,11 @@ def experiment(
         _list(as_json)
         return
     chosen = _chosen(names)
-    study = Study(reading=reading(reading_name), trace=str(trace) if trace else "")
-    folder = out / reading_name / (trace.name if trace else "generated")
+    study = Study(reading=reading(reading_name, changes or ()), trace=str(trace) if trace else "")
+    folder = out / study.reading.name / (trace.name if trace else "generated")
     all_seeds = (seed,) if seed is not None else tuple(range(seeds))
     results: dict[str, list[Record]] = {}
-    sweeps = {one.name: _sweep(one, reading_name, profile, all_seeds, cell) for one in chosen}
+    sweeps = {one.name: _sweep(one, study.reading.name, profile, all_seeds, cell) for one in chosen}
     check_trace(study)
     make_folder(folder, "--out")
     # Only CLA* has weights to tune: a lone cell of another policy does not wait for them.
@@ -166,21 +170,27 @@ def _print(
     *,
     pages: bool,
 ) -> None:
-    for one in chosen:
-        if pages:
-            from kvroute.report.experiment_page import write_experiment  # plots take a second to import
-
-            page = write_experiment(
-                one,
-                results[one.name],
-                folder / one.name,
-                [*map(_tuning_note, tuned), *_latency_note(one, results[one.name])],
-            )
-            remarks().print(f"{one.name}: {page}")
-        if not as_json:
-            console().print(experiment_table(one, results[one.name]))
+    if pages:
+        _write_pages(chosen, results, tuned, folder)
     if as_json:
         print_json({"cla_weights": tuned, "records": [record for one in chosen for record in results[one.name]]})
+        return
+    for one in chosen:
+        console().print(experiment_table(one, results[one.name]))
+
+
+def _write_pages(
+    chosen: Sequence[Experiment], results: dict[str, list[Record]], tuned: list[Tuned], folder: Path
+) -> None:
+    from kvroute.report.experiment_page import write_experiment, write_index  # plots take a second to import
+
+    pages = {}
+    for one in chosen:
+        notes = [*map(_tuning_note, tuned), *_latency_note(one, results[one.name])]
+        pages[one.title] = write_experiment(one, results[one.name], folder / one.name, notes)
+        remarks().print(f"{one.name}: {pages[one.title]}")
+    if len(pages) > 1:
+        remarks().print(f"All: {write_index(pages, folder / 'index.html', title=f'NetKV, {folder.parent.name}')}")
 
 
 def _tuning_note(best: Tuned) -> str:

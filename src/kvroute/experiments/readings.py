@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -57,65 +58,68 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
     times: ComputeTimes = NETKV_TIMES
 
 
-READINGS = {
-    reading.name: reading
-    for reading in (
-        Reading(
-            name="paper",
-            about="prefill is a pure delay, a transfer's shards share one uplink, prefill fills one rack",
-            prefill_queueing=False,
-            prefill_cache=False,
-            prefill_policy="round-robin",
-            ecmp="transfer",
-            nic_scope="gpu",
-            rack_uplinks=32,
-            pod_uplinks=64,
-            placement="rack",
-            prefixes="groups",
-            background=0.0,
-            capacity="network",
-            request_set="window",
-        ),
-        Reading(
-            name="literal",
-            about="one 100G NIC per server, two uplinks per rack and pod, as the bandwidths read word by word",
-            prefill_queueing=False,
-            prefill_cache=False,
-            prefill_policy="round-robin",
-            ecmp="flow",
-            nic_scope="server",
-            rack_uplinks=2,
-            pod_uplinks=2,
-            placement="rack",
-            prefixes="groups",
-            background=0.0,
-            capacity="network",
-            request_set="window",
-        ),
-        Reading(
-            name="realistic",
-            about="FIFO prefill with prefix reuse, flows draw their uplinks one by one, the trace's own prefixes",
-            prefill_queueing=True,
-            prefill_cache=True,
-            prefill_policy="least-loaded",
-            ecmp="flow",
-            nic_scope="gpu",
-            rack_uplinks=16,
-            pod_uplinks=32,
-            placement="rack",
-            prefixes="trace",
-            background=0.0,
-            capacity="prefill",
-            request_set="shifted",
-        ),
-    )
-}
+_PAPER = Reading(
+    name="paper",
+    about="prefill is a pure delay, a transfer's shards share one uplink, prefill fills one rack",
+    prefill_queueing=False,
+    prefill_cache=False,
+    prefill_policy="round-robin",
+    ecmp="transfer",
+    nic_scope="gpu",
+    rack_uplinks=32,
+    pod_uplinks=64,
+    placement="rack",
+    prefixes="groups",
+    background=0.0,
+    capacity="network",
+    request_set="window",
+)
+_LITERAL = msgspec.structs.replace(
+    _PAPER,
+    name="literal",
+    about="one 100G NIC per server, two uplinks per rack and pod, as the bandwidths read word by word",
+    ecmp="flow",
+    nic_scope="server",
+    rack_uplinks=2,
+    pod_uplinks=2,
+)
+_REALISTIC = msgspec.structs.replace(
+    _PAPER,
+    name="realistic",
+    about="FIFO prefill with prefix reuse, flows draw their uplinks one by one, the trace's own prefixes",
+    prefill_queueing=True,
+    prefill_cache=True,
+    prefill_policy="least-loaded",
+    ecmp="flow",
+    rack_uplinks=16,
+    pod_uplinks=32,
+    prefixes="trace",
+    capacity="prefill",
+    request_set="shifted",
+)
+READINGS = {one.name: one for one in (_PAPER, _LITERAL, _REALISTIC)}
 
 
-def reading(name: str) -> Reading:
-    """By name; an unknown one is an InputError."""
+def reading(name: str, changes: Sequence[str] = ()) -> Reading:
+    """A reading by name, with fields changed by `field=value`; its name then tells them.
+
+    Raises:
+        InputError: an unknown reading or field, or a value that does not fit the field.
+    """
     if name not in READINGS:
         raise InputError(
             f"there is no reading {name!r}", where="--reading", mend=f"choose one of {', '.join(READINGS)}"
         )
-    return READINGS[name]
+    fields = msgspec.to_builtins(READINGS[name])
+    for change in changes:
+        field, _, value = change.partition("=")
+        holder = fields["times"] if field in fields["times"] else fields
+        if field not in holder or field in ("name", "about", "times"):
+            known = ", ".join(key for key in (*fields, *fields["times"]) if key not in ("name", "about", "times"))
+            raise InputError(f"a reading has no field {field!r}", where="--set", mend=f"known: {known}")
+        holder[field] = value
+    fields["name"] = "+".join((name, *changes))
+    try:
+        return msgspec.convert(fields, Reading, strict=False)
+    except msgspec.ValidationError as error:
+        raise InputError(f"{', '.join(changes)}: {error}", where="--set", mend="write field=value") from None
