@@ -73,19 +73,18 @@ def experiment(
     # Only CLA* has weights to tune: a lone cell of another policy does not wait for them.
     tunable = {one.profile for sweep in sweeps.values() for one in sweep if one.policy == "cla"}
     wanted = [name for name in PROFILES if name in tunable]
-    with progress_bar("Tuning CLA*") as progress:
-        tuned = tune(study, wanted, folder / "cla-tuning.jsonl", on=on, workers=workers, progress=progress)
-    study = Study(study.reading, study.trace, tuple((best.profile, best.weights) for best in tuned))
-    for one in chosen:
-        with progress_bar(one.name) as progress:
-            results[one.name] = run_cells(
-                sweeps[one.name],
-                partial(run_cell, study),
-                folder / f"{one.name}.jsonl",
-                on=on,
-                workers=workers,
-                progress=progress,
-            )
+    try:
+        with progress_bar("Tuning CLA*") as progress:
+            tuned = tune(study, wanted, folder / "cla-tuning.jsonl", on=on, workers=workers, progress=progress)
+        study = Study(study.reading, study.trace, tuple((best.profile, best.weights) for best in tuned))
+        for one in chosen:
+            path = folder / f"{one.name}.jsonl"
+            with progress_bar(one.name) as progress:
+                run = partial(run_cell, study)
+                results[one.name] = run_cells(sweeps[one.name], run, path, on=on, workers=workers, progress=progress)
+    except KeyboardInterrupt:
+        remarks().print(f"Stopped. What is finished stays in {folder}; the same command goes on from there.")
+        raise typer.Exit(130) from None
     _print(chosen, results, tuned, folder, as_json, pages=cell is None)
 
 

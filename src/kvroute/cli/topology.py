@@ -13,9 +13,8 @@ from rich.text import Text
 from rich.tree import Tree
 
 from kvroute.cli.output import console, print_json
-from kvroute.report.topology_figure import ROLE_COLOURS, draw_topology, uplinks_text
 from kvroute.topology import Cluster, FileError, bandwidth_text, duration_text, load, size_text
-from kvroute.topology.tree import TIER_NAMES, Domain, domain_tree, tier_rows
+from kvroute.topology.tree import ROLE_COLOURS, TIER_NAMES, Domain, domain_tree, tier_rows, uplinks_text
 from kvroute.types import InputError, InputErrors
 
 app = typer.Typer(name="topology", help="Check and show a cluster file.", no_args_is_help=True, rich_markup_mode="rich")
@@ -67,6 +66,8 @@ def show(
 
     Example: [bold]kvroute topology show examples/fat-tree-64gpu.yaml --png cluster.png[/bold]
     """
+    from kvroute.report.topology_figure import draw_topology  # plots take a second to import
+
     cluster = load(file)
     for path, ending in ((svg, ".svg"), (png, ".png")):
         if path is not None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
+from threading import Thread
 
 import msgspec
 
@@ -98,7 +99,9 @@ def stream(cells: Sequence[Cell], run_cell: RunCell, on: str = "local", workers:
 def _on_processes(cells: Sequence[Cell], run_cell: RunCell, workers: int) -> Iterator[Record]:
     """A few cells per worker are handed out ahead, so that a stop loses little."""
     waiting = iter(cells)
-    with ProcessPoolExecutor(workers, mp_context=get_context("forkserver")) as pool:
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["kvroute.sim.run"])  # imported once, not by every worker
+    with ProcessPoolExecutor(workers, context, _end_with_parent) as pool:
         futures: set[Future[Record]] = set()
         try:
             for cell in waiting:
@@ -112,6 +115,18 @@ def _on_processes(cells: Sequence[Cell], run_cell: RunCell, workers: int) -> Ite
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+
+
+def _end_with_parent() -> None:
+    """A worker whose parent is killed would wait for work for ever."""
+    parent = parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    Thread(target=watch, daemon=True).start()
 
 
 def _on_ray(cells: Sequence[Cell], run_cell: RunCell) -> Iterator[Record]:

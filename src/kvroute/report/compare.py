@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 import numpy as np
-from scipy.special import stdtrit
 
+from kvroute.report.estimate import estimate
 from kvroute.sim.metrics import Summary
 
 Metric = Callable[[Summary], float | None]
@@ -54,19 +54,16 @@ def difference(runs: Sequence[Summary], first: str, second: str, metric: Metric 
     seeds = sorted(a.keys() & b.keys())
     if not seeds:
         return None
-    gaps = np.array([a[seed] - b[seed] for seed in seeds])
+    gaps = estimate(a[seed] - b[seed] for seed in seeds)
+    assert gaps is not None
     level = float(np.mean([b[seed] for seed in seeds]))
-    half_width = None
-    if len(seeds) > 1:
-        half_width = float(stdtrit(len(seeds) - 1, 0.975) * gaps.std(ddof=1) / np.sqrt(len(seeds)))
-    mean = float(gaps.mean())
     return Difference(
         first=first,
         second=second,
         seeds=len(seeds),
-        mean=mean,
-        half_width=half_width,
-        relative=mean / level if level else 0.0,
+        mean=gaps.mean,
+        half_width=gaps.half_width,
+        relative=gaps.mean / level if level else 0.0,
     )
 
 

@@ -11,10 +11,9 @@ import numpy as np
 
 from kvroute.experiments.cells import Experiment, Record
 from kvroute.report.compare import Difference, difference, mean_ttft_s
+from kvroute.report.estimate import Estimate, estimate
 from kvroute.report.series import (
-    Estimate,
     by_point,
-    estimate,
     gap,
     of_policy,
     of_profile,

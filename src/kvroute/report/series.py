@@ -3,38 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-
-import numpy as np
-from scipy.special import stdtrit
 
 from kvroute.experiments.cells import Record
 from kvroute.report.compare import Difference, Metric, difference, mean_ttft_s
+from kvroute.report.estimate import Estimate, estimate
 from kvroute.sim.metrics import Summary
-
-
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """A metric over seeds, in the metric's own unit."""
-
-    mean: float
-    std: float
-    """Sample standard deviation; 0 with one seed."""
-    half_width: float | None
-    """Half of the 95 % confidence interval of the mean (Student's t); None with one seed."""
-    seeds: int
-
-
-def estimate(values: Iterable[float | None]) -> Estimate | None:
-    """Mean and spread of the values that were measured; None where none was."""
-    known = np.array([value for value in values if value is not None], dtype=np.float64)
-    if not known.size:
-        return None
-    mean, count = float(known.mean()), int(known.size)
-    if count == 1:
-        return Estimate(mean, 0.0, None, 1)
-    std = float(known.std(ddof=1))
-    return Estimate(mean, std, float(stdtrit(count - 1, 0.975)) * std / float(np.sqrt(count)), count)
 
 
 def policies_of(runs: Iterable[Summary]) -> list[str]:

@@ -13,11 +13,10 @@ from rich.text import Text
 
 from kvroute.experiments.cells import Experiment, Record
 from kvroute.report.compare import Difference, Metric, mean_ttft_s
+from kvroute.report.estimate import Estimate, estimate
 from kvroute.report.series import (
-    Estimate,
     axes_of,
     by_point,
-    estimate,
     gap,
     of_policy,
     of_profile,

@@ -14,12 +14,9 @@ from matplotlib.patches import FancyBboxPatch
 
 from kvroute.topology import Cluster, bandwidth_text, duration_text
 from kvroute.topology.schema import Uplinks
-from kvroute.topology.tree import TIER_NAMES, Domain, domain_tree, tier_rows
-from kvroute.types import TIER_COUNT, InputError, Instance, Role
+from kvroute.topology.tree import ROLE_COLOURS, Domain, domain_tree, tier_rows, uplinks_text
+from kvroute.types import TIER_COUNT, InputError, Instance
 
-__all__ = ["ROLE_COLOURS", "TIER_NAMES", "draw_topology", "topology_figure", "uplinks_text"]
-
-ROLE_COLOURS: dict[Role, str] = {"prefill": "#2f6db3", "decode": "#e08a2c", "both": "#7d55a8"}
 _FILL = {"datacenter": "#ffffff", "pod": "#eef2f6", "rack": "#dfe6ed", "node": "#ffffff"}
 _EDGE = {"datacenter": "#8796a5", "pod": "#a9b6c3", "rack": "#a9b6c3", "node": "#b9c4cf"}
 _INK, _WIRE = "#26323d", "#5b6b7a"
@@ -219,12 +216,6 @@ def _draw_rails(axes: Axes, box: _Box, left: float, bottom: float, size: float) 
                 axes.text(middle + 0.1, half, text, fontsize=size * 0.75, color=_WIRE, va="center", linespacing=1.1)
     if len(box.rails) > 1:
         axes.plot([left + 0.3] * 2, [bottom + box.rails[0], bottom + box.rails[-1]], color=_WIRE, lw=2.4)
-
-
-def uplinks_text(uplinks: Uplinks) -> str:
-    """`32 x 50 Gbps`."""
-    capacity = bandwidth_text(uplinks.bytes_per_s)
-    return capacity if uplinks.count == 1 else f"{uplinks.count} \N{MULTIPLICATION SIGN} {capacity}"
 
 
 def _draw_node(axes: Axes, box: _Box, left: float, bottom: float, labelled: bool, size: float) -> None:

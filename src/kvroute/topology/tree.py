@@ -10,11 +10,19 @@ import numpy as np
 
 from kvroute.topology.cluster import Cluster
 from kvroute.topology.schema import Uplinks
-from kvroute.types import TIER_COUNT, Instance
+from kvroute.topology.units import bandwidth_text
+from kvroute.types import TIER_COUNT, Instance, Role
 
 Kind: TypeAlias = Literal["cluster", "datacenter", "pod", "rack", "node"]
 TIER_NAMES = ("same node", "same rack", "same pod", "same datacenter", "across datacenters")
+ROLE_COLOURS: dict[Role, str] = {"prefill": "#2f6db3", "decode": "#e08a2c", "both": "#7d55a8"}
 _KINDS: tuple[Kind, ...] = ("node", "rack", "pod", "datacenter")
+
+
+def uplinks_text(uplinks: Uplinks) -> str:
+    """`32 x 50 Gbps`."""
+    capacity = bandwidth_text(uplinks.bytes_per_s)
+    return capacity if uplinks.count == 1 else f"{uplinks.count} \N{MULTIPLICATION SIGN} {capacity}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,11 +22,8 @@ from kvroute.report.drawing import (
     policy_rows,
     style,
 )
-from kvroute.report.series import (
-    estimate,
-    of_policy,
-    policies_of,
-)
+from kvroute.report.estimate import estimate
+from kvroute.report.series import of_policy, policies_of
 from kvroute.report.tables import tier_means
 from kvroute.sim.metrics import Summary, Timeline
 from kvroute.topology.tree import TIER_NAMES

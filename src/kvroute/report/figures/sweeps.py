@@ -31,11 +31,10 @@ from kvroute.report.drawing import (
     style,
     tick_text,
 )
+from kvroute.report.estimate import Estimate, estimate
 from kvroute.report.series import (
-    Estimate,
     axes_of,
     by_point,
-    estimate,
     gap,
     line,
     of_policy,

@@ -1,0 +1,34 @@
+"""The mean of a few measurements and how sure it is: Student's t, 95 %."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A metric over seeds, in the metric's own unit."""
+
+    mean: float
+    std: float
+    """Sample standard deviation; 0 with one seed."""
+    half_width: float | None
+    """Half of the 95 % confidence interval of the mean (Student's t); None with one seed."""
+    seeds: int
+
+
+def estimate(values: Iterable[float | None]) -> Estimate | None:
+    """Mean and spread of the values that were measured; None where none was."""
+    known = np.array([value for value in values if value is not None], dtype=np.float64)
+    if not known.size:
+        return None
+    mean, count = float(known.mean()), int(known.size)
+    if count == 1:
+        return Estimate(mean, 0.0, None, 1)
+    from scipy.special import stdtrit  # half a second to import
+
+    std = float(known.std(ddof=1))
+    return Estimate(mean, std, float(stdtrit(count - 1, 0.975)) * std / float(np.sqrt(count)), count)
