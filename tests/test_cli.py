@@ -1,14 +1,352 @@
-"""The command line as a user meets it: help, version, wrong input."""
+"""The command line as a user meets it: one document or one sentence, and an exit code that a script can trust."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvroute import __version__
+from kvroute.cli.app import main
+from kvroute.control import read_log
+from kvroute.experiments.netkv import EXPERIMENTS
+from kvroute.types import Decode, Terms
+
+CLUSTER = str(Path(__file__).resolve().parents[1] / "examples" / "small.yaml")
+COMMANDS = (
+    "simulate", "experiment", "llm", "flows", "replay", "explain",
+    "topology check", "topology show", "trace show", "trace generate", "timing fit",
+)  # fmt: skip
 
 
-def test_version_is_the_packages() -> None:
+@dataclass(frozen=True)
+class Ended:
+    """What a command left behind."""
+
+    code: int
+    out: str
+    err: str
+
+
+Kvroute = Callable[..., Ended]
+
+
+@pytest.fixture
+def kvroute(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Kvroute:
+    """The installed command's entry point, in an empty working folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str) -> Ended:
+        monkeypatch.setattr(sys, "argv", ["kvroute", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = capfd.readouterr()
+        return Ended(int(ended.value.code or 0), out, err)
+
+    return run
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> str:
+    """Twenty requests within two seconds, some with shared prefixes, one that wants no answer."""
+    lines = [
+        {
+            "timestamp": 100 * number,
+            "input_length": 700 + 400 * (number % 5),
+            "output_length": 0 if number == 7 else 5 + number,
+            "hash_ids": [number % 3, *(100 * number + k for k in range(1, -(-(700 + 400 * (number % 5)) // 512)))],
+        }
+        for number in range(20)
+    ]
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+
+@pytest.fixture
+def log(kvroute: Kvroute, trace: str) -> Path:
+    """A recorded run of NetKV."""
+    run = kvroute(
+        "simulate", CLUSTER, "--trace", trace, "--policy", "netkv", "--seeds", "1", "--log", "run.log", "--workers", "1"
+    )
+    assert run.code == 0, run.err
+    return Path("run.log")
+
+
+def document(ended: Ended) -> Any:
+    """All of stdout as one JSON document without NaN."""
+    assert ended.code == 0, ended.err
+
+    def never(text: str) -> None:
+        raise AssertionError(f"{text} in JSON")
+
+    return json.loads(ended.out, parse_constant=never)
+
+
+def test_version_is_the_packages(kvroute: Kvroute) -> None:
     """`kvroute --version` prints the installed version."""
-    from kvroute import __version__
+    assert kvroute("--version") == Ended(0, f"kvroute {__version__}\n", "")
 
-    out = subprocess.run([sys.executable, "-m", "kvroute.cli.app", "--version"], capture_output=True, text=True)
-    assert (out.returncode, out.stdout.strip()) == (0, f"kvroute {__version__}")
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_every_command_helps(kvroute: Kvroute, command: str) -> None:
+    """With exit code 0, on stdout."""
+    ended = kvroute(*command.split(), "--help")
+    assert (ended.code, ended.err) == (0, "")
+    assert "Usage" in ended.out
+
+
+def test_the_completion_script_prints(kvroute: Kvroute) -> None:
+    """For bash, as a user pipes it into a file."""
+    ended = kvroute("--show-completion", "bash")
+    assert ended.code == 0, ended.err
+    assert "complete " in ended.out
+    assert "kvroute" in ended.out
+
+
+def test_simulate_prints_one_document_of_runs(kvroute: Kvroute, trace: str) -> None:
+    """Two policies, two seeds: a run each, in that order, with every promised key, and a verdict."""
+    ended = kvroute(
+        "simulate", CLUSTER, "--trace", trace, "--policy", "round-robin", "--policy", "netkv",
+        "--seeds", "2", "--workers", "1", "--json",
+    )  # fmt: skip
+    found = document(ended)
+    runs = found["runs"]
+    assert [(run["policy"], run["seed"]) for run in runs] == [
+        ("round-robin", 0), ("round-robin", 1), ("netkv", 0), ("netkv", 1),
+    ]  # fmt: skip
+    for run in runs:
+        assert run["requests"] == {"arrived": 20, "finished": 20, "rejected": 0, "in_flight": 0}
+        assert set(run["ttft_s"]) == {"mean", "p50", "p95", "p99"}
+        assert 0 < run["ttft_s"]["p50"] <= run["ttft_s"]["p95"] <= run["ttft_s"]["p99"]
+        assert run["transfer_s"]["mean"] > 0
+        assert {"mean", "p95"} <= set(run["tbt_s"])
+        assert (run["slo_attainment"], run["tier_share"]) == (1.0, {"0": 0.0, "1": 1.0, "2": 0.0, "3": 0.0})
+        assert all(run[name] > 0 for name in ("goodput_per_s", "wall_s", "cpu_s"))
+    assert found["verdict"]["winner"] in ("round-robin", "netkv")
+
+
+def test_a_process_of_its_own_prints_nothing_beside_the_document(trace: str) -> None:
+    """The defaults: three policies, compared over a seed; no bar where stderr is no terminal."""
+    command = [sys.executable, "-m", "kvroute.cli.app", "simulate", CLUSTER, "--trace", trace, "--seeds", "1"]
+    out = subprocess.run([*command, "--workers", "1", "--json"], capture_output=True, text=True)
+    runs = document(Ended(out.returncode, out.stdout, out.stderr))["runs"]
+    assert [run["policy"] for run in runs] == ["round-robin", "cla", "netkv"]
+    assert out.stderr == ""
+
+
+def test_a_report_leaves_stdout_to_the_document(kvroute: Kvroute, trace: str) -> None:
+    """Its place is told on stderr, and the records lie beside the page."""
+    ended = kvroute(
+        "simulate", CLUSTER, "--trace", trace, "--policy", "netkv", "--seeds", "1", "--workers", "1", "--json",
+        "--out", "new/out",
+    )  # fmt: skip
+    (run,) = document(ended)["runs"]
+    assert "Report: " in ended.err
+    (record,) = Path("new/out/results.jsonl").read_text().splitlines()
+    assert json.loads(record)["summary"] == run
+
+
+def test_for_people_it_is_a_table_and_a_verdict(kvroute: Kvroute, trace: str) -> None:
+    """No JSON, and one seed is not called a proof."""
+    ended = kvroute(
+        "simulate", CLUSTER, "--trace", trace, "--policy", "cla", "--policy", "netkv", "--seeds", "1", "--workers", "1"
+    )
+    assert ended.code == 0
+    assert "netkv" in ended.out
+    assert "lowest mean TTFT" in ended.out
+    assert "one seed cannot say" in " ".join(ended.out.split())
+
+
+def test_broken_lines_stop_the_run_unless_they_are_skipped(kvroute: Kvroute, trace: str) -> None:
+    """The line is named; with `--skip-bad` the others are played."""
+    Path(trace).write_text(Path(trace).read_text() + '{"timestamp": 1}\n')
+    arguments = ("simulate", CLUSTER, "--trace", trace, "--policy", "netkv", "--seeds", "1", "--json")
+    ended = kvroute(*arguments)
+    assert (ended.code, ended.out) == (2, "")
+    assert "trace.jsonl:21: " in ended.err
+    assert document(kvroute(*arguments, "--skip-bad"))["runs"][0]["requests"]["arrived"] == 20
+
+
+def test_a_log_replays_bit_for_bit(kvroute: Kvroute, log: Path) -> None:
+    """19 requests with two decisions each, and one that needs no decoder."""
+    found = document(kvroute("replay", str(log), "--json"))
+    assert (found["decisions"], found["equal"], found["first_difference_line"]) == (39, True, None)
+    assert found["events"] == len(log.read_bytes().splitlines()) - 1
+    assert "bit for bit" in kvroute("replay", str(log)).out
+
+
+def test_a_tampered_decision_is_found_by_its_line(kvroute: Kvroute, log: Path) -> None:
+    """One target exchanged for the other: exit code 1, and the line is named."""
+    lines = log.read_text().splitlines(keepends=True)
+    number = next(index for index, line in enumerate(lines) if '"type":"decode"' in line)
+    other = {"decode0": "decode1", "decode1": "decode0"}
+    target = msgspec.json.decode(lines[number])["decisions"][0]["target"]
+    lines[number] = lines[number].replace(f'"target":"{target}"', f'"target":"{other[target]}"')
+    log.write_text("".join(lines))
+    ended = kvroute("replay", str(log))
+    assert ended.code == 1
+    assert f"differ from line {number + 1} of run.log" in ended.out
+    again = kvroute("replay", str(log), "--json")
+    assert again.code == 1
+    assert json.loads(again.out)["first_difference_line"] == number + 1
+
+
+def test_an_event_that_cannot_be_is_found_by_its_line(kvroute: Kvroute, log: Path) -> None:
+    """An arrival cut out: whatever happens to that request next is refused."""
+    lines = log.read_text().splitlines(keepends=True)
+    gone = next(index for index, line in enumerate(lines) if '"type":"arrived"' in line)
+    number = msgspec.json.decode(lines.pop(gone))["event"]["request"]["id"]
+    log.write_text("".join(lines))
+    first = next(index for index, line in enumerate(lines) if f'"request_id":{number}}}' in line)
+    ended = kvroute("replay", str(log))
+    assert (ended.code, ended.out) == (2, "")
+    assert ended.err.startswith(f"kvroute: run.log:{first + 1}: ")
+    assert f"request {number} is not in flight" in ended.err
+
+
+def _terms(decision: Decode) -> Terms:
+    assert decision.terms is not None
+    return decision.terms
+
+
+def test_explain_shows_the_terms_that_the_log_holds(kvroute: Kvroute, log: Path) -> None:
+    """Candidate by candidate and term by term, as JSON and for people."""
+    _, records = read_log(log)
+    decisions = [made for record in records for made in record.decisions if isinstance(made, Decode)]
+    decision = max(decisions, key=lambda made: float(np.ptp(_terms(made).cost)))
+    terms = _terms(decision)
+    assert np.ptp(terms.cost) > 0
+    shown = document(kvroute("explain", str(log), str(decision.request_id), "--json"))
+    assert (shown["request"], shown["policy"]) == (decision.request_id, "netkv")
+    assert [one["kind"] for one in shown["decisions"]] == ["prefill", "decode"]
+    last = shown["decisions"][-1]
+    assert (last["chosen"], last["unit"]) == (decision.target, "s")
+    assert [row["name"] for row in last["candidates"]] == list(terms.names)
+    for part, values in {**terms.parts, "cost": terms.cost}.items():
+        assert [row[part] for row in last["candidates"]] == values.tolist()
+    table = kvroute("explain", str(log), str(decision.request_id)).out
+    assert all(f"{cost:.6g}" in table for cost in terms.cost.tolist())
+    assert all(part in table for part in terms.parts)
+
+
+def test_a_wrong_option_leaves_an_older_log_alone(kvroute: Kvroute, log: Path, trace: str) -> None:
+    """What cannot be run is found before the file is opened for writing."""
+    before = log.read_bytes()
+    for wrong in (["--policy", "netkw"], ["--policy", "netkv", "--constraint", "podd:fail"], []):
+        ended = kvroute("simulate", CLUSTER, "--trace", trace, "--seeds", "1", "--log", str(log), *wrong)
+        assert ended.code == 2
+        assert log.read_bytes() == before
+
+
+WRONG = [
+    ("simulate nofile.yaml", "nofile.yaml: the file cannot be read"),
+    (f"simulate {CLUSTER} --policy netkw", "did you mean 'netkv'?"),
+    (f"simulate {CLUSTER} --prefill-policy x", "unknown prefill policy 'x'"),
+    (f"simulate {CLUSTER} --constraint x", "unknown level 'x'"),
+    (f"simulate {CLUSTER} --cla-weights 1", "--cla-weights: '1' is not two weights"),
+    (f"simulate {CLUSTER} --profile x", "--profile: there is no profile 'x'"),
+    (f"simulate {CLUSTER} --requests 9 --rate inf", "a rate of inf"),
+    (f"simulate {CLUSTER} --requests 9 --warmup inf", "measurement window"),
+    (f"simulate {CLUSTER} --requests 9 --slo-ttft inf", "slo.ttft_s is inf"),
+    (f"simulate {CLUSTER} --requests 9 --on mars", "--on: cannot run on 'mars'"),
+    (f"simulate {CLUSTER} --trace nofile.jsonl", "nofile.jsonl: cannot be read"),
+    (f"simulate {CLUSTER} --requests 9 --out file", "--out: file is no folder to write to"),
+    (f"simulate {CLUSTER} --requests 9 --log a.log", "--log: a log holds one run"),
+    (f"simulate {CLUSTER} --requests 9 --policy netkv --seeds 1 --log no/a.log", "no/a.log: cannot be written"),
+    (f"simulate {CLUSTER} --requests 9 --policy netkv --seeds 1 --log .", ".: cannot be written"),
+    ("simulate octets --policy netkv --seeds 1 --log a.log", "octets: the file is not UTF-8 text"),
+    ("experiment nothing", "there is no experiment 'nothing'"),
+    ("experiment netkv-load --reading x", "--reading: there is no reading 'x'"),
+    ("experiment netkv-load --profile x", "--profile: there is no profile 'x'"),
+    ("experiment netkv-load --cell rag,netkv", "write profile,load,policy"),
+    ("experiment netkv-load --cell rag,x,netkv", "an axis value that is no number"),
+    ("experiment netkv-load --cell rag,nan,netkv", "netkv-load has no cell 'rag,nan,netkv'"),
+    ("experiment netkv-load --trace octets", "octets:1: "),
+    ("experiment netkv-load --out file", "--out: file/paper/generated is no folder to write to"),
+    ("replay octets", "octets:1: is not a kvroute log"),
+    ("replay nofile", "nofile: cannot be read"),
+    ("explain empty 1", "empty: the log is empty"),
+    ("llm nothing", "there is no model 'nothing'"),
+    ("flows octets", "octets"),
+    ("topology show nofile", "nofile: "),
+    ("trace show nofile", "nofile: "),
+    ("trace generate trace.txt", "trace.txt"),
+    ("timing fit nofile", "nofile"),
+]
+
+
+@pytest.mark.parametrize(("line", "problem"), WRONG, ids=[line.replace(CLUSTER, "CLUSTER") for line, _ in WRONG])
+def test_wrong_input_is_one_sentence_and_exit_code_2(kvroute: Kvroute, line: str, problem: str) -> None:
+    """On stderr; stdout stays empty, also under `--json`."""
+    Path("file").write_text("in the way\n")
+    Path("empty").write_text("")
+    Path("octets").write_bytes(bytes([0xFF, 0xFE, 0x00, 0x93]) * 20)
+    ended = kvroute(*line.split())
+    assert (ended.code, ended.out) == (2, "")
+    assert ended.err.startswith("kvroute: ")
+    assert problem in ended.err
+    assert ended.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--rate -1", "--rate nan", "--background 1", "--background nan", "--oracle-refresh 0", "--p-share 2",
+        "--warmup nan", "--slo-ttft nan", "--seeds 0", "--seed -1", "--seed 9999999999999999999999", "--requests 0",
+        "--input-tokens 10000000000", "--workers 0", "--nonsense",
+    ],
+)  # fmt: skip
+def test_values_out_of_range_are_usage_errors(kvroute: Kvroute, options: str) -> None:
+    """Exit code 2 with the option's name, before anything runs."""
+    ended = kvroute("simulate", CLUSTER, *options.split(), "--json")
+    assert (ended.code, ended.out) == (2, "")
+    assert options.split()[0] in ended.err
+
+
+def test_one_cell_of_an_experiment_runs_alone_and_once(kvroute: Kvroute) -> None:
+    """NetKV has no weights to tune; the second start takes the record from the folder, to the last bit."""
+    arguments = ("experiment", "netkv-load", "--cell", "rag,1.0,netkv", "--seed", "3", "--out", "res", "--json")
+    found = document(kvroute(*arguments))
+    (record,) = found["records"]
+    assert record["key"] == "netkv-load/paper/rag/load=1/netkv/3"
+    assert (record["summary"]["policy"], record["summary"]["seed"], found["cla_weights"]) == ("netkv", 3, [])
+    assert [path.name for path in Path("res").rglob("*.jsonl")] == ["netkv-load.jsonl"]
+    assert document(kvroute(*arguments))["records"] == [record]
+
+
+def test_topology_check_counts_the_faults(kvroute: Kvroute) -> None:
+    """A checker prints its findings as they are, then how many."""
+    Path("octets").write_bytes(b"\xff\xfe")
+    ended = kvroute("topology", "check", "octets")
+    assert (ended.code, ended.out) == (2, "")
+    assert ended.err.splitlines() == [
+        "octets: the file is not UTF-8 text; give a YAML file", "1 fault in octets",
+    ]  # fmt: skip
+
+
+def test_somebody_elses_results_are_not_cut_away(kvroute: Kvroute) -> None:
+    """One whole line that is no record."""
+    path = Path("res/paper/generated/netkv-load.jsonl")
+    path.parent.mkdir(parents=True)
+    path.write_text("my notes\n")
+    ended = kvroute("experiment", "netkv-load", "--cell", "rag,1.0,netkv", "--seed", "3", "--out", "res")
+    assert ended.code == 2
+    assert "netkv-load.jsonl:1: is not a result" in ended.err
+    assert path.read_text() == "my notes\n"
+
+
+def test_experiment_alone_lists_what_there_is(kvroute: Kvroute) -> None:
+    """Every experiment, for people and as JSON."""
+    listed = document(kvroute("experiment", "--json"))["experiments"]
+    assert [one["name"] for one in listed] == list(EXPERIMENTS)
+    table = kvroute("experiment").out
+    assert all(name in table for name in EXPERIMENTS)

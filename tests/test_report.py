@@ -21,10 +21,11 @@ from kvroute.experiments.cells import Cell, Experiment, Record
 from kvroute.experiments.netkv import EXPERIMENTS
 from kvroute.report.comparison_page import differences_grid, write_report
 from kvroute.report.drawing import look, svg
+from kvroute.report.estimate import estimate
 from kvroute.report.experiment_page import headline, write_experiment, write_index
 from kvroute.report.figures import ablation_bars, heat_map, load_sweep, sweep_lines, thin, ttft_breakdown
 from kvroute.report.findings import Finding, findings
-from kvroute.report.series import estimate, summaries
+from kvroute.report.series import summaries
 from kvroute.report.tables import comparison_grid, comparison_table, experiment_grid, experiment_table
 from kvroute.sim.metrics import Counts, LinkLoad, Spread, Summary, Timeline, TtftParts
 from kvroute.types import InputError

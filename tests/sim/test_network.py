@@ -102,6 +102,21 @@ def test_flows_that_draw_for_themselves_spread() -> None:
     assert {round(time_s / unit_s) for time_s in times} == {2, 3, 4}
 
 
+def test_each_hop_has_a_draw_of_its_own() -> None:
+    """Three rack uplinks and two pod uplinks make six pairs, and forty requests meet them all."""
+    cluster = CLUSTERS["transfer"]
+    up = cluster.hops(cluster.index("p"), cluster.index("d3"), 0)[1:3]
+    assert [len(group) for group in up] == [3, 2]
+    met = set()
+    for seed in range(2):
+        for request in range(REQUESTS):
+            links = fabric(cluster, seed=seed)
+            links.send(request, cluster.index("p"), cluster.index("d3"), 1e9)
+            busy = set(np.flatnonzero(links.network.link_rate_bytes_per_s).tolist())
+            met.add(tuple(link for group in up for link in group if link in busy))
+    assert met == {(rack, pod) for rack in up[0] for pod in up[1]}
+
+
 @some
 @given(ecmps, st.sampled_from(["d1", "d2", "d3"]), shares, st.integers(0, 5))
 def test_background_slows_by_exactly_what_it_takes(ecmp: str, target: str, share: float, seed: int) -> None:
