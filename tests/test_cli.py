@@ -43,6 +43,9 @@ Kvroute = Callable[..., Ended]
 def kvroute(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Kvroute:
     """The installed command's entry point, in an empty working folder."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")  # whatever terminal the tests run in
+    # The completion script is asked for by name; finding out the calling shell depends on who calls.
+    monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
 
     def run(*arguments: str) -> Ended:
         monkeypatch.setattr(sys, "argv", ["kvroute", *arguments])

@@ -39,6 +39,9 @@ class InputErrors(InputError):
         self.problems = tuple(problems)
         super().__init__("\n".join(str(problem) for problem in problems))
 
+    def __reduce__(self) -> tuple[type[InputErrors], tuple[tuple[InputError, ...]]]:
+        return type(self), (self.problems,)
+
 
 class Instance(msgspec.Struct, frozen=True, kw_only=True):
     """One serving engine: its role, its model, its place and its limits."""

@@ -104,6 +104,14 @@ def test_a_foreign_line_is_named(tmp_path: Path) -> None:
         run_cells(SWEEP, record_of, path, workers=1)
 
 
+def test_results_of_another_study_are_not_taken(tmp_path: Path) -> None:
+    """The same cells, but of another trace: refused before anything is run."""
+    path = tmp_path / "results.jsonl"
+    run_cells(SWEEP[:2], record_of, path, {}, workers=1)
+    with pytest.raises(InputError, match="another trace"):
+        run_cells(SWEEP, record_of, path, {"trace": "mine"}, workers=1)
+
+
 def test_an_unknown_place_to_run_is_named(tmp_path: Path) -> None:
     """`--on mars`."""
     with pytest.raises(InputError, match="choose local or ray"):

@@ -46,7 +46,7 @@ shares = st.sampled_from([0.0, 0.25, 0.5, 0.9])
 
 def fabric(cluster: Cluster, background: Background | None = None, seed: int = 0) -> Fabric:
     """Idle links."""
-    return Fabric(cluster, background or Background(), seed, REQUESTS)
+    return Fabric(cluster, background or Background(), seed)
 
 
 def transfer_s(cluster: Cluster, links: Fabric, target: str, nbytes: float, request: int = 0) -> float:

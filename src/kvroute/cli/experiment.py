@@ -16,7 +16,7 @@ from kvroute.experiments.cells import Cell, Experiment, Record
 from kvroute.experiments.netkv import EXPERIMENTS, PROFILES, cells
 from kvroute.experiments.readings import READINGS, reading
 from kvroute.experiments.runner import run_cells
-from kvroute.experiments.setup import Study, check_trace, run_cell
+from kvroute.experiments.setup import Study, check_trace, config_of, run_cell
 from kvroute.experiments.tuning import Tuned, tune
 from kvroute.report.tables import experiment_table
 from kvroute.types import InputError
@@ -81,7 +81,9 @@ def experiment(
             path = folder / f"{one.name}.jsonl"
             with progress_bar(one.name) as progress:
                 run = partial(run_cell, study)
-                results[one.name] = run_cells(sweeps[one.name], run, path, on=on, workers=workers, progress=progress)
+                results[one.name] = run_cells(
+                    sweeps[one.name], run, path, config_of(study), on=on, workers=workers, progress=progress
+                )
     except KeyboardInterrupt:
         remarks().print(f"Stopped. What is finished stays in {folder}; the same command goes on from there.")
         raise typer.Exit(130) from None

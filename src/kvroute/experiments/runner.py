@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from multiprocessing import get_context, parent_process
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 import msgspec
 
@@ -52,6 +53,7 @@ def run_cells(
     cells: Sequence[Cell],
     run_cell: RunCell,
     path: Path,
+    config: Mapping[str, Any] | None = None,
     *,
     on: str = "local",
     workers: int | None = None,
@@ -63,6 +65,7 @@ def run_cells(
         cells: the sweep.
         run_cell: a picklable function from cell to record.
         path: JSON lines file; appended to, flushed after every cell.
+        config: what every record's config must hold, so that results of another study are not taken for this one's.
         on: "local" (processes) or "ray".
         workers: processes; None: one per core.
         progress: called with (finished, all) after every cell.
@@ -71,6 +74,11 @@ def run_cells(
         InputError: `on` is unknown, Ray is not installed, or `path` holds something else.
     """
     records = finished(path)
+    for record in records.values():
+        for name, value in (config or {}).items():
+            if record.config.get(name) != value:
+                mend = "choose another --out or delete that file"
+                raise InputError(f"holds results of another {name}", where=str(path), mend=mend)
     missing = [cell for cell in cells if cell.key not in records]
     progress(len(cells) - len(missing), len(cells))
     if missing:

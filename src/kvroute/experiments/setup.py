@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
+import xxhash
 
 from kvroute.control import ControlSpec
 from kvroute.experiments.cells import Cell, Record
@@ -79,13 +81,23 @@ def check_trace(study: Study) -> None:
     _whole_trace(study.trace)
 
 
+def config_of(study: Study) -> dict[str, Any]:
+    """What all records of a results folder have in common; another reading or trace does not belong in there."""
+    return {"reading": msgspec.to_builtins(study.reading), "trace": _trace_name(study.trace)}
+
+
+@lru_cache(maxsize=4)
+def _trace_name(path: str) -> str:
+    if not path:
+        return f"generated, seed {GENERATOR_SEED}"
+    return f"{Path(path).name}, XXH64 {xxhash.xxh64_hexdigest(Path(path).read_bytes())}"
+
+
 def run_cell(study: Study, cell: Cell) -> Record:
     """Run one cell; picklable with its study, so that processes and Ray can."""
     run = run_of(study, cell)
     weights = study.weights_of(cell.profile)
-    config = {
-        "reading": msgspec.to_builtins(study.reading),
-        "trace": study.trace or f"generated, seed {GENERATOR_SEED}",
+    config = config_of(study) | {
         "rate_per_s": rate_per_s(study, cell),
         "cla_weights": [weights.cache, weights.load] if cell.policy == "cla" else None,
         "tuning_slice": study.tuning,

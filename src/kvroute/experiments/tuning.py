@@ -11,7 +11,7 @@ import numpy as np
 
 from kvroute.experiments.cells import Cell, Record
 from kvroute.experiments.runner import run_cells
-from kvroute.experiments.setup import Study, Weights, run_cell
+from kvroute.experiments.setup import Study, Weights, config_of, run_cell
 
 GRID = tuple(round(float(weight), 1) for weight in np.linspace(0.1, 2.0, 10).round(1))
 """Ten values over [0.1, 2.0] for each weight."""
@@ -62,7 +62,7 @@ def tune(
         for cache, load in points
         for seed in TUNING_SEEDS
     ]
-    records = run_cells(cells, _GridRun(study), path, on=on, workers=workers, progress=progress)
+    records = run_cells(cells, _GridRun(study), path, config_of(study), on=on, workers=workers, progress=progress)
     return [_best(profile, [record for record in records if record.cell.profile == profile]) for profile in profiles]
 
 

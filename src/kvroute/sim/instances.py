@@ -119,7 +119,8 @@ class KvMemory:
     """The KV memory of every instance: live requests reserve, cached prefixes fill the rest and are dropped first.
 
     What is used is the cached blocks (pinned while a live request needs them) and the reserved blocks that are in no
-    cache: KV on its way and room for the answers. The sum never exceeds the capacity.
+    cache: KV on its way and room for the answers. The sum stays within the capacity, but for less than one block per
+    request on its way: the router counts bytes, and memory comes in whole blocks.
     """
 
     index: PrefixIndex

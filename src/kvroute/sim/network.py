@@ -14,6 +14,9 @@ from kvroute.types import TIER_COUNT, FloatArray, IntArray
 
 DRAWN_HOPS = 16
 """Draws per flow; a path over many WAN hops uses them again from the start."""
+CHUNK = 4096
+"""Draws are made for so many requests at a time."""
+CHUNKS_KEPT = 8
 CONGESTION_MAX = 0.99
 
 
@@ -36,8 +39,6 @@ class Fabric:
     cluster: Cluster
     background: Background
     seed: int
-    requests: int
-    """How many requests there can be; their numbers are 0 to requests - 1."""
     network: FlowNetwork = field(init=False)
     _transfers: dict[int, Transfer] = field(default_factory=dict)
     _next_flow: int = 0
@@ -47,8 +48,9 @@ class Fabric:
     """Tier by link; storage links, which carry no KV between instances, go to one bin more."""
     _tier_bytes_per_s: FloatArray = field(init=False)
     _bursts: random.Random = field(init=False)
-    _draws: FloatArray = field(init=False)
-    """[requests, flows, hops] in [0, 1)."""
+    _drawn_flows: int = 1
+    _draws: dict[int, FloatArray] = field(default_factory=dict)
+    """The chunks drawn last: [CHUNK, flows, hops] in [0, 1)."""
 
     def __post_init__(self) -> None:
         self.network = FlowNetwork(self.cluster.capacity_bytes_per_s)
@@ -61,15 +63,14 @@ class Fabric:
         self._bursts = random.Random(f"bursts {self.seed}")
         instances = len(self.cluster.instances)
         flows = max((self.cluster.flows_per_transfer(index, index) for index in range(instances)), default=1)
-        drawn = (self.requests, 1 if self.cluster.ecmp == "transfer" else flows, DRAWN_HOPS)
-        self._draws = np.random.default_rng(self.seed).random(drawn)
+        self._drawn_flows = 1 if self.cluster.ecmp == "transfer" else flows
         self._apply_background()
 
     def send(self, request: int, source: int, target: int, nbytes: float) -> None:
         """Start a transfer now; nothing to send is a transfer that ends at once."""
         flows = self.cluster.flows_per_transfer(source, target)
         transfer = Transfer(request, self.cluster.latency_s(source, target), flows)
-        draws = self._draws[request].tolist()
+        draws = self._drawn(request)
         paths = []
         for shard in range(flows):
             drawn = draws[shard % len(draws)]
@@ -83,6 +84,17 @@ class Fabric:
         self._next_flow += flows
         self._transfers |= dict.fromkeys(numbers, transfer)
         self.network.start_many(numbers, paths, [nbytes / flows] * flows)
+
+    def _drawn(self, request: int) -> list[list[float]]:
+        """The request's own draws, [flows][hops]: the same whenever and in whatever order they are asked for."""
+        chunk, row = divmod(request, CHUNK)
+        if chunk not in self._draws:
+            if len(self._draws) == CHUNKS_KEPT:
+                del self._draws[next(iter(self._draws))]
+            shape = (CHUNK, self._drawn_flows, DRAWN_HOPS)
+            self._draws[chunk] = np.random.default_rng((self.seed, chunk)).random(shape)
+        draws: list[list[float]] = self._draws[chunk][row].tolist()
+        return draws
 
     def advance(self, to: float) -> list[Transfer]:
         """Move bytes up to `to`; returns the transfers whose last flow has ended, in order."""

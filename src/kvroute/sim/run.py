@@ -112,7 +112,7 @@ class Simulation:
         self._cluster, self._trace, self._settings = cluster, trace.requests, settings
         self._spec, self._seed, self._log = spec, seed, log
         self._control = spec.build(cluster)
-        self._fabric = Fabric(cluster, settings.background, seed, len(trace.requests))
+        self._fabric = Fabric(cluster, settings.background, seed)
         self._index = {instance.name: index for index, instance in enumerate(cluster.instances)}
         self._prefill: dict[int, PrefillInstance] = {}
         self._decode: dict[int, DecodeInstance] = {}
@@ -125,6 +125,7 @@ class Simulation:
         self._now = 0.0
         self._total_blocks = [0] * len(trace.requests)
         self._pinned_hit = [0] * len(trace.requests)
+        self._arrived = 0
         self._decisions_s: list[float] = []
         self._samples: list[tuple[float, list[float]]] = []
         self._outcomes = Outcomes.empty(len(trace.requests))
@@ -176,9 +177,9 @@ class Simulation:
             self._burst,
         )
         until_s = FOREVER if self._settings.until_s is None else self._settings.until_s
-        events, trace, arrived = self._events, self._trace, 0
+        events, trace = self._events, self._trace
         while True:
-            arrival_s = trace[arrived].at_s if arrived < len(trace) else FOREVER
+            arrival_s = trace[self._arrived].at_s if self._arrived < len(trace) else FOREVER
             event_s = events[0][0] if events else FOREVER
             now = min(self._next_flow_s, event_s, arrival_s)
             if now > until_s or (arrival_s == FOREVER and not self._control.in_flight):
@@ -193,8 +194,8 @@ class Simulation:
                 _, _, kind, a, b = heappop(events)
                 handlers[kind](a, b)
             else:
-                self._arrive(arrived)
-                arrived += 1
+                self._arrive(self._arrived)
+                self._arrived += 1
         return self._result(time.perf_counter() - wall_s, time.process_time() - cpu_s)
 
     def _start(self) -> None:
@@ -340,7 +341,15 @@ class Simulation:
         elif self._settings.telemetry == "link":
             self._tell(LinksMeasured(self._now, self._fabric.utilisation(separate)))
         self._samples.append((self._now, self._fabric.own_share().tolist()))
-        self._at(self._now + self._settings.oracle_refresh_s, REFRESH)
+        self._at(self._next_refresh_s(), REFRESH)
+
+    def _next_refresh_s(self) -> float:
+        """The next tick; with nothing in flight the last one before the next arrival, since nobody asks earlier."""
+        period_s = self._settings.oracle_refresh_s
+        ticks = 1.0
+        if not self._control.in_flight and self._arrived < len(self._trace):
+            ticks = max(1.0, (self._trace[self._arrived].at_s - self._now) // period_s)
+        return self._now + ticks * period_s
 
     def _burst(self, _: int, __: int) -> None:
         self._advance(self._now)
