@@ -138,12 +138,22 @@ def test_simulate_prints_one_document_of_runs(kvroute: Kvroute, trace: str) -> N
 
 
 def test_a_process_of_its_own_prints_nothing_beside_the_document(trace: str) -> None:
-    """The defaults: three policies, compared over a seed; no bar where stderr is no terminal."""
+    """The defaults: three policies, compared over a seed; one line and no bar where stderr is no terminal."""
     command = [sys.executable, "-m", "kvroute.cli.app", "simulate", CLUSTER, "--trace", trace, "--seeds", "1"]
     out = subprocess.run([*command, "--workers", "1", "--json"], capture_output=True, text=True)
     runs = document(Ended(out.returncode, out.stdout, out.stderr))["runs"]
     assert [run["policy"] for run in runs] == ["round-robin", "cla", "netkv"]
-    assert out.stderr == ""
+    assert out.stderr == "Simulating: 3 runs\n"
+
+
+def test_a_log_takes_the_place_of_nothing_but_a_log(kvroute: Kvroute, trace: str) -> None:
+    """The trace named as the log by mistake is still there; an older log is replaced."""
+    simulate = ("simulate", CLUSTER, "--trace", trace, "--policy", "netkv", "--seeds", "1", "--workers", "1", "--log")
+    before = Path(trace).read_bytes()
+    ended = kvroute(*simulate, trace)
+    assert (ended.code, Path(trace).read_bytes()) == (2, before)
+    assert "is no kvroute log" in ended.err
+    assert [kvroute(*simulate, "run.log").code for _ in range(2)] == [0, 0]
 
 
 def test_a_report_leaves_stdout_to_the_document(kvroute: Kvroute, trace: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -130,3 +131,23 @@ def test_nobody_wins_where_nobody_answered_and_a_lone_policy_ran_alone() -> None
     silent = verdict(runs(netkv=[1.0], cla=[None]))
     assert silent.winner == "netkv"
     assert "no other gave a first token" in silent.sentence
+
+
+def test_what_was_refused_is_said() -> None:
+    """A winner by the means of its survivors comes with the shares of the others, and the first reason."""
+    few = msgspec.structs.replace(
+        run("a", 0, 1.0), requests=Counts(arrived=4, finished=1, rejected=3, in_flight=0), reject_reason="it is full"
+    )
+    (remark,) = verdict([few, run("b", 0, 2.0)]).remarks
+    assert "a 75.0%, b 0.0%" in remark
+    assert "it is full" in remark
+    assert verdict([run("a", 0, 1.0), run("b", 0, 2.0)]).remarks == ()
+
+
+@pytest.mark.parametrize(("wait_s", "said"), [(0.9, True), (0.4, False)])
+def test_a_wait_for_prefill_that_decides_is_said(wait_s: float, said: bool) -> None:
+    """Nine tenths of the TTFT of every policy: decode routing is not what to look at."""
+    both = [
+        msgspec.structs.replace(run(policy, 0, 1.0), ttft_parts_s=TtftParts(prefill_wait=wait_s)) for policy in "ab"
+    ]
+    assert any("wait for prefill" in remark for remark in verdict(both).remarks) == said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -115,7 +116,9 @@ def _chosen(names: Sequence[str]) -> list[Experiment]:
         elif name in EXPERIMENTS:
             chosen[name] = EXPERIMENTS[name]
         else:
-            raise InputError(f"there is no experiment {name!r}", mend=f"choose among {', '.join(EXPERIMENTS)}")
+            near = get_close_matches(name, EXPERIMENTS, 1)
+            mend = (f"did you mean {near[0]}? " if near else "") + f"choose among {', '.join(EXPERIMENTS)}"
+            raise InputError(f"there is no experiment {name!r}", mend=mend)
     return list(chosen.values())
 
 

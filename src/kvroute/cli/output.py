@@ -46,9 +46,24 @@ def make_folder(path: Path, where: str) -> None:
         ) from None
 
 
+def _plain_progress(title: str) -> Iterator[Callable[[int, int], None]]:
+    """The first call says how much there is to do."""
+    told: list[int] = []
+
+    def tell(done: int, total: int) -> None:
+        if not told and done < total:
+            sys.stderr.write(f"{title}: {total - done} runs\n")
+        told.append(done)
+
+    yield tell
+
+
 @contextmanager
 def progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr; call what it yields with (done, all). Silent where stderr is no terminal."""
+    """A bar on stderr; call what it yields with (done, all). Where that is no terminal, one line at the start."""
+    if not sys.stderr.isatty():
+        yield from _plain_progress(title)
+        return
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -56,7 +71,6 @@ def progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
         TimeElapsedColumn(),
         TimeRemainingColumn(),
         console=remarks(),
-        disable=not sys.stderr.isatty(),
     )
     with bar:
         task = bar.add_task(title, total=None)

@@ -216,7 +216,10 @@ def simulate(
         print_json({"runs": runs, "verdict": verdict(runs)})
         return
     console().print(comparison_table(runs))
-    console().print(verdict(runs).sentence)
+    found = verdict(runs)
+    console().print(found.sentence)
+    for remark in found.remarks:
+        console().print(remark)
 
 
 def _weights(text: str) -> dict[str, float]:

@@ -40,6 +40,7 @@ def _plain(value: Any) -> Any:
 
 
 _ENCODER = msgspec.json.Encoder(enc_hook=_plain)
+_HEADER_START = b'{"log":"kvroute-log"'
 _RECORDS = msgspec.json.Decoder(LogRecord, dec_hook=lambda _type, value: np.asarray(value))
 _HEADERS = msgspec.json.Decoder(LogHeader)
 
@@ -51,6 +52,7 @@ class EventLog:
     """
 
     def __init__(self, path: Path, header: LogHeader) -> None:
+        _refuse_other_files(path)
         try:
             self._file: IO[bytes] = path.open("wb")
         except OSError as error:
@@ -69,6 +71,17 @@ class EventLog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._file.close()
+
+
+def _refuse_other_files(path: Path) -> None:
+    """A log may take the place of a log, never of a cluster file or a trace."""
+    try:
+        with path.open("rb") as old:
+            start = old.read(64)
+    except OSError:
+        return  # not there, or what is wrong shows when it is opened for writing
+    if start and not start.startswith(_HEADER_START):
+        raise InputError("is there already and is no kvroute log", where=str(path), mend="give another file")
 
 
 def read_log(path: Path) -> tuple[LogHeader, Iterator[LogRecord]]:

@@ -181,6 +181,9 @@ class NetKV:
             "decode_s": decode_s,
             "hit_tokens": candidates.hit_tokens.astype(np.float64),
             "effective_bytes_per_s": effective,
+            "tier": costs.tier.astype(np.float64),
+            "congestion": costs.congestion.take(costs.tier),
+            "own_transfers": costs.in_flight.take(costs.tier).astype(np.float64),
         }
         cost = transfer_s + queue_s + decode_s
         return cheapest(candidates.names, cost, feasible, parts) or no_room(request, candidates)

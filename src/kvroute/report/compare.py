@@ -10,6 +10,8 @@ import numpy as np
 from kvroute.report.estimate import estimate
 from kvroute.sim.metrics import Summary
 
+PREFILL_BOUND = 0.5
+"""From this share of TTFT on, the wait for prefill is worth a remark."""
 Metric = Callable[[Summary], float | None]
 
 
@@ -43,6 +45,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     leads: tuple[Difference, ...]
     """Winner minus each other policy, nearest rival first."""
     sentence: str
+    remarks: tuple[str, ...] = ()
+    """What to know before believing the sentence: requests refused, a bottleneck that no decode policy moves."""
 
 
 def difference(runs: Sequence[Summary], first: str, second: str, metric: Metric = mean_ttft_s) -> Difference | None:
@@ -75,13 +79,41 @@ def verdict(runs: Sequence[Summary], metric: Metric = mean_ttft_s) -> Verdict:
         if value is not None:
             values.setdefault(run.policy, []).append(value)
     if not values:
-        return Verdict(winner=None, leads=(), sentence="No policy gave a first token, so there is nothing to compare.")
+        return Verdict(
+            winner=None,
+            leads=(),
+            remarks=_remarks(runs),
+            sentence="No policy gave a first token, so there is nothing to compare.",
+        )
     means = {policy: float(np.mean(seconds)) for policy, seconds in values.items()}
     winner = min(means, key=lambda policy: (means[policy], policy))
     others = sorted((policy for policy in means if policy != winner), key=lambda policy: (means[policy], policy))
     leads = tuple(lead for other in others if (lead := difference(runs, winner, other, metric)) is not None)
     alone = len({run.policy for run in runs}) == 1
-    return Verdict(winner=winner, leads=leads, sentence=_sentence(winner, means[winner], leads, alone))
+    sentence = _sentence(winner, means[winner], leads, alone)
+    return Verdict(winner=winner, leads=leads, sentence=sentence, remarks=_remarks(runs))
+
+
+def _remarks(runs: Sequence[Summary]) -> tuple[str, ...]:
+    remarks = []
+    refused = {run.policy: [0, 0] for run in runs}
+    for run in runs:
+        refused[run.policy][0] += run.requests.rejected
+        refused[run.policy][1] += run.requests.arrived
+    if any(rejected for rejected, _ in refused.values()):
+        shares = ", ".join(f"{policy} {rejected / max(of, 1):.1%}" for policy, (rejected, of) in refused.items())
+        reasons = [run.reject_reason for run in runs if run.reject_reason]
+        why = f" First reason: {reasons[0]}." if reasons else ""
+        remarks.append(f"Requests were rejected ({shares}); times are of the others.{why}")
+    waits = [
+        run.ttft_parts_s.prefill_wait / run.ttft_s.mean
+        for run in runs
+        if run.ttft_parts_s.prefill_wait is not None and run.ttft_s.mean
+    ]
+    if waits and min(waits) > PREFILL_BOUND:
+        what = f"At least {min(waits):.0%} of every policy's TTFT is the wait for prefill"
+        remarks.append(f"{what}: no decode policy moves that; add prefill instances or lower the rate.")
+    return tuple(remarks)
 
 
 def _sentence(winner: str, mean_s: float, leads: tuple[Difference, ...], alone: bool) -> str:

@@ -53,6 +53,7 @@ def write_report(records: Sequence[Record], out: Path, title: str, *, command: s
         out / "report.html",
         title=title,
         verdict=verdict(runs).sentence,
+        remarks=verdict(runs).remarks,
         table=comparison_grid(runs),
         pictures=pictures,
         differences=differences_grid(runs),

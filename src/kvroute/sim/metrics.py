@@ -135,6 +135,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Share of the requests that want tokens and got the first in time; a rejected one did not."""
     goodput_per_s: float | None
     throughput_per_s: float | None
+    reject_reason: str | None = None
+    """Why the first rejected request of the run was rejected."""
     tier_share: dict[str, float]
     cache_hit: float | None
     """Share of prompt tokens found on the chosen decode instance."""
@@ -166,6 +168,7 @@ def summarise(
     seed: int,
     link_load: dict[str, LinkLoad],
     busiest_links: tuple[LinkShare, ...],
+    reject_reason: str | None = None,
     decision_s: float | None,
     wall_s: float,
     cpu_s: float,
@@ -200,6 +203,7 @@ def summarise(
         kv_bytes=float(np.nansum(outcomes.kv_bytes[inside])),
         link_load=link_load,
         busiest_links=busiest_links,
+        reject_reason=reject_reason,
         decision_s=decision_s,
         wall_s=wall_s,
         cpu_s=cpu_s,

@@ -126,6 +126,7 @@ class Simulation:
         self._total_blocks = [0] * len(trace.requests)
         self._pinned_hit = [0] * len(trace.requests)
         self._arrived = 0
+        self._reject_reason: str | None = None
         self._decisions_s: list[float] = []
         self._samples: list[tuple[float, list[float]]] = []
         self._outcomes = Outcomes.empty(len(trace.requests))
@@ -226,7 +227,7 @@ class Simulation:
         )
         (decision,) = self._tell(Arrived(self._now, arrived))
         if not isinstance(decision, Prefill):
-            outcomes.state[request] = REJECTED
+            self._reject(request, decision)
             return
         source = self._index[decision.instance]
         instance = self._prefill[source]
@@ -248,10 +249,15 @@ class Simulation:
         (decision,) = self._tell(PrefillFinished(now, request))
         self._decisions_s.append(time.perf_counter() - started_s)
         if isinstance(decision, Reject):
-            outcomes.state[request] = REJECTED
+            self._reject(request, decision)
             return
         assert isinstance(decision, Decode)
         self._dispatch(request, decision)
+
+    def _reject(self, request: int, decision: Decision) -> None:
+        assert isinstance(decision, Reject)
+        self._outcomes.state[request] = REJECTED
+        self._reject_reason = self._reject_reason or decision.reason
 
     def _dispatch(self, request: int, decision: Decode) -> None:
         traced, outcomes = self._trace[request], self._outcomes
@@ -367,6 +373,7 @@ class Simulation:
             seed=self._seed,
             link_load=self._link_load(carried),
             busiest_links=self._busiest_links(carried),
+            reject_reason=self._reject_reason,
             decision_s=float(np.median(self._decisions_s)) if self._decisions_s else None,
             wall_s=wall_s,
             cpu_s=cpu_s,
