@@ -142,7 +142,8 @@ def compare(
         for policy in policies
         for seed in seeds
     ]
-    records = {}
+    records: dict[str, Record] = {}
+    progress(0, len(cells))
     for record in stream(cells, question, on, workers):
         records[record.key] = record
         progress(len(records), len(cells))
