@@ -143,8 +143,9 @@ def compare(
         for seed in seeds
     ]
     records: dict[str, Record] = {}
+    ended = stream(cells, question, on, workers)
     progress(0, len(cells))
-    for record in stream(cells, question, on, workers):
+    for record in ended:
         records[record.key] = record
         progress(len(records), len(cells))
     return [records[cell.key] for cell in cells]
