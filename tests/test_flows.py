@@ -237,11 +237,12 @@ def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
 
 
 def test_command_prints_json_or_a_table() -> None:
-    """`--json` prints one document and nothing else; without it every flow has a row."""
+    """One document and nothing else, asked for by name or not; with `--table` every flow has a row."""
     file = str(EXAMPLES / "flows-shared-uplink.json")
-    out = CliRunner().invoke(app, [file, "--json"])
-    assert (out.exit_code, out.stderr) == (0, "")
-    assert json.loads(out.stdout) == {"completion_times_s": pytest.approx([0.8, 0.8, 0.9])}
-    table = CliRunner().invoke(app, [file]).stdout
+    for options in ([], ["--json"]):
+        out = CliRunner().invoke(app, [file, *options])
+        assert (out.exit_code, out.stderr) == (0, "")
+        assert json.loads(out.stdout) == {"completion_times_s": pytest.approx([0.8, 0.8, 0.9])}
+    table = CliRunner().invoke(app, [file, "--table"]).stdout
     assert "3 flows over 5 links" in table
     assert table.count("rack-up") == 3

@@ -27,7 +27,8 @@ from kvroute.report.figures import ablation_bars, heat_map, load_sweep, sweep_li
 from kvroute.report.findings import Finding, findings
 from kvroute.report.series import summaries
 from kvroute.report.tables import comparison_grid, comparison_table, experiment_grid, experiment_table
-from kvroute.sim.metrics import Counts, LinkLoad, Spread, Summary, Timeline, TtftParts
+from kvroute.sim.link_load import LinkLoad
+from kvroute.sim.metrics import Counts, Spread, Summary, Timeline, TtftParts
 from kvroute.types import InputError
 
 BASE_S = {"round-robin": 1.6, "load-aware": 1.5, "cache-aware": 1.42, "cla": 1.3, "netkv-topo": 1.15}

@@ -19,7 +19,10 @@ app = typer.Typer()
 @app.command("flows")
 def flows(
     file: Annotated[Path, typer.Argument(help="Scenario: JSON with `links` and `flows`.", show_default=False)],
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document: completion_times_s.")] = False,
+    table: Annotated[bool, typer.Option("--table", help="Print a table in place of the JSON document.")] = False,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON document: completion_times_s (the default).")
+    ] = False,
 ) -> None:
     """Solve a scenario of transfers: weighted max-min fair rates, re-solved at every start and finish.
 
@@ -27,14 +30,16 @@ def flows(
     wanted weight and class; [bold]classes[/bold] maps a class to its weight). Completion times are absolute seconds
     in the order of the flows.
 
-    Example: [bold]kvroute flows examples/flows-shared-uplink.json --json[/bold]
+    Prints {"completion_times_s": [...]}.
+
+    Example: [bold]kvroute flows examples/flows-shared-uplink.json[/bold]
     """
     scenario = read_scenario(file)
     ends_s = completion_times(scenario)
-    if json:
-        typer.echo(msgspec.json.encode({"completion_times_s": ends_s}).decode())
-    else:
+    if table and not json:
         Console().print(_table(scenario, ends_s))
+    else:
+        typer.echo(msgspec.json.encode({"completion_times_s": ends_s}).decode())
 
 
 def _table(scenario: Scenario, ends_s: list[float]) -> Table:

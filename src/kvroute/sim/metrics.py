@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from kvroute.sim.link_load import LinkLoad, LinkShare
 from kvroute.sim.settings import SimSettings
 from kvroute.types import TIER_COUNT, FloatArray, IntArray
 
@@ -95,21 +96,6 @@ class TtftParts(msgspec.Struct, frozen=True, kw_only=True):
     transfer: float | None = None
     queue: float | None = None
     first_step: float | None = None
-
-
-class LinkLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """Own traffic on the links of a tier, as a share of their whole capacity over the run."""
-
-    mean: float
-    busiest: float
-    busiest_link: str
-
-
-class LinkShare(msgspec.Struct, frozen=True, kw_only=True):
-    """Own traffic on one link as a share of its whole capacity over the run."""
-
-    link: str
-    share: float
 
 
 class Timeline(msgspec.Struct, frozen=True, kw_only=True):

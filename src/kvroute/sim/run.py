@@ -13,12 +13,11 @@ from kvroute import llm
 from kvroute.control import ControlSpec, EventLog
 from kvroute.prefix import Evicted, PrefixIndex
 from kvroute.sim.instances import DecodeInstance, KvMemory, PrefillInstance
+from kvroute.sim.link_load import busiest_links, link_load
 from kvroute.sim.metrics import (
     FINISHED,
     IN_FLIGHT,
     REJECTED,
-    LinkLoad,
-    LinkShare,
     Outcomes,
     Summary,
     Timeline,
@@ -52,7 +51,6 @@ from kvroute.types import (
 
 PREFILLED, LANDED, STEP, REFRESH, BURST = range(5)
 FOREVER = float("inf")
-BUSIEST_SHOWN = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,8 +369,8 @@ class Simulation:
             self._settings,
             policy=self._spec.decode,
             seed=self._seed,
-            link_load=self._link_load(carried),
-            busiest_links=self._busiest_links(carried),
+            link_load=link_load(self._cluster, self._fabric.tier_links, carried, self._now),
+            busiest_links=busiest_links(self._cluster, carried, self._now),
             reject_reason=self._reject_reason,
             decision_s=float(np.median(self._decisions_s)) if self._decisions_s else None,
             wall_s=wall_s,
@@ -382,24 +380,3 @@ class Simulation:
         tiers = {str(tier): tuple(share[tier] for share in shares) for tier in range(TIER_COUNT)}
         timeline = Timeline(at_s=at_s, tier=tiers)
         return Run(summary, self._outcomes, timeline, carried, float(carried.sum()), self._now)
-
-    def _busiest_links(self, carried: FloatArray) -> tuple[LinkShare, ...]:
-        shares = carried / (self._cluster.capacity_bytes_per_s * max(self._now, 1e-9))
-        order = np.lexsort((np.arange(len(shares)), -shares))[:BUSIEST_SHOWN]
-        return tuple(
-            LinkShare(link=self._cluster.links[index].name, share=float(shares[index])) for index in order.tolist()
-        )
-
-    def _link_load(self, carried: FloatArray) -> dict[str, LinkLoad]:
-        loads = {}
-        whole = self._cluster.capacity_bytes_per_s * max(self._now, 1e-9)
-        for tier, links in enumerate(self._fabric.tier_links):
-            if len(links):
-                shares = carried[links] / whole[links]
-                busiest = int(np.argmax(shares))
-                loads[str(tier)] = LinkLoad(
-                    mean=float(carried[links].sum() / whole[links].sum()),
-                    busiest=float(shares[busiest]),
-                    busiest_link=self._cluster.links[int(links[busiest])].name,
-                )
-        return loads
