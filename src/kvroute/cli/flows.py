@@ -7,10 +7,10 @@ from typing import Annotated
 
 import msgspec
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from kvroute.cli.output import console
 from kvroute.flows import Scenario, completion_times, read_scenario
 
 app = typer.Typer()
@@ -37,7 +37,7 @@ def flows(
     scenario = read_scenario(file)
     ends_s = completion_times(scenario)
     if table and not json:
-        Console().print(_table(scenario, ends_s))
+        console().print(_table(scenario, ends_s))
     else:
         typer.echo(msgspec.json.encode({"completion_times_s": ends_s}).decode())
 
