@@ -14,8 +14,8 @@ $(BIN)/uv: requirements/uv.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/uv.txt
 	@touch $(BIN)/uv
 
-$(STAMP): $(BIN)/uv requirements/core.txt pyproject.toml
-	$(BIN)/uv pip install --quiet --python $(BIN)/python --require-hashes -r requirements/core.txt -r requirements/build.txt
+$(STAMP): $(BIN)/uv requirements/serve.txt pyproject.toml
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --require-hashes -r requirements/serve.txt -r requirements/build.txt
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation --editable .
 	@touch $(STAMP)
 
@@ -48,7 +48,7 @@ bench: $(DEV_STAMP)  ## every measurement beside its peer or bound
 	$(BIN)/python -m bench.all
 
 requirements: $(BIN)/uv  ## after a change of dependencies in pyproject.toml
-	for set in core: dev:--group=dev live:--group=dev,--extra=ray; do \
+	for set in core: serve:--extra=serve dev:--group=dev,--extra=serve live:--group=dev,--extra=serve,--extra=ray; do \
 		$(BIN)/uv pip compile --quiet --universal --generate-hashes --no-header --no-annotate pyproject.toml \
 			$$(echo $${set#*:} | tr , ' ') --output-file requirements/$${set%%:*}.txt; done
 

@@ -17,6 +17,10 @@ FloatArray: TypeAlias = npt.NDArray[np.float64]
 IntArray: TypeAlias = npt.NDArray[np.int64]
 TierArray: TypeAlias = npt.NDArray[np.int8]
 Role: TypeAlias = Literal["prefill", "decode", "both"]
+KvProtocol: TypeAlias = Literal["vllm", "mooncake", "sglang"]
+"""How prefill and decode are told of each other over HTTP: the decode leg after the prefill leg has answered with
+`kv_transfer_params` (vllm), after it with a `transfer_id` that the router made up (mooncake), or both legs at once
+(sglang)."""
 
 SAME_NODE, SAME_RACK, SAME_POD, SAME_DATACENTER, CROSS_DATACENTER = range(5)
 TIER_COUNT = 5
@@ -43,8 +47,23 @@ class InputErrors(InputError):
         return type(self), (self.problems,)
 
 
+class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a live engine is reached; simulations need none."""
+
+    url: str
+    """`http://host:port` or `https://host:port`, without a path."""
+    protocol: KvProtocol = "vllm"
+    bootstrap: str = ""
+    """`host:port` of a prefill engine's bootstrap server (mooncake, sglang)."""
+    kv_events: str = ""
+    """ZMQ endpoint that publishes KV events, e.g. `tcp://10.0.0.1:5557`; empty: none."""
+    kv_replay: str = ""
+    """ZMQ endpoint that repeats missed KV events; empty: none."""
+
+
 class Instance(msgspec.Struct, frozen=True, kw_only=True):
-    """One serving engine: its role, its model, its place and its limits."""
+    """One serving engine: its role, its model, its place and its limits. Role `both` computes a request's prefill and
+    decode on itself."""
 
     name: str
     role: Role
@@ -62,6 +81,12 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True):
     """Requests in one decode iteration at most (NetKV beta_max)."""
     kv_capacity_bytes: float = 0.0
     """KV memory of the whole instance, all shards together."""
+    endpoint: Endpoint | None = None
+
+    @property
+    def protocol(self) -> KvProtocol:
+        """What a partner of this instance must speak too."""
+        return self.endpoint.protocol if self.endpoint else "vllm"
 
 
 class LinearPrefill(msgspec.Struct, frozen=True, tag="linear", kw_only=True):
@@ -116,6 +141,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """KV memory is reserved for so many generated tokens."""
     model: str = ""
     """Empty: the cluster's only model."""
+    one_leg: bool = False
+    """Prefill and decode on one instance, for requests whose KV no protocol can hand over (several prompts or
+    answers in one request)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +178,9 @@ class NetworkCosts:
     congestion: FloatArray
     in_flight: IntArray
     """Own transfers in flight from this source per tier."""
+    pair_bytes_per_s: FloatArray | None = None
+    """What a lone transfer from the source to each candidate gets, as measured, length n; None: only the tiers' are
+    known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,12 +268,66 @@ class Admitted(msgspec.Struct, frozen=True, tag="admitted"):
     request_id: int
 
 
-class Finished(msgspec.Struct, frozen=True, tag="finished"):
+class Finished(msgspec.Struct, frozen=True, tag="finished", omit_defaults=True):
     """The request is gone: answered, failed or cancelled; whatever it held is free again."""
 
     at: float
     request_id: int
     free_kv_bytes: float | None = None
+    output_tokens: int | None = None
+    """Length of the answer, if it was counted; no decision depends on it."""
+
+
+class PrefillFailed(msgspec.Struct, frozen=True, tag="prefill_failed"):
+    """The prefill leg came to nothing; what was booked there is free, and another instance is chosen."""
+
+    at: float
+    request_id: int
+
+
+class DecodeFailed(msgspec.Struct, frozen=True, tag="decode_failed"):
+    """The decode leg came to nothing before the first token; another decode instance is chosen, or, where the KV
+    cache is gone from its source (`kv_lost`), another prefill."""
+
+    at: float
+    request_id: int
+    kv_lost: bool = False
+
+
+class InstanceDown(msgspec.Struct, frozen=True, tag="instance_down"):
+    """Give `instance` nothing new: it is dead, ill or being drained."""
+
+    at: float
+    instance: str
+
+
+class InstanceUp(msgspec.Struct, frozen=True, tag="instance_up"):
+    """`instance` takes requests (again). All are up at the start."""
+
+    at: float
+    instance: str
+
+
+class InstanceMeasured(msgspec.Struct, frozen=True, tag="instance_measured"):
+    """An engine's own word on its load, other routers' requests included."""
+
+    at: float
+    instance: str
+    running: int
+    waiting: int
+    kv_used_share: float | None = None
+    """Of its KV memory, in [0, 1]; None: it does not say."""
+
+
+class TransferMeasured(msgspec.Struct, frozen=True, tag="transfer_measured"):
+    """KV bytes that crossed from `source` to `target` and the seconds that took, `transfers` of them added up."""
+
+    at: float
+    source: str
+    target: str
+    kv_bytes: float
+    seconds: float
+    transfers: int = 1
 
 
 class KvStored(msgspec.Struct, frozen=True, tag="kv_stored"):
@@ -261,6 +346,13 @@ class KvEvicted(msgspec.Struct, frozen=True, tag="kv_evicted"):
     instance: str
     blocks: tuple[int, ...]
     keep: int = 0
+
+
+class KvCleared(msgspec.Struct, frozen=True, tag="kv_cleared"):
+    """`instance` holds no KV any more: it has restarted, or said so."""
+
+    at: float
+    instance: str
 
 
 class CongestionMeasured(msgspec.Struct, frozen=True, tag="congestion_measured"):
@@ -283,8 +375,15 @@ Event: TypeAlias = (
     | TransferFinished
     | Admitted
     | Finished
+    | PrefillFailed
+    | DecodeFailed
+    | InstanceDown
+    | InstanceUp
+    | InstanceMeasured
+    | TransferMeasured
     | KvStored
     | KvEvicted
+    | KvCleared
     | CongestionMeasured
     | LinksMeasured
 )

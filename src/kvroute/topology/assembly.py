@@ -127,6 +127,7 @@ def _instances(file: ClusterFile, places: Places, shards: tuple[Shards, ...]) ->
                 timing=entry.timing or defaults.timing,
                 batch_max=entry.batch_max or defaults.batch_max,
                 kv_capacity_bytes=float(entry.kv_capacity_bytes or defaults.kv_capacity_bytes or 0.0),
+                endpoint=entry.endpoint.endpoint() if entry.endpoint else None,
             )
         )
     return tuple(result)

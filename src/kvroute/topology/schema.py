@@ -12,7 +12,7 @@ import yaml
 from msgspec import Meta, Struct, field
 
 from kvroute.topology.units import Bandwidth, Duration, Latency, Size, quantity, quantity_text
-from kvroute.types import DecodeSpec, LinearPrefill, PiecewisePrefill, QuadraticPrefill, Role, TimingSpec
+from kvroute.types import DecodeSpec, Endpoint, KvProtocol, LinearPrefill, PiecewisePrefill, QuadraticPrefill, Role, TimingSpec
 
 Name: TypeAlias = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=200)]
 Count: TypeAlias = Annotated[int, Meta(ge=1, le=65_536)]
@@ -195,6 +195,27 @@ class InstanceDefaults(Entry, frozen=True, kw_only=True):
     timing: Name = "default"
 
 
+class EndpointEntry(Entry, frozen=True, kw_only=True):
+    """Where the live engine is reached; needed by `kvroute serve` alone."""
+
+    url: Annotated[str, Meta(pattern=r"^https?://[^/?#\s]+$")]
+    """Without a path."""
+    protocol: KvProtocol = "vllm"
+    bootstrap: str = ""
+    kv_events: str = ""
+    kv_replay: str = ""
+
+    def endpoint(self) -> Endpoint:
+        """The same without the file's form."""
+        return Endpoint(
+            url=self.url,
+            protocol=self.protocol,
+            bootstrap=self.bootstrap,
+            kv_events=self.kv_events,
+            kv_replay=self.kv_replay,
+        )
+
+
 class InstanceEntry(Entry, frozen=True, kw_only=True):
     """One serving engine; `gpus` reads "node0:0-3" or "node0:0-7,node1:0-7", shard by shard."""
 
@@ -207,6 +228,7 @@ class InstanceEntry(Entry, frozen=True, kw_only=True):
     batch_max: Count | None = None
     kv_capacity_bytes: Size | None = field(name="kv_capacity", default=None)
     timing: Name | None = None
+    endpoint: EndpointEntry | None = None
 
 
 class InstanceCounts(Entry, frozen=True, kw_only=True):
@@ -277,6 +299,8 @@ class ClusterFile(Entry, frozen=True, kw_only=True):
     timing: dict[str, TimingEntry] = {}
     defaults: InstanceDefaults = InstanceDefaults()
     instances: list[InstanceEntry] | InstanceCounts
+    gateway: dict[str, Any] | None = None
+    """For `kvroute serve`, which reads and checks it (`read_section`)."""
 
     def to_yaml(self) -> str:
         """The file's text; reading it gives an equal ClusterFile."""
