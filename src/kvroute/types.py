@@ -16,6 +16,7 @@ import numpy.typing as npt
 FloatArray: TypeAlias = npt.NDArray[np.float64]
 IntArray: TypeAlias = npt.NDArray[np.int64]
 TierArray: TypeAlias = npt.NDArray[np.int8]
+BoolArray: TypeAlias = npt.NDArray[np.bool_]
 Role: TypeAlias = Literal["prefill", "decode", "both"]
 KvProtocol: TypeAlias = Literal["vllm", "mooncake", "sglang"]
 """How prefill and decode are told of each other over HTTP: the decode leg after the prefill leg has answered with

@@ -1,8 +1,9 @@
 """Events in, decisions out: the control core that the simulator and the gateway drive alike."""
 
-from kvroute.control.core import Control, ControlSettings
+from kvroute.control.core import Control
 from kvroute.control.log import EventLog, LogHeader, LogRecord, read_log, replay, same
 from kvroute.control.spec import ControlSpec
+from kvroute.control.view import ControlSettings
 
 __all__ = [
     "Control",

@@ -3,58 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from kvroute import llm
-from kvroute.control.pool import DecodePool, PrefillPool
+from kvroute.control.pool import DecodePool
+from kvroute.control.view import ControlSettings, DecodePick, PoolKey, View
 from kvroute.oracle import NetworkOracle
-from kvroute.policies import (
-    DecodePolicy,
-    PrefillCandidates,
-    PrefillPolicy,
-    TopologyConstraint,
-    constrain,
-    prefill_mask,
-)
+from kvroute.policies import PrefillCandidates
 from kvroute.prefix import PrefixIndex
-from kvroute.timing import prefill_time
 from kvroute.topology import Cluster
 from kvroute.types import (
     Admitted,
     Arrived,
+    Candidates,
+    Choice,
     CongestionMeasured,
     Decision,
     Decode,
+    DecodeFailed,
     Event,
     Finished,
     InputError,
+    InstanceDown,
+    InstanceMeasured,
+    InstanceUp,
+    KvCleared,
     KvEvicted,
     KvStored,
     LinksMeasured,
     Prefill,
+    PrefillFailed,
     PrefillFinished,
     Reject,
     Request,
+    Terms,
     TransferFinished,
+    TransferMeasured,
 )
 
 _ONCE = "tell each step of a request once and in order"
-
-
-@dataclass(frozen=True, slots=True)
-class ControlSettings:
-    """What the operator decides once."""
-
-    decode_policy: DecodePolicy
-    prefill_policy: PrefillPolicy
-    constraint: TopologyConstraint | None = None
-    reserve_bytes: float = 0.0
-    """KV memory held back on every decode instance (NetKV m_min)."""
-    prefill_cache: bool = True
-    """Whether prefill instances reuse cached prefixes."""
+_JOINT_WIDTH = 4
+"""Prefill instances whose partners are priced when both legs are chosen at once."""
 
 
 @dataclass(slots=True)
@@ -63,16 +54,21 @@ class _Journey:
 
     request: Request
     model: str
-    prefill: int
+    prefill: int = -1
     """Position in the prefill pool, -1 once prefill is over."""
+    prefill_s: float = 0.0
+    """Booked there."""
     source: int = -1
     target: int = -1
     """Indices in the cluster."""
+    pool: DecodePool | None = None
     position: int = -1
     """Position in the decode pool, -1 before the decision."""
     need_bytes: float = 0.0
     in_transfer: bool = False
     admitted: bool = False
+    avoid: set[int] = field(default_factory=set)
+    """Instances that have failed this request."""
 
 
 class Control:
@@ -87,30 +83,35 @@ class Control:
             oracle: the network as the router knows it; this core feeds it its own transfers.
         """
         self.oracle = oracle
-        self.prefix = PrefixIndex(len(cluster.instances))
         self._cluster = cluster
-        self._settings = settings
+        self._view = View(cluster, settings, oracle)
         self._journeys: dict[int, _Journey] = {}
-        names = sorted({instance.model for instance in cluster.instances})
-        self._models = {name: llm.model(name) for name in names}
-        self._default_model = names[0] if len(names) == 1 else ""
-        self._decode = {name: self._decode_pool(name) for name in names}
-        self._prefill = {name: self._prefill_pool(name) for name in names}
-        self._prefill_allowed = {name: self._allowed_prefill(name) for name in names}
         self._handlers: dict[type, Callable[[Any], tuple[Decision, ...]]] = {
             Arrived: self._arrived,
             PrefillFinished: self._prefill_finished,
+            PrefillFailed: self._prefill_failed,
             TransferFinished: self._transfer_finished,
             Admitted: self._admitted,
+            DecodeFailed: self._decode_failed,
             Finished: self._finished,
             KvStored: self._kv_stored,
             KvEvicted: self._kv_evicted,
+            KvCleared: self._kv_cleared,
+            InstanceDown: self._instance_down,
+            InstanceUp: self._instance_up,
+            InstanceMeasured: self._instance_measured,
+            TransferMeasured: self._transfer_measured,
             CongestionMeasured: self._congestion_measured,
             LinksMeasured: self._links_measured,
         }
 
     def handle(self, event: Event) -> tuple[Decision, ...]:
         """Take note of one event; return what to do now (often nothing).
+
+        `Arrived` gives a `Prefill`; with a `Decode` beside it where both legs start at once, or where the instance
+        serves the request alone (source and target are then the same); a lone `Decode` for a request of one leg.
+        `PrefillFinished` gives the `Decode` if there was none. The two failures give what replaces the leg. A
+        `Reject` ends the request: nothing of it is left, and no further event about it is due.
 
         Raises:
             InputError: an event that cannot be: a request that arrives twice, is not in flight or is not that far, an
@@ -123,121 +124,194 @@ class Control:
         """Requests that have arrived and not left."""
         return len(self._journeys)
 
-    def _decode_pool(self, model: str) -> DecodePool:
-        members = [
-            (index, instance)
-            for index, instance in enumerate(self._cluster.instances)
-            if instance.model == model and instance.role != "prefill"
-        ]
-        return DecodePool.of(members, self._cluster.timing)
-
-    def _prefill_pool(self, model: str) -> PrefillPool:
-        members = [
-            (index, instance)
-            for index, instance in enumerate(self._cluster.instances)
-            if instance.model == model and instance.role != "decode"
-        ]
-        return PrefillPool(
-            names=tuple(instance.name for _, instance in members),
-            ids=np.array([index for index, _ in members], dtype=np.int64),
-            timing=tuple(instance.timing for _, instance in members),
-            times={name: prefill_time(spec.prefill) for name, spec in self._cluster.timing.items()},
-            busy_until_s=np.zeros(len(members)),
-            assigned=np.zeros(len(members), dtype=np.int64),
-            position={index: position for position, (index, _) in enumerate(members)},
-        )
-
-    def _allowed_prefill(self, model: str) -> np.ndarray[Any, np.dtype[np.bool_]] | None:
-        """Prefill instances with a decode instance in their domain; None where nothing is ruled out."""
-        constraint = self._settings.constraint
-        if constraint is None:
-            return None
-        prefill, decode = self._prefill[model].ids, self._decode[model].ids
-        mask = prefill_mask(constraint, self._cluster.tier, prefill, decode)
-        return None if mask.all() or not mask.any() else mask
+    @property
+    def prefix(self) -> PrefixIndex:
+        """What is known of cached prefixes, by index in the cluster."""
+        return self._view.prefix
 
     def _arrived(self, event: Arrived) -> tuple[Decision, ...]:
-        request, at = event.request, event.at
+        request = event.request
         if request.id in self._journeys:
             raise InputError(f"request {request.id} has already arrived", mend="give every request its own id")
-        name = request.model or self._default_model
-        pool = self._prefill.get(name)
-        if pool is None or not len(pool.ids) or not len(self._decode[name].ids):
-            what = f"model {name!r}" if name else "a request without a model, for there are several"
+        model = self._view.model_name(request)
+        if model is None:
+            what = f"model {request.model!r}" if request.model else "a request without a model, for there are several"
             return (Reject(request.id, f"no prefill and decode instances serve {what}"),)
-        candidates = self._prefill_candidates(pool, request, at)
-        choice = self._settings.prefill_policy.choose(request, candidates, pool.decisions)
+        return self._start(_Journey(request, model), event.at)
+
+    def _start(self, journey: _Journey, at: float) -> tuple[Decision, ...]:
+        """Choose the first leg, and the second where both are due; the journey is kept unless it is rejected."""
+        decisions = self._alone(journey) if journey.request.one_leg else self._route(journey, at)
+        if isinstance(decisions[-1], Reject):
+            self._release_prefill(journey, at)
+            self._journeys.pop(journey.request.id, None)
+            return decisions[-1:]
+        self._journeys[journey.request.id] = journey
+        return decisions
+
+    def _route(self, journey: _Journey, at: float) -> tuple[Decision, ...]:
+        request, model, view = journey.request, journey.model, self._view
+        candidates = view.prefill_candidates(request, model, at, journey.avoid)
+        choice = view.choose_prefill(request, model, candidates)
         if isinstance(choice, Reject):
             return (choice,)
+        pool = view.prefill[model]
+        pick: DecodePick | Reject | None = None
+        if self._cluster.instances[int(pool.ids[choice.index])].protocol == "sglang":
+            choice, pick = self._jointly(journey, at, candidates, choice)
         pool.decisions += 1
+        index = int(pool.ids[choice.index])
+        journey.prefill, journey.source = choice.index, index
+        journey.prefill_s = float(candidates.prefill_s[choice.index])
+        pool.book(choice.index, at, journey.prefill_s)
         cached_tokens = int(candidates.hit_tokens[choice.index])
-        pool.book(choice.index, at, float(candidates.prefill_s[choice.index]))
-        self._journeys[request.id] = _Journey(request, name, choice.index, source=int(pool.ids[choice.index]))
-        return (Prefill(request.id, pool.names[choice.index], cached_tokens, choice.terms),)
+        prefill = Prefill(request.id, pool.names[choice.index], cached_tokens, choice.terms)
+        instance = self._cluster.instances[index]
+        if instance.role == "both":
+            return (prefill, self._stay(journey, (model, instance.protocol), index))
+        if pick is None:
+            return (prefill,)
+        return (prefill, pick if isinstance(pick, Reject) else self._go(journey, pick))
 
-    def _prefill_candidates(self, pool: PrefillPool, request: Request, at: float) -> PrefillCandidates:
-        if self._settings.prefill_cache and request.blocks:
-            # The last token is always computed: its output is the first logits.
-            most = max(request.input_tokens - 1, 0)
-            hit_tokens = np.minimum(self.prefix.match(request.blocks)[pool.ids] * request.block_tokens, most)
-        else:
-            hit_tokens = np.zeros(len(pool.ids), dtype=np.int64)
-        prefill_s = pool.prefill_s(request.input_tokens, hit_tokens)
-        allowed = self._prefill_allowed[request.model or self._default_model]
-        return PrefillCandidates(pool.names, pool.pending_s(at), hit_tokens, prefill_s, allowed)
+    def _jointly(
+        self, journey: _Journey, at: float, candidates: PrefillCandidates, choice: Choice
+    ) -> tuple[Choice, DecodePick | Reject | None]:
+        """Both legs at once: of the few cheapest prefill instances the one whose whole way is shortest, where both
+        policies price in seconds; else the prefill policy's choice and its best partner."""
+        pool, terms = self._view.prefill[journey.model], choice.terms
+        first = self._partner(journey, at, choice.index)
+        if terms.unit != "s" or isinstance(first, Reject) or (first is not None and first.choice.terms.unit != "s"):
+            return choice, first
+        order = np.where(terms.feasible, terms.cost, np.inf).argsort(kind="stable")[:_JOINT_WIDTH]
+        tried = [(int(i), self._partner(journey, at, int(i))) for i in order if terms.feasible[i]]
+        usable = [(i, pick) for i, pick in tried if not isinstance(pick, Reject)]
+        decode_s = [float(p.choice.terms.cost[p.choice.index]) if p else 0.0 for _, p in usable]
+        prefill_s = [float(candidates.pending_s[i] + candidates.prefill_s[i]) for i, _ in usable]
+        whole_s = np.array(prefill_s) + np.array(decode_s)
+        best = int(whole_s.argmin())
+        parts = {"finish_s": np.array(prefill_s), "decode_path_s": np.array(decode_s)}
+        names = tuple(pool.names[i] for i, _ in usable)
+        joint = Terms(names, whole_s, np.ones(len(usable), dtype=np.bool_), parts)
+        return Choice(usable[best][0], joint), usable[best][1]
+
+    def _partner(self, journey: _Journey, at: float, position: int) -> DecodePick | Reject | None:
+        """Who would decode after this prefill instance; None where it decodes itself or decides later."""
+        index = int(self._view.prefill[journey.model].ids[position])
+        instance = self._cluster.instances[index]
+        if instance.role == "both" or instance.protocol != "sglang":
+            return None
+        key = (journey.model, instance.protocol)
+        return self._view.choose_decode(journey.request, key, index, at, journey.avoid)
+
+    def _alone(self, journey: _Journey) -> tuple[Decision, ...]:
+        found = self._view.choose_alone(journey.request, journey.model, journey.avoid)
+        if isinstance(found, Reject):
+            return (found,)
+        key, pick = found
+        pool = self._view.decode[key]
+        journey.source = int(pool.ids[pick.choice.index])
+        return (self._book(journey, pool, pick.choice.index, pick.candidates, pick.tier, pick.choice.terms),)
+
+    def _stay(self, journey: _Journey, key: PoolKey, index: int) -> Decode:
+        """Decode where the prefill is."""
+        pool, request = self._view.decode[key], journey.request
+        hit_tokens = np.zeros(len(pool.ids), dtype=np.int64)
+        model = self._view.models[journey.model]
+        candidates = pool.candidates(request, model, hit_tokens, self._view.settings.reserve_bytes, None)
+        candidates.kv_bytes[:] = 0.0
+        return self._book(journey, pool, pool.position[index], candidates, 0, None)
+
+    def _go(self, journey: _Journey, pick: DecodePick) -> Decode:
+        """Decode on another instance than the prefill's."""
+        instance = self._cluster.instances[journey.source]
+        pool = self._view.decode[journey.model, instance.protocol]
+        return self._book(journey, pool, pick.choice.index, pick.candidates, pick.tier, pick.choice.terms)
+
+    def _book(
+        self,
+        journey: _Journey,
+        pool: DecodePool,
+        position: int,
+        candidates: Candidates,
+        tier: int,
+        terms: Terms | None,
+    ) -> Decode:
+        pool.decisions += 1
+        journey.pool, journey.position, journey.target = pool, position, int(pool.ids[position])
+        reserve_bytes = self._view.settings.reserve_bytes
+        journey.need_bytes = float(candidates.need_bytes[position]) - reserve_bytes
+        pool.book(position, journey.need_bytes)
+        if journey.prefill < 0 and journey.source != journey.target:
+            self._start_transfer(journey)
+        return Decode(
+            request_id=journey.request.id,
+            source=self._cluster.instances[journey.source].name,
+            target=pool.names[position],
+            tier=tier,
+            kv_bytes=float(candidates.kv_bytes[position]),
+            need_bytes=journey.need_bytes,
+            hit_tokens=int(candidates.hit_tokens[position]),
+            terms=terms,
+        )
 
     def _prefill_finished(self, event: PrefillFinished) -> tuple[Decision, ...]:
         journey = self._journey(event.request_id)
         if journey.prefill < 0:
             raise InputError(f"prefill of request {event.request_id} has already finished", mend=_ONCE)
-        request, at = journey.request, event.at
-        self._prefill[journey.model].release(journey.prefill, at)
+        self._view.prefill[journey.model].release(journey.prefill, event.at)
         journey.prefill = -1
-        pool = self._decode[journey.model]
-        if request.blocks:
-            hit_tokens = np.minimum(
-                self.prefix.match(request.blocks)[pool.ids] * request.block_tokens, request.input_tokens
-            )
-        else:
-            hit_tokens = np.zeros(len(pool.ids), dtype=np.int64)
-        candidates = pool.candidates(request, self._models[journey.model], hit_tokens, self._settings.reserve_bytes)
-        costs = self.oracle.costs(journey.source, pool.ids, at)
-        policy, constraint = self._settings.decode_policy, self._settings.constraint
-        if constraint is None:
-            choice = policy.choose(request, candidates, costs, pool.decisions)
-        else:
-            choice = constrain(policy, constraint, request, candidates, costs, pool.decisions)
-        if isinstance(choice, Reject):
-            del self._journeys[event.request_id]
-            return (choice,)
-        pool.decisions += 1
-        position = choice.index
-        journey.position, journey.target, journey.in_transfer = position, int(pool.ids[position]), True
-        journey.need_bytes = float(candidates.need_bytes[position]) - self._settings.reserve_bytes
-        pool.free_kv_bytes[position] -= journey.need_bytes
-        pool.queued[position] += 1
-        self.oracle.transfer_started(journey.source, journey.target)
-        return (
-            Decode(
-                request_id=request.id,
-                source=self._cluster.instances[journey.source].name,
-                target=pool.names[position],
-                tier=int(costs.tier[position]),
-                kv_bytes=float(candidates.kv_bytes[position]),
-                need_bytes=journey.need_bytes,
-                hit_tokens=int(hit_tokens[position]),
-                terms=choice.terms,
-            ),
-        )
+        if journey.position < 0:
+            return (self._choose_decode(journey, event.at),)
+        if journey.source != journey.target:
+            self._start_transfer(journey)
+        return ()
+
+    def _choose_decode(self, journey: _Journey, at: float) -> Decision:
+        request, instance = journey.request, self._cluster.instances[journey.source]
+        key = (journey.model, instance.protocol)
+        pick = self._view.choose_decode(request, key, journey.source, at, journey.avoid)
+        if isinstance(pick, Reject):
+            del self._journeys[request.id]
+            return pick
+        return self._go(journey, pick)
+
+    def _prefill_failed(self, event: PrefillFailed) -> tuple[Decision, ...]:
+        journey = self._journey(event.request_id)
+        if journey.prefill < 0:
+            raise InputError(f"prefill of request {event.request_id} is not under way", mend=_ONCE)
+        return self._again(journey, journey.source, event.at)
+
+    def _decode_failed(self, event: DecodeFailed) -> tuple[Decision, ...]:
+        journey = self._journey(event.request_id)
+        if journey.position < 0:
+            raise InputError(f"decode of request {event.request_id} is not under way", mend=_ONCE)
+        alone = journey.source == journey.target
+        joint = self._cluster.instances[journey.source].protocol == "sglang"
+        if event.kv_lost or alone or joint:
+            return self._again(journey, journey.target, event.at)
+        self._release_decode(journey)
+        journey.avoid.add(journey.target)
+        return (self._choose_decode(journey, event.at),)
+
+    def _again(self, journey: _Journey, failed: int, at: float) -> tuple[Decision, ...]:
+        """From the start, past the instance that has failed."""
+        self._release_prefill(journey, at)
+        self._release_decode(journey)
+        journey.avoid.add(failed)
+        return self._start(journey, at)
 
     def _transfer_finished(self, event: TransferFinished) -> tuple[Decision, ...]:
         journey = self._journey(event.request_id)
         if not journey.in_transfer:
             raise InputError(f"request {event.request_id} has no transfer under way", mend=_ONCE)
         self._end_transfer(journey)
-        if event.free_kv_bytes is not None:
-            self._decode[journey.model].free_kv_bytes[journey.position] = event.free_kv_bytes
+        if event.free_kv_bytes is not None and journey.pool is not None:
+            journey.pool.free_kv_bytes[journey.position] = event.free_kv_bytes
         return ()
+
+    def _start_transfer(self, journey: _Journey) -> None:
+        journey.in_transfer = True
+        self.oracle.transfer_started(journey.source, journey.target)
 
     def _end_transfer(self, journey: _Journey) -> None:
         if journey.in_transfer:
@@ -246,31 +320,34 @@ class Control:
 
     def _admitted(self, event: Admitted) -> tuple[Decision, ...]:
         journey = self._journey(event.request_id)
-        if journey.position < 0 or journey.admitted:
+        if journey.pool is None or journey.position < 0 or journey.admitted:
             raise InputError(f"request {event.request_id} does not wait for a decode slot", mend=_ONCE)
-        pool = self._decode[journey.model]
-        pool.queued[journey.position] -= 1
-        pool.batch[journey.position] += 1
+        journey.pool.admit(journey.position)
         journey.admitted = True
         return ()
 
     def _finished(self, event: Finished) -> tuple[Decision, ...]:
         journey = self._journey(event.request_id)
         del self._journeys[event.request_id]
-        if journey.prefill >= 0:
-            self._prefill[journey.model].release(journey.prefill, event.at)
-        if journey.position < 0:
-            return ()
-        self._end_transfer(journey)
-        pool, position = self._decode[journey.model], journey.position
-        if journey.admitted:
-            pool.batch[position] -= 1
-        else:
-            pool.queued[position] -= 1
-        pool.free_kv_bytes[position] += journey.need_bytes
-        if event.free_kv_bytes is not None:
+        self._release_prefill(journey, event.at)
+        pool, position = journey.pool, journey.position
+        self._release_decode(journey)
+        if pool is not None and position >= 0 and event.free_kv_bytes is not None:
             pool.free_kv_bytes[position] = event.free_kv_bytes
         return ()
+
+    def _release_prefill(self, journey: _Journey, at: float) -> None:
+        """Give back a prefill that has not finished."""
+        if journey.prefill >= 0:
+            self._view.prefill[journey.model].release(journey.prefill, at, journey.prefill_s)
+            journey.prefill = -1
+
+    def _release_decode(self, journey: _Journey) -> None:
+        if journey.pool is None or journey.position < 0:
+            return
+        self._end_transfer(journey)
+        journey.pool.release(journey.position, journey.need_bytes, admitted=journey.admitted)
+        journey.position, journey.admitted = -1, False
 
     def _journey(self, request_id: int) -> _Journey:
         journey = self._journeys.get(request_id)
@@ -285,6 +362,27 @@ class Control:
 
     def _kv_evicted(self, event: KvEvicted) -> tuple[Decision, ...]:
         self.prefix.evict(self._cluster.index(event.instance), event.blocks, event.keep)
+        return ()
+
+    def _kv_cleared(self, event: KvCleared) -> tuple[Decision, ...]:
+        self.prefix.clear(self._cluster.index(event.instance))
+        return ()
+
+    def _instance_down(self, event: InstanceDown) -> tuple[Decision, ...]:
+        self._view.set_up(self._cluster.index(event.instance), False)
+        return ()
+
+    def _instance_up(self, event: InstanceUp) -> tuple[Decision, ...]:
+        self._view.set_up(self._cluster.index(event.instance), True)
+        return ()
+
+    def _instance_measured(self, event: InstanceMeasured) -> tuple[Decision, ...]:
+        self._view.measured(self._cluster.index(event.instance), event)
+        return ()
+
+    def _transfer_measured(self, event: TransferMeasured) -> tuple[Decision, ...]:
+        source, target = self._cluster.index(event.source), self._cluster.index(event.target)
+        self.oracle.transfer_measured(event.at, source, target, event.kv_bytes, event.seconds, event.transfers)
         return ()
 
     def _congestion_measured(self, event: CongestionMeasured) -> tuple[Decision, ...]:

@@ -1,4 +1,4 @@
-"""The instances that serve one model: their load and memory as arrays that a policy reads in place."""
+"""The instances that serve one model: their load, memory and health as arrays that a policy reads in place."""
 
 from __future__ import annotations
 
@@ -8,12 +8,19 @@ import numpy as np
 
 from kvroute.llm import Model
 from kvroute.timing import PrefillTime
-from kvroute.types import Candidates, FloatArray, Instance, IntArray, Request, TimingSpec
+from kvroute.types import BoolArray, Candidates, FloatArray, Instance, IntArray, Request, TimingSpec
+
+_MEAN_WEIGHT = 0.1
+"""Of the newest booking in the mean that prices other routers' requests."""
 
 
 @dataclass(slots=True)
 class DecodePool:
-    """Decode instances of one model, ascending by name; position in the arrays is the candidate index."""
+    """Decode instances of one model, ascending by name; position in the arrays is the candidate index.
+
+    `batch`, `queued` and `free_kv_bytes` count our own requests, plus what an engine has reported beyond them
+    (`others_*`: other routers' requests).
+    """
 
     names: tuple[str, ...]
     ids: IntArray
@@ -22,32 +29,56 @@ class DecodePool:
     queued: IntArray
     batch_max: IntArray
     free_kv_bytes: FloatArray
+    capacity_bytes: FloatArray
     iteration_base_s: FloatArray
     iteration_per_request_s: FloatArray
+    up: BoolArray
+    partner: BoolArray
+    """Takes KV from others; an instance of role `both` only serves itself."""
+    others_batch: IntArray
+    others_queued: IntArray
+    others_bytes: FloatArray
+    position: dict[int, int]
+    """Of each cluster index."""
     decisions: int = 0
+    open: bool = True
+    """Whether all are up and partners: nobody needs to be masked."""
 
     @classmethod
     def of(cls, members: list[tuple[int, Instance]], timing: dict[str, TimingSpec]) -> DecodePool:
         """The idle pool of `members` (cluster index, instance)."""
         specs = [timing[instance.timing].decode for _, instance in members]
-        return cls(
+        count = len(members)
+        pool = cls(
             names=tuple(instance.name for _, instance in members),
             ids=np.array([index for index, _ in members], dtype=np.int64),
-            batch=np.zeros(len(members), dtype=np.int64),
-            queued=np.zeros(len(members), dtype=np.int64),
+            batch=np.zeros(count, dtype=np.int64),
+            queued=np.zeros(count, dtype=np.int64),
             batch_max=np.array([instance.batch_max for _, instance in members], dtype=np.int64),
             free_kv_bytes=np.array([instance.kv_capacity_bytes for _, instance in members]),
+            capacity_bytes=np.array([instance.kv_capacity_bytes for _, instance in members]),
             iteration_base_s=np.array([spec.base_s for spec in specs]),
             iteration_per_request_s=np.array([spec.per_request_s for spec in specs]),
+            up=np.ones(count, dtype=np.bool_),
+            partner=np.array([instance.role == "decode" for _, instance in members], dtype=np.bool_),
+            others_batch=np.zeros(count, dtype=np.int64),
+            others_queued=np.zeros(count, dtype=np.int64),
+            others_bytes=np.zeros(count),
+            position={index: position for position, (index, _) in enumerate(members)},
         )
+        pool.open = bool(pool.partner.all())
+        return pool
 
-    def candidates(self, request: Request, model: Model, hit_tokens: IntArray, reserve_bytes: float) -> Candidates:
+    def candidates(
+        self, request: Request, model: Model, hit_tokens: IntArray, reserve_bytes: float, usable: BoolArray | None
+    ) -> Candidates:
         """The pool as `request` sees it. The arrays of load are live: a policy reads them and keeps nothing.
 
         `need_bytes` is stricter than NetKV's m_d >= s_eff + m_min: cached blocks that are hit must stay in memory, so
-        the whole prompt and the whole answer count.
+        the whole prompt and the whole answer count. Nobody has room on an instance that is not `usable`.
         """
         need_bytes = float(model.kv_bytes(request.input_tokens + request.max_output_tokens)) + reserve_bytes
+        needs = np.full(len(self.names), need_bytes)
         return Candidates(
             names=self.names,
             batch=self.batch,
@@ -56,10 +87,47 @@ class DecodePool:
             free_kv_bytes=self.free_kv_bytes,
             hit_tokens=hit_tokens,
             kv_bytes=np.asarray(model.kv_bytes(request.input_tokens, hit_tokens), dtype=np.float64),
-            need_bytes=np.full(len(self.names), need_bytes),
+            need_bytes=needs if usable is None else np.where(usable, needs, np.inf),
             iteration_base_s=self.iteration_base_s,
             iteration_per_request_s=self.iteration_per_request_s,
         )
+
+    def set_up(self, position: int, up: bool) -> None:
+        """Whether an instance takes requests."""
+        self.up[position] = up
+        self.open = bool(self.up.all() and self.partner.all())
+
+    def book(self, position: int, need_bytes: float) -> None:
+        """One more request is on its way to this instance."""
+        self.free_kv_bytes[position] -= need_bytes
+        self.queued[position] += 1
+
+    def admit(self, position: int) -> None:
+        """One of those on their way has a slot."""
+        self.queued[position] -= 1
+        self.batch[position] += 1
+
+    def release(self, position: int, need_bytes: float, *, admitted: bool) -> None:
+        """A request has left."""
+        (self.batch if admitted else self.queued)[position] -= 1
+        self.free_kv_bytes[position] += need_bytes
+
+    def measured(self, position: int, running: int, waiting: int, kv_used_share: float | None) -> None:
+        """An engine's own figures: what they show beyond our own requests belongs to others."""
+        own_batch = int(self.batch[position] - self.others_batch[position])
+        own_queued = int(self.queued[position] - self.others_queued[position])
+        # A request of ours that the engine already runs may still count as queued here, and the other way round.
+        beyond = max(running + waiting - own_batch - own_queued, 0)
+        others_batch = min(max(running - own_batch, 0), beyond)
+        self.others_batch[position], self.batch[position] = others_batch, own_batch + others_batch
+        self.others_queued[position], self.queued[position] = beyond - others_batch, own_queued + beyond - others_batch
+        if kv_used_share is None:
+            return
+        capacity = float(self.capacity_bytes[position])
+        own_bytes = capacity - float(self.free_kv_bytes[position]) - float(self.others_bytes[position])
+        others_bytes = max(kv_used_share * capacity - own_bytes, 0.0)
+        self.others_bytes[position] = others_bytes
+        self.free_kv_bytes[position] = capacity - own_bytes - others_bytes
 
 
 @dataclass(slots=True)
@@ -74,8 +142,29 @@ class PrefillPool:
     busy_until_s: FloatArray
     assigned: IntArray
     """Requests given to each instance and not yet prefilled."""
+    up: BoolArray
+    others: IntArray
+    """Other routers' requests, as the engines report them."""
     decisions: int = 0
+    mean_s: float = 0.0
+    """Of a booked prefill, smoothed: what one of the others' is worth."""
     position: dict[int, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, members: list[tuple[int, Instance]], times: dict[str, PrefillTime]) -> PrefillPool:
+        """The idle pool of `members` (cluster index, instance)."""
+        count = len(members)
+        return cls(
+            names=tuple(instance.name for _, instance in members),
+            ids=np.array([index for index, _ in members], dtype=np.int64),
+            timing=tuple(instance.timing for _, instance in members),
+            times=times,
+            busy_until_s=np.zeros(count),
+            assigned=np.zeros(count, dtype=np.int64),
+            up=np.ones(count, dtype=np.bool_),
+            others=np.zeros(count, dtype=np.int64),
+            position={index: position for position, (index, _) in enumerate(members)},
+        )
 
     def prefill_s(self, tokens: int, hit_tokens: IntArray) -> FloatArray:
         """Seconds to prefill a prompt on each instance, given what each has cached; equal cases are computed once."""
@@ -90,15 +179,23 @@ class PrefillPool:
     def pending_s(self, at: float) -> FloatArray:
         """Seconds of work still ahead of a request that arrives now."""
         pending: FloatArray = np.maximum(self.busy_until_s - at, 0.0)
-        return pending
+        return pending + self.others * self.mean_s if self.mean_s and self.others.any() else pending
 
     def book(self, position: int, at: float, prefill_s: float) -> None:
         """One more request on this instance."""
         self.busy_until_s[position] = max(float(self.busy_until_s[position]), at) + prefill_s
         self.assigned[position] += 1
+        self.mean_s += (prefill_s - self.mean_s) * (_MEAN_WEIGHT if self.mean_s else 1.0)
 
-    def release(self, position: int, at: float) -> None:
-        """A request has left this instance; an idle one owes nothing, whatever had been estimated."""
+    def release(self, position: int, at: float, unfinished_s: float = 0.0) -> None:
+        """A request has left this instance, `unfinished_s` of it not computed; an idle one owes nothing, whatever had
+        been estimated."""
         self.assigned[position] -= 1
         if self.assigned[position] == 0:
             self.busy_until_s[position] = at
+        elif unfinished_s:
+            self.busy_until_s[position] = max(float(self.busy_until_s[position]) - unfinished_s, at)
+
+    def measured(self, position: int, running: int, waiting: int) -> None:
+        """An engine's own figures: what they show beyond our own requests belongs to others."""
+        self.others[position] = max(running + waiting - int(self.assigned[position]), 0)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from kvroute.control.core import Control, ControlSettings
+from kvroute.control.core import Control
+from kvroute.control.view import ControlSettings
 from kvroute.oracle import NetworkOracle, OracleSettings
 from kvroute.policies import TopologyConstraint, decode_policy, prefill_policy
 from kvroute.topology import Cluster
@@ -24,6 +25,10 @@ class ControlSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Prefill instances reuse cached prefixes."""
     reserve_bytes: float = 0.0
     """KV memory held back on every decode instance (NetKV m_min)."""
+    overcommit: bool = False
+    """Where no instance has room by the router's count, choose as if all had."""
+    cache_block_tokens: int = 0
+    """Above 0: the view of each instance's cached prefixes is bounded by its KV memory, in blocks of so many tokens."""
 
     def build(self, cluster: Cluster) -> Control:
         """A fresh core. Raises InputError for an unknown policy, parameter or constraint."""
@@ -33,6 +38,8 @@ class ControlSpec(msgspec.Struct, frozen=True, kw_only=True):
             constraint=TopologyConstraint.parse(self.constraint) if self.constraint else None,
             reserve_bytes=self.reserve_bytes,
             prefill_cache=self.prefill_cache,
+            overcommit=self.overcommit,
+            cache_block_tokens=self.cache_block_tokens,
         )
         oracle = NetworkOracle.of(cluster, self.oracle)
         return Control(cluster, settings, oracle)

@@ -1,0 +1,176 @@
+"""Programs under measurement: started on chosen cores, awaited, weighed from outside (CPU time, memory), and ended.
+
+A program is everything in the session that its first process opened, so what it starts itself is weighed and ended too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from bench.measurement import ROOT, Failed
+
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+END_S = 8.0
+
+
+class Program:
+    """A child process in a session of its own; use it in a `with` statement."""
+
+    def __init__(self, command: Sequence[str], *, name: str = "", cpus: Collection[int] = ()) -> None:
+        self.name = name or Path(command[0]).name
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115: closed in __exit__
+        try:
+            self._child = subprocess.Popen(
+                list(command),
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
+                start_new_session=True,
+                env={**os.environ, "PYTHONUNBUFFERED": "1"},
+                # Before exec: a runtime that starts one thread per core must see the cores it may use.
+                preexec_fn=(lambda: os.sched_setaffinity(0, cpus)) if cpus else None,
+            )
+        except OSError as error:
+            self._errors.close()
+            raise Failed(f"{self.name}: {error}") from error
+
+    def __enter__(self) -> Program:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.end()
+
+    @property
+    def pid(self) -> int:
+        """Process id of the first process, which is the session's."""
+        return self._child.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether the first process still runs."""
+        return self._child.poll() is None
+
+    def document(self, timeout_s: float = 60.0) -> dict[str, Any]:
+        """The first line on its standard output that is a JSON object. Raises Failed if none comes in time."""
+        assert self._child.stdout is not None
+        deadline, pending = time.monotonic() + timeout_s, b""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._child.stdout, selectors.EVENT_READ)
+            while (left_s := deadline - time.monotonic()) > 0:
+                if not selector.select(left_s):
+                    break
+                data = os.read(self._child.stdout.fileno(), 65_536)
+                if not data:
+                    break
+                *lines, pending = (pending + data).split(b"\n")
+                for line in lines:
+                    if line.startswith(b"{"):
+                        document: dict[str, Any] = json.loads(line)
+                        return document
+        raise Failed(f"{self.name} said nothing within {timeout_s:g} s: {self.errors()}")
+
+    def listens(self, port: int, timeout_s: float = 60.0) -> None:
+        """Wait until something accepts on the loopback port. Raises Failed if the program ends or takes too long."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+                return
+            if not self.alive:
+                break
+            time.sleep(0.05)
+        raise Failed(f"{self.name} does not listen on {port}: {self.errors()}")
+
+    def errors(self, most: int = 400) -> str:
+        """The last line of its standard error."""
+        self._errors.seek(0)
+        lines = self._errors.read().decode(errors="replace").strip().splitlines()
+        return lines[-1][-most:] if lines else "no output"
+
+    def cpu_s(self) -> float:
+        """CPU seconds of the whole session so far, threads that have ended included; nanosecond accounting."""
+        return sum(_process_cpu_s(pid) for pid in self._session())
+
+    def rss_bytes(self) -> int:
+        """Resident memory of the whole session; pages that processes share count for each."""
+        return sum(_rss_bytes(pid) for pid in self._session())
+
+    def sockets(self) -> int:
+        """Open sockets of the first process: listening, connected, and those of its own loop."""
+        count = 0
+        with contextlib.suppress(OSError):
+            for entry in os.scandir(f"/proc/{self.pid}/fd"):
+                with contextlib.suppress(OSError):
+                    count += os.readlink(entry.path).startswith("socket:")
+        return count
+
+    def send_signal(self, number: int) -> None:
+        """To the first process."""
+        self._child.send_signal(number)
+
+    def wait(self, timeout_s: float) -> int | None:
+        """Its exit status; None if it still runs then."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._child.wait(timeout_s)
+        return None
+
+    def end(self) -> None:
+        """Ask all of the session to end, then make it."""
+        if self._child.stdout is None or self._child.stdout.closed:
+            return
+        if self.alive:
+            self.send_signal(signal.SIGTERM)
+            self.wait(END_S)
+        for pid in self._session():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._child.wait()
+        self._child.stdout.close()
+        self._errors.close()
+
+    def _session(self) -> list[int]:
+        return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _session_of(pid) == self.pid]
+
+
+def _session_of(pid: int) -> int | None:
+    """Session id by /proc/PID/stat: the fourth field after the name, which may hold blanks."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[3])
+    except (OSError, IndexError):
+        return None
+
+
+def _process_cpu_s(pid: int) -> float:
+    """Linux's CPU clock of another process (clock_getcpuclockid(3)): what the scheduler counts, not ticks."""
+    try:
+        return time.clock_gettime((~pid << 3) | 2)
+    except OSError:
+        return 0.0
+
+
+def _rss_bytes(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE_BYTES
+    except (OSError, IndexError):
+        return 0
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of the loopback that nobody used a moment ago, for programs that cannot choose their own."""
+    with contextlib.ExitStack() as stack:
+        held = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in held:
+            one.bind(("127.0.0.1", 0))
+        return [int(one.getsockname()[1]) for one in held]

@@ -1,0 +1,253 @@
+"""The cluster as the router sees it: who can serve a request, what is cached where, what the network costs; it books
+nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from kvroute import llm
+from kvroute.control.pool import DecodePool, PrefillPool
+from kvroute.llm import Model
+from kvroute.oracle import NetworkOracle
+from kvroute.policies import (
+    DecodePolicy,
+    PrefillCandidates,
+    PrefillPolicy,
+    TopologyConstraint,
+    constrain,
+    prefill_mask,
+)
+from kvroute.prefix import PrefixIndex
+from kvroute.timing import prefill_time
+from kvroute.topology import Cluster
+from kvroute.types import (
+    SAME_NODE,
+    TIER_COUNT,
+    BoolArray,
+    Candidates,
+    Choice,
+    Instance,
+    InstanceMeasured,
+    IntArray,
+    KvProtocol,
+    NetworkCosts,
+    Reject,
+    Request,
+)
+
+PoolKey = tuple[str, KvProtocol]
+"""Model and protocol: those who can hand KV to each other."""
+
+
+@dataclass(frozen=True, slots=True)
+class ControlSettings:
+    """What the operator decides once."""
+
+    decode_policy: DecodePolicy
+    prefill_policy: PrefillPolicy
+    constraint: TopologyConstraint | None = None
+    reserve_bytes: float = 0.0
+    """KV memory held back on every decode instance (NetKV m_min)."""
+    prefill_cache: bool = True
+    """Whether prefill instances reuse cached prefixes."""
+    overcommit: bool = False
+    """Where no instance has room by the router's count, choose as if all had: live engines queue by themselves."""
+    cache_block_tokens: int = 0
+    """Above 0: what is known of an instance's cached prefixes is bounded by its KV memory, in blocks of so many tokens;
+    for a view without an engine's word on what it has dropped."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePick:
+    """A chosen decode instance, with what it was chosen from."""
+
+    choice: Choice
+    candidates: Candidates
+    tier: int
+
+
+class View:
+    """Pools by model and protocol, with health; answers with choices, and changes only where it is told to."""
+
+    def __init__(self, cluster: Cluster, settings: ControlSettings, oracle: NetworkOracle) -> None:
+        self.oracle, self.cluster, self.settings = oracle, cluster, settings
+        members = list(enumerate(cluster.instances))
+        self.models: dict[str, Model] = {
+            name: llm.model(name) for name in sorted({instance.model for _, instance in members})
+        }
+        self.prefix = PrefixIndex(len(members), [self._capacity(instance) for _, instance in members])
+        times = {name: prefill_time(spec.prefill) for name, spec in cluster.timing.items()}
+        self.prefill = {
+            name: PrefillPool.of([m for m in members if m[1].model == name and m[1].role != "decode"], times)
+            for name in self.models
+        }
+        keys = sorted({(i.model, i.protocol) for _, i in members if i.role != "prefill"})
+        self.decode: dict[PoolKey, DecodePool] = {
+            key: DecodePool.of(
+                [m for m in members if (m[1].model, m[1].protocol) == key and m[1].role != "prefill"], cluster.timing
+            )
+            for key in keys
+        }
+        self._allowed: dict[str, BoolArray | None] = {name: self._allowed_prefill(name) for name in self.models}
+
+    def _capacity(self, instance: Instance) -> int | None:
+        tokens = self.settings.cache_block_tokens
+        if not tokens:
+            return None
+        block_bytes = float(self.models[instance.model].kv_bytes(tokens))
+        return int(instance.kv_capacity_bytes // block_bytes) if block_bytes else None
+
+    def model_name(self, request: Request) -> str | None:
+        """The model that serves a request; None where nobody does, or it names none and there are several."""
+        name = request.model or (next(iter(self.models)) if len(self.models) == 1 else "")
+        return name if name in self.models and any(key[0] == name for key in self.decode) else None
+
+    def set_up(self, index: int, up: bool) -> None:
+        """Whether an instance takes requests."""
+        instance = self.cluster.instances[index]
+        prefill, decode = self.prefill[instance.model], self.decode.get((instance.model, instance.protocol))
+        if index in prefill.position:
+            prefill.up[prefill.position[index]] = up
+        if decode is not None and index in decode.position:
+            decode.set_up(decode.position[index], up)
+        self._allowed[instance.model] = self._allowed_prefill(instance.model)
+
+    def measured(self, index: int, event: InstanceMeasured) -> None:
+        """An engine's own word on its load."""
+        instance = self.cluster.instances[index]
+        prefill, decode = self.prefill[instance.model], self.decode.get((instance.model, instance.protocol))
+        if index in prefill.position:
+            prefill.measured(prefill.position[index], event.running, event.waiting)
+        if decode is not None and index in decode.position:
+            decode.measured(decode.position[index], event.running, event.waiting, event.kv_used_share)
+
+    def _allowed_prefill(self, model: str) -> BoolArray | None:
+        """Those who are up and have somebody to hand the KV to, inside the domain if anybody has: the rest may only
+        hope that a decode instance joins. None where nobody is ruled out."""
+        pool = self.prefill[model]
+        instances = [self.cluster.instances[index] for index in pool.ids.tolist()]
+        alone = np.array([instance.role == "both" for instance in instances], dtype=np.bool_)
+        served, inside = alone.copy(), alone.copy()
+        constraint = self.settings.constraint
+        for (name, protocol), decode in self.decode.items():
+            if name != model:
+                continue
+            takers = decode.ids[decode.up & decode.partner]
+            speaks = np.array([instance.protocol == protocol for instance in instances], dtype=np.bool_) & ~alone
+            served |= speaks & bool(len(takers))
+            if constraint is not None:
+                inside |= speaks & prefill_mask(constraint, self.cluster.tier, pool.ids, takers)
+        mask: BoolArray = pool.up & (served if constraint is None else inside)
+        if constraint is not None and not mask.any():
+            mask = pool.up & served
+        return None if mask.all() else mask
+
+    def prefill_candidates(self, request: Request, model: str, at: float, avoid: set[int]) -> PrefillCandidates:
+        """The prefill pool as a request sees it; instances to avoid are allowed only where nobody else is."""
+        pool = self.prefill[model]
+        if self.settings.prefill_cache and request.blocks:
+            # The last token is always computed: its output is the first logits.
+            most = max(request.input_tokens - 1, 0)
+            hit_tokens = np.minimum(self.prefix.match(request.blocks)[pool.ids] * request.block_tokens, most)
+        else:
+            hit_tokens = np.zeros(len(pool.ids), dtype=np.int64)
+        allowed = self._allowed[model]
+        if avoid:
+            fresh = ~np.isin(pool.ids, list(avoid)) & (True if allowed is None else allowed)
+            allowed = fresh if fresh.any() else allowed
+        prefill_s = pool.prefill_s(request.input_tokens, hit_tokens)
+        return PrefillCandidates(pool.names, pool.pending_s(at), hit_tokens, prefill_s, allowed)
+
+    def choose_prefill(self, request: Request, model: str, candidates: PrefillCandidates) -> Choice | Reject:
+        """Let the policy choose, or say why nobody can be chosen."""
+        pool = self.prefill[model]
+        if candidates.allowed is not None and not candidates.allowed.any():
+            who = "prefill instance is up" if not pool.up.any() else "decode instance is up"
+            return Reject(request.id, f"no {who if len(pool.ids) else 'prefill instance exists'}")
+        return self.settings.prefill_policy.choose(request, candidates, pool.decisions)
+
+    def choose_decode(
+        self, request: Request, key: PoolKey, source: int, at: float, avoid: set[int]
+    ) -> DecodePick | Reject:
+        """Who decodes a request whose KV is (or will be) on instance `source`."""
+        pool = self.decode[key]
+        usable = None if pool.open and not avoid else self._usable(pool, pool.partner, avoid)
+        if usable is not None and not usable.any():
+            return Reject(request.id, "no decode instance is up")
+        hit_tokens = self._hit_tokens(request, pool.ids)
+        reserve_bytes = self.settings.reserve_bytes
+        candidates = pool.candidates(request, self.models[key[0]], hit_tokens, reserve_bytes, usable)
+        costs = self.oracle.costs(source, pool.ids, at)
+        choice = self._constrained(request, candidates, costs, pool.decisions, usable)
+        return choice if isinstance(choice, Reject) else DecodePick(choice, candidates, int(costs.tier[choice.index]))
+
+    def choose_alone(self, request: Request, model: str, avoid: set[int]) -> tuple[PoolKey, DecodePick] | Reject:
+        """Who prefills and decodes a request by itself: nothing crosses the network."""
+        for key, pool in self.decode.items():
+            usable = self._usable(pool, np.ones(len(pool.ids), dtype=np.bool_), avoid)
+            if key[0] != model or not usable.any():
+                continue
+            hit_tokens = self._hit_tokens(request, pool.ids)
+            candidates = pool.candidates(request, self.models[model], hit_tokens, self.settings.reserve_bytes, usable)
+            candidates = replace(candidates, kv_bytes=np.zeros(len(pool.ids)))
+            choice = self._roomy(request, candidates, _at_home(len(pool.ids)), pool.decisions, usable)
+            return choice if isinstance(choice, Reject) else (key, DecodePick(choice, candidates, SAME_NODE))
+        return Reject(request.id, "no decode instance is up")
+
+    def _hit_tokens(self, request: Request, ids: IntArray) -> IntArray:
+        if not request.blocks:
+            return np.zeros(len(ids), dtype=np.int64)
+        return np.minimum(self.prefix.match(request.blocks)[ids] * request.block_tokens, request.input_tokens)
+
+    def _usable(self, pool: DecodePool, wanted: BoolArray, avoid: set[int]) -> BoolArray:
+        usable: BoolArray = pool.up & wanted
+        if avoid:
+            fresh = usable & ~np.isin(pool.ids, list(avoid))
+            usable = fresh if fresh.any() else usable
+        return usable
+
+    def _constrained(
+        self, request: Request, candidates: Candidates, costs: NetworkCosts, turn: int, usable: BoolArray | None
+    ) -> Choice | Reject:
+        constraint = self.settings.constraint
+        if constraint is None:
+            return self._roomy(request, candidates, costs, turn, usable)
+        choice = constrain(self.settings.decode_policy, constraint, request, candidates, costs, turn)
+        if not isinstance(choice, Reject):
+            return choice
+        inside = costs.tier <= constraint.tier_max
+        if inside.any() and usable is not None and not (inside & usable).any():
+            where = f"in the prefill instance's {constraint.level}"
+            return Reject(request.id, f"no decode instance {where} is up, and {constraint} forbids others")
+        if not self.settings.overcommit:
+            return choice
+        room = _with_room(candidates, usable)
+        return constrain(self.settings.decode_policy, constraint, request, room, costs, turn)
+
+    def _roomy(
+        self, request: Request, candidates: Candidates, costs: NetworkCosts, turn: int, usable: BoolArray | None
+    ) -> Choice | Reject:
+        choice = self.settings.decode_policy.choose(request, candidates, costs, turn)
+        if not isinstance(choice, Reject) or not self.settings.overcommit:
+            return choice
+        return self.settings.decode_policy.choose(request, _with_room(candidates, usable), costs, turn)
+
+
+def _with_room(candidates: Candidates, usable: BoolArray | None) -> Candidates:
+    """As if every usable instance had room."""
+    needs = np.minimum(candidates.need_bytes, candidates.free_kv_bytes)
+    return replace(candidates, need_bytes=needs if usable is None else np.where(usable, needs, np.inf))
+
+
+def _at_home(count: int) -> NetworkCosts:
+    """The network of a request that stays where it is."""
+    nothing = np.zeros(TIER_COUNT)
+    return NetworkCosts(
+        tier=np.full(count, SAME_NODE, dtype=np.int8),
+        bytes_per_s=np.ones(TIER_COUNT),
+        latency_s=nothing,
+        congestion=nothing,
+        in_flight=np.zeros(TIER_COUNT, dtype=np.int64),
+    )
