@@ -31,7 +31,7 @@ from kvroute.topology import (
 from kvroute.topology.builders import H100_LLAMA_70B_TP4
 from kvroute.topology.schema import Datacenter, Network, Nic, Nics, Node, Pod, Rack, Uplinks, Wan
 from kvroute.topology.units import Bandwidth, Latency
-from kvroute.types import CROSS_DATACENTER, SAME_NODE, TIER_COUNT, InputError
+from kvroute.types import CROSS_DATACENTER, SAME_NODE, TIER_COUNT, Endpoint, InputError
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 GBPS = 1e9 / 8
@@ -372,12 +372,23 @@ def test_an_unknown_instance_is_refused() -> None:
 
 def test_the_documented_sections_make_valid_files() -> None:
     text = (EXAMPLES.parent / "docs" / "cluster-file.md").read_text(encoding="utf-8")
-    name, lists, wan, tree, pod, network, timing, instances, counts = re.findall(r"```yaml\n(.*?)```", text, re.S)
+    sections = re.findall(r"```yaml\n(.*?)```", text, re.S)
+    name, lists, wan, tree, pod, network, timing, instances, counts, live, *gateway = sections
     defaults = "defaults: {model: llama-3-70b, tp: 4, kv_capacity: 180 GB}\n"
     nodes = "".join(f"  - {{name: node{n}, rack: rack0, nics: {{compute: {{capacity: 1 Gbps}}}}}}\n" for n in (1, 2))
     for section in (tree, pod):
         assert len(parse(name + section + network + timing + defaults + counts).instances) == 16
     assert len(parse(name + lists + nodes + network + timing + instances).instances) == 3
+    decode, prefill = parse(name + lists + timing + defaults + live).instances
+    assert (decode.protocol, prefill.protocol) == ("sglang", "sglang")
+    assert prefill.endpoint == Endpoint(
+        url="http://10.0.0.1:8000",
+        protocol="sglang",
+        bootstrap="10.0.0.1:8998",
+        kv_events="tcp://10.0.0.1:5557",
+        kv_replay="tcp://10.0.0.1:5558",
+    )
+    assert all(len(parse(name + tree + timing + defaults + counts + section).instances) == 16 for section in gateway)
     sites = lists.replace("{name: dc0}", "{name: dc0}, {name: dc1}").replace(
         "{name: pod0,", "{name: pod0, datacenter: dc0,"
     )

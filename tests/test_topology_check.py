@@ -94,6 +94,11 @@ def edited(old: str, new: str, name: str = "small.yaml") -> str:
     return TEXTS[name].replace(old, new, 1)
 
 
+def reached(fields: str) -> str:
+    return edited('0-3"}', f'0-3", endpoint: {{{fields}}}}}')
+
+
+REACHED = "instances[0].endpoint"
 TWO_RACKS = edited("{name: rack0} ", "{name: rack0}\n  - {name: rack1}").replace(
     "node1, rack: rack0", "node1, rack: rack1"
 )
@@ -139,6 +144,15 @@ FAULTS = {
     "kind": (edited("kind: fat-tree", "kind: fat_tree", FAT), "fabric.kind", "fat-tree, superpod"),
     "points": (edited(LINEAR, PIECES % ("1, 2", "1 s")), "timing.default.prefill", "2 tokens stand beside 1 times"),
     "descending": (edited(LINEAR, PIECES % ("2, 1", "1 s, 2 s")), "timing.default.prefill.tokens", "do not ascend"),
+    "endpoint with a path": (reached("url: 'http://a:1/v1'"), f"{REACHED}.url", "text such as 'http://10.0.0.1:8000'"),
+    "endpoint of no host": (reached("url: 'a:1'"), f"{REACHED}.url", "text such as 'http://10.0.0.1:8000'"),
+    "endpoint key": (reached("uri: 'http://a:1'"), f"{REACHED}.uri", "did you mean 'url'"),
+    "no url": (reached("protocol: vllm"), REACHED, "`url` is missing"),
+    "protocol": (reached("protocol: nixl"), f"{REACHED}.protocol", "one of vllm, mooncake, sglang"),
+    "bootstrap": (reached("bootstrap: a"), f"{REACHED}.bootstrap", "text such as '10.0.0.1:8998'"),
+    "KV events": (reached("kv_events: 'tcp://*:5557'"), f"{REACHED}.kv_events", "text such as 'tcp://10.0.0.1:5557'"),
+    "KV replay": (reached("kv_replay: 5558"), f"{REACHED}.kv_replay", "text such as 'tcp://10.0.0.1:5557'"),
+    "gateway": (edited("name: small", "name: small\ngateway: [1]"), "gateway", "[1] is not a mapping"),
     "no value": (edited("nvlink: 450 GB/s", "nvlink: null"), "nodes[0].nvlink", "has no value"),
     "alias": (edited("name: small", "name: &a small\nfabric: *a"), "fabric", "alias"),
     "tag": (edited("name: small", "name: !!python/name:os.system x"), "name", "the tag"),

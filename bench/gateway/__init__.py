@@ -1,1 +1,1 @@
-"""The gateway on its own ground: beside the Rust routers, under faults, with 500 instances, and against the simulator."""
+"""The live gateway: beside the Rust routers, under faults, with 500 instances, and against the simulator."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import selectors
 import signal
 import socket
 import subprocess
@@ -17,7 +16,7 @@ import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
 from bench.measurement import ROOT, Failed
 
@@ -30,21 +29,21 @@ class Program:
 
     def __init__(self, command: Sequence[str], *, name: str = "", cpus: Collection[int] = ()) -> None:
         self.name = name or Path(command[0]).name
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115: closed in __exit__
+        # Files, not pipes: a router that logs much must not wait for a reader.
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         try:
             self._child = subprocess.Popen(
-                list(command),
+                [*_pinned(cpus), *command],
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
+                stdout=self._output,
                 stderr=self._errors,
                 start_new_session=True,
                 env={**os.environ, "PYTHONUNBUFFERED": "1"},
-                # Before exec: a runtime that starts one thread per core must see the cores it may use.
-                preexec_fn=(lambda: os.sched_setaffinity(0, cpus)) if cpus else None,
             )
         except OSError as error:
-            self._errors.close()
+            self._close()
             raise Failed(f"{self.name}: {error}") from error
 
     def __enter__(self) -> Program:
@@ -65,22 +64,18 @@ class Program:
 
     def document(self, timeout_s: float = 60.0) -> dict[str, Any]:
         """The first line on its standard output that is a JSON object. Raises Failed if none comes in time."""
-        assert self._child.stdout is not None
-        deadline, pending = time.monotonic() + timeout_s, b""
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._child.stdout, selectors.EVENT_READ)
-            while (left_s := deadline - time.monotonic()) > 0:
-                if not selector.select(left_s):
-                    break
-                data = os.read(self._child.stdout.fileno(), 65_536)
-                if not data:
-                    break
-                *lines, pending = (pending + data).split(b"\n")
-                for line in lines:
-                    if line.startswith(b"{"):
-                        document: dict[str, Any] = json.loads(line)
-                        return document
-        raise Failed(f"{self.name} said nothing within {timeout_s:g} s: {self.errors()}")
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            ended = not self.alive
+            *lines, _ = _text(self._output).split("\n")
+            for line in lines:
+                if line.startswith("{"):
+                    document: dict[str, Any] = json.loads(line)
+                    return document
+            if ended:
+                break
+            time.sleep(0.02)
+        raise Failed(f"{self.name} did not say that it is ready: {self.errors()}")
 
     def listens(self, port: int, timeout_s: float = 60.0) -> None:
         """Wait until something accepts on the loopback port. Raises Failed if the program ends or takes too long."""
@@ -94,18 +89,17 @@ class Program:
         raise Failed(f"{self.name} does not listen on {port}: {self.errors()}")
 
     def errors(self, most: int = 400) -> str:
-        """The last line of its standard error."""
-        self._errors.seek(0)
-        lines = self._errors.read().decode(errors="replace").strip().splitlines()
-        return lines[-1][-most:] if lines else "no output"
+        """The last line that it has written."""
+        lines = (_text(self._errors).strip() or _text(self._output).strip()).splitlines()
+        return lines[-1][-most:] if lines else "it wrote nothing"
 
     def cpu_s(self) -> float:
         """CPU seconds of the whole session so far, threads that have ended included; nanosecond accounting."""
-        return sum(_process_cpu_s(pid) for pid in self._session())
+        return session_cpu_s(self.pid)
 
     def rss_bytes(self) -> int:
         """Resident memory of the whole session; pages that processes share count for each."""
-        return sum(_rss_bytes(pid) for pid in self._session())
+        return sum(_rss_bytes(pid) for pid in _session(self.pid))
 
     def sockets(self) -> int:
         """Open sockets of the first process: listening, connected, and those of its own loop."""
@@ -128,20 +122,39 @@ class Program:
 
     def end(self) -> None:
         """Ask all of the session to end, then make it."""
-        if self._child.stdout is None or self._child.stdout.closed:
+        if self._errors.closed:
             return
         if self.alive:
             self.send_signal(signal.SIGTERM)
             self.wait(END_S)
-        for pid in self._session():
+        for pid in _session(self.pid):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self._child.wait()
-        self._child.stdout.close()
+        self._close()
+
+    def _close(self) -> None:
+        self._output.close()
         self._errors.close()
 
-    def _session(self) -> list[int]:
-        return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _session_of(pid) == self.pid]
+
+def session_cpu_s(leader: int) -> float:
+    """CPU seconds that the processes of a session have used so far; 0 where there is none of that id."""
+    return sum(_process_cpu_s(pid) for pid in _session(leader)) if leader else 0.0
+
+
+def _session(leader: int) -> list[int]:
+    return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _session_of(pid) == leader]
+
+
+def _pinned(cpus: Collection[int]) -> list[str]:
+    """A runtime that starts one thread per core must see from its start which cores it may use."""
+    return ["taskset", "--cpu-list", ",".join(map(str, sorted(cpus)))] if cpus else []
+
+
+def _text(file: IO[bytes]) -> str:
+    """All that a child has written so far; its own offset is left alone."""
+    return os.pread(file.fileno(), 1 << 24, 0).decode(errors="replace")
 
 
 def _session_of(pid: int) -> int | None:

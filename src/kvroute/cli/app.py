@@ -7,10 +7,13 @@ import sys
 import typer
 
 from kvroute import __version__
+from kvroute.cli.emulate import emulate
 from kvroute.cli.experiment import experiment
 from kvroute.cli.flows import flows
+from kvroute.cli.keys import app as keys
 from kvroute.cli.llm import llm
 from kvroute.cli.replay import explain, replay_log
+from kvroute.cli.serve import serve
 from kvroute.cli.simulate import simulate
 from kvroute.cli.timing import app as timing
 from kvroute.cli.topology import app as topology
@@ -40,10 +43,13 @@ def _root(
 
 
 app.command()(simulate)
+app.command()(serve)
+app.command()(emulate)
 app.command()(experiment)
 app.add_typer(topology, name="topology")
 app.add_typer(trace, name="trace")
 app.add_typer(timing, name="timing")
+app.add_typer(keys, name="key")
 app.command()(llm)
 app.command()(flows)
 app.command("replay")(replay_log)

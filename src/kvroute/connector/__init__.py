@@ -1,1 +1,4 @@
-"""Connectors that move KV caches between engines; the only room that imports vllm."""
+"""A KV connector for vLLM: the decode instance pulls a prompt's KV blocks from the prefill instance over TCP.
+
+Only `kvroute.connector.vllm` imports vllm; everything else runs, and is tested, without it.
+"""

@@ -3,13 +3,14 @@
 from kvroute.control.core import Control
 from kvroute.control.log import EventLog, LogHeader, LogRecord, read_log, replay, same
 from kvroute.control.spec import ControlSpec
-from kvroute.control.view import ControlSettings
+from kvroute.control.view import ControlSettings, Load
 
 __all__ = [
     "Control",
     "ControlSettings",
     "ControlSpec",
     "EventLog",
+    "Load",
     "LogHeader",
     "LogRecord",
     "read_log",

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvroute.control.pool import DecodePool
-from kvroute.control.view import ControlSettings, DecodePick, PoolKey, View
+from kvroute.control.view import ControlSettings, DecodePick, Load, PoolKey, View
 from kvroute.oracle import NetworkOracle
 from kvroute.policies import PrefillCandidates
 from kvroute.prefix import PrefixIndex
@@ -123,6 +123,10 @@ class Control:
     def in_flight(self) -> int:
         """Requests that have arrived and not left."""
         return len(self._journeys)
+
+    def loads(self, at: float) -> dict[str, Load]:
+        """What is counted on every instance, by name; changes nothing."""
+        return self._view.loads(at)
 
     @property
     def prefix(self) -> PrefixIndex:

@@ -60,9 +60,17 @@ class EventLog:
             raise InputError(f"cannot be written ({error.strerror})", where=str(path), mend=mend) from None
         self._file.write(_ENCODER.encode(header) + b"\n")
 
-    def write(self, event: Event, decisions: tuple[Decision, ...]) -> None:
-        """Append one record."""
-        self._file.write(_ENCODER.encode(LogRecord(event, decisions)) + b"\n")
+    def write(self, event: Event, decisions: tuple[Decision, ...]) -> int:
+        """Append one record; how many bytes that was."""
+        return self._file.write(_ENCODER.encode(LogRecord(event, decisions)) + b"\n")
+
+    def flush(self) -> None:
+        """Hand what has been written to the system, for somebody who reads along."""
+        self._file.flush()
+
+    def close(self) -> None:
+        """The last line is on its way to the disk."""
+        self._file.close()
 
     def __enter__(self) -> EventLog:
         return self

@@ -30,9 +30,16 @@ class ControlSpec(msgspec.Struct, frozen=True, kw_only=True):
     cache_block_tokens: int = 0
     """Above 0: the view of each instance's cached prefixes is bounded by its KV memory, in blocks of so many tokens."""
 
+    def check(self) -> None:
+        """Raises InputError for an unknown policy, parameter or constraint."""
+        self._settings()
+
     def build(self, cluster: Cluster) -> Control:
         """A fresh core. Raises InputError for an unknown policy, parameter or constraint."""
-        settings = ControlSettings(
+        return Control(cluster, self._settings(), NetworkOracle.of(cluster, self.oracle))
+
+    def _settings(self) -> ControlSettings:
+        return ControlSettings(
             decode_policy=decode_policy(self.decode, **self.parameters),
             prefill_policy=prefill_policy(self.prefill),
             constraint=TopologyConstraint.parse(self.constraint) if self.constraint else None,
@@ -41,5 +48,3 @@ class ControlSpec(msgspec.Struct, frozen=True, kw_only=True):
             overcommit=self.overcommit,
             cache_block_tokens=self.cache_block_tokens,
         )
-        oracle = NetworkOracle.of(cluster, self.oracle)
-        return Control(cluster, settings, oracle)

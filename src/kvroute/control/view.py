@@ -60,6 +60,18 @@ class ControlSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class Load:
+    """What the router counts on one instance, for people to look at."""
+
+    queued: int
+    """Waiting for a prefill or for a decode slot."""
+    load: float
+    """In [0, 1]: share of the decode batch in use, or prefill work ahead against one second."""
+    pending_s: float
+    """Prefill work ahead."""
+
+
+@dataclass(frozen=True, slots=True)
 class DecodePick:
     """A chosen decode instance, with what it was chosen from."""
 
@@ -113,6 +125,19 @@ class View:
         if decode is not None and index in decode.position:
             decode.set_up(decode.position[index], up)
         self._allowed[instance.model] = self._allowed_prefill(instance.model)
+
+    def loads(self, at: float) -> dict[str, Load]:
+        """Load of every instance, by name."""
+        result: dict[str, Load] = {}
+        for pool in self.prefill.values():
+            for name, pending_s, assigned in zip(pool.names, pool.pending_s(at).tolist(), pool.assigned, strict=True):
+                result[name] = Load(int(assigned), min(1.0, pending_s), pending_s)
+        for decode in self.decode.values():
+            shares = np.minimum(1.0, (decode.batch + decode.queued) / decode.batch_max)
+            for name, queued, share in zip(decode.names, decode.queued, shares.tolist(), strict=True):
+                before = result.get(name, Load(0, 0.0, 0.0))
+                result[name] = Load(int(queued) + before.queued, max(share, before.load), before.pending_s)
+        return result
 
     def measured(self, index: int, event: InstanceMeasured) -> None:
         """An engine's own word on its load."""

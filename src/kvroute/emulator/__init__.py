@@ -1,1 +1,5 @@
 """Engines without a GPU: the simulator's instances on the wall clock, with real HTTP and real KV bytes over TCP."""
+
+from kvroute.emulator.fleet import Fleet, FleetSettings, Ready
+
+__all__ = ["Fleet", "FleetSettings", "Ready"]

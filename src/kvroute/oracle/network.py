@@ -1,4 +1,4 @@
-"""The network as the router knows it: tiers, own transfers and the operator's telemetry; never the true network."""
+"""The network as the router knows it: tiers, own transfers, their measured pace, and telemetry; never the true one."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from kvroute.oracle.learned import Learned
 from kvroute.oracle.links import LinkView
 from kvroute.oracle.telemetry import Congestion, OracleSettings, utilisation_array
 from kvroute.topology import Cluster
@@ -49,6 +50,12 @@ class NetworkOracle:
         self._in_flight: IntArray = np.zeros((len(self._tier), TIER_COUNT), dtype=np.int64)
         self._nothing: IntArray = np.zeros(TIER_COUNT, dtype=np.int64)
         self._nothing.flags.writeable = False
+        stale_after_s = self._settings.stale_after_s
+        self._learned = (
+            Learned(self._tier, self._bytes_per_s, self._latency_s, stale_after_s)
+            if self._settings.self_measured
+            else None
+        )
 
     @classmethod
     def of(cls, cluster: Cluster, settings: OracleSettings | None = None) -> NetworkOracle:
@@ -57,13 +64,38 @@ class NetworkOracle:
 
     def transfer_started(self, source: int, target: int) -> None:
         """Count a transfer of ours as under way (NetKV algorithm 1, line 14)."""
-        self._in_flight[source, self._tier[source, target]] += 1
+        tier = self._tier[source, target]
+        if self._learned is not None:
+            self._learned.started(source, target, self._counted(source, tier))
+        self._in_flight[source, tier] += 1
 
     def transfer_finished(self, source: int, target: int) -> None:
         """Count it out again. One that never started changes nothing: an engine may report the same end twice."""
         tier = self._tier[source, target]
         if self._in_flight[source, tier] > 0:
             self._in_flight[source, tier] -= 1
+            if self._learned is not None:
+                self._learned.ended(source, target, self._counted(source, tier))
+
+    def transfer_measured(
+        self, at: float, source: int, target: int, kv_bytes: float, seconds: float, transfers: int = 1
+    ) -> None:
+        """Take what transfers of one pair have shown, summed over `transfers` of them; without `self_measured` void.
+
+        Raises:
+            InputError: a number that is negative or not finite, or no transfer; the view then stays.
+        """
+        if self._learned is None:
+            return
+        tier = self._tier[source, target]
+        congestion = float(self._congestion.at(at)[tier])
+        in_flight = self._counted(source, tier)
+        self._learned.measured(at, source, target, kv_bytes, seconds, transfers, congestion, in_flight)
+
+    def _counted(self, source: int, tier: int) -> int:
+        """Own transfers under way as the formula counts them."""
+        own = self._settings.separates_own_traffic
+        return min(int(self._in_flight[source, tier]), self._settings.in_flight_max) if own else 0
 
     def congestion_measured(self, at: float, per_tier: Sequence[float]) -> None:
         """Take the operator's telemetry by tier.
@@ -97,12 +129,15 @@ class NetworkOracle:
             targets: [m] indices of the candidates, in the candidates' order.
         """
         own = self._settings.separates_own_traffic
+        tier = self._tier[source].take(targets)
+        learned = self._learned
         return NetworkCosts(
-            tier=self._tier[source].take(targets),
+            tier=tier,
             bytes_per_s=self._bytes_per_s,
             latency_s=self._latency_s,
             congestion=self._congestion.at(at),
             in_flight=np.minimum(self._in_flight[source], self._settings.in_flight_max) if own else self._nothing,
+            pair_bytes_per_s=None if learned is None else learned.bytes_per_s(source, targets, tier, at),
         )
 
     def residual_bytes_per_s(self, source: int, targets: IntArray, at: float) -> FloatArray:

@@ -38,6 +38,8 @@ class OracleSettings:
     """Weight of the newest slope, in [0, 1]; only `trend` uses it."""
     stale_after_s: float | None = None
     """Older telemetry fades to the static view as exp(1 - age / stale_after_s); None: it never fades."""
+    self_measured: bool = False
+    """Whether the pace of own transfers corrects the static bandwidths, by tier and by pair."""
 
     def __post_init__(self) -> None:
         known = get_args(Prediction)

@@ -172,7 +172,12 @@ class NetKV:
     def choose(self, request: Request, candidates: Candidates, costs: NetworkCosts, turn: int) -> Choice | Reject:
         """See DecodePolicy."""
         feasible = feasible_mask(candidates)
-        effective = self._effective_bytes_per_s(costs).take(costs.tier)
+        congestion, own_transfers = costs.congestion.take(costs.tier), costs.in_flight.take(costs.tier)
+        if costs.pair_bytes_per_s is None:
+            effective = self._effective_bytes_per_s(costs.bytes_per_s, costs.congestion, costs.in_flight)
+            effective = effective.take(costs.tier)
+        else:
+            effective = self._effective_bytes_per_s(costs.pair_bytes_per_s, congestion, own_transfers)
         transfer_s = candidates.kv_bytes / effective + costs.latency_s.take(costs.tier)
         queue_s, decode_s = queue_and_decode_s(candidates)
         parts = {
@@ -182,17 +187,19 @@ class NetKV:
             "hit_tokens": candidates.hit_tokens.astype(np.float64),
             "effective_bytes_per_s": effective,
             "tier": costs.tier.astype(np.float64),
-            "congestion": costs.congestion.take(costs.tier),
-            "own_transfers": costs.in_flight.take(costs.tier).astype(np.float64),
+            "congestion": congestion,
+            "own_transfers": own_transfers.astype(np.float64),
         }
         cost = transfer_s + queue_s + decode_s
         return cheapest(candidates.names, cost, feasible, parts) or no_room(request, candidates)
 
-    def _effective_bytes_per_s(self, costs: NetworkCosts) -> FloatArray:
-        """Per tier, [TIER_COUNT]: eq. 4, with what this variant does not see at zero."""
+    def _effective_bytes_per_s(
+        self, bytes_per_s: FloatArray, congestion: FloatArray, in_flight: IntArray
+    ) -> FloatArray:
+        """Eq. 4 by tier or by candidate, whichever the arrays are, with what this variant does not see at zero."""
         if self.congestion and self.in_flight:
-            return effective_bytes_per_s(costs.bytes_per_s, costs.congestion, costs.in_flight)
-        return costs.bytes_per_s / (costs.in_flight + 1) if self.in_flight else costs.bytes_per_s
+            return effective_bytes_per_s(bytes_per_s, congestion, in_flight)
+        return bytes_per_s / (in_flight + 1) if self.in_flight else bytes_per_s
 
 
 def _netkv() -> NetKV:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
 from kvroute.prefix import Evicted, PrefixIndex
 from kvroute.timing import IterationTime, PrefillTime
@@ -81,6 +81,26 @@ class DecodeInstance:
             return None  # no slot before somebody leaves, or the next boundary is planned already
         steps = self.time.steps_until(at - self.boundary_s, self.batch, self.context_tokens)
         self.planned_steps = min(max(steps, 0), self._active[0][0] - self.iteration)
+        self.version += 1
+        return max(at, self.boundary_s + self.time.span_s(self.planned_steps, self.batch, self.context_tokens))
+
+    def leave(self, at: float, request: int) -> float | None:
+        """A request goes before its answer is complete, at the next boundary; a waiting one at once.
+
+        Returns when to `step` next if that has changed, else None; unknown requests are left alone.
+        """
+        self._waiting = deque(entry for entry in self._waiting if entry[0] != request)
+        place = next((place for place, entry in enumerate(self._active) if entry[2] == request), None)
+        if place is None:
+            return None
+        last, sequence, _, tokens = self._active[place]
+        steps = self.time.steps_until(at - self.boundary_s, self.batch, self.context_tokens)
+        end = min(self.iteration + steps, last)
+        self._active[place] = (end, sequence, request, tokens - (last - end))
+        heapify(self._active)
+        if self.planned_steps <= end - self.iteration:
+            return None
+        self.planned_steps = end - self.iteration
         self.version += 1
         return max(at, self.boundary_s + self.time.span_s(self.planned_steps, self.batch, self.context_tokens))
 

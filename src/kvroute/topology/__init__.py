@@ -3,8 +3,8 @@
 from kvroute.topology.assembly import build, load, parse
 from kvroute.topology.builders import H100_LLAMA_70B_TP4, LLAMA_70B_TP4, fat_tree, superpod, two_datacenters
 from kvroute.topology.cluster import STORAGE, Cluster, Link
-from kvroute.topology.document import FileError
 from kvroute.topology.expansion import expand
+from kvroute.topology.form import FileError
 from kvroute.topology.schema import ClusterFile, InstanceCounts, InstanceDefaults, InstanceEntry, Network, TimingEntry
 from kvroute.topology.units import (
     bandwidth_bytes_per_s,

@@ -9,8 +9,9 @@ import numpy as np
 from kvroute.topology.bandwidth import tier_bytes_per_s
 from kvroute.topology.check import entries_of, faults, reach_faults, shorthand_faults
 from kvroute.topology.cluster import STORAGE, Cables, Cluster, Link, tier_latency_s, tier_matrix
-from kvroute.topology.document import Lines, read_document
+from kvroute.topology.document import read_document
 from kvroute.topology.expansion import expand
+from kvroute.topology.form import Lines
 from kvroute.topology.place import Places, Shards, gpu_list, places_of, wan_routes
 from kvroute.topology.schema import ClusterFile, Nic, Uplinks
 from kvroute.types import (

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from kvroute import llm
-from kvroute.topology.document import FileError, Key, Lines, nearest
+from kvroute.topology.form import FileError, Key, Lines, nearest
 from kvroute.topology.place import Places, gpu_list, wan_routes
 from kvroute.topology.schema import (
     ClusterFile,

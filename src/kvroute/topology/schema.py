@@ -12,7 +12,16 @@ import yaml
 from msgspec import Meta, Struct, field
 
 from kvroute.topology.units import Bandwidth, Duration, Latency, Size, quantity, quantity_text
-from kvroute.types import DecodeSpec, Endpoint, KvProtocol, LinearPrefill, PiecewisePrefill, QuadraticPrefill, Role, TimingSpec
+from kvroute.types import (
+    DecodeSpec,
+    Endpoint,
+    KvProtocol,
+    LinearPrefill,
+    PiecewisePrefill,
+    QuadraticPrefill,
+    Role,
+    TimingSpec,
+)
 
 Name: TypeAlias = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=200)]
 Count: TypeAlias = Annotated[int, Meta(ge=1, le=65_536)]
@@ -21,6 +30,10 @@ Ratio: TypeAlias = Annotated[float, Meta(gt=0, le=1000)]
 NicScope: TypeAlias = Literal["gpu", "instance", "server"]
 Ecmp: TypeAlias = Literal["flow", "transfer"]
 Placement: TypeAlias = Literal["rack", "spread", "packed"]
+_HOST_PORT = r"(\[[0-9A-Fa-f:.]+\]|[^\s/:@\[\]*]+):[0-9]{1,5}"
+ZmqEndpoint: TypeAlias = Annotated[
+    str, Meta(pattern=rf"^(tcp://{_HOST_PORT}|ipc://\S+)?\Z", examples=["tcp://10.0.0.1:5557"])
+]
 
 
 class Entry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -198,12 +211,12 @@ class InstanceDefaults(Entry, frozen=True, kw_only=True):
 class EndpointEntry(Entry, frozen=True, kw_only=True):
     """Where the live engine is reached; needed by `kvroute serve` alone."""
 
-    url: Annotated[str, Meta(pattern=r"^https?://[^/?#\s]+$")]
+    url: Annotated[str, Meta(pattern=r"^https?://[^/?#@\s]+\Z", examples=["http://10.0.0.1:8000"])]
     """Without a path."""
     protocol: KvProtocol = "vllm"
-    bootstrap: str = ""
-    kv_events: str = ""
-    kv_replay: str = ""
+    bootstrap: Annotated[str, Meta(pattern=rf"^({_HOST_PORT})?\Z", examples=["10.0.0.1:8998"])] = ""
+    kv_events: ZmqEndpoint = ""
+    kv_replay: ZmqEndpoint = ""
 
     def endpoint(self) -> Endpoint:
         """The same without the file's form."""
@@ -299,7 +312,7 @@ class ClusterFile(Entry, frozen=True, kw_only=True):
     timing: dict[str, TimingEntry] = {}
     defaults: InstanceDefaults = InstanceDefaults()
     instances: list[InstanceEntry] | InstanceCounts
-    gateway: dict[str, Any] | None = None
+    gateway: dict[str, Any] = {}
     """For `kvroute serve`, which reads and checks it (`read_section`)."""
 
     def to_yaml(self) -> str:

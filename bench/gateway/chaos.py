@@ -1,0 +1,314 @@
+"""kvroute under faults: 10,000 requests, legs that fail, clients that leave, instances that restart.
+
+`python -m bench.gateway.chaos`. Engines answer 500, break off before or in the middle of an answer, or say nothing;
+every few seconds one of them restarts. Each client checks its own answer: every token once and in order, or an error
+that says so. Afterwards nothing may be left: no request in flight, no leg, no transfer, no memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import random
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import uvloop
+from bench.gateway.contenders import CONTENDERS, OTHER_CPUS, Place, answering, ask, ask_json, kvroute
+from bench.gateway.load import Plan, bodies
+from bench.gateway.program import Program
+from bench.measurement import Row, show
+
+from kvroute.emulator.player import Client
+
+CHAT = "/v1/chat/completions"
+TOKENS = 16
+GIVE_UP_S, SETTLE_S = 60.0, 10.0
+PROPER = ("whole", "error", "cut short with an error event", "left")
+WARM_SHARE = 0.3
+"""Of the requests; memory is compared from then on."""
+FLAT_SHARE = 0.05
+"""Memory is flat if it has grown by no more than this share of itself."""
+GAUGES = {
+    "requests in flight": "kvroute_requests_in_flight",
+    "requests queued": "kvroute_requests_queued",
+    "requests on instances": "kvroute_instance_requests",
+    "transfers": "kvroute_transfers_in_flight",
+    "client connections": "kvroute_client_connections",
+    "prefill seconds booked": "kvroute_prefill_pending_seconds",
+}
+SECTION = {
+    "timeouts": {"connect": "1 s", "prefill": "2 s", "first_token": "2 s", "between_tokens": "2 s"},
+    "health": {"interval": "500 ms", "timeout": "1 s"},
+    "breaker": {"open": "1 s"},
+}
+"""Short patience, so that silent engines are noticed within the bench's time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weather:
+    """What happens in a run."""
+
+    requests: int = 10_000
+    rate_per_s: float = 200.0
+    fault_share: float = 0.01
+    """Of legs."""
+    leave_share: float = 0.01
+    """Of clients."""
+    restart_every_s: float = 5.0
+    down_s: float = 1.0
+    instances: int = 8
+    """Of each role."""
+    seed: int = 0
+    through: str = "kvroute"
+    """Which contender; of another one than kvroute only answers and legs are looked at."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """How every request ended, by kind, and the first few that ended in no proper way."""
+
+    kinds: Counter[str] = field(default_factory=Counter)
+    improper: list[str] = field(default_factory=list)
+    statuses: Counter[str] = field(default_factory=Counter)
+
+    def add(self, number: int, kind: str, detail: str = "") -> None:
+        """One request has ended."""
+        self.kinds[kind] += 1
+        if kind not in PROPER and len(self.improper) < 10:
+            self.improper.append(f"request {number}: {kind}: {detail[:200]}")
+
+
+def judged(status: int, data: bytes, number: int, streams: bool) -> tuple[str, str]:
+    """What an HTTP answer that came to its end is to the client that asked: a kind, and what is wrong with it."""
+    if status != 200:
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            return ("error", "") if json.loads(data)["error"]["message"] else ("error without a message", "")
+        return f"status {status} without OpenAI's error", data.decode(errors="replace")
+    if not streams:
+        answer = json.loads(data)
+        return ("whole", "") if answer.get("r") == f"u{number}" else ("another's answer", data.decode())
+    events = [event.removeprefix("data: ") for event in data.decode().split("\n\n") if event]
+    tokens = [json.loads(event) for event in events if event.startswith("{") and not event.startswith('{"error"')]
+    if [token["k"] for token in tokens] != list(range(len(tokens))):
+        return "tokens lost or repeated", data.decode()
+    if any(token["r"] != f"u{number}" for token in tokens):
+        return "another's tokens", data.decode()
+    if any(event.startswith('{"error"') for event in events):
+        return "cut short with an error event", ""
+    if len(tokens) == TOKENS and events[-1] == "[DONE]":
+        return "whole", ""
+    return "cut short without a word", data.decode()
+
+
+def asked(weather: Weather) -> Iterator[tuple[bytes, bool, float]]:
+    """Bodies, whether they stream, and after how many seconds their client leaves (0: never), drawn by seed."""
+    draw, prompts = random.Random(weather.seed), bodies(Plan())
+    for number in range(weather.requests):
+        streams = draw.random() < 0.8
+        fields = json.loads(prompts[number % len(prompts)])
+        fields |= {"stream": streams, "max_tokens": TOKENS, "user": f"u{number}"}
+        leaves_s = draw.uniform(0.001, 0.08) if draw.random() < weather.leave_share else 0.0
+        yield msgspec.json.encode(fields), streams, leaves_s
+
+
+async def clients(url: str, weather: Weather, outcome: Outcome) -> None:
+    """All requests, each at its time whatever happens to the others."""
+    client, started = Client(url), time.monotonic()
+    try:
+        async with asyncio.TaskGroup() as group:
+            for number, (body, streams, leaves_s) in enumerate(asked(weather)):
+                await asyncio.sleep(max(0.0, started + number / weather.rate_per_s - time.monotonic()))
+                group.create_task(_one(client, number, body, streams, leaves_s, outcome))
+    finally:
+        client.close()
+
+
+async def _one(client: Client, number: int, body: bytes, streams: bool, leaves_s: float, outcome: Outcome) -> None:
+    pieces: list[bytes] = []
+    try:
+        async with asyncio.timeout(leaves_s or GIVE_UP_S):
+            status = await client.post(CHAT, body, pieces.append)
+    except TimeoutError:
+        outcome.add(number, "left" if leaves_s else "no answer")
+    except OSError as error:
+        outcome.add(number, "broken connection", f"{error}; {len(pieces)} pieces")
+    else:
+        outcome.statuses[str(status)] += 1
+        outcome.add(number, *judged(status, b"".join(pieces), number, streams))
+
+
+class Observer:
+    """Looks at the gateway from outside while the storm lasts, and restarts engines."""
+
+    def __init__(self, gateway: Program, workers: Mapping[str, Any], weather: Weather) -> None:
+        self._gateway, self._weather = gateway, weather
+        self._clerk = f"http://127.0.0.1:{workers['clerk']}"
+        self._ports = [*workers["prefill"], *workers["decode"]]
+        self._draw = random.Random(weather.seed + 1)
+        self.rss_mb: list[float] = []
+        self.sockets_max = 0
+        self.restarts = 0
+
+    async def watch(self) -> None:
+        """Memory and sockets, once a second."""
+        while True:
+            self.rss_mb.append(self._gateway.rss_bytes() / 1e6)
+            self.sockets_max = max(self.sockets_max, self._gateway.sockets())
+            await asyncio.sleep(1.0)
+
+    async def restart(self) -> None:
+        """One engine after the other, at random."""
+        while True:
+            await asyncio.sleep(self._weather.restart_every_s)
+            port = self._draw.choice(self._ports)
+            query = f"port={port}&down_s={self._weather.down_s}"
+            await asyncio.to_thread(ask_json, f"{self._clerk}/restart?{query}", "POST")
+            self.restarts += 1
+
+    def stats(self) -> dict[str, Any]:
+        """Of the engines."""
+        found: dict[str, Any] = ask_json(self._clerk + "/stats")
+        return found
+
+    def growth_mb(self) -> float:
+        """Resident memory at the end less that after the warm-up; means over three seconds each."""
+        warm = int(len(self.rss_mb) * WARM_SHARE)
+        first, last = self.rss_mb[warm : warm + 3], self.rss_mb[-3:]
+        return sum(last) / len(last) - sum(first) / len(first)
+
+
+async def storm(url: str, weather: Weather, observer: Observer) -> Outcome:
+    """The whole run; what the clients saw."""
+    outcome = Outcome()
+    beside = [asyncio.ensure_future(observer.watch()), asyncio.ensure_future(observer.restart())]
+    try:
+        await clients(url, weather, outcome)
+    finally:
+        for task in beside:
+            task.cancel()
+        await asyncio.gather(*beside, return_exceptions=True)
+    return outcome
+
+
+def left(admin: str, observer: Observer) -> dict[str, float]:
+    """What the gateway and the engines still hold, after as much time as it takes to let go, bounded.
+
+    Args:
+        admin: the gateway's admin address; empty: it has none that we can read.
+        observer: asks the engines.
+    """
+    deadline = time.monotonic() + SETTLE_S
+    while any((held := _held(admin, observer)).values()) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return held
+
+
+def _held(admin: str, observer: Observer) -> dict[str, float]:
+    legs = {"legs in the engines": float(observer.stats()["open"])}
+    if not admin:
+        return legs
+    gauges: defaultdict[str, float] = defaultdict(float)
+    for line in ask(admin + "/metrics").decode().splitlines():
+        if line and not line.startswith("#"):
+            series, value = line.split("#")[0].split()[:2]
+            gauges[series.split("{")[0]] += float(value)
+    return legs | {what: round(gauges[name], 6) for what, name in GAUGES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Aftermath:
+    """What a run has shown."""
+
+    weather: Weather
+    outcome: Outcome
+    held: dict[str, float]
+    engines: dict[str, Any]
+    sockets: dict[str, int]
+    rss_mb: float
+    growth_mb: float
+    restarts: int
+
+    def rows(self) -> list[Row]:
+        """The laws: every request once, nothing held, memory flat."""
+        outcome, asked_for = self.outcome, self.weather.requests
+        improper = asked_for - sum(outcome.kinds[kind] for kind in PROPER)
+        stayed = max(1, asked_for - outcome.kinds["left"])
+        note = f"{self.weather.through}: memory at the end {self.rss_mb:.0f} MB; {self.restarts} restarts"
+
+        def row(measure: str, ours: float, target: float | None, unit: str = "") -> Row:
+            return Row(measure=measure, unit=unit, better="lower", ours=ours, target=target, note=note)
+
+        return [
+            row(f"requests not answered exactly once, of {asked_for:,}", improper, 0),
+            row(
+                "answers that are errors, of clients that stayed",
+                100 - 100 * outcome.kinds["whole"] / stayed,
+                None,
+                "%",
+            ),
+            row("held afterwards: requests, legs, transfers, connections", sum(self.held.values()), 0),
+            row("growth of memory after the warm-up", self.growth_mb, FLAT_SHARE * self.rss_mb, "MB"),
+        ]
+
+    def texts(self) -> dict[str, str]:
+        """What stands behind the rows."""
+        said = {
+            "answers": dict(self.outcome.kinds),
+            "statuses": dict(self.outcome.statuses),
+            "improper": self.outcome.improper,
+            "held": self.held,
+            "engines": self.engines,
+            "sockets": self.sockets,
+        }
+        return {name: json.dumps(value) for name, value in said.items()}
+
+
+def run(weather: Weather) -> Aftermath:
+    """Engines, gateway, storm and calm."""
+    worker = [sys.executable, "-m", "bench.gateway.mock_worker", "--fault-share", str(weather.fault_share)]
+    worker += ["--prefill", str(weather.instances), "--decode", str(weather.instances), "--seed", str(weather.seed)]
+    ours = weather.through == "kvroute"
+    command = kvroute(SECTION) if ours else CONTENDERS[weather.through]
+    with tempfile.TemporaryDirectory() as scratch, Program(worker, cpus=OTHER_CPUS) as mock:
+        workers = mock.document()
+        place = Place.of(workers, Path(scratch))
+        with answering(command(place), weather.through, place) as gateway:
+            observer, before = Observer(gateway, workers, weather), gateway.sockets()
+            outcome = uvloop.run(storm(f"http://127.0.0.1:{place.port}", weather, observer))
+            return Aftermath(
+                weather=weather,
+                outcome=outcome,
+                held=left(f"http://127.0.0.1:{place.second_port}" if ours else "", observer),
+                engines=observer.stats(),
+                sockets={"before": before, "most": observer.sockets_max, "after": gateway.sockets()},
+                rss_mb=gateway.rss_bytes() / 1e6,
+                growth_mb=observer.growth_mb(),
+                restarts=observer.restarts,
+            )
+
+
+def main() -> None:
+    """Run it, print the rows."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true", help="one JSON document")
+    for name in ("requests", "rate_per_s", "fault_share", "leave_share", "seed", "through"):
+        default = getattr(Weather(), name)
+        parser.add_argument("--" + name.replace("_", "-"), type=type(default), default=default)
+    given = vars(parser.parse_args())
+    as_json = given.pop("json")
+    aftermath = run(Weather(**given))
+    show(aftermath.rows(), as_json, aftermath.texts())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""Cluster files for the gateway's benches: fat trees of two pods and more, every instance with an endpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from bench.gateway.mock_worker import MODEL
+
+from kvroute.topology import ClusterFile, InstanceCounts, InstanceDefaults, InstanceEntry, expand, fat_tree
+from kvroute.topology.schema import EndpointEntry
+from kvroute.topology.units import Size
+from kvroute.types import KvProtocol
+
+GPUS_PER_INSTANCE, GPUS_PER_NODE, NODES_PER_RACK = 4, 8, 4
+KV_CAPACITY = Size(180e9)
+
+
+def tree(prefill: int, decode: int) -> ClusterFile:
+    """A fat tree just large enough, 2:1 above the racks and 4:1 above its two or more pods, instances spread."""
+    nodes = -(-(prefill + decode) * GPUS_PER_INSTANCE // GPUS_PER_NODE)
+    racks = max(2, -(-nodes // NODES_PER_RACK))
+    pods = max(2, -(-racks // 8))
+    return fat_tree(
+        f"bench-{prefill + decode}",
+        pods=pods,
+        racks_per_pod=-(-racks // pods),
+        nodes_per_rack=NODES_PER_RACK,
+        oversubscription=(2.0, 4.0),
+        instances=InstanceCounts(prefill=prefill, decode=decode, placement="spread"),
+        defaults=InstanceDefaults(model=MODEL, tp=GPUS_PER_INSTANCE, kv_capacity_bytes=KV_CAPACITY),
+    )
+
+
+def served(
+    prefill: Sequence[int],
+    decode: Sequence[int],
+    gateway: Mapping[str, Any],
+    *,
+    protocol: KvProtocol = "vllm",
+    bootstrap: str = "",
+) -> ClusterFile:
+    """A tree whose instances listen on these loopback ports, with a `gateway` section.
+
+    Args:
+        prefill, decode: ports.
+        gateway: the section as it stands in the file.
+        protocol: of all instances.
+        bootstrap: `host:port` of the prefill engines' bootstrap server, where the protocol has one.
+    """
+    ports = {"prefill": iter(prefill), "decode": iter(decode)}
+    file = expand(tree(len(prefill), len(decode)))
+    assert isinstance(file.instances, list)
+    instances = [_reached(one, next(ports[one.role]), protocol, bootstrap) for one in file.instances]
+    return msgspec.structs.replace(file, instances=instances, gateway=dict(gateway))
+
+
+def _reached(instance: InstanceEntry, port: int, protocol: KvProtocol, bootstrap: str) -> InstanceEntry:
+    endpoint = EndpointEntry(
+        url=f"http://127.0.0.1:{port}",
+        protocol=protocol,
+        bootstrap=bootstrap if instance.role == "prefill" else "",
+    )
+    return msgspec.structs.replace(instance, endpoint=endpoint)
+
+
+def write(file: ClusterFile, folder: Path) -> Path:
+    """Its YAML in the folder; the path."""
+    path = folder / f"{file.name}.yaml"
+    path.write_text(file.to_yaml())
+    return path

@@ -1,0 +1,147 @@
+"""Who is compared, as programs to start in front of the same engines: kvroute in several set-ups, and two peers."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.gateway.clusters import served, write
+from bench.gateway.load import CHAT, Plan, bodies
+from bench.gateway.program import Program, free_ports
+from bench.measurement import Failed
+from bench.peers.routers import BOOTSTRAP_PORT, sglang_router, vllm_router
+
+from kvroute.types import KvProtocol
+
+READY_S = 60.0
+PROXY_CPUS, OTHER_CPUS = (0,), (1,)
+"""The proxy has a core of its own; engines and clients share the other one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What a contender is told: the engines' ports, its own, and a folder for files."""
+
+    prefill: tuple[int, ...]
+    decode: tuple[int, ...]
+    port: int
+    second_port: int
+    folder: Path
+
+    @classmethod
+    def of(cls, workers: Mapping[str, Any], folder: Path) -> Place:
+        """In front of the engines that said so, on free ports."""
+        port, second_port = free_ports(2)
+        return cls(tuple(workers["prefill"]), tuple(workers["decode"]), port, second_port, folder)
+
+
+Command = Callable[[Place], list[str]]
+
+
+def kvroute(section: Mapping[str, Any] | None = None, protocol: KvProtocol = "vllm") -> Command:
+    """`kvroute serve` with NetKV; `section` is what its `gateway:` says beyond ports, FOLDER for the place's."""
+
+    def command(place: Place) -> list[str]:
+        gateway = {"listen": {"port": place.port}, "admin": {"port": place.second_port}, **(section or {})}
+        gateway = json.loads(json.dumps(gateway).replace("FOLDER", str(place.folder)))
+        bootstrap = "" if protocol == "vllm" else f"127.0.0.1:{BOOTSTRAP_PORT}"
+        file = served(place.prefill, place.decode, gateway, protocol=protocol, bootstrap=bootstrap)
+        return [str(Path(sys.executable).with_name("kvroute")), "serve", str(write(file, place.folder))]
+
+    return command
+
+
+CONTENDERS: dict[str, Command] = {
+    "kvroute": kvroute(),
+    "vllm-router": lambda place: vllm_router(place.port, place.second_port, place.prefill, place.decode),
+    "sglang-router": lambda place: sglang_router(place.port, place.second_port, place.prefill, place.decode),
+    "kvroute, event log": kvroute({"log": {"events": "FOLDER/events.jsonl"}}),
+    "kvroute, tokenizer": kvroute({"prompt": {"tokenizer": "FOLDER/tokenizer.json"}}),
+    "kvroute, SGLang": kvroute(protocol="sglang"),
+}
+
+
+def started(name: str, place: Place) -> Program:
+    """A contender that answers; the caller ends it. Raises Failed if it does not come to that."""
+    return answering(CONTENDERS[name](place), name, place)
+
+
+def answering(command: list[str], name: str, place: Place) -> Program:
+    """The proxy that a command starts, once it answers."""
+    program = Program(command, name=name, cpus=PROXY_CPUS)
+    try:
+        program.listens(place.port, READY_S)
+        _await_answer(program, f"http://127.0.0.1:{place.port}")
+    except BaseException:
+        program.end()
+        raise
+    return program
+
+
+def ask(url: str, body: bytes | None = None, timeout_s: float = 10.0, method: str | None = None) -> bytes:
+    """One request by the standard library's client. Raises OSError for no answer and for a bad status."""
+    headers = {"content-type": "application/json"}
+    request = urllib.request.Request(url, data=body, headers=headers, method=method)
+    with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+        data: bytes = answer.read()
+        return data
+
+
+def ask_json(url: str, method: str | None = None) -> Any:
+    """The JSON document at an address."""
+    return json.loads(ask(url, method=method))
+
+
+def _await_answer(program: Program, url: str) -> None:
+    """Until it has answered one request: some routers listen before they know their workers."""
+    body, deadline, why = bodies(Plan())[0], time.monotonic() + READY_S, ""
+    while time.monotonic() < deadline and program.alive:
+        try:
+            ask(url + CHAT, body)
+            return
+        except urllib.error.HTTPError as error:
+            why = error.read().decode(errors="replace")
+        except OSError as error:
+            why = str(error)
+        time.sleep(0.2)
+    raise Failed(f"{program.name} does not answer: {why or program.errors()}")
+
+
+def legs(name: str, folder: Path) -> str:
+    """What a contender sends for one request, seen by the engines: "prefill, then decode with kv_transfer_params".
+
+    Raises:
+        Failed: it did not split the request into two legs that name each other.
+    """
+    worker = [sys.executable, "-m", "bench.gateway.mock_worker", "--prefill-ms", "20"]
+    with Program(worker, cpus=OTHER_CPUS) as mock:
+        workers = mock.document()
+        place = Place.of(workers, folder)
+        clerk = f"http://127.0.0.1:{workers['clerk']}"
+        with started(name, place):
+            ask_json(clerk + "/capture", method="POST")
+            body = json.loads(bodies(Plan(stream_tokens=3))[1])
+            ask(f"http://127.0.0.1:{place.port}{CHAT}", json.dumps(body).encode())
+            seen = [entry for entry in ask_json(clerk + "/seen") if entry["path"].startswith(CHAT)]
+    return _described(name, {entry["role"]: entry for entry in seen}, len(seen))
+
+
+def _described(name: str, by_role: Mapping[str, Any], count: int) -> str:
+    if count != 2 or len(by_role) != 2:
+        raise Failed(f"{name} sent {count} legs to {', '.join(by_role) or 'nobody'}")
+    prefill, decode = by_role["prefill"], by_role["decode"]
+    if room := decode["body"].get("bootstrap_room"):
+        if prefill["body"].get("bootstrap_room") != room:
+            raise Failed(f"{name}: the legs are in different bootstrap rooms")
+        return "both legs at once, one bootstrap_room"
+    params = decode["body"].get("kv_transfer_params") or {}
+    if params.get("remote_engine_id") != prefill["engine"] or decode["at_s"] < prefill["at_s"] + 0.015:
+        raise Failed(f"{name}: the decode leg does not carry what prefill answered")
+    return "prefill, then decode with its kv_transfer_params"

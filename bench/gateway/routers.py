@@ -1,0 +1,208 @@
+"""kvroute beside the Rust routers, same engines, same run, in turn: `python -m bench.gateway.routers`.
+
+A trial starts one proxy on a core of its own, and puts three loads on it from the other core, where the engines are
+too: one connection at a pace, many as fast as they go, and 64 streams. Every round runs each contender once, in rotated
+order; medians over rounds count. CPU time is what the proxy's processes use, background work included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.gateway.contenders import CONTENDERS, OTHER_CPUS, Place, legs, started
+from bench.gateway.program import Program
+from bench.gateway.tokenizer import write_tokenizer
+from bench.measurement import Failed, Row, show
+
+ROUNDS, SECONDS, IDLE_S = 5, 4.0, 2.0
+INSTANCES = 8
+"""Of each role."""
+LOADS = {
+    "paced": ["--connections", "1", "--rate", "150"],
+    "closed": ["--connections", "32"],
+    "streams": ["--connections", "64", "--stream-tokens", "100"],
+}
+TICK_MS = 5.0
+CHUNK_TARGET_MS = 0.3
+OURS, VLLM, SGLANG = "kvroute", "vllm-router", "sglang-router"
+VARIANTS = tuple(name for name in CONTENDERS if name.startswith("kvroute,"))
+
+Trial = Mapping[str, Any]
+"""Figures by load, and `idle_share`."""
+
+
+def loaded(url: str, seconds: float, weigh: int) -> dict[str, Any]:
+    """The three loads, one after the other, each from a fresh process on the other core."""
+    figures = {}
+    for name, options in LOADS.items():
+        command = [sys.executable, "-m", "bench.gateway.load", url, "--seconds", str(seconds), *options]
+        with Program([*command, "--weigh", str(weigh)], cpus=OTHER_CPUS) as client:
+            figures[name] = client.document(timeout_s=seconds + 60)
+    return figures
+
+
+def trial(name: str, workers: Mapping[str, Any], seconds: float, folder: Path) -> Trial:
+    """One contender from its start to its end; "direct" is a decode engine without a proxy."""
+    if name == "direct":
+        return {**loaded(f"http://127.0.0.1:{workers['decode'][0]}", seconds, 0), "idle_share": None}
+    place = Place.of(workers, folder)
+    with started(name, place) as proxy:
+        before_s = proxy.cpu_s()
+        time.sleep(IDLE_S)
+        idle = (proxy.cpu_s() - before_s) / IDLE_S
+        return {**loaded(f"http://127.0.0.1:{place.port}", seconds, proxy.pid), "idle_share": idle}
+
+
+def trials(names: Sequence[str], rounds: int, seconds: float) -> tuple[dict[str, list[Trial]], dict[str, str]]:
+    """Every contender once per round, the first one another each time; figures, and why somebody has none."""
+    found: dict[str, list[Trial]] = {name: [] for name in names}
+    missing: dict[str, str] = {}
+    worker = [sys.executable, "-m", "bench.gateway.mock_worker", "--tick-ms", str(TICK_MS)]
+    worker += ["--prefill", str(INSTANCES), "--decode", str(INSTANCES)]
+    with tempfile.TemporaryDirectory() as scratch, Program(worker, cpus=OTHER_CPUS) as mock:
+        folder = Path(scratch)
+        write_tokenizer(folder / "tokenizer.json")
+        workers = mock.document()
+        for number in range(rounds):
+            for name in (*names[number % len(names) :], *names[: number % len(names)]):
+                if name in missing:
+                    continue
+                print(f"round {number + 1} of {rounds}: {name}", file=sys.stderr, flush=True)
+                try:
+                    found[name].append(trial(name, workers, seconds, folder))
+                except Failed as failed:
+                    missing[name] = str(failed)
+    return found, missing
+
+
+def described(names: Sequence[str]) -> dict[str, str]:
+    """How each contender splits a request, as the engines saw it, or why it could not be seen."""
+    said = {}
+    for name in names:
+        with tempfile.TemporaryDirectory() as scratch:
+            write_tokenizer(Path(scratch) / "tokenizer.json")
+            try:
+                said[name] = legs(name, Path(scratch))
+            except Failed as failed:
+                said[name] = f"not seen: {failed}"
+    return said
+
+
+def figure(trials_: Sequence[Trial], load: str, *path: str) -> list[float]:
+    """One figure of all trials, without those that lack it."""
+    values = []
+    for one in trials_:
+        value: Any = one[load]
+        for key in path:
+            value = value[key] if value is not None else None
+        if value is not None:
+            values.append(float(value))
+    return values
+
+
+def added_us(found: Mapping[str, Sequence[Trial]], name: str) -> list[float]:
+    """Median answer through the proxy less the one without, round by round."""
+    through, direct = (figure(found[who], "paced", "answer_us", "p50") for who in (name, "direct"))
+    return [a - b for a, b in zip(through, direct, strict=False)]
+
+
+def _thousandths(values: Sequence[float]) -> list[float]:
+    return [value / 1e3 for value in values]
+
+
+MEASURES: dict[str, tuple[str, Any]] = {
+    "CPU per request, 32 connections": ("us", lambda f, n: figure(f[n], "closed", "cpu_us_per_answer")),
+    "CPU per request, 150 requests/s": ("us", lambda f, n: figure(f[n], "paced", "cpu_us_per_answer")),
+    "added latency, median": ("us", added_us),
+    "delay of a streamed chunk, median": ("ms", lambda f, n: _thousandths(figure(f[n], "streams", "chunk_us", "p50"))),
+    "CPU per streamed chunk": ("us", lambda f, n: figure(f[n], "streams", "cpu_us_per_chunk")),
+    "requests/s, one core, 32 connections": ("1/s", lambda f, n: figure(f[n], "closed", "answers_per_s")),
+    "CPU share without requests": ("%", lambda f, n: [100 * share for share in figure(f[n], "idle_share")]),
+}
+COMPARED = {
+    "CPU per request, 32 connections": (VLLM, SGLANG),
+    "CPU per request, 150 requests/s": (VLLM, SGLANG),
+    "added latency, median": (VLLM, SGLANG),
+    "delay of a streamed chunk, median": (VLLM, SGLANG),
+    "requests/s, one core, 32 connections": (VLLM, SGLANG),
+}
+
+
+def rows(found: Mapping[str, Sequence[Trial]], missing: Mapping[str, str]) -> list[Row]:
+    """Ours beside each peer, then our other set-ups."""
+    made = [_row(found, missing, measure, OURS, peer) for measure, peers in COMPARED.items() for peer in peers]
+    for name in VARIANTS:
+        if name in found:
+            peer = SGLANG if "SGLang" in name else ""
+            made.append(_row(found, missing, "CPU per request, 32 connections", name, peer))
+            made.append(_row(found, missing, "added latency, median", name, peer))
+    return made
+
+
+def _row(found: Mapping[str, Sequence[Trial]], missing: Mapping[str, str], measure: str, name: str, peer: str) -> Row:
+    unit, values = MEASURES[measure]
+    ours, theirs = values(found, name), values(found, peer) if peer in found else []
+    bound = statistics.median(theirs) if theirs else None
+    if measure.startswith("delay"):
+        target: float | None = CHUNK_TARGET_MS
+    else:
+        target = bound if name == OURS and not measure.startswith("requests/s") else None
+    return Row(
+        measure=measure + name.removeprefix(OURS),
+        unit=unit,
+        better="higher" if measure.startswith("requests/s") else "lower",
+        ours=statistics.median(ours) if ours else None,
+        peer=bound,
+        peer_name=(peer if theirs else "not available") if peer else "",
+        target=target,
+        note="; ".join(f"{who}: {missing[who]}" for who in (name, peer) if who in missing),
+    )
+
+
+def ranges(found: Mapping[str, Sequence[Trial]], said: Mapping[str, str]) -> str:
+    """Every measure of every contender: median, and least to most over the trials; and failed answers if any."""
+    lines = [f"{name}: {how}" for name, how in said.items()]
+    for measure, (unit, values) in MEASURES.items():
+        lines.append(f"{measure}, {unit}")
+        for name in found:
+            series = [] if name == "direct" and measure.startswith(("CPU", "added")) else values(found, name)
+            if series:
+                middle, low, high = statistics.median(series), min(series), max(series)
+                lines.append(f"  {name:20} {middle:9.4g}   {low:.4g} to {high:.4g}   n={len(series)}")
+    failed = [(name, load, one[load]["failed"]) for name in found for one in found[name] for load in LOADS]
+    lines += [f"{name}, {load}: failed {how}" for name, load, how in failed if how]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Run the rounds, print the rows."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true", help="one JSON document")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="of each load in a trial")
+    parser.add_argument("--only", action="append", metavar="NAME", help="contenders, with `direct`; default all")
+    parser.add_argument("--no-peer", action="store_true", help="leave the Rust routers out; nothing is installed")
+    parser.add_argument("--raw", type=Path, help="file for every trial's figures, JSON")
+    given = parser.parse_args()
+    names = [name for name in CONTENDERS if not (given.no_peer and name in (VLLM, SGLANG))]
+    names = ["direct", *(given.only or names)]
+    if wrong := [name for name in names[1:] if name not in CONTENDERS]:
+        parser.error(f"there is no contender {wrong[0]!r}; choose from {', '.join(CONTENDERS)}")
+    said = described(names[1:])
+    found, missing = trials(names, given.rounds, given.seconds)
+    if given.raw:
+        given.raw.write_text(json.dumps(found, indent=1))
+    found = {OURS: [], **found}
+    show(rows(found, missing), given.json, {"every trial": ranges(found, said)})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""`kvroute emulate`: a cluster of engines without GPUs, to try a gateway on."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import typer
+
+from kvroute import topology
+from kvroute.cli.output import remarks
+from kvroute.topology import Cluster
+from kvroute.types import TIER_COUNT, InputError
+
+if TYPE_CHECKING:
+    from kvroute.emulator import FleetSettings
+
+ENGINE, NETWORK, PLACE = "Engines", "Network", "Where"
+
+
+def emulate(
+    cluster: Annotated[Path, typer.Argument(help="Cluster file (YAML), see `kvroute topology`.", show_default=False)],
+    instance: Annotated[
+        list[str] | None,
+        typer.Option("--instance", help="Only this instance; repeat for more. Default: all.", rich_help_panel=PLACE),
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.", rich_help_panel=PLACE)] = "127.0.0.1",
+    endpoints_from_file: Annotated[
+        bool,
+        typer.Option("--endpoints-from-file", help="Listen where the file's endpoints say.", rich_help_panel=PLACE),
+    ] = False,
+    ready_file: Annotated[
+        Path | None,
+        typer.Option(help="Write the ready line to this file in place of stdout.", rich_help_panel=PLACE),
+    ] = None,
+    kv_scale: Annotated[
+        float,
+        typer.Option(min=0, max=1, help="Real bytes per modelled byte of KV; seconds stay.", rich_help_panel=NETWORK),
+    ] = 1e-3,
+    background: Annotated[
+        str,
+        typer.Option(
+            help="Share of links that others use: one for tiers 1 to 4, or five for tiers 0 to 4.",
+            rich_help_panel=NETWORK,
+        ),
+    ] = "0",
+    kv_events: Annotated[
+        bool, typer.Option("--kv-events/--no-kv-events", help="Publish KV events over ZMQ.", rich_help_panel=ENGINE)
+    ] = True,
+    kv_expiry: Annotated[
+        float, typer.Option(min=0.001, help="Seconds that KV waits to be fetched.", rich_help_panel=ENGINE)
+    ] = 480.0,
+    block_tokens: Annotated[
+        int, typer.Option(min=1, max=65_536, help="Tokens of a KV block.", rich_help_panel=ENGINE)
+    ] = 16,
+    seed: Annotated[int, typer.Option(min=0, help="Of path draws and faults.", rich_help_panel=ENGINE)] = 0,
+) -> None:
+    """Run emulated engines: vLLM's HTTP, metrics and KV events, paced by the simulator's models, no GPU.
+
+    Prints one JSON line when all are ready, {"instances": {name: {"url", "kv_events", "kv_replay", ...}}}, and runs
+    until SIGTERM or SIGINT.
+
+    Example: [bold]kvroute emulate examples/small.yaml[/bold]
+    """
+    try:
+        import uvloop
+
+        from kvroute.emulator import FleetSettings
+    except ImportError as error:
+        raise InputError(f"{error.name} is not installed", mend="pip install 'kvroute[serve]'") from None
+    settings = FleetSettings(
+        host=host,
+        kv_scale=kv_scale,
+        block_tokens=block_tokens,
+        kv_events=kv_events,
+        kv_expiry_s=kv_expiry,
+        background=_background(background),
+        endpoints_from_file=endpoints_from_file,
+        seed=seed,
+    )
+    uvloop.run(_run(topology.load(cluster), settings, instance or [], ready_file))
+
+
+def _background(text: str) -> tuple[float, ...]:
+    try:
+        shares = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        shares = ()
+    if len(shares) == 1:
+        return (0.0,) + shares * (TIER_COUNT - 1)
+    if len(shares) != TIER_COUNT:
+        mend = f"give one number, or {TIER_COUNT} with commas"
+        raise InputError(f"{text!r} are no shares by tier", where="--background", mend=mend)
+    return shares
+
+
+async def _run(cluster: Cluster, settings: FleetSettings, names: list[str], ready_file: Path | None) -> None:
+    from kvroute.emulator import Fleet
+
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    async with Fleet(cluster, settings, names) as fleet:
+        line = msgspec.json.encode(fleet.ready()).decode()
+        if ready_file is None:
+            typer.echo(line)
+        else:
+            _write(ready_file, line + "\n")
+        remarks().print(f"{len(fleet.servers)} engines of {cluster.name} are ready; Ctrl-C ends them")
+        await stop.wait()
+
+
+def _write(path: Path, text: str) -> None:
+    """All at once: who waits for the file must not read half of it."""
+    part = path.with_name(path.name + ".part")
+    try:
+        part.write_text(text)
+        part.replace(path)
+    except OSError as error:
+        raise InputError(
+            f"{path} cannot be written ({error.strerror})", where="--ready-file", mend="give another"
+        ) from None

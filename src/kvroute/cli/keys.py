@@ -1,0 +1,43 @@
+"""`kvroute key new NAME`: draws an API key for the gateway, shows it once and says what the key file must hold."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Annotated
+
+import msgspec
+import typer
+
+from kvroute.cli.output import print_json
+from kvroute.gateway.keys import new_key
+from kvroute.topology.schema import Name
+from kvroute.types import InputError
+
+app = typer.Typer(help="API keys of the gateway.", no_args_is_help=True)
+
+
+@app.command("new")
+def key_new(
+    name: Annotated[str, typer.Argument(help="Whose key it is; it stands in logs and limits.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
+) -> None:
+    """Draw a key of 256 random bits. The key itself is shown now and kept nowhere.
+
+    Example: [bold]kvroute key new alice[/bold]
+    """
+    try:
+        msgspec.convert(name, Name)
+    except msgspec.ValidationError as error:
+        mend = "use letters, digits, `-`, `_` and `.`, and begin with a letter or a digit"
+        raise InputError(f"{name!r} is no name for a key", where="NAME", mend=mend) from error
+    key, hashed = new_key(secrets.token_bytes(32))
+    if as_json:
+        print_json({"name": name, "key": key, "hash": hashed})
+        return
+    typer.echo(f"The key, shown this once; give it to {name}:\n\n    {key}\n")
+    typer.echo(f"The line for the key file, or for `gateway: {{keys: {{known: ...}}}}`:\n\n    {name}: {hashed}")
+
+
+@app.callback()
+def _root() -> None:
+    """Keys are hashed in the file; who reads it cannot use them."""

@@ -1,0 +1,225 @@
+"""`kvroute serve`: the live gateway, in front of real engines or of emulated ones."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import typer
+
+from kvroute.cli.output import console
+from kvroute.types import Endpoint, InputError
+
+if TYPE_CHECKING:
+    from kvroute.gateway.gateway import Deployment, Gateway
+    from kvroute.gateway.settings import GatewaySettings
+
+ROUTING, PLACE, ENGINES = "Routing", "Where", "Emulated engines"
+_READY_S = 60.0
+_SET_DEATH_SIGNAL = 1
+
+
+def serve(
+    cluster: Annotated[
+        Path, typer.Argument(help="Cluster file (YAML), with an endpoint for each instance.", show_default=False)
+    ],
+    policy: Annotated[
+        str | None, typer.Option(help="Decode policy; default: the file's, else netkv.", rich_help_panel=ROUTING)
+    ] = None,
+    prefill: Annotated[
+        str | None, typer.Option(help="Prefill policy; default: the file's.", rich_help_panel=ROUTING)
+    ] = None,
+    constraint: Annotated[
+        str | None,
+        typer.Option(help="Topology constraint, e.g. pod:fail or rack:fallback.", rich_help_panel=ROUTING),
+    ] = None,
+    host: Annotated[str | None, typer.Option(help="Address for clients.", rich_help_panel=PLACE)] = None,
+    port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="Port for clients; 0: any.", rich_help_panel=PLACE)
+    ] = None,
+    admin_port: Annotated[
+        int | None,
+        typer.Option(min=0, max=65535, help="Port of dashboard and metrics; 0: any.", rich_help_panel=PLACE),
+    ] = None,
+    log: Annotated[
+        Path | None, typer.Option(help="Write every event and decision here, for replay and explain.")
+    ] = None,
+    log_format: Annotated[str | None, typer.Option(help="Of the messages on stderr: text or json.")] = None,
+    embedded: Annotated[
+        bool,
+        typer.Option("--embedded", help="Emulate the file's engines too: no GPU needed.", rich_help_panel=ENGINES),
+    ] = False,
+    kv_scale: Annotated[
+        float,
+        typer.Option(min=0, max=1, help="Real bytes per modelled byte of KV.", rich_help_panel=ENGINES),
+    ] = 1e-3,
+    background: Annotated[
+        str, typer.Option(help="Share of links that others use, see `kvroute emulate`.", rich_help_panel=ENGINES)
+    ] = "0",
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="Of emulated engines and drawn ids.", rich_help_panel=ENGINES)
+    ] = None,
+    ready_file: Annotated[
+        Path | None, typer.Option(help="Write addresses here as JSON once requests are taken.", rich_help_panel=PLACE)
+    ] = None,
+) -> None:
+    """Serve an OpenAI-compatible API in front of prefill and decode engines, pricing each KV transfer.
+
+    SIGTERM drains, SIGHUP reads the cluster file again. The settings stand in the file's `gateway:` section.
+
+    Example: [bold]kvroute serve --embedded examples/small.yaml[/bold]
+    """
+    try:
+        import uvloop
+    except ImportError as error:
+        raise InputError(f"{error.name} is not installed", mend="pip install 'kvroute[serve]'") from None
+    if log_format not in (None, "text", "json"):
+        raise InputError(f"unknown format {log_format!r}", where="--log-format", mend="use text or json")
+
+    def adjust(settings: GatewaySettings) -> GatewaySettings:
+        return _adjusted(settings, policy, prefill, constraint, host, port, admin_port, log, log_format)
+
+    with _engines(cluster, kv_scale, background, seed) if embedded else contextlib.nullcontext() as endpoints:
+        from kvroute.gateway.gateway import Deployment
+
+        def read() -> Deployment:
+            return Deployment.read(cluster, adjust, endpoints)
+
+        uvloop.run(_serve(read, ready_file, seed))
+
+
+def _adjusted(
+    settings: GatewaySettings,
+    policy: str | None,
+    prefill: str | None,
+    constraint: str | None,
+    host: str | None,
+    port: int | None,
+    admin_port: int | None,
+    log: Path | None,
+    log_format: str | None,
+) -> GatewaySettings:
+    """The file's settings with what the command line says."""
+    replace = msgspec.structs.replace
+    listen, admin, logs = settings.listen, settings.admin, settings.log
+    listen = replace(listen, host=host or listen.host, port=listen.port if port is None else port)
+    admin = replace(admin, port=admin.port if admin_port is None else admin_port)
+    if listen.port == admin.port != 0:
+        mend = "give --port and --admin-port different numbers"
+        raise InputError(f"clients and the operator would share port {admin.port}", mend=mend)
+    logs = replace(logs, events=str(log) if log else logs.events, format=log_format or logs.format)
+    changed = replace(
+        settings,
+        listen=listen,
+        admin=admin,
+        log=logs,
+        policy=policy or settings.policy,
+        parameters=settings.parameters if policy in (None, settings.policy) else {},
+        prefill=prefill or settings.prefill,
+        constraint=settings.constraint if constraint is None else constraint,
+    )
+    changed.control_spec().check()
+    return changed
+
+
+async def _serve(read: Callable[[], Deployment], ready_file: Path | None, seed: int | None) -> None:
+    from kvroute.gateway.gateway import Gateway
+    from kvroute.gateway.logs import Logs
+
+    deployment = read()
+    settings = deployment.settings
+    logs = Logs(settings.log.format, settings.log.level, access=settings.log.access)
+    gateway = Gateway(deployment, seed=seed)
+    try:
+        await gateway.start()
+        _announce(gateway, deployment, ready_file)
+        await _until_told(gateway, read)
+    finally:
+        await gateway.close()
+        logs.close()
+
+
+def _announce(gateway: Gateway, deployment: Deployment, ready_file: Path | None) -> None:
+    settings = deployment.settings
+    scheme = "https" if settings.listen.tls else "http"
+    url, admin = (
+        f"{scheme}://{settings.listen.host}:{gateway.port}",
+        f"http://{settings.admin.host}:{gateway.admin_port}",
+    )
+    out = console()
+    out.print(f"kvroute serves {len(deployment.cluster.instances)} instances of {deployment.cluster.name}: {url}/v1")
+    out.print(f"dashboard and metrics: {admin}")
+    if ready_file is not None:
+        ready_file.write_bytes(msgspec.json.encode({"url": url, "admin": admin}))
+
+
+async def _until_told(gateway: Gateway, read: Callable[[], Deployment]) -> None:
+    """Serve until SIGTERM or SIGINT and all requests are answered; a second signal ends at once."""
+    loop, ends, at_once = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
+    reloads: set[asyncio.Task[bool]] = set()
+
+    def end() -> None:
+        (at_once if ends.is_set() else ends).set()
+
+    def reload() -> None:
+        task = loop.create_task(gateway.reload(read))
+        reloads.add(task)
+        task.add_done_callback(reloads.discard)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, end)
+    loop.add_signal_handler(signal.SIGHUP, reload)
+    await ends.wait()
+    waits = [loop.create_task(gateway.drain()), loop.create_task(at_once.wait())]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    for wait in waits:
+        wait.cancel()
+    await asyncio.gather(*waits, return_exceptions=True)
+
+
+@contextlib.contextmanager
+def _engines(cluster: Path, kv_scale: float, background: str, seed: int | None) -> Iterator[dict[str, Endpoint]]:
+    """Emulated engines in a process of their own, which ends with this one."""
+    with tempfile.TemporaryDirectory(prefix="kvroute-") as folder:
+        ready = Path(folder, "ready.json")
+        command = [sys.executable, "-m", "kvroute.cli.app", "emulate", str(cluster), "--ready-file", str(ready)]
+        command += ["--kv-scale", str(kv_scale), "--background", background, "--seed", str(seed or 0)]
+        # Its own session: Ctrl-C is for the gateway, which lets requests finish before the engines go.
+        process = subprocess.Popen(
+            command, start_new_session=True, preexec_fn=_end_with_parent, stdout=subprocess.DEVNULL
+        )
+        try:
+            yield _wait_for(process, ready)
+        finally:
+            process.terminate()
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _wait_for(process: subprocess.Popen[bytes], ready: Path) -> dict[str, Endpoint]:
+    deadline = time.monotonic() + _READY_S
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            # It has said itself what is wrong.
+            raise typer.Exit(process.returncode or 1)
+        if ready.exists() and (text := ready.read_bytes()).endswith(b"\n"):
+            return msgspec.json.decode(text, type=dict[str, dict[str, Endpoint]])["instances"]
+        time.sleep(0.02)
+    raise InputError(f"the emulated engines were not ready within {_READY_S:g} s", mend="try a smaller cluster")
+
+
+def _end_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGTERM)

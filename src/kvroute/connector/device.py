@@ -1,0 +1,85 @@
+"""KV cache tensors as regions: host memory as it lies, device memory through a host buffer. Imports torch.
+
+Only whole blocks are copied: a CPU kernel packs keys and values inside a block in its own way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvroute.connector.blocks import HostRegion, Region
+from kvroute.types import InputError
+
+try:
+    import torch
+except ModuleNotFoundError:
+    raise ImportError("kvroute.connector.device needs torch, which comes with vllm") from None
+
+
+class StagedRegion:
+    """Blocks of a device tensor [blocks, bytes]: gathered into a host buffer to send, scattered from one when received.
+
+    Copies run on the calling thread's own stream and are complete when a method returns.
+    """
+
+    def __init__(self, bytes_by_block: Any) -> None:
+        self._tensor = bytes_by_block
+        self.block_bytes = int(bytes_by_block.shape[1])
+
+    def outgoing(self, blocks: Sequence[int]) -> list[memoryview]:
+        """A copy in host memory."""
+        return [_flat(self._tensor.index_select(0, self._index(blocks)).cpu())]
+
+    def landing(self, blocks: Sequence[int]) -> list[memoryview]:
+        """A host buffer."""
+        return [_flat(torch.empty((len(blocks), self.block_bytes), dtype=torch.uint8))]
+
+    def landed(self, blocks: Sequence[int], views: list[memoryview]) -> None:
+        """Copy the host buffer onto the device."""
+        staged = torch.frombuffer(views[0], dtype=torch.uint8).view(len(blocks), self.block_bytes)
+        self._tensor.index_copy_(0, self._index(blocks), staged.to(self._tensor.device))
+        if self._tensor.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def _index(self, blocks: Sequence[int]) -> Any:
+        return torch.tensor(blocks, dtype=torch.int64, device=self._tensor.device)
+
+
+def regions_of(layer: str, tensor: Any, blocks: int, *, staging: bool = False) -> list[Region]:
+    """One layer's cache tensor as regions: one, or two where keys and values lie apart ([2, blocks, ...]).
+
+    Raises:
+        InputError: blocks are not dense in memory, or not countable.
+    """
+    split = tensor.dim() > 1 and tensor.shape[0] == 2 and tensor.shape[1] % blocks == 0 and tensor.shape[0] % blocks
+    halves = [tensor[0], tensor[1]] if split else [tensor]
+    return [_region(layer, half, blocks, staging) for half in halves]
+
+
+def _region(layer: str, tensor: Any, blocks: int, staging: bool) -> Region:
+    if tensor.shape[0] % blocks:
+        what = f"KV cache of shape {tuple(tensor.shape)} is not made of {blocks} blocks"
+        raise InputError(what, where=layer, mend="this model's cache layout is not supported")
+    inner = tensor[0].numel()
+    strides = sorted(zip(tensor.stride()[1:], tensor.shape[1:], strict=True))
+    dense = 1
+    for stride, size in strides:
+        if size > 1 and stride != dense:
+            raise InputError("a block of the KV cache is not dense", where=layer, mend="use another KV cache layout")
+        dense *= size
+    per_block, size = tensor.shape[0] // blocks, tensor.element_size()
+    if per_block > 1 and tensor.stride(0) != inner:
+        raise InputError("a block's parts do not adjoin", where=layer, mend="use another KV cache layout")
+    block_bytes, stride_bytes = per_block * inner * size, per_block * tensor.stride(0) * size
+    raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    start = tensor.storage_offset() * size
+    if staging or tensor.device.type != "cpu":
+        raw.set_(tensor.untyped_storage(), start, (blocks, block_bytes), (stride_bytes, 1))
+        return StagedRegion(raw)
+    raw.set_(tensor.untyped_storage(), start, ((blocks - 1) * stride_bytes + block_bytes,), (1,))
+    return HostRegion.of(raw.numpy(), block_bytes, stride_bytes)
+
+
+def _flat(tensor: Any) -> memoryview:
+    return memoryview(tensor.view(-1).numpy())

@@ -1,0 +1,116 @@
+"""What `kv_connector_extra_config` may say, checked in one place; unknown words are refused."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+import socket
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import Annotated, Any
+
+import msgspec
+
+from kvroute.types import InputError
+
+Dscp = Annotated[int, msgspec.Meta(ge=0, le=63)]
+KV_CLASS = "kv"
+"""Traffic class of a transfer whose request names none."""
+_FAULT = re.compile(r"(corrupt|stall)-layer-(\d+)")
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The connector's options; every one has a default."""
+
+    host: str = "127.0.0.1"
+    """Address that a prefill instance listens on. Any but a loopback address asks for a token."""
+    port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
+    """Rank r listens on `port + r`; 0: the system chooses."""
+    advertised_host: str = ""
+    """Address that decode instances are told; empty: `host`, or this machine's own where `host` is a wildcard."""
+    connections: Annotated[int, msgspec.Meta(ge=1, le=64)] = 4
+    """TCP connections of one transfer at most; each carries a share of the blocks."""
+    token: str = ""
+    """Secret shared by all instances; it never crosses the network."""
+    token_env: str = ""
+    """Name of the environment variable that holds the token instead."""
+    checksum: bool = False
+    """Ask for a CRC-32 over every layer of a connection's share."""
+    dscp: dict[str, Dscp] = {}
+    """Code point by traffic class: `{"kv": 10}`; classes that are not named stay unmarked."""
+    hold_s: Annotated[float, msgspec.Meta(gt=0)] = 120.0
+    """A prefill instance frees blocks that nobody has fetched for so long."""
+    timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 10.0
+    """A peer that does not move a byte for so long has failed."""
+    instance: str = ""
+    """This instance's name in the cluster file, the `source` of its transfers in metrics; empty: host and port."""
+    staging: bool = False
+    """Copy through host buffers even where the KV cache lies in host memory; device memory always does."""
+    fault_file: str = ""
+    """For tests: a file that says `corrupt-layer-N` or `stall-layer-N` while the fault shall last."""
+
+    def secret(self, environ: Mapping[str, str] = os.environ) -> str:
+        """The token, from wherever it is given.
+
+        Raises:
+            InputError: the named variable is missing or empty.
+        """
+        if not self.token_env:
+            return self.token
+        secret = environ.get(self.token_env, "")
+        if not secret:
+            raise InputError(f"{self.token_env} is not set", where="token_env", mend="export it before vllm starts")
+        return secret
+
+    def advertised(self) -> str:
+        """Where a decode instance reaches this one."""
+        if self.advertised_host:
+            return self.advertised_host
+        if not _wildcard(self.host):
+            return self.host
+        return os.environ.get("VLLM_HOST_IP") or socket.gethostbyname(socket.gethostname())
+
+
+def read_options(extra: Mapping[str, Any]) -> Options:
+    """Options out of `kv_connector_extra_config`.
+
+    Raises:
+        InputError: an unknown option, a wrong value, or an open address without a token.
+    """
+    known = Options.__struct_fields__
+    for word in extra:
+        if word not in known:
+            near = get_close_matches(word, known, 1)
+            mend = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+            raise InputError(f"unknown option {word!r}", where="kv_connector_extra_config", mend=mend)
+    try:
+        options = msgspec.convert(dict(extra), Options)
+    except msgspec.ValidationError as error:
+        raise InputError(str(error), where="kv_connector_extra_config") from None
+    if options.token and options.token_env:
+        raise InputError("token and token_env are both given", where="kv_connector_extra_config", mend="keep one")
+    if not (options.token or options.token_env or _loopback(options.host)):
+        raise InputError(
+            f"anybody who reaches {options.host} could read the KV cache",
+            where="kv_connector_extra_config.host",
+            mend="give token_env (or token), the same on all instances",
+        )
+    return options
+
+
+def fault_of(text: str) -> tuple[str, int] | None:
+    """`corrupt-layer-2` as ("corrupt", 2); None for anything else."""
+    found = _FAULT.fullmatch(text.strip())
+    return (found[1], int(found[2])) if found else None
+
+
+def _loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _wildcard(host: str) -> bool:
+    return host in ("", "0.0.0.0", "::")

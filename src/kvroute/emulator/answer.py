@@ -1,0 +1,104 @@
+"""Answers: tokens that follow from the prompt alone, however it is computed, and their JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import msgspec
+
+from kvroute.emulator.ask import Kind
+
+_MASK = (1 << 64) - 1
+_MULTIPLIER, _INCREMENT = 6364136223846793005, 1442695040888963407
+"""Knuth's MMIX generator."""
+WORDS = tuple(
+    f" {first}{vowel}{last}".encode() for first in "bdfgklmnprstvwzh" for vowel in "aeio" for last in "bdfgklmnprstvwzh"
+)
+"""The vocabulary of answers, 1,024 words that JSON need not escape."""
+
+
+def words(seed: int, choice: int) -> Iterator[bytes]:
+    """The tokens of answer `choice` to a prompt of this seed, without end."""
+    state = (seed + choice * _MULTIPLIER) & _MASK
+    while True:
+        state = (state * _MULTIPLIER + _INCREMENT) & _MASK
+        yield WORDS[state >> 54]
+
+
+@dataclass(frozen=True, slots=True)
+class Heading:
+    """What every piece of one answer says."""
+
+    kind: Kind
+    id: str
+    created: int
+    model: str
+
+    def document(self, choices: list[dict[str, Any]], *, stream: bool, **more: Any) -> dict[str, Any]:
+        """A whole answer, or a piece of a stream."""
+        name = {"chat": "chat.completion", "completions": "text_completion"}[self.kind]
+        if stream and self.kind == "chat":
+            name += ".chunk"
+        return {"id": self.id, "object": name, "created": self.created, "model": self.model, "choices": choices, **more}
+
+    def event(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
+        """A piece of a stream as a server-sent event."""
+        return b"data: " + msgspec.json.encode(self.document(choices, stream=True, **more)) + b"\n\n"
+
+
+def usage(input_tokens: int, output_tokens: int, cached_tokens: int) -> dict[str, Any]:
+    """Token counts as OpenAI gives them."""
+    return {
+        "prompt_tokens": input_tokens,
+        "total_tokens": input_tokens + output_tokens,
+        "completion_tokens": output_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+    }
+
+
+def choice(kind: Kind, index: int, text: bytes) -> dict[str, Any]:
+    """One complete answer."""
+    end = {"logprobs": None, "finish_reason": "length", "stop_reason": None}
+    if kind == "chat":
+        return {"index": index, "message": {"role": "assistant", "content": text.decode()}, **end}
+    return {"index": index, "text": text.decode(), **end}
+
+
+@dataclass(slots=True)
+class Pieces:
+    """One streamed answer: the events of its tokens, framed once and filled in per token."""
+
+    heading: Heading
+    index: int
+    tokens: int
+    source: Iterator[bytes]
+    sent: int = 0
+    _before: bytes = field(init=False)
+    _after: bytes = field(init=False)
+    _last: bytes = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._before, self._after = self._piece("\0", None).split(b"\\u0000")
+        self._last = self._piece("\0", "length").split(b"\\u0000")[1]
+
+    def _piece(self, text: str, reason: str | None) -> bytes:
+        chat = self.heading.kind == "chat"
+        content: dict[str, Any] = {"delta": {"content": text}} if chat else {"text": text}
+        return self.heading.event([{"index": self.index, **content, "logprobs": None, "finish_reason": reason}])
+
+    def until(self, emitted: int) -> bytes:
+        """The events of all tokens up to `emitted` that have not been sent."""
+        opening = b""
+        if self.heading.kind == "chat" and not self.sent and emitted:
+            role = {"role": "assistant", "content": ""}
+            opening = self.heading.event(
+                [{"index": self.index, "delta": role, "logprobs": None, "finish_reason": None}]
+            )
+        fresh = [self._before + word + self._after for word in islice(self.source, emitted - self.sent)]
+        self.sent = emitted
+        if fresh and emitted == self.tokens:
+            fresh[-1] = fresh[-1][: -len(self._after)] + self._last
+        return opening + b"".join(fresh)

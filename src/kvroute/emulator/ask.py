@@ -1,0 +1,164 @@
+"""One request to an engine as it is read: fields of vLLM's HTTP interface that matter here; others are ignored."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+
+from kvroute.emulator.prompt import Prompt, chat_prompt, completion_prompts
+from kvroute.emulator.refusal import Refusal
+from kvroute.types import Role
+
+Kind: TypeAlias = Literal["chat", "completions"]
+Leg: TypeAlias = Literal["prefill", "decode", "whole"]
+DEFAULT_TOKENS: dict[Kind, int] = {"completions": 16, "chat": 64}
+"""Length of an answer whose request gives no bound."""
+N_MAX = 128
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    """What a stream carries besides tokens."""
+
+    include_usage: bool | None = None
+
+
+class KvParams(msgspec.Struct, frozen=True):
+    """`kv_transfer_params` of both legs: NIXL-like pull, and Mooncake's `transfer_id`."""
+
+    do_remote_decode: bool | None = None
+    do_remote_prefill: bool | None = None
+    remote_block_ids: Any = None
+    remote_engine_id: str | None = None
+    remote_request_id: str | None = None
+    remote_host: str | None = None
+    remote_port: int | None = None
+    remote_bootstrap_addr: str | None = None
+    transfer_id: str | None = None
+
+
+class Body(msgspec.Struct, frozen=True):
+    """The JSON body of /v1/completions and /v1/chat/completions."""
+
+    model: str | None = None
+    prompt: msgspec.Raw = msgspec.Raw(b"null")
+    messages: msgspec.Raw = msgspec.Raw(b"null")
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    n: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    kv_transfer_params: KvParams | None = None
+    bootstrap_host: str | list[str] | None = None
+    bootstrap_port: int | list[int] | None = None
+    bootstrap_room: int | list[int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """What one answer's KV is fetched by, and where; no place on the leg that computes it."""
+
+    key: str
+    host: str = ""
+    port: int = 0
+    awaited: bool = False
+    """Whether the source may not have it yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A checked request: `len(prompts) * n` answers of `output_tokens` each."""
+
+    kind: Kind
+    leg: Leg
+    prompts: tuple[Prompt, ...]
+    n: int
+    output_tokens: int
+    stream: bool
+    usage: bool
+    tickets: tuple[Ticket, ...]
+    """One per answer, or none where nothing crosses (and on vLLM's prefill leg, where the engine makes it up)."""
+    told: bool
+    """Whether the answer of a prefill leg carries `kv_transfer_params`."""
+
+
+_DECODER = msgspec.json.Decoder(Body)
+
+
+def read_ask(kind: Kind, data: bytes, *, model: str, role: Role, block_tokens: int) -> Ask:
+    """Read and check a body.
+
+    Raises:
+        Refusal: broken JSON, a field of a wrong type or out of range, a model that is not served.
+    """
+    try:
+        body = _DECODER.decode(data)
+    except msgspec.DecodeError as error:
+        raise Refusal(f"the body cannot be read: {error}") from None
+    if body.model is not None and body.model != model:
+        what = f"The model `{body.model}` does not exist; ask for {model}"
+        raise Refusal(what, status=404, kind="NotFoundError", param="model")
+    chat = kind == "chat"
+    prompts = [chat_prompt(body.messages, block_tokens)] if chat else completion_prompts(body.prompt, block_tokens)
+    n = _bounded(body.n, "n", 1, N_MAX)
+    answers = len(prompts) * n
+    leg, tickets = _tickets(body, role, answers)
+    bound = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    return Ask(
+        kind=kind,
+        leg=leg,
+        prompts=tuple(prompts),
+        n=n,
+        output_tokens=_bounded(bound, "max_tokens", DEFAULT_TOKENS[kind], 1 << 31),
+        stream=bool(body.stream),
+        usage=bool(body.stream_options and body.stream_options.include_usage),
+        tickets=tickets,
+        told=leg == "prefill" and body.kv_transfer_params is not None and body.kv_transfer_params.transfer_id is None,
+    )
+
+
+def _bounded(value: int | None, name: str, default: int, most: int) -> int:
+    if value is None:
+        return default
+    if not 1 <= value <= most:
+        raise Refusal(f"{name} is {value}; give 1 to {most}", param=name)
+    return value
+
+
+def _tickets(body: Body, role: Role, answers: int) -> tuple[Leg, tuple[Ticket, ...]]:
+    if body.bootstrap_room is not None:
+        return ("prefill" if role == "prefill" else "decode"), _rooms(body, answers)
+    params = body.kv_transfer_params
+    if params is None or not (params.do_remote_decode or params.do_remote_prefill):
+        return "whole", ()
+    if answers > 1:
+        raise Refusal("kv_transfer_params with several answers; ask for one prompt and n of 1", param="n")
+    if params.do_remote_decode:
+        return "prefill", (Ticket(params.transfer_id),) if params.transfer_id else ()
+    if params.transfer_id and params.remote_bootstrap_addr:
+        host, port = _address(params.remote_bootstrap_addr)
+        return "decode", (Ticket(params.transfer_id, host, port, awaited=True),)
+    if not (params.remote_request_id and params.remote_host and params.remote_port):
+        what = "kv_transfer_params lacks remote_request_id, remote_host or remote_port; forward what prefill answered"
+        raise Refusal(what, param="kv_transfer_params")
+    return "decode", (Ticket(params.remote_request_id, params.remote_host, params.remote_port),)
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, _, port = text.removeprefix("http://").rstrip("/").rpartition(":")
+    if not host or not port.isdecimal():
+        raise Refusal(f"{text!r} is no host:port", param="kv_transfer_params")
+    return host, int(port)
+
+
+def _rooms(body: Body, answers: int) -> tuple[Ticket, ...]:
+    """SGLang's meeting points: one, or a list with one for each answer."""
+    rooms = body.bootstrap_room if isinstance(body.bootstrap_room, list) else [body.bootstrap_room]
+    hosts = body.bootstrap_host if isinstance(body.bootstrap_host, list) else [body.bootstrap_host or ""] * len(rooms)
+    ports = body.bootstrap_port if isinstance(body.bootstrap_port, list) else [body.bootstrap_port or 0] * len(rooms)
+    if not len(rooms) == len(hosts) == len(ports) == answers:
+        what = f"{len(rooms)} bootstrap rooms, {len(hosts)} hosts and {len(ports)} ports for {answers} answers"
+        raise Refusal(f"{what}; give one of each per answer", param="bootstrap_room")
+    meetings = zip(rooms, hosts, ports, strict=True)
+    return tuple(Ticket(f"room-{room}", host, port, awaited=True) for room, host, port in meetings)

@@ -1,0 +1,158 @@
+"""The decode batch on a clock: the simulator's instance, with an alarm at the next boundary that anybody waits for.
+
+A boundary is dealt with as of the time it was due, however late the alarm: nothing drifts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvroute.emulator.clock import Alarm, Clock
+from kvroute.emulator.job import Job
+from kvroute.sim.instances import DecodeInstance, Step
+from kvroute.timing import IterationTime
+from kvroute.types import DecodeSpec
+
+
+@dataclass(slots=True, eq=False)
+class Batch:
+    """Jobs that decode or wait for a slot. Tokens are told at every boundary only while somebody streams."""
+
+    spec: DecodeSpec
+    batch_max: int
+    clock: Clock
+    on_step: Callable[[Step, list[Job]], None]
+    """A boundary at which jobs have joined or left; the jobs that joined."""
+    on_left: Callable[[Job, float], None]
+    """A job has left, answered or gone, at this time."""
+    _decode: DecodeInstance = field(init=False)
+    _jobs: dict[int, Job] = field(default_factory=dict)
+    """In the batch or waiting for a slot, by number."""
+    _running: dict[int, Job] = field(default_factory=dict)
+    _streams: int = 0
+    """Of those running."""
+    _ticked: int = 0
+    """Iterations since the last step whose tokens are out."""
+    _step_s: float = 0.0
+    _due_s: float = 0.0
+    _alarm: Alarm | None = None
+
+    def __post_init__(self) -> None:
+        self._decode = DecodeInstance(0, IterationTime.of(self.spec), self.batch_max)
+
+    @property
+    def running(self) -> int:
+        """Jobs in the batch."""
+        return len(self._running)
+
+    @property
+    def waiting(self) -> int:
+        """Jobs without a slot."""
+        return len(self._jobs) - len(self._running)
+
+    def land(self, job: Job) -> None:
+        """A job's KV is here: it joins at the next boundary."""
+        now = self.clock.now()
+        self._catch_up(now)
+        self._jobs[job.number] = job
+        job.move("decoding")
+        self._plan(self._decode.land(now, job.number, job.input_tokens, job.output_tokens))
+
+    def leave(self, job: Job) -> None:
+        """A job goes at the next boundary, or at once if it has no slot."""
+        now = self.clock.now()
+        self._catch_up(now)
+        if job.number not in self._jobs:
+            return
+        step_s = self._decode.leave(now, job.number)
+        if job.number in self._running:
+            self._plan(step_s)
+        else:
+            del self._jobs[job.number]
+            self.on_left(job, now)
+
+    def slow(self, factor: float) -> None:
+        """Iterations take `factor` times as long as the model says; those that have ended stay as they were."""
+        self._catch_up(self.clock.now())
+        decode, steps, spec = self._decode, self._ticked, self.spec
+        if decode.batch:
+            decode.boundary_s += decode.time.span_s(steps, decode.batch, decode.context_tokens)
+            decode.iteration += steps
+            decode.context_tokens += steps * decode.batch
+            decode.planned_steps -= steps
+        self._ticked = 0
+        decode.time = IterationTime(
+            factor * spec.base_s, factor * spec.per_request_s, factor * spec.per_context_token_s
+        )
+        if decode.batch:
+            span_s = decode.time.span_s(decode.planned_steps, decode.batch, decode.context_tokens)
+            self._plan(decode.boundary_s + span_s)
+
+    def close(self) -> None:
+        """No alarm of this batch rings any more."""
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
+
+    def _plan(self, step_s: float | None) -> None:
+        if step_s is not None:
+            self._step_s = step_s
+            self._set_alarm()
+
+    def _set_alarm(self) -> None:
+        decode, steps = self._decode, self._ticked + 1
+        self.close()
+        self._due_s = self._step_s
+        if self._streams and steps < decode.planned_steps:
+            self._due_s = decode.boundary_s + decode.time.span_s(steps, decode.batch, decode.context_tokens)
+        self._alarm = self.clock.at(self._due_s, self._wake)
+
+    def _wake(self) -> None:
+        self._alarm = None
+        self._next_boundary()
+        self._catch_up(self.clock.now())
+
+    def _catch_up(self, now: float) -> None:
+        """Whatever was due before `now` happens first."""
+        while self._alarm is not None and self._due_s <= now:
+            self.close()
+            self._next_boundary()
+
+    def _next_boundary(self) -> None:
+        if self._due_s < self._step_s:
+            self._ticked += 1
+            self._emit(self._ticked)
+            self._set_alarm()
+        else:
+            self._step(self._step_s)
+
+    def _emit(self, steps: int) -> None:
+        iteration = self._decode.iteration + steps
+        for job in self._running.values():
+            if job.streaming and job.stage == "decoding":
+                job.emitted = iteration - job.entry
+                job.news()
+
+    def _step(self, at: float) -> None:
+        step, step_s = self._decode.step(at)
+        self._ticked = 0
+        self._emit(0)
+        for number in step.finished:
+            self._finish(self._running.pop(number), at)
+        joined = [self._jobs[number] for number in step.admitted]
+        for job in joined:
+            job.entry = self._decode.iteration
+            self._running[job.number] = job
+            self._streams += job.streaming
+        self._plan(step_s)
+        self.on_step(step, joined)
+
+    def _finish(self, job: Job, at: float) -> None:
+        del self._jobs[job.number]
+        self._streams -= job.streaming
+        if job.stage != "gone":
+            job.emitted = job.output_tokens
+            job.stage = "answered"
+        self.on_left(job, at)
+        job.news()

@@ -1,0 +1,264 @@
+"""One request on its way through an engine: a prefill leg, a decode leg that pulls the KV, or both in one."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from kvroute.emulator.answer import Heading, Pieces, choice, usage, words
+from kvroute.emulator.ask import Ask, Ticket
+from kvroute.emulator.engine import Engine
+from kvroute.emulator.faults import Fault, Faults
+from kvroute.emulator.job import Job
+from kvroute.emulator.kv_wire import Order, pull
+from kvroute.emulator.refusal import Broken, Refusal
+
+JSON = "application/json"
+ID_PREFIX = {"chat": "chatcmpl", "completions": "cmpl"}
+
+
+class CutOff(Exception):
+    """The connection is to be cut, by order; nothing is answered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where an instance's KV is fetched."""
+
+    host: str
+    kv_port: int
+    engine_id: str
+
+
+class Bell:
+    """News of the jobs of one request, for whoever waits for them."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def ring(self) -> None:
+        """There is news."""
+        self._event.set()
+
+    async def until(self, heard: Callable[[], bool]) -> None:
+        """Wait until it is the news wanted."""
+        while not heard():
+            self._event.clear()
+            await self._event.wait()
+
+
+async def complete(
+    request: web.BaseRequest, ask: Ask, engine: Engine, faults: Faults, origin: Origin
+) -> web.StreamResponse:
+    """Answer a request; whatever it holds is given back on every way out, but for KV that waits for a partner.
+
+    Raises:
+        Refusal: it cannot be served, or has failed before the answer began.
+        CutOff: a fault that was ordered.
+    """
+    fault = faults.strikes("prefill" if ask.leg == "prefill" else "decode")
+    if fault is not None and not (fault.after_tokens and ask.leg != "prefill"):
+        await _fail(fault)
+    _check_length(ask, engine)
+    completion = Completion.of(ask, engine, fault, request.headers.get("X-Request-Id", ""))
+    try:
+        if ask.leg == "prefill":
+            return await completion.prefill_leg(origin)
+        return await (completion.stream(request) if ask.stream else completion.whole())
+    finally:
+        for job in completion.jobs:
+            engine.leave(job)
+
+
+def _check_length(ask: Ask, engine: Engine) -> None:
+    for prompt in ask.prompts:
+        if not engine.fits(len(prompt.tokens), ask.output_tokens):
+            what = f"{len(prompt.tokens)} prompt and {ask.output_tokens} answer tokens exceed the KV memory"
+            raise Refusal(f"This model's maximum context length is {engine.context_tokens} tokens; {what}")
+
+
+async def _fail(fault: Fault) -> None:
+    """Fail as ordered; a request that hangs does so until its client leaves."""
+    if fault.status == "hang":
+        await asyncio.get_running_loop().create_future()
+    if fault.status == "reset":
+        raise CutOff
+    assert isinstance(fault.status, int)
+    raise Broken("a failure that was ordered", status=fault.status)
+
+
+@dataclass(slots=True)
+class Completion:
+    """The jobs of one request, one per answer, and what is told of them."""
+
+    ask: Ask
+    engine: Engine
+    heading: Heading
+    fault: Fault | None
+    bell: Bell = field(default_factory=Bell)
+    jobs: list[Job] = field(default_factory=list)
+    cached_tokens: int = 0
+
+    @classmethod
+    def of(cls, ask: Ask, engine: Engine, fault: Fault | None, request_id: str) -> Completion:
+        """A new one. The id is the client's with a number behind it: a request that is tried again is another one."""
+        heading_id = f"{ID_PREFIX[ask.kind]}-{request_id or engine.instance.name}-{engine.next_number()}"
+        completion = cls(ask, engine, Heading(ask.kind, heading_id, int(time.time()), engine.instance.model), fault)
+        watched = ask.stream or fault is not None
+        completion.jobs = [
+            engine.arrive(prompt, ask.output_tokens, streaming=watched, news=completion.bell.ring)
+            for prompt in ask.prompts
+            for _ in range(ask.n)
+        ]
+        return completion
+
+    @property
+    def output_tokens(self) -> int:
+        """Of all answers so far."""
+        return sum(job.emitted for job in self.jobs)
+
+    def _usage(self) -> dict[str, Any]:
+        """Token counts; a prompt with several answers counts once."""
+        inputs = sum(len(prompt.tokens) for prompt in self.ask.prompts)
+        return usage(inputs, self.output_tokens, self.cached_tokens)
+
+    def _answered(self) -> bool:
+        return all(job.stage == "answered" for job in self.jobs)
+
+    async def _prefill(self) -> None:
+        jobs = self.jobs
+        for job in jobs:
+            self.engine.prefill(job)
+        await self.bell.until(lambda: all(job.stage == "prefilled" for job in jobs))
+        self.cached_tokens = sum(job.cached_tokens for job in jobs)
+
+    async def prefill_leg(self, origin: Origin) -> web.Response:
+        """Compute the KV, keep it for a partner and answer with one token, which nobody reads."""
+        jobs, ask = self.jobs, self.ask
+        await self._prefill()
+        tickets = ask.tickets or (Ticket(f"{origin.engine_id}/{self.heading.id}"),)
+        for job, ticket in zip(jobs, tickets, strict=True):
+            self.engine.hold(job, ticket.key)
+        if tickets[0].awaited:  # SGLang's prefill answers when its partner has the KV
+            await self.bell.until(self._answered)
+        choices = [choice(ask.kind, i, next(words(job.prompt.seed, i % ask.n))) for i, job in enumerate(jobs)]
+        tokens = usage(sum(job.input_tokens for job in jobs), len(jobs), self.cached_tokens)
+        more = {"kv_transfer_params": self._kv_params(jobs[0], tickets[0].key, origin)} if ask.told else {}
+        document = self.heading.document(choices, stream=False, usage=tokens, **more)
+        return web.Response(body=msgspec.json.encode(document), content_type=JSON)
+
+    def _kv_params(self, job: Job, key: str, origin: Origin) -> dict[str, Any]:
+        """What the decode leg is told, as NIXL's connector answers; `remote_instance` is kvroute's own."""
+        engine = self.engine
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_block_ids": [list(range(-(-job.input_tokens // engine.block_tokens)))],
+            "remote_engine_id": origin.engine_id,
+            "remote_request_id": key,
+            "remote_host": origin.host,
+            "remote_port": origin.kv_port,
+            "tp_size": engine.instance.tp,
+            "pp_size": engine.instance.pp,
+            "dcp_size": 1,
+            "remote_num_tokens": job.input_tokens,
+            "remote_blocks_expiry_time": time.time() + engine.kv_expiry_s,
+            "transfer_mode": "pull",
+            "remote_prefill_cached_tokens": job.cached_tokens,
+            "remote_instance": engine.instance.name,
+        }
+
+    async def _start(self) -> None:
+        """Bring every job into the batch."""
+        jobs = self.jobs
+        if self.ask.leg == "whole":
+            await self._prefill()
+        for job in jobs:
+            self.engine.reserve(job)
+        if self.ask.leg == "whole":
+            for job in jobs:
+                await self._reserved(job)
+                self.engine.land(job)
+        elif len(jobs) == 1:
+            await self._fetch(jobs[0], self.ask.tickets[0])
+        else:
+            await self._fetch_all()
+
+    async def _fetch_all(self) -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                for job, ticket in zip(self.jobs, self.ask.tickets, strict=True):
+                    group.create_task(self._fetch(job, ticket))
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+
+    async def _reserved(self, job: Job) -> None:
+        await self.bell.until(lambda: job.stage == "reserved")
+
+    async def _fetch(self, job: Job, ticket: Ticket) -> None:
+        """Pull a job's KV and put it into the batch."""
+        engine = self.engine
+        await self._reserved(job)
+        self.cached_tokens += job.cached_tokens
+        asked_s = engine.clock.now()
+        order = Order(ticket.key, engine.instance.name, job.cached_tokens, ticket.awaited)
+        try:
+            parcel = await pull(ticket.host, ticket.port, order)
+        except Broken:
+            engine.counters.kv_failed += 1
+            raise
+        engine.counters.transferred(parcel.source, parcel.kv_bytes, engine.clock.now() - asked_s)
+        engine.land(job)
+
+    async def _news(self, sent: int) -> None:
+        """Wait for tokens beyond `sent`, all answers together, and fail by order."""
+        fault = self.fault
+        await self.bell.until(lambda: self.output_tokens > sent or self._answered())
+        if fault is not None and self.output_tokens >= fault.after_tokens:
+            await _fail(fault)
+
+    async def whole(self) -> web.Response:
+        """The answer in one piece."""
+        await self._start()
+        ask = self.ask
+        while not self._answered():
+            await self._news(self.output_tokens)
+        choices = []
+        for index, job in enumerate(self.jobs):
+            text = b"".join(itertools.islice(words(job.prompt.seed, index % ask.n), job.output_tokens))
+            choices.append(choice(ask.kind, index, text))
+        document = self.heading.document(choices, stream=False, usage=self._usage(), kv_transfer_params=None)
+        return web.Response(body=msgspec.json.encode(document), content_type=JSON)
+
+    async def stream(self, request: web.BaseRequest) -> web.StreamResponse:
+        """The answer as it is computed. Like vLLM's, the head goes out at once: a later failure is an event."""
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+        await response.prepare(request)
+        try:
+            await self._start()
+            await self._send_pieces(response)
+        except Refusal as refusal:
+            await response.write(b"data: " + refusal.body() + b"\n\n")
+        await response.write_eof(b"data: [DONE]\n\n")
+        return response
+
+    async def _send_pieces(self, response: web.StreamResponse) -> None:
+        jobs, n = self.jobs, self.ask.n
+        pieces = [
+            Pieces(self.heading, index, job.output_tokens, words(job.prompt.seed, index % n))
+            for index, job in enumerate(jobs)
+        ]
+        sent, total = 0, sum(job.output_tokens for job in jobs)
+        while sent < total:
+            await self._news(sent)
+            sent = self.output_tokens
+            await response.write(b"".join([piece.until(job.emitted) for piece, job in zip(pieces, jobs, strict=True)]))
+        if self.ask.usage:
+            await response.write(self.heading.event([], usage=self._usage()))

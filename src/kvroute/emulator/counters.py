@@ -1,0 +1,162 @@
+"""What an engine counts of itself, and its /metrics page under vLLM's names."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, field
+
+TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
+TOKEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0)
+REQUEST_S = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0)
+
+
+@dataclass(slots=True)
+class Histogram:
+    """Counts of seconds by upper bounds, as Prometheus has them."""
+
+    bounds_s: tuple[float, ...]
+    counts: list[int] = field(init=False)
+    sum_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.counts = [0] * (len(self.bounds_s) + 1)
+
+    def add(self, seconds: float, times: int = 1) -> None:
+        """So many more observations of `seconds`."""
+        self.counts[bisect_left(self.bounds_s, seconds)] += times
+        self.sum_s += seconds * times
+
+    def lines(self, name: str, labels: str) -> list[str]:
+        """Samples in text format."""
+        total, lines = 0, [f"# TYPE {name} histogram"]
+        for bound, count in zip((*self.bounds_s, "+Inf"), self.counts, strict=True):
+            total += count
+            lines.append(f'{name}_bucket{{{labels},le="{bound}"}} {total}.0')
+        return [*lines, f"{name}_count{{{labels}}} {total}.0", f"{name}_sum{{{labels}}} {self.sum_s!r}"]
+
+
+@dataclass(slots=True)
+class Pulled:
+    """KV fetched from one source."""
+
+    kv_bytes: float = 0.0
+    seconds: float = 0.0
+    transfers: int = 0
+
+
+@dataclass(slots=True)
+class Counters:
+    """Since the engine's start."""
+
+    queries: int = 0
+    """Prompt tokens looked up in the prefix cache."""
+    hits: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    finished: int = 0
+    kv_expired: int = 0
+    kv_failed: int = 0
+    ttft_s: Histogram = field(default_factory=lambda: Histogram(TTFT_S))
+    token_s: Histogram = field(default_factory=lambda: Histogram(TOKEN_S))
+    queue_s: Histogram = field(default_factory=lambda: Histogram(REQUEST_S))
+    prefill_s: Histogram = field(default_factory=lambda: Histogram(REQUEST_S))
+    request_s: Histogram = field(default_factory=lambda: Histogram(REQUEST_S))
+    pulled: dict[str, Pulled] = field(default_factory=dict)
+    """By the name of the source."""
+
+    def looked_up(self, tokens: int, hit_tokens: int) -> None:
+        """One prompt was matched with the prefix cache."""
+        self.queries += tokens
+        self.hits += hit_tokens
+
+    def iteration(self, iteration_s: float, batch: int) -> None:
+        """A batch starts an iteration of this length; one observation a change of membership, not one a token."""
+        if batch:
+            self.token_s.add(iteration_s, batch)
+
+    def answered(self, tokens: int, request_s: float) -> None:
+        """One answer is complete."""
+        self.generation_tokens += tokens
+        self.finished += 1
+        self.request_s.add(request_s)
+
+    def transferred(self, source: str, kv_bytes: float, seconds: float) -> None:
+        """One KV cache has arrived from `source`: its real bytes and the seconds from asking to the last one."""
+        pulled = self.pulled.setdefault(source, Pulled())
+        pulled.kv_bytes += kv_bytes
+        pulled.seconds += seconds
+        pulled.transfers += 1
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """An engine's gauges at one moment."""
+
+    running: int
+    waiting: int
+    kv_used_share: float
+    block_tokens: int
+    capacity_blocks: int
+    started_s: float
+    """Of the process, seconds since the epoch."""
+
+
+def metrics_page(model: str, load: Load, counters: Counters) -> bytes:
+    """The page that a scraper reads; kvroute's own counters, which vLLM lacks, come last."""
+    labels = f'engine="0",model_name="{model}"'
+    lines = [
+        "# TYPE process_start_time_seconds gauge",
+        f"process_start_time_seconds {load.started_s!r}",
+        "# TYPE vllm:cache_config_info gauge",
+        f'vllm:cache_config_info{{block_size="{load.block_tokens}",enable_prefix_caching="True",engine="0",'
+        f'num_gpu_blocks="{load.capacity_blocks}"}} 1.0',
+    ]
+    gauges = {
+        "vllm:num_requests_running": load.running,
+        "vllm:num_requests_waiting": load.waiting,
+        "vllm:kv_cache_usage_perc": load.kv_used_share,
+    }
+    for name, value in gauges.items():
+        lines += [f"# TYPE {name} gauge", f"{name}{{{labels}}} {float(value)!r}"]
+    lines += _counter_lines(labels, counters)
+    for name, histogram in (
+        ("vllm:time_to_first_token_seconds", counters.ttft_s),
+        ("vllm:inter_token_latency_seconds", counters.token_s),
+        ("vllm:request_queue_time_seconds", counters.queue_s),
+        ("vllm:request_prefill_time_seconds", counters.prefill_s),
+        ("vllm:e2e_request_latency_seconds", counters.request_s),
+    ):
+        lines += histogram.lines(name, labels)
+    return ("\n".join([*lines, *_pulled_lines(counters)]) + "\n").encode()
+
+
+def _counter_lines(labels: str, counters: Counters) -> list[str]:
+    totals = {
+        "vllm:prefix_cache_queries": counters.queries,
+        "vllm:prefix_cache_hits": counters.hits,
+        "vllm:prompt_tokens": counters.prompt_tokens,
+        "vllm:generation_tokens": counters.generation_tokens,
+        "vllm:nixl_num_failed_transfers": counters.kv_failed,
+        "vllm:nixl_num_kv_expired_reqs": counters.kv_expired,
+    }
+    lines = []
+    for name, value in totals.items():
+        lines += [f"# TYPE {name} counter", f"{name}_total{{{labels}}} {value}.0"]
+    finished = f'{labels},finished_reason="length"'
+    return [
+        *lines,
+        "# TYPE vllm:request_success counter",
+        f"vllm:request_success_total{{{finished}}} {counters.finished}.0",
+    ]
+
+
+def _pulled_lines(counters: Counters) -> list[str]:
+    lines = []
+    for name, attribute in (("bytes", "kv_bytes"), ("seconds", "seconds"), ("", "transfers")):
+        full = f"kvroute:kv_transfer_{name}" if name else "kvroute:kv_transfers"
+        lines.append(f"# TYPE {full} counter")
+        lines += [
+            f'{full}_total{{source="{source}"}} {float(getattr(pulled, attribute))!r}'
+            for source, pulled in counters.pulled.items()
+        ]
+    return lines

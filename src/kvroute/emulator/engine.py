@@ -1,0 +1,287 @@
+"""One engine's prompts, KV memory and batch, paced by the simulator's own models; it knows no socket and no loop.
+
+A request is a `Job` that its owner takes from stage to stage: `prefill`, then `hold` for a partner to fetch, or
+`reserve` and `land`; `leave` is right at any stage and gives everything back.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeAlias
+
+from kvroute.emulator.batch import Batch
+from kvroute.emulator.clock import Alarm, Clock
+from kvroute.emulator.counters import Counters
+from kvroute.emulator.job import Job
+from kvroute.emulator.prompt import Prompt
+from kvroute.llm import Model
+from kvroute.prefix import Evicted, PrefixIndex
+from kvroute.sim.instances import KvMemory, PrefillInstance, Step
+from kvroute.timing import PrefillTime, prefill_time
+from kvroute.types import Instance, TimingSpec
+
+OnKv: TypeAlias = Callable[[Prompt | None, int, int, list[Evicted]], None]
+"""What has changed in the cache: (prompt, its blocks held before, its blocks held now, what had to go)."""
+
+
+def _nothing() -> None:
+    """Nobody listens."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Slower:
+    """A prefill time stretched by a factor."""
+
+    time: PrefillTime
+    factor: float
+
+    def seconds(self, tokens: int, cached_tokens: int = 0) -> float:
+        return self.factor * self.time.seconds(tokens, cached_tokens)
+
+
+@dataclass(slots=True, eq=False)
+class Held:
+    """KV that waits for its partner."""
+
+    job: Job
+    expiry: Alarm | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Engine:
+    """See the module; all times are the clock's."""
+
+    instance: Instance
+    spec: TimingSpec
+    model: Model
+    clock: Clock
+    block_tokens: int
+    on_kv: OnKv
+    kv_expiry_s: float = 480.0
+    counters: Counters = field(default_factory=Counters)
+    held: dict[str, Held] = field(default_factory=dict)
+    on_held: Callable[[str], None] | None = None
+    """KV has come to be held under this key."""
+    capacity_blocks: int = field(init=False)
+    batch: Batch = field(init=False)
+    _block_bytes: float = field(init=False)
+    _prefill: PrefillInstance = field(init=False)
+    _memory: KvMemory = field(init=False)
+    _numbers: int = 0
+    _queue: deque[Job] = field(default_factory=deque)
+    _computing: Job | None = None
+    _alarm: Alarm | None = None
+    _reserving: deque[Job] = field(default_factory=deque)
+    _reserved: int = 0
+    """Jobs whose KV is on its way."""
+    _closed: bool = False
+
+    def __post_init__(self) -> None:
+        # A model of sliding windows alone keeps nothing per token in the long run: its first block is the measure.
+        self._block_bytes = self.model.kv_bytes_per_token * self.block_tokens or self.model.kv_bytes(self.block_tokens)
+        self.capacity_blocks = int(self.instance.kv_capacity_bytes // self._block_bytes)
+        self._prefill = PrefillInstance(0, prefill_time(self.spec.prefill), True)
+        self._memory = KvMemory(PrefixIndex(1, [self.capacity_blocks]), [self.capacity_blocks], [0])
+        self.batch = Batch(self.spec.decode, self.instance.batch_max, self.clock, self._stepped, self._left)
+
+    @property
+    def running(self) -> int:
+        """Requests being computed now."""
+        return self.batch.running + (self._computing is not None)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for prefill, memory, KV or a slot."""
+        return len(self._queue) + len(self._reserving) + self._reserved + self.batch.waiting
+
+    @property
+    def kv_used_share(self) -> float:
+        """Of the KV memory; a cached block that nobody needs counts as free."""
+        return 1.0 - self._memory.free_blocks(0) / self.capacity_blocks if self.capacity_blocks else 0.0
+
+    @property
+    def context_tokens(self) -> int:
+        """Of the longest request that fits, roughly."""
+        return self.capacity_blocks * self.block_tokens
+
+    def fits(self, input_tokens: int, output_tokens: int) -> bool:
+        """Whether such a request could ever be served here."""
+        return self._blocks_for(input_tokens + output_tokens) <= self.capacity_blocks
+
+    def _blocks_for(self, tokens: int) -> int:
+        return -int(-self.model.kv_bytes(tokens) // self._block_bytes)
+
+    def next_number(self) -> int:
+        """Never the same twice."""
+        self._numbers += 1
+        return self._numbers
+
+    def arrive(
+        self, prompt: Prompt, output_tokens: int, *, streaming: bool = False, news: Callable[[], None] = _nothing
+    ) -> Job:
+        """A new job, at no stage yet."""
+        return Job(self.next_number(), prompt, output_tokens, self.clock.now(), streaming, news)
+
+    def prefill(self, job: Job) -> None:
+        """Queue the prompt; its stage becomes `prefilled`. What is cached counts as of now, as the simulator has it."""
+        depth = self._memory.index.touch(0, job.prompt.blocks)
+        job.cached_tokens = min(depth * self.block_tokens, job.input_tokens - 1)
+        self.counters.looked_up(job.input_tokens, job.cached_tokens)
+        job.stage = "queued"
+        self._queue.append(job)
+        self._compute(self.clock.now())
+
+    def _compute(self, at: float) -> None:
+        if self._computing is not None or not self._queue:
+            return
+        job = self._computing = self._queue.popleft()
+        start, finish = self._prefill.submit(max(at, job.arrived_s), job.input_tokens, job.cached_tokens)
+        self.counters.queue_s.add(start - job.arrived_s)
+        self.counters.prefill_s.add(finish - start)
+        job.move("computing")
+        self._alarm = self.clock.at(finish, self._computed)
+
+    def _computed(self) -> None:
+        job, self._computing, self._alarm = self._computing, None, None
+        assert job is not None
+        self.counters.prompt_tokens += job.input_tokens
+        self._store(job.prompt)
+        self._compute(self._prefill.free_at_s)
+        if job.stage == "computing":
+            job.move("prefilled")
+
+    def _store(self, prompt: Prompt) -> None:
+        index = self._memory.index
+        before = index.match_one(0, prompt.blocks)
+        evicted = index.store(0, prompt.blocks)
+        evicted += index.make_room(0, self._memory.reserved_blocks[0])
+        self.on_kv(prompt, before, index.match_one(0, prompt.blocks), evicted)
+
+    def hold(self, job: Job, key: str) -> None:
+        """Keep a prefilled job's KV until it is fetched (`release`) or too old."""
+        assert job.stage == "prefilled"
+        self.release(key)  # who gives the same key again means the newer KV
+        job.pinned_blocks = self._memory.index.pin(0, job.prompt.blocks, len(job.prompt.blocks))
+        self.held[key] = Held(job)
+        job.move("held")
+        self.keep(key)
+        if self.on_held is not None:
+            self.on_held(key)
+
+    def keep(self, key: str) -> None:
+        """Start its time to expire anew."""
+        self.fetching(key)
+        self.held[key].expiry = self.clock.at(self.clock.now() + self.kv_expiry_s, partial(self._expire, key))
+
+    def fetching(self, key: str) -> None:
+        """It does not expire while it is being fetched."""
+        held = self.held[key]
+        if held.expiry is not None:
+            held.expiry.cancel()
+            held.expiry = None
+
+    def _expire(self, key: str) -> None:
+        self.counters.kv_expired += 1
+        self.release(key)
+
+    def release(self, key: str) -> None:
+        """The KV has been fetched, or nobody wants it any more; nothing if there is none."""
+        held = self.held.get(key)
+        if held is None:
+            return
+        self.fetching(key)
+        del self.held[key]
+        if held.job.pinned_blocks:
+            self._memory.index.unpin(0, held.job.prompt.blocks, held.job.pinned_blocks)
+        held.job.move("answered")
+        self._grant()
+
+    def reserve(self, job: Job) -> None:
+        """Ask for memory for prompt and answer; its stage becomes `reserved`, first come, first served."""
+        job.total_blocks = max(self._blocks_for(job.input_tokens + job.output_tokens), len(job.prompt.blocks))
+        job.move("reserving")
+        self._reserving.append(job)
+        self._grant()
+
+    def _grant(self) -> None:
+        memory = self._memory
+        while self._reserving and self._reserving[0].total_blocks <= memory.free_blocks(0):
+            job = self._reserving.popleft()
+            job.hit_blocks = memory.index.match_one(0, job.prompt.blocks)
+            job.cached_tokens = min(job.hit_blocks * self.block_tokens, job.input_tokens)
+            self._evicted(memory.reserve(0, job.prompt.blocks, job.hit_blocks, job.total_blocks))
+            self._reserved += 1
+            job.move("reserved")
+
+    def _evicted(self, evicted: list[Evicted]) -> None:
+        if evicted:
+            self.on_kv(None, 0, 0, evicted)
+
+    def land(self, job: Job) -> None:
+        """A reserved job's KV is here: it joins the batch at the next boundary."""
+        if self._closed:
+            return
+        assert job.stage == "reserved"
+        self._reserved -= 1
+        index, blocks = self._memory.index, job.prompt.blocks
+        before = index.match_one(0, blocks)
+        evicted = self._memory.land(0, blocks, job.hit_blocks)
+        self.on_kv(job.prompt, before, index.match_one(0, blocks), evicted)
+        self.batch.land(job)
+
+    def leave(self, job: Job) -> None:
+        """The request is not wanted any more. Held KV stays, for others wait for it; a prompt under way is finished."""
+        stage = job.stage
+        if self._closed or stage in ("held", "answered", "gone"):
+            return
+        job.stage = "gone"
+        if stage == "queued":
+            self._queue.remove(job)
+        elif stage == "reserving":
+            self._reserving.remove(job)
+        elif stage == "reserved":
+            self._reserved -= 1
+            self._memory.reserved_blocks[0] -= job.total_blocks - job.hit_blocks
+            if job.hit_blocks:
+                self._memory.index.unpin(0, job.prompt.blocks, job.hit_blocks)
+        elif stage == "decoding":
+            self.batch.leave(job)
+        self._grant()
+
+    def _stepped(self, step: Step, joined: list[Job]) -> None:
+        for job in joined:
+            self.counters.ttft_s.add(step.first_token_s - job.arrived_s)
+        self.counters.iteration(step.iteration_s, self.batch.running)
+        if step.finished:
+            self._grant()
+
+    def _left(self, job: Job, at: float) -> None:
+        """A job is out of the batch: its memory is free, its prefix stays cached."""
+        self._evicted(self._memory.release(0, job.prompt.blocks, job.total_blocks))
+        if job.stage == "answered":
+            self.counters.answered(job.output_tokens, at - job.arrived_s)
+
+    def slow(self, factor: float) -> None:
+        """From the next prompt and from the iteration under way on, everything takes `factor` times as long as the model says."""
+        self._prefill.time = _Slower(prefill_time(self.spec.prefill), factor)
+        self.batch.slow(factor)
+
+    def clear_cache(self) -> bool:
+        """Drop every cached block, as /reset_prefix_cache does; refused (False) while any is in use."""
+        if self._memory.index.pinned_blocks(0):
+            return False
+        self._memory.index.clear(0)
+        return True
+
+    def close(self) -> None:
+        """Stop for good: no alarm of this engine rings any more, and no job goes on."""
+        self._closed = True
+        self.batch.close()
+        for key in list(self.held):
+            self.fetching(key)
+        self.held.clear()
+        if self._alarm is not None:
+            self._alarm.cancel()

@@ -1,0 +1,173 @@
+"""The cluster's links on the wall clock: how many bytes of each KV transfer may have left by now.
+
+Rates are max-min fair among the transfers of this process only; it sends nothing itself, a `Carrier` does.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+
+from kvroute.emulator.clock import EARLY_S, Alarm, Clock
+from kvroute.flows import FlowNetwork
+from kvroute.topology import Cluster
+from kvroute.types import TIER_COUNT
+
+SLICE_S = 4e-3
+"""Bytes are handed over so often; the last ones when the transfer ends."""
+
+
+class Carrier(Protocol):
+    """Who moves the bytes of one transfer."""
+
+    def carry(self, wire_bytes: int, last: bool) -> None:
+        """So many bytes more may go now; `last`: they end the transfer."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class Transfer:
+    """One KV cache under way: `flows` of equal size."""
+
+    carrier: Carrier
+    flow_bytes: float
+    latency_s: float
+    wire_bytes: int
+    flows: set[int] = field(default_factory=set)
+    """Not ended yet."""
+    ended_flows: int = 0
+    carried_bytes: int = 0
+    arrival: Alarm | None = None
+
+
+class Fabric:
+    """Transfers in flight over shared links, in this process.
+
+    Modelled bytes times `kv_scale` are real bytes, and rates are scaled alike, so that seconds are true. Background
+    is a steady share of every link of a tier.
+    """
+
+    def __init__(
+        self, cluster: Cluster, clock: Clock, *, kv_scale: float, background: Sequence[float] = (), seed: int = 0
+    ) -> None:
+        self._cluster, self._clock, self._kv_scale = cluster, clock, kv_scale
+        self._random = random.Random(f"paths {seed}")
+        left = np.ones(len(cluster.links))
+        for tier, share in enumerate(background or (0.0,) * TIER_COUNT):
+            left[list(cluster.links_of_tier(tier))] = 1.0 - share
+        self._network = FlowNetwork(cluster.capacity_bytes_per_s * left)
+        self._warm_up()
+        self._owner: dict[int, Transfer] = {}
+        self._transfers: dict[Transfer, None] = {}
+        self._next_flow = 1
+        self._alarm: Alarm | None = None
+
+    def _warm_up(self) -> None:
+        """The solver is compiled on first use, which no transfer should wait for."""
+        self._network.start(0, [0] if self._cluster.links else [], 1.0)
+        self._network.sent_bytes(0)
+        self._network.next_finish()
+        self._network.cancel(0)
+
+    @property
+    def in_flight(self) -> int:
+        """Transfers that have not ended."""
+        return len(self._transfers)
+
+    def send(self, source: int, target: int, kv_bytes: float, carrier: Carrier) -> Transfer:
+        """Start a transfer of modelled `kv_bytes` between two instances of the cluster (indices) now.
+
+        Raises:
+            InputError: the two cannot reach each other.
+        """
+        flows = self._cluster.flows_per_transfer(source, target)
+        paths = self._paths(source, target, flows)
+        wire_bytes = round(kv_bytes * self._kv_scale)
+        transfer = Transfer(carrier, kv_bytes / flows, self._cluster.latency_s(source, target), wire_bytes)
+        numbers = range(self._next_flow, self._next_flow + flows)
+        self._next_flow += flows
+        self._advance()
+        transfer.flows.update(numbers)
+        self._owner |= dict.fromkeys(numbers, transfer)
+        self._transfers[transfer] = None
+        self._network.start_many(numbers, paths, [transfer.flow_bytes] * flows)
+        self._set_alarm()
+        return transfer
+
+    def _paths(self, source: int, target: int, flows: int) -> list[list[int]]:
+        """One of each group of equal links is drawn: for every flow, or once for the whole transfer."""
+        draw = self._random.random
+        shared = [draw() for _ in range(16)] if self._cluster.ecmp == "transfer" else []
+        return [
+            [
+                group[int((shared[hop % len(shared)] if shared else draw()) * len(group))]
+                if len(group) > 1
+                else group[0]
+                for hop, group in enumerate(self._cluster.hops(source, target, shard))
+            ]
+            for shard in range(flows)
+        ]
+
+    def cancel(self, transfer: Transfer) -> None:
+        """Nobody wants the rest; nothing if it has ended."""
+        if transfer.arrival is not None:
+            transfer.arrival.cancel()
+        if transfer in self._transfers:
+            self._advance()
+        if transfer in self._transfers:
+            for flow in transfer.flows:
+                self._network.cancel(flow)
+                del self._owner[flow]
+            del self._transfers[transfer]
+            self._set_alarm()
+
+    def _advance(self, to: float = 0.0) -> None:
+        """Move bytes up to now, or a little further; transfers whose last flow has ended arrive after the latency."""
+        for flow in self._network.advance(max(self._clock.now(), self._network.now, to)):
+            transfer = self._owner.pop(flow)
+            transfer.flows.discard(flow)
+            transfer.ended_flows += 1
+            if not transfer.flows:
+                del self._transfers[transfer]
+                ring = partial(_arrive, transfer)
+                transfer.arrival = self._clock.at(self._network.now + transfer.latency_s, ring)
+
+    def _set_alarm(self) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
+        if self._transfers:
+            finish = self._network.next_finish()
+            slice_s = self._network.now + SLICE_S
+            self._alarm = self._clock.at(min(slice_s, finish[0]) if finish else slice_s, self._wake)
+
+    def _wake(self) -> None:
+        self._alarm = None
+        finish = self._network.next_finish()
+        early = finish is not None and finish[0] - self._clock.now() < EARLY_S
+        self._advance(finish[0] if finish is not None and early else 0.0)
+        for transfer in self._transfers:
+            self._carry(transfer)
+        self._set_alarm()
+
+    def _carry(self, transfer: Transfer) -> None:
+        sent = transfer.ended_flows * transfer.flow_bytes + sum(map(self._network.sent_bytes, transfer.flows))
+        due = min(int(sent * self._kv_scale), transfer.wire_bytes)
+        if due > transfer.carried_bytes:
+            more, transfer.carried_bytes = due - transfer.carried_bytes, due
+            transfer.carrier.carry(more, False)
+
+    def close(self) -> None:
+        """No alarm of this fabric rings any more."""
+        if self._alarm is not None:
+            self._alarm.cancel()
+
+
+def _arrive(transfer: Transfer) -> None:
+    more, transfer.carried_bytes = transfer.wire_bytes - transfer.carried_bytes, transfer.wire_bytes
+    transfer.carrier.carry(more, True)

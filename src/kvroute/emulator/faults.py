@@ -1,0 +1,53 @@
+"""Faults to order: which of an instance's next requests fail, and how; chance is drawn from a seeded generator."""
+
+from __future__ import annotations
+
+import random
+from typing import Literal, TypeAlias
+
+import msgspec
+
+Where: TypeAlias = Literal["prefill", "decode", "transfer", "any"]
+
+
+class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of POST /emulator/fault; the default takes all faults back."""
+
+    fail_next: int = 0
+    """So many requests from now on, each."""
+    share: float = 0.0
+    """And of all later ones this share."""
+    status: int | Literal["reset", "hang"] = 500
+    """An HTTP status, a connection cut off, or no answer at all."""
+    leg: Where = "any"
+    """Prefill legs, legs that answer tokens (decode), or KV transfers from here, which break off in the middle."""
+    after_tokens: int = 0
+    """Of a decode leg: only then, in place of at once."""
+
+
+class Faults:
+    """One instance's orders; a new one replaces the last one for the same leg."""
+
+    def __init__(self, seed: str) -> None:
+        self._random = random.Random(seed)
+        self._orders: dict[Where, Fault] = {}
+
+    def order(self, fault: Fault) -> None:
+        """Fail as told from now on; nothing to fail takes the order back."""
+        if fault.fail_next or fault.share:
+            self._orders[fault.leg] = fault
+        else:
+            self._orders.pop(fault.leg, None)
+
+    def strikes(self, leg: Where) -> Fault | None:
+        """Whether the request that comes now fails, and how; counts it."""
+        for where in (leg, "any"):
+            fault = self._orders.get(where)
+            if fault is None or (where == "any" and leg == "transfer"):
+                continue
+            if fault.fail_next > 0:
+                self._orders[where] = msgspec.structs.replace(fault, fail_next=fault.fail_next - 1)
+                return fault
+            if fault.share and self._random.random() < fault.share:
+                return fault
+        return None

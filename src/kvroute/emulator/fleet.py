@@ -1,0 +1,177 @@
+"""A whole cluster of emulated engines in one process and one event loop."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from urllib.parse import urlsplit
+from uuid import uuid4
+
+import msgspec
+import zmq.asyncio
+
+from kvroute import llm
+from kvroute.emulator.clock import WallClock
+from kvroute.emulator.engine import Engine
+from kvroute.emulator.fabric import Fabric
+from kvroute.emulator.faults import Faults
+from kvroute.emulator.kv_events import KvPublisher, changes
+from kvroute.emulator.kv_wire import KvDoor, Shelf
+from kvroute.emulator.prompt import Prompt
+from kvroute.emulator.routes import answer
+from kvroute.emulator.server import InstanceServer
+from kvroute.prefix import Evicted
+from kvroute.topology import Cluster
+from kvroute.types import TIER_COUNT, Endpoint, InputError, Instance
+
+SOCKETS_EACH = 16
+"""File descriptors of one instance, roughly, connections included."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetSettings:
+    """How engines are emulated."""
+
+    host: str = "127.0.0.1"
+    kv_scale: float = 1e-3
+    """Real bytes per modelled byte of KV."""
+    block_tokens: int = 16
+    kv_events: bool = True
+    kv_expiry_s: float = 480.0
+    background: tuple[float, ...] = (0.0,) * TIER_COUNT
+    """Share of every link of a tier that others use."""
+    endpoints_from_file: bool = False
+    """Listen where the cluster file says, in place of ports that the system chooses."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.kv_scale <= 1:
+            raise InputError(f"kv_scale is {self.kv_scale}", mend="give 0 to 1")
+        if self.block_tokens < 1:
+            raise InputError(f"block_tokens is {self.block_tokens}", mend="give 1 or more")
+        if not 0 < self.kv_expiry_s < float("inf"):
+            raise InputError(f"kv_expiry_s is {self.kv_expiry_s}", mend="give seconds above 0")
+        if len(self.background) != TIER_COUNT or any(not 0 <= share < 1 for share in self.background):
+            raise InputError(f"background is {self.background}", mend=f"give {TIER_COUNT} shares in [0, 1)")
+
+
+class Ready(msgspec.Struct, frozen=True):
+    """The document that says where everybody listens."""
+
+    instances: dict[str, Endpoint]
+
+
+class Fleet:
+    """Emulated instances of a cluster, all of them or those named; an async context manager.
+
+    Raises:
+        InputError: an instance that the cluster does not have, an address that cannot be listened on.
+    """
+
+    def __init__(self, cluster: Cluster, settings: FleetSettings, names: Sequence[str] = ()) -> None:
+        self._cluster, self._settings = cluster, settings
+        indices = [cluster.index(name) for name in dict.fromkeys(names)] or range(len(cluster.instances))
+        self._instances = [cluster.instances[index] for index in indices]
+        self.servers: dict[str, InstanceServer] = {}
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Fleet:
+        _allow_sockets(SOCKETS_EACH * len(self._instances) + 256)
+        async with AsyncExitStack() as stack:
+            clock, settings = WallClock(), self._settings
+            fabric = Fabric(
+                self._cluster, clock, kv_scale=settings.kv_scale, background=settings.background, seed=settings.seed
+            )
+            stack.callback(fabric.close)
+            context = zmq.asyncio.Context()
+            context.set(zmq.MAX_SOCKETS, max(context.get(zmq.MAX_SOCKETS), 4 * len(self._instances)))
+            stack.callback(context.term)
+            for instance in self._instances:
+                server = self._server(instance, clock, fabric, context)
+                stack.push_async_callback(server.close)
+                server.bind()
+                await server.open()
+                self.servers[instance.name] = server
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stack.aclose()
+
+    def _server(
+        self, instance: Instance, clock: WallClock, fabric: Fabric, context: zmq.asyncio.Context
+    ) -> InstanceServer:
+        settings, name = self._settings, instance.name
+        host, port, kv_port, events, replay = self._addresses(instance)
+        publisher = KvPublisher(context, f"kv@{name}", events, replay) if settings.kv_events else None
+        faults = Faults(f"faults {settings.seed} {name}")
+
+        def on_kv(prompt: Prompt | None, before: int, now: int, evicted: list[Evicted]) -> None:
+            if publisher is not None:
+                publisher.publish(changes(prompt, before, now, evicted, settings.block_tokens))
+
+        def new_engine() -> Engine:
+            door.shelf.engine_id = f"{name}-{uuid4().hex}"
+            return Engine(
+                instance=instance,
+                spec=self._cluster.timing[instance.timing],
+                model=llm.model(instance.model),
+                clock=clock,
+                block_tokens=settings.block_tokens,
+                on_kv=on_kv,
+                kv_expiry_s=settings.kv_expiry_s,
+            )
+
+        faulty = partial(_strikes_transfer, faults)
+        door = KvDoor(Shelf(name, self._cluster, clock, fabric, faulty))
+        return InstanceServer(host, port, kv_port, answer, new_engine, door, publisher, faults)
+
+    def _addresses(self, instance: Instance) -> tuple[str, int, int, str, str]:
+        """(host, HTTP port, KV port, KV events, their replay); port 0 and `*` are chosen by the system."""
+        host, free = self._settings.host, f"tcp://{self._settings.host}:*"
+        if not self._settings.endpoints_from_file:
+            return host, 0, 0, free, free
+        if instance.endpoint is None:
+            what = f"instance {instance.name} has no endpoint"
+            raise InputError(what, where=self._cluster.name, mend="give it one, or let the system choose ports")
+        url = urlsplit(instance.endpoint.url)
+        _, _, bootstrap = instance.endpoint.bootstrap.rpartition(":")
+        return (
+            url.hostname or host,
+            url.port or 80,
+            int(bootstrap or 0),
+            instance.endpoint.kv_events or free,
+            instance.endpoint.kv_replay or free,
+        )
+
+    def ready(self) -> Ready:
+        """Where each instance listens; `bootstrap` is the port that hands out KV."""
+        return Ready({name: self._endpoint(server) for name, server in self.servers.items()})
+
+    def _endpoint(self, server: InstanceServer) -> Endpoint:
+        host = f"[{server.host}]" if ":" in server.host else server.host
+        publisher, configured = server.publisher, server.engine.instance.endpoint
+        return Endpoint(
+            url=f"http://{host}:{server.port}",
+            protocol=configured.protocol if configured else "vllm",
+            bootstrap=f"{host}:{server.kv_port}",
+            kv_events=publisher.endpoint if publisher else "",
+            kv_replay=publisher.replay if publisher else "",
+        )
+
+
+def _strikes_transfer(faults: Faults) -> bool:
+    return faults.strikes("transfer") is not None
+
+
+def _allow_sockets(wanted: int) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

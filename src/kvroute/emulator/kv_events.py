@@ -1,0 +1,114 @@
+"""KV events in vLLM's wire format: a ZMQ publisher with numbered batches, and a socket that repeats missed ones."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from kvroute.emulator.prompt import Prompt
+from kvroute.prefix import Evicted
+
+END = (-1).to_bytes(8, "big", signed=True)
+BATCHES_KEPT = 10_000
+"""For replay, vLLM's default."""
+
+
+class BlockStored(msgspec.Struct, frozen=True, tag=True):
+    """A run of blocks below `parent_block_hash`."""
+
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None = None
+    medium: str = "GPU"
+    lora_name: str | None = None
+    extra_keys: list[None] | None = None
+    group_idx: int = 0
+    kv_cache_spec_kind: str = "full_attention"
+
+
+class BlockRemoved(msgspec.Struct, frozen=True, tag=True):
+    """Blocks that are gone, each with all below it."""
+
+    block_hashes: list[int]
+    medium: str = "GPU"
+    group_idx: int = 0
+
+
+class AllBlocksCleared(msgspec.Struct, frozen=True, tag=True):
+    """Nothing is cached any more."""
+
+
+KvEvent = BlockStored | BlockRemoved | AllBlocksCleared
+_ENCODER = msgspec.msgpack.Encoder()
+
+
+def changes(prompt: Prompt | None, before: int, now: int, evicted: list[Evicted], block_tokens: int) -> list[KvEvent]:
+    """What a change of the cache is called: the blocks `before`..`now` of a prompt are new, `evicted` had to go."""
+    events: list[KvEvent] = [BlockRemoved(list(blocks[keep:])) for _, blocks, keep in evicted]
+    if prompt is not None and now > before:
+        parent = prompt.blocks[before - 1] if before else None
+        tokens = prompt.tokens[before * block_tokens : now * block_tokens].tolist()
+        events.append(BlockStored(list(prompt.blocks[before:now]), parent, tokens, block_tokens))
+    return events
+
+
+class KvPublisher:
+    """The PUB and ROUTER sockets of one instance; batches are numbered from 0 since its start."""
+
+    def __init__(self, context: zmq.asyncio.Context, topic: str, endpoint: str, replay: str) -> None:
+        """Bind both, e.g. to `tcp://127.0.0.1:*`; the attributes `endpoint` and `replay` name the ports chosen.
+
+        Raises:
+            zmq.ZMQError: an address cannot be had.
+        """
+        self._topic = topic.encode()
+        self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=BATCHES_KEPT)
+        self._next = 0
+        self._pub = zmq.Context(context).socket(zmq.PUB)
+        self._router = context.socket(zmq.ROUTER)
+        for socket, address in ((self._pub, endpoint), (self._router, replay)):
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.bind(address)
+        self.endpoint = self._pub.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.replay = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._task = asyncio.get_running_loop().create_task(self._repeat())
+
+    def publish(self, events: list[KvEvent]) -> None:
+        """Send one batch, if there is anything in it; a slow subscriber loses it, as ZMQ has it."""
+        if not events:
+            return
+        number = self._next.to_bytes(8, "big")
+        self._next += 1
+        payload = _ENCODER.encode([time.time(), events, 0])
+        self._kept.append((number, payload))
+        self._pub.send_multipart((self._topic, number, payload), zmq.NOBLOCK)
+
+    def restart(self) -> None:
+        """Begin at number 0 again, as a new process does."""
+        self._kept.clear()
+        self._next = 0
+
+    async def _repeat(self) -> None:
+        while True:
+            frames = await self._router.recv_multipart()
+            if len(frames) != 3:
+                continue
+            client, _, first = frames
+            for number, payload in list(self._kept):
+                if number >= first:
+                    await self._router.send_multipart((client, b"", self._topic, number, payload))
+            await self._router.send_multipart((client, b"", b"", END, b""))
+
+    async def close(self) -> None:
+        """Give the ports back."""
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        self._pub.close()
+        self._router.close()

@@ -1,0 +1,307 @@
+"""Plays a trace against a live OpenAI-compatible server: open loop, streaming, every token's arrival on the clock.
+
+A request leaves when it is due, however many are under way. It measures and reports; what an answer should have been is
+for others to judge.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Protocol, cast
+from urllib.parse import urlsplit
+
+import httptools
+import msgspec
+
+from kvroute.types import InputError
+
+VOCABULARY = 32_000
+LEAD_S = 0.05
+"""From the call to the trace's time 0, so that the first requests are not late."""
+
+
+class Traced(Protocol):
+    """What is played of a traced request; `TracedRequest` of a simulation is one."""
+
+    @property
+    def at_s(self) -> float: ...
+    @property
+    def input_tokens(self) -> int: ...
+    @property
+    def output_tokens(self) -> int: ...
+    @property
+    def blocks(self) -> tuple[int, ...]: ...
+    @property
+    def block_tokens(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Play:
+    """One request to send, so many seconds after the start."""
+
+    at_s: float
+    body: bytes
+    path: str = "/v1/completions"
+
+
+class Answer(msgspec.Struct, kw_only=True):
+    """What came back; seconds since the start of the play, None where it did not come to that."""
+
+    due_s: float
+    sent_s: float | None = None
+    """When the request was written; later than due where connecting or this process was slow."""
+    status: int | None = None
+    token_s: list[float] = []
+    """Arrival of every streamed event with a token, those that came in one piece at the same time."""
+    finished_s: float | None = None
+    error: str = ""
+    """Empty for an answer that came to its proper end."""
+
+    @property
+    def ttft_s(self) -> float | None:
+        """From due to the first token."""
+        return self.token_s[0] - self.due_s if self.token_s else None
+
+    @property
+    def ok(self) -> bool:
+        """Whether the whole answer is there."""
+        return not self.error and self.status == 200 and self.finished_s is not None
+
+
+def prompt_tokens(request: Traced, number: int) -> list[int]:
+    """Token ids of a prompt, request.input_tokens of them: equal blocks of a trace have equal tokens.
+
+    Args:
+        request: as traced.
+        number: of the request; what lies beyond its blocks is its own.
+    """
+    blocks = [_block(block, request.block_tokens) for block in request.blocks]
+    ids = list(chain.from_iterable(blocks))[: request.input_tokens]
+    left = request.input_tokens - len(ids)
+    return ids + _block(-1 - number, left) if left else ids
+
+
+def plays(trace: Iterable[Traced], model: str) -> Iterator[Play]:
+    """A streamed completion per request of a trace, built when it is asked for; one that wants no token is left out."""
+    for number, request in enumerate(trace):
+        if request.output_tokens:
+            asked = {
+                "model": model,
+                "prompt": prompt_tokens(request, number),
+                "max_tokens": request.output_tokens,
+                "ignore_eos": True,
+                "stream": True,
+            }
+            yield Play(request.at_s, msgspec.json.encode(asked))
+
+
+async def play(
+    url: str,
+    requests: Iterable[Play],
+    *,
+    on_answer: Callable[[Answer], None] = lambda answer: None,
+    timeout_s: float = 600.0,
+) -> list[Answer]:
+    """Send every request when it is due and wait for all answers; they come back in the requests' order.
+
+    Args:
+        url: `http://host:port` of the server.
+        requests: ascending by time; pulled one ahead of the clock.
+        on_answer: called with each answer as it ends.
+        timeout_s: an answer that takes longer is given up.
+
+    Raises:
+        InputError: the URL is not plain http with a host.
+    """
+    client = Client(url)
+    started = time.monotonic() + LEAD_S
+    answers: list[Answer] = []
+    try:
+        async with asyncio.TaskGroup() as group:
+            for request in requests:
+                await asyncio.sleep(max(0.0, started + request.at_s - time.monotonic()))
+                answer = Answer(due_s=request.at_s)
+                answers.append(answer)
+                group.create_task(_fetch(client, request, answer, started, timeout_s, on_answer))
+    finally:
+        client.close()
+    return answers
+
+
+async def _fetch(
+    client: Client,
+    request: Play,
+    answer: Answer,
+    started: float,
+    timeout_s: float,
+    on_answer: Callable[[Answer], None],
+) -> None:
+    events = Events(answer, started)
+    try:
+        async with asyncio.timeout(timeout_s):
+            answer.status = await client.post(request.path, request.body, events.feed, events.sent)
+        answer.error = answer.error or events.verdict(answer.status)
+    except TimeoutError:
+        answer.error = f"no end within {timeout_s:g} s"
+    except OSError as error:
+        answer.error = f"{type(error).__name__}: {error}"
+    answer.finished_s = time.monotonic() - started
+    on_answer(answer)
+
+
+@dataclass(slots=True)
+class Events:
+    """Server-sent events of one answer, told apart as far as a clock needs it."""
+
+    answer: Answer
+    started: float
+    done: bool = False
+    _pending: bytes = b""
+
+    def sent(self) -> None:
+        """The request is written."""
+        self.answer.sent_s = time.monotonic() - self.started
+
+    def feed(self, data: bytes) -> None:
+        """Body bytes as they come."""
+        now = time.monotonic() - self.started
+        *events, self._pending = (self._pending + data).split(b"\n\n")
+        for event in events:
+            if event.startswith(b"data: [DONE]"):
+                self.done = True
+            elif event.startswith(b'data: {"error"'):
+                self.answer.error = event[6:].decode(errors="replace")
+            elif event.startswith(b"data: "):
+                self.answer.token_s.append(now)
+
+    def verdict(self, status: int) -> str:
+        """What is wrong with an answer that has ended; empty: nothing."""
+        if status != 200:
+            return f"status {status}: {self._pending[:200].decode(errors='replace')}"
+        return "" if self.done else "the stream ended without [DONE]"
+
+
+class Client:
+    """Keep-alive connections to one server, as many as there are requests under way; plain HTTP/1.1, no TLS."""
+
+    def __init__(self, url: str) -> None:
+        parts = urlsplit(url)
+        if parts.scheme != "http" or not parts.hostname:
+            raise InputError(f"{url!r} is no http:// address", where="url", mend="give http://host:port")
+        self._host, self._port = parts.hostname, parts.port or 80
+        self._idle: list[Connection] = []
+
+    async def post(
+        self,
+        path: str,
+        body: bytes,
+        on_body: Callable[[bytes], None],
+        on_sent: Callable[[], None] = lambda: None,
+        headers: bytes = b"",
+    ) -> int:
+        """Send and stream the answer into `on_body`; its status. OSError if the connection breaks before the end."""
+        connection = await self._connection()
+        head = f"POST {path} HTTP/1.1\r\nhost: {self._host}:{self._port}\r\ncontent-type: application/json\r\n"
+        length = f"content-length: {len(body)}\r\n\r\n"
+        try:
+            ended = connection.send(head.encode() + headers + length.encode() + body, on_body)
+            on_sent()
+            status = await ended
+        except BaseException:
+            connection.abort()
+            raise
+        if connection.reusable:
+            self._idle.append(connection)
+        return status
+
+    def close(self) -> None:
+        """Close what is idle."""
+        for connection in self._idle:
+            connection.abort()
+        self._idle.clear()
+
+    async def _connection(self) -> Connection:
+        while self._idle:
+            if (connection := self._idle.pop()).reusable:
+                return connection
+        loop = asyncio.get_running_loop()
+        _, fresh = await loop.create_connection(Connection, self._host, self._port)
+        return fresh
+
+
+@dataclass(slots=True, eq=False)
+class Connection(asyncio.Protocol):
+    """One connection: one request at a time, its answer parsed by httptools."""
+
+    reusable: bool = False
+    """Open, and nothing under way."""
+    _transport: asyncio.Transport | None = None
+    _parser: httptools.HttpResponseParser | None = None
+    _on_body: Callable[[bytes], None] = field(default=lambda data: None)
+    _ended: asyncio.Future[int] | None = None
+
+    def send(self, request: bytes, on_body: Callable[[bytes], None]) -> asyncio.Future[int]:
+        """Write a request; the future is the answer's status at its end."""
+        assert self._transport is not None
+        self.reusable, self._on_body = False, on_body
+        self._parser = httptools.HttpResponseParser(self)
+        self._ended = asyncio.get_running_loop().create_future()
+        self._transport.write(request)
+        return self._ended
+
+    def abort(self) -> None:
+        """Close at once."""
+        self.reusable = False
+        if self._transport is not None:
+            self._transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport, self.reusable = cast(asyncio.Transport, transport), True
+
+    def data_received(self, data: bytes) -> None:
+        if self._parser is None:  # a late word on an idle connection
+            self.abort()
+            return
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self._fail(ConnectionError(f"malformed answer: {error}"))
+            self.abort()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.reusable = False
+        self._fail(ConnectionError(f"the connection broke: {error or 'closed by the server'}"))
+
+    def on_body(self, data: bytes) -> None:
+        """By the parser."""
+        self._on_body(data)
+
+    def on_message_complete(self) -> None:
+        """By the parser."""
+        assert self._parser is not None
+        assert self._ended is not None
+        self.reusable = self._parser.should_keep_alive()
+        if not self._ended.done():
+            self._ended.set_result(self._parser.get_status_code())
+        self._parser = None
+        if not self.reusable:
+            self.abort()
+
+    def _fail(self, error: OSError) -> None:
+        if self._ended is not None and not self._ended.done():
+            self._ended.set_exception(error)
+
+
+def _block(block: int, size: int) -> list[int]:
+    """`size` token ids that stand for a block: its number first, so that two blocks differ from the start."""
+    number, ids = block % 2**64, []
+    for _ in range(min(5, size)):
+        number, digit = divmod(number, VOCABULARY)
+        ids.append(digit)
+    first = (block * 7_919) % VOCABULARY
+    ids.extend((first + 31 * place) % VOCABULARY for place in range(size - len(ids)))
+    return ids

@@ -1,0 +1,99 @@
+"""Prompts as an engine without a tokenizer sees them: token ids, the hashes of full blocks, the seed of the answer.
+
+Four bytes of UTF-8 are one token, whose id is those bytes as a little-endian number. Whoever hashes a prompt the same
+way meets the same blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import msgspec
+import numpy as np
+import xxhash
+
+from kvroute.emulator.refusal import Refusal
+from kvroute.prefix import block_hashes
+from kvroute.types import IntArray
+
+TOKEN_BYTES = 4
+"""Of text in one token."""
+_RAW = msgspec.json.Decoder(str | list[int] | None)
+_BATCH = msgspec.json.Decoder(list[str | list[int]])
+Value: TypeAlias = str | list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt: token ids [n] and one chained hash per full block."""
+
+    tokens: IntArray
+    blocks: tuple[int, ...]
+    seed: int
+    """Of the answer: a hash of all tokens."""
+
+    @classmethod
+    def of(cls, tokens: IntArray, block_tokens: int) -> Prompt:
+        """From token ids [n]."""
+        return cls(tokens, block_hashes(tokens, block_tokens), xxhash.xxh64_intdigest(tokens.tobytes()))
+
+
+def text_tokens(text: bytes) -> IntArray:
+    """Token ids of UTF-8 text; the last one may stand for less than four bytes."""
+    padded = text + bytes(-len(text) % TOKEN_BYTES)
+    return np.frombuffer(padded, "<u4").astype(np.int64)
+
+
+def value_tokens(value: Value) -> IntArray:
+    """Token ids of a prompt given as text or as ids."""
+    if isinstance(value, str):
+        return text_tokens(value.encode("utf-8", "surrogatepass"))
+    try:
+        return np.array(value, np.int64)
+    except OverflowError:
+        raise Refusal("a token id does not fit into 64 bits", param="prompt") from None
+
+
+def completion_prompts(raw: msgspec.Raw, block_tokens: int) -> list[Prompt]:
+    """The prompts of a completion: text, token ids, or a list of either.
+
+    Raises:
+        Refusal: anything else, no prompt, or an empty one.
+    """
+    values: Sequence[Value]
+    try:
+        value = _RAW.decode(raw)
+        values = [] if value is None else [value]
+    except msgspec.ValidationError:
+        values = _batch(raw)
+    prompts = [Prompt.of(value_tokens(value), block_tokens) for value in values]
+    if not prompts or any(not len(prompt.tokens) for prompt in prompts):
+        raise Refusal("prompt is empty; give text or token ids", param="prompt")
+    return prompts
+
+
+def _batch(raw: msgspec.Raw) -> Sequence[Value]:
+    try:
+        return _BATCH.decode(raw)
+    except msgspec.ValidationError:
+        what = "prompt is neither text nor token ids nor a list of these; give one of them"
+        raise Refusal(what, param="prompt") from None
+
+
+def chat_prompt(raw: msgspec.Raw, block_tokens: int) -> Prompt:
+    """The prompt of a chat: its messages as JSON without the closing bracket, so that a longer chat prolongs it.
+
+    Raises:
+        Refusal: no messages, or what is no list of objects with a role.
+    """
+    try:
+        messages = msgspec.json.decode(raw, type=list[dict[str, Any]])
+    except msgspec.ValidationError as error:
+        raise Refusal(
+            f"messages is no list of objects ({error}); give role and content each", param="messages"
+        ) from None
+    if not messages or not all(isinstance(message.get("role"), str) for message in messages):
+        raise Refusal("messages is empty or lacks a role; give role and content each", param="messages")
+    return Prompt.of(text_tokens(bytes(raw)[:-1].rstrip()), block_tokens)

@@ -1,0 +1,181 @@
+"""The paths of an instance, as vLLM has them, and a few orders of our own below /emulator."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import msgspec
+from aiohttp import web
+
+from kvroute.emulator.answer import usage
+from kvroute.emulator.ask import Kind, read_ask
+from kvroute.emulator.completion import JSON, complete
+from kvroute.emulator.counters import Load, metrics_page
+from kvroute.emulator.faults import Fault
+from kvroute.emulator.kv_events import AllBlocksCleared
+from kvroute.emulator.prompt import chat_prompt, completion_prompts
+from kvroute.emulator.refusal import Broken, Refusal
+from kvroute.emulator.server import InstanceServer
+
+EMBEDDING_NUMBERS = 8
+DOWN_MAX_S = 3600.0
+T = TypeVar("T")
+
+
+class Restart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of POST /emulator/restart."""
+
+    down_s: float = 0.0
+    """Connections are refused for so long."""
+
+
+class Slow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of POST /emulator/slow."""
+
+    factor: float = 1.0
+    """Of all times of the model; 1 is normal again."""
+
+
+class Inputs(msgspec.Struct, frozen=True):
+    """The body of /v1/embeddings and /tokenize."""
+
+    input: msgspec.Raw = msgspec.Raw(b"null")
+    prompt: msgspec.Raw = msgspec.Raw(b"null")
+    messages: msgspec.Raw | None = None
+
+
+async def answer(server: InstanceServer, request: web.BaseRequest) -> web.StreamResponse:
+    """Find who answers a request, and let them.
+
+    Raises:
+        Refusal: nobody does, or they refuse.
+    """
+    handler = ROUTES.get((request.method, request.path))
+    if handler is not None:
+        return await handler(server, request)
+    if any(path == request.path for _, path in ROUTES):
+        raise Refusal("Method Not Allowed", status=405, kind="MethodNotAllowedError")
+    raise Refusal("Not Found", status=404, kind="NotFoundError")
+
+
+async def _completion(server: InstanceServer, request: web.BaseRequest, kind: Kind) -> web.StreamResponse:
+    engine, data = server.engine, await request.read()
+    instance = engine.instance
+    ask = read_ask(kind, data, model=instance.model, role=instance.role, block_tokens=engine.block_tokens)
+    return await complete(request, ask, engine, server.faults, server.origin)
+
+
+async def _completions(server: InstanceServer, request: web.BaseRequest) -> web.StreamResponse:
+    return await _completion(server, request, "completions")
+
+
+async def _chat(server: InstanceServer, request: web.BaseRequest) -> web.StreamResponse:
+    return await _completion(server, request, "chat")
+
+
+async def _models(server: InstanceServer, _: web.BaseRequest) -> web.StreamResponse:
+    name = server.engine.instance.model
+    card = {"id": name, "object": "model", "created": int(server.started_s), "owned_by": "kvroute", "root": name}
+    return _json({"object": "list", "data": [card | {"max_model_len": server.engine.context_tokens}]})
+
+
+async def _health(_: InstanceServer, __: web.BaseRequest) -> web.StreamResponse:
+    return web.Response()
+
+
+async def _metrics(server: InstanceServer, _: web.BaseRequest) -> web.StreamResponse:
+    engine = server.engine
+    load = Load(
+        running=engine.running,
+        waiting=engine.waiting,
+        kv_used_share=engine.kv_used_share,
+        block_tokens=engine.block_tokens,
+        capacity_blocks=engine.capacity_blocks,
+        started_s=server.started_s,
+    )
+    page = metrics_page(engine.instance.model, load, engine.counters)
+    return web.Response(body=page, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+
+async def _tokenize(server: InstanceServer, request: web.BaseRequest) -> web.StreamResponse:
+    inputs, engine = await _read(request, Inputs), server.engine
+    if inputs.messages is not None:
+        prompt = chat_prompt(inputs.messages, engine.block_tokens)
+    else:
+        prompt = completion_prompts(inputs.prompt, engine.block_tokens)[0]
+    tokens = prompt.tokens.tolist()
+    return _json({"count": len(tokens), "max_model_len": engine.context_tokens, "tokens": tokens})
+
+
+async def _embeddings(server: InstanceServer, request: web.BaseRequest) -> web.StreamResponse:
+    """A few numbers that follow from the input."""
+    inputs, engine = await _read(request, Inputs), server.engine
+    prompts = completion_prompts(inputs.input, engine.block_tokens)
+    vectors = [
+        [(prompt.seed >> 8 * place & 0xFF) / 128 - 1 for place in range(EMBEDDING_NUMBERS)] for prompt in prompts
+    ]
+    data = [{"object": "embedding", "index": index, "embedding": vector} for index, vector in enumerate(vectors)]
+    tokens = usage(sum(len(prompt.tokens) for prompt in prompts), 0, 0)
+    return _json({"object": "list", "model": engine.instance.model, "data": data, "usage": tokens})
+
+
+async def _reset_prefix_cache(server: InstanceServer, _: web.BaseRequest) -> web.StreamResponse:
+    if not server.engine.clear_cache():
+        raise Broken("cached blocks are in use; try again when no request runs", status=503)
+    if server.publisher is not None:
+        server.publisher.publish([AllBlocksCleared()])
+    return web.Response()
+
+
+async def _fault(server: InstanceServer, request: web.BaseRequest) -> web.StreamResponse:
+    fault = await _read(request, Fault)
+    if isinstance(fault.status, int) and not 400 <= fault.status <= 599:
+        raise Refusal(f"status {fault.status} is no failure; give 400 to 599, reset or hang", param="status")
+    if fault.fail_next < 0 or fault.after_tokens < 0 or not 0 <= fault.share <= 1:
+        raise Refusal("a number is out of range; give fail_next and after_tokens of 0 or more, share in [0, 1]")
+    server.faults.order(fault)
+    return _json({})
+
+
+async def _restart(server: InstanceServer, request: web.BaseRequest) -> web.StreamResponse:
+    order = await _read(request, Restart)
+    if not 0 <= order.down_s <= DOWN_MAX_S:
+        raise Refusal(f"down_s is {order.down_s}; give 0 to {DOWN_MAX_S:g}", param="down_s")
+    server.restart(order.down_s)
+    return _json({})
+
+
+async def _slow(server: InstanceServer, request: web.BaseRequest) -> web.StreamResponse:
+    order = await _read(request, Slow)
+    if not 0.001 <= order.factor <= 1000:
+        raise Refusal(f"factor is {order.factor}; give 0.001 to 1000", param="factor")
+    server.engine.slow(order.factor)
+    return _json({})
+
+
+def _json(document: Any) -> web.Response:
+    return web.Response(body=msgspec.json.encode(document), content_type=JSON)
+
+
+async def _read(request: web.BaseRequest, kind: type[T]) -> T:
+    data = await request.read()
+    try:
+        return msgspec.json.decode(data or b"{}", type=kind)
+    except msgspec.DecodeError as error:
+        raise Refusal(f"the body cannot be read: {error}") from None
+
+
+ROUTES: dict[tuple[str, str], Callable[[InstanceServer, web.BaseRequest], Awaitable[web.StreamResponse]]] = {
+    ("POST", "/v1/completions"): _completions,
+    ("POST", "/v1/chat/completions"): _chat,
+    ("GET", "/v1/models"): _models,
+    ("GET", "/health"): _health,
+    ("GET", "/metrics"): _metrics,
+    ("POST", "/tokenize"): _tokenize,
+    ("POST", "/v1/embeddings"): _embeddings,
+    ("POST", "/reset_prefix_cache"): _reset_prefix_cache,
+    ("POST", "/emulator/fault"): _fault,
+    ("POST", "/emulator/restart"): _restart,
+    ("POST", "/emulator/slow"): _slow,
+}

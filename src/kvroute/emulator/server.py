@@ -1,0 +1,160 @@
+"""One instance on the network: its HTTP and KV ports, its engine, and how it dies and comes back by order."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from aiohttp import web
+from aiohttp.abc import AbstractStreamWriter
+from aiohttp.http_parser import RawRequestMessage
+from aiohttp.streams import StreamReader
+from aiohttp.web_protocol import RequestHandler
+
+from kvroute.emulator.completion import CutOff, Origin
+from kvroute.emulator.engine import Engine
+from kvroute.emulator.faults import Faults
+from kvroute.emulator.kv_events import KvPublisher
+from kvroute.emulator.kv_wire import KvDoor
+from kvroute.emulator.refusal import Refusal
+from kvroute.types import InputError
+
+BODY_MAX = 1 << 28
+BACKLOG = 1024
+ANSWER_S = 0.02
+"""The order to restart is answered before it is obeyed."""
+LINGER_S = 0.2
+"""What is being answered has so long to notice that its connection is gone."""
+
+
+def listener(host: str, port: int) -> socket.socket:
+    """A TCP socket that is bound and does not listen: the port is kept and connections are refused.
+
+    Raises:
+        InputError: the address cannot be had.
+    """
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((host, port))
+    except OSError as error:
+        bound.close()
+        raise InputError(f"cannot listen on {host}:{port} ({error.strerror})", mend="free the port") from None
+    bound.setblocking(False)
+    return bound
+
+
+@dataclass(slots=True, eq=False)
+class InstanceServer:
+    """Bind it, open it, close it; between them it may restart by order."""
+
+    host: str
+    port: int
+    """Of HTTP; 0 until `bind` where the system chooses, like the next one."""
+    kv_port: int
+    answer: Answer
+    new_engine: Callable[[], Engine]
+    kv_door: KvDoor
+    publisher: KvPublisher | None
+    faults: Faults
+    engine: Engine = field(init=False)
+    started_s: float = 0.0
+    """Of the engine, seconds since the epoch."""
+    _http: web.Server | None = None
+    _open: list[asyncio.Server] = field(default_factory=list)
+    _bound: list[socket.socket] = field(default_factory=list)
+    """Ports kept while the server is down."""
+    _restart: asyncio.Task[None] | None = None
+
+    @property
+    def origin(self) -> Origin:
+        """Where its KV is fetched."""
+        return Origin(self.host, self.kv_port, self.kv_door.shelf.engine_id)
+
+    def bind(self) -> None:
+        """Get the ports; InputError where one cannot be had."""
+        self._bound.append(listener(self.host, self.port))
+        self._bound.append(listener(self.host, self.kv_port))
+        self.port, self.kv_port = (bound.getsockname()[1] for bound in self._bound)
+
+    async def open(self) -> None:
+        """Start the engine and listen."""
+        loop = asyncio.get_running_loop()
+        self.engine, self.started_s = self.new_engine(), time.time()
+        self.kv_door.open(self.engine)
+        self._http = web.Server(
+            self._answer, request_factory=_large_request, handler_cancellation=True, access_log=None
+        )
+        (http, kv), self._bound = self._bound, []
+        self._open.append(await loop.create_server(self._http, sock=http, backlog=BACKLOG))
+        self._open.append(await loop.create_server(self.kv_door, sock=kv, backlog=BACKLOG))
+
+    async def _down(self) -> None:
+        """Everything is lost at once, as when a process dies; the ports stay ours."""
+        http, self._http = self._http, None
+        assert http is not None
+        for server in self._open:
+            server.close()
+        self._open.clear()
+        self.engine.close()
+        self.kv_door.abort()
+        for connection in http.connections:
+            if connection.transport is not None:
+                connection.transport.abort()
+        await http.shutdown(timeout=LINGER_S)
+        self._bound = [listener(self.host, port) for port in (self.port, self.kv_port)]
+        if self.publisher is not None:
+            self.publisher.restart()
+
+    async def close(self) -> None:
+        """Stop, whatever is under way."""
+        if self._restart is not None:
+            self._restart.cancel()
+            await asyncio.gather(self._restart, return_exceptions=True)
+        if self._http is not None:
+            await self._down()
+        for bound in self._bound:
+            bound.close()
+        if self.publisher is not None:
+            await self.publisher.close()
+
+    def restart(self, down_s: float) -> None:
+        """Die soon, refuse connections for a while, and come back empty; nothing if it is about to anyway."""
+        if self._restart is None or self._restart.done():
+            self._restart = asyncio.get_running_loop().create_task(self._come_back(down_s))
+
+    async def _come_back(self, down_s: float) -> None:
+        await asyncio.sleep(ANSWER_S)
+        await self._down()
+        await asyncio.sleep(down_s)
+        await self.open()
+
+    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        try:
+            return await self.answer(self, request)
+        except Refusal as refusal:
+            return web.Response(status=refusal.status, body=refusal.body(), content_type="application/json")
+        except CutOff:
+            if request.transport is not None:
+                request.transport.abort()
+            await asyncio.get_running_loop().create_future()  # until the loss of the connection cancels this task
+            raise
+
+
+Answer: TypeAlias = Callable[[InstanceServer, web.BaseRequest], Awaitable[web.StreamResponse]]
+
+
+def _large_request(
+    message: RawRequestMessage,
+    payload: StreamReader,
+    protocol: RequestHandler,
+    writer: AbstractStreamWriter,
+    task: asyncio.Task[None],
+) -> web.BaseRequest:
+    """Prompts are longer than a web framework expects."""
+    loop = asyncio.get_running_loop()
+    return web.BaseRequest(message, payload, protocol, writer, task, loop, client_max_size=BODY_MAX)

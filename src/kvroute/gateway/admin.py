@@ -1,0 +1,302 @@
+"""The operator's port: dashboard, metrics, health, pushed telemetry; on loopback by default, closed to other pages.
+
+A page that a browser has open elsewhere cannot read it (no CORS, only known host names) nor change anything (Origin).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import re
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from importlib.resources import files
+from ipaddress import ip_address
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from kvroute.gateway.metrics import Metrics
+from kvroute.gateway.state import ClusterState
+from kvroute.types import InputError
+
+TICK_S = 0.25
+WATCHERS_MOST = 32
+BODY_MOST_BYTES = 4 << 20
+_ASSETS = {
+    "index.html": "text/html",
+    "dashboard.css": "text/css",
+    "dashboard.js": "text/javascript",
+    "map.js": "text/javascript",
+    "panels.js": "text/javascript",
+    "format.js": "text/javascript",
+}
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+_SECRET = re.compile(r"token|secret|password|hash|authorization|(^|_)keys?(_|$)", re.IGNORECASE)
+_USER_INFO = re.compile(r"(?<=://)[^/@\s]+@")
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdminParts:
+    """What the port shows and calls; the callables are the gateway's."""
+
+    state: ClusterState
+    metrics: Metrics
+    now: Callable[[], float]
+    ready: Callable[[], str]
+    """Why the gateway takes no requests; empty: it does."""
+    version: str
+    config: Callable[[], object] = dict
+    """The settings, as Structs or plain values; secrets are struck out here."""
+    push: Callable[[bytes], None] | None = None
+    """Takes a body of telemetry; InputError says what is wrong with it."""
+    drain: Callable[[], None] | None = None
+    token: str = ""
+    """What POST must bear; empty: POST is for this machine only."""
+    host_names: frozenset[str] = frozenset()
+    """Names by which the port may be called besides `localhost` and any IP address."""
+
+
+@dataclass(slots=True)
+class _Watch:
+    """One snapshot serves everybody who looks within a tick."""
+
+    closing: asyncio.Event = field(default_factory=asyncio.Event)
+    watchers: int = 0
+    tick: bytes = b""
+    made_at: float = -1.0
+
+
+class Admin:
+    """The port, open between `start` and `close`."""
+
+    def __init__(self, parts: AdminParts) -> None:
+        self._parts, self._watch = parts, _Watch()
+        self._runner: web.AppRunner | None = None
+
+    async def start(self, host: str, port: int) -> int:
+        """Listen; returns the port, drawn by the system where `port` is 0.
+
+        Raises:
+            InputError: the address cannot be had.
+        """
+        runner = web.AppRunner(self._application(), access_log=None, shutdown_timeout=2.0)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, host, port).start()
+        except OSError as error:
+            await runner.cleanup()
+            what = f"{host}:{port} cannot be listened on ({error.strerror or error})"
+            raise InputError(what, where="gateway.admin", mend="choose another port") from None
+        self._runner = runner
+        return int(runner.addresses[0][1])
+
+    async def close(self) -> None:
+        """Let the watchers go and stop listening."""
+        self._watch.closing.set()
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+
+    @property
+    def watchers(self) -> int:
+        """Dashboards that look now."""
+        return self._watch.watchers
+
+    def _application(self) -> web.Application:
+        application = web.Application(client_max_size=BODY_MOST_BYTES, middlewares=[self._guarded])
+        get, post = application.router.add_get, application.router.add_post
+        for name, kind in _ASSETS.items():
+            get("/" if name == "index.html" else f"/{name}", _asset(name, kind))
+        get("/state", self._state)
+        get("/events", self._events)
+        get("/metrics", self._metrics)
+        get("/health", self._health)
+        get("/ready", self._ready)
+        get("/version", self._version)
+        get("/config", self._config)
+        post("/telemetry", self._telemetry)
+        post("/drain", self._drain)
+        return application
+
+    @web.middleware
+    async def _guarded(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
+        refusal = self._refusal(request)
+        if refusal is not None:
+            return refusal
+        try:
+            return await handler(request)
+        except web.HTTPException as error:
+            return _json(error.status, {"error": error.reason})
+
+    def _refusal(self, request: web.Request) -> web.Response | None:
+        name = _host_name(request.headers.get("Host", ""))
+        if not (name == "localhost" or _is_address(name) or name in self._parts.host_names):
+            mend = "call it by address, or list the name under gateway.admin.hosts"
+            return _json(403, {"error": f"unknown host name in the Host header; {mend}"})
+        if request.method in ("GET", "HEAD"):
+            return None
+        origin = request.headers.get("Origin")
+        if origin is not None and origin.partition("://")[2] != request.headers.get("Host"):
+            return _json(403, {"error": "requests of other web pages are refused"})
+        return self._unauthorized(request)
+
+    def _unauthorized(self, request: web.Request) -> web.Response | None:
+        if self._parts.token:
+            given = request.headers.get("Authorization", "").encode()
+            if hmac.compare_digest(given, b"Bearer " + self._parts.token.encode()):
+                return None
+            return _json(401, {"error": "a bearer token is needed: gateway.admin.push_token"})
+        peer = request.remote or ""
+        if _is_address(peer) and _is_loopback(peer):
+            return None
+        return _json(403, {"error": "from other machines only with a token; set gateway.admin.push_token"})
+
+    async def _state(self, request: web.Request) -> web.Response:
+        snapshot = self._parts.state.snapshot(self._parts.now())
+        return _response(200, msgspec.json.encode(snapshot))
+
+    async def _events(self, request: web.Request) -> web.StreamResponse:
+        """Server-Sent Events: `snapshot` once, then a `tick` every TICK_S while the client takes them."""
+        watch = self._watch
+        if watch.watchers >= WATCHERS_MOST or watch.closing.is_set():
+            return _json(503, {"error": f"{watch.watchers} dashboards are open already"})
+        response = web.StreamResponse(headers={**_HEADERS, "Content-Type": "text/event-stream"})
+        watch.watchers += 1
+        try:
+            await response.prepare(request)
+            layout_id = 0
+            while not watch.closing.is_set():
+                if layout_id != self._parts.state.layout.id:
+                    layout_id = self._parts.state.layout.id
+                    await response.write(self._snapshot_event())
+                else:
+                    await response.write(self._tick_event())
+                await _set_within(watch.closing, TICK_S)
+        except ConnectionError:
+            pass  # the dashboard was closed
+        finally:
+            watch.watchers -= 1
+        return response
+
+    def _snapshot_event(self) -> bytes:
+        snapshot = self._parts.state.snapshot(self._parts.now())
+        return b"event: snapshot\ndata: " + msgspec.json.encode(snapshot) + b"\n\n"
+
+    def _tick_event(self) -> bytes:
+        watch, at = self._watch, self._parts.now()
+        if at - watch.made_at >= TICK_S / 2 or not watch.tick:
+            tick = msgspec.json.encode(self._parts.state.tick(at))
+            watch.tick, watch.made_at = b"event: tick\ndata: " + tick + b"\n\n", at
+        return watch.tick
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        content_type, families = self._parts.metrics.page(request.headers.get("Accept", ""))
+        parts = []
+        for text in families:
+            parts.append(text)
+            await asyncio.sleep(0)  # requests go on between two families
+        return web.Response(body="".join(parts).encode(), headers={**_HEADERS, "Content-Type": content_type})
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return _json(200, {"status": "alive"})
+
+    async def _ready(self, request: web.Request) -> web.Response:
+        why = self._parts.ready()
+        return _json(503, {"status": "not ready", "reason": why}) if why else _json(200, {"status": "ready"})
+
+    async def _version(self, request: web.Request) -> web.Response:
+        return _json(200, {"version": self._parts.version, "policy": self._parts.state.policy})
+
+    async def _config(self, request: web.Request) -> web.Response:
+        return _response(200, msgspec.json.format(msgspec.json.encode(redacted(self._parts.config()))))
+
+    async def _telemetry(self, request: web.Request) -> web.Response:
+        if self._parts.push is None:
+            return _json(404, {"error": "telemetry is not taken; set gateway.oracle.source to push"})
+        try:
+            self._parts.push(await request.read())
+        except InputError as error:
+            return _json(400, {"error": str(error), "where": error.where})
+        return _json(200, {"status": "taken"})
+
+    async def _drain(self, request: web.Request) -> web.Response:
+        if self._parts.drain is None:
+            return _json(404, {"error": "this gateway is drained by SIGTERM only"})
+        self._parts.drain()
+        return _json(202, {"status": "draining"})
+
+
+def redacted(value: object) -> Any:
+    """Plain values with everything struck out whose name says it is a secret, hashes, and user:password in URLs."""
+    return _redacted(msgspec.to_builtins(value), secret=False)
+
+
+def _redacted(value: Any, secret: bool) -> Any:
+    match value:
+        case dict():
+            return {name: _redacted(held, bool(_SECRET.search(str(name)))) for name, held in value.items()}
+        case list() | tuple():
+            return [_redacted(held, secret) for held in value]
+        case str():
+            struck = value and (secret or value.startswith("sha256:"))
+            return "***" if struck else _USER_INFO.sub("***@", value)
+        case _:
+            return value
+
+
+def _asset(name: str, kind: str) -> _Handler:
+    body = files("kvroute.gateway").joinpath("dashboard", name).read_bytes()
+
+    async def asset(request: web.Request) -> web.Response:
+        return _response(200, body, f"{kind}; charset=utf-8")
+
+    return asset
+
+
+async def _set_within(event: asyncio.Event, timeout_s: float) -> None:
+    try:
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
+    except TimeoutError:
+        return
+
+
+def _response(status: int, body: bytes, content_type: str = "application/json") -> web.Response:
+    return web.Response(status=status, body=body, headers={**_HEADERS, "Content-Type": content_type})
+
+
+def _json(status: int, value: dict[str, str]) -> web.Response:
+    return _response(status, msgspec.json.encode(value))
+
+
+def _host_name(host: str) -> str:
+    """The Host header without its port, lower-case; an IPv6 address without its brackets."""
+    host = host.strip().lower()
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0].rstrip(".")
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ip_address(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_loopback(address: str) -> bool:
+    ip = ip_address(address)
+    mapped = getattr(ip, "ipv4_mapped", None)
+    return (mapped or ip).is_loopback

@@ -1,0 +1,200 @@
+"""Who comes in, who waits and who is sent away: a bounded number of requests in flight and a bounded queue before it.
+
+Pure: the caller tells the time, keeps a timer for `expires_at` and answers those who are refused. A key that has as
+many requests here as it may (in flight and waiting together) is refused with 429, which is that client's own doing; a
+full queue, or too long a wait in it, is the gateway's: 503. Waiting counts for the key too, so that one client cannot
+fill the queue.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final, TypeAlias
+
+Ticket: TypeAlias = int
+"""What the caller knows a request by; used once."""
+
+RETRY_AFTER_MIN_S, RETRY_AFTER_MAX_S = 1, 60
+_RATE_S = 10.0
+"""Time constant of the measured rate of leaving."""
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """Go ahead; `leave` when it is over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Queued:
+    """Wait until `leave` returns the ticket, or `expire` does."""
+
+    expires_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Nothing is held; answer with this."""
+
+    status: int
+    """429: too many of this key; 503: too many altogether."""
+    reason: str
+    retry_after_s: int
+
+
+Entry: TypeAlias = Admitted | Queued | Refused
+
+ADMITTED: Final = Admitted()
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionLimits:
+    """How many, and how long; a request without a key is bound by no key's limit."""
+
+    in_flight: int = 2048
+    queue: int = 512
+    """Requests that wait; 0: nobody does."""
+    queue_wait_s: float = 30.0
+    per_key: int = 256
+    """In flight and waiting, of one key."""
+    of_key: Mapping[str, int] = field(default_factory=dict)
+    """In place of `per_key`, for the keys named."""
+
+    def __post_init__(self) -> None:
+        assert self.in_flight >= 1, "somebody must come in"
+        assert self.queue >= 0
+
+
+class Admission:
+    """First come, first served; whoever leaves makes room for the one who has waited longest."""
+
+    __slots__ = ("_in_flight", "_keys", "_limits", "_queue", "_rate", "_rate_at", "_started_at")
+
+    def __init__(self, limits: AdmissionLimits, now: float = 0.0) -> None:
+        self._limits = limits
+        self._in_flight: dict[Ticket, str | None] = {}
+        self._queue: OrderedDict[Ticket, tuple[str | None, float]] = OrderedDict()
+        """Key and time of expiry, longest waiting first."""
+        self._keys: dict[str, int] = {}
+        self._rate = 0.0
+        """Departures of late, each fading with _RATE_S; over the span that they fade in: a rate."""
+        self._rate_at = self._started_at = now
+
+    @property
+    def in_flight(self) -> int:
+        """Requests let in."""
+        return len(self._in_flight)
+
+    @property
+    def queued(self) -> int:
+        """Requests that wait."""
+        return len(self._queue)
+
+    @property
+    def expires_at(self) -> float | None:
+        """When the one who has waited longest has waited too long; None: nobody waits."""
+        return next(iter(self._queue.values()))[1] if self._queue else None
+
+    def held_by(self, key: str) -> int:
+        """Requests of a key, in flight and waiting."""
+        return self._keys.get(key, 0)
+
+    def enter(self, ticket: Ticket, key: str | None, now: float) -> Entry:
+        """A request has come, with the name of its key if keys are in use."""
+        assert ticket not in self._in_flight, "a ticket is used once"
+        assert ticket not in self._queue, "a ticket is used once"
+        limits = self._limits
+        if key is not None:
+            held, most = self._keys.get(key, 0), limits.of_key.get(key, limits.per_key)
+            if held >= most:
+                reason = f"this key has {held} requests here already, as many as it may"
+                return Refused(429, reason, self._whole_s(self.in_flight + self.queued, held, now))
+        # Whoever waits goes first, also where a higher limit has made room that nobody has taken yet.
+        if len(self._in_flight) < limits.in_flight and not self._queue:
+            self._in_flight[ticket] = key
+            entry: Entry = ADMITTED
+        elif len(self._queue) < limits.queue:
+            self._queue[ticket] = (key, now + limits.queue_wait_s)
+            entry = Queued(now + limits.queue_wait_s)
+        else:
+            return self._full("the gateway is full", now)
+        if key is not None:
+            self._keys[key] = self._keys.get(key, 0) + 1
+        return entry
+
+    def leave(self, ticket: Ticket, now: float) -> list[Ticket]:
+        """A request is over, or its client has gone, waiting or not; an unknown ticket changes nothing.
+
+        Returns:
+            those who come in now, in the order they came.
+        """
+        if ticket not in self._in_flight:
+            self.cancel(ticket)
+            return []
+        self._drop_key(self._in_flight.pop(ticket))
+        self._count_departure(now)
+        return self._admit()
+
+    def cancel(self, ticket: Ticket) -> None:
+        """A client that waits has gone. Whoever does not wait is left alone."""
+        waiting = self._queue.pop(ticket, None)
+        if waiting is not None:
+            self._drop_key(waiting[0])
+
+    def expire(self, now: float) -> list[Ticket]:
+        """Take those out who have waited too long, longest first; answer each with `overdue`."""
+        tickets = []
+        while self._queue:
+            ticket, (key, expires_at) = next(iter(self._queue.items()))
+            if expires_at > now:
+                break
+            del self._queue[ticket]
+            self._drop_key(key)
+            tickets.append(ticket)
+        return tickets
+
+    def overdue(self, now: float) -> Refused:
+        """The answer to a request that `expire` has returned."""
+        return self._full(f"the gateway is full: no place came free within {self._limits.queue_wait_s:g} s", now)
+
+    def change(self, limits: AdmissionLimits) -> list[Ticket]:
+        """New limits from now on; nobody is sent away for them, and those who wait keep their time.
+
+        Returns:
+            those who come in now.
+        """
+        self._limits = limits
+        return self._admit()
+
+    def _admit(self) -> list[Ticket]:
+        tickets = []
+        while self._queue and len(self._in_flight) < self._limits.in_flight:
+            ticket, (key, _) = self._queue.popitem(last=False)
+            self._in_flight[ticket] = key
+            tickets.append(ticket)
+        return tickets
+
+    def _drop_key(self, key: str | None) -> None:
+        if key is None:
+            return
+        if self._keys[key] == 1:
+            del self._keys[key]
+        else:
+            self._keys[key] -= 1
+
+    def _full(self, reason: str, now: float) -> Refused:
+        return Refused(503, reason, self._whole_s(self.queued + 1, 1, now))
+
+    def _count_departure(self, now: float) -> None:
+        self._rate = self._rate * math.exp(-max(0.0, now - self._rate_at) / _RATE_S) + 1.0
+        self._rate_at = max(now, self._rate_at)
+
+    def _whole_s(self, leaving: int, shared_by: int, now: float) -> int:
+        """Whole seconds until `leaving / shared_by` have left at the measured rate; nobody leaves: the longest."""
+        fading = math.exp(-max(0.0, now - self._rate_at) / _RATE_S)
+        span_s = _RATE_S * -math.expm1(-max(now - self._started_at, 1e-3) / _RATE_S)
+        per_s = self._rate * fading / span_s
+        wait_s = leaving / shared_by / per_s if per_s > 0 else math.inf
+        return math.ceil(min(max(wait_s, RETRY_AFTER_MIN_S), RETRY_AFTER_MAX_S))

@@ -1,0 +1,150 @@
+"""A model's chat template: messages to the prompt that the engine will see, rendered as transformers and vLLM do."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import jinja2
+import msgspec
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from kvroute.gateway.openai import Fields
+from kvroute.types import InputError
+
+Message: TypeAlias = dict[str, Any]
+
+_CONFIG, _FILE = "tokenizer_config.json", "chat_template.jinja"
+_CONTEXT = ("tools", "documents", "reasoning_effort", "add_generation_prompt")
+_WALKS_CONTENT = re.compile(r"for\s+\w+\s+in\s+\w+(\.content|\[['\"]content['\"]\])|for\s+\w+\s+in\s+content\b")
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks the assistant's words for training; here its body is just rendered."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTemplate:
+    """A compiled template with its special tokens."""
+
+    template: jinja2.Template
+    special_tokens: dict[str, str]
+    walks_content: bool
+    """The template goes through content parts itself; otherwise they are joined for it."""
+
+    @classmethod
+    def load(cls, folder: Path, clock: Callable[[], datetime] = datetime.now) -> ChatTemplate | None:
+        """The template of a tokenizer's folder, or None if it has none; `clock` is for templates that tell the date.
+
+        Raises:
+            InputError: a file that cannot be read, or a template that does not parse.
+        """
+        config = _read_config(folder / _CONFIG)
+        own = folder / _FILE
+        source = own.read_text(encoding="utf-8") if own.is_file() else _default_template(config.get("chat_template"))
+        if source is None:
+            return None
+        try:
+            template = _environment(clock).from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            where = f"{folder}: chat template, line {error.lineno}"
+            raise InputError(str(error.message), where=where, mend="mend or remove the template") from error
+        tokens = {name: _token(value) for name, value in config.items() if name.endswith("_token") and _token(value)}
+        return cls(template, tokens, bool(_WALKS_CONTENT.search(source)))
+
+    def render(self, fields: Fields) -> str | None:
+        """The prompt of a chat request; None if it cannot be rendered."""
+        try:
+            messages = [_shaped(message, self.walks_content) for message in msgspec.json.decode(fields["messages"])]
+            return self.template.render({**self.special_tokens, **_context(fields), "messages": messages})
+        except Exception:
+            # The template is the operator's, the messages are the client's: the two may disagree in any way, and the
+            # engine, not the gateway, is to say so.
+            return None
+
+
+def _environment(clock: Callable[[], datetime]) -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = lambda form: clock().strftime(form)
+    return environment
+
+
+def _to_json(value: object, indent: int | None = None, **layout: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent, **layout)
+
+
+def _refuse(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except msgspec.MsgspecError as error:
+        raise InputError(str(error), where=str(path), mend="give the tokenizer's own file") from error
+
+
+def _default_template(value: object) -> str | None:
+    """A config holds one template, or several with names."""
+    if isinstance(value, list):
+        named = {entry["name"]: entry["template"] for entry in value}
+        value = named.get("default")
+    return value if isinstance(value, str) else None
+
+
+def _token(value: object) -> str:
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else ""
+
+
+def _context(fields: Fields) -> dict[str, Any]:
+    given = {name: msgspec.json.decode(fields[name]) for name in _CONTEXT if name in fields}
+    context = {"add_generation_prompt": True} | {name: value for name, value in given.items() if value is not None}
+    if "chat_template_kwargs" in fields:
+        context |= msgspec.json.decode(fields["chat_template_kwargs"]) or {}
+    return context
+
+
+def _shaped(message: Message, walks_content: bool) -> Message:
+    """As vLLM hands messages to a template: parts joined unless it walks them, arguments of tool calls as objects."""
+    message = dict(message)
+    if isinstance(message.get("content"), list) and not walks_content:
+        message["content"] = _joined(message["content"])
+    if message["role"] == "assistant" and isinstance(message.get("tool_calls"), list):
+        message["tool_calls"] = [_called(call) for call in message["tool_calls"]]
+    return message
+
+
+def _called(call: Message) -> Message:
+    function = dict(call["function"])
+    if isinstance(arguments := function.get("arguments"), str):
+        function["arguments"] = msgspec.json.decode(arguments) if arguments else {}
+    return call | {"function": function}
+
+
+def _joined(content: object) -> str:
+    if isinstance(content, list):
+        texts = [part if isinstance(part, str) else part.get("text") for part in content]
+        return "\n".join(text for text in texts if isinstance(text, str))
+    return content if isinstance(content, str) else ""

@@ -1,0 +1,245 @@
+"""One client's connection: its requests are answered one after the other, and its waits are bounded; parses nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Protocol, TypeAlias, cast
+
+from kvroute.gateway.deadlines import NEVER_S
+from kvroute.gateway.exchange import Exchange, status_line
+from kvroute.gateway.openai import error_body
+from kvroute.gateway.reading import BODY, HEAD, IDLE, Fault, Limits, RequestReader
+
+_HELD_BYTES = 64 * 1024
+"""Reading stops when a pipeline has more bytes waiting. Below, it goes on, so that a client's leaving is seen."""
+_NEITHER = -1
+
+_BUSY = Fault(503, "the gateway has as many connections as it may; try again later")
+_SLOW_HEAD = Fault(408, "the request's headers took too long")
+_SLOW_BODY = Fault(408, "the request's body took too long")
+
+
+Handler: TypeAlias = Callable[[Exchange], None]
+"""What answers requests. Called once the whole body is there; must neither block nor raise."""
+
+
+class Frontage(Protocol):
+    """What the connections of one door share."""
+
+    handler: Handler
+    limits: Limits
+    server: bytes
+    """A whole header line, or nothing."""
+    draining: bool
+
+    def enter(self, client: Client) -> int:
+        """A client has connected; how many more may (negative: it is one too many)."""
+        ...
+
+    def leave(self, client: Client) -> None:
+        """A client's connection is closed."""
+        ...
+
+
+class Client(asyncio.Protocol):
+    """One client's connection."""
+
+    def __init__(self, door: Frontage) -> None:
+        self.deadline_s = NEVER_S
+        self._door = door
+        self._now: Callable[[], float] = asyncio.get_running_loop().time
+        self._transport: asyncio.Transport
+        self._peer = ""
+        self._reader = RequestReader(door.limits)
+        self._current: Exchange | None = None
+        self._held = b""
+        self._timed = _NEITHER
+        """The reader's phase that the deadline is for."""
+        self._unsent_bytes = -1
+        """-1: the client reads as fast as it is written to."""
+        self._reading_paused = self._advancing = self._leaving = False
+
+    def drain(self, idle_until_s: float) -> None:
+        """Close after the answer under way; between requests wait until then: one may be on its way."""
+        if self._current is not None:
+            self._current.keep_alive = False
+        elif not self._leaving and self._unsent_bytes < 0 and self._reader.phase == IDLE:
+            self.deadline_s = min(self.deadline_s, idle_until_s)
+
+    def abort(self) -> None:
+        """Close at once."""
+        self._transport.abort()
+
+    def expire(self, now: float) -> None:
+        """A deadline has passed: close, or answer that the client is too slow."""
+        if self._leaving:
+            self._transport.abort()
+        elif self._unsent_bytes >= 0:
+            unsent = self._transport.get_write_buffer_size()
+            if unsent >= self._unsent_bytes:
+                self._transport.abort()
+            else:  # slow, but there
+                self._unsent_bytes = unsent
+                self.deadline_s = now + self._door.limits.stall_s
+        elif self._reader.phase == IDLE:
+            self._leave()
+        else:
+            self._refuse(_SLOW_HEAD if self._reader.phase == HEAD else _SLOW_BODY)
+
+    # asyncio's callbacks
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by name
+        peer = transport.get_extra_info("peername")
+        self._peer = str(peer[0]) if peer else ""
+        limits = self._door.limits
+        self.deadline_s = self._now() + limits.header_s
+        self._timed = IDLE
+        room = self._door.enter(self)
+        if room < -(limits.connections // 8 + 64):  # even saying so costs too much
+            self._leaving = True
+            self._transport.abort()
+        elif room < 0:
+            self._refuse(_BUSY, b"retry-after: 1\r\n")
+
+    def data_received(self, data: bytes) -> None:
+        if self._leaving:
+            return
+        if self._current is None and not self._held and self._unsent_bytes < 0:
+            self._held = self._reader.feed(data)
+            self._advance()
+            return
+        self._held += data
+        if len(self._held) > _HELD_BYTES and not self._reading_paused:
+            self._reading_paused = True
+            self._transport.pause_reading()
+
+    def eof_received(self) -> None:
+        if self._current is not None:
+            self._transport.abort()  # nobody is there to read the answer
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._leaving = True
+        self.deadline_s = NEVER_S
+        self._door.leave(self)
+        current, self._current = self._current, None
+        if current is not None:
+            current.lose()
+
+    def pause_writing(self) -> None:
+        self._unsent_bytes = self._transport.get_write_buffer_size()
+        self.deadline_s = self._now() + self._door.limits.stall_s
+        if self._current is not None:
+            self._current.pause()
+
+    def resume_writing(self) -> None:
+        self._unsent_bytes = -1
+        if self._leaving:
+            return
+        self.deadline_s = NEVER_S
+        self._timed = _NEITHER
+        if self._current is not None:
+            self._current.resume()
+        else:
+            self._advance()
+
+    # one request after the other
+
+    def _advance(self) -> None:
+        """Go on as far as can be without waiting. A loop, lest a pipeline become a recursion."""
+        if self._advancing:
+            return
+        self._advancing = True
+        reader = self._reader
+        while self._current is None and not self._leaving and self._unsent_bytes < 0:
+            if reader.ready:
+                self._begin()
+            elif reader.fault is not None:
+                self._refuse(reader.fault)
+            elif self._held:
+                self._read_on()
+                self._held = reader.feed(self._held)
+            else:
+                self._wait()
+                break
+        self._advancing = False
+
+    def _begin(self) -> None:
+        """Hand the next request over."""
+        door = self._door
+        exchange = Exchange(
+            *self._reader.ready.popleft(), self._now(), self._peer, self._transport, door.server, self._answered
+        )
+        self._current = exchange
+        self.deadline_s = NEVER_S
+        self._timed = _NEITHER
+        if door.draining:
+            exchange.keep_alive = False
+        try:
+            door.handler(exchange)
+        except Exception as error:
+            self._mourn(error)
+            if exchange.started:
+                exchange.abort()
+            else:
+                exchange.respond(500, error_body("the gateway failed", "server_error"))
+
+    def _mourn(self, error: Exception) -> None:
+        asyncio.get_running_loop().call_exception_handler({"message": "the handler raised", "exception": error})
+
+    def _answered(self, exchange: Exchange) -> None:
+        self._current = None
+        if self._leaving:
+            return
+        if exchange.keep_alive:
+            self._advance()
+        else:
+            self._leave()
+
+    def _wait(self) -> None:
+        """For the next request, or for the rest of one."""
+        phase, door = self._reader.phase, self._door
+        if phase == self._timed:
+            return
+        self._timed = phase
+        limits = door.limits
+        if phase == BODY:
+            self.deadline_s = self._now() + limits.body_s
+            if self._reader.awaits_continue:
+                self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        elif phase == HEAD:
+            self.deadline_s = self._now() + limits.header_s
+        elif door.draining:
+            self._leave()
+        else:
+            self.deadline_s = self._now() + limits.keep_alive_s
+
+    def _leave(self) -> None:
+        """Close as soon as the client has read everything."""
+        self._leaving = True
+        self._held = b""
+        self._transport.close()
+        self.deadline_s = self._now() + self._door.limits.stall_s
+
+    def _refuse(self, fault: Fault, extra: bytes = b"") -> None:
+        """Answer with an error and close, but not before the client has had time to read it.
+
+        What it still sends is read and dropped meanwhile: closing with unread bytes resets the connection, and a reset
+        may overtake the answer.
+        """
+        self._leaving = True
+        self._held = b""
+        body = error_body(fault.message, "server_error" if fault.status >= 500 else "invalid_request_error")
+        head = b"%b%b%bcontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
+        text = head % (status_line(fault.status), self._door.server, extra, len(body))
+        self._transport.write(text if self._reader.method == b"HEAD" else text + body)
+        if self._transport.can_write_eof():
+            self._transport.write_eof()
+        self._read_on()
+        self.deadline_s = self._now() + self._door.limits.linger_s
+
+    def _read_on(self) -> None:
+        if self._reading_paused:
+            self._reading_paused = False
+            self._transport.resume_reading()

@@ -1,0 +1,61 @@
+// The page: one stream of events from the gateway, while somebody looks; the map and the panels draw it.
+
+import { onTheme } from "./format.js";
+import { ClusterMap } from "./map.js";
+import { Panels } from "./panels.js";
+
+const $ = (id) => document.getElementById(id);
+const panels = new Panels();
+const map = new ClusterMap($("map"), (index) => panels.inspect(index, true));
+let source = null, layout = null, heard_ms = 0;
+
+function status(text, kind) {
+  $("link").textContent = text;
+  $("link").className = `chip ${kind}`;
+}
+
+function tick(data) {
+  heard_ms = performance.now();
+  panels.setTick(data);
+  map.setTick(data);
+  if (map.chosen >= 0) panels.inspect(map.chosen);
+  const { load } = data, down = data.instances.filter((tile) => !tile[0] || tile[1] === 2).length;
+  const note = `${layout.instances.length} instances${down ? `, ${down} out of service` : ""}`;
+  if ($("map-note").textContent !== note) {
+    $("map-note").textContent = note;
+    $("map").setAttribute("aria-label", `${layout.name}: ${note}`);
+  }
+  if (load.draining) status("draining", "bad");
+  else if (!load.ready) status("not ready", "bad");
+  else status("live", "good");
+}
+
+function open() {
+  source = new EventSource("events");
+  source.addEventListener("snapshot", (event) => {
+    const data = JSON.parse(event.data);
+    layout = data.layout;
+    panels.setLayout(layout);
+    map.setLayout(layout);
+    tick(data.tick);
+  });
+  source.addEventListener("tick", (event) => { if (layout) tick(JSON.parse(event.data)); });
+  source.onerror = () => {
+    status("no connection, trying again", "bad");
+    if (source.readyState === EventSource.CLOSED) setTimeout(() => { close(); open(); }, 2000);
+  };
+}
+
+function close() {
+  source?.close();
+  source = null;
+}
+
+document.addEventListener("visibilitychange", () => {
+  if (document.hidden) close();
+  else if (!source) open();
+});
+setInterval(() => { if (source && heard_ms && performance.now() - heard_ms > 3000) status("nothing heard for 3 s", "bad"); }, 1000);
+$("table-box").addEventListener("toggle", () => { if (layout && panels.tick && $("table-box").open) panels.table(); });
+onTheme(() => { if (layout) panels.legend(); });
+open();

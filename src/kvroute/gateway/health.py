@@ -1,0 +1,91 @@
+"""Active health checks: an instance is down after some failures in a row, and up again after some successes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from kvroute.gateway.polling import Answer, Poller
+from kvroute.gateway.pool import Pool
+
+
+class Health:
+    """What checks say of one instance; up until they say otherwise."""
+
+    __slots__ = ("_against", "_failures", "_successes", "checked", "up")
+
+    def __init__(self, failures: int, successes: int) -> None:
+        """Args: how many in a row take the instance down and bring it up, 1 or more."""
+        self.up = True
+        self.checked = False
+        """Whether any check has come back."""
+        self._failures = failures
+        self._successes = successes
+        self._against = 0
+        """Checks in a row that contradict `up`."""
+
+    def heard(self, well: bool) -> bool:
+        """Take a check's result; whether it has changed `up`."""
+        self.checked = True
+        self._against = 0 if well is self.up else self._against + 1
+        if self._against < (self._failures if self.up else self._successes):
+            return False
+        self.up = well
+        self._against = 0
+        return True
+
+
+class HealthChecks:
+    """GETs a path of every engine; a status from 200 to 299 is health, all else, silence included, is not."""
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        pool_of: Callable[[str], Pool | None],
+        on_change: Callable[[str, bool, float], None],
+        now: Callable[[], float],
+        *,
+        path: str = "/health",
+        interval_s: float = 2.0,
+        timeout_s: float = 2.0,
+        failures: int = 2,
+        successes: int = 1,
+    ) -> None:
+        """
+        Args:
+            names, pool_of, interval_s, timeout_s: see `Poller`.
+            on_change: (instance, whether it is up, when), only on a change.
+            now: the clock of `on_change`.
+            failures, successes: see `Health`.
+        """
+        self._health = {name: Health(failures, successes) for name in names}
+        self._on_change = on_change
+        self._now = now
+        self._why: dict[str, str] = {}
+        self._poller = Poller(names, pool_of, path.encode(), self._answered, interval_s=interval_s, timeout_s=timeout_s)
+
+    def start(self) -> None:
+        """Begin, from within the loop."""
+        self._poller.start()
+
+    def close(self) -> None:
+        """Check no more."""
+        self._poller.close()
+
+    def up(self, name: str) -> bool:
+        """What the checks say of an instance."""
+        return self._health[name].up
+
+    def why(self, name: str) -> str:
+        """What was wrong with the last check; empty if nothing."""
+        return self._why.get(name, "")
+
+    @property
+    def all_checked(self) -> bool:
+        """Whether every instance has been checked at least once."""
+        return all(health.checked for health in self._health.values())
+
+    def _answered(self, name: str, answer: Answer) -> None:
+        well = 200 <= answer.status < 300
+        self._why[name] = "" if well else answer.failure or f"HTTP status {answer.status}"
+        if self._health[name].heard(well):
+            self._on_change(name, well, self._now())

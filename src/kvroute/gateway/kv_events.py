@@ -1,0 +1,222 @@
+"""KV events of engines over ZMQ: subscribes, asks for what was missed, and emits Control's events.
+
+What a batch means and whether one is missing is for `kv_stream` and `engine_blocks` to know.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+
+import zmq
+
+from kvroute.gateway.engine_blocks import BlockCounts
+from kvroute.gateway.kv_stream import KvStream, StreamCounts
+from kvroute.types import Endpoint, Event, InputError
+
+_LOG = logging.getLogger(__name__)
+_MESSAGE_BYTES_MAX = 256 << 20
+_TURN_S = 0.002
+"""After so long in one socket's messages others have their turn: a replay may bring thousands."""
+_HEARTBEAT_MS, _SILENCE_MS = 5_000, 15_000
+"""A half-open connection is found and opened again; without heartbeats TCP would wait for ever."""
+_RECONNECT_MS, _RECONNECT_MAX_MS = 100, 5_000
+_SEQUENCE_BYTES = 8
+_END = b"\xff" * _SEQUENCE_BYTES
+
+
+class _Link:
+    """One engine's sockets. Edge-triggered, as ZMQ's are: it reads until nothing is left, or asks for another turn."""
+
+    def __init__(self, owner: KvEvents, name: str, events_url: str, replay_url: str) -> None:
+        self.stream = KvStream(name, owner.block_tokens, replays=bool(replay_url))
+        self._owner = owner
+        self._replay_url = replay_url
+        self._replay: zmq.Socket[bytes] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._round = 0
+        self._warned = False
+        self._loop = asyncio.get_running_loop()
+        self._live = owner.open(zmq.SUB, events_url, name)
+        self._live.subscribe(b"")
+        self._watch(self._live, self._read_live)
+
+    def _watch(self, socket: zmq.Socket[bytes], read: Callable[[], None]) -> None:
+        self._loop.add_reader(socket.FD, read)
+        self._loop.call_soon(read)  # what came before the watch began
+
+    def close(self) -> None:
+        """Give all sockets and timers back."""
+        self._end_replay()
+        if not self._live.closed:
+            self._loop.remove_reader(self._live.FD)
+            self._live.close(linger=0)
+
+    def restart(self) -> None:
+        """See `KvEvents.restarted`."""
+        self.stream.restart()
+        self._tell(self.stream.blocks.changes(self._owner.now()))
+
+    def _read_live(self) -> None:
+        until = self._loop.time() + _TURN_S
+        while self._loop.time() < until:
+            frames = _receive(self._live)
+            if frames is None:
+                return
+            if len(frames) >= 2 and len(frames[-2]) == _SEQUENCE_BYTES:
+                sequence = int.from_bytes(frames[-2], "big")
+                self._tell(self.stream.received(self._owner.now(), sequence, frames[-1]))
+        self._loop.call_soon(self._read_live)
+
+    def _read_replay(self) -> None:
+        until = self._loop.time() + _TURN_S
+        while self._loop.time() < until:
+            frames = None if self._replay is None else _receive(self._replay)
+            if frames is None:
+                return
+            if len(frames) < 2 or len(frames[-2]) != _SEQUENCE_BYTES:
+                continue
+            if frames[-2] == _END:
+                self._replay_ended()
+            else:
+                self._set_timer()
+                sequence = int.from_bytes(frames[-2], "big")
+                self._tell(self.stream.replayed(self._owner.now(), sequence, frames[-1]))
+        self._loop.call_soon(self._read_replay)
+
+    def _replay_ended(self) -> None:
+        self._end_replay()
+        self._tell(self.stream.replay_ended(self._owner.now()))
+
+    def _tell(self, events: list[Event]) -> None:
+        for event in events:
+            self._owner.emit(event)
+        counts = self.stream.blocks.counts
+        if counts.unusable and not self._warned:
+            self._warned = True
+            instance, ours = self.stream.blocks.instance, self._owner.block_tokens
+            _LOG.warning("%s: KV events ignored: its blocks are no multiple of %d tokens", instance, ours)
+        if self.stream.wanted is None:
+            self._end_replay()
+        elif self.stream.rounds != self._round:
+            self._end_replay()
+            self._round = self.stream.rounds
+            self._begin_replay(self.stream.wanted)
+
+    def _begin_replay(self, first: int) -> None:
+        self._replay = self._owner.open(zmq.DEALER, self._replay_url, self.stream.blocks.instance)
+        self._replay.send_multipart([b"", first.to_bytes(_SEQUENCE_BYTES, "big")])
+        self._set_timer()
+        self._watch(self._replay, self._read_replay)
+
+    def _end_replay(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._replay is not None:
+            self._loop.remove_reader(self._replay.FD)
+            self._replay.close(linger=0)
+            self._replay = None
+
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_later(self._owner.replay_s, self._replay_ended)
+
+
+class KvEvents:
+    """Subscriptions to all engines that publish KV events, on the running loop; two file descriptors for each.
+
+    ZMQ's own descriptors wake the loop, so idle engines cost nothing there. One socket an engine: nothing in a message
+    says who has sent it.
+    """
+
+    def __init__(
+        self,
+        endpoints: Mapping[str, Endpoint],
+        block_tokens: int,
+        emit: Callable[[Event], None],
+        now: Callable[[], float],
+        *,
+        replay_s: float = 5.0,
+    ) -> None:
+        """
+        Args:
+            endpoints: by instance; those without `kv_events` are left out.
+            block_tokens: tokens of our blocks.
+            emit: takes Control's events, in each engine's order.
+            now: their clock.
+            replay_s: silence after which a replay counts as over.
+        """
+        self.block_tokens = block_tokens
+        self.emit = emit
+        self.now = now
+        self.replay_s = replay_s
+        self._endpoints = {name: each for name, each in endpoints.items() if each.kv_events}
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._links: dict[str, _Link] = {}
+
+    def start(self) -> None:
+        """Connect, from within the loop. Engines that are not there yet are tried until `close`.
+
+        Raises:
+            InputError: an endpoint that ZMQ cannot connect to.
+        """
+        assert self._context is None
+        self._context = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, 2 * len(self._endpoints) + 16)
+        try:
+            for name, endpoint in self._endpoints.items():
+                self._links[name] = _Link(self, name, endpoint.kv_events, endpoint.kv_replay)
+        except BaseException:
+            self.close()
+            raise
+
+    def open(self, kind: int, url: str, instance: str) -> zmq.Socket[bytes]:
+        """A connected socket."""
+        assert self._context is not None
+        socket = self._context.socket(kind)
+        socket.setsockopt(zmq.RCVHWM, 100_000)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.MAXMSGSIZE, _MESSAGE_BYTES_MAX)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SILENCE_MS)
+        socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
+        try:
+            socket.connect(url)
+        except zmq.ZMQError as error:
+            socket.close(linger=0)
+            mend = "write tcp://host:port"
+            raise InputError(f"cannot connect to {url!r} ({error})", where=f"instance {instance}", mend=mend) from None
+        return socket
+
+    def restarted(self, instance: str) -> None:
+        """Another source knows that this engine is a new process; an instance without events is passed by."""
+        link = self._links.get(instance)
+        if link is not None:
+            link.restart()
+
+    def counts(self) -> dict[str, tuple[StreamCounts, BlockCounts]]:
+        """By instance."""
+        return {name: (link.stream.counts, link.stream.blocks.counts) for name, link in self._links.items()}
+
+    def close(self) -> None:
+        """Disconnect; nothing is emitted any more."""
+        for link in self._links.values():
+            link.close()
+        self._links.clear()
+        if self._context is not None:
+            self._context.destroy(linger=0)
+            self._context = None
+
+
+def _receive(socket: zmq.Socket[bytes]) -> list[bytes] | None:
+    """The next message; None where there is none."""
+    if socket.closed:
+        return None
+    try:
+        return socket.recv_multipart(zmq.NOBLOCK)
+    except zmq.Again:
+        return None

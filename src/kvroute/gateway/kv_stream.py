@@ -1,0 +1,142 @@
+"""One engine's numbered batches of KV events in order: gaps, replays and restarts; it does no I/O.
+
+A batch that stays lost makes the gateway forget what it knew of that engine's cache, since it may have held a removal.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvroute.gateway.engine_blocks import BatchError, EngineBlocks, read_batch
+from kvroute.types import Event
+
+_HELD_BYTES_MAX = 64 << 20
+"""Live batches kept while missed ones are repeated; beyond that the missed ones count as lost."""
+
+
+@dataclass(slots=True)
+class StreamCounts:
+    """What happened to one engine's stream, for metrics."""
+
+    batches: int = 0
+    broken: int = 0
+    gaps: int = 0
+    lost: int = 0
+    """Gaps that no replay has closed; each has cleared the engine's view."""
+    restarts: int = 0
+
+
+class KvStream:
+    """One engine's numbered batches in order. Does no I/O: its driver asks for a replay while `wanted` is a number."""
+
+    def __init__(self, instance: str, block_tokens: int, *, replays: bool) -> None:
+        """Args: instance name; tokens of our blocks; whether missed batches can be asked for."""
+        self.blocks = EngineBlocks(instance, block_tokens)
+        self.counts = StreamCounts()
+        self.wanted: int | None = None
+        """First batch that a replay under way must bring; None: none is under way."""
+        self.rounds = 0
+        """Replays wanted so far: one more means that an older one must be given up."""
+        self._replays = replays
+        self._expected = 0
+        self._last_live = -1
+        self._held: dict[int, bytes] = {}
+        """Live batches since a replay was wanted, ascending; never empty during one."""
+        self._held_bytes = 0
+        self._progress = False
+        self._broken_off = False
+
+    def received(self, at: float, sequence: int, payload: bytes) -> list[Event]:
+        """A live batch. The numbers of one engine process only rise, so a lower one is another process's."""
+        if sequence <= self._last_live:
+            self.restart()
+        self._last_live = sequence
+        if self.wanted is not None:
+            self._hold(sequence, payload)
+        elif sequence == self._expected:
+            self._apply(sequence, payload)
+        elif sequence > self._expected:
+            self._gap(sequence, payload)
+        return self.blocks.changes(at)
+
+    def replayed(self, at: float, sequence: int, payload: bytes) -> list[Event]:
+        """A batch of the replay under way; one that comes without a replay is passed by."""
+        if self.wanted is None or self._broken_off or sequence < self._expected:
+            return []
+        if sequence > self._expected:
+            if self._progress:  # messages were dropped on the way: the next replay goes on from here
+                self._broken_off = True
+                return []
+            self._lose()
+        self._progress = True
+        self._apply(sequence, payload)
+        return self.blocks.changes(at)
+
+    def replay_ended(self, at: float) -> list[Event]:
+        """No more will come: all was sent, or the engine does not answer."""
+        if self.wanted is None:
+            return []
+        missing = min(self._held) > self._expected
+        if missing and self._progress:  # it was cut short, but another one goes further
+            self._want_replay()
+            return []
+        self.wanted = None
+        held, self._held, self._held_bytes = self._held, {}, 0
+        if missing:
+            self._lose()
+            self._expected = min(held)
+        for sequence, payload in held.items():
+            if self.wanted is not None:
+                self._hold(sequence, payload)
+            elif sequence == self._expected:
+                self._apply(sequence, payload)
+            elif sequence > self._expected:
+                self._gap(sequence, payload)
+        return self.blocks.changes(at)
+
+    def restart(self) -> None:
+        """The engine has a new process: nothing of the old one is left, and numbers start at 0 again."""
+        self.counts.restarts += 1
+        self.blocks.clear()
+        self._expected, self._last_live, self.wanted = 0, -1, None
+        self._held, self._held_bytes = {}, 0
+
+    def _want_replay(self) -> None:
+        self.wanted = self._expected
+        self.rounds += 1
+        self._progress = self._broken_off = False
+
+    def _gap(self, sequence: int, payload: bytes) -> None:
+        self.counts.gaps += 1
+        if self._replays:
+            self._want_replay()
+            self._hold(sequence, payload)
+        else:
+            self._lose()
+            self._apply(sequence, payload)
+
+    def _hold(self, sequence: int, payload: bytes) -> None:
+        if self._held_bytes + len(payload) > _HELD_BYTES_MAX:
+            # Too long a wait: go on from the newest batch.
+            self.wanted, self._held, self._held_bytes = None, {}, 0
+            self._lose()
+            self._apply(sequence, payload)
+        else:
+            self._held[sequence] = payload
+            self._held_bytes += len(payload)
+
+    def _lose(self) -> None:
+        self.counts.lost += 1
+        self.blocks.clear()
+
+    def _apply(self, sequence: int, payload: bytes) -> None:
+        self._expected = sequence + 1
+        self.counts.batches += 1
+        try:
+            events = read_batch(payload)
+        except BatchError:
+            self.counts.broken += 1
+            self.blocks.clear()
+            return
+        for event in events:
+            self.blocks.apply(event)

@@ -1,0 +1,74 @@
+"""The cluster as the dashboard's map: domains inside domains, and what does not change about an instance."""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvroute.topology import Cluster
+from kvroute.topology.tree import TIER_NAMES, Domain, domain_tree
+from kvroute.types import Role
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """A domain of the map; a node names its instances by position in `Layout.instances`."""
+
+    kind: str
+    name: str
+    children: tuple[Place, ...] = ()
+    instances: tuple[int, ...] = ()
+
+
+class LayoutInstance(msgspec.Struct, frozen=True, kw_only=True):
+    """What does not change about an instance."""
+
+    name: str
+    role: Role
+    model: str
+    place: str
+    gpus: int
+    protocol: str
+    batch_max: int
+
+
+class Layout(msgspec.Struct, frozen=True, kw_only=True):
+    """The cluster as a tree; `id` changes when the cluster file is read again."""
+
+    id: int
+    name: str
+    root: Place
+    instances: tuple[LayoutInstance, ...]
+    tiers: tuple[str, ...]
+    tier_bytes_per_s: tuple[float, ...]
+
+
+def layout_of(cluster: Cluster, number: int) -> Layout:
+    """The map of a cluster; instances in the cluster's order."""
+    positions = {instance.name: k for k, instance in enumerate(cluster.instances)}
+    return Layout(
+        id=number,
+        name=cluster.name,
+        root=_place(domain_tree(cluster), positions),
+        instances=tuple(
+            LayoutInstance(
+                name=instance.name,
+                role=instance.role,
+                model=instance.model,
+                place=" / ".join(filter(None, (instance.datacenter, instance.pod, instance.rack, instance.node))),
+                gpus=len(instance.gpus),
+                protocol=instance.protocol,
+                batch_max=instance.batch_max,
+            )
+            for instance in cluster.instances
+        ),
+        tiers=TIER_NAMES,
+        tier_bytes_per_s=tuple(cluster.tier_bytes_per_s.tolist()),
+    )
+
+
+def _place(domain: Domain, positions: dict[str, int]) -> Place:
+    return Place(
+        kind=domain.kind,
+        name=domain.name,
+        children=tuple(_place(child, positions) for child in domain.children),
+        instances=tuple(positions[instance.name] for instance in domain.instances),
+    )

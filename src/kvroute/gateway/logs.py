@@ -1,0 +1,132 @@
+"""Structured logs, one line per event as JSON or text, written beside the event loop.
+
+Only the fields named here are ever written: no key, prompt or answer can slip in. When whoever reads the stream stands
+still, lines are dropped and counted, never waited for.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from datetime import UTC, datetime
+from logging.handlers import QueueHandler, QueueListener
+from queue import Full, Queue
+from types import TracebackType
+from typing import Any, Literal, TextIO
+
+FIELDS = frozenset(
+    {
+        *("request_id", "trace_id", "endpoint", "status", "seconds", "ttft_s", "client", "key_name", "model"),
+        *("instance", "source", "target", "leg", "kind", "reason", "attempt", "tier", "kv_bytes", "input_tokens"),
+        *("policy", "cluster", "instances", "file", "url", "address", "count", "age_s", "version", "signal", "dropped"),
+    }
+)
+"""A new field is a decision: it must not carry what users wrote, nor a secret."""
+LINES_MOST = 10_000
+_LOGGER = logging.getLogger("kvroute")
+_ACCESS = logging.getLogger("kvroute.access")
+_LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+
+Level = Literal["debug", "info", "warning", "error"]
+Value = str | int | float | bool | None
+
+
+def note(level: Level, event: str, **fields: Value) -> None:
+    """Log one event, e.g. note("warning", "instance_down", instance="decode3"); fields are those of FIELDS."""
+    number = _LEVELS[level]
+    if _LOGGER.isEnabledFor(number):
+        _LOGGER.log(number, event, extra={"fields": fields})
+
+
+def access(request_id: str, endpoint: str, status: int, seconds: float, **fields: Value) -> None:
+    """One line per finished request, if the access log is on."""
+    if _ACCESS.isEnabledFor(logging.INFO):
+        first: dict[str, Value] = {"request_id": request_id, "endpoint": endpoint, "status": status}
+        _ACCESS.info("request", extra={"fields": {**first, "seconds": round(seconds, 6), **fields}})
+
+
+class Logs:
+    """Logging for the whole process while it is open; libraries are heard from warnings on."""
+
+    def __init__(
+        self,
+        style: Literal["json", "text"] = "text",
+        level: Level = "info",
+        *,
+        access: bool = False,
+        stream: TextIO | None = None,
+    ) -> None:
+        """Begin to log to `stream` (standard error)."""
+        handler = logging.StreamHandler(stream or sys.stderr)
+        handler.setFormatter(_Json() if style == "json" else _Text())
+        queue: Queue[Any] = Queue(LINES_MOST)
+        self._door = _Dropping(queue)
+        self._listener = QueueListener(queue, handler)
+        self._listener.start()
+        self._before = (_LOGGER.level, _ACCESS.level)
+        logging.getLogger().addHandler(self._door)
+        _LOGGER.setLevel(_LEVELS[level])
+        _ACCESS.setLevel(logging.INFO if access else logging.WARNING)
+
+    @property
+    def dropped(self) -> int:
+        """Lines lost because the stream's reader stood still."""
+        return self._door.dropped
+
+    def close(self) -> None:
+        """Write what is left and hand logging back as it was."""
+        logging.getLogger().removeHandler(self._door)
+        self._door.close()
+        self._listener.stop()
+        for logger, level in zip((_LOGGER, _ACCESS), self._before, strict=True):
+            logger.setLevel(level)
+
+    def __enter__(self) -> Logs:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _Dropping(QueueHandler):
+    dropped = 0
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        try:
+            self.queue.put_nowait(record)
+        except Full:
+            self.dropped += 1
+
+
+def _parts(record: logging.LogRecord) -> dict[str, Value]:
+    """Fields in the caller's order, those of FIELDS only; a library's text is one field of its own."""
+    at = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    line: dict[str, Value] = {"at": at, "level": record.levelname.lower()}
+    if record.name == "kvroute" or record.name.startswith("kvroute."):
+        line["event"] = record.message if hasattr(record, "message") else record.getMessage()
+    else:
+        line |= {"event": "library", "logger": record.name, "text": record.getMessage()}
+    fields = getattr(record, "fields", {})
+    return line | {name: value for name, value in fields.items() if name in FIELDS}
+
+
+class _Json(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return json.dumps(_parts(record))
+
+
+class _Text(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        line = _parts(record)
+        start = f"{line.pop('at')} {line.pop('level')} {_printable(line.pop('event'))}"
+        return " ".join((start, *(f"{name}={_printable(value)}" for name, value in line.items())))
+
+
+def _printable(value: Value) -> str:
+    """No control character reaches a terminal, and no value looks like another field."""
+    if isinstance(value, str) and not (value.isprintable() and value and not set(value) & set(' ="')):
+        return json.dumps(value)
+    return str(value)

@@ -1,0 +1,254 @@
+"""The gateway's Prometheus metrics: what happened is counted as it happens, what is now is asked for when scraped.
+
+Every name is documented in docs/metrics.md. One thread; a method costs about a microsecond or less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Literal, TypeAlias
+
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.openmetrics import exposition as openmetrics_exposition
+
+from kvroute.gateway.exposition import Counter, Exemplar, Family, Histogram, Key, lines
+from kvroute.gateway.view import BreakerState, InstanceLoad, Load, Ttft
+from kvroute.types import TIER_COUNT, Decision, Decode, Prefill, Reject, Role
+
+Leg: TypeAlias = Literal["prefill", "decode"]
+
+TIER_LABELS = ("node", "rack", "pod", "datacenter", "cross_datacenter")
+"""Values of the label `tier`, by tier."""
+_TIER: dict[int | None, str] = {**dict(enumerate(TIER_LABELS)), None: "local"}
+_BREAKER: dict[BreakerState, int] = {"closed": 0, "half-open": 1, "open": 2}
+_REQUEST_S = (
+    *(0.001, 0.002, 0.005, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75),
+    *(1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0),
+)
+_DECISION_S = (20e-6, 50e-6, 100e-6, 150e-6, 200e-6, 300e-6, 500e-6, 1e-3, 2e-3, 5e-3, 10e-3, 50e-3)
+
+
+class Metrics:
+    """Called by the journey as things happen; `page` is the text for a scraper."""
+
+    def __init__(self, look: Callable[[], Load], roles: dict[str, Role], *, version: str, policy: str) -> None:
+        """Args: `look` gives the load now, called once per page; `roles` are by instance (set anew at a reload)."""
+        self._look, self.roles, self.version, self.policy = look, roles, version, policy
+        self._process = CollectorRegistry()
+        ProcessCollector(registry=self._process)
+        requests, legs = ("endpoint", "code"), ("leg", "instance", "kind")
+        self._requests = Counter("kvroute_requests_total", "Requests answered, by endpoint and status.", requests)
+        self._rejects = Counter("kvroute_rejects_total", "Requests refused before any leg began.", ("reason",))
+        self._gone = Counter("kvroute_client_gone_total", "Clients that left before the end of their answer.")
+        self._stream_errors = Counter("kvroute_stream_errors_total", "Streams ended by an error event.")
+        self._retries = Counter("kvroute_retries_total", "Legs begun again on another instance.", ("leg",))
+        self._no_retry = Counter("kvroute_retries_refused_total", "Retries that the budget did not allow.", ("leg",))
+        self._leg_failures = Counter("kvroute_leg_failures_total", "Legs that came to nothing.", legs)
+        self._decisions = Counter("kvroute_decisions_total", "Decisions, by what and where.", ("kind", "instance"))
+        self._decision_s = Histogram("kvroute_decision_seconds", "Time to decide.", _DECISION_S, ("kind",))
+        self._ttft_s = Histogram(
+            "kvroute_ttft_seconds", "Request read to first byte of the answer sent.", _REQUEST_S, ("protocol",)
+        )
+        self._part_s = Histogram("kvroute_ttft_part_seconds", "Where TTFT went.", _REQUEST_S, ("part",))
+        self._prefill_s = Histogram("kvroute_prefill_leg_seconds", "Prefill leg sent to its answer.", _REQUEST_S)
+        self._decode_s = Histogram(
+            "kvroute_decode_first_byte_seconds", "Decode leg sent to its first byte.", _REQUEST_S
+        )
+        self._request_s = Histogram(
+            "kvroute_request_seconds", "Request read to end of the answer.", _REQUEST_S, ("endpoint",)
+        )
+        self._transfer_s = Histogram(
+            "kvroute_transfer_seconds", "KV transfer, waiting for a slot included.", _REQUEST_S, ("tier",)
+        )
+        self._transfer_bytes = Counter("kvroute_transfer_bytes_total", "KV bytes given to the network.", ("tier",))
+        self._prompt_tokens = Counter("kvroute_prompt_tokens_total", "Tokens of all prompts.")
+        self._hit_tokens = Counter("kvroute_prefix_hit_tokens_total", "Prompt tokens cached where they went.", ("leg",))
+        self._relayed_bytes = Counter("kvroute_relayed_bytes_total", "Answer bytes relayed to clients.")
+        self._kv_events = Counter("kvroute_kv_events_total", "KV event batches from engines.", ("instance",))
+        self._kv_gaps = Counter("kvroute_kv_event_gaps_total", "Gaps in an engine's KV events.", ("instance",))
+        self._log_bytes = Counter("kvroute_log_bytes_total", "Bytes written to the event log.")
+        self._reloads = Counter("kvroute_reloads_total", "Cluster file read again, by outcome.", ("outcome",))
+        self._transferring = [0] * TIER_COUNT
+
+    def decided(self, decision: Decision, seconds: float) -> None:
+        """Control answered one event with this decision in so many seconds."""
+        match decision:
+            case Prefill():
+                kind = ("prefill",)
+                self._decisions.add(("prefill", decision.instance))
+                self._hit_tokens.add(kind, decision.cached_tokens)
+            case Decode():
+                kind = ("decode",)
+                self._decisions.add(("decode", decision.target))
+                self._hit_tokens.add(kind, decision.hit_tokens)
+            case Reject():
+                kind = ("reject",)
+                self._decisions.add(("reject", ""))
+        self._decision_s.observe(kind, seconds)
+
+    def prompt_read(self, tokens: int) -> None:
+        """A prompt was counted."""
+        self._prompt_tokens.add((), tokens)
+
+    def prefill_answered(self, seconds: float, exemplar: Exemplar | None = None) -> None:
+        """A prefill leg ended well."""
+        self._prefill_s.observe((), seconds, exemplar)
+
+    def decode_answered(self, seconds: float, exemplar: Exemplar | None = None) -> None:
+        """The first byte of a decode leg's answer came."""
+        self._decode_s.observe((), seconds, exemplar)
+
+    def transfer_started(self, tier: int) -> None:
+        """KV bytes leave; each start is followed by exactly one `transfer_ended` of the same tier."""
+        self._transferring[tier] += 1
+
+    def transfer_ended(self, tier: int, kv_bytes: float, seconds: float | None) -> None:
+        """They have landed, or (`seconds` None) the transfer came to nothing: then no bytes are counted."""
+        self._transferring[tier] -= 1
+        if seconds is not None:
+            key = (_TIER[tier],)
+            self._transfer_bytes.add(key, kv_bytes)
+            self._transfer_s.observe(key, seconds)
+
+    def first_token(self, protocol: str, ttft: Ttft, exemplar: Exemplar | None = None) -> None:
+        """The first byte of an answer went to the client."""
+        self._ttft_s.observe((protocol,), ttft.total_s, exemplar)
+        observe = self._part_s.observe
+        observe(("queue",), ttft.queue_s)
+        observe(("prefill",), ttft.prefill_s)
+        observe(("transfer",), ttft.transfer_s)
+        observe(("first_step",), ttft.first_step_s)
+
+    def finished(self, endpoint: str, code: int, seconds: float, relayed_bytes: int = 0) -> None:
+        """A request is over, by whatever end; 499: the client left before any status was sent."""
+        self._requests.add((endpoint, str(code)))
+        self._request_s.observe((endpoint,), seconds)
+        self._relayed_bytes.add((), relayed_bytes)
+
+    def rejected(self, reason: str) -> None:
+        """A request was refused; `reason` is one of a few words, never a sentence."""
+        self._rejects.add((reason,))
+
+    def leg_failed(self, leg: Leg, instance: str, kind: str) -> None:
+        """A leg came to nothing: `refused`, `reset`, `timeout`, `malformed` or `status`."""
+        self._leg_failures.add((leg, instance, kind))
+
+    def retried(self, leg: Leg) -> None:
+        """A leg begins again elsewhere."""
+        self._retries.add((leg,))
+
+    def retry_refused(self, leg: Leg) -> None:
+        """The retry budget is spent."""
+        self._no_retry.add((leg,))
+
+    def client_gone(self) -> None:
+        """The client left before its answer was complete."""
+        self._gone.add()
+
+    def stream_failed(self) -> None:
+        """A stream ended with an error event."""
+        self._stream_errors.add()
+
+    def kv_events(self, instance: str, batches: int = 1) -> None:
+        """Batches of KV events were taken in."""
+        self._kv_events.add((instance,), batches)
+
+    def kv_gap(self, instance: str) -> None:
+        """KV events of an engine were missed."""
+        self._kv_gaps.add((instance,))
+
+    def logged(self, nbytes: int) -> None:
+        """The event log grew."""
+        self._log_bytes.add((), nbytes)
+
+    def reloaded(self, outcome: Literal["taken", "refused"]) -> None:
+        """The cluster file was read again."""
+        self._reloads.add((outcome,))
+
+    def page(self, accept: str = "") -> tuple[str, Iterator[str]]:
+        """Content type and text, family by family, so that a server can let others run in between.
+
+        OpenMetrics, which has exemplars, where the Accept header names it; else the plain format.
+        """
+        if "application/openmetrics-text" in accept:
+            return openmetrics_exposition.CONTENT_TYPE_LATEST, self._page(True)
+        return CONTENT_TYPE_PLAIN_0_0_4, self._page(False)
+
+    def _page(self, openmetrics: bool) -> Iterator[str]:
+        for counted in vars(self).values():
+            if isinstance(counted, Counter | Histogram):
+                yield counted.text(openmetrics)
+        for family, samples in self._gauges(self._look()):
+            yield lines(family, samples, openmetrics)
+        generate = openmetrics_exposition.generate_latest if openmetrics else generate_latest
+        yield generate(self._process).decode()
+
+    def _gauges(self, load: Load) -> Iterator[tuple[Family, Iterable[tuple[Key, float]]]]:
+        yield _INFO, [((self.version, self.policy), 1)]
+        yield _READY, [((), int(load.ready))]
+        yield _IN_FLIGHT, [((), load.in_flight)]
+        yield _QUEUED, [((), load.queued)]
+        yield _CONNECTIONS, [((), load.connections)]
+        yield _TRANSFERRING, [((label,), count) for label, count in zip(TIER_LABELS, self._transferring, strict=True)]
+        oracle = load.oracle
+        yield _ORACLE_AGE, [((oracle.source,), oracle.age_s)] if oracle.age_s is not None else []
+        yield _CONGESTION, [((label,), share) for label, share in zip(TIER_LABELS, oracle.congestion, strict=True)]
+        ratios = zip(TIER_LABELS, oracle.learned_ratio, strict=True)
+        yield _LEARNED, [((label,), ratio) for label, ratio in ratios if ratio is not None]
+        for family, value in _INSTANCE_GAUGES:
+            yield family, self._per_instance(family, value, load.instances)
+
+    def _per_instance(
+        self, family: Family, value: Callable[[InstanceLoad], float | None], instances: Iterable[InstanceLoad]
+    ) -> Iterator[tuple[Key, float]]:
+        with_role = "role" in family.labels
+        for instance in instances:
+            sample = value(instance)
+            if sample is not None:
+                name = instance.name
+                yield ((name, self.roles.get(name, "")) if with_role else (name,)), sample
+
+
+_INFO = Family("gauge", "kvroute_info", "Always 1; version and policy are labels.", ("version", "policy"))
+_READY = Family("gauge", "kvroute_ready", "1 while the gateway takes requests.")
+_IN_FLIGHT = Family("gauge", "kvroute_requests_in_flight", "Requests admitted and not over.")
+_QUEUED = Family("gauge", "kvroute_requests_queued", "Requests waiting at the door.")
+_CONNECTIONS = Family("gauge", "kvroute_client_connections", "Open client connections.")
+_TRANSFERRING = Family("gauge", "kvroute_transfers_in_flight", "Own KV transfers under way.", ("tier",))
+_ORACLE_AGE = Family("gauge", "kvroute_oracle_age_seconds", "Age of the last telemetry.", ("source",))
+_CONGESTION = Family("gauge", "kvroute_oracle_congestion_ratio", "Congestion as believed now.", ("tier",))
+_LEARNED = Family("gauge", "kvroute_learned_bandwidth_ratio", "Measured over static bandwidth.", ("tier",))
+_INSTANCE_GAUGES: tuple[tuple[Family, Callable[[InstanceLoad], float | None]], ...] = (
+    (
+        Family("gauge", "kvroute_instance_up", "1: healthy by the active check.", ("instance", "role")),
+        lambda instance: int(instance.up),
+    ),
+    (
+        Family("gauge", "kvroute_breaker_state", "0 closed, 1 half-open, 2 open.", ("instance",)),
+        lambda instance: _BREAKER[instance.breaker],
+    ),
+    (
+        Family("gauge", "kvroute_instance_requests", "Own requests there now.", ("instance", "role")),
+        lambda instance: instance.requests,
+    ),
+    (
+        Family("gauge", "kvroute_instance_running", "Requests running, by the engine's own word.", ("instance",)),
+        lambda instance: None if instance.scrape_age_s is None else instance.running,
+    ),
+    (
+        Family("gauge", "kvroute_instance_waiting", "Requests waiting, by the engine's own word.", ("instance",)),
+        lambda instance: None if instance.scrape_age_s is None else instance.waiting,
+    ),
+    (
+        Family("gauge", "kvroute_instance_kv_used_ratio", "KV memory in use.", ("instance",)),
+        lambda instance: instance.kv_used_share,
+    ),
+    (
+        Family("gauge", "kvroute_prefill_pending_seconds", "Prefill work given and not done.", ("instance",)),
+        lambda instance: instance.prefill_pending_s,
+    ),
+    (
+        Family("gauge", "kvroute_scrape_age_seconds", "Age of the last good scrape.", ("instance",)),
+        lambda instance: instance.scrape_age_s,
+    ),
+)

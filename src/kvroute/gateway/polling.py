@@ -1,0 +1,152 @@
+"""The same GET to every engine once an interval, over the gateway's own connections; what an answer means is not known here."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvroute.gateway.exchange import Headers
+from kvroute.gateway.pool import Pool, request_bytes
+from kvroute.gateway.upstream import Call, Failure
+
+_TICK_MIN_S = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What came of one question. `status` is 0 where no whole answer came, and `failure` then says why."""
+
+    status: int
+    body: bytes = b""
+    failure: str = ""
+    refused: bool = False
+    """Nobody listens there: the engine's process is gone, or not there yet."""
+
+
+class _Question:
+    """One GET under way: the sink of its call."""
+
+    __slots__ = ("_body_bytes", "_parts", "_poller", "_status", "_timer", "call", "name")
+
+    def __init__(self, poller: Poller, name: str, pool: Pool, loop: asyncio.AbstractEventLoop) -> None:
+        self.name = name
+        self._poller = poller
+        self._status = 0
+        self._parts: list[bytes] = []
+        self._body_bytes = 0
+        timeout_s = poller.timeout_s
+        request = request_bytes(b"GET", poller.path, pool.host, poller.headers, b"")
+        self.call: Call = pool.send(request, self, first_byte_s=timeout_s, idle_s=timeout_s)
+        self._timer = loop.call_later(timeout_s, self._too_late)
+
+    def on_head(self, status: int, headers: Headers) -> None:
+        self._status = status
+
+    def on_body(self, data: bytes) -> None:
+        self._parts.append(data)
+        self._body_bytes += len(data)
+        if self._body_bytes > self._poller.body_max_bytes:
+            self.call.abort()
+            self._done(Answer(0, failure=f"the answer is longer than {self._poller.body_max_bytes} bytes"))
+
+    def on_end(self) -> None:
+        self._done(Answer(self._status, b"".join(self._parts)))
+
+    def on_failure(self, failure: Failure) -> None:
+        self._done(Answer(0, failure=failure.text, refused=failure.kind == "refused"))
+
+    def give_up(self) -> None:
+        """Nobody waits for the answer any more."""
+        self._timer.cancel()
+        self.call.abort()
+
+    def _too_late(self) -> None:
+        self.call.abort()
+        self._done(Answer(0, failure=f"no whole answer in {self._poller.timeout_s:g} s"))
+
+    def _done(self, answer: Answer) -> None:
+        self._timer.cancel()
+        self._poller.done(self, answer)
+
+
+class Poller:
+    """Asks all engines once an interval, spread over it, never one of them twice at a time.
+
+    Where answers take too long, turns are left out rather than made up for.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        pool_of: Callable[[str], Pool | None],
+        path: bytes,
+        on_answer: Callable[[str, Answer], None],
+        *,
+        interval_s: float,
+        timeout_s: float,
+        at_once: int = 64,
+        body_max_bytes: int = 8 << 20,
+        headers: Headers | None = None,
+    ) -> None:
+        """
+        Args:
+            names: whom to ask.
+            pool_of: their connections; None: not now.
+            path: with its query.
+            on_answer: told once for each question; must not raise.
+            interval_s: between two questions to the same engine.
+            timeout_s: for a whole answer.
+            at_once: questions under way at most.
+            body_max_bytes: a longer answer is a failure.
+            headers: of the request.
+        """
+        self.path = path
+        self.timeout_s = timeout_s
+        self.body_max_bytes = body_max_bytes
+        self.headers = headers or []
+        self._names = tuple(names)
+        self._pool_of = pool_of
+        self._on_answer = on_answer
+        self._interval_s = interval_s
+        self._at_once = at_once
+        self._under_way: dict[str, _Question] = {}
+        self._tick_handle: asyncio.TimerHandle | None = None
+        self._begun_s = 0.0
+        self._turn = 0
+
+    def start(self) -> None:
+        """Begin, from within the loop; the first one is asked at once."""
+        if self._names and self._tick_handle is None:
+            self._loop = asyncio.get_running_loop()
+            self._begun_s = self._loop.time()
+            self._turn = 0
+            self._tick()
+
+    def close(self) -> None:
+        """Ask no more; questions under way are given up."""
+        if self._tick_handle is not None:
+            self._tick_handle.cancel()
+            self._tick_handle = None
+        for question in self._under_way.values():
+            question.give_up()
+        self._under_way.clear()
+
+    def done(self, question: _Question, answer: Answer) -> None:
+        """A question is over."""
+        del self._under_way[question.name]
+        self._on_answer(question.name, answer)
+
+    def _tick(self) -> None:
+        count = len(self._names)
+        due = int((self._loop.time() - self._begun_s) / self._interval_s * count) + 1
+        self._turn = max(self._turn, due - count)
+        while self._turn < due and len(self._under_way) < self._at_once:
+            self._ask(self._names[self._turn % count])
+            self._turn += 1
+        self._tick_handle = self._loop.call_later(max(self._interval_s / count, _TICK_MIN_S), self._tick)
+
+    def _ask(self, name: str) -> None:
+        pool = None if name in self._under_way else self._pool_of(name)
+        if pool is not None:
+            self._under_way[name] = _Question(self, name, pool, self._loop)

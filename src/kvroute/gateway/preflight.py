@@ -1,0 +1,263 @@
+"""What must hold before a gateway serves a cluster file: every fault of it at once, each with its line and its mend.
+
+It looks at the file, at the files it names and at the environment; whether engines answer is for the health checks.
+"""
+
+from __future__ import annotations
+
+import os
+import ssl
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from kvroute.gateway.keys import Keys
+from kvroute.gateway.settings import GatewaySettings, TlsSettings
+from kvroute.policies import DECODE_POLICIES, TopologyConstraint, decode_policy, prefill_policy
+from kvroute.topology import Cluster, FileError, InstanceEntry, parse
+from kvroute.topology.document import read_section
+from kvroute.topology.form import Key, Lines, nearest
+from kvroute.types import InputError, InputErrors, Instance
+
+SECTION = "gateway"
+
+
+def deployment_of(
+    text: str, source: str, *, embedded: bool = False, environ: Mapping[str, str] = os.environ
+) -> tuple[Cluster, GatewaySettings]:
+    """A cluster file's text as what a gateway needs; `source` is its path.
+
+    Args:
+        text: the whole file.
+        source: its path; names it in errors, and relative paths inside start at its folder.
+        embedded: the engines are emulated, so that instances need no `endpoint`.
+        environ: the environment's variables.
+
+    Raises:
+        InputErrors: every fault.
+    """
+    problems: list[InputError] = []
+    cluster = settings = None
+    try:
+        cluster = parse(text, source)
+    except InputErrors as errors:
+        problems += errors.problems
+    try:
+        settings = settings_of(text, source, environ)
+    except InputErrors as errors:
+        problems += errors.problems
+    if cluster is not None and settings is not None:
+        lines = _section(text, source)[1]
+        problems += model_faults(cluster, settings, lines)
+        if not embedded:
+            problems += live_faults(cluster, settings, lines)
+    if cluster is None or settings is None or problems:
+        raise _errors(problems)
+    return cluster, settings
+
+
+def settings_of(text: str, source: str, environ: Mapping[str, str] = os.environ) -> GatewaySettings:
+    """The `gateway:` section of a cluster file's text, the defaults if there is none; its paths made absolute.
+
+    Raises:
+        InputErrors: every fault of the section, and of the key file that it names.
+    """
+    written, lines = _section(text, source)
+    settings = _placed(written, Path(source).parent)
+    problems = list(_faults(settings, lines, environ))
+    if problems:
+        raise _errors(problems)
+    return settings
+
+
+def tls_context(tls: TlsSettings) -> ssl.SSLContext:
+    """The server's side of TLS. Raises InputError where certificate and key cannot be used together."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.set_alpn_protocols(["http/1.1"])
+    try:
+        # A key that needs a pass phrase must not ask for it on a terminal.
+        context.load_cert_chain(tls.certificate, tls.key, password=lambda: "")
+    except (OSError, ValueError) as error:
+        why = getattr(error, "reason", None) or getattr(error, "strerror", None) or "not readable"
+        mend = "give a certificate and its own key, both PEM and without a pass phrase"
+        raise InputError(f"certificate and key cannot be used: {why}", where=tls.certificate, mend=mend) from error
+    return context
+
+
+def _section(text: str, source: str) -> tuple[GatewaySettings, Lines]:
+    return read_section(text, source, SECTION, GatewaySettings)
+
+
+def _errors(problems: list[InputError]) -> InputErrors:
+    once = {str(problem): problem for problem in problems}
+    return InputErrors(sorted(once.values(), key=lambda problem: getattr(problem, "line", 0)))
+
+
+def _placed(settings: GatewaySettings, folder: Path) -> GatewaySettings:
+    """The same with every path relative to `folder` made absolute."""
+
+    def path(text: str | None) -> str | None:
+        return text if text is None else os.path.abspath(folder / Path(text).expanduser())
+
+    tls = settings.listen.tls
+    if tls is not None:
+        tls = replace(tls, certificate=path(tls.certificate), key=path(tls.key))
+    return replace(
+        settings,
+        listen=replace(settings.listen, tls=tls),
+        prompt=replace(settings.prompt, tokenizer=path(settings.prompt.tokenizer)),
+        keys=replace(settings.keys, file=path(settings.keys.file)),
+        log=replace(settings.log, events=path(settings.log.events)),
+    )
+
+
+def _faults(settings: GatewaySettings, lines: Lines, environ: Mapping[str, str]) -> Iterator[InputError]:
+    yield from _policy_faults(settings, lines)
+    yield from _oracle_faults(settings, lines)
+    yield from _file_faults(settings, lines)
+    yield from _key_faults(settings, lines, environ)
+    listen, admin = settings.listen, settings.admin
+    if listen.port == admin.port != 0:
+        what = f"clients and the operator would share port {admin.port}"
+        yield lines.error(what, (SECTION, "admin", "port"), "give each its own port")
+
+
+def _policy_faults(settings: GatewaySettings, lines: Lines) -> Iterator[FileError]:
+    try:
+        decode_policy(settings.policy, **settings.parameters)
+    except InputError as error:
+        field = "parameters" if settings.policy in DECODE_POLICIES else "policy"
+        yield lines.error(error.what, (SECTION, field), error.mend)
+    try:
+        prefill_policy(settings.prefill)
+    except InputError as error:
+        yield lines.error(error.what, (SECTION, "prefill"), error.mend)
+    if settings.constraint:
+        try:
+            TopologyConstraint.parse(settings.constraint)
+        except InputError as error:
+            yield lines.error(error.what, (SECTION, "constraint"), error.mend)
+
+
+def _oracle_faults(settings: GatewaySettings, lines: Lines) -> Iterator[FileError]:
+    oracle, key = settings.oracle, (SECTION, "oracle")
+    prometheus = oracle.prometheus
+    if oracle.source == "prometheus" and prometheus is None:
+        yield lines.error("the source is prometheus, and nothing says where it is", key, "add `prometheus: {url: ...}`")
+    if prometheus is None:
+        return
+    if oracle.source != "prometheus":
+        mend = "write `source: prometheus`, or leave `prometheus` out"
+        yield lines.error(f"nobody asks Prometheus: the source is {oracle.source}", (*key, "prometheus"), mend)
+    if bool(prometheus.per_tier) == (prometheus.per_link is not None):
+        mend = "give `per_tier: {rack: QUERY, ...}` or `per_link: {query: QUERY, label: link}`"
+        what = "both `per_tier` and `per_link` are given" if prometheus.per_link else "no query is given"
+        yield lines.error(what, (*key, "prometheus"), mend)
+
+
+def _file_faults(settings: GatewaySettings, lines: Lines) -> Iterator[FileError]:
+    tokenizer, events, tls = settings.prompt.tokenizer, settings.log.events, settings.listen.tls
+    if tokenizer is not None and not (Path(tokenizer).is_file() or Path(tokenizer, "tokenizer.json").is_file()):
+        mend = "give a tokenizer.json, or the folder that holds it"
+        yield lines.error(f"there is no tokenizer at {tokenizer}", (SECTION, "prompt", "tokenizer"), mend)
+    if events is not None and not Path(events).parent.is_dir():
+        what = f"there is no folder {Path(events).parent}"
+        yield lines.error(what, (SECTION, "log", "events"), "make it, or name a file in a folder that exists")
+    if tls is None:
+        return
+    key = (SECTION, "listen", "tls")
+    parts = {"certificate": tls.certificate, "key": tls.key}
+    missing = {part: path for part, path in parts.items() if not Path(path).is_file()}
+    for part, path in missing.items():
+        yield lines.error(f"there is no file {path}", (*key, part), "paths are relative to the cluster file")
+    if not missing:
+        try:
+            tls_context(tls)
+        except InputError as error:
+            yield lines.error(error.what, key, error.mend)
+
+
+def _key_faults(settings: GatewaySettings, lines: Lines, environ: Mapping[str, str]) -> Iterator[InputError]:
+    try:
+        keys = Keys.of(settings.keys)
+    except InputErrors as errors:
+        yield from errors.problems
+        return
+    except InputError as error:
+        yield lines.error(str(error), (SECTION, "keys", "file"))
+        return
+    for name in settings.keys.concurrency:
+        if name not in keys.names:
+            mend = nearest(name, keys.names) or "there are no keys: add `file` or `known`"
+            yield lines.error(f"there is no key {name!r}", (SECTION, "keys", "concurrency", name), mend)
+    variable, key = settings.upstream_key_env, (SECTION, "upstream_key_env")
+    if variable is not None and not keys.required:
+        mend = "add `keys`, or leave this out: clients' own keys then go on to the engines"
+        yield lines.error("the engines' key would be everybody's: clients need none here", key, mend)
+    elif variable is not None and not environ.get(variable):
+        yield lines.error(f"the environment variable {variable} is not set", key, f"export {variable}=...")
+
+
+def model_faults(cluster: Cluster, settings: GatewaySettings, lines: Lines) -> Iterator[FileError]:
+    """Names for models that the cluster does not have."""
+    known = sorted({instance.model for instance in cluster.instances})
+    for alias, model in settings.models.items():
+        if model not in known:
+            yield lines.error(f"no instance serves {model!r}", (SECTION, "models", alias), nearest(model, known))
+
+
+def live_faults(cluster: Cluster, settings: GatewaySettings, lines: Lines) -> Iterator[FileError]:
+    """What keeps real engines from being served: endpoints, bootstrap servers, and partners for every protocol."""
+    places = _places(cluster, lines)
+    if ("instances", 0) not in lines.of and not any(instance.endpoint for instance in cluster.instances):
+        mend = "list the instances, each with `endpoint: {url: ...}`, or serve emulated engines with --embedded"
+        yield lines.error("instances made by a shorthand have no endpoint", ("instances",), mend)
+        return
+    first: dict[str, str] = {}
+    for instance in sorted(cluster.instances, key=lambda instance: places[instance.name][1:]):
+        yield from _endpoint_faults(instance, settings, places[instance.name], first, lines)
+    yield from _partner_faults(cluster, places, lines)
+
+
+def _places(cluster: Cluster, lines: Lines) -> dict[str, Key]:
+    """Where each instance stands in the file, by name."""
+    entries = cluster.file.instances
+    assert isinstance(entries, list), "a Cluster keeps its file without shorthands"
+    return {entry.name: ("instances", index) for index, entry in enumerate(entries) if isinstance(entry, InstanceEntry)}
+
+
+def _endpoint_faults(
+    instance: Instance, settings: GatewaySettings, key: Key, first: dict[str, str], lines: Lines
+) -> Iterator[FileError]:
+    endpoint, place = instance.endpoint, (*key, "endpoint")
+    if endpoint is None:
+        mend = "add `endpoint: {url: http://HOST:PORT}`, or serve emulated engines with --embedded"
+        yield lines.error(f"{instance.name} has no endpoint", key, mend)
+        return
+    other = first.setdefault(endpoint.url.rstrip("/").lower(), instance.name)
+    if other != instance.name:
+        yield lines.error(f"{endpoint.url} is {other}'s already", (*place, "url"), "one engine is one instance")
+    if instance.role == "prefill" and endpoint.protocol != "vllm" and not endpoint.bootstrap:
+        what = f"{endpoint.protocol} needs the prefill engine's bootstrap server"
+        yield lines.error(what, place, "add `bootstrap: HOST:PORT`")
+    if endpoint.kv_replay and not endpoint.kv_events:
+        yield lines.error(
+            "`kv_replay` says nothing without `kv_events`", (*place, "kv_replay"), "add `kv_events: tcp://...`"
+        )
+    if settings.prefix == "events" and not endpoint.kv_events:
+        mend = "add `kv_events: tcp://HOST:PORT`, or write `prefix: auto`"
+        yield lines.error(f"`prefix: events` needs the KV events of {instance.name}", place, mend)
+
+
+def _partner_faults(cluster: Cluster, places: Mapping[str, Key], lines: Lines) -> Iterator[FileError]:
+    """Prefill without decode or decode without prefill, once for each model and protocol."""
+    groups: dict[tuple[str, str, str], list[Instance]] = {}
+    for instance in cluster.instances:
+        groups.setdefault((instance.model, instance.protocol, instance.role), []).append(instance)
+    for (model, protocol, role), members in groups.items():
+        partner = {"prefill": "decode", "decode": "prefill"}.get(role)
+        if partner is not None and (model, protocol, partner) not in groups:
+            what = f"{members[0].name} has no {partner} instance to work with: none for {model} speaks {protocol}"
+            mend = f"give it a partner with `protocol: {protocol}`, or make it `role: both`"
+            yield lines.error(what, places[members[0].name], mend)

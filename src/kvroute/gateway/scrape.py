@@ -1,0 +1,262 @@
+"""Engines' own metrics: load, memory and KV transfers, read from their `/metrics` pages into Control's events.
+
+A page has hundreds of series and three of them matter: names are looked for in the bytes, and only their lines are read.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from kvroute.gateway.polling import Answer, Poller
+from kvroute.gateway.pool import Pool
+from kvroute.types import Event, InstanceMeasured, KvCleared, TransferMeasured
+
+_LOG = logging.getLogger(__name__)
+_SAMPLE = re.compile(rb'[ \t]*(?:\{((?:[^"}]|"(?:[^"\\]|\\.)*")*)\})?[ \t]*([^\s#{]+)')
+"""Labels and value behind a name; what follows (a timestamp, an exemplar) is not read."""
+_LABEL = re.compile(rb'([A-Za-z_][A-Za-z0-9_]*)[ \t]*=[ \t]*"((?:[^"\\]|\\.)*)"')
+_ESCAPE = re.compile(rb"\\(.)")
+_VLLM = (b"vllm:num_requests_running", b"vllm:num_requests_waiting", b"vllm:kv_cache_usage_perc")
+_SGLANG = (b"sglang:num_running_reqs", b"sglang:num_queue_reqs", b"sglang:token_usage")
+_OLD_USAGE = b"vllm:gpu_cache_usage_perc"
+_CACHE_CONFIG = b"vllm:cache_config_info"
+_STARTED = b"process_start_time_seconds"
+_TRANSFERS = (b"kvroute:kv_transfer_bytes_total", b"kvroute:kv_transfer_seconds_total", b"kvroute:kv_transfers_total")
+
+
+@dataclass(frozen=True, slots=True)
+class TransferTotals:
+    """What an engine has pulled from one source since it started."""
+
+    kv_bytes: float = 0.0
+    seconds: float = 0.0
+    transfers: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMetrics:
+    """One page. Where it has several engines (data-parallel ranks), counts are summed and shares averaged."""
+
+    running: int | None
+    """None: the page is not one of an engine that is known here."""
+    waiting: int
+    kv_used_share: float | None
+    """In [0, 1]; None: it does not say."""
+    block_tokens: int | None = None
+    kv_blocks: int | None = None
+    started_s: float | None = None
+    """When its process started, seconds since 1970."""
+    transfers: Mapping[str, TransferTotals] = field(default_factory=dict)
+    """By source instance."""
+
+
+def read_metrics(page: bytes) -> EngineMetrics:
+    """What matters of a Prometheus text page of vLLM or SGLang; a value that is not a finite number is passed by."""
+    page = b"\n" + page
+    names = _VLLM if page.find(b"\n" + _VLLM[0]) >= 0 else _SGLANG
+    running, waiting, shares = (_values(page, name) for name in names)
+    if not shares and names is _VLLM:
+        shares = _values(page, _OLD_USAGE)
+    block_tokens, kv_blocks = _cache_config(page)
+    started = _values(page, _STARTED)
+    return EngineMetrics(
+        running=round(max(sum(running), 0.0)) if running else None,
+        waiting=round(max(sum(waiting), 0.0)),
+        kv_used_share=min(max(sum(shares) / len(shares), 0.0), 1.0) if shares else None,
+        block_tokens=block_tokens,
+        kv_blocks=kv_blocks,
+        started_s=started[0] if started else None,
+        transfers=_transfers(page),
+    )
+
+
+def _samples(page: bytes, name: bytes) -> Iterator[tuple[bytes, float]]:
+    """Labels as they stand and value of each sample of exactly this name."""
+    line = b"\n" + name
+    at = page.find(line)
+    while at >= 0:
+        at += len(line)
+        if page[at : at + 1] in (b"{", b" ", b"\t"):
+            match = _SAMPLE.match(page, at)
+            if match is not None:
+                value = _number(match[2])
+                if math.isfinite(value):
+                    yield match[1] or b"", value
+        at = page.find(line, at)
+
+
+def _values(page: bytes, name: bytes) -> list[float]:
+    return [value for _, value in _samples(page, name)]
+
+
+def _number(text: bytes) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+def _labels(text: bytes) -> dict[str, str]:
+    return {name.decode(): _unescaped(value) for name, value in _LABEL.findall(text)}
+
+
+def _unescaped(value: bytes) -> str:
+    plain = _ESCAPE.sub(lambda match: b"\n" if match[1] == b"n" else match[1], value) if b"\\" in value else value
+    return plain.decode(errors="replace")
+
+
+def _cache_config(page: bytes) -> tuple[int | None, int | None]:
+    """Tokens of a block, and blocks of all engines of the page."""
+    block_tokens, kv_blocks = None, 0
+    for text, _ in _samples(page, _CACHE_CONFIG):
+        labels = _labels(text)
+        if labels.get("block_size", "").isdecimal():
+            block_tokens = int(labels["block_size"])
+        if labels.get("num_gpu_blocks", "").isdecimal():
+            kv_blocks += int(labels["num_gpu_blocks"])
+    return block_tokens, kv_blocks or None
+
+
+def _transfers(page: bytes) -> dict[str, TransferTotals]:
+    kv_bytes, seconds, counts = (_by_source(page, name) for name in _TRANSFERS)
+    return {
+        source: TransferTotals(total, seconds.get(source, 0.0), round(counts.get(source, 0.0)))
+        for source, total in kv_bytes.items()
+    }
+
+
+def _by_source(page: bytes, name: bytes) -> dict[str, float]:
+    totals: dict[str, float] = {}
+    for text, value in _samples(page, name):
+        source = _labels(text).get("source", "")
+        totals[source] = totals.get(source, 0.0) + value
+    return totals
+
+
+class TransferCounters:
+    """Differences between one engine's pages. The first page only says where to count from."""
+
+    __slots__ = ("_before", "target")
+
+    def __init__(self, target: str) -> None:
+        self.target = target
+        self._before: Mapping[str, TransferTotals] | None = None
+
+    def measured(self, at: float, totals: Mapping[str, TransferTotals]) -> list[TransferMeasured]:
+        """What has been transferred since the last page, by source in their order by name.
+
+        A counter that has fallen was reset: all that it shows is new.
+        """
+        before, self._before = self._before, totals
+        if before is None:
+            return []
+        events = []
+        for source in sorted(totals):
+            new, old = totals[source], before.get(source, TransferTotals())
+            if new.kv_bytes < old.kv_bytes or new.seconds < old.seconds or new.transfers < old.transfers:
+                old = TransferTotals()
+            kv_bytes, seconds = new.kv_bytes - old.kv_bytes, new.seconds - old.seconds
+            transfers = new.transfers - old.transfers
+            if transfers > 0 and kv_bytes > 0 and seconds > 0:
+                events.append(TransferMeasured(at, source, self.target, kv_bytes, seconds, transfers))
+        return events
+
+
+class Scraper:
+    """Scrapes all engines once an interval and emits what they say.
+
+    After a failure it keeps quiet: Control goes on with what it knew, and `age_s` tells how old that is.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        pool_of: Callable[[str], Pool | None],
+        emit: Callable[[Event], None],
+        now: Callable[[], float],
+        *,
+        on_restart: Callable[[str], None] | None = None,
+        path: str = "/metrics",
+        interval_s: float = 1.0,
+        timeout_s: float = 1.0,
+    ) -> None:
+        """
+        Args:
+            names, pool_of, path, interval_s, timeout_s: see `Poller`.
+            emit: takes InstanceMeasured, TransferMeasured and, after a restart, KvCleared.
+            now: their clock.
+            on_restart: told when an engine's process is a new one, for those who listen to its KV events.
+        """
+        self.metrics: dict[str, EngineMetrics] = {}
+        """The last good page of each."""
+        self._names = frozenset(names)
+        self._emit = emit
+        self._now = now
+        self._on_restart = on_restart
+        self._counters = {name: TransferCounters(name) for name in names}
+        self._measured_at: dict[str, float] = {}
+        self._failing: set[str] = set()
+        self._gone: set[str] = set()
+        """Nobody listened there since the last good page."""
+        self._strangers: set[str] = set()
+        self._poller = Poller(names, pool_of, path.encode(), self._answered, interval_s=interval_s, timeout_s=timeout_s)
+
+    def start(self) -> None:
+        """Begin, from within the loop."""
+        self._poller.start()
+
+    def close(self) -> None:
+        """Scrape no more."""
+        self._poller.close()
+
+    def age_s(self, name: str) -> float | None:
+        """Of the last good page; None before the first."""
+        measured_at = self._measured_at.get(name)
+        return None if measured_at is None else self._now() - measured_at
+
+    def _answered(self, name: str, answer: Answer) -> None:
+        metrics = read_metrics(answer.body) if answer.status == 200 else None
+        if metrics is None or metrics.running is None:
+            if answer.refused:
+                self._gone.add(name)
+            self._failed(name, answer)
+            return
+        if name in self._failing:
+            self._failing.discard(name)
+            _LOG.info("%s: its metrics are readable again", name)
+        self._tell(name, metrics)
+
+    def _failed(self, name: str, answer: Answer) -> None:
+        if name not in self._failing:
+            self._failing.add(name)
+            wrong = f"HTTP status {answer.status}" if answer.status != 200 else "no metrics of vLLM or SGLang"
+            _LOG.warning("%s: its metrics cannot be read: %s", name, answer.failure or wrong)
+
+    def _tell(self, name: str, metrics: EngineMetrics) -> None:
+        at = self._now()
+        before = self.metrics.get(name)
+        if before is not None and self._restarted(name, before, metrics):
+            self._emit(KvCleared(at, name))
+            if self._on_restart is not None:
+                self._on_restart(name)
+        self._gone.discard(name)
+        self.metrics[name] = metrics
+        self._measured_at[name] = at
+        assert metrics.running is not None
+        self._emit(InstanceMeasured(at, name, metrics.running, metrics.waiting, metrics.kv_used_share))
+        for event in self._counters[name].measured(at, metrics.transfers):
+            if event.source in self._names:
+                self._emit(event)
+            elif event.source not in self._strangers:
+                self._strangers.add(event.source)
+                _LOG.warning("%s: KV transfers from %r, which the cluster does not have", name, event.source)
+
+    def _restarted(self, name: str, before: EngineMetrics, metrics: EngineMetrics) -> bool:
+        """By the process's own word; without it, by its having been gone."""
+        if before.started_s is not None and metrics.started_s is not None:
+            return before.started_s != metrics.started_s
+        return name in self._gone

@@ -1,0 +1,259 @@
+"""What the dashboard and the gauges show: the cluster's layout, load, transfers, decisions and TTFT of the last minute.
+
+The journey's hooks only append to bounded rings; everything else is computed when somebody looks. It decides nothing.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import islice
+
+import msgspec
+import numpy as np
+
+from kvroute.gateway.judgement import judgement_of, short
+from kvroute.gateway.layout import LayoutInstance, layout_of
+from kvroute.gateway.view import BreakerState, InstanceLoad, Load, Snapshot, Split, Tick, Tile, Transfer, Ttft
+from kvroute.topology import Cluster
+from kvroute.types import TIER_COUNT, Decision, Decode, FloatArray
+
+WINDOW_S = 60.0
+"""TTFT and tier split are those of requests whose first token came within this time."""
+REQUESTS_MOST = 8192
+"""First tokens remembered; above 136 a second the window is shorter than WINDOW_S."""
+DECISIONS_MOST = 50
+TICK_DECISIONS_MOST = 12
+TRANSFERS_SHOWN_MOST = 200
+LINGER_S = 1.0
+"""Ended transfers stay in the picture this long: most are shorter than the time between two looks."""
+RATE_S = 10
+_PARTS = ("queue", "prefill", "transfer", "first_step")
+_COLUMNS = 4 + len(_PARTS)
+
+
+@dataclass(slots=True)
+class _Moving:
+    id: int
+    request_id: int
+    source: int
+    target: int
+    tier: int
+    kv_bytes: float
+    started_s: float
+    expected_s: float
+    ended_s: float = -1.0
+
+
+class Rate:
+    """Events per second over the last RATE_S whole seconds; constant memory."""
+
+    __slots__ = ("_counts", "_second", "total")
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._counts = [0] * (RATE_S + 1)
+        self._second = 0
+
+    def add(self, at: float) -> None:
+        """One more."""
+        self._forward(int(at))
+        self._counts[self._second % len(self._counts)] += 1
+        self.total += 1
+
+    def per_s(self, at: float) -> float:
+        """Mean over the seconds that are complete, fewer after a start."""
+        self._forward(int(at))
+        seconds = min(RATE_S, self._second)
+        whole = sum(self._counts) - self._counts[self._second % len(self._counts)]
+        return whole / seconds if seconds else 0.0
+
+    def _forward(self, second: int) -> None:
+        for passed in range(max(self._second + 1, second - RATE_S), second + 1):
+            self._counts[passed % len(self._counts)] = 0
+        self._second = max(self._second, second)
+
+
+class ClusterState:
+    """Takes the journey's hooks and gives snapshots; times are the gateway's clock in seconds and never go back."""
+
+    def __init__(self, cluster: Cluster, look: Callable[[], Load], *, policy: str, version: str) -> None:
+        """Args: `look` gives the load now; it is called only for a snapshot."""
+        self._look, self._version = look, version
+        self.policy = policy
+        self._layout_id = 0
+        self.replace(cluster)
+        self._decisions: deque[tuple[int, float, str, Decision]] = deque(maxlen=DECISIONS_MOST)
+        self._decided = 0
+        self._moved = 0
+        self._ended: deque[_Moving] = deque(maxlen=TRANSFERS_SHOWN_MOST)
+        self._policies: list[str] = []
+        self._rows = array("d", bytes(8 * _COLUMNS * REQUESTS_MOST))
+        self._row_count = 0
+        self._arrivals, self._finishes, self._rejects, self._errors = Rate(), Rate(), Rate(), Rate()
+
+    def replace(self, cluster: Cluster) -> None:
+        """Show another cluster from now on (hot reload); its layout gets a new id."""
+        self._layout_id += 1
+        self.layout = layout_of(cluster, self._layout_id)
+        self._positions = {instance.name: k for k, instance in enumerate(cluster.instances)}
+        self._moving: dict[int, _Moving] = {}
+        self._ended = deque(maxlen=TRANSFERS_SHOWN_MOST)
+
+    def arrived(self, at: float) -> None:
+        """A request was read."""
+        self._arrivals.add(at)
+
+    def decided(self, decision: Decision, at: float) -> None:
+        """A decision was made; its arrays are kept, not copied."""
+        self._decided += 1
+        self._decisions.append((self._decided, at, self.policy, decision))
+
+    def rejected(self, at: float) -> None:
+        """A request got no instance, or never came past the door."""
+        self._rejects.add(at)
+
+    def transfer_started(self, decision: Decode, at: float, expected_s: float = 0.0) -> None:
+        """The KV cache of a request leaves its source. A second transfer of one request takes the first one's place."""
+        source, target = self._positions.get(decision.source), self._positions.get(decision.target)
+        if source is None or target is None:
+            return  # decided before the cluster file was read again
+        self._moved += 1
+        self._moving[decision.request_id] = _Moving(
+            self._moved, decision.request_id, source, target, decision.tier, decision.kv_bytes, at, expected_s
+        )
+
+    def transfer_ended(self, request_id: int, at: float) -> None:
+        """It has landed or failed; nothing happens if none is under way."""
+        moving = self._moving.pop(request_id, None)
+        if moving is not None:
+            moving.ended_s = at
+            self._ended.append(moving)
+
+    def first_token(self, ttft: Ttft, at: float, *, tier: int | None, kv_bytes: float = 0.0, policy: str = "") -> None:
+        """The client got its first byte; `tier` None: prefill and decode on one instance."""
+        start = (self._row_count % REQUESTS_MOST) * _COLUMNS
+        self._row_count += 1
+        rows = self._rows
+        rows[start] = at
+        rows[start + 1] = self._policy_number(policy or self.policy)
+        rows[start + 2] = -1.0 if tier is None else tier
+        rows[start + 3] = kv_bytes
+        rows[start + 4] = ttft.queue_s
+        rows[start + 5] = ttft.prefill_s
+        rows[start + 6] = ttft.transfer_s
+        rows[start + 7] = ttft.first_step_s
+
+    def finished(self, at: float, code: int) -> None:
+        """The answer is complete or has failed for good; 499: the client left, 503: it was rejected."""
+        self._finishes.add(at)
+        if code >= 500 and code != 503:
+            self._errors.add(at)
+
+    def snapshot(self, at: float) -> Snapshot:
+        """Everything, with all remembered decisions."""
+        return Snapshot(layout=self.layout, tick=self.tick(at, DECISIONS_MOST))
+
+    def tick(self, at: float, decisions_most: int = TICK_DECISIONS_MOST) -> Tick:
+        """What moves, with the newest decisions."""
+        load = self._look()
+        newest = islice(self._decisions, max(0, len(self._decisions) - decisions_most), None)
+        return Tick(
+            at=round(at, 4),
+            layout_id=self.layout.id,
+            policy=self.policy,
+            version=self._version,
+            load=msgspec.structs.replace(load, instances=()),
+            instances=self._tiles(load.instances),
+            arrivals_per_s=self._arrivals.per_s(at),
+            finishes_per_s=self._finishes.per_s(at),
+            rejects_per_s=self._rejects.per_s(at),
+            errors_per_s=self._errors.per_s(at),
+            requests=self._arrivals.total,
+            rejects=self._rejects.total,
+            transfers_under_way=len(self._moving),
+            transfers=self._transfers(at),
+            decisions=tuple(judgement_of(*entry) for entry in newest),
+            window_s=WINDOW_S,
+            splits=self._splits(at),
+        )
+
+    def _policy_number(self, policy: str) -> int:
+        if policy not in self._policies:
+            self._policies.append(policy)
+        return self._policies.index(policy)
+
+    def _tiles(self, loads: Iterable[InstanceLoad]) -> tuple[Tile, ...]:
+        by_name = {load.name: load for load in loads}
+        return tuple(_tile(instance, by_name.get(instance.name, _UNKNOWN)) for instance in self.layout.instances)
+
+    def _transfers(self, at: float) -> tuple[Transfer, ...]:
+        while self._ended and at - self._ended[0].ended_s > LINGER_S:
+            self._ended.popleft()
+        recent = islice(reversed(self._ended), TRANSFERS_SHOWN_MOST // 2)
+        moving = islice(reversed(self._moving.values()), TRANSFERS_SHOWN_MOST // 2)
+        return tuple(_transfer(entry, at) for entry in (*recent, *moving))
+
+    def _splits(self, at: float) -> tuple[Split, ...]:
+        rows = np.frombuffer(self._rows).reshape(REQUESTS_MOST, _COLUMNS)[: min(self._row_count, REQUESTS_MOST)]
+        rows = rows[rows[:, 0] >= at - WINDOW_S]
+        by_policy = ((policy, rows[rows[:, 1] == number]) for number, policy in enumerate(self._policies))
+        return tuple(_split(policy, some) for policy, some in by_policy if len(some))
+
+
+_BREAKER: dict[BreakerState, int] = {"closed": 0, "half-open": 1, "open": 2}
+_UNKNOWN = InstanceLoad(name="", up=False)
+
+
+def _tile(instance: LayoutInstance, load: InstanceLoad) -> Tile:
+    # A second of pending prefill, or a full batch, is a full tile: what a request that comes now would feel.
+    batch = max(load.requests, load.running + load.waiting) / max(instance.batch_max, 1)
+    share = {"prefill": load.prefill_pending_s, "decode": batch, "both": max(load.prefill_pending_s, batch)}
+    return Tile(
+        up=int(load.up),
+        breaker=_BREAKER[load.breaker],
+        requests=load.requests,
+        running=load.running,
+        waiting=load.waiting,
+        load=round(min(1.0, share[instance.role]), 3),
+        prefill_pending_s=round(load.prefill_pending_s, 4),
+        kv_used_share=None if load.kv_used_share is None else round(load.kv_used_share, 3),
+        scrape_age_s=None if load.scrape_age_s is None else round(load.scrape_age_s, 2),
+    )
+
+
+def _transfer(moving: _Moving, at: float) -> Transfer:
+    return Transfer(
+        id=moving.id,
+        request_id=moving.request_id,
+        source=moving.source,
+        target=moving.target,
+        tier=moving.tier,
+        kv_bytes=moving.kv_bytes,
+        age_s=round(max(0.0, at - moving.started_s), 4),
+        expected_s=round(moving.expected_s, 6),
+        took_s=None if moving.ended_s < 0 else round(moving.ended_s - moving.started_s, 6),
+    )
+
+
+def _split(policy: str, rows: FloatArray) -> Split:
+    parts = rows[:, 4:]
+    total_p50_s, total_p90_s = np.percentile(parts.sum(axis=1), (50, 90)).tolist()
+    p50_s, p90_s = np.percentile(parts, (50, 90), axis=0).tolist()
+    tiers = rows[:, 2]
+    moved = tiers >= 0
+    numbers = tiers[moved].astype(np.int64)
+    return Split(
+        policy=policy,
+        requests=len(rows),
+        ttft_p50_s=short(total_p50_s),
+        ttft_p90_s=short(total_p90_s),
+        part_mean_s=dict(zip(_PARTS, map(short, parts.mean(axis=0).tolist()), strict=True)),
+        part_p50_s=dict(zip(_PARTS, map(short, p50_s), strict=True)),
+        part_p90_s=dict(zip(_PARTS, map(short, p90_s), strict=True)),
+        tier_requests=tuple(np.bincount(numbers, minlength=TIER_COUNT).tolist()),
+        tier_bytes=tuple(np.bincount(numbers, rows[moved, 3], minlength=TIER_COUNT).tolist()),
+        local=int((~moved).sum()),
+    )

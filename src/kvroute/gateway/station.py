@@ -1,0 +1,182 @@
+"""One engine as the gateway deals with it: its connections, dialect, guard and what is under way there."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+
+from kvroute.gateway.breaker import Attempt, Breaker
+from kvroute.gateway.dialects import DIALECTS, QUERY_PATH, DialectError, Meeting, engine_id
+from kvroute.gateway.exchange import Headers
+from kvroute.gateway.legs import AnswerLeg, PrefillLeg
+from kvroute.gateway.pool import Pool, request_bytes
+from kvroute.gateway.upstream import Failure, Sink
+from kvroute.types import Instance
+
+
+class Guard:
+    """Whether an instance is to be given requests: what health checks say, and what its breaker makes of its answers.
+
+    `on_change` is told of every change; a half-open breaker lets one request through and is closed to others meanwhile.
+    """
+
+    def __init__(self, name: str, breaker: Breaker, on_change: Callable[[str, bool, float], None]) -> None:
+        self.name, self.breaker, self.healthy = name, breaker, True
+        self.up = True
+        self._tried = False
+        """Whether its breaker is anything but closed, so that every word counts."""
+        self._on_change = on_change
+
+    def started(self, now: float) -> Attempt:
+        """A request is on its way there; its end is told with what this returns."""
+        attempt = self.breaker.started(now)
+        if self._tried:
+            self.look(now)
+        return attempt
+
+    def succeeded(self, attempt: Attempt, now: float) -> None:
+        """It was answered, be it with a client's error."""
+        self.breaker.succeeded(attempt, now)
+        if self._tried:
+            self.look(now)
+
+    def failed(self, attempt: Attempt, now: float) -> None:
+        """It was not."""
+        self.breaker.failed(attempt, now)
+        self.look(now)
+
+    def cancelled(self, attempt: Attempt, now: float) -> None:
+        """Nobody waited for the answer."""
+        self.breaker.cancelled(attempt, now)
+        if self._tried:
+            self.look(now)
+
+    def set_healthy(self, healthy: bool, now: float) -> None:
+        """What the health checks say."""
+        self.healthy = healthy
+        self.look(now)
+
+    def look(self, now: float) -> None:
+        """See whether anything has changed; called now and then too, for a breaker opens its door with time."""
+        self._tried = self.breaker.state(now) != "closed"
+        up = self.healthy and (not self._tried or self.breaker.allows(now))
+        if up != self.up:
+            self.up = up
+            self._on_change(self.name, up, now)
+
+
+class Station:
+    """One instance with an endpoint."""
+
+    def __init__(
+        self,
+        instance: Instance,
+        pool: Pool,
+        bootstrap: Pool | None,
+        guard: Guard,
+        *,
+        approximate: bool,
+        measures: bool,
+        between_s: float,
+        now: Callable[[], float],
+    ) -> None:
+        """
+        Args:
+            instance: with an endpoint.
+            pool: connections to it.
+            bootstrap: connections to its bootstrap server, where the protocol asks that for the engine's id.
+            guard: its health.
+            approximate: nobody tells what it has cached, so that the gateway takes what it sent there for cached.
+            measures: the time to an answer's first byte tells how long its transfer took.
+            between_s: seconds between two bytes of an answer, at most.
+            now: the gateway's clock.
+        """
+        assert instance.endpoint is not None
+        self.instance, self.name, self.pool, self.guard = instance, instance.name, pool, guard
+        self.dialect = DIALECTS[instance.protocol]
+        self.approximate = approximate
+        self.measures = measures
+        """Whether the gateway's own watch on transfers counts: False once the engine reports its transfers itself."""
+        self.under_way = 0
+        self._bootstrap, self._between_s, self._now = bootstrap, between_s, now
+        self._engine_id = ""
+        self._host = pool.host
+
+    def send(
+        self, path: bytes, headers: Headers, body: bytes, leg: PrefillLeg | AnswerLeg, *, first_byte_s: float
+    ) -> None:
+        """Start a leg's call."""
+        leg.open = True
+        self.under_way += 1
+        leg.attempt = self.guard.started(self._now())
+        request = request_bytes(b"POST", path, self._host, headers, body)
+        leg.call = self.pool.send(request, leg, first_byte_s=first_byte_s, idle_s=self._between_s)
+
+    def left(self) -> None:
+        """One call less."""
+        self.under_way -= 1
+        assert self.under_way >= 0
+
+    def meeting(self, room: int) -> Meeting | None:
+        """Where the two legs of a request meet; None while the engine's id is not known (`meet` asks for it)."""
+        endpoint = self.instance.endpoint
+        assert endpoint is not None
+        if endpoint.protocol == "vllm":
+            return _PLAIN
+        if endpoint.protocol == "sglang":
+            return Meeting(room=room, bootstrap=endpoint.bootstrap)
+        if not self._engine_id:
+            return None
+        return Meeting(
+            transfer_id=uuid.UUID(int=room << 1 | 1).hex, bootstrap=endpoint.bootstrap, engine_id=self._engine_id
+        )
+
+    def meet(self, then: Callable[[], None]) -> None:
+        """Ask the bootstrap server for the engine's id; `then` is called in any case."""
+        assert self._bootstrap is not None
+        request = request_bytes(b"GET", QUERY_PATH, self._bootstrap.host, [], b"")
+        self._bootstrap.send(request, _Introduction(self, then), first_byte_s=5.0, idle_s=5.0)
+
+    def forget(self) -> None:
+        """The engine may be another one by now: ask for its id again."""
+        self._engine_id = ""
+
+    def introduce(self, reply: bytes) -> None:
+        """The bootstrap server's answer."""
+        try:
+            self._engine_id = engine_id(reply)
+        except DialectError:
+            self._engine_id = ""
+
+    def close(self) -> None:
+        """Close idle connections."""
+        self.pool.close()
+        if self._bootstrap is not None:
+            self._bootstrap.close()
+
+
+_PLAIN = Meeting()
+
+
+class _Introduction(Sink):
+    """Listens to a bootstrap server."""
+
+    def __init__(self, station: Station, then: Callable[[], None]) -> None:
+        self._station, self._then = station, then
+        self._parts: list[bytes] = []
+        self._status = 0
+
+    def on_head(self, status: int, headers: Headers) -> None:
+        self._status = status
+
+    def on_body(self, data: bytes) -> None:
+        if len(self._parts) < 1024:
+            self._parts.append(data)
+
+    def on_end(self) -> None:
+        if self._status == 200:
+            self._station.introduce(b"".join(self._parts))
+        self._then()
+
+    def on_failure(self, failure: Failure) -> None:
+        self._then()

@@ -1,0 +1,57 @@
+"""Makes the stations of a cluster: pools, guards and dialects from the settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvroute.gateway.breaker import Breaker
+from kvroute.gateway.deadlines import Deadlines
+from kvroute.gateway.pool import Pool
+from kvroute.gateway.settings import GatewaySettings
+from kvroute.gateway.station import Guard, Station
+from kvroute.topology import Cluster
+from kvroute.types import Endpoint
+
+
+def stations_of(
+    cluster: Cluster,
+    settings: GatewaySettings,
+    on_change: Callable[[str, bool, float], None],
+    now: Callable[[], float],
+    deadlines: Deadlines,
+    *,
+    exact: bool,
+) -> dict[str, Station]:
+    """Stations by name, all up. `exact`: prompts are hashed as engines' KV events are."""
+    timeouts, limits = settings.timeouts, settings.breaker
+    stations = {}
+    for instance in cluster.instances:
+        endpoint = instance.endpoint
+        assert endpoint is not None, "preflight asks for endpoints"
+        breaker = Breaker(
+            failures=limits.failures,
+            window_s=float(limits.window_s),
+            share=limits.share,
+            open_s=float(limits.open_s),
+        )
+        connect_s = float(timeouts.connect_s)
+        asks = endpoint.protocol == "mooncake" and instance.role != "decode" and endpoint.bootstrap
+        stations[instance.name] = Station(
+            instance,
+            Pool(endpoint.url, connect_s=connect_s, deadlines=deadlines),
+            Pool(f"http://{endpoint.bootstrap}", connect_s=connect_s, deadlines=deadlines) if asks else None,
+            Guard(instance.name, breaker, on_change),
+            approximate=_approximate(endpoint, settings, exact),
+            measures=settings.measure != "engine",
+            between_s=float(timeouts.between_tokens_s),
+            now=now,
+        )
+    return stations
+
+
+def _approximate(endpoint: Endpoint, settings: GatewaySettings, exact: bool) -> bool:
+    """Whether what was sent to an instance is taken for cached there: nobody tells better, or in a language (token ids)
+    that prompts without a tokenizer are not in."""
+    if settings.prefix == "auto":
+        return not endpoint.kv_events or not exact
+    return settings.prefix == "approximate"

@@ -1,0 +1,205 @@
+"""OpenTelemetry traces: a span per request and one per leg, W3C context continued from the client and handed on.
+
+Without an exporter the client's own trace headers are handed on as they came, and nothing else is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol, TypeAlias
+
+from opentelemetry.context import Context
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
+from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode, format_trace_id, set_span_in_context
+from opentelemetry.trace import Tracer as _OtelTracer
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from kvroute.types import InputError
+
+Headers: TypeAlias = list[tuple[bytes, bytes]]
+Attributes: TypeAlias = Mapping[str, str | int | float | bool]
+
+_CONTEXT_HEADERS = (b"traceparent", b"tracestate")
+_NOTHING: Attributes = {}
+_W3C = TraceContextTextMapPropagator()
+
+
+class LegTrace(Protocol):
+    """One leg of a request."""
+
+    headers: Headers
+    """To send to the engine."""
+
+    def end(self, error: str = "", attributes: Attributes = _NOTHING) -> None:
+        """The leg is over; `error` is empty if it went well."""
+        ...
+
+
+class RequestTrace(Protocol):
+    """One request; `leg` may be called again for a retry."""
+
+    trace_id: str
+    """32 hex digits, for exemplars and logs; empty if nobody will find the trace."""
+
+    def leg(self, name: str, attributes: Attributes = _NOTHING) -> LegTrace:
+        """A leg begins now."""
+        ...
+
+    def end(self, code: int, error: str = "", attributes: Attributes = _NOTHING) -> None:
+        """The request is over."""
+        ...
+
+
+class Tracer(Protocol):
+    """What the gateway holds."""
+
+    def request(self, headers: Headers, name: str, attributes: Attributes = _NOTHING) -> RequestTrace:
+        """A request was read, with these headers."""
+        ...
+
+    def close(self) -> None:
+        """Send what is left; blocks for some seconds at most. Nothing may be traced after it."""
+        ...
+
+
+class _PassingLeg:
+    __slots__ = ("headers",)
+
+    def __init__(self, headers: Headers) -> None:
+        self.headers = headers
+
+    def end(self, error: str = "", attributes: Attributes = _NOTHING) -> None:
+        """Nothing to say."""
+
+
+class _Passing:
+    """Both a request's trace and the tracer: there is nothing to tell apart."""
+
+    __slots__ = ("_leg",)
+    trace_id = ""
+
+    def __init__(self, headers: Headers) -> None:
+        self._leg = _PassingLeg(headers)
+
+    def leg(self, name: str, attributes: Attributes = _NOTHING) -> _PassingLeg:
+        """The client's own context, unchanged."""
+        return self._leg
+
+    def end(self, code: int, error: str = "", attributes: Attributes = _NOTHING) -> None:
+        """Nothing to say."""
+
+
+_NO_CONTEXT = _Passing([])
+
+
+class PassingTracer:
+    """Tracing is off: the client's trace headers go on to the engines byte for byte."""
+
+    def request(self, headers: Headers, name: str, attributes: Attributes = _NOTHING) -> RequestTrace:
+        """See Tracer."""
+        context = [header for header in headers if header[0] in _CONTEXT_HEADERS]
+        return _Passing(context) if context else _NO_CONTEXT
+
+    def close(self) -> None:
+        """Nothing to send."""
+
+
+class SpanTracer:
+    """Tracing is on: every request is a span, each leg a child of it; engines see the leg's span as their parent."""
+
+    def __init__(self, exporter: SpanExporter, *, share: float, version: str) -> None:
+        """Args: `share` in [0, 1] of the requests without a sampling decision of their client's."""
+        self._provider = TracerProvider(
+            sampler=ParentBased(TraceIdRatioBased(share)),
+            resource=Resource.create({"service.name": "kvroute", "service.version": version}),
+            shutdown_on_exit=False,
+        )
+        self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        self._tracer = self._provider.get_tracer("kvroute.gateway", version)
+
+    def request(self, headers: Headers, name: str, attributes: Attributes = _NOTHING) -> RequestTrace:
+        """See Tracer."""
+        carrier = {
+            name.decode("latin-1"): value.decode("latin-1") for name, value in headers if name in _CONTEXT_HEADERS
+        }
+        # An empty context, not the current one: between callbacks of one loop there is no current request.
+        context = _W3C.extract(carrier, Context()) if carrier else Context()
+        span = self._tracer.start_span(name, context, SpanKind.SERVER, attributes)
+        if not span.is_recording():
+            # Nobody will see its legs; the engines learn from the context that the trace is not sampled.
+            return _Passing(_headers_of(set_span_in_context(span, Context())))
+        return _RequestSpan(self._tracer, span)
+
+    def close(self) -> None:
+        """See Tracer."""
+        self._provider.shutdown()
+
+
+class _LegSpan:
+    __slots__ = ("_span", "headers")
+
+    def __init__(self, span: Span, context: Context) -> None:
+        self._span = span
+        self.headers = _headers_of(context)
+
+    def end(self, error: str = "", attributes: Attributes = _NOTHING) -> None:
+        """See LegTrace."""
+        _end(self._span, error, attributes)
+
+
+class _RequestSpan:
+    __slots__ = ("_context", "_span", "_tracer", "trace_id")
+
+    def __init__(self, tracer: _OtelTracer, span: Span) -> None:
+        self._tracer, self._span = tracer, span
+        self._context = set_span_in_context(span, Context())
+        self.trace_id = format_trace_id(span.get_span_context().trace_id)
+
+    def leg(self, name: str, attributes: Attributes = _NOTHING) -> _LegSpan:
+        """See RequestTrace."""
+        span = self._tracer.start_span(name, self._context, SpanKind.CLIENT, attributes)
+        return _LegSpan(span, set_span_in_context(span, Context()))
+
+    def end(self, code: int, error: str = "", attributes: Attributes = _NOTHING) -> None:
+        """See RequestTrace."""
+        self._span.set_attribute("http.response.status_code", code)
+        _end(self._span, error, attributes)
+
+
+def _headers_of(context: Context) -> Headers:
+    carrier: dict[str, str] = {}
+    _W3C.inject(carrier, context)
+    return [(name.encode("latin-1"), value.encode("latin-1")) for name, value in carrier.items()]
+
+
+def _end(span: Span, error: str, attributes: Attributes) -> None:
+    if attributes:
+        span.set_attributes(attributes)
+    if error:
+        span.set_status(Status(StatusCode.ERROR, error))
+    span.end()
+
+
+def tracer_of(otlp_url: str | None, share: float = 1.0, *, version: str = "") -> Tracer:
+    """The tracer for an OTLP/HTTP collector such as `http://127.0.0.1:4318`; None: context is only handed on.
+
+    Raises:
+        InputError: no URL of http or https, or a share outside [0, 1].
+    """
+    if not 0 <= share <= 1:
+        raise InputError(f"{share} is outside [0, 1]", where="gateway.tracing.share", mend="try 0.1")
+    if otlp_url is None:
+        return PassingTracer()
+    if not otlp_url.startswith(("http://", "https://")):
+        mend = "write http://host:4318"
+        raise InputError(f"{otlp_url!r} is not an http URL", where="gateway.tracing.otlp", mend=mend)
+    url = otlp_url.rstrip("/")
+    return SpanTracer(
+        OTLPSpanExporter(endpoint=url if url.endswith("/v1/traces") else f"{url}/v1/traces"),
+        share=share,
+        version=version,
+    )

@@ -1,0 +1,331 @@
+"""One connection to an engine: sends a request, parses the answer, tells who asked; opens and chooses nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, Protocol, cast
+
+import httptools
+
+from kvroute.gateway.deadlines import NEVER_S
+from kvroute.gateway.exchange import Headers
+
+HEAD_BYTES_MAX = 256 * 1024
+"""An engine whose answer's head is longer than this is ill."""
+
+Phase = Literal["connect", "first_byte", "body"]
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a call came to nothing. The phase is `body` once a byte of the body has arrived."""
+
+    kind: Literal["refused", "reset", "timeout", "malformed"]
+    phase: Phase
+    text: str
+
+
+class Sink(Protocol):
+    """Who made the call. Every call ends in exactly one `on_end` or `on_failure`, or in neither if it was aborted."""
+
+    def on_head(self, status: int, headers: Headers) -> None:
+        """Status and headers are there; at most once."""
+        ...
+
+    def on_body(self, data: bytes) -> None:
+        """Body bytes without their framing. May still come once or more after `pause`: what was read already."""
+        ...
+
+    def on_end(self) -> None:
+        """The answer is complete; its connection may serve the next call already."""
+        ...
+
+    def on_failure(self, failure: Failure) -> None:
+        """The answer will not be completed."""
+        ...
+
+
+class Call:
+    """A request under way to an engine."""
+
+    __slots__ = (
+        "_keeper",
+        "first_byte_s",
+        "head_only",
+        "idle_s",
+        "line",
+        "over",
+        "paused",
+        "request",
+        "retried",
+        "sink",
+    )
+
+    def __init__(
+        self, request: bytes, sink: Sink, first_byte_s: float, idle_s: float, head_only: bool, keeper: Keeper
+    ) -> None:
+        self.request = request
+        self.sink = sink
+        self.first_byte_s = first_byte_s
+        self.idle_s = idle_s
+        self.head_only = head_only
+        self.line: Line | None = None
+        """None before a connection is there and after the end."""
+        self.paused = False
+        self.retried = False
+        self.over = False
+        self._keeper = keeper
+
+    def abort(self) -> None:
+        """Close the connection; the sink hears nothing more. Does nothing after the end."""
+        if self.over:
+            return
+        line = self.line
+        self.finish()
+        if line is not None:
+            line.drop()
+
+    def pause(self) -> None:
+        """Read nothing more from the engine; the timeout between bytes rests."""
+        if not self.paused and not self.over:
+            self.paused = True
+            if self.line is not None:
+                self.line.pause()
+
+    def resume(self) -> None:
+        """Read on."""
+        if self.paused and not self.over:
+            self.paused = False
+            if self.line is not None:
+                self.line.resume()
+
+    def finish(self) -> None:
+        """The call is over (the connection or the pool says so), however it ended."""
+        assert not self.over
+        self.over = True
+        self.line = None
+        self._keeper.ended(self)
+
+
+class Keeper(Protocol):
+    """Who keeps connections and counts calls: the pool."""
+
+    def ended(self, call: Call) -> None:
+        """The call is over."""
+        ...
+
+    def keep(self, line: Line) -> None:
+        """The connection is free for the next call."""
+        ...
+
+    def opened(self, line: Line) -> None:
+        """The connection is open."""
+        ...
+
+    def lost(self, line: Line) -> None:
+        """The connection is closed."""
+        ...
+
+    def resend(self, call: Call) -> None:
+        """Put the call on a connection that has served none."""
+        ...
+
+
+class Line(asyncio.Protocol):
+    """One keep-alive connection to an engine: one call at a time."""
+
+    def __init__(self, keeper: Keeper) -> None:
+        self.deadline_s = NEVER_S
+        self._keeper = keeper
+        self._transport: asyncio.Transport | None = None
+        self._doomed = False
+        self._served = False
+        self._call: Call | None = None
+        self._now: Callable[[], float] = asyncio.get_running_loop().time
+        self._parser = httptools.HttpResponseParser(self)
+        self._clear()
+
+    def _clear(self) -> None:
+        self._heard = 0
+        self._status = 0
+        self._headers: Headers = []
+        self._head_told = False
+        self._body_begun = False
+        self._keep_alive = False
+        self._complete = False
+        self._surplus = False
+        self._parts: list[bytes] = []
+
+    @property
+    def usable(self) -> bool:
+        """Open, and the engine has not begun to close it as far as is known."""
+        return self._transport is not None and not self._transport.is_closing()
+
+    def begin(self, call: Call) -> None:
+        """Send a call's request; the callbacks come from later turns of the loop."""
+        assert self._call is None
+        assert self._transport is not None
+        self._call = call
+        call.line = self
+        self.deadline_s = self._now() + call.first_byte_s
+        self._transport.write(call.request)
+        if call.paused:
+            self.pause()
+
+    def rest(self, until_s: float) -> None:
+        """Wait for the next call, until this time at most."""
+        self.deadline_s = until_s
+
+    def drop(self) -> None:
+        """Close at once, also if it is not open yet."""
+        self._call = None
+        self._doomed = True
+        self.deadline_s = NEVER_S
+        if self._transport is not None:
+            self._transport.abort()
+
+    def pause(self) -> None:
+        """Stop reading."""
+        self.deadline_s = NEVER_S
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.pause_reading()
+
+    def resume(self) -> None:
+        """Read on."""
+        if self._call is not None:
+            self.deadline_s = self._now() + (self._call.idle_s if self._body_begun else self._call.first_byte_s)
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
+
+    def expire(self, now: float) -> None:
+        """The engine was silent for too long, or nobody has used the connection for long."""
+        if self._call is None:
+            self.drop()
+        else:
+            waited_s = self._call.idle_s if self._body_begun else self._call.first_byte_s
+            self._fail("timeout", f"the engine was silent for {waited_s:g} s")
+
+    # asyncio's callbacks
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by name
+        self._keeper.opened(self)
+        if self._doomed:
+            self._transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        call = self._call
+        if call is None:  # nobody has asked for anything
+            self.drop()
+            return
+        error = self._feed(data)
+        if self._status and not self._head_told:
+            self._head_told = True
+            call.sink.on_head(self._status, self._headers)
+        if self._parts and not call.over:
+            body = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+            self._parts.clear()
+            self._body_begun = True
+            call.sink.on_body(body)
+        if call.over:  # the sink has aborted it
+            return
+        if self._complete:
+            self._end(keep=self._keep_alive and not self._surplus and not error and not call.head_only)
+        elif error:
+            self._fail("malformed", error)
+        elif self._body_begun and not call.paused:
+            self.deadline_s = self._now() + call.idle_s
+
+    def eof_received(self) -> None:
+        """Half-closed is closed: an engine that has ended its side has nothing more to say."""
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._keeper.lost(self)
+        self._transport = None
+        call = self._call
+        if call is None:
+            return
+        if exc is None and self._head_told and self._until_close():
+            self._end(keep=False)
+        elif self._served and not self._heard and not call.retried:
+            self._call = None
+            call.line = None
+            call.retried = True
+            self._keeper.resend(call)
+        else:
+            self._fail(
+                "reset", f"the engine closed the connection ({exc})" if exc else "the engine closed the connection"
+            )
+
+    # the parser's callbacks
+
+    def on_message_begin(self) -> None:
+        self._surplus = self._complete
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._status:  # else it is a trailer
+            self._headers.append((name.lower(), value.rstrip()))
+
+    def on_headers_complete(self) -> None:
+        if self._complete:
+            return
+        status = self._parser.get_status_code()
+        if status < 200:  # on the way to the answer
+            self._headers = []
+            return
+        self._status = status
+        self._keep_alive = self._parser.should_keep_alive()
+        self._complete = self._call is not None and self._call.head_only
+
+    def on_body(self, data: bytes) -> None:
+        if not self._complete:
+            self._parts.append(data)
+
+    def on_message_complete(self) -> None:
+        self._complete = self._status != 0
+
+    def _feed(self, data: bytes) -> str:
+        """Parse; the error in words, or nothing."""
+        self._heard += len(data)
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            return "the engine switches protocols, which nobody asked for"
+        except httptools.HttpParserError as error:
+            return f"the answer is no HTTP ({error})"
+        if not self._status and self._heard > HEAD_BYTES_MAX:
+            return f"the answer's head is longer than {HEAD_BYTES_MAX} bytes"
+        return ""
+
+    def _until_close(self) -> bool:
+        """Whether the answer's body ends where the connection does (RFC 9112 section 6.3)."""
+        return not any(
+            name == b"content-length" or (name == b"transfer-encoding" and value.lower().endswith(b"chunked"))
+            for name, value in self._headers
+        )
+
+    def _end(self, *, keep: bool) -> None:
+        call = self._call
+        assert call is not None
+        if call.paused:
+            call.paused = False
+            self.resume()
+        self._call = None
+        call.finish()
+        if keep:
+            self._served = True
+            self._clear()
+            self._keeper.keep(self)
+        else:
+            self.drop()
+        call.sink.on_end()
+
+    def _fail(self, kind: Literal["reset", "timeout", "malformed"], text: str) -> None:
+        call = self._call
+        assert call is not None
+        phase: Phase = "body" if self._body_begun else "first_byte"
+        self.drop()
+        call.finish()
+        call.sink.on_failure(Failure(kind, phase, text))

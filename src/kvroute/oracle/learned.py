@@ -1,0 +1,197 @@
+"""What the router's own transfers say of the network: measured over predicted bandwidth, by tier and by pair.
+
+It refuses to see an engine's clock or the true network: it hears bytes and seconds, and what the oracle's formula
+predicted at that time. Ratios, not bandwidths, are kept, so that telemetry and own transfers never count twice.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvroute.types import TIER_COUNT, FloatArray, InputError, IntArray, TierArray
+
+RATIO_MIN, RATIO_MAX = 0.01, 4.0
+"""A measurement outside of these bounds reads as the bound: no cost is infinite, and no path is a gift."""
+KV_BYTES_MIN = 65_536
+"""Mean size of a transfer below which set-up time, not bandwidth, is measured."""
+LATENCIES_MIN = 2.0
+"""Mean duration in base latencies that a transfer must exceed, for the same reason."""
+_WEIGHT = 0.2
+"""Of one transfer in the running averages."""
+_WEIGHT_MAX = 0.5
+"""Of any number of transfers told at once."""
+_STEP_MAX = math.log(4.0)
+"""Of the surprise in one measurement, which so moves its tier by a factor of two at most, and its pair by two more."""
+_TIER_TRANSFERS = 4.0
+"""A pair's own average counts as much as its tier's after so many transfers."""
+
+
+class _Ratios:
+    """Averages of logarithms that shrink towards zero while little is known and again as they grow old."""
+
+    def __init__(self, count: int, prior_transfers: float, stale_after_s: float | None) -> None:
+        self._prior_transfers = prior_transfers
+        self._stale_after_s = stale_after_s
+        self._log: FloatArray = np.zeros(count)
+        self._transfers: FloatArray = np.zeros(count)
+        self._at: FloatArray = np.full(count, np.inf)
+        """Of the last measurement; where there is none, nothing ages."""
+        self._ratio: FloatArray = np.ones(count)
+        self._oldest_at = math.inf
+
+    def learn(self, at: float, index: int, log_ratio: float, transfers: int) -> None:
+        """Move one average towards a measurement; by a bounded step, and so does what is believed of it."""
+        fading = self._fading(at, float(self._at[index]))
+        before, believed = _faded(float(self._log[index]), fading), _faded(math.log(self._ratio[index]), fading)
+        surprise = min(max(log_ratio - before, -_STEP_MAX), _STEP_MAX)
+        weight = min(1.0 - (1.0 - _WEIGHT) ** transfers, _WEIGHT_MAX)
+        seen = self._transfers[index] * fading + transfers
+        self._log[index], self._transfers[index] = before + weight * surprise, seen
+        step_max = _WEIGHT_MAX * _STEP_MAX
+        shrunk = self._log[index] * seen / (seen + self._prior_transfers)
+        self._ratio[index] = math.exp(min(max(shrunk, believed - step_max), believed + step_max))
+        self._at[index] = at if math.isinf(self._at[index]) else max(at, self._at[index])
+        self._oldest_at = float(self._at.min())
+
+    def at(self, at: float) -> FloatArray:
+        """All ratios as believed at a time, never written in place; 1 where nothing was measured."""
+        stale_s = self._stale_after_s
+        if stale_s is None or at - self._oldest_at <= stale_s:
+            return self._ratio
+        # A straight line, not an exponential: IEEE arithmetic replays alike on every machine, numpy's exp does not.
+        fading = np.minimum(np.maximum(2.0 - (at - self._at) / stale_s, 0.0), 1.0)
+        believed: FloatArray = 1.0 + (self._ratio - 1.0) * fading
+        return believed
+
+    def _fading(self, at: float, measured_at: float) -> float:
+        if self._stale_after_s is None or math.isinf(measured_at):
+            return 1.0
+        return min(max(2.0 - (at - measured_at) / self._stale_after_s, 0.0), 1.0)
+
+
+def _faded(log_ratio: float, fading: float) -> float:
+    return log_ratio if fading == 1.0 else math.log(1.0 + (math.exp(log_ratio) - 1.0) * fading)
+
+
+@dataclass(slots=True)
+class _Company:
+    """What the transfers of one pair have met since it was last measured."""
+
+    beside: int = 0
+    ended: int = 0
+
+
+class Learned:
+    """Effective bandwidth as measured by KV transfers of one's own (the engines' counters of bytes and seconds).
+
+    A measurement of s bytes in t seconds, with n own transfers beside it, implies a lone transfer's bandwidth
+    B' = s (1 + n) / (t - latency), NetKV eq. 4 solved for B. Its ratio to B (1 - c), what the static map and the
+    telemetry of that time promised, goes into the average of its tier and, less that average, of its pair. With
+    truthful maps and telemetry every ratio is 1. After `stale_after_s` a ratio fades in a straight line and is
+    forgotten at twice that age: a pair falls back to its tier, a tier to the static map.
+    """
+
+    def __init__(
+        self, tier: TierArray, bytes_per_s: FloatArray, latency_s: FloatArray, stale_after_s: float | None
+    ) -> None:
+        """Args: as those of `NetworkOracle`."""
+        self._tier = tier
+        self._bytes_per_s = bytes_per_s
+        self._latency_s = latency_s
+        self._stale_after_s = stale_after_s
+        self._tiers = _Ratios(TIER_COUNT, 0.0, stale_after_s)
+        self._pairs: dict[int, _Ratios] = {}
+        """By source; filled when it has sent something."""
+        self._company: dict[tuple[int, int], _Company] = {}
+        self._known = False
+
+    def started(self, source: int, target: int, beside: int) -> None:
+        """A transfer of ours joins `beside` others from its source in its tier."""
+        self._company.setdefault((source, target), _Company()).beside += beside
+
+    def ended(self, source: int, target: int, beside: int) -> None:
+        """A transfer of ours leaves `beside` others behind."""
+        company = self._company.setdefault((source, target), _Company())
+        company.beside += beside
+        company.ended += 1
+
+    def measured(
+        self,
+        at: float,
+        source: int,
+        target: int,
+        kv_bytes: float,
+        seconds: float,
+        transfers: int,
+        congestion: float,
+        in_flight: int,
+    ) -> None:
+        """Take the sum over some transfers of a pair.
+
+        Args:
+            at: when it was told.
+            source, target: indices of the instances.
+            kv_bytes, seconds: summed over the transfers.
+            transfers: how many.
+            congestion: telemetry's for the tier at this time.
+            in_flight: own transfers of this source and tier now: stands in where none was counted to its end.
+
+        Raises:
+            InputError: not finite, negative, or of no transfer; the view then stays.
+        """
+        _check(kv_bytes, seconds, transfers)
+        tier = int(self._tier[source, target])
+        beside = self._mean_beside(source, target, in_flight)
+        sending_s = seconds / transfers - self._latency_s[tier]
+        if kv_bytes / transfers < KV_BYTES_MIN or sending_s <= (LATENCIES_MIN - 1.0) * self._latency_s[tier]:
+            return
+        lone_bytes_per_s = kv_bytes / transfers * (1.0 + beside) / float(sending_s)
+        ratio = lone_bytes_per_s / (float(self._bytes_per_s[tier]) * (1.0 - congestion))
+        log_ratio = math.log(min(max(ratio, RATIO_MIN), RATIO_MAX))
+        self._known = True
+        self._tiers.learn(at, tier, log_ratio, transfers)
+        pairs = self._pairs.get(source)
+        if pairs is None:
+            pairs = self._pairs[source] = _Ratios(len(self._tier), _TIER_TRANSFERS, self._stale_after_s)
+        pairs.learn(at, target, log_ratio - math.log(self._tiers.at(at)[tier]), transfers)
+
+    def _mean_beside(self, source: int, target: int, in_flight: int) -> float:
+        """Own transfers beside one of this pair, in the mean over those that have ended since it was last measured.
+
+        Those found at the start plus those left at the end: exact where transfers of equal size share a link from
+        first to last, and in the mean where they come and go at random; between them a transfer that meets others
+        for a part of its time only counts them in full.
+        """
+        company = self._company.pop((source, target), None)
+        if company is None or not company.ended:
+            return float(max(in_flight - 1, 0))
+        return company.beside / company.ended
+
+    def bytes_per_s(self, source: int, targets: IntArray, tier: TierArray, at: float) -> FloatArray | None:
+        """What a lone transfer from `source` gets on an idle network, [m]; None while nothing has been measured.
+
+        Args:
+            source: index of the prefill instance.
+            targets: [m] indices of the candidates.
+            tier: [m] their tiers, as seen from the source.
+            at: time of the question.
+        """
+        if not self._known:
+            return None
+        pairs = self._pairs.get(source)
+        ratio = self._tiers.at(at).take(tier)
+        if pairs is not None:
+            ratio = np.minimum(np.maximum(ratio * pairs.at(at).take(targets), RATIO_MIN), RATIO_MAX)
+        lone: FloatArray = self._bytes_per_s.take(tier) * ratio
+        return lone
+
+
+def _check(kv_bytes: float, seconds: float, transfers: int) -> None:
+    for value, where in ((kv_bytes, "kv_bytes"), (seconds, "seconds")):
+        if not 0 <= value < math.inf:
+            raise InputError(f"{value} is not a measurement", where=where, mend="send a finite number of zero or more")
+    if transfers < 1:
+        raise InputError(f"{transfers} transfers", where="transfers", mend="send 1 or more, or nothing")

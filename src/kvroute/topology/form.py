@@ -1,0 +1,175 @@
+"""What is wrong with a value's form: every fault against a type of the schema, with its place and how to mend it."""
+
+from __future__ import annotations
+
+import difflib
+import types
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import msgspec
+
+from kvroute.topology.schema import read_quantity
+from kvroute.topology.units import quantity
+from kvroute.types import InputError
+
+Key = tuple[str | int, ...]
+_SHOWN = 60
+
+
+class FileError(InputError):
+    """A fault of a cluster file with its `line` (0: not read from a text) and its `field`."""
+
+    def __init__(self, what: str, *, source: str, line: int, field: str, mend: str = "") -> None:
+        self.line, self.field = line, field
+        place = f"{source}:{line}" if line else source
+        super().__init__(what, where=f"{place}: {field}" if field else place, mend=mend)
+
+
+@dataclass(frozen=True, slots=True)
+class Lines:
+    """Where each key of a file stands, to name a place in an error; empty for a ClusterFile that was never text."""
+
+    source: str
+    of: Mapping[Key, int] = field(default_factory=dict)
+
+    def error(self, what: str, key: Key = (), mend: str = "") -> FileError:
+        """A fault at `key`; what a shorthand made is placed at the shorthand."""
+        if key and key not in self.of and self.of:
+            shorthand = {"pods": "fabric", "racks": "fabric", "nodes": "fabric", "datacenters": "fabric"}
+            owner = shorthand.get(str(key[0]), str(key[0]))
+            key = next((k for k in (*(key[:n] for n in range(len(key), 0, -1)), (owner,)) if k in self.of), key)
+        return FileError(what, source=self.source, line=self._line(key), field=field_text(key), mend=mend)
+
+    def _line(self, key: Key) -> int:
+        while key and key not in self.of:
+            key = key[:-1]
+        return self.of.get(key, 0)
+
+
+def field_text(key: Key) -> str:
+    """`("nodes", 3, "nics")` as people write it: `nodes[3].nics`."""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in key).lstrip(".")
+
+
+def form_faults(value: object, kind: Any, key: Key, lines: Lines) -> Iterator[FileError]:
+    """Every fault of `value` against a type of the schema, each at its own key; none where msgspec accepts it."""
+    kind, options = _options(kind)
+    if value is None and type(None) in options:
+        return
+    structs = [option for option in options if isinstance(option, type) and issubclass(option, msgspec.Struct)]
+    array = next((option for option in options if get_origin(option) is list), None)
+    table = next((option for option in options if get_origin(option) is dict), None)
+    if array is not None and isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from form_faults(item, get_args(array)[0], (*key, index), lines)
+    elif table is not None and isinstance(value, dict):
+        names, items = get_args(table)
+        for name, item in value.items():
+            yield from form_faults(name, names, (*key, name), lines)
+            yield from form_faults(item, items, (*key, name), lines)
+    elif structs and isinstance(value, dict):
+        yield from _struct_faults(value, structs, key, lines)
+    elif structs or array is not None or table is not None:
+        wanted = " or ".join(
+            (["a list of entries"] if array is not None else [])
+            + (["a mapping"] if structs or table is not None else [])
+        )
+        yield lines.error(f"{_shown(value)} is not {wanted}", key, f"write {wanted} here")
+    else:
+        yield from _leaf_faults(value, kind, options, key, lines)
+
+
+def _options(kind: Any) -> tuple[Any, Sequence[Any]]:
+    """The type and its alternatives: `A | None` gives (A | None, [A, None])."""
+    if get_origin(kind) in (Union, types.UnionType):
+        return kind, [part for option in get_args(kind) for part in _options(option)[1]]
+    return kind, [kind]
+
+
+def _struct_faults(
+    value: dict[str, object], structs: Sequence[type[msgspec.Struct]], key: Key, lines: Lines
+) -> Iterator[FileError]:
+    tag_field = structs[0].__struct_config__.tag_field
+    if tag_field is not None:
+        by_tag = {str(option.__struct_config__.tag): option for option in structs}
+        tag = value.get(tag_field)
+        if not isinstance(tag, str) or tag not in by_tag:
+            known = {entry.encode_name for option in structs for entry in msgspec.structs.fields(option)} | {tag_field}
+            yield from _unknown_keys(value, known, key, lines)
+            what = f"{_shown(tag)} is no {tag_field}" if tag_field in value else f"`{tag_field}` is missing"
+            yield lines.error(what, (*key, tag_field), f"write one of {', '.join(by_tag)}")
+            return
+        structs = [by_tag[tag]]
+    entries = {entry.encode_name: entry for entry in msgspec.structs.fields(structs[0])}
+    yield from _unknown_keys(value, entries.keys() | {tag_field or ""}, key, lines)
+    for name, entry in entries.items():
+        if name in value:
+            yield from form_faults(value[name], entry.type, (*key, name), lines)
+        elif entry.required:
+            yield lines.error(f"`{name}` is missing", key, f"add `{name}: ...`")
+
+
+def _unknown_keys(value: Iterable[str], known: Set[str], key: Key, lines: Lines) -> Iterator[FileError]:
+    for name in value:
+        if name not in known:
+            yield lines.error(f"the key {name!r} is unknown", (*key, name), nearest(name, sorted(known - {""})))
+
+
+def _leaf_faults(value: object, kind: Any, options: Sequence[Any], key: Key, lines: Lines) -> Iterator[FileError]:
+    unit = next((option for option in options if isinstance(option, type) and hasattr(option, "accepted")), None)
+    try:
+        if unit is not None:
+            quantity(unit, value)
+        else:
+            msgspec.convert(value, kind, dec_hook=read_quantity)
+    except InputError as error:
+        yield lines.error(error.what, key, error.mend)
+    except msgspec.ValidationError as error:
+        shown = "the value" if any(_is_secret(option) for option in options) else _shown(value)
+        yield lines.error(f"{shown} does not fit", key, _wanted(value, options) or str(error))
+
+
+def _is_secret(option: Any) -> bool:
+    """Marked `Meta(extra={"secret": True})`: what a user wrote there by mistake may be a key, so no error shows it."""
+    return get_origin(option) is Annotated and bool((get_args(option)[1].extra or {}).get("secret"))
+
+
+def _wanted(value: object, options: Sequence[Any]) -> str:
+    choices = [str(choice) for option in options if get_origin(option) is Literal for choice in get_args(option)]
+    limits, noun = "", ""
+    for option in options:
+        base = get_args(option)[0] if get_origin(option) is Annotated else option
+        meta = get_args(option)[1] if get_origin(option) is Annotated else msgspec.Meta()
+        if base is bool:
+            return "write true or false"
+        if base is str:
+            if meta.examples:
+                return f"write text such as {', '.join(repr(example) for example in meta.examples)}"
+            if isinstance(value, str) and meta.pattern:
+                return "a name has letters, digits, `-`, `_` and `.` and begins with a letter or a digit"
+            return "write text; numbers and yes/no words need quotes"
+        if base in (int, float):
+            noun = "a whole number" if base is int else "a number"
+            low = meta.ge if meta.ge is not None else meta.gt
+            limits = f" from {low} to {meta.le}" if low is not None and meta.le is not None else ""
+            limits = limits if limits or low is None else f" from {low}"
+    wanted = [f"{noun}{limits}"] if noun else []
+    wanted += [f"one of {', '.join(choices)}" if len(choices) > 1 else choices[0]] if choices else []
+    return f"write {' or '.join(wanted)}" if wanted else ""
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """How to mend an unknown name: the nearest known one, else all of them if they are few."""
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    if close:
+        return f"did you mean {close[0]!r}?"
+    if not known:
+        return ""
+    return f"known are {', '.join(known)}" if len(known) <= 16 else f"{len(known)} are known, such as {known[0]!r}"
+
+
+def _shown(value: object) -> str:
+    text = "nothing" if value is None else repr(value)
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."

@@ -1,0 +1,395 @@
+"""KV blocks over loopback: they arrive as they were, or the transfer says why not; nothing hangs, nothing is left over."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvroute.connector.blocks import ByteArray, HostRegion, Layout, runs, shares
+from kvroute.connector.client import Client, Peer, Result, Transfer
+from kvroute.connector.options import Options
+from kvroute.connector.server import Server
+from kvroute.connector.wire import Challenge, Channel, Fetch, Hello, Layer, Welcome, mark, proof
+
+BLOCKS = 24
+WAIT_S = 30.0
+TOKEN = Options(token="secret", timeout_s=5.0)
+
+
+class Cache:
+    """An instance's KV cache: `layers` regions of `BLOCKS` blocks with a gap behind each block."""
+
+    def __init__(self, layers: int, block_bytes: int, gap_bytes: int = 0, seed: int | None = None) -> None:
+        stride = block_bytes + gap_bytes
+        draw = np.random.default_rng(seed)
+        shape = (layers, BLOCKS * stride)
+        self.memory: ByteArray = np.zeros(shape, np.uint8) if seed is None else draw.integers(0, 256, shape, np.uint8)
+        self.regions = [HostRegion.of(layer, block_bytes, stride) for layer in self.memory]
+        self.layout = Layout(model="tiny", dtype="bfloat16", block_tokens=32, region_bytes=(block_bytes,) * layers)
+
+    def block(self, layer: int, block: int) -> bytes:
+        """Its bytes."""
+        (view,) = self.regions[layer].outgoing([block])
+        return bytes(view)
+
+
+class Clock:
+    """Time that passes when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@contextmanager
+def ends(
+    source: Cache, target: Cache, server: Options = TOKEN, client: Options = TOKEN, **arguments: Any
+) -> Iterator[tuple[Server, Client, Peer]]:
+    """A server and a client, closed at the end; no thread and no descriptor of theirs is left."""
+    threads, descriptors = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
+    serving = Server(source.regions, source.layout, server, environ={}, **arguments)
+    pulling = Client(target.regions, target.layout, client, environ={})
+    try:
+        yield serving, pulling, Peer(*serving.address, "prefill0")
+    finally:
+        pulling.close()
+        serving.close()
+    assert set(threading.enumerate()) == threads
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def pull(client: Client, peer: Peer, blocks: Sequence[int], *, first: int = 0, checksum: bool = True) -> Result:
+    """Positions `first`... of request `p` on the peer into `blocks` here."""
+    client.start(Transfer("d", peer, "p", first, tuple(blocks), checksum))
+    result = client.wait(WAIT_S)
+    assert result is not None, "the transfer hangs"
+    return result
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    layers=st.integers(1, 5),
+    block_bytes=st.sampled_from([1, 7, 64, 4096]),
+    gap_bytes=st.sampled_from([0, 3]),
+    connections=st.integers(1, 6),
+    checksum=st.booleans(),
+    data=st.data(),
+)
+def test_blocks_arrive_as_they_were(
+    layers: int, block_bytes: int, gap_bytes: int, connections: int, checksum: bool, data: st.DataObject
+) -> None:
+    """Any blocks, anywhere, over any number of connections; and no other byte of the target changes."""
+    held = data.draw(st.lists(st.integers(0, BLOCKS - 1), min_size=1, unique=True))
+    first = data.draw(st.integers(0, len(held) - 1))
+    count = data.draw(st.integers(1, len(held) - first))
+    landing = data.draw(st.lists(st.integers(0, BLOCKS - 1), min_size=count, max_size=count, unique=True))
+    source, target = Cache(layers, block_bytes, gap_bytes, seed=1), Cache(layers, block_bytes)
+    options = Options(connections=connections)
+    with ends(source, target, options, options) as (server, client, peer):
+        server.hold("p", held)
+        result = pull(client, peer, landing, first=first, checksum=checksum)
+    assert (result.failure, result.nbytes) == ("", layers * count * block_bytes)
+    expected = np.zeros_like(target.memory)
+    for layer in range(layers):
+        for there, here in zip(held[first : first + count], landing, strict=True):
+            expected[layer, here * block_bytes : (here + 1) * block_bytes] = np.frombuffer(
+                source.block(layer, there), np.uint8
+            )
+    assert np.array_equal(target.memory, expected)
+
+
+def test_a_large_transfer_is_shared_among_connections() -> None:
+    """24 blocks of 4 layers x 256 KiB: more than a socket buffers, so both ends work at once."""
+    source, target = Cache(4, 256 << 10, seed=2), Cache(4, 256 << 10)
+    with ends(source, target) as (server, client, peer):
+        server.hold("p", range(BLOCKS))
+        result = pull(client, peer, range(BLOCKS))
+        assert result.nbytes == BLOCKS * 4 * (256 << 10)
+    assert np.array_equal(source.memory, target.memory)
+
+
+@pytest.mark.parametrize("layer", [0, 2])
+def test_a_damaged_layer_is_noticed_only_by_its_checksum(tmp_path: Path, layer: int) -> None:
+    """The fault strikes between cache and wire. Afterwards the same connections carry good bytes again."""
+    fault_file = tmp_path / "fault"
+    fault_file.write_text(f"corrupt-layer-{layer}\n", encoding="utf-8")
+    source, target = Cache(3, 64, seed=3), Cache(3, 64)
+    with ends(source, target, Options(fault_file=str(fault_file)), Options()) as (server, client, peer):
+        server.hold("p", [5])
+        assert pull(client, peer, [7]).failure == "checksum"
+        server.hold("q", [5])
+        assert client_result(client, peer, "q").failure == ""
+        assert [target.block(k, 0) == source.block(k, 5) for k in range(3)] == [k != layer for k in range(3)]
+        fault_file.unlink()
+        server.hold("r", [5])
+        assert client_result(client, peer, "r", checksum=True).failure == ""
+        assert [target.block(k, 0) for k in range(3)] == [source.block(k, 5) for k in range(3)]
+
+
+def client_result(client: Client, peer: Peer, remote: str, checksum: bool = False) -> Result:
+    """One block of request `remote` into block 0."""
+    client.start(Transfer("d", peer, remote, 0, (0,), checksum))
+    result = client.wait(WAIT_S)
+    assert result is not None
+    return result
+
+
+@pytest.mark.parametrize(
+    ("server", "client", "change", "word"),
+    [
+        pytest.param(TOKEN, Options(token="guess"), {}, "token", id="wrong-token"),
+        pytest.param(TOKEN, Options(), {}, "token", id="no-token"),
+        pytest.param(TOKEN, TOKEN, {"tp": 2}, "layout", id="other-tp"),
+        pytest.param(TOKEN, TOKEN, {"region_bytes": (64, 32)}, "layout", id="other-blocks"),
+        pytest.param(TOKEN, TOKEN, {"dtype": "float16"}, "layout", id="other-dtype"),
+    ],
+)
+def test_strangers_are_refused(server: Options, client: Options, change: dict[str, Any], word: str) -> None:
+    """Before a byte of KV is sent, and the blocks stay held for whoever may have them."""
+    source, target = Cache(2, 64, seed=4), Cache(2, 64)
+    target.layout = msgspec.structs.replace(target.layout, **change)
+    with ends(source, target, server, client) as (serving, pulling, peer):
+        serving.hold("p", [1])
+        assert pull(pulling, peer, [0]).failure == word
+        assert serving.held == 1
+    assert not target.memory.any()
+
+
+def test_a_server_that_cannot_prove_the_token_is_not_believed() -> None:
+    """It gets neither the token nor a place to write to."""
+    target = Cache(1, 64)
+    heard: list[bytes] = []
+
+    def impostor(channel: Channel) -> None:
+        channel.send(Challenge(1, b"n" * 16))
+        hello = channel.expect(Hello)
+        heard.append(msgspec.msgpack.encode(hello))
+        channel.send(Welcome(hello.proof))
+
+    with played(impostor) as peer, pulling(target, TOKEN) as client:
+        assert pull(client, peer, [0]).failure == "token"
+    assert b"secret" not in heard[0]
+    assert not target.memory.any()
+
+
+@contextmanager
+def pulling(target: Cache, options: Options) -> Iterator[Client]:
+    """A client alone."""
+    client = Client(target.regions, target.layout, options, environ={})
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+@contextmanager
+def played(part: Any) -> Iterator[Peer]:
+    """A peer that plays `part` on each connection, and hangs up."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def play() -> None:
+        while True:
+            try:
+                sock, _ = listener.accept()
+            except OSError:
+                return
+            with sock:
+                try:
+                    part(Channel(sock, WAIT_S))
+                except OSError:
+                    continue  # the client has had enough
+
+    thread = threading.Thread(target=play)
+    thread.start()
+    try:
+        yield Peer("127.0.0.1", listener.getsockname()[1])
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        thread.join()
+
+
+@pytest.mark.parametrize("sent", [0, 1, 63, 64, 100, 127])
+def test_a_peer_that_dies_midway_is_a_failure(sent: int) -> None:
+    """After any number of bytes of two layers of 64; the blocks are then not to be trusted."""
+    source, target = Cache(2, 64, seed=5), Cache(2, 64)
+
+    def dying(channel: Channel) -> None:
+        welcome(channel)
+        channel.expect(Fetch)
+        for layer in range(2):
+            rest = memoryview(source.block(layer, 0))[: max(0, sent - 64 * layer)]
+            channel.send(Layer(region=layer, nbytes=64), [rest])
+            if len(rest) < 64:
+                return
+
+    with played(dying) as peer, pulling(target, Options()) as client:
+        assert pull(client, peer, [0], checksum=False).failure == "reset"
+
+
+def welcome(channel: Channel) -> None:
+    """Greet as a server without a token does."""
+    channel.send(Challenge(1, b"n" * 16))
+    hello = channel.expect(Hello)
+    channel.send(Welcome(proof("", "server", b"n" * 16, hello.nonce)))
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        pytest.param(Layer(region=1, nbytes=64), id="other-layer"),
+        pytest.param(Layer(region=0, nbytes=65), id="other-size"),
+    ],
+)
+def test_a_layer_that_was_not_asked_for_is_malformed(layer: Layer) -> None:
+    """Nothing is written."""
+    target = Cache(1, 64)
+
+    def confused(channel: Channel) -> None:
+        welcome(channel)
+        channel.expect(Fetch)
+        channel.send(layer, [memoryview(bytes([255]) * layer.nbytes)])
+
+    with played(confused) as peer, pulling(target, Options()) as client:
+        assert pull(client, peer, [0]).failure == "malformed"
+    assert not target.memory.any()
+
+
+def test_a_silent_peer_is_left_in_time() -> None:
+    """It accepts and never says a word."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    peer = Peer("127.0.0.1", listener.getsockname()[1])
+    with listener, pulling(Cache(1, 64), Options(timeout_s=0.05)) as client:
+        assert pull(client, peer, [0]).failure == "timeout"
+
+
+def test_nobody_listens() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    with pulling(Cache(1, 64), Options()) as client:
+        assert pull(client, Peer("127.0.0.1", port), [0]).failure == "refused"
+
+
+def test_a_server_that_closes_breaks_what_is_under_way(tmp_path: Path) -> None:
+    """A transfer that stands still ends when either side closes; `close` waits for nobody else."""
+    fault_file = tmp_path / "fault"
+    fault_file.write_text("stall-layer-1", encoding="utf-8")
+    source, target = Cache(2, 64, seed=6), Cache(2, 64)
+    with ends(source, target, Options(fault_file=str(fault_file)), Options()) as (server, client, peer):
+        server.hold("p", [0])
+        client.start(Transfer("d", peer, "p", 0, (0,)))
+        server.close()
+        result = client.wait(WAIT_S)
+        assert result is not None
+        assert result.failure in ("reset", "refused")
+
+
+def test_a_restarted_server_is_found_again() -> None:
+    """The client has kept connections to one that is gone; it notices and opens new ones."""
+    source, target = Cache(1, 64, seed=7), Cache(1, 64)
+    with ends(source, target, Options(), Options()) as (server, client, peer):
+        server.hold("p", [0])
+        assert pull(client, peer, [0]).failure == ""
+        server.close()
+        again = Server(source.regions, source.layout, Options(port=peer.port), environ={})
+        try:
+            again.hold("p", [3])
+            assert pull(client, peer, [1]).failure == ""
+        finally:
+            again.close()
+    assert target.block(0, 1) == source.block(0, 3)
+
+
+def test_blocks_are_freed_by_a_release_or_by_time() -> None:
+    """A good transfer, a failed one, a word of release and the clock: each frees its request, once."""
+    source, target, clock = Cache(1, 64, seed=8), Cache(1, 64), Clock()
+    with ends(source, target, Options(hold_s=10.0), Options(), clock=clock) as (server, client, peer):
+        for request in ("p", "short", "unwanted", "forgotten"):
+            server.hold(request, [0])
+        assert pull(client, peer, [0]).failure == ""
+        assert pull(client, peer, [0, 1]).failure == "gone"
+        client.start(Transfer("d", peer, "short", 0, (0, 1)))
+        result = client.wait(WAIT_S)
+        assert result is not None
+        assert result.failure == "range"
+        client.release(peer, "unwanted")
+        freed: set[str] = set()
+        while len(freed) < 3:
+            freed |= {one.request_id for one in server.freed() if not one.expired}
+        assert freed == {"p", "short", "unwanted"}
+        clock.now = 10.0
+        assert [(one.request_id, one.expired) for one in server.freed()] == [("forgotten", True)]
+        client.start(Transfer("d", peer, "forgotten", 0, (0,)))
+        late = client.wait(WAIT_S)
+        assert late is not None
+        assert late.failure == "gone"
+        assert server.freed() == []
+
+
+def test_a_fetch_may_come_before_the_scheduler_has_said_so() -> None:
+    """The router may be faster than the engine's next step; who never comes is refused."""
+    source, target = Cache(1, 64, seed=9), Cache(1, 64)
+    with ends(source, target, Options(), Options()) as (server, client, peer):
+        client.start(Transfer("d", peer, "p", 0, (0,)))
+        assert client.results() == []
+        server.hold("p", [4])
+        result = client.wait(WAIT_S)
+        assert result is not None
+        assert result.failure == ""
+    with ends(source, target, Options(), Options(), unknown_wait_s=0.0) as (server, client, peer):
+        assert pull(client, peer, [0]).failure == "unknown"
+
+
+@settings(deadline=None, max_examples=40)
+@given(noise=st.binary(min_size=1, max_size=200), framed=st.booleans())
+def test_noise_does_not_take_the_server_down(noise: bytes, framed: bool) -> None:
+    """Anything a stranger sends; the next transfer goes through."""
+    source, target = Cache(1, 64, seed=10), Cache(1, 64)
+    with ends(source, target, Options(), Options()) as (server, client, peer):
+        with socket.create_connection((peer.host, peer.port)) as stranger:
+            stranger.sendall((len(noise).to_bytes(4, "big") if framed else b"") + noise)
+        server.hold("p", [2])
+        assert pull(client, peer, [0]).failure == ""
+
+
+@given(count=st.integers(0, 200), parts=st.integers(1, 20))
+def test_shares_cover_all_once_and_are_nearly_equal(count: int, parts: int) -> None:
+    found = shares(count, parts)
+    assert [block for first, length in found for block in range(first, first + length)] == list(range(count))
+    lengths = [length for _, length in found]
+    assert not lengths or max(lengths) - min(lengths) <= 1 <= min(lengths)
+
+
+@given(blocks=st.lists(st.integers(0, 12)), joined=st.booleans())
+def test_runs_are_the_blocks_again(blocks: list[int], joined: bool) -> None:
+    found = list(runs(blocks, joined))
+    assert [block for first, count in found for block in range(first, first + count)] == blocks
+    if joined:
+        assert all(a + n != b for (a, n), (b, _) in zip(found, found[1:], strict=False))
+
+
+@pytest.mark.parametrize(
+    ("family", "host", "level", "option"),
+    [
+        pytest.param(socket.AF_INET, "127.0.0.1", socket.IPPROTO_IP, socket.IP_TOS, id="v4"),
+        pytest.param(socket.AF_INET6, "::1", socket.IPPROTO_IPV6, socket.IPV6_TCLASS, id="v6"),
+    ],
+)
+def test_packets_carry_their_classs_mark(family: int, host: str, level: int, option: int) -> None:
+    """AF11 is code point 10, which is 40 in the byte."""
+    with socket.socket(family, socket.SOCK_STREAM) as sock:
+        mark(sock, 10)
+        assert sock.getsockopt(level, option) == 40

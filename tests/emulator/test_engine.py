@@ -1,0 +1,430 @@
+"""The engine and the fabric in virtual time: against obvious models, whatever order, lateness or departures."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from heapq import heappop, heappush
+from itertools import count, cycle
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvroute import llm, topology
+from kvroute.emulator.counters import Histogram
+from kvroute.emulator.engine import Engine
+from kvroute.emulator.fabric import Fabric
+from kvroute.emulator.job import Job
+from kvroute.emulator.kv_events import BlockRemoved, BlockStored, changes
+from kvroute.emulator.prompt import Prompt
+from kvroute.flows import FlowNetwork
+from kvroute.prefix import Evicted
+from kvroute.timing import IterationTime
+from kvroute.types import DecodeSpec, Instance, LinearPrefill, TimingSpec
+
+MODEL = llm.model("llama-3-70b")
+DECODE = DecodeSpec(base_s=0.01, per_request_s=0.001, per_context_token_s=1e-6)
+SPEC = TimingSpec(prefill=LinearPrefill(per_token_s=1e-3, base_s=0.02), decode=DECODE)
+BLOCK_TOKENS = 4
+SMALL = topology.load(Path(__file__).parents[2] / "examples" / "small.yaml")
+
+
+@dataclass
+class VirtualAlarm:
+    """Rings unless it is cancelled."""
+
+    ring: Callable[[], object]
+    cancelled: bool = False
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+@dataclass
+class VirtualClock:
+    """Alarms in order of time; each rings so much late (or early) as `errors_s` says in turn."""
+
+    errors_s: Sequence[float] = (0.0,)
+    now_s: float = 0.0
+    alarms: list[tuple[float, int, VirtualAlarm]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.numbers, self.error_s = count(), cycle(self.errors_s)
+
+    def now(self) -> float:
+        return self.now_s
+
+    def at(self, when_s: float, ring: Callable[[], None]) -> VirtualAlarm:
+        alarm = VirtualAlarm(ring)
+        heappush(self.alarms, (max(when_s + next(self.error_s), self.now_s), next(self.numbers), alarm))
+        return alarm
+
+    def call(self, when_s: float, ring: Callable[[], object]) -> None:
+        """The test's own doing is never late."""
+        heappush(self.alarms, (when_s, next(self.numbers), VirtualAlarm(ring)))
+
+    def run(self) -> None:
+        """Until nothing is going to happen any more."""
+        for _ in range(100_000):
+            if not self.alarms:
+                return
+            when_s, _, alarm = heappop(self.alarms)
+            if not alarm.cancelled:
+                self.now_s = max(when_s, self.now_s)
+                alarm.ring()
+        raise AssertionError("it never ends")
+
+
+def engine_on(clock: VirtualClock, capacity_blocks: int = 10_000, batch_max: int = 4) -> Engine:
+    """One whose cache events land in `cached`, a set of block hashes."""
+    instance = Instance(
+        name="e0", role="both", model="llama-3-70b", node="n", rack="r", pod="p", datacenter="d", gpus=("n/0",),
+        batch_max=batch_max, kv_capacity_bytes=capacity_blocks * BLOCK_TOKENS * MODEL.kv_bytes_per_token,
+    )  # fmt: skip
+    return Engine(instance, SPEC, MODEL, clock, BLOCK_TOKENS, lambda *change: None)
+
+
+def prompt_of(*tokens: int) -> Prompt:
+    return Prompt.of(np.array(tokens, np.int64), BLOCK_TOKENS)
+
+
+def whole(engine: Engine, job: Job) -> None:
+    """The stages of a request that is served by one instance alone."""
+
+    def on_news() -> None:
+        if job.stage == "prefilled":
+            engine.reserve(job)
+        elif job.stage == "reserved":
+            engine.land(job)
+
+    job.news = on_news
+    engine.prefill(job)
+
+
+@dataclass(frozen=True)
+class Landing:
+    """A request whose KV arrives; it may leave again after a while, and may want its tokens one by one."""
+
+    at: float
+    input_tokens: int
+    output_tokens: int
+    streaming: bool
+
+
+LANDINGS = st.lists(
+    st.builds(
+        Landing,
+        at=st.integers(0, 300).map(lambda ms: ms / 1000),
+        input_tokens=st.integers(1, 200),
+        output_tokens=st.integers(1, 12),
+        streaming=st.booleans(),
+    ),
+    min_size=1,
+    max_size=10,
+)
+LATENESS = st.lists(st.sampled_from([-0.0004, 0.0, 0.0, 0.001, 0.003]), min_size=1, max_size=5)
+
+
+def stepped(landings: list[Landing], time: IterationTime, batch_max: int) -> dict[int, list[float]]:
+    """The obvious batch: one iteration after the other. Request -> time of every token."""
+    waiting = deque(sorted(range(len(landings)), key=lambda number: (landings[number].at, number)))
+    tokens: dict[int, list[float]] = {number: [] for number in waiting}
+    running: list[int] = []
+    now = 0.0
+    while waiting or running:
+        if not running:
+            now = max(now, landings[waiting[0]].at)
+        while waiting and len(running) < batch_max and landings[waiting[0]].at <= now + 1e-9:
+            running.append(waiting.popleft())
+        now += time.seconds(len(running), sum(landings[n].input_tokens + len(tokens[n]) for n in running))
+        for number in running:
+            tokens[number].append(now)
+        running = [number for number in running if len(tokens[number]) < landings[number].output_tokens]
+    return tokens
+
+
+def played(landings: list[Landing], clock: VirtualClock) -> dict[int, list[float]]:
+    """The engine's word: request -> time of every token, as far as it told them one by one, else of the last."""
+    engine = engine_on(clock)
+    tokens: dict[int, list[float]] = {number: [] for number in range(len(landings))}
+    for number, landing in enumerate(landings):
+
+        def start(number: int = number, landing: Landing = landing) -> None:
+            prompt = prompt_of(number, *range(landing.input_tokens - 1))
+            job = engine.arrive(prompt, landing.output_tokens, streaming=landing.streaming)
+
+            def on_news() -> None:
+                if job.stage == "reserved":
+                    engine.land(job)
+                while len(tokens[number]) < job.emitted:
+                    tokens[number].append(clock.now())
+
+            job.news = on_news
+            engine.reserve(job)
+
+        clock.call(landing.at, start)
+    clock.run()
+    assert (engine.running, engine.waiting, engine.kv_used_share) == (0, 0, 0.0)
+    return tokens
+
+
+@given(LANDINGS)
+@settings(deadline=None, max_examples=60)
+def test_tokens_come_at_the_boundaries_of_the_obvious_batch(landings: list[Landing]) -> None:
+    """A punctual clock: every streamed token, and the end of every answer, at the model's time."""
+    expected = stepped(landings, IterationTime.of(DECODE), 4)
+    for number, times in played(landings, VirtualClock()).items():
+        wanted = expected[number] if landings[number].streaming else expected[number][-1:] * len(times)
+        assert times == pytest.approx(wanted, abs=1e-7)
+        assert len(times) == landings[number].output_tokens
+
+
+@given(st.integers(1, 50), LATENESS)
+@settings(deadline=None, max_examples=60)
+def test_lateness_does_not_add_up(output_tokens: int, errors_s: list[float]) -> None:
+    """Alarms that are up to 3 ms late make each token up to 3 ms late, the last one like the first."""
+    landings = [Landing(0.0, 10, output_tokens, True)]
+    expected = stepped(landings, IterationTime.of(DECODE), 4)[0]
+    (times,) = played(landings, VirtualClock(errors_s)).values()
+    for measured, wanted in zip(times, expected, strict=True):
+        assert -0.0004 - 1e-9 <= measured - wanted <= 0.003 + 1e-9
+
+
+@given(LANDINGS, st.lists(st.integers(0, 400), max_size=10), LATENESS)
+@settings(deadline=None, max_examples=60)
+def test_who_leaves_leaves_nothing_behind(
+    landings: list[Landing], leaving_ms: list[int], errors_s: list[float]
+) -> None:
+    """Whatever the stage: slots, memory and queues are free again, and those that stay are answered in full."""
+    clock = VirtualClock(errors_s)
+    engine = engine_on(clock, capacity_blocks=140)
+    jobs: dict[int, Job] = {}
+    for number, landing in enumerate(landings):
+
+        def start(number: int = number, landing: Landing = landing) -> None:
+            prompt = prompt_of(number % 2, *range(landing.input_tokens - 1))
+            job = jobs[number] = engine.arrive(prompt, landing.output_tokens, streaming=landing.streaming)
+            whole(engine, job)
+            if number < len(leaving_ms):
+                clock.call(clock.now() + leaving_ms[number] / 1000, lambda: engine.leave(job))
+
+        clock.call(landing.at, start)
+    clock.run()
+    assert (engine.running, engine.waiting, engine.kv_used_share) == (0, 0, 0.0)
+    assert {job.stage for job in jobs.values()} <= {"answered", "gone"}
+    assert all(job.stage == "answered" for number, job in jobs.items() if number >= len(leaving_ms))
+    assert engine.counters.finished == sum(job.stage == "answered" for job in jobs.values())
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 60)), min_size=1, max_size=12), st.integers(20, 60))
+@settings(deadline=None, max_examples=60)
+def test_cache_events_tell_what_is_cached(asked: list[tuple[int, int]], capacity_blocks: int) -> None:
+    """A listener that only hears the events knows how deep every next prompt will hit."""
+    clock, known = VirtualClock(), set[int]()
+
+    def on_kv(prompt: Prompt | None, before: int, now: int, evicted: list[Evicted]) -> None:
+        for event in changes(prompt, before, now, evicted, BLOCK_TOKENS):
+            match event:
+                case BlockRemoved(block_hashes=hashes):
+                    assert known.issuperset(hashes)
+                    known.difference_update(hashes)
+                case BlockStored(block_hashes=hashes, parent_block_hash=parent, token_ids=tokens):
+                    assert not known.intersection(hashes)
+                    assert parent is None or parent in known
+                    assert len(tokens) == len(hashes) * BLOCK_TOKENS
+                    known.update(hashes)
+
+    engine = engine_on(clock, capacity_blocks)
+    engine.on_kv = on_kv
+    for family, tokens in asked:
+        prompt = prompt_of(family, *range(tokens - 1))
+        depth = next((depth for depth, block in enumerate(prompt.blocks) if block not in known), len(prompt.blocks))
+        job = engine.arrive(prompt, 3)
+        whole(engine, job)
+        assert job.cached_tokens == min(depth * BLOCK_TOKENS, tokens - 1)
+        clock.run()
+        assert job.stage == "answered"
+
+
+@given(st.lists(st.tuples(st.integers(0, 500), st.integers(1, 300)), min_size=1, max_size=10), LATENESS)
+@settings(deadline=None, max_examples=60)
+def test_prompts_are_computed_one_after_the_other(prompts: list[tuple[int, int]], errors_s: list[float]) -> None:
+    """Lindley's recursion: start = max(arrival, end of the one before), whatever the clock does."""
+    clock = VirtualClock(errors_s)
+    engine, ends = engine_on(clock), list[float]()
+
+    def ask(number: int, tokens: int) -> None:
+        job = engine.arrive(prompt_of(number, *range(tokens - 1)), 1)
+        job.news = lambda: ends.append(clock.now()) if job.stage == "prefilled" else None
+        engine.prefill(job)
+
+    expected, free_s = [], 0.0
+    for number, (ms, tokens) in enumerate(sorted(prompts)):
+        clock.call(ms / 1000, lambda number=number, tokens=tokens: ask(number, tokens))  # type: ignore[misc]
+        free_s = max(free_s, ms / 1000) + 0.02 + tokens * 1e-3
+        expected.append(free_s)
+    clock.run()
+    for measured, wanted in zip(ends, expected, strict=True):
+        assert -0.0004 - 1e-9 <= measured - wanted <= 0.003 + 1e-9
+
+
+def test_a_job_waits_for_memory_that_another_one_holds() -> None:
+    """9 of 10 blocks are taken: the second request starts when the first has ended, and is answered too."""
+    clock = VirtualClock()
+    engine = engine_on(clock, capacity_blocks=10)
+    first, second = (engine.arrive(prompt_of(number, *range(29)), 6) for number in range(2))
+    for job in (first, second):
+        job.news = lambda job=job: engine.land(job) if job.stage == "reserved" else None  # type: ignore[misc]
+        engine.reserve(job)
+    assert (first.stage, second.stage, engine.waiting) == ("decoding", "reserving", 2)
+    clock.run()
+    assert (first.stage, second.stage) == ("answered", "answered")
+    assert not engine.fits(30, 11)
+
+
+def test_held_kv_is_released_once_fetched_or_expired() -> None:
+    """It is pinned meanwhile; what expires is counted."""
+    clock = VirtualClock()
+    engine = engine_on(clock)
+    for key in ("a", "b"):
+        job = engine.arrive(prompt_of(*range(12)), 1)
+        job.news = lambda job=job, key=key: engine.hold(job, key) if job.stage == "prefilled" else None  # type: ignore[misc]
+        clock.call(0.0, lambda job=job: engine.prefill(job))  # type: ignore[misc]
+    clock.call(1.0, lambda: engine.release("a"))
+    clock.call(2.0, lambda: shares.append(engine.kv_used_share))
+    shares: list[float] = []
+    clock.run()
+    assert shares == pytest.approx([3 / 10_000])
+    assert (engine.held, engine.counters.kv_expired, engine.kv_used_share) == ({}, 1, 0.0)
+    assert clock.now() == pytest.approx(480.064 - 0.012 + 0.001, abs=0.05)
+
+
+@pytest.mark.parametrize("factor", [0.5, 3.0])
+def test_a_slow_engine_takes_so_many_times_as_long(factor: float) -> None:
+    """10 tokens of 11 ms (and a little for the context); after the one under way, all at the new speed."""
+    clock, times = VirtualClock(), list[float]()
+    engine = engine_on(clock)
+    job = engine.arrive(prompt_of(1), 10, streaming=True)
+
+    def on_news() -> None:
+        if job.stage == "reserved":
+            engine.land(job)
+        while len(times) < job.emitted:
+            times.append(clock.now())
+
+    job.news = on_news
+    engine.reserve(job)
+    clock.call(0.0501, lambda: engine.slow(factor))
+    clock.run()
+    assert np.diff(times[:4]) == pytest.approx(0.011, abs=2e-5)
+    assert np.diff(times[5:]) == pytest.approx(factor * 0.011, abs=1e-4)
+
+
+@dataclass
+class Bucket:
+    """Takes a transfer's bytes and notes when the last came."""
+
+    clock: VirtualClock
+    wire_bytes: int = 0
+    slices: int = 0
+    ended_s: float = -1.0
+
+    def carry(self, wire_bytes: int, last: bool) -> None:
+        assert wire_bytes >= 0
+        assert self.ended_s < 0
+        self.wire_bytes += wire_bytes
+        self.slices += 1
+        if last:
+            self.ended_s = self.clock.now()
+
+
+SENDS = st.lists(
+    st.tuples(
+        st.integers(0, 40),
+        st.sampled_from(["prefill0", "prefill1"]),
+        st.sampled_from(["decode0", "decode1"]),
+        st.integers(0, 2_000_000_000),
+    ),
+    min_size=1,
+    max_size=8,
+)
+
+
+@given(SENDS, LATENESS)
+@settings(deadline=None, max_examples=30)
+def test_transfers_end_when_the_flow_network_says(
+    sends: list[tuple[int, str, str, int]], errors_s: list[float]
+) -> None:
+    """All bytes arrive, scaled; each transfer ends at the fluid time and the latency, give or take the clock."""
+    clock, bare = VirtualClock(errors_s), FlowNetwork(SMALL.capacity_bytes_per_s)
+    fabric = Fabric(SMALL, clock, kv_scale=1e-3)
+    buckets, ends = [Bucket(clock) for _ in sends], dict[int, float]()
+    for number, (ms, source, target, kv_bytes) in sorted(enumerate(sends), key=lambda send: send[1][0]):
+        pair = SMALL.index(source), SMALL.index(target)
+        clock.call(ms / 1000, partial(fabric.send, *pair, kv_bytes, buckets[number]))
+        _drain(bare, ends, ms / 1000)
+        for shard in range(4):
+            path = [group[0] for group in SMALL.hops(*pair, shard)]
+            bare.start(4 * number + shard, path, kv_bytes / 4)
+    _drain(bare, ends, 1e6)
+    clock.run()
+    for number, bucket in enumerate(buckets):
+        assert bucket.wire_bytes == round(sends[number][3] * 1e-3)
+        assert -0.002 <= bucket.ended_s - ends[number] - SMALL.tier_latency_s[1] <= 0.01
+    assert fabric.in_flight == 0
+
+
+def _drain(bare: FlowNetwork, ends: dict[int, float], to: float) -> None:
+    while (finish := bare.next_finish()) is not None and finish[0] <= to:
+        for flow in bare.advance(finish[0]):
+            ends[flow // 4] = finish[0]
+    bare.advance(to)
+
+
+def test_bytes_go_in_slices_and_a_cancelled_transfer_frees_the_links() -> None:
+    """5 GB over 4 x 12.5 GB/s take 100 ms alone; the rival that is cancelled at 20 ms costs 10 ms."""
+    clock = VirtualClock()
+    fabric = Fabric(SMALL, clock, kv_scale=1e-3)
+    source, target = SMALL.index("prefill0"), SMALL.index("decode0")
+    bucket, rival = Bucket(clock), Bucket(clock)
+    fabric.send(source, target, 5e9, bucket)
+    other = fabric.send(source, target, 5e9, rival)
+    clock.call(0.02, lambda: fabric.cancel(other))
+    clock.run()
+    assert bucket.ended_s == pytest.approx(0.110, abs=1e-4)
+    assert bucket.slices > 20
+    assert 0 < rival.wire_bytes < 0.6e6
+    assert rival.ended_s < 0
+
+
+def test_background_takes_its_share() -> None:
+    """With half of every NIC gone a transfer takes twice as long."""
+    ends = []
+    for share in (0.0, 0.5):
+        clock = VirtualClock()
+        fabric = Fabric(SMALL, clock, kv_scale=1e-3, background=(0.0, share, 0.0, 0.0, 0.0))
+        bucket = Bucket(clock)
+        fabric.send(SMALL.index("prefill0"), SMALL.index("decode1"), 1e9, bucket)
+        clock.run()
+        ends.append(bucket.ended_s)
+    assert ends == pytest.approx([0.020, 0.040], abs=1e-4)
+
+
+def test_a_histogram_counts_by_upper_bound() -> None:
+    """A value on the bound is below it, one beyond all bounds only in +Inf."""
+    histogram = Histogram((0.1, 1.0))
+    histogram.add(0.1)
+    histogram.add(0.5, 2)
+    histogram.add(7.0)
+    assert histogram.lines("t", 'a="b"')[1:] == [
+        't_bucket{a="b",le="0.1"} 1.0',
+        't_bucket{a="b",le="1.0"} 3.0',
+        't_bucket{a="b",le="+Inf"} 4.0',
+        't_count{a="b"} 4.0',
+        't_sum{a="b"} 8.1',
+    ]

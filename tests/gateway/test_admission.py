@@ -1,0 +1,214 @@
+"""Admission: limits hold, nobody is lost or let in twice, first come is first served; then what a refusal says."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvroute.gateway.admission import Admission, AdmissionLimits, Admitted, Queued, Refused
+
+keys = st.sampled_from([None, "alice", "bob", "carol"])
+limits = st.builds(
+    AdmissionLimits,
+    in_flight=st.integers(1, 4),
+    queue=st.integers(0, 4),
+    queue_wait_s=st.just(5.0),
+    per_key=st.integers(1, 4),
+    of_key=st.just({"carol": 2}),
+)
+
+
+class Door(RuleBasedStateMachine):
+    """The model is a list of who is inside and a list of who waits, in the order in which they came."""
+
+    @initialize(limits=limits)
+    def open(self, limits: AdmissionLimits) -> None:
+        self.limits, self.now, self.next = limits, 100.0, 0
+        self.admission = Admission(limits, 100.0)
+        self.inside: list[int] = []
+        self.waiting: list[tuple[int, float]] = []
+        self.key: dict[int, str | None] = {}
+        self.let_in: Counter[int] = Counter()
+        self.order: list[int] = []
+
+    def come_in(self, tickets: list[int]) -> None:
+        """Whoever comes in is who has waited longest."""
+        assert tickets == [ticket for ticket, _ in self.waiting[: len(tickets)]]
+        del self.waiting[: len(tickets)]
+        for ticket in tickets:
+            self.enter_model(ticket)
+
+    def enter_model(self, ticket: int) -> None:
+        self.inside.append(ticket)
+        self.order.append(ticket)
+        self.let_in[ticket] += 1
+
+    @rule(seconds=st.floats(0, 4))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+
+    @rule(key=keys)
+    def enter(self, key: str | None) -> None:
+        ticket, self.next = self.next, self.next + 1
+        self.key[ticket] = key
+        present = [*self.inside, *(t for t, _ in self.waiting)]
+        held = sum(self.key[t] == key for t in present)
+        most = self.limits.of_key.get(key or "", self.limits.per_key)
+        entry = self.admission.enter(ticket, key, self.now)
+        if key is not None and held >= most:
+            assert isinstance(entry, Refused)
+            assert entry.status == 429
+        elif len(self.inside) < self.limits.in_flight and not self.waiting:
+            assert entry == Admitted()
+            self.enter_model(ticket)
+        elif len(self.waiting) < self.limits.queue:
+            assert entry == Queued(self.now + self.limits.queue_wait_s)
+            self.waiting.append((ticket, self.now + self.limits.queue_wait_s))
+        else:
+            assert isinstance(entry, Refused)
+            assert entry.status == 503
+        assert not isinstance(entry, Refused) or 1 <= entry.retry_after_s <= 60
+
+    @precondition(lambda self: self.inside)
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        ticket = data.draw(st.sampled_from(self.inside))
+        self.inside.remove(ticket)
+        self.come_in(self.admission.leave(ticket, self.now))
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data(), how=st.sampled_from(["cancel", "leave"]))
+    def give_up(self, data: st.DataObject, how: str) -> None:
+        ticket = data.draw(st.sampled_from([ticket for ticket, _ in self.waiting]))
+        self.waiting = [entry for entry in self.waiting if entry[0] != ticket]
+        if how == "cancel":
+            self.admission.cancel(ticket)
+        else:
+            assert self.admission.leave(ticket, self.now) == []
+
+    @precondition(lambda self: self.next)
+    @rule(data=st.data())
+    def leave_twice(self, data: st.DataObject) -> None:
+        """Somebody who is not here, or was never let in."""
+        present = {*self.inside, *(t for t, _ in self.waiting)}
+        ticket = data.draw(st.integers(0, self.next - 1).filter(lambda t: t not in present) | st.just(-1))
+        assert self.admission.leave(ticket, self.now) == []
+        self.admission.cancel(ticket)
+
+    @rule()
+    def expire(self) -> None:
+        gone = [ticket for ticket, expires_at in self.waiting if expires_at <= self.now]
+        assert self.admission.expire(self.now) == gone
+        self.waiting = [entry for entry in self.waiting if entry[0] not in gone]
+
+    @rule(limits=limits)
+    def change(self, limits: AdmissionLimits) -> None:
+        self.limits = limits
+        self.come_in(self.admission.change(limits))
+
+    @invariant()
+    def counts_agree(self) -> None:
+        if not hasattr(self, "admission"):
+            return
+        assert self.admission.in_flight == len(self.inside)
+        assert self.admission.queued == len(self.waiting)
+        present = [*self.inside, *(t for t, _ in self.waiting)]
+        for key in ("alice", "bob", "carol"):
+            assert self.admission.held_by(key) == sum(self.key[t] == key for t in present)
+        assert self.admission.expires_at == (self.waiting[0][1] if self.waiting else None)
+
+    @invariant()
+    def everybody_who_waits_has_a_reason_to(self) -> None:
+        if hasattr(self, "admission") and self.waiting:
+            assert len(self.inside) >= self.limits.in_flight
+
+    @invariant()
+    def nobody_is_let_in_twice_or_out_of_turn(self) -> None:
+        if hasattr(self, "admission"):
+            assert all(count == 1 for count in self.let_in.values())
+            assert self.order == sorted(self.order)
+
+    def teardown(self) -> None:
+        """When all have left, nothing is held."""
+        if not hasattr(self, "admission"):
+            return
+        while self.inside:
+            ticket = self.inside.pop(0)
+            self.come_in(self.admission.leave(ticket, self.now))
+        assert (self.admission.in_flight, self.admission.queued, self.waiting) == (0, 0, [])
+        assert not any(self.admission.held_by(key) for key in ("alice", "bob", "carol"))
+
+
+Door.TestCase.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
+TestDoor = Door.TestCase
+
+
+def busy(in_flight: int, per_s: float, for_s: float, **more: int) -> tuple[Admission, float]:
+    """Full for a while: somebody leaves and somebody else comes `per_s` times a second."""
+    admission = Admission(AdmissionLimits(in_flight=in_flight, queue_wait_s=1e6, **more), 0.0)
+    for ticket in range(in_flight):
+        assert admission.enter(ticket, f"key{ticket % 2}", 0.0) == Admitted()
+    for turn in range(int(per_s * for_s)):
+        at = (turn + 1) / per_s
+        admission.leave(turn, at)
+        assert admission.enter(turn + in_flight, f"key{turn % 2}", at) == Admitted()
+    return admission, for_s
+
+
+@given(st.floats(0.5, 50.0), st.floats(15.0, 100.0), st.integers(0, 40))
+@settings(max_examples=50, deadline=None)
+def test_retry_after_follows_the_measured_rate(per_s: float, for_s: float, queue: int) -> None:
+    """(queue + 1) / rate, to a factor: the estimate is of the last ten seconds, and whole seconds are told."""
+    admission, now = busy(100, per_s, for_s, queue=queue, per_key=1000)
+    for ticket in range(queue):
+        assert isinstance(admission.enter(10**6 + ticket, None, now), Queued)
+    refused = admission.enter(10**9, None, now)
+    assert isinstance(refused, Refused)
+    assert refused.status == 503
+    wait_s = (queue + 1) / per_s
+    assert min(60, max(1, wait_s / 1.5)) <= refused.retry_after_s <= min(60, wait_s * 1.5 + 1)
+
+
+def test_retry_after_of_a_key_waits_for_one_of_its_own() -> None:
+    """Fifty of a hundred are the key's, ten leave in a second: one of its own within a fifth of one."""
+    admission, now = busy(100, 10.0, 50.0, per_key=50)
+    refused = admission.enter(10**6, "key0", now)
+    assert isinstance(refused, Refused)
+    assert (refused.status, refused.retry_after_s) == (429, 1)
+    assert "50 requests" in refused.reason
+    slow, now = busy(100, 0.5, 100.0, per_key=50)
+    refused = slow.enter(10**6, "key0", now)
+    assert isinstance(refused, Refused)
+    assert 3 <= refused.retry_after_s <= 6, "one of fifty, where one of a hundred leaves every two seconds: 4 s"
+
+
+def test_nobody_leaves_says_the_longest_wait() -> None:
+    admission = Admission(AdmissionLimits(in_flight=1, queue=0), 5.0)
+    admission.enter(0, None, 5.0)
+    refused = admission.enter(1, None, 1000.0)
+    assert refused == Refused(503, "the gateway is full", 60)
+    assert "within 30 s" in admission.overdue(1000.0).reason
+
+
+def test_one_key_cannot_fill_the_queue() -> None:
+    admission = Admission(AdmissionLimits(in_flight=2, queue=10, per_key=4))
+    entries = [admission.enter(ticket, "greedy", 0.0) for ticket in range(10)]
+    assert [type(entry) for entry in entries] == [Admitted] * 2 + [Queued] * 2 + [Refused] * 6
+    assert isinstance(admission.enter(10, "modest", 0.0), Queued)
+
+
+def test_a_key_may_have_its_own_limit() -> None:
+    admission = Admission(AdmissionLimits(per_key=1, of_key={"batch": 3}))
+    assert [type(admission.enter(t, "batch", 0.0)) for t in range(4)] == [Admitted] * 3 + [Refused]
+    assert [type(admission.enter(t, "other", 0.0)) for t in range(9, 11)] == [Admitted, Refused]
+    assert isinstance(admission.enter(20, None, 0.0), Admitted)
+    assert isinstance(admission.enter(21, None, 0.0), Admitted), "without keys there is nobody to bound"
+
+
+def test_limits_without_a_place_are_our_own_bug() -> None:
+    with pytest.raises(AssertionError):
+        AdmissionLimits(in_flight=0)

@@ -1,0 +1,265 @@
+"""A slow client slows its engine down: what the gateway holds in between is bounded, and nothing is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar, cast
+
+import httptools
+import pytest
+import uvloop
+import xxhash
+
+from kvroute.gateway.deadlines import Deadlines
+from kvroute.gateway.door import Door, Limits
+from kvroute.gateway.exchange import Exchange, Headers
+from kvroute.gateway.pool import Pool, request_bytes
+from kvroute.gateway.upstream import Call, Failure
+
+T = TypeVar("T")
+BLOCK_BYTES = 64 * 1024
+TOTAL_BYTES = 256 * 1024 * 1024
+HELD_MAX_BYTES = 64 * 1024 + 256 * 1024 + 1024
+"""The transport's high-water mark, one read from the engine, and framing."""
+SYSTEM_MAX_BYTES = 32 * 1024 * 1024
+"""What the buffers of four sockets may hold, the system's largest."""
+
+
+Runner = Callable[[Coroutine[Any, Any, None]], None]
+LOOPS = pytest.mark.parametrize("runner", [uvloop.run, asyncio.run], ids=["uvloop", "asyncio"])
+
+
+def run(main: Coroutine[Any, Any, T], runner: Callable[[Coroutine[Any, Any, T]], T] = uvloop.run) -> T:
+    """Hanging is a failure, not a wait."""
+
+    async def bounded() -> T:
+        async with asyncio.timeout(60):
+            return await main
+
+    return runner(bounded())
+
+
+def block(index: int) -> bytes:
+    return index.to_bytes(8, "big") * (BLOCK_BYTES // 8)
+
+
+class Engine(asyncio.Protocol):
+    """Answers any request with `TOTAL_BYTES`, as fast as they are taken."""
+
+    def __init__(self, chunked: bool) -> None:
+        self.chunked = chunked
+        self.sent_bytes = 0
+        self.stopped = asyncio.Event()
+        self.lost = asyncio.Event()
+        self._flowing = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.lost.set()
+
+    def data_received(self, data: bytes) -> None:
+        if not data.endswith(b"\r\n\r\n"):
+            return
+        framing = b"transfer-encoding: chunked" if self.chunked else b"content-length: %d" % TOTAL_BYTES
+        self.transport.write(b"HTTP/1.1 200 OK\r\n%b\r\n\r\n" % framing)
+        self._flowing = True
+        self._flow()
+
+    def _flow(self) -> None:
+        while self._flowing and self.sent_bytes < TOTAL_BYTES:
+            data = block(self.sent_bytes // BLOCK_BYTES)
+            self.sent_bytes += BLOCK_BYTES
+            self.transport.write(b"%x\r\n%b\r\n" % (BLOCK_BYTES, data) if self.chunked else data)
+            if self.sent_bytes == TOTAL_BYTES and self.chunked:
+                self.transport.write(b"0\r\n\r\n")
+
+    def pause_writing(self) -> None:
+        self._flowing = False
+        self.stopped.set()
+
+    def resume_writing(self) -> None:
+        self._flowing = True
+        self.stopped.clear()
+        self._flow()
+
+
+class Relay:
+    """Engine to client, with both ends of back-pressure joined: all that an owner of an exchange has to do."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self.exchange = exchange
+        self.relayed_bytes = self.unsent_max_bytes = self.pauses = 0
+        self.paused = asyncio.Event()
+        self.failures: list[Failure] = []
+
+    def join(self, call: Call) -> None:
+        def pause() -> None:
+            self.pauses += 1
+            self.paused.set()
+            call.pause()
+
+        self.exchange.on_pause, self.exchange.on_resume, self.exchange.on_gone = pause, call.resume, call.abort
+
+    def on_head(self, status: int, headers: Headers) -> None:
+        length = next((int(value) for name, value in headers if name == b"content-length"), None)
+        self.exchange.start(status, [], length)
+
+    def on_body(self, data: bytes) -> None:
+        self.relayed_bytes += len(data)
+        self.exchange.write(data)
+        self.unsent_max_bytes = max(self.unsent_max_bytes, self.exchange.unsent_bytes)
+
+    def on_end(self) -> None:
+        self.exchange.end()
+
+    def on_failure(self, failure: Failure) -> None:
+        self.failures.append(failure)
+        self.exchange.abort()
+
+
+class Reader(asyncio.Protocol):
+    """A client that reads nothing until it is told to; counts and hashes the body."""
+
+    def __init__(self) -> None:
+        self.body_bytes = 0
+        self.hash = xxhash.xxh64()
+        self.done = asyncio.Event()
+        self._parser = httptools.HttpResponseParser(self)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+        self.transport.write(b"GET / HTTP/1.1\r\nHost: gateway\r\n\r\n")
+
+    def data_received(self, data: bytes) -> None:
+        self._parser.feed_data(data)
+
+    def on_body(self, data: bytes) -> None:
+        self.body_bytes += len(data)
+        self.hash.update(data)
+
+    def on_message_complete(self) -> None:
+        self.done.set()
+
+
+class Setting:
+    """An engine, a gateway that only relays, and clients."""
+
+    def __init__(self, chunked: bool, limits: Limits | None = None) -> None:
+        self.chunked = chunked
+        self.limits = limits
+        self.engines: list[Engine] = []
+        self.relays: list[Relay] = []
+        self.begun = asyncio.Event()
+        self._clients: list[asyncio.Transport] = []
+
+    async def __aenter__(self) -> Setting:
+        loop = asyncio.get_running_loop()
+
+        def engine() -> Engine:
+            self.engines.append(Engine(self.chunked))
+            return self.engines[-1]
+
+        self._server = await loop.create_server(engine, "127.0.0.1", 0)
+        self._deadlines = Deadlines(0.01)
+        port = self._server.sockets[0].getsockname()[1]
+        self.pool = Pool(f"http://127.0.0.1:{port}", deadlines=self._deadlines)
+        self.door = Door(self._handle, self.limits, deadlines=self._deadlines)
+        self._port = await self.door.listen("127.0.0.1", 0)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for client in self._clients:
+            client.abort()
+        await self.door.drain(0)
+        self.pool.close()
+        while self.pool.connections:
+            await asyncio.sleep(0)
+        self._server.close()
+        assert (self.pool.busy, self.pool.idle, self.door.connections) == (0, 0, 0)
+
+    def _handle(self, exchange: Exchange) -> None:
+        relay = Relay(exchange)
+        request = request_bytes(b"GET", b"/", self.pool.host, [], b"")
+        relay.join(self.pool.send(request, relay, first_byte_s=20, idle_s=20))
+        self.relays.append(relay)
+        self.begun.set()
+
+    async def client(self) -> Reader:
+        sock = socket.create_connection(("127.0.0.1", self._port))
+        sock.setblocking(False)
+        _, reader = await asyncio.get_running_loop().create_connection(Reader, sock=sock)
+        reader.transport.pause_reading()
+        self._clients.append(reader.transport)
+        return reader
+
+    async def at_rest(self) -> tuple[Engine, Relay]:
+        """Until a client's engine cannot send any more."""
+        await self.begun.wait()
+        relay = self.relays[-1]
+        await relay.paused.wait()
+        engine = self.engines[-1]
+        await engine.stopped.wait()
+        return engine, relay
+
+
+def check_bounded_and_whole(chunked: bool, runner: Runner) -> None:
+    async def main() -> None:
+        async with Setting(chunked) as setting:
+            reader = await setting.client()
+            engine, relay = await setting.at_rest()
+            assert reader.body_bytes == 0
+            assert relay.unsent_max_bytes <= HELD_MAX_BYTES
+            assert relay.relayed_bytes <= SYSTEM_MAX_BYTES
+            assert engine.sent_bytes <= SYSTEM_MAX_BYTES
+            reader.transport.resume_reading()
+            await reader.done.wait()
+            expected = xxhash.xxh64()
+            for index in range(TOTAL_BYTES // BLOCK_BYTES):
+                expected.update(block(index))
+            assert (reader.body_bytes, reader.hash.digest()) == (TOTAL_BYTES, expected.digest())
+            assert relay.unsent_max_bytes <= HELD_MAX_BYTES
+            assert relay.pauses > 0
+            assert setting.pool.idle == 1
+
+    run(main(), runner)
+
+
+@LOOPS
+def test_an_answer_of_known_length_to_a_client_that_does_not_read_stays_in_the_engine(runner: Runner) -> None:
+    check_bounded_and_whole(False, runner)
+
+
+@LOOPS
+def test_a_chunked_answer_to_a_client_that_does_not_read_stays_in_the_engine(runner: Runner) -> None:
+    check_bounded_and_whole(True, runner)
+
+
+def test_a_stalled_client_holds_up_nobody_else() -> None:
+    async def main() -> None:
+        async with Setting(chunked=True) as setting:
+            stalled = await setting.client()
+            await setting.at_rest()
+            reader = await setting.client()
+            reader.transport.resume_reading()
+            await reader.done.wait()
+            assert reader.body_bytes == TOTAL_BYTES
+            assert stalled.body_bytes == 0
+
+    run(main())
+
+
+def test_a_client_that_never_reads_is_cut_off_and_its_engine_released() -> None:
+    async def main() -> None:
+        async with Setting(chunked=True, limits=Limits(stall_s=0.05)) as setting:
+            await setting.client()
+            engine, relay = await setting.at_rest()
+            await engine.lost.wait()
+            assert relay.exchange.gone
+            assert relay.failures == []
+            assert setting.pool.busy == 0
+
+    run(main())

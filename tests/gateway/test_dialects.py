@@ -1,0 +1,261 @@
+"""P/D protocols: what the client sent survives both legs byte for byte, and the rest is what engines expect."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvroute.gateway.dialects import (
+    DIALECTS,
+    Dialect,
+    DialectError,
+    Meeting,
+    answered,
+    engine_id,
+    forwarded,
+)
+from kvroute.gateway.openai import ENGINE_FIELDS, Completion, read_completion
+from kvroute.types import KvProtocol
+
+COMPLETIONS, CHAT = b"/v1/completions", b"/v1/chat/completions"
+MEETING = Meeting(transfer_id="xfer-1", room=2**63 - 2, bootstrap="10.0.0.1:8998", engine_id="engine-a")
+REPLY = (
+    b'{"id":"1", "kv_transfer_params" : {"do_remote_prefill": true,"remote_block_ids":[[1, 2]],"new":1.0},"usage":null}'
+)
+PARAMS = b'{"do_remote_prefill": true,"remote_block_ids":[[1, 2]],"new":1.0}'
+SET_FOR_PREFILL = {"stream", "stream_options", "max_tokens", "max_completion_tokens", "min_tokens", "n"}
+
+NAMES: list[KvProtocol] = ["vllm", "mooncake", "sglang"]
+vllm, mooncake, sglang = DIALECTS["vllm"], DIALECTS["mooncake"], DIALECTS["sglang"]
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=8,
+)
+
+
+@st.composite
+def client_bodies(draw: st.DrawFn) -> tuple[bytes, bytes]:
+    """Path and body of a request that hands over, with fields nobody knows and fields that a leg may set."""
+    path = draw(st.sampled_from([COMPLETIONS, CHAT]))
+    known: dict[str, Any] = {
+        "stream": draw(st.none() | st.booleans()),
+        "stream_options": {"include_usage": True},
+        "max_tokens": draw(st.none() | st.integers(1, 9)),
+        "max_completion_tokens": draw(st.none() | st.integers(1, 9)),
+        "min_tokens": draw(st.integers(0, 3)),
+        "n": draw(st.none() | st.just(1)),
+        "kv_transfer_params": {"remote_host": "evil"},
+        "bootstrap_host": "evil",
+    }
+    names = draw(st.sets(st.sampled_from(sorted(known))))
+    fields = {name: value for name, value in known.items() if name in names}
+    fields |= draw(st.dictionaries(st.text(min_size=15), values, max_size=4))
+    fields["prompt" if path == COMPLETIONS else "messages"] = (
+        draw(st.text()) if path == COMPLETIONS else [{"role": "user", "content": draw(st.text())}]
+    )
+    layout = draw(st.sampled_from([None, 1]))
+    return path, json.dumps(fields, ensure_ascii=draw(st.booleans()), indent=layout).encode()
+
+
+def fields_of(body: bytes) -> dict[str, bytes]:
+    """Top level of a body; fails unless it is JSON, also to another reader, without a name twice."""
+    pairs = json.loads(body, object_pairs_hook=lambda pairs: pairs)
+    assert len({name for name, _ in pairs}) == len(pairs)
+    return {name: bytes(raw) for name, raw in msgspec.json.decode(body, type=dict[str, msgspec.Raw]).items()}
+
+
+def legs(dialect: Dialect, completion: Completion) -> tuple[dict[str, bytes], dict[str, bytes]]:
+    return (
+        fields_of(dialect.prefill_body(completion, MEETING)),
+        fields_of(dialect.decode_body(completion, MEETING, None if dialect.joint else REPLY)),
+    )
+
+
+@given(st.sampled_from(NAMES), client_bodies())
+def test_what_no_leg_sets_keeps_its_bytes(name: KvProtocol, sent: tuple[bytes, bytes]) -> None:
+    path, body = sent
+    dialect, completion, client = DIALECTS[name], read_completion(path, body), fields_of(body)
+    prefill, decode = legs(dialect, completion)
+    untouched = client.keys() - ENGINE_FIELDS
+    assert {field: decode[field] for field in untouched} == {field: client[field] for field in untouched}
+    if not dialect.joint:
+        untouched = untouched - SET_FOR_PREFILL
+    assert {field: prefill[field] for field in untouched} == {field: client[field] for field in untouched}
+    assert prefill.keys() - client.keys() <= SET_FOR_PREFILL | ENGINE_FIELDS
+    assert decode.keys() - client.keys() <= ENGINE_FIELDS
+    assert fields_of(dialect.alone_body(completion)) == {
+        field: client[field] for field in client.keys() - ENGINE_FIELDS
+    }
+
+
+@given(st.sampled_from(NAMES), client_bodies())
+def test_no_client_s_address_reaches_an_engine(name: KvProtocol, sent: tuple[bytes, bytes]) -> None:
+    prefill, decode = legs(DIALECTS[name], read_completion(*sent))
+    for body in (prefill, decode):
+        for field in ENGINE_FIELDS & body.keys():
+            assert b"evil" not in body[field]
+
+
+@given(client_bodies(), st.sampled_from(NAMES[:2]))
+def test_a_prefill_leg_computes_one_token(sent: tuple[bytes, bytes], name: KvProtocol) -> None:
+    path, body = sent
+    prefill, _ = legs(DIALECTS[name], read_completion(path, body))
+    assert (prefill["stream"], prefill["max_tokens"], prefill["min_tokens"]) == (b"false", b"1", b"1")
+    assert not {"stream_options", "n"} & prefill.keys()
+    expected = b"1" if path == CHAT or b"max_completion_tokens" in body else None
+    assert prefill.get("max_completion_tokens") == expected
+
+
+def completion(**fields: Any) -> Completion:
+    return read_completion(COMPLETIONS, json.dumps({"prompt": "hi"} | fields).encode())
+
+
+def test_vllm_as_captured() -> None:
+    sent = completion(max_tokens=9, stream=True)
+    prefill, decode = legs(vllm, sent)
+    assert json.loads(prefill["kv_transfer_params"]) == {
+        "do_remote_decode": True,
+        "do_remote_prefill": False,
+        "remote_engine_id": None,
+        "remote_block_ids": None,
+        "remote_host": None,
+        "remote_port": None,
+    }
+    assert decode["kv_transfer_params"] == PARAMS
+    assert (decode["stream"], decode["max_tokens"]) == (b"true", b"9")
+    assert not vllm.joint
+
+
+def test_mooncake_as_captured() -> None:
+    prefill, decode = legs(mooncake, completion())
+    assert json.loads(prefill["kv_transfer_params"]) == {
+        "do_remote_decode": True,
+        "do_remote_prefill": False,
+        "transfer_id": "xfer-1",
+    }
+    assert json.loads(decode["kv_transfer_params"]) == {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "transfer_id": "xfer-1",
+        "remote_bootstrap_addr": "http://10.0.0.1:8998",
+        "remote_engine_id": "engine-a",
+    }
+    mooncake.check(b"{}")
+    with pytest.raises(DialectError, match="engine id"):
+        mooncake.decode_body(completion(), Meeting(transfer_id="x", bootstrap="h:1"), None)
+
+
+def test_sglang_as_captured() -> None:
+    prefill, decode = legs(sglang, completion(stream=True, max_tokens=9))
+    assert prefill == decode
+    assert (prefill["stream"], prefill["max_tokens"]) == (b"true", b"9")
+    assert json.loads(prefill["bootstrap_host"]) == "10.0.0.1"
+    assert json.loads(prefill["bootstrap_port"]) == 8998
+    assert json.loads(prefill["bootstrap_room"]) == 2**63 - 2
+    assert sglang.joint
+
+
+@given(st.integers(1, 5), st.integers(1, 5), st.integers(0, 2**63 - 1))
+def test_sglang_gives_every_sequence_a_room(n: int, prompts: int, room: int) -> None:
+    sent = completion(prompt=["a"] * prompts, n=n)
+    body = json.loads(sglang.prefill_body(sent, Meeting(room=room, bootstrap="[::1]:9")))
+    rooms = [body["bootstrap_room"]] if n * prompts == 1 else body["bootstrap_room"]
+    assert len(set(rooms)) == n * prompts
+    assert rooms[0] == room
+    assert all(0 <= each < 2**63 for each in rooms)
+    if n * prompts > 1:
+        assert body["bootstrap_host"] == ["[::1]"] * (n * prompts)
+        assert body["bootstrap_port"] == [9] * (n * prompts)
+
+
+@pytest.mark.parametrize("bootstrap", ["", "host", "host:", ":1", "host:x", "host:\u00b2"])
+def test_sglang_needs_a_bootstrap_address(bootstrap: str) -> None:
+    with pytest.raises(DialectError, match="host:port"):
+        sglang.prefill_body(completion(), Meeting(bootstrap=bootstrap))
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        b"",
+        b"{}",
+        b'{"kv_transfer_params":null}',
+        b'{"kv_transfer_params":[1]}',
+        b"[1]",
+        b"{",
+        b'{"a":' + b"[" * 100_000,
+    ],
+    ids=range(7),
+)
+def test_vllm_needs_the_prefill_engine_s_word(reply: bytes) -> None:
+    with pytest.raises(DialectError):
+        vllm.check(reply)
+    with pytest.raises(DialectError):
+        vllm.decode_body(completion(), MEETING, reply)
+
+
+def test_who_hands_over_what() -> None:
+    several = completion(n=2)
+    assert [dialect.hands_over(completion()) for dialect in (vllm, mooncake, sglang)] == [True, True, True]
+    assert [dialect.hands_over(several) for dialect in (vllm, mooncake, sglang)] == [False, False, True]
+    assert b'"n":2' in vllm.alone_body(several)
+
+
+def test_engine_id_of_the_first_rank() -> None:
+    assert engine_id(b'{"10":{"engine_id":"k"},"2":{"engine_id":"c","worker_addr":{"0":{}}}}') == "c"
+    for reply in (b"{}", b"[]", b'{"0":{}}', b"x", b'{"0":1}', b"\xff"):
+        with pytest.raises(DialectError):
+            engine_id(reply)
+
+
+def test_headers_on_the_way_to_an_engine() -> None:
+    sent = [
+        (b"host", b"gateway"),
+        (b"authorization", b"Bearer secret"),
+        (b"content-type", b"application/json; charset=utf-8"),
+        (b"content-length", b"7"),
+        (b"connection", b"Keep-Alive, X-Own"),
+        (b"x-own", b"1"),
+        (b"expect", b"100-continue"),
+        (b"accept-encoding", b"gzip"),
+        (b"traceparent", b"00-client"),
+        (b"x-tenant", b"a"),
+    ]
+    kept = [(b"authorization", b"Bearer secret"), (b"content-type", b"application/json; charset=utf-8")]
+    assert forwarded(sent, b"id-1") == [
+        *kept,
+        (b"traceparent", b"00-client"),
+        (b"x-tenant", b"a"),
+        (b"x-request-id", b"id-1"),
+    ]
+    assert forwarded(sent, b"id-1", b"00-leg") == [
+        *kept,
+        (b"x-tenant", b"a"),
+        (b"x-request-id", b"id-1"),
+        (b"traceparent", b"00-leg"),
+    ]
+    assert forwarded([(b"x-request-id", b"client")], b"id-1") == [
+        (b"x-request-id", b"client"),
+        (b"content-type", b"application/json"),
+    ]
+
+
+def test_headers_on_the_way_back() -> None:
+    headers = [
+        (b"content-type", b"text/event-stream"),
+        (b"transfer-encoding", b"chunked"),
+        (b"keep-alive", b"timeout=5"),
+        (b"connection", b"x-hop"),
+        (b"x-hop", b"1"),
+        (b"x-request-id", b"a"),
+        (b"set-cookie", b"a"),
+        (b"set-cookie", b"b"),
+    ]
+    assert answered(headers) == [headers[0], *headers[5:]]

@@ -1,0 +1,574 @@
+"""The door by worked example: framing, order, limits, leaving, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+import subprocess
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import uvloop
+
+from kvroute.gateway.deadlines import Deadlines
+from kvroute.gateway.door import Door, Limits
+from kvroute.gateway.exchange import Exchange
+
+T = TypeVar("T")
+HOST = b"Host: gateway\r\n"
+LAST = HOST + b"Connection: close\r\n"
+
+
+def run(main: Coroutine[Any, Any, T]) -> T:
+    """Hanging is a failure, not a wait."""
+
+    async def bounded() -> T:
+        async with asyncio.timeout(20):
+            return await main
+
+    return uvloop.run(bounded())
+
+
+def echo(exchange: Exchange) -> None:
+    seen = {
+        "method": exchange.method.decode(),
+        "path": exchange.path.decode(),
+        "query": exchange.query.decode(),
+        "body": exchange.body.decode(),
+        "x": [value.decode() for name, value in exchange.headers if name == b"x"],
+    }
+    exchange.respond(200, json.dumps(seen).encode())
+
+
+@asynccontextmanager
+async def open_door(
+    handler: Callable[[Exchange], None], limits: Limits | None = None
+) -> AsyncIterator[tuple[Door, int]]:
+    door = Door(handler, limits, deadlines=Deadlines(0.01))
+    port = await door.listen("127.0.0.1", 0)
+    try:
+        yield door, port
+    finally:
+        await door.drain(0)
+        assert door.connections == 0
+
+
+@asynccontextmanager
+async def client(port: int) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        yield reader, writer
+    finally:
+        writer.close()
+        with suppress(ConnectionError):
+            await writer.wait_closed()
+
+
+async def talk(port: int, data: bytes) -> bytes:
+    """Everything the door says until it closes."""
+    async with client(port) as (reader, writer):
+        writer.write(data)
+        return await reader.read()
+
+
+def exchange_bytes(data: bytes, handler: Callable[[Exchange], None] = echo, limits: Limits | None = None) -> bytes:
+    async def main() -> bytes:
+        async with open_door(handler, limits) as (_, port):
+            return await talk(port, data)
+
+    return run(main())
+
+
+def answers(raw: bytes) -> list[tuple[int, dict[bytes, bytes], bytes]]:
+    """Status, headers and body of content-length answers that follow each other."""
+    found = []
+    while raw:
+        head, _, raw = raw.partition(b"\r\n\r\n")
+        first, *lines = head.split(b"\r\n")
+        headers = dict(line.split(b": ", 1) for line in lines)
+        length = int(headers.get(b"content-length", b"0"))
+        found.append((int(first.split()[1]), headers, raw[:length]))
+        raw = raw[length:]
+    return found
+
+
+def only_fault(raw: bytes) -> tuple[int, str]:
+    """The one answer must be an error in OpenAI's JSON that says it closes."""
+    [(status, headers, body)] = answers(raw)
+    assert headers[b"connection"] == b"close"
+    assert headers[b"content-type"] == b"application/json"
+    error = json.loads(body)["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return status, error["message"]
+
+
+def test_keep_alive_serves_one_request_after_the_other_on_one_connection() -> None:
+    async def main() -> None:
+        async with open_door(echo) as (door, port), client(port) as (reader, writer):
+            for index in range(3):
+                writer.write(b"POST /v1/%d?q=1 HTTP/1.1\r\n" % index + HOST + b"Content-Length: 2\r\n\r\nhi")
+                head = await reader.readuntil(b"\r\n\r\n")
+                assert b"connection" not in head
+                length = int(head.split(b"content-length: ")[1].split(b"\r\n")[0])
+                seen = json.loads(await reader.readexactly(length))
+                assert (seen["path"], seen["query"], seen["body"]) == (f"/v1/{index}", "q=1", "hi")
+            assert door.connections == 1
+
+    run(main())
+
+
+def test_a_chunked_request_is_put_together_and_its_trailers_are_dropped() -> None:
+    data = (
+        b"POST / HTTP/1.1\r\n"
+        + LAST
+        + b"X: a\r\nTransfer-Encoding: chunked\r\n\r\n3;ext=1\r\nabc\r\nA\r\n0123456789\r\n0\r\nX: b\r\n\r\n"
+    )
+    [(status, _, body)] = answers(exchange_bytes(data))
+    assert status == 200
+    assert json.loads(body)["body"] == "abc0123456789"
+    assert json.loads(body)["x"] == ["a"]
+
+
+def test_pipelined_requests_are_answered_in_order_however_late_each_answer_comes() -> None:
+    waiting: list[Exchange] = []
+
+    async def main() -> list[tuple[int, dict[bytes, bytes], bytes]]:
+        arrived = asyncio.Event()
+
+        def handler(exchange: Exchange) -> None:
+            waiting.append(exchange)
+            arrived.set()
+
+        async with open_door(handler) as (_, port), client(port) as (reader, writer):
+            writer.write(b"".join(b"GET /%d HTTP/1.1\r\n%b\r\n" % (i, HOST) for i in range(5)))
+            writer.write(b"GET /5 HTTP/1.1\r\n" + LAST + b"\r\n")
+            for index in range(6):
+                await arrived.wait()
+                arrived.clear()
+                assert len(waiting) == index + 1, "the next request waits for the answer to this one"
+                waiting[index].respond(200, waiting[index].path)
+            return answers(await reader.read())
+
+    assert [body for _, _, body in run(main())] == [b"/%d" % i for i in range(6)]
+
+
+def test_a_long_pipeline_is_served_without_recursion_and_with_bounded_parsing_ahead() -> None:
+    n = 20_000
+    data = (b"GET / HTTP/1.1\r\n" + HOST + b"\r\n") * n + b"GET /last HTTP/1.1\r\n" + LAST + b"\r\n"
+
+    async def main() -> bytes:
+        async with (
+            open_door(lambda exchange: exchange.respond(204, b"")) as (_, port),
+            client(port) as (reader, writer),
+        ):
+            writer.write(data)
+            return await reader.read()
+
+    assert run(main()).count(b"HTTP/1.1 204 No Content\r\n") == n + 1
+
+
+@pytest.mark.parametrize(
+    ("head", "keeps"),
+    [
+        (b"GET / HTTP/1.1\r\nHost: a\r\n", True),
+        (b"GET / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n", False),
+        (b"GET / HTTP/1.0\r\n", False),
+        (b"GET / HTTP/1.0\r\nConnection: keep-alive\r\n", True),
+    ],
+    ids=["1.1", "1.1-close", "1.0", "1.0-keep-alive"],
+)
+def test_the_connection_is_kept_as_the_client_asks(head: bytes, keeps: bool) -> None:
+    async def main() -> None:
+        async with open_door(echo) as (_, port), client(port) as (reader, writer):
+            writer.write(head + b"\r\n")
+            answer = await reader.readuntil(b"\r\n\r\n")
+            assert (b"connection: close" in answer) == (not keeps)
+            if keeps:
+                await reader.readuntil(b"}")
+                writer.write(b"GET / HTTP/1.1\r\n" + LAST + b"\r\n")
+            assert (b"HTTP/1.1 200 OK" in await reader.read()) == keeps
+
+    run(main())
+
+
+def test_head_gets_the_head_alone_and_the_next_answer_follows_it() -> None:
+    raw = exchange_bytes(b"HEAD / HTTP/1.1\r\n" + HOST + b"\r\nGET / HTTP/1.1\r\n" + LAST + b"\r\n")
+    head, _, rest = raw.partition(b"\r\n\r\n")
+    assert b"content-length: " in head
+    assert rest.startswith(b"HTTP/1.1 200 OK\r\n")
+
+
+def test_a_streamed_answer_to_head_has_no_body() -> None:
+    def handler(exchange: Exchange) -> None:
+        exchange.start(200, [], None)
+        exchange.write(b"data")
+        exchange.end()
+
+    assert exchange_bytes(b"HEAD / HTTP/1.1\r\n" + LAST + b"\r\n", handler).endswith(b"\r\n\r\n")
+
+
+@pytest.mark.parametrize(
+    ("target", "path", "query"),
+    [
+        (b"http://h:1/a/b?c=/d", "/a/b", "c=/d"),
+        (b"HTTPS://h?x=/", "/", "x=/"),
+        (b"http://h", "/", ""),
+        (b"/a?b?c", "/a", "b?c"),
+    ],
+    ids=["absolute", "no-path", "bare", "origin"],
+)
+def test_every_form_of_target_is_read(target: bytes, path: str, query: str) -> None:
+    [(_, _, body)] = answers(exchange_bytes(b"GET " + target + b" HTTP/1.1\r\n" + LAST + b"\r\n"))
+    assert (json.loads(body)["path"], json.loads(body)["query"]) == (path, query)
+
+
+def test_a_client_that_waits_for_100_is_told_to_go_on_and_only_then() -> None:
+    async def main() -> None:
+        async with open_door(echo) as (_, port), client(port) as (reader, writer):
+            head = b"POST / HTTP/1.1\r\n" + LAST + b"Expect: 100-continue\r\nContent-Length: 4\r\n\r\n"
+            writer.write(head)
+            assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+            writer.write(b"body")
+            [(status, _, body)] = answers(await reader.read())
+            assert (status, json.loads(body)["body"]) == (200, "body")
+            assert b"100 Continue" not in await talk(port, head + b"body")
+
+    run(main())
+
+
+def test_a_body_that_is_too_large_is_refused_instead_of_continued() -> None:
+    head = b"POST / HTTP/1.1\r\n" + HOST + b"Expect: 100-continue\r\nContent-Length: 11\r\n\r\n"
+    assert only_fault(exchange_bytes(head, limits=Limits(body_bytes=10)))[0] == 413
+
+
+@pytest.mark.parametrize(
+    "framing", [b"Content-Length: 4\r\n\r\nbody", b"Transfer-Encoding: chunked\r\n\r\n4\r\nbody\r\n0\r\n\r\n"]
+)
+def test_an_offer_to_upgrade_is_passed_over_and_the_body_is_still_a_body(framing: bytes) -> None:
+    upgrade = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\n"
+    data = b"POST /a HTTP/1.1\r\n" + HOST + upgrade + framing + b"GET /b HTTP/1.1\r\n" + LAST + b"\r\n"
+    first, second = answers(exchange_bytes(data))
+    assert (json.loads(first[2])["path"], json.loads(first[2])["body"]) == ("/a", "body")
+    assert json.loads(second[2])["path"] == "/b"
+
+
+@pytest.mark.parametrize(
+    ("data", "status"),
+    [
+        (b"rubbish\r\n\r\n", 400),
+        (b"\x16\x03\x01\x02\x00\x01", 400),
+        (b"GET / HTTP/1.1\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nHost: a\r\nHost: a\r\n\r\n", 400),
+        (b"GET nowhere HTTP/1.1\r\nHost: a\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nHost: a\r\nX : a\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nHost: a\r\nX: a\r\n folded\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nHost: a\r\nX: a\x00b\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nHost: a\r\nX: a\rb\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\nHost: a\n\n", 400),
+        (b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nx", 400),
+        (b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 1, 1\r\n\r\nx", 400),
+        (b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: -1\r\n\r\n", 400),
+        (b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 400),
+        (b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\nContent-Length: 3\r\n\r\n0\r\n\r\n", 400),
+        (b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n-1\r\n", 400),
+        (b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n3 \r\nabc\r\n0\r\n\r\n", 400),
+        (b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nfffffffffffffffff\r\n", 400),
+        (b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nabc\r\n0\r\n\r\n", 400),
+        (b"POST / HTTP/1.0\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 400),
+        (b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: gzip\r\n\r\n", 501),
+        (b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n", 501),
+        (b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: xchunked\r\n\r\n0\r\n\r\n", 501),
+        (b"CONNECT a:80 HTTP/1.1\r\nHost: a\r\n\r\n", 501),
+        (b"PROPFIND / HTTP/1.1\r\nHost: a\r\n\r\n", 501),
+        (b"GET / HTTP/2.0\r\nHost: a\r\n\r\n", 505),
+        (b"GET / HTTP/1.2\r\nHost: a\r\n\r\n", 505),
+        (b"GET /\r\n\r\n", 505),
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 505),
+    ],
+    ids=lambda value: None if isinstance(value, bytes) else str(value),
+)
+def test_what_could_be_read_in_two_ways_is_refused(data: bytes, status: int) -> None:
+    def handler(exchange: Exchange) -> None:
+        raise AssertionError("nothing of this is a request")
+
+    assert only_fault(exchange_bytes(data, handler))[0] == status
+
+
+def test_what_is_fine_before_a_fault_is_answered_before_the_fault() -> None:
+    good, bad = answers(exchange_bytes(b"GET /a HTTP/1.1\r\n" + HOST + b"\r\nrubbish\r\n\r\n"))
+    assert (good[0], bad[0]) == (200, 400)
+
+
+@pytest.mark.parametrize(
+    ("data", "status"),
+    [
+        (b"GET / HTTP/1.1\r\nHost: a\r\nX: " + b"a" * 300 + b"\r\n\r\n", 431),
+        (b"GET /" + b"a" * 300 + b" HTTP/1.1\r\nHost: a\r\n\r\n", 431),
+        (b"GET / HTTP/1.1\r\nHost: a\r\n" + b"X: a\r\n" * 8 + b"\r\n", 431),
+        (b"GET / HTTP/1.1\r\nHost: a\r\nX: " + b"a" * 100_000, 431),
+        (b"GET / HTTP/1.1\r\nHost: a\r\n" + b"X" * 100_000, 431),
+        (b"\r\n" * 50_000, 431),
+        (b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n0\r\nX: " + b"a" * 100_000, 431),
+        (b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n1;" + b"a" * 100_000, 431),
+        (b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 65\r\n\r\n", 413),
+        (b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n" + b"10\r\n0123456789abcdef\r\n" * 5, 413),
+    ],
+    ids=[
+        "value",
+        "target",
+        "lines",
+        "endless-value",
+        "endless-name",
+        "endless-blank",
+        "trailer",
+        "extension",
+        "length",
+        "chunks",
+    ],
+)
+def test_nobody_may_send_more_than_the_limits(data: bytes, status: int) -> None:
+    limits = Limits(header_bytes=256, header_count=8, body_bytes=64)
+    assert only_fault(exchange_bytes(data, limits=limits))[0] == status
+
+
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        (b"", None),
+        (b"G", 408),
+        (b"GET / HTTP/1.1\r\nHost: a\r\nX: ", 408),
+        (b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\n1", 408),
+        (b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n", 408),
+    ],
+    ids=["nothing", "letter", "head", "body", "chunks"],
+)
+def test_whoever_is_too_slow_is_told_so_and_let_go(data: bytes, told: int | None) -> None:
+    raw = exchange_bytes(data, limits=Limits(header_s=0.02, body_s=0.02))
+    assert (only_fault(raw)[0] if raw else None) == told
+
+
+def test_an_idle_connection_is_closed_in_silence() -> None:
+    raw = exchange_bytes(b"GET / HTTP/1.1\r\n" + HOST + b"\r\n", limits=Limits(keep_alive_s=0.02))
+    assert len(answers(raw)) == 1
+
+
+def test_one_connection_too_many_is_told_to_come_back() -> None:
+    async def main() -> None:
+        async with open_door(echo, Limits(connections=1)) as (_, port), client(port) as (reader, writer):
+            writer.write(b"GET / HTTP/1.1\r\n" + HOST + b"\r\n")
+            await reader.readuntil(b"}")
+            [(status, headers, _)] = answers(await talk(port, b"GET / HTTP/1.1\r\n" + HOST + b"\r\n"))
+            assert (status, headers[b"retry-after"]) == (503, b"1")
+            writer.write(b"GET / HTTP/1.1\r\n" + LAST + b"\r\n")
+            assert b"200 OK" in await reader.read()
+
+    run(main())
+
+
+def test_a_client_that_leaves_is_noticed_once_and_later_writes_go_nowhere() -> None:
+    async def main() -> None:
+        gone = asyncio.Event()
+        begun = asyncio.Event()
+        count = 0
+
+        def on_gone() -> None:
+            nonlocal count
+            count += 1
+            gone.set()
+
+        exchanges: list[Exchange] = []
+
+        def handler(exchange: Exchange) -> None:
+            exchanges.append(exchange)
+            exchange.on_gone = on_gone
+            exchange.start(200, [], None)
+            exchange.write(b"first")
+            begun.set()
+
+        async with open_door(handler) as (_, port):
+            async with client(port) as (_reader, writer):
+                writer.write(b"GET / HTTP/1.1\r\n" + HOST + b"\r\n")
+                await begun.wait()
+            await gone.wait()
+            [exchange] = exchanges
+            exchange.write(b"more")
+            exchange.end()
+            exchange.abort()
+            assert exchange.gone
+            assert not exchange.finished
+        assert count == 1
+
+    run(main())
+
+
+def test_a_client_that_only_ends_its_side_has_gone_as_well() -> None:
+    async def main() -> None:
+        gone = asyncio.Event()
+
+        def handler(exchange: Exchange) -> None:
+            exchange.on_gone = gone.set
+
+        async with open_door(handler) as (_, port), client(port) as (reader, writer):
+            writer.write(b"GET / HTTP/1.1\r\n" + HOST + b"\r\n")
+            writer.write_eof()
+            await gone.wait()
+            assert await reader.read() == b""
+
+    run(main())
+
+
+def test_nobody_hears_of_a_client_that_leaves_after_its_answer() -> None:
+    heard: list[str] = []
+
+    def handler(exchange: Exchange) -> None:
+        exchange.on_gone = lambda: heard.append("gone")
+        echo(exchange)
+
+    exchange_bytes(b"GET / HTTP/1.1\r\n" + LAST + b"\r\n", handler)
+    assert heard == []
+
+
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
+@pytest.mark.parametrize(("how", "length"), [("abort", None), ("abort", 10), ("short", 10)])
+def test_a_broken_answer_looks_broken(how: str, version: bytes, length: int | None) -> None:
+    """Chunked: no last chunk. Length: too few bytes. Until the connection closes: a reset."""
+
+    async def main() -> None:
+        wrote = asyncio.Event()
+        exchanges: list[Exchange] = []
+
+        def handler(exchange: Exchange) -> None:
+            exchanges.append(exchange)
+            exchange.start(200, [], length)
+            exchange.write(b"half")
+            wrote.set()
+
+        async with open_door(handler) as (_, port), client(port) as (reader, writer):
+            writer.write(b"GET / HTTP/" + version + b"\r\n" + HOST + b"\r\n")
+            raw = await reader.readuntil(b"half")
+            [exchange] = exchanges
+            exchange.abort() if how == "abort" else exchange.end()
+            assert exchange.finished
+            if version == b"1.0" and length is None:
+                with pytest.raises(ConnectionResetError):
+                    await reader.read()
+            else:
+                rest = await reader.read()
+                assert b"0\r\n\r\n" not in rest
+                assert raw.endswith(b"half")
+
+    run(main())
+
+
+def test_a_handler_that_raises_is_reported_and_the_client_gets_500() -> None:
+    reported: list[dict[str, Any]] = []
+
+    async def main() -> bytes:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
+
+        def handler(exchange: Exchange) -> None:
+            raise RuntimeError("a bug")
+
+        async with open_door(handler) as (_, port):
+            return await talk(port, b"GET / HTTP/1.1\r\n" + LAST + b"\r\n")
+
+    assert answers(run(main()))[0][0] == 500
+    assert [str(context["exception"]) for context in reported] == ["a bug"]
+
+
+def test_draining_loses_no_request() -> None:
+    """One answer is under way, one request is half sent, one connection is idle but about to be used."""
+
+    async def main() -> None:
+        arrived = asyncio.Event()
+        slow: list[Exchange] = []
+
+        def handler(exchange: Exchange) -> None:
+            if exchange.path == b"/slow":
+                slow.append(exchange)
+                arrived.set()
+            else:
+                echo(exchange)
+
+        async with open_door(handler) as (door, port):
+            async with (
+                client(port) as (r1, w1),
+                client(port) as (r2, w2),
+                client(port) as (r3, w3),
+                client(port) as (r4, _),
+            ):
+                w1.write(b"GET /slow HTTP/1.1\r\n" + HOST + b"\r\n")
+                w2.write(b"POST /half HTTP/1.1\r\n" + HOST + b"Content-Length: 2\r\n\r\n1")
+                w3.write(b"GET /idle HTTP/1.1\r\n" + HOST + b"\r\n")
+                await arrived.wait()
+                await r3.readuntil(b"}")
+                draining = asyncio.create_task(door.drain(10, idle_s=1.0))
+                await asyncio.sleep(0)
+                w2.write(b"2")
+                w3.write(b"GET /late HTTP/1.1\r\n" + HOST + b"\r\n")
+                [(_, headers, body)] = answers(await r3.read())
+                assert (json.loads(body)["path"], headers[b"connection"]) == ("/late", b"close")
+                assert json.loads(answers(await r2.read())[0][2])["body"] == "12"
+                assert await r4.read() == b"", "a connection that stays idle is closed"
+                assert not draining.done()
+                slow[0].respond(200, b"{}")
+                assert answers(await r1.read())[0][2] == b"{}"
+                await draining
+            assert door.connections == 0
+            with pytest.raises(ConnectionRefusedError):
+                await asyncio.open_connection("127.0.0.1", port)
+
+    run(main())
+
+
+def test_draining_cuts_off_what_takes_too_long() -> None:
+    async def main() -> None:
+        arrived = asyncio.Event()
+        gone = asyncio.Event()
+
+        def handler(exchange: Exchange) -> None:
+            exchange.on_gone = gone.set
+            arrived.set()
+
+        async with open_door(handler) as (door, port), client(port) as (reader, writer):
+            writer.write(b"GET / HTTP/1.1\r\n" + HOST + b"\r\n")
+            await arrived.wait()
+            await door.drain(0.01)
+            assert gone.is_set()
+            assert await reader.read() == b""
+
+    run(main())
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tls")
+    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-keyout", "key.pem"]
+    command = ["openssl", "req", "-x509", *key, "-out", "cert.pem", "-days", "2", *names]
+    subprocess.run(command, cwd=folder, check=True, capture_output=True)
+    return folder
+
+
+def test_tls_serves_the_same_and_a_plain_client_does_no_harm(certificate: Path) -> None:
+    server = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    server.load_cert_chain(certificate / "cert.pem", certificate / "key.pem")
+    trusting = ssl.create_default_context(cafile=str(certificate / "cert.pem"))
+
+    async def main() -> None:
+        door = Door(echo, Limits(linger_s=0.02), deadlines=Deadlines(0.01))
+        port = await door.listen("127.0.0.1", 0, server)
+        assert await talk(port, b"GET / HTTP/1.1\r\n" + LAST + b"\r\n") == b""
+        for request, status in ((b"GET / HTTP/1.1\r\n" + LAST + b"\r\n", 200), (b"rubbish\r\n\r\n", 400)):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trusting)
+            writer.write(request)
+            assert answers(await reader.read())[0][0] == status
+            writer.close()
+            await writer.wait_closed()
+        await door.drain(0)
+
+    run(main())

@@ -1,0 +1,332 @@
+"""Laws of the data path: however bytes are cut, the same requests; whatever is sent, the door stays up."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from http.client import HTTPResponse
+from io import BytesIO
+from itertools import pairwise
+from typing import Any, TypeVar
+
+import pytest
+import uvloop
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from kvroute.gateway.deadlines import Deadlines
+from kvroute.gateway.door import Door, Limits
+from kvroute.gateway.exchange import Exchange
+from kvroute.gateway.reading import Parsed, RequestReader
+
+T = TypeVar("T")
+LIMITS = Limits(header_bytes=512, body_bytes=2048, header_count=16)
+TOKEN = st.text("abcdefghijklmnopqrstuvwxyz-", min_size=1, max_size=8).map(lambda text: b"x-" + text.encode())
+VALUE = st.binary(max_size=20).map(lambda data: bytes(c for c in data if c >= 0x21 and c != 0x7F))
+
+
+def run(main: Coroutine[Any, Any, T]) -> T:
+    """Hanging is a failure, not a wait."""
+
+    async def bounded() -> T:
+        async with asyncio.timeout(30):
+            return await main
+
+    return uvloop.run(bounded())
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> tuple[bytes, Parsed]:
+    """A request as bytes and as it must be read; it keeps the connection."""
+    method = draw(st.sampled_from([b"GET", b"POST", b"PUT", b"HEAD", b"DELETE", b"OPTIONS"]))
+    path = b"/" + draw(st.text("abc/%.~", max_size=8)).encode()
+    query = draw(st.text("abc=&?", max_size=8)).encode()
+    headers = [(b"host", b"gateway"), *draw(st.lists(st.tuples(TOKEN, VALUE), max_size=5))]
+    body = draw(st.binary(max_size=300))
+    sizes = draw(st.lists(st.integers(1, 100), max_size=4))
+    if sizes:
+        headers.append((b"transfer-encoding", b"chunked"))
+        framed, rest = b"", body
+        for size in sizes:
+            piece, rest = rest[:size], rest[size:]
+            framed += b"%X;e=1\r\n%b\r\n" % (len(piece), piece) if piece else b""
+        framed += (b"%x\r\n%b\r\n" % (len(rest), rest) if rest else b"") + b"0\r\n\r\n"
+    else:
+        headers.append((b"content-length", b"%d" % len(body)))
+        framed = body
+    blank = draw(st.sampled_from([b"", b" ", b"\t "]))
+    lines = b"".join(b"%b:%b%b%b\r\n" % (name.title(), blank, value, blank) for name, value in headers)
+    target = path + (b"?" + query if query else b"")
+    raw = b"%b %b HTTP/1.1\r\n%b\r\n%b" % (method, target, lines, framed)
+    return raw, Parsed(method, path, query, headers, body, False, True)
+
+
+def pieces(raw: bytes, cuts: Sequence[int]) -> Iterator[bytes]:
+    edges = sorted({0, len(raw), *(cut % (len(raw) + 1) for cut in cuts)})
+    for start, end in pairwise(edges):
+        yield raw[start:end]
+
+
+def read(raw: bytes, cuts: Sequence[int]) -> tuple[list[Parsed], int]:
+    """Requests in order and the status of the fault behind them, 0 for none."""
+    reader = RequestReader(LIMITS)
+    for piece in pieces(raw, cuts):
+        while piece and reader.fault is None:
+            piece = reader.feed(piece)
+    return list(reader.ready), reader.fault.status if reader.fault else 0
+
+
+CUTS = st.lists(st.integers(0, 5000), max_size=20)
+
+
+@given(several=st.lists(requests(), min_size=1, max_size=4), cuts=CUTS)
+def test_requests_are_read_as_they_were_meant_however_the_bytes_are_cut(
+    several: list[tuple[bytes, Parsed]], cuts: list[int]
+) -> None:
+    raw = b"".join(raw for raw, _ in several)
+    assert read(raw, cuts) == ([parsed for _, parsed in several], 0)
+
+
+@given(several=st.lists(requests(), min_size=1, max_size=2))
+def test_byte_by_byte_is_the_same_as_all_at_once(several: list[tuple[bytes, Parsed]]) -> None:
+    raw = b"".join(raw for raw, _ in several)
+    assert read(raw, range(len(raw))) == read(raw, [])
+
+
+@st.composite
+def spoilt(draw: st.DrawFn) -> bytes:
+    """Requests with a few bytes replaced, removed, repeated or put in."""
+    raw = bytearray(b"".join(raw for raw, _ in draw(st.lists(requests(), min_size=1, max_size=3))))
+    nasty = st.sampled_from([b"\r", b"\n", b"\r\n", b"\x00", b" ", b"\t", b":", b"0", b"-", b"\xff", b";", b"chunked"])
+    for _ in range(draw(st.integers(1, 4))):
+        at = draw(st.integers(0, len(raw)))
+        end = min(len(raw), at + draw(st.integers(0, 3)))
+        raw[at:end] = draw(st.one_of(nasty, st.binary(max_size=3)))
+    return bytes(raw)
+
+
+NAMED = b"host", b"content-length", b"transfer-encoding"
+
+
+@settings(max_examples=300)
+@given(raw=st.one_of(spoilt(), st.binary(max_size=100)), cuts=CUTS)
+@example(raw=b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\nabc", cuts=[])
+def test_spoilt_bytes_are_read_the_same_however_they_are_cut_and_never_two_ways(raw: bytes, cuts: list[int]) -> None:
+    """No exception, a fault in the 400s or 500s if any, and what passes has one Host and one framing."""
+    whole, status = read(raw, [])
+    assert (whole, status) == read(raw, cuts)
+    assert status == 0 or status in (400, 413, 431, 501, 505)
+    for request in whole:
+        names = [name for name, _ in request.headers]
+        host, length, coding = (names.count(name) for name in NAMED)
+        assert host == 1 or (request.http10 and host == 0)
+        assert length + coding <= 1
+        assert all(value.lower() == b"chunked" for name, value in request.headers if name == b"transfer-encoding")
+        assert all(int(value) == len(request.body) for name, value in request.headers if name == b"content-length")
+        assert not any(c < 0x20 and c != 9 for _, value in request.headers for c in value)
+        assert len(request.body) <= LIMITS.body_bytes
+
+
+@asynccontextmanager
+async def open_door(limits: Limits) -> AsyncIterator[int]:
+    problems: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: problems.append(context))
+
+    def handler(exchange: Exchange) -> None:
+        exchange.respond(200, exchange.body[:64])
+
+    door = Door(handler, limits, deadlines=Deadlines(0.01))
+    port = await door.listen("127.0.0.1", 0)
+    try:
+        yield port
+        await check_good(port)
+    finally:
+        await door.drain(0)
+    assert problems == []
+    assert door.connections == 0
+
+
+async def talk(port: int, parts: Sequence[bytes], *, leave: bool = False) -> bytes:
+    """Send, perhaps end our side, and read until the door closes."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    said = b""
+    try:
+        for part in parts:
+            writer.write(part)
+            await asyncio.sleep(0)
+        if leave:
+            writer.write_eof()
+        said = await reader.read()
+    except ConnectionError:
+        pass
+    finally:
+        writer.close()
+        with suppress(ConnectionError):
+            await writer.wait_closed()
+    return said
+
+
+async def check_good(port: int) -> None:
+    """A request in good order is served, now."""
+    raw = await talk(port, [b"POST / HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: 2\r\n\r\nok"])
+    assert raw.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert raw.endswith(b"ok")
+
+
+def statuses(raw: bytes) -> list[int]:
+    """Of answers with content-length that follow each other; what is left over must be nothing."""
+    found = []
+    while raw:
+        assert raw.startswith(b"HTTP/1.1 ")
+        head, _, raw = raw.partition(b"\r\n\r\n")
+        found.append(int(head[9:12]))
+        length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0]) if found[-1] >= 200 else 0
+        if found[-1] >= 400:
+            assert b"connection: close" in head
+            assert set(json.loads(raw[:length] or b'{"error": 0}')) == {"error"}
+        raw = raw[length:]
+    return found
+
+
+@settings(max_examples=30, deadline=None)
+@given(hostile=st.lists(st.tuples(st.one_of(spoilt(), st.binary(max_size=200)), CUTS), min_size=1, max_size=6))
+def test_whatever_is_sent_the_door_answers_or_closes_and_serves_the_next(
+    hostile: list[tuple[bytes, list[int]]],
+) -> None:
+    async def main() -> None:
+        async with open_door(
+            Limits(header_bytes=512, body_bytes=2048, header_s=0.02, body_s=0.02, keep_alive_s=0.02)
+        ) as port:
+            for raw, cuts in hostile:
+                if b"HEAD" in raw:
+                    continue  # its answers cannot be told apart without knowing which they are
+                said = await talk(port, list(pieces(raw, cuts)))
+                assert all(status in (100, 200, 400, 408, 413, 431, 501, 505) for status in statuses(said))
+
+    run(main())
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    parts=st.lists(st.one_of(st.binary(max_size=50), st.integers(16_000, 70_000).map(lambda n: b"z" * n)), max_size=6),
+    how=st.sampled_from(["whole", "length", "chunked"]),
+    version=st.sampled_from([b"1.0", b"1.1"]),
+    method=st.sampled_from([b"GET", b"HEAD"]),
+)
+def test_an_answer_is_read_as_it_was_written(parts: list[bytes], how: str, version: bytes, method: bytes) -> None:
+    """Judged by the standard library's client."""
+    body = b"".join(parts)
+
+    def handler(exchange: Exchange) -> None:
+        if how == "whole":
+            exchange.respond(200, body, b"text/plain", [(b"x-a", b"1")])
+            return
+        exchange.start(200, [(b"x-a", b"1")], len(body) if how == "length" else None)
+        for part in parts:
+            exchange.write(part)
+        exchange.end()
+
+    async def main() -> bytes:
+        door = Door(handler)
+        port = await door.listen("127.0.0.1", 0)
+        raw = await talk(port, [b"%b / HTTP/%b\r\nHost: a\r\nConnection: close\r\n\r\n" % (method, version)])
+        await door.drain(0)
+        return raw
+
+    class Socket:
+        def makefile(self, _: str) -> BytesIO:
+            return BytesIO(raw)
+
+    raw = run(main())
+    response = HTTPResponse(Socket(), method=method.decode())  # type: ignore[arg-type]
+    response.begin()
+    assert (response.status, response.getheader("x-a")) == (200, "1")
+    assert response.read() == (b"" if method == b"HEAD" else body)
+    response.close()
+
+
+async def flood(port: int, head: bytes, block: bytes, times: int) -> bytes:
+    """Send until the door has enough; what it says meanwhile."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    answer = asyncio.create_task(reader.read())
+    writer.write(head)
+    with suppress(ConnectionError):
+        for _ in range(times):
+            writer.write(block)
+            await writer.drain()
+            if answer.done():
+                break
+    said = b""
+    with suppress(ConnectionError):
+        said = await answer
+    writer.close()
+    with suppress(ConnectionError):
+        await writer.wait_closed()
+    return said
+
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("head", "block"),
+    [
+        (b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 104857600\r\n\r\n", bytes(MIB)),
+        (b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n", b"100000\r\n" + bytes(MIB) + b"\r\n"),
+        (b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n", b"1\r\nx\r\n" * (MIB // 6)),
+    ],
+    ids=["length", "chunked", "tiny-chunks"],
+)
+def test_a_body_of_100_mb_is_refused_early_and_the_answer_can_be_read(head: bytes, block: bytes) -> None:
+    async def main() -> None:
+        async with open_door(Limits(body_bytes=2 * MIB)) as port:
+            assert statuses(await flood(port, head, block, 100)) == [413]
+
+    run(main())
+
+
+def test_a_body_of_100_mb_is_taken_where_the_limit_allows_it() -> None:
+    async def main() -> None:
+        async with open_door(Limits(body_bytes=100 * MIB)) as port:
+            head = b"POST / HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: 104857600\r\n\r\n"
+            assert (await flood(port, head, bytes(MIB), 100)).startswith(b"HTTP/1.1 200 OK\r\n")
+
+    run(main())
+
+
+def test_headers_that_trickle_in_hold_nobody_up() -> None:
+    """Slow loris: many connections that begin a request and never end it."""
+
+    async def main() -> None:
+        async with open_door(Limits(header_s=0.2)) as port:
+            slow = [
+                asyncio.create_task(talk(port, [b"GET / HTTP/1.1\r\n", b"Host: a\r\n", b"X: "])) for _ in range(100)
+            ]
+            await asyncio.sleep(0)
+            await check_good(port)
+            for said in await asyncio.gather(*slow):
+                assert statuses(said) == [408]
+
+    run(main())
+
+
+def test_clients_that_leave_in_the_middle_of_anything_leave_nothing() -> None:
+    """A bounded fuzz with a fixed seed: every prefix length of good and bad requests, then gone."""
+    chance = random.Random(20)
+    good = b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n"
+    good += b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
+
+    async def main() -> None:
+        async with open_door(LIMITS) as port:
+            for _ in range(150):
+                raw = bytearray(good[: chance.randrange(len(good))])
+                for _ in range(chance.randrange(3)):
+                    at = chance.randrange(len(raw) + 1)
+                    raw[at : at + 1] = chance.randbytes(1)
+                said = await talk(port, [bytes(raw)], leave=True)
+                assert all(status in (200, 400, 413, 431, 501, 505) for status in statuses(said))
+
+    run(main())

@@ -1,0 +1,510 @@
+"""KV events: an index fed by them equals a plain model of the engine, through loss, replay and restarts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import pytest
+import uvloop
+import zmq
+import zmq.asyncio
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvroute.gateway.engine_blocks import BatchError, BlockEvent, EngineBlocks, read_batch
+from kvroute.gateway.kv_events import KvEvents
+from kvroute.gateway.kv_stream import KvStream
+from kvroute.prefix import PrefixIndex, block_hashes
+from kvroute.types import Endpoint, Event, InputError, KvCleared, KvEvicted, KvStored
+
+OURS = 2
+Tokens = tuple[int, ...]
+
+
+def feed(index: PrefixIndex, events: list[Event]) -> None:
+    for event in events:
+        match event:
+            case KvStored(blocks=blocks, block_tokens=tokens):
+                assert tokens == OURS
+                index.store(0, blocks)
+            case KvEvicted(blocks=blocks, keep=keep):
+                index.evict(0, blocks, keep)
+            case KvCleared():
+                index.clear(0)
+
+
+def stored(
+    hashes: list[Any], parent: int | bytes | None, tokens: Tokens | list[int], size: int, **more: Any
+) -> dict[str, Any]:
+    """An event as vLLM 0.32 sends it."""
+    return {
+        "type": "BlockStored",
+        "block_hashes": hashes,
+        "parent_block_hash": parent,
+        "token_ids": list(tokens),
+        "block_size": size,
+        "lora_id": None,
+        "medium": "GPU",
+        "lora_name": None,
+        "extra_keys": [None] * len(hashes),
+        "group_idx": 0,
+        "kv_cache_spec_kind": "full_attention",
+    } | more
+
+
+def removed(hashes: list[Any], **more: Any) -> dict[str, Any]:
+    return {"type": "BlockRemoved", "block_hashes": hashes, "medium": "GPU", "group_idx": 0} | more
+
+
+def batch(*events: Any) -> bytes:
+    return msgspec.msgpack.encode([1763.5, list(events), 0])
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """An engine stores, removes and clears; its batches reach the stream, or are lost, repeated or repeated in part."""
+
+    @initialize(per_block=st.sampled_from([1, 2]), replays=st.booleans(), buffer=st.integers(1, 6))
+    def start(self, per_block: int, replays: bool, buffer: int) -> None:
+        self.size = per_block * OURS
+        self.replays, self.buffer_most = replays, buffer
+        self.index = PrefixIndex(1)
+        self.stream = KvStream("p0", OURS, replays=replays)
+        self.held: dict[Tokens, int] = {}
+        self.seen: dict[Tokens, None] = {}
+        self.sequence = 0
+        self.line: list[tuple[int, bytes]] = []
+        self.buffer: list[tuple[int, bytes]] = []
+        self.replay: list[tuple[int, bytes]] = []
+        self.replay_round = 0
+        self.open_batch: list[dict[str, Any]] = []
+        self.forgetful = False
+
+    def name(self, prefix: Tokens) -> int:
+        return hash(prefix) & (2**64 - 1)
+
+    @rule(
+        which=st.integers(0, 10**6),
+        blocks=st.lists(st.integers(0, 2), min_size=1, max_size=4),
+        root=st.booleans(),
+    )
+    def store(self, which: int, blocks: list[int], root: bool) -> None:
+        """Blocks below one that is held, as an engine's request holds what it computes on."""
+        above = () if root or not self.held else list(self.held)[which % len(self.held)]
+        prefix, names, tokens = above, [], []
+        for each in blocks:
+            prefix = (*prefix, *([each] * self.size))
+            tokens += [each] * self.size
+            names.append(self.name(prefix))
+            self.held[prefix] = self.held.get(prefix, 0) + 1
+            self.seen[prefix] = None
+        self.open_batch.append(stored(names, self.name(above) if above else None, tokens, self.size))
+
+    @precondition(lambda self: self.held)
+    @rule(which=st.integers(0, 10**6), count=st.integers(1, 3), last=st.booleans())
+    def remove(self, which: int, count: int, last: bool) -> None:
+        names = []
+        for number in range(min(count, len(self.held))):
+            prefix = list(self.held)[-1 if last else (which + number) % len(self.held)]
+            names.append(self.name(prefix))
+            self.held[prefix] -= 1
+            if not self.held[prefix]:
+                del self.held[prefix]
+        self.open_batch.append(removed(names))
+
+    @rule()
+    def clear(self) -> None:
+        self.held.clear()
+        self.open_batch.append({"type": "AllBlocksCleared"})
+
+    @precondition(lambda self: self.open_batch)
+    @rule()
+    def publish(self) -> None:
+        message = (self.sequence, batch(*self.open_batch))
+        self.sequence += 1
+        self.open_batch = []
+        self.line.append(message)
+        self.buffer = [*self.buffer, message][-self.buffer_most :]
+
+    def tell(self, events: list[Event]) -> None:
+        feed(self.index, events)
+        if self.stream.wanted is None:
+            self.replay = []
+        elif self.stream.rounds != self.replay_round:
+            self.replay_round = self.stream.rounds
+            self.replay = [message for message in self.buffer if message[0] >= self.stream.wanted]
+
+    @precondition(lambda self: self.line)
+    @rule()
+    def deliver(self) -> None:
+        self.tell(self.stream.received(0.0, *self.line.pop(0)))
+
+    @precondition(lambda self: self.line)
+    @rule()
+    def lose(self) -> None:
+        self.line.pop(0)
+
+    @precondition(lambda self: self.replay)
+    @rule()
+    def deliver_replay(self) -> None:
+        self.tell(self.stream.replayed(0.0, *self.replay.pop(0)))
+
+    @precondition(lambda self: self.replay)
+    @rule()
+    def lose_replay(self) -> None:
+        self.replay.pop(0)
+
+    @precondition(lambda self: self.stream.wanted is not None)
+    @rule()
+    def end_replay(self) -> None:
+        self.tell(self.stream.replay_ended(0.0))
+
+    @rule(announced=st.booleans())
+    def restart(self, announced: bool) -> None:
+        """A new process: told from outside, or shown by a first batch that arrives."""
+        self.publish_and_lose()
+        self.held.clear()
+        self.sequence, self.line, self.buffer, self.open_batch = 0, [], [], []
+        if announced:
+            self.stream.restart()
+            self.tell(self.stream.blocks.changes(0.0))
+        else:
+            self.open_batch.append({"type": "AllBlocksCleared"})
+            self.publish()
+            self.deliver()
+
+    def publish_and_lose(self) -> None:
+        self.line, self.open_batch = [], []
+
+    def settle(self) -> None:
+        """Everything under way arrives."""
+        if self.open_batch:
+            self.publish()
+        while self.line or self.stream.wanted is not None:
+            while self.replay:
+                self.deliver_replay()
+            if self.stream.wanted is not None:
+                self.end_replay()
+            elif self.line:
+                self.deliver()
+
+    def within_reach(self) -> set[Tokens]:
+        """Prefixes in our block size that the engine holds from the root on."""
+        reach = set()
+        for prefix in self.held:
+            if all(prefix[:end] in self.held for end in range(self.size, len(prefix) + 1, self.size)):
+                reach |= {prefix[:end] for end in range(OURS, len(prefix) + 1, OURS)}
+        return reach
+
+    @invariant()
+    def index_has_only_what_was_stored(self) -> None:
+        for prefix in list(getattr(self, "seen", ()))[-3:]:
+            depth = self.index.match_one(0, block_hashes(prefix, OURS))
+            assert depth * OURS <= len(prefix)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "index"):
+            return
+        lost = self.stream.counts.lost
+        self.settle()
+        self.publish_marker()
+        reach = self.within_reach()
+        told = {
+            prefix[: n * OURS]
+            for prefix in self.seen
+            for n in range(1, self.index.match_one(0, block_hashes(prefix, OURS)) + 1)
+        }
+        assert self.index.used_blocks(0) == len(told)
+        assert told <= reach
+        counts = self.stream.counts
+        if not (lost or counts.lost):
+            assert told == reach
+            assert self.stream.blocks.counts.orphans == 0
+
+    def publish_marker(self) -> None:
+        """A batch without news shows whether the last ones are missing."""
+        self.open_batch.append({"type": "SomethingNew", "fields": 1})
+        self.settle()
+
+
+TestEngine = EngineMachine.TestCase
+TestEngine.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+
+
+def changes(blocks: EngineBlocks, *events: Any) -> list[Event]:
+    for event in read_batch(batch(*events)):
+        blocks.apply(event)
+    return blocks.changes(7.0)
+
+
+def test_an_engine_block_becomes_several_of_ours() -> None:
+    """Two blocks of four tokens, ours of two: one chain of four, as the prompt itself hashes."""
+    blocks = EngineBlocks("p0", OURS)
+    tokens = [5, 6, 7, 8, 9, 10, 11, 12]
+    assert changes(blocks, stored([71, 72], None, tokens, 4)) == [KvStored(7.0, "p0", block_hashes(tokens, OURS), OURS)]
+
+
+def test_chains_that_grow_together_are_told_once() -> None:
+    """Three events of one chain: one KvStored; its removal block by block: one KvEvicted from the uppermost on."""
+    blocks = EngineBlocks("p0", OURS)
+    chain = block_hashes([1, 2, 3, 4, 5, 6], OURS)
+    events = [stored([1], None, [1, 2], 2), stored([2], 1, [3, 4], 2), stored([3], 2, [5, 6], 2)]
+    assert changes(blocks, *events) == [KvStored(7.0, "p0", chain, OURS)]
+    assert changes(blocks, removed([3, 2])) == [KvEvicted(7.0, "p0", chain[:2], 1)]
+    assert changes(blocks, stored([2], 1, [3, 4], 2), removed([2])) == []
+
+
+def test_a_copy_keeps_a_block() -> None:
+    blocks = EngineBlocks("p0", OURS)
+    changes(blocks, stored([1], None, [1, 2], 2), stored([1], None, [1, 2], 2))
+    assert changes(blocks, removed([1])) == []
+    assert len(changes(blocks, removed([1]))) == 1
+    assert len(blocks) == 0
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"lora_id": 3},
+        {"lora_name": "poet"},
+        {"extra_keys": [["salt"]]},
+        {"medium": "CPU"},
+        {"group_idx": 1},
+    ],
+    ids=["lora-id", "lora-name", "salt", "cpu", "group"],
+)
+def test_what_no_plain_prompt_hits_is_left_out(more: dict[str, Any]) -> None:
+    """And so is what hangs below; its removal is no surprise."""
+    blocks = EngineBlocks("p0", OURS)
+    assert changes(blocks, stored([1], None, [1, 2], 2, **more)) == []
+    assert changes(blocks, stored([2], 1, [3, 4], 2, **({} if "salt" in str(more) else more))) == []
+    assert blocks.counts.foreign == 2
+    assert blocks.counts.orphans == 0
+    assert changes(blocks, removed([2, 1], **{k: v for k, v in more.items() if k in ("medium", "group_idx")})) == []
+    assert len(blocks) == 0
+
+
+def test_an_unknown_parent_and_a_wrong_size_are_counted() -> None:
+    blocks = EngineBlocks("p0", OURS)
+    assert changes(blocks, stored([2], 1, [3, 4], 2)) == []
+    assert blocks.counts.orphans == 1
+    assert changes(blocks, stored([1], None, [1, 2, 3], 3), stored([1], None, [1, 2, 3], 2)) == []
+    assert changes(blocks, stored([1], None, [2**63, 2], 2)) == []
+    assert blocks.counts.unusable == 2
+    assert blocks.counts.foreign == 1
+
+
+def test_arrays_maps_and_bytes_are_read_alike() -> None:
+    """Older engines send events as arrays, newer ones batches as maps; hashes may be bytes."""
+    name, below = b"\x01" * 32, b"\x02" * 32
+    plain = [stored([name], None, [1, 2], 2), stored([below], name, [3, 4], 2), removed([below])]
+    arrays: list[Any] = [
+        ["BlockStored", [name], None, [1, 2], 2, None, "GPU"],
+        ["BlockStored", [below], name, [3, 4], 2, None],
+        ["BlockRemoved", [below], "GPU"],
+        ["BlockPinned", 1],
+    ]
+    expected = changes(EngineBlocks("p0", OURS), *plain)
+    assert expected == changes(EngineBlocks("p0", OURS), *arrays)
+    assert expected == [KvStored(7.0, "p0", block_hashes([1, 2], OURS), OURS)]
+    as_map = msgspec.msgpack.encode({"ts": 1.0, "events": plain, "data_parallel_rank": 0})
+    assert read_batch(as_map) == read_batch(batch(*plain))
+    assert read_batch(batch(["AllBlocksCleared"], [])) == [BlockEvent("AllBlocksCleared"), BlockEvent("")]
+
+
+VALUES = st.recursive(st.integers(-(2**63), 2**64 - 1) | st.text(max_size=3) | st.floats() | st.none(), st.lists)
+
+
+@given(st.binary(max_size=60) | VALUES.map(msgspec.msgpack.encode) | st.lists(VALUES).map(batch))
+def test_any_bytes_are_a_batch_or_an_error(payload: bytes) -> None:
+    try:
+        events = read_batch(payload)
+    except BatchError:
+        return
+    blocks = EngineBlocks("p0", OURS)
+    for event in events:
+        blocks.apply(event)
+    assert blocks.changes(0.0) == []
+
+
+def test_a_broken_batch_forgets_the_engine() -> None:
+    stream = KvStream("p0", OURS, replays=False)
+    assert len(stream.received(0.0, 0, batch(stored([1], None, [1, 2], 2)))) == 1
+    assert stream.received(1.0, 1, b"\xc1") == [KvCleared(1.0, "p0")]
+    assert stream.counts.broken == 1
+
+
+class Publisher:
+    """An engine's sockets as vLLM's publisher has them: PUB for the living, ROUTER for what was missed."""
+
+    def __init__(self, context: zmq.asyncio.Context, *, replies: bool = True) -> None:
+        self.live = context.socket(zmq.XPUB)
+        self.replay = context.socket(zmq.ROUTER)
+        self.events_url = f"tcp://127.0.0.1:{self.live.bind_to_random_port('tcp://127.0.0.1')}"
+        self.replay_url = f"tcp://127.0.0.1:{self.replay.bind_to_random_port('tcp://127.0.0.1')}"
+        self.sent: list[bytes] = []
+        self.replies = replies
+
+    async def subscribed(self) -> None:
+        assert await self.live.recv() == b"\x01"
+
+    def record(self, *events: dict[str, Any]) -> tuple[bytes, bytes, bytes]:
+        """A batch that is only in the buffer: lost to the living."""
+        self.sent.append(batch(*events))
+        return b"kv@tiny", (len(self.sent) - 1).to_bytes(8, "big"), self.sent[-1]
+
+    async def publish(self, *events: dict[str, Any]) -> None:
+        await self.live.send_multipart(self.record(*events))
+
+    async def serve_replay(self) -> int:
+        """Answer one request; the sequence asked for."""
+        client, empty, first = await self.replay.recv_multipart()
+        assert empty == b""
+        start = int.from_bytes(first, "big")
+        if self.replies:
+            for number, payload in enumerate(self.sent[start:], start):
+                await self.replay.send_multipart([client, b"", b"kv@tiny", number.to_bytes(8, "big"), payload])
+            await self.replay.send_multipart([client, b"", b"kv@tiny", b"\xff" * 8, b""])
+        return start
+
+    def close(self) -> None:
+        self.live.close(linger=0)
+        self.replay.close(linger=0)
+
+
+class Listener:
+    """What was emitted, and a way to wait for more."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self._more = asyncio.Event()
+
+    def emit(self, event: Event) -> None:
+        self.events.append(event)
+        self._more.set()
+
+    async def until(self, count: int) -> list[Event]:
+        while len(self.events) < count:
+            self._more.clear()
+            await self._more.wait()
+        return self.events
+
+
+@asynccontextmanager
+async def connected(
+    *, replays: bool = True, replies: bool = True, replay_s: float = 30.0
+) -> AsyncIterator[tuple[Publisher, KvEvents, Listener]]:
+    context = zmq.asyncio.Context()
+    publisher = Publisher(context, replies=replies)
+    endpoint = Endpoint(
+        url="http://127.0.0.1:1",
+        kv_events=publisher.events_url,
+        kv_replay=publisher.replay_url if replays else "",
+    )
+    listener = Listener()
+    silent = Endpoint(url="http://127.0.0.1:2")
+    source = KvEvents({"p0": endpoint, "d0": silent}, OURS, listener.emit, lambda: 5.0, replay_s=replay_s)
+    try:
+        source.start()
+        await publisher.subscribed()
+        yield publisher, source, listener
+    finally:
+        source.close()
+        publisher.close()
+        context.term()
+
+
+def run(scenario: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(60):
+            await scenario()
+
+    uvloop.run(bounded())
+
+
+FIRST = stored([1], None, [1, 2], 2)
+SECOND = stored([2], 1, [3, 4], 2)
+THIRD = stored([3], 2, [5, 6], 2)
+
+
+def chain(length: int) -> KvStored:
+    return KvStored(5.0, "p0", block_hashes(list(range(1, 2 * length + 1)), OURS), OURS)
+
+
+def test_live_batches_arrive_and_missed_ones_are_asked_for() -> None:
+    """The second batch is lost on the way; the third one shows it, and waits for it."""
+
+    async def scenario() -> None:
+        async with connected() as (publisher, source, listener):
+            await publisher.publish(FIRST)
+            assert await listener.until(1) == [chain(1)]
+            publisher.record(SECOND)
+            await publisher.publish(THIRD)
+            assert await publisher.serve_replay() == 1
+            await listener.until(3)
+            assert listener.events == [chain(1), chain(2), chain(3)]
+            stream, blocks = source.counts()["p0"]
+            assert (stream.gaps, stream.lost, blocks.orphans) == (1, 0, 0)
+            await publisher.publish(removed([2, 3]))
+            assert (await listener.until(4))[3] == KvEvicted(5.0, "p0", chain(2).blocks, 1)
+
+    run(scenario)
+
+
+def test_a_late_gateway_learns_what_is_there() -> None:
+    async def scenario() -> None:
+        async with connected() as (publisher, _, listener):
+            publisher.record(FIRST)
+            await publisher.publish(SECOND)
+            assert await publisher.serve_replay() == 0
+            assert (await listener.until(2))[-1] == chain(2)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("replays", [True, False], ids=["silent-replay", "no-replay"])
+def test_what_stays_lost_clears_the_engine(replays: bool) -> None:
+    """No answer in time, or nobody to ask: the view starts again with the batch that came."""
+
+    async def scenario() -> None:
+        async with connected(replays=replays, replies=False, replay_s=0.05) as (publisher, source, listener):
+            await publisher.publish(FIRST)
+            await listener.until(1)
+            publisher.record(SECOND)
+            await publisher.publish(stored([9], None, [1, 2], 2))
+            assert (await listener.until(3))[1:] == [KvCleared(5.0, "p0"), chain(1)]
+            assert source.counts()["p0"][0].lost == 1
+
+    run(scenario)
+
+
+def test_a_new_process_starts_from_nothing() -> None:
+    """Seen by its numbers, or told by someone who has seen its start time change."""
+
+    async def scenario() -> None:
+        async with connected() as (publisher, source, listener):
+            await publisher.publish(FIRST)
+            await publisher.publish(SECOND)
+            await listener.until(2)
+            publisher.sent.clear()
+            await publisher.publish(FIRST)
+            assert (await listener.until(4))[2:] == [KvCleared(5.0, "p0"), chain(1)]
+            source.restarted("p0")
+            source.restarted("d0")
+            assert listener.events[4:] == [KvCleared(5.0, "p0")]
+
+    run(scenario)
+
+
+def test_a_wrong_endpoint_is_named() -> None:
+    async def scenario() -> None:
+        endpoint = Endpoint(url="http://127.0.0.1:1", kv_events="tcp://*:5557")
+        source = KvEvents({"p0": endpoint}, OURS, lambda event: None, lambda: 0.0)
+        with pytest.raises(InputError, match=r"instance p0: cannot connect to 'tcp://\*:5557'"):
+            source.start()
+
+    run(scenario)

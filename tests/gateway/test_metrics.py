@@ -1,0 +1,255 @@
+"""Metrics: the text is what Prometheus' own parsers read, counts are what happened, names are documented."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as read_openmetrics
+from prometheus_client.parser import text_string_to_metric_families as read_plain
+
+from kvroute.gateway.exposition import KEYS_MOST, Counter, Family, Histogram, lines
+from kvroute.gateway.metrics import TIER_LABELS, Metrics
+from kvroute.gateway.view import InstanceLoad, Load, OracleLoad, Ttft
+from kvroute.types import Decode, Prefill, Reject
+
+ROOT = Path(__file__).parents[2]
+OPENMETRICS = "application/openmetrics-text; version=1.0.0; q=0.5, text/plain;version=0.0.4;q=0.2"
+BOUNDS = (0.01, 0.1, 1.0)
+label_values = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+amounts = st.floats(0, 1e12)
+
+
+def _load() -> Load:
+    return Load(
+        in_flight=3,
+        queued=2,
+        connections=7,
+        oracle=OracleLoad(source="push", age_s=1.5, congestion=(0.0, 0.1, 0.2, 0.3, 0.4), learned_ratio=(None,) * 5),
+        instances=(
+            InstanceLoad(name="decode0", requests=4, running=5, waiting=1, kv_used_share=0.25, scrape_age_s=0.5),
+            InstanceLoad(name="prefill0", up=False, breaker="open", prefill_pending_s=0.75),
+        ),
+    )
+
+
+def _metrics() -> Metrics:
+    return Metrics(_load, {"prefill0": "prefill", "decode0": "decode"}, version="1.2", policy="netkv")
+
+
+def _samples(metrics: Metrics, accept: str = "") -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    _, page = metrics.page(accept)
+    families = (read_openmetrics if accept else read_plain)("".join(page))
+    return {(s.name, frozenset(s.labels.items())): s.value for family in families for s in family.samples}
+
+
+def _value(metrics: Metrics, name: str, **labels: str) -> float | None:
+    return _samples(metrics).get((name, frozenset(labels.items())))
+
+
+def _one_request(metrics: Metrics) -> None:
+    metrics.prompt_read(1000)
+    metrics.decided(Prefill(1, "prefill0", 640), 30e-6)
+    metrics.prefill_answered(0.2, ("trace_id", "4bf92f3577b34da6a3ce929d0e0e4736"))
+    metrics.decided(Decode(1, "prefill0", "decode0", 2, 3e8, 3e8, 16), 40e-6)
+    metrics.transfer_started(2)
+    metrics.transfer_ended(2, 3e8, 0.05)
+    metrics.decode_answered(0.07)
+    metrics.first_token("vllm", Ttft(0.01, 0.2, 0.05, 0.02), ("trace_id", "4bf92f3577b34da6a3ce929d0e0e4736"))
+    metrics.finished("/v1/completions", 200, 1.5, 4096)
+
+
+@given(st.lists(st.tuples(label_values, label_values, amounts), max_size=20))
+def test_a_counter_reads_back_whatever_its_labels(counted: list[tuple[str, str, float]]) -> None:
+    """Both parsers find each label set once, with its sum."""
+    counter = Counter("kvroute_things_total", "Things.", ("a", "b"))
+    expected: dict[tuple[str, str], float] = {}
+    for a, b, amount in counted:
+        counter.add((a, b), amount)
+        expected[a, b] = expected.get((a, b), 0) + amount
+    for read, text in ((read_plain, counter.text(False)), (read_openmetrics, counter.text(True) + "# EOF\n")):
+        [family] = read(text)
+        assert family.type == "counter"
+        assert {(s.labels["a"], s.labels["b"]): s.value for s in family.samples} == expected
+
+
+@given(st.lists(st.floats(0, 10), max_size=40), label_values)
+def test_a_histogram_counts_each_value_once(values: list[float], label: str) -> None:
+    """Buckets are cumulative, the last is the count, and each says how many values are at or below its bound."""
+    histogram = Histogram("kvroute_time_seconds", "Time.", BOUNDS, ("a",))
+    for value in values:
+        histogram.observe((label,), value)
+    assert histogram.count((label,)) == len(values)
+    for read, text in ((read_plain, histogram.text(False)), (read_openmetrics, histogram.text(True) + "# EOF\n")):
+        [family] = read(text)
+        found = {(s.name.removeprefix("kvroute_time_seconds"), s.labels.get("le")): s.value for s in family.samples}
+        if not values:
+            assert found == {}
+            continue
+        assert found["_count", None] == found["_bucket", "+Inf"] == len(values)
+        assert found["_sum", None] == pytest.approx(sum(values))
+        for bound in BOUNDS:
+            assert found["_bucket", str(bound)] == sum(value <= bound for value in values)
+
+
+def test_exemplars_are_the_last_of_their_bucket_and_only_in_openmetrics() -> None:
+    """The plain format has no exemplars; a long id is cut to what the format allows."""
+    histogram = Histogram("kvroute_time_seconds", "Time.", BOUNDS)
+    histogram.observe((), 0.5, ("request_id", "first"))
+    histogram.observe((), 0.6, ("request_id", "second"))
+    histogram.observe((), 0.05, ("request_id", 'x"\n' * 100))
+    assert "first" not in histogram.text(True)
+    assert "second" not in histogram.text(False)
+    [family] = read_openmetrics(histogram.text(True) + "# EOF\n")
+    shown = {s.labels["le"]: s.exemplar for s in family.samples if s.exemplar}
+    assert shown["1.0"].labels == {"request_id": "second"}
+    assert shown["1.0"].value == 0.6
+    assert len(shown["0.1"].labels["request_id"]) == 128 - len("request_id")
+
+
+def test_label_sets_are_bounded() -> None:
+    """Labels without a bound end in one label set called `other`."""
+    counter = Counter("kvroute_things_total", "Things.", ("a",))
+    for number in range(KEYS_MOST + 500):
+        counter.add((str(number),))
+    [family] = read_plain(counter.text(False))
+    assert len(family.samples) == KEYS_MOST + 1
+    assert {s.labels["a"]: s.value for s in family.samples}["other"] == 500
+
+
+def test_numbers_without_an_end_are_written_as_prometheus_writes_them() -> None:
+    """Infinite, missing and whole values."""
+    family = Family("gauge", "kvroute_x", "X.", ("a",))
+    text = lines(family, [(("1",), float("inf")), (("2",), float("nan")), (("3",), -float("inf")), (("4",), 12)], False)
+    assert re.findall(r"} (\S+)", text) == ["+Inf", "NaN", "-Inf", "12"]
+
+
+def test_one_request_is_counted_where_it_belongs() -> None:
+    """A request's life, read back by Prometheus' parser."""
+    metrics = _metrics()
+    _one_request(metrics)
+    expected = {
+        ("kvroute_requests_total", ("endpoint", "/v1/completions"), ("code", "200")): 1,
+        ("kvroute_decisions_total", ("kind", "decode"), ("instance", "decode0")): 1,
+        ("kvroute_prefix_hit_tokens_total", ("leg", "prefill")): 640,
+        ("kvroute_prompt_tokens_total",): 1000,
+        ("kvroute_transfer_bytes_total", ("tier", "pod")): 3e8,
+        ("kvroute_transfers_in_flight", ("tier", "pod")): 0,
+        ("kvroute_ttft_seconds_sum", ("protocol", "vllm")): 0.28,
+        ("kvroute_ttft_part_seconds_sum", ("part", "prefill")): 0.2,
+        ("kvroute_relayed_bytes_total",): 4096,
+        ("kvroute_request_seconds_count", ("endpoint", "/v1/completions")): 1,
+        ("kvroute_decode_first_byte_seconds_count",): 1,
+    }
+    found = _samples(metrics)
+    for (name, *labels), value in expected.items():
+        assert found[str(name), frozenset(labels)] == pytest.approx(value), name  # type: ignore[index]
+
+
+def test_a_transfer_under_way_or_lost_is_no_bytes() -> None:
+    """Bytes are counted when they have landed; the gauge comes back on both ends."""
+    metrics = _metrics()
+    metrics.transfer_started(1)
+    assert _value(metrics, "kvroute_transfers_in_flight", tier="rack") == 1
+    metrics.transfer_ended(1, 1e9, None)
+    assert _value(metrics, "kvroute_transfers_in_flight", tier="rack") == 0
+    assert _value(metrics, "kvroute_transfer_bytes_total", tier="rack") is None
+
+
+def test_what_went_wrong_is_counted() -> None:
+    """Refusals, failures, retries and gone clients."""
+    metrics = _metrics()
+    metrics.decided(Reject(1, "no room"), 1e-5)
+    metrics.rejected("queue_full")
+    metrics.leg_failed("decode", "decode0", "reset")
+    metrics.retried("decode")
+    metrics.retry_refused("prefill")
+    metrics.client_gone()
+    metrics.stream_failed()
+    metrics.kv_events("decode0", 3)
+    metrics.kv_gap("decode0")
+    metrics.logged(100)
+    metrics.reloaded("refused")
+    assert _value(metrics, "kvroute_decisions_total", kind="reject", instance="") == 1
+    assert _value(metrics, "kvroute_rejects_total", reason="queue_full") == 1
+    assert _value(metrics, "kvroute_leg_failures_total", leg="decode", instance="decode0", kind="reset") == 1
+    assert _value(metrics, "kvroute_retries_total", leg="decode") == 1
+    assert _value(metrics, "kvroute_retries_refused_total", leg="prefill") == 1
+    assert _value(metrics, "kvroute_client_gone_total") == 1
+    assert _value(metrics, "kvroute_stream_errors_total") == 1
+    assert _value(metrics, "kvroute_kv_events_total", instance="decode0") == 3
+    assert _value(metrics, "kvroute_kv_event_gaps_total", instance="decode0") == 1
+    assert _value(metrics, "kvroute_log_bytes_total") == 100
+    assert _value(metrics, "kvroute_reloads_total", outcome="refused") == 1
+
+
+def test_gauges_are_the_load_now() -> None:
+    """What is not known has no sample: no scrape, no age."""
+    metrics = _metrics()
+    assert _value(metrics, "kvroute_info", version="1.2", policy="netkv") == 1
+    assert _value(metrics, "kvroute_requests_in_flight") == 3
+    assert _value(metrics, "kvroute_requests_queued") == 2
+    assert _value(metrics, "kvroute_client_connections") == 7
+    assert _value(metrics, "kvroute_ready") == 1
+    assert _value(metrics, "kvroute_instance_up", instance="prefill0", role="prefill") == 0
+    assert _value(metrics, "kvroute_breaker_state", instance="prefill0") == 2
+    assert _value(metrics, "kvroute_instance_requests", instance="decode0", role="decode") == 4
+    assert _value(metrics, "kvroute_instance_running", instance="decode0") == 5
+    assert _value(metrics, "kvroute_instance_running", instance="prefill0") is None
+    assert _value(metrics, "kvroute_instance_kv_used_ratio", instance="decode0") == 0.25
+    assert _value(metrics, "kvroute_prefill_pending_seconds", instance="prefill0") == 0.75
+    assert _value(metrics, "kvroute_oracle_age_seconds", source="push") == 1.5
+    assert _value(metrics, "kvroute_oracle_congestion_ratio", tier="datacenter") == 0.3
+    assert _value(metrics, "kvroute_learned_bandwidth_ratio", tier="datacenter") is None
+
+
+def test_openmetrics_says_the_same_as_the_plain_format() -> None:
+    """Both formats, whole page, process metrics and the closing line included."""
+    metrics = _metrics()
+    _one_request(metrics)
+    plain, openmetrics = _samples(metrics), _samples(metrics, OPENMETRICS)
+    kinds = [metrics.page(accept)[0].split(";")[0] for accept in ("", OPENMETRICS)]
+    assert kinds == ["text/plain", "application/openmetrics-text"]
+    ours = {key: value for key, value in plain.items() if key[0].startswith("kvroute_")}
+    assert len(ours) > 60
+    assert ours == {key: value for key, value in openmetrics.items() if key[0].startswith("kvroute_")}
+    assert any(name == "process_cpu_seconds_total" for name, _ in openmetrics)
+    exemplars = [line for line in "".join(metrics.page(OPENMETRICS)[1]).splitlines() if " # {" in line]
+    assert [line.split("{")[0] for line in exemplars] == ["kvroute_ttft_seconds_bucket", "kvroute_prefill_leg_seconds_bucket"]
+
+
+def _families() -> set[str]:
+    return set(re.findall(r"^# TYPE (kvroute_\w+)", "".join(_metrics().page()[1]), re.MULTILINE))
+
+
+def test_every_name_is_documented_and_nothing_else_is() -> None:
+    """docs/metrics.md lists exactly the families of the page."""
+    documented = re.findall(r"^\| `(kvroute_\w+)", (ROOT / "docs/metrics.md").read_text(), re.MULTILINE)
+    assert len(documented) == len(set(documented))
+    assert set(documented) == _families()
+
+
+def test_the_grafana_dashboard_asks_for_names_that_exist() -> None:
+    """Every metric in every query of the dashboard file is on the page, and every panel has a query."""
+    dashboard = json.loads((ROOT / "deploy/grafana/kvroute.json").read_text())
+    panels = [panel for panel in dashboard["panels"] if panel["type"] != "row"]
+    assert len(panels) >= 12
+    queries = [target["expr"] for panel in panels for target in panel["targets"]]
+    queries += [variable["query"]["query"] for variable in dashboard["templating"]["list"] if variable["type"] == "query"]
+    assert all(panel["targets"] for panel in panels)
+    asked = {name for query in queries for name in re.findall(r"\bkvroute_\w+", query)}
+    known = _families() | {f"{name}{end}" for name in _families() for end in ("_bucket", "_sum", "_count")}
+    assert asked
+    assert asked <= known
+    identifiers = [panel["id"] for panel in dashboard["panels"]]
+    assert len(identifiers) == len(set(identifiers))
+
+
+def test_tiers_have_labels() -> None:
+    """One label per tier, fit for a query."""
+    assert len(set(TIER_LABELS)) == 5
+    assert all(re.fullmatch("[a-z_]+", label) for label in TIER_LABELS)

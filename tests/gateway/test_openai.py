@@ -1,0 +1,320 @@
+"""Reading requests: nothing is lost, nothing but JSON gets through, and the published schema tells the truth."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from typing import Any
+
+import jsonschema_rs
+import pytest
+import schemathesis
+from hypothesis import given
+from hypothesis import strategies as st
+from schemathesis.core.result import Ok
+
+from kvroute.gateway.openai import (
+    ANSWERS_MAX,
+    ENGINE_FIELDS,
+    RequestError,
+    error_body,
+    error_event,
+    models_body,
+    read_completion,
+    sse_events,
+    usage_tokens,
+)
+from kvroute.gateway.openapi import document
+
+COMPLETIONS, CHAT = b"/v1/completions", b"/v1/chat/completions"
+PATHS = st.sampled_from([COMPLETIONS, CHAT])
+MESSAGES: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
+DESCRIPTION = document("0")
+
+scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
+values = st.recursive(scalars, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=8)
+
+
+@st.composite
+def raw_values(draw: st.DrawFn) -> bytes:
+    """A JSON value as some client would write it: with or without escapes, packed or indented."""
+    value = draw(values)
+    text = json.dumps(value, ensure_ascii=draw(st.booleans()), indent=draw(st.sampled_from([None, 2])))
+    return text.encode()
+
+
+def chat(**fields: Any) -> bytes:
+    return json.dumps({"messages": MESSAGES} | fields).encode()
+
+
+def completions(**fields: Any) -> bytes:
+    return json.dumps({"prompt": "hi"} | fields).encode()
+
+
+def refusal(path: bytes, body: bytes) -> RequestError:
+    with pytest.raises(RequestError) as refused:
+        read_completion(path, body)
+    return refused.value
+
+
+@given(st.dictionaries(st.text(st.characters(codec="ascii"), min_size=12), raw_values(), max_size=6))
+def test_unknown_fields_keep_their_bytes(unknown: dict[str, bytes]) -> None:
+    members = [b'"prompt":"hi"', *(json.dumps(name).encode() + b" : " + raw for name, raw in unknown.items())]
+    fields = read_completion(COMPLETIONS, b"{" + b",".join(members) + b"}").fields
+    assert {name: bytes(raw) for name, raw in fields.items() if name != "prompt"} == {
+        name: raw for name, raw in unknown.items() if name not in ENGINE_FIELDS
+    }
+
+
+@given(
+    PATHS,
+    st.binary()
+    | raw_values()
+    | st.builds(lambda raw: b'{"prompt":' + raw + b',"messages":' + raw + b"}", raw_values()),
+)
+def test_any_bytes_are_read_or_refused_in_openai_s_shape(path: bytes, body: bytes) -> None:
+    refused = None
+    try:
+        read_completion(path, body)
+    except RequestError as error:
+        refused = error
+    if refused is not None:
+        told = json.loads(refused.body())["error"]
+        assert refused.status == 400
+        assert set(told) == {"message", "type", "param", "code"}
+        assert told["type"] == "invalid_request_error"
+        assert told["message"] == refused.message
+
+
+@st.composite
+def bodies(draw: st.DrawFn) -> dict[str, Any]:
+    """Fields that routing reads, right or wrong."""
+    count = st.none() | st.sampled_from([-1, 0, 1, 2, 7, 1.0, 1.5, 2**31 - 1, 2**31, "1", True, [], 10**30])
+    flag = st.none() | st.booleans() | st.sampled_from([0, 1, "true", {}])
+    text = st.none() | st.text(max_size=3) | st.sampled_from([1, ["a"], {}])
+    ids = st.lists(st.sampled_from([0, 5, -1, 2**63 - 1, 2**63, "a", 1.5, None, [1]]), max_size=2)
+    parts = st.lists(st.sampled_from(["a", {"type": "text"}, {"type": None}, {"type": 1}, {}, 1, None]), max_size=2)
+    content = st.none() | st.text(max_size=2) | parts | st.sampled_from([1, {}, True])
+    message = st.fixed_dictionaries({}, optional={"role": text, "content": content, "name": values})
+    fields = {
+        "model": text,
+        "stream": flag,
+        "max_tokens": count,
+        "n": st.none() | st.sampled_from([-1, 0, 1, 3, 2.0, ANSWERS_MAX + 1, "2"]),
+        "best_of": count,
+        "use_beam_search": flag,
+        "cache_salt": text,
+        "vllm_xargs": st.none() | st.sampled_from([{}, {"a": 1}, {"kv_transfer_params": 1}, 1, [], "a"]),
+        "echo": flag,
+        "max_completion_tokens": count,
+        "prompt": st.text(max_size=3) | ids | st.lists(ids, max_size=2) | st.lists(text, max_size=2) | values,
+        "messages": st.lists(message, max_size=2) | values,
+        "temperature": values,
+    }
+    named = draw(st.sets(st.sampled_from(sorted(set(fields) - {"prompt", "messages"})), max_size=3))
+    return {name: draw(fields[name]) for name in [*named, draw(st.sampled_from(["prompt", "messages"]))]}
+
+
+SCHEMAS = {
+    path: jsonschema_rs.validator_for(
+        DESCRIPTION["components"]["schemas"][name] | {"components": DESCRIPTION["components"]}
+    )
+    for path, name in ((COMPLETIONS, "CompletionRequest"), (CHAT, "ChatRequest"))
+}
+
+
+@given(PATHS, bodies())
+def test_the_published_schema_accepts_what_the_gateway_accepts(path: bytes, body: dict[str, Any]) -> None:
+    try:
+        read_completion(path, json.dumps(body).encode())
+        read = True
+    except RequestError:
+        read = False
+    assert read == SCHEMAS[path].is_valid(body)
+
+
+def test_the_description_is_valid_openapi() -> None:
+    described = schemathesis.openapi.from_dict(DESCRIPTION)
+    described.validate()
+    operations = [found for found in described.get_all_operations() if isinstance(found, Ok)]
+    assert len(operations) == len(list(described.get_all_operations())) == 8
+
+
+def test_what_routing_needs() -> None:
+    read = read_completion(
+        CHAT,
+        b'{"model":"llama","messages":[{"role":"user","content":"\\u00e4"}],"stream":true,"max_tokens":7,"n":2,'
+        b'"max_completion_tokens":5,"cache_salt":"s","temperature":0.50}',
+    )
+    assert (read.kind, read.model, read.stream, read.max_tokens, read.n, read.salt) == (
+        "chat",
+        "llama",
+        True,
+        5,
+        2,
+        "s",
+    )
+    assert (read.prompts, read.one_leg, read.token_ids, read.media) == (1, True, None, False)
+    assert bytes(read.fields["temperature"]) == b"0.50"
+
+
+def test_null_counts_as_absent() -> None:
+    names = ("model", "stream", "max_tokens", "n", "best_of", "cache_salt", "prompt_logprobs", "echo", "vllm_xargs")
+    read = read_completion(COMPLETIONS, completions(**dict.fromkeys(names)))
+    plain = read_completion(COMPLETIONS, completions())
+    assert (read.model, read.stream, read.max_tokens, read.n, read.salt) == ("", False, 16, 1, "")
+    assert not read.one_leg
+    assert (plain.model, plain.stream, plain.max_tokens, plain.n, plain.salt) == ("", False, 16, 1, "")
+    assert refusal(CHAT, b'{"messages":null}').param == "messages"
+    assert refusal(COMPLETIONS, b'{"prompt":null}').param == "prompt"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text", "ids", "further"),
+    [
+        ("a\n\u00e4", "a\n\u00e4".encode(), None, ()),
+        ("", b"", None, ()),
+        ([1, 2], None, [1, 2], ()),
+        (["a", "b\n"], b"a", None, (b"b\n",)),
+        ([[1], [2, 3]], None, [1], ([2, 3],)),
+    ],
+    ids=["text", "empty", "ids", "texts", "id-lists"],
+)
+def test_shapes_of_a_prompt(prompt: object, text: bytes | None, ids: list[int] | None, further: object) -> None:
+    for indent in (None, 70):
+        read = read_completion(COMPLETIONS, json.dumps({"prompt": prompt}, indent=indent).encode())
+        assert (read.text, read.token_ids, read.further) == (text, ids, further)
+        assert read.one_leg == bool(further)
+
+
+@given(st.text())
+def test_a_prompt_s_text_is_its_utf8(prompt: str) -> None:
+    for ascii_only in (True, False):
+        body = json.dumps({"prompt": prompt}, ensure_ascii=ascii_only).encode()
+        assert read_completion(COMPLETIONS, body).text == prompt.encode()
+
+
+@given(st.lists(st.text(), min_size=1, max_size=5), st.sampled_from([None, 2]))
+def test_a_conversation_that_grows_keeps_its_prefix(turns: list[str], indent: int | None) -> None:
+    def text(upto: int) -> bytes:
+        messages = [{"role": "user", "content": turn} for turn in turns[:upto]]
+        read = read_completion(CHAT, json.dumps({"tools": [], "messages": messages}, indent=indent).encode())
+        assert read.text is not None
+        return read.text
+
+    texts = [text(upto) for upto in range(1, len(turns) + 1)]
+    assert all(longer.startswith(shorter) for shorter, longer in pairwise(texts))
+
+
+def test_other_tools_are_another_prefix() -> None:
+    one, other = (read_completion(CHAT, chat(tools=[{"name": name}])).text for name in "ab")
+    assert one is not None
+    assert other is not None
+    assert one[:20] != other[:20]
+
+
+@pytest.mark.parametrize(
+    ("fields", "one_leg"),
+    [
+        ({}, False),
+        ({"n": 2}, True),
+        ({"best_of": 2}, True),
+        ({"best_of": 1, "n": 1}, False),
+        ({"prompt": ["a", "b"]}, True),
+        ({"prompt": ["a"]}, False),
+        ({"use_beam_search": True}, True),
+        ({"prompt_logprobs": 0}, True),
+        ({"echo": True}, False),
+        ({"logprobs": 2}, False),
+        ({"echo": True, "logprobs": 0}, True),
+        ({"prompt": None, "prompt_embeds": "AAAA"}, True),
+    ],
+    ids=str,
+)
+def test_what_one_instance_must_do_alone(fields: dict[str, Any], one_leg: bool) -> None:
+    assert read_completion(COMPLETIONS, completions(**fields)).one_leg == one_leg
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "word"),
+    [
+        (CHAT, b'{"messages":[{"role":"user"}],}', None, "byte 30"),
+        (CHAT, b"", None, "byte 0"),
+        (CHAT, b"[]", None, "object"),
+        (CHAT, b'{"a":' + b"[" * 100_000, None, "deep"),
+        (CHAT, b'{"model":"\xff"}', None, "byte 10"),
+        (CHAT, chat(messages=[]), "messages", "length >= 1"),
+        (CHAT, chat(messages=[{"content": "a"}]), "messages", "role"),
+        (CHAT, chat(messages=[*MESSAGES, {"role": "user", "content": 7}]), "messages", "$[1].content"),
+        (CHAT, chat(max_tokens=0), "max_tokens", "from 1"),
+        (CHAT, chat(max_tokens=1.5), "max_tokens", "1.5"),
+        (CHAT, chat(stream="yes"), "stream", '"yes"'),
+        (CHAT, chat(model=7), "model", "7"),
+        (CHAT, chat(cache_salt=""), "cache_salt", "empty"),
+        (CHAT, chat(vllm_xargs={"kv_transfer_params": "x"}), "vllm_xargs", "kv_transfer_params"),
+        (COMPLETIONS, b"{}", "prompt", "missing"),
+        (COMPLETIONS, completions(prompt=[]), "prompt", "empty"),
+        (COMPLETIONS, completions(prompt=[1, "a"]), "prompt", "$[1]"),
+        (COMPLETIONS, completions(prompt=[True]), "prompt", "bool"),
+        (COMPLETIONS, completions(n=ANSWERS_MAX, prompt=["a", "b"]), "n", "2 prompts"),
+    ],
+    ids=range(19),
+)
+def test_a_refusal_says_what_and_where(path: bytes, body: bytes, param: str | None, word: str) -> None:
+    refused = refusal(path, body)
+    assert refused.param == param
+    assert word in refused.message
+    assert ";" in refused.message  # how to mend it
+
+
+def test_what_engines_tell_each_other_is_not_taken_from_clients() -> None:
+    read = read_completion(COMPLETIONS, completions(**dict.fromkeys(ENGINE_FIELDS, "x"), temperature=1))
+    assert set(read.fields) == {"prompt", "temperature"}
+
+
+def test_tools_and_pictures_pass() -> None:
+    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    body = chat(
+        messages=[
+            {"role": "user", "content": [{"type": "text", "text": "what is this?"}, picture]},
+            {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]},
+            {"role": "tool", "tool_call_id": "1", "content": ""},
+        ],
+        tools=[{"type": "function"}],
+    )
+    assert read_completion(CHAT, body).media
+    assert not read_completion(CHAT, chat(messages=[{"role": "user", "content": ["a", {"type": "text"}]}])).media
+
+
+@given(st.lists(st.text(), max_size=6), st.booleans(), st.data())
+def test_events_of_a_stream_are_counted(texts: list[str], done: bool, data: st.DataObject) -> None:
+    """However whole events are bundled into pieces, and whatever they say."""
+    events = [f"data: {json.dumps({'text': text + 'data: '})}\n\n".encode() for text in texts]
+    events += [b"data: [DONE]\n\n"] if done else []
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(events)))))
+    pieces = [b"".join(events[a:b]) for a, b in zip([0, *cuts], [*cuts, len(events)], strict=True)]
+    assert sum(sse_events(piece) for piece in pieces) == len(texts)
+
+
+def test_usage_of_a_whole_answer() -> None:
+    assert usage_tokens(b'{"choices":[],"usage":{"prompt_tokens":3,"completion_tokens":42}}') == 42
+    assert usage_tokens(b'{"usage":null}') is None
+    assert usage_tokens(b'{"usage":{"prompt_tokens":3}}') is None
+    assert usage_tokens(b"\xff{") is None
+    assert usage_tokens(b'{"a":' + b"[" * 100_000) is None
+
+
+def test_errors_and_models_as_openai_writes_them() -> None:
+    assert json.loads(error_body("why", "server_error", param="n")) == {
+        "error": {"message": "why", "type": "server_error", "param": "n", "code": None}
+    }
+    event = error_event("line\nbreak", "server_error")
+    assert event.startswith(b"data: {")
+    assert event.endswith(b"}\n\n")
+    assert event.count(b"\n") == 2
+    assert json.loads(models_body(["a", "b"], 7))["data"][1] == {
+        "id": "b",
+        "object": "model",
+        "created": 7,
+        "owned_by": "kvroute",
+    }

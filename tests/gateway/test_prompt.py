@@ -1,0 +1,261 @@
+"""Prompts: equal prefixes have equal blocks; with a tokenizer they are those that engines tell of."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+
+from kvroute.gateway.chat_template import ChatTemplate
+from kvroute.gateway.openai import Completion, read_completion
+from kvroute.gateway.prompt import MEDIA_TOKENS, Prompt, Prompts
+from kvroute.prefix import block_hashes
+from kvroute.types import InputError
+
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+WORDS = "the network moves blocks of the cache; "
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A byte-level tokenizer that puts <s> before a plain prompt, and cuts at 8 tokens, as some files do."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    made = tokenizers.Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<s>"], initial_alphabet=alphabet, show_progress=False
+    )
+    made.train_from_iterator([WORDS * 5], trainer)
+    made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    made.enable_truncation(8)
+    made.save(str(folder / "tokenizer.json"))
+    config = {"bos_token": {"content": "<s>"}, "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def exact(folder: Path) -> Iterator[Prompts]:
+    prompts = Prompts(folder, block_tokens=4)
+    yield prompts
+    prompts.close()
+
+
+@pytest.fixture(scope="module")
+def rough() -> Iterator[Prompts]:
+    prompts = Prompts(block_tokens=4, bytes_per_token=2)
+    yield prompts
+    prompts.close()
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> tokenizers.Tokenizer:
+    loaded = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    loaded.no_truncation()
+    return loaded
+
+
+def plain(prompt: object, **fields: Any) -> Completion:
+    return read_completion(b"/v1/completions", json.dumps({"prompt": prompt} | fields).encode())
+
+
+def chat(*contents: object, **fields: Any) -> Completion:
+    messages = [{"role": "user", "content": content} for content in contents]
+    return read_completion(b"/v1/chat/completions", json.dumps({"messages": messages} | fields).encode())
+
+
+def read(prompts: Prompts, completion: Completion) -> Prompt:
+    prompt = prompts.blocks_now(completion)
+    assert prompt is not None
+    return prompt
+
+
+def blocks_of(tokenizer: tokenizers.Tokenizer, text: str, special: bool) -> Prompt:
+    ids = tokenizer.encode(text, add_special_tokens=special).ids
+    return Prompt(len(ids), block_hashes(ids, 4), 4)
+
+
+@given(prompt=st.text())
+def test_plain_prompts_are_tokenized_as_vllm_does(prompt: str, exact: Prompts, tokenizer: tokenizers.Tokenizer) -> None:
+    assert read(exact, plain(prompt)) == blocks_of(tokenizer, prompt, special=True)
+    without = read(exact, plain(prompt, add_special_tokens=False))
+    assert without.blocks == blocks_of(tokenizer, prompt, special=False).blocks
+
+
+@given(contents=st.lists(st.text(), min_size=1, max_size=3))
+def test_chats_go_through_the_template(contents: list[str], exact: Prompts, tokenizer: tokenizers.Tokenizer) -> None:
+    text = "<s>" + "".join(f"<user>{content}\n" for content in contents) + "<assistant>"
+    assert read(exact, chat(*contents)) == blocks_of(tokenizer, text, special=False)
+
+
+@given(ids=st.lists(st.integers(0, 2**63 - 1), min_size=1), with_tokenizer=st.booleans())
+def test_token_ids_are_taken_as_they_are(ids: list[int], with_tokenizer: bool, exact: Prompts, rough: Prompts) -> None:
+    prompts = exact if with_tokenizer else rough
+    assert read(prompts, plain(ids)) == Prompt(len(ids), block_hashes(ids, 4), 4)
+
+
+@given(one=st.text(), other=st.text())
+def test_blocks_of_text_are_equal_as_far_as_the_text_is(one: str, other: str, rough: Prompts) -> None:
+    texts = [f"{WORDS}{one}".encode(), f"{WORDS}{other}".encode()]
+    first, second = (read(rough, plain(text.decode())) for text in texts)
+    assert first.input_tokens == -(-len(texts[0]) // 2)
+    assert len(first.blocks) == len(texts[0]) // 8
+    for index, (ours, theirs) in enumerate(zip(first.blocks, second.blocks, strict=False)):
+        end = 8 * (index + 1)
+        assert (ours == theirs) == (texts[0][:end] == texts[1][:end])
+
+
+@given(first=st.text(min_size=20), reply=st.text())
+def test_the_next_turn_finds_the_blocks_of_the_last(first: str, reply: str, rough: Prompts) -> None:
+    earlier, later = read(rough, chat(WORDS, first)), read(rough, chat(WORDS, first, reply))
+    assert earlier.blocks == later.blocks[: len(earlier.blocks)]
+    assert earlier.blocks
+
+
+def test_salts_keep_caches_apart(rough: Prompts, exact: Prompts) -> None:
+    for prompts in (rough, exact):
+        bare, salted, other = (
+            read(prompts, plain(WORDS, **salt)) for salt in ({}, {"cache_salt": "a"}, {"cache_salt": "b"})
+        )
+        assert bare.input_tokens == salted.input_tokens
+        assert not set(bare.blocks) & set(salted.blocks)
+        assert not set(other.blocks) & set(salted.blocks)
+        assert read(prompts, plain(WORDS, cache_salt="a")) == salted
+
+
+def test_several_prompts_add_up(rough: Prompts, exact: Prompts, tokenizer: tokenizers.Tokenizer) -> None:
+    several = read(rough, plain(["a" * 9, "b" * 4]))
+    assert several == Prompt(7, read(rough, plain("a" * 9)).blocks, 4)
+    assert read(exact, plain([[1, 2, 3], [4]])).input_tokens == 4
+    lengths = [blocks_of(tokenizer, text, special=True).input_tokens for text in ("one", "two two")]
+    assert read(exact, plain(["one", "two two"])).input_tokens == sum(lengths)
+
+
+def test_an_empty_prompt_is_one_token(rough: Prompts) -> None:
+    assert read(rough, plain("")) == Prompt(1, (), 4)
+    assert read(rough, plain(None, prompt_embeds="AAAA")) == Prompt(1, (), 4)
+
+
+def test_large_prompts_are_read_off_the_loop(folder: Path) -> None:
+    for prompts in (Prompts(folder, inline_bytes=64), Prompts(inline_bytes=64)):
+        for small, large in (
+            (plain("a" * 64), plain("a" * 65)),
+            (plain(["a" * 32] * 2), plain(["a" * 32] * 3)),
+        ):
+            assert prompts.blocks_now(large) is None
+            now, later = prompts.blocks_now(small), asyncio.run(prompts.blocks(small))
+            assert now == later
+            assert asyncio.run(prompts.blocks(large)).input_tokens > later.input_tokens
+        prompts.close()
+
+
+def test_pictures_count_as_pictures_and_keep_their_bytes(rough: Prompts, exact: Prompts) -> None:
+    def picture(data: str) -> Completion:
+        url = f"data:image/png;base64,{data}"
+        return chat([{"type": "text", "text": "see"}, {"type": "image_url", "image_url": {"url": url}}])
+
+    for prompts in (rough, exact):
+        short, long = read(prompts, picture("AAAA")), asyncio.run(prompts.blocks(picture("A" * 90_000)))
+        assert short.input_tokens == long.input_tokens
+        assert MEDIA_TOKENS < short.input_tokens < MEDIA_TOKENS + 100
+        assert read(prompts, picture("B" * 99)).blocks[-1] != read(prompts, picture("A" * 99)).blocks[-1]
+
+
+def test_what_cannot_be_rendered_is_taken_as_text(exact: Prompts, folder: Path, tmp_path: Path) -> None:
+    """A client's own template, a template that refuses, no template: blocks, if not the engine's."""
+    own = read(exact, chat(WORDS, chat_template="{% for a in range(99999) %}{% endfor %}"))
+    assert own.blocks
+    (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    bare = Prompts(tmp_path / "tokenizer.json", block_tokens=4)
+    (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('roles must alternate') }}")
+    refusing = Prompts(tmp_path, block_tokens=4)
+    rough = Prompts(block_tokens=4)
+    for prompts in (bare, refusing):
+        assert read(prompts, chat(WORDS, "a")) == read(rough, chat(WORDS, "a"))
+        prompts.close()
+    rough.close()
+
+
+def rendered(folder: Path, template: str, messages: object, **fields: Any) -> str | None:
+    (folder / "chat_template.jinja").write_text(template)
+    loaded = ChatTemplate.load(folder, lambda: datetime(2024, 7, 26))
+    assert loaded is not None
+    body = json.dumps({"messages": messages} | fields).encode()
+    return loaded.render(read_completion(b"/v1/chat/completions", body).fields)
+
+
+@pytest.mark.parametrize(
+    ("template", "fields", "expected"),
+    [
+        ("{{ strftime_now('%d %b %Y') }}", {}, "26 Jul 2024"),
+        ("{{ tools | tojson }}", {"tools": [{"name": "\u00e4"}]}, '[{"name": "\u00e4"}]'),
+        ("{{ tools is none or tools is not defined }}", {"tools": None}, "True"),
+        ("{% generation %}a{% endgeneration %}b", {}, "ab"),
+        ("{% for m in messages %}{% break %}{% endfor %}x", {}, "x"),
+        ("  {% if add_generation_prompt %}\ny{% endif %}", {}, "y"),
+        ("{{ add_generation_prompt }}", {"add_generation_prompt": False}, "False"),
+        ("{{ enable_thinking }}", {"chat_template_kwargs": {"enable_thinking": False}}, "False"),
+        ("{{ x }}", {"chat_template_kwargs": [1]}, None),
+        ("{{ ''.__class__.__mro__ }}", {}, None),
+        ("{{ messages.append(1) }}", {}, None),
+    ],
+    ids=range(11),
+)
+def test_templates_render_as_transformers_renders_them(
+    tmp_path: Path, template: str, fields: dict[str, Any], expected: str | None
+) -> None:
+    assert rendered(tmp_path, template, [{"role": "user", "content": "hi"}], **fields) == expected
+
+
+def test_parts_are_joined_unless_the_template_walks_them(tmp_path: Path) -> None:
+    parts = [{"role": "user", "content": [{"type": "text", "text": "a"}, "b"]}]
+    assert rendered(tmp_path, "{{ messages[0].content }}", parts) == "a\nb"
+    walking = (
+        "{% for message in messages %}{% for part in message['content'] %}[{{ part.text }}]{% endfor %}{% endfor %}"
+    )
+    assert rendered(tmp_path, walking, parts) == "[a][]"
+
+
+def test_arguments_of_tool_calls_are_objects(tmp_path: Path) -> None:
+    calls = [{"function": {"name": "f", "arguments": text}} for text in ('{"city": "Ulm"}', "")]
+    messages = [{"role": "assistant", "content": None, "tool_calls": calls}]
+    template = "{% for call in messages[0].tool_calls %}{{ call.function.arguments.city }};{% endfor %}"
+    assert rendered(tmp_path, template, messages) == "Ulm;;"
+
+
+def test_a_config_may_name_several_templates(tmp_path: Path) -> None:
+    named = [{"name": "rag", "template": "no"}, {"name": "default", "template": "{{ eos_token }}"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named, "eos_token": "</s>"}))
+    loaded = ChatTemplate.load(tmp_path)
+    assert loaded is not None
+    assert loaded.render(chat("a").fields) == "</s>"
+
+
+def test_files_that_are_no_tokenizer(tmp_path: Path, folder: Path) -> None:
+    with pytest.raises(InputError, match="no such tokenizer"):
+        Prompts(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(InputError, match="no tokenizer"):
+        Prompts(tmp_path)
+    (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    (tmp_path / "chat_template.jinja").write_text("a\n{% if %}")
+    with pytest.raises(InputError, match="line 2"):
+        Prompts(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(InputError, match="tokenizer_config"):
+        Prompts(tmp_path)

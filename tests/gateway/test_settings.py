@@ -1,0 +1,369 @@
+"""The `gateway` section: defaults as documented, every corruption on its line, every fault with its mend, at once."""
+
+from __future__ import annotations
+
+import re
+import ssl
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvroute.gateway.keys import hash_text
+from kvroute.gateway.preflight import deployment_of, settings_of, tls_context
+from kvroute.gateway.settings import GatewaySettings, TlsSettings, Wait
+from kvroute.topology import FileError
+from kvroute.topology.document import read_section
+from kvroute.topology.units import quantity
+from kvroute.types import InputError, InputErrors
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTED, KEYED, ASKED = re.findall(
+    r"```yaml\n(gateway:\n.*?)```", (ROOT / "docs" / "cluster-file.md").read_text(encoding="utf-8"), re.S
+)
+FULL = f"""\
+gateway:
+  listen: {{host: 0.0.0.0, port: 8443}}
+  admin: {{host: "::1", port: 9999, push_token: 0123456789abcdefg, hosts: [gateway.example]}}
+  policy: cla
+  parameters: {{cache_weight: 2, load_weight: 0.5}}
+  prefill: least-loaded
+  constraint: pod:preferred:0.5
+  reserve: 2 GB
+  reserve_output_tokens: 1024
+  models: {{llama: llama-3-70b}}
+  oracle:
+    source: prometheus
+    self_measured: false
+    separates_own_traffic: false
+    stale_after: 1 min
+    prediction: trend
+    prometheus: {{url: "https://prom:9090/base", per_link: {{query: up, label: cable}}, timeout: 100 ms}}
+  prompt: {{block_tokens: 64, bytes_per_token: 3}}
+  prefix: approximate
+  limits: {{body: 1 MiB, headers: 8 KB, connections: 10, in_flight: 5, queue: 0, queue_wait: 1 s, per_key: 2}}
+  timeouts: {{connect: 1 ms, prefill: 24 h, first_token: 1 s, between_tokens: 1 s, drain: 1 s}}
+  retries: {{share: 0, floor_per_s: 0.5, attempts: 1}}
+  breaker: {{failures: 1, window: 1 s, share: 1, open: 1 s}}
+  health: {{path: /healthz, interval: 1 s, timeout: 1 s, failures: 1}}
+  scrape: {{path: "/metrics?all=1", interval: 1 s}}
+  keys: {{known: {{alice: "{hash_text("a")}"}}, concurrency: {{alice: 3}}}}
+  upstream_key_env: ENGINE_KEY
+  tracing: {{otlp: "http://otel:4318/v1/traces", share: 0.1}}
+  log: {{level: debug, format: json, access: true}}
+  measure: engine
+"""
+ENVIRON = {"ENGINE_KEY": "x"}
+MACHINES = """\
+name: live
+nodes: [{name: node0}]
+timing: {default: {prefill: {kind: linear, per_token: 90 us}, decode: {base: 10 ms}}}
+defaults: {model: llama-3-70b, kv_capacity: 80 GB}
+"""
+FIRST = '  - {name: prefill0, role: prefill, gpus: "node0:0", endpoint: {url: "http://a:1"}}\n'
+SECOND = '  - {name: decode0, role: decode, gpus: "node0:1", endpoint: {url: "http://b:1"}}\n'
+LIVE = MACHINES + "instances:\n" + FIRST + SECOND
+
+
+def said(text: str, environ: dict[str, str] | None = None) -> list[FileError]:
+    """What is wrong with a section."""
+    with pytest.raises(InputErrors) as caught:
+        settings_of(text, "f", ENVIRON if environ is None else environ)
+    problems = caught.value.problems
+    assert [str(problem) for problem in problems] == list(dict.fromkeys(str(problem) for problem in problems))
+    return [problem for problem in problems if isinstance(problem, FileError)]
+
+
+def refused(text: str, *, embedded: bool = False) -> list[FileError]:
+    """What is wrong with a whole file."""
+    with pytest.raises(InputErrors) as caught:
+        deployment_of(text, "f", embedded=embedded, environ={})
+    return [problem for problem in caught.value.problems if isinstance(problem, FileError)]
+
+
+def test_the_documented_defaults_are_the_defaults() -> None:
+    assert settings_of(DOCUMENTED, "f") == GatewaySettings() == settings_of("name: a\n", "f")
+    keys = re.findall(r"^  (\w+):", DOCUMENTED, re.M)
+    assert set(keys) | {"reserve", "upstream_key_env"} == {
+        field.encode_name for field in msgspec.structs.fields(GatewaySettings)
+    }
+
+
+def test_the_documented_examples_are_read(tmp_path: Path) -> None:
+    (tmp_path / "gateway.keys").write_text(f"alice: {hash_text('a')}\n", encoding="utf-8")
+    keyed = settings_of(KEYED, str(tmp_path / "cluster.yaml"), ENVIRON)
+    assert keyed.keys.file == str(tmp_path / "gateway.keys")
+    asked = settings_of(ASKED, "f").oracle
+    assert asked.prometheus is not None
+    assert asked.prometheus.per_tier is not None
+    assert asked.prometheus.per_tier["rack"] == 'max(uplink_utilisation{level="rack"})'
+
+
+def test_a_full_section_says_what_it_says() -> None:
+    read = settings_of(FULL, "f", ENVIRON)
+    assert (read.limits.body_bytes, read.timeouts.connect_s, read.timeouts.prefill_s) == (2**20, 1e-3, 86_400.0)
+    assert read.admin.hosts == ["gateway.example"]
+    spec = read.control_spec()
+    assert (spec.decode, spec.parameters, spec.prefill) == (
+        "cla",
+        {"cache_weight": 2, "load_weight": 0.5},
+        "least-loaded",
+    )
+    assert (spec.constraint, spec.reserve_bytes) == ("pod:preferred:0.5", 2e9)
+    oracle = spec.oracle
+    assert (oracle.stale_after_s, oracle.self_measured, oracle.prediction) == (60.0, False, "trend")
+
+
+def test_the_defaults_make_a_core() -> None:
+    cluster, read = deployment_of(LIVE, "f")
+    assert read.control_spec().build(cluster).handle is not None
+    assert read.control_spec().oracle.self_measured
+
+
+TOKEN = re.compile(r"(?<=[{\[ ])(?:\"[^\"]*\"|[^\s{}\[\],:\"]+(?: [a-zA-Z]+)?)(?=[,}\]\n])")
+KEY = re.compile(r"(?<=[{ ])[a-z_]+(?=:(?: |$))", re.M)
+
+
+@st.composite
+def corrupted(draw: st.DrawFn) -> tuple[str, int]:
+    """A full section with one key or one value replaced by what fits nowhere, and its line."""
+    if draw(st.booleans()):
+        start, end = draw(st.sampled_from([m.span() for m in KEY.finditer(FULL) if m[0] not in ("alice", "llama")]))
+        new = draw(st.sampled_from(["kye", "Listen", "no-such-key"]))
+    else:
+        start, end = draw(st.sampled_from([match.span() for match in TOKEN.finditer(FULL)]))
+        new = draw(st.sampled_from(["[1, {a: b}]", "{}", "-7", "1e400", ".nan", '"\\n"', "!!binary x", "*a", ""]))
+        if new == "" and FULL[end] not in ",}\n":
+            new = "{}"
+    return FULL[:start] + new + FULL[end:], FULL.count("\n", 0, start) + 1
+
+
+@given(corrupted())
+@settings(max_examples=150, deadline=None)
+def test_every_corruption_is_named_on_its_line(drawn: tuple[str, int]) -> None:
+    text, line = drawn
+    problems = said(text)
+    assert line in [problem.line for problem in problems], [str(problem) for problem in problems]
+    assert all(problem.what and problem.field.startswith("gateway") for problem in problems)
+    assert [problem.line for problem in problems] == sorted(problem.line for problem in problems)
+
+
+def section(text: str) -> str:
+    return f"gateway:\n  {text}\n"
+
+
+PROMETHEUS = "source: prometheus, prometheus: {url: 'http://p'"
+FAULTS = {
+    "unknown key": ("lisen: {}", "lisen", "did you mean 'listen'?"),
+    "unknown inner key": ("limits: {boddy: 1 MB}", "limits.boddy", "did you mean 'body'?"),
+    "no unit": ("timeouts: {connect: 2}", "timeouts.connect", "it has no unit; write a number and one of ns"),
+    "no wait": ("timeouts: {connect: 0 s}", "timeouts.connect", "between 1 ms and 24 h"),
+    "for ever": ("timeouts: {drain: 25 h}", "timeouts.drain", "between 1 ms and 24 h"),
+    "no size": ("limits: {body: 64}", "limits.body", "it has no unit"),
+    "port": ("listen: {port: 65536}", "listen.port", "a whole number from 0 to 65535"),
+    "same port": ("listen: {port: 9090}", "", "would share port 9090"),
+    "host": ("listen: {host: 'http://a'}", "listen.host", "such as '127.0.0.1'"),
+    "yes or no": ("oracle: {self_measured: 1}", "oracle.self_measured", "write true or false"),
+    "choice": ("measure: ttft", "measure", "one of auto, first-byte, engine"),
+    "share": ("retries: {share: 1.5}", "retries.share", "a number from 0 to 1"),
+    "path": ("health: {path: health}", "health.path", "such as '/health'"),
+    "policy": ("policy: netkw", "policy", "did you mean 'netkv'?"),
+    "parameter": ("parameters: {speed: 1}", "parameters", "'netkv' has no parameter 'speed'; it takes none"),
+    "bad parameter": ("{policy: cla, parameters: {load_weight: -1}}", "parameters", "use a number of zero or more"),
+    "prefill": ("prefill: cla", "prefill", "known: round-robin, least-loaded, cache-aware"),
+    "constraint": ("constraint: pot:fail", "constraint", "'pot'"),
+    "prediction": ("oracle: {prediction: best}", "oracle.prediction", "smooth, trend"),
+    "no server": ("oracle: {source: prometheus}", "oracle", "add `prometheus: {url: ...}`"),
+    "idle server": ("oracle: {prometheus: {url: 'http://p'}}", "oracle.prometheus", "the source is static"),
+    "no query": (f"oracle: {{{PROMETHEUS}}}}}", "oracle.prometheus", "no query is given"),
+    "both queries": (
+        f"oracle: {{{PROMETHEUS}, per_tier: {{rack: a}}, per_link: {{query: b}}}}}}",
+        "oracle.prometheus", "both `per_tier` and",
+    ),
+    "tier": (f"oracle: {{{PROMETHEUS}, per_tier: {{rak: a}}}}}}", "oracle.prometheus.per_tier.rak", "node, rack, pod"),
+    "no tokenizer": ("prompt: {tokenizer: /no/where}", "prompt.tokenizer", "there is no tokenizer at /no/where"),
+    "no folder": ("log: {events: /no/where/log}", "log.events", "there is no folder /no/where"),
+    "no certificate": ("listen: {tls: {certificate: /no, key: /no}}", "listen.tls.key", "there is no file /no"),
+    "no key file": ("keys: {file: /no/keys}", "keys.file", "cannot be read"),
+    "unknown client": (
+        f"keys: {{known: {{alice: '{hash_text('a')}'}}, concurrency: {{alise: 1}}}}",
+        "keys.concurrency.alise", "did you mean 'alice'?",
+    ),
+    "limit without keys": ("keys: {concurrency: {alice: 1}}", "keys.concurrency.alice", "there are no keys"),
+    "engines' key for all": ("upstream_key_env: ENGINE_KEY", "upstream_key_env", "would be everybody's"),
+    "engines' key unset": (
+        f"{{keys: {{known: {{a: '{hash_text('a')}'}}}}, upstream_key_env: NONE}}", "upstream_key_env", "export NONE=",
+    ),
+    "not a mapping": ("[listen]", "", "['listen'] is not a mapping"),
+    "no value": ("policy:", "policy", "has no value"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_each_fault_says_where_and_how_to_mend(fault: str) -> None:
+    text, field, sentence = FAULTS[fault]
+    found = {(problem.field, str(problem)) for problem in said(section(text))}
+    place = f"gateway.{field}" if field else "gateway"
+    assert any(where.startswith(place) and sentence in what for where, what in found), found
+
+
+@pytest.mark.parametrize("text", ["admin: {push_token: short-secret}", "keys: {known: {alice: kvr_short-secret}}"])
+def test_a_secret_is_not_repeated(text: str) -> None:
+    (problem,) = said(section(text))
+    assert "short-secret" not in str(problem)
+    assert "the value does not fit" in str(problem)
+
+
+def test_all_faults_are_named_at_once_and_on_their_lines() -> None:
+    lines = [
+        "gateway:",
+        "policy: a",
+        "prefill: b",
+        "constraint: c",
+        "prompt: {tokenizer: d}",
+        "oracle: {source: push, a: 1}",
+    ]
+    text = "\n  ".join(lines)
+    assert [problem.line for problem in said(text)] == [6]
+    text = text.replace(", a: 1", ", prometheus: {url: 'http://p'}")
+    assert [problem.line for problem in said(text)] == [2, 3, 4, 5, 6, 6]
+
+
+def test_a_section_is_read_whatever_stands_beside_it() -> None:
+    """The line numbers are the file's; other sections' faults are for others to tell."""
+    text = "nodes: *none\nname: 7\ngateway:\n  policy: cla\n"
+    value, lines = read_section(text, "f", "gateway", GatewaySettings)
+    assert (value.policy, lines.error("x", ("gateway", "policy")).line) == ("cla", 4)
+    with pytest.raises(InputErrors, match="f:3: gateway: 'gateway' has no value"):
+        read_section("a: 1\n\ngateway:\n", "f", "gateway", GatewaySettings)
+    with pytest.raises(InputErrors, match="not YAML"):
+        read_section("a: [\n", "f", "gateway", GatewaySettings)
+
+
+def test_a_wait_of_exactly_a_millisecond_is_one() -> None:
+    assert quantity(Wait, "1 ms") == 1e-3
+    with pytest.raises(InputError, match="between 1 ms and 24 h"):
+        quantity(Wait, "0.9 ms")
+
+
+# The whole file
+
+
+def test_a_deployment_is_a_cluster_and_its_settings() -> None:
+    cluster, read = deployment_of(LIVE + "gateway: {models: {llama: llama-3-70b}}\n", "f")
+    assert [instance.name for instance in cluster.instances] == ["decode0", "prefill0"]
+    assert read.models == {"llama": "llama-3-70b"}
+
+
+def test_faults_of_cluster_and_section_are_told_together_and_once() -> None:
+    text = LIVE.replace("90 us", "90") + "gateway:\n  policy: a\n"
+    assert [problem.line for problem in refused(text)] == [3, 9]
+    assert len(refused(LIVE + "gateway: *a\n")) == 1
+    assert len(refused("a: [")) == 1
+
+
+SGLANG = 'url: "http://a:1", protocol: sglang'
+LIVE_FAULTS = {
+    "no endpoint": (LIVE.replace(', endpoint: {url: "http://b:1"}', ""), 7, "decode0 has no endpoint; add `endpoint:"),
+    "same engine": (LIVE.replace("http://b:1", "http://A:1"), 7, "is prefill0's already"),
+    "no bootstrap": (LIVE.replace('url: "http://a:1"', SGLANG), 6, "sglang needs the prefill engine's bootstrap"),
+    "lone prefill": (LIVE.replace('url: "http://a:1"', SGLANG), 6, "prefill0 has no decode instance to work with"),
+    "lone decode": (LIVE.replace('url: "http://a:1"', SGLANG), 7, "decode0 has no prefill instance to work with"),
+    "no partner for a model": (
+        LIVE.replace("role: decode,", "role: decode, model: llama-3-8b,"), 7, "none for llama-3-8b speaks vllm",
+    ),
+    "replay alone": (
+        LIVE.replace('"http://b:1"', '"http://b:1", kv_replay: "tcp://b:2"'), 7, "says nothing without `kv_events`",
+    ),
+    "no events": (LIVE + "gateway: {prefix: events}\n", 6, "`prefix: events` needs the KV events of prefill0"),
+    "unknown model": (LIVE + "gateway: {models: {a: llama-3-7b}}\n", 8, "did you mean 'llama-3-70b'?"),
+    "shorthand": (MACHINES + "instances: {prefill: 1, decode: 1}\n", 5, "or serve emulated engines with --embedded"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", LIVE_FAULTS)
+def test_each_obstacle_to_serving_says_where_and_how_to_mend(fault: str) -> None:
+    text, line, sentence = LIVE_FAULTS[fault]
+    found = [(problem.line, str(problem)) for problem in refused(text)]
+    assert any(where == line and sentence in what for where, what in found), found
+    assert [where for where, _ in found] == sorted(where for where, _ in found)
+
+
+def test_emulated_engines_need_no_endpoint() -> None:
+    for fault in ("no endpoint", "shorthand", "no bootstrap", "no events"):
+        assert deployment_of(LIVE_FAULTS[fault][0], "f", embedded=True)[0].name == "live"
+    assert refused(LIVE_FAULTS["unknown model"][0], embedded=True)
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["prefill", "decode", "both"]), st.sampled_from(["vllm", "mooncake", "sglang"])),
+        min_size=1,
+        max_size=6,
+    )
+)
+@settings(max_examples=80, deadline=None)
+def test_a_served_cluster_has_partners_for_every_protocol(instances: list[tuple[str, str]]) -> None:
+    """Accepted if and only if each protocol that prefills for others also decodes for others, and the reverse."""
+    text = MACHINES + "instances:\n"
+    for index, (role, protocol) in enumerate(instances):
+        endpoint = f'{{url: "http://h{index}:1", protocol: {protocol}, bootstrap: "h{index}:2"}}'
+        text += f'  - {{name: i{index}, role: {role}, gpus: "node0:{index}", endpoint: {endpoint}}}\n'
+    kinds = set(instances)
+    both_roles = all({role for role, _ in kinds} & {role, "both"} for role in ("prefill", "decode"))
+    paired = all((("prefill", p) in kinds) == (("decode", p) in kinds) for p in ("vllm", "mooncake", "sglang"))
+    try:
+        deployment_of(text, "f")
+    except InputErrors:
+        assert not (both_roles and paired)
+    else:
+        assert both_roles
+        assert paired
+
+
+# Files beside it
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Two certificates with their keys, a.pem and b.pem, and a.key locked as locked.key."""
+    folder = tmp_path_factory.mktemp("tls")
+    curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-subj", "/CN=localhost"]
+    for name in ("a", "b"):
+        files = ["-keyout", f"{name}.key", "-out", f"{name}.pem"]
+        subprocess.run(["openssl", "req", "-x509", *curve, *files], cwd=folder, check=True, capture_output=True)
+    lock = ["openssl", "ec", "-in", "a.key", "-aes128", "-passout", "pass:word", "-out", "locked.key"]
+    subprocess.run(lock, cwd=folder, check=True, capture_output=True)
+    return folder
+
+
+def test_paths_start_at_the_files_folder(certificates: Path) -> None:
+    (certificates / "tokenizer.json").write_text("{}", encoding="utf-8")
+    (certificates / "keys").write_text(f"alice: {hash_text('a')}\n", encoding="utf-8")
+    text = "gateway: {listen: {tls: {certificate: a.pem, key: ./a.key}}, prompt: {tokenizer: .}, keys: {file: keys}, log: {events: e}}"
+    read = settings_of(text, str(certificates / "cluster.yaml"))
+    assert read.listen.tls == TlsSettings(certificate=str(certificates / "a.pem"), key=str(certificates / "a.key"))
+    assert (read.prompt.tokenizer, read.keys.file) == (str(certificates), str(certificates / "keys"))
+    assert read.log.events == str(certificates / "e")
+    assert isinstance(tls_context(read.listen.tls), ssl.SSLContext)
+
+
+@pytest.mark.parametrize("key", ["b.key", "locked.key", "b.pem"])
+def test_a_certificate_needs_its_own_open_key(certificates: Path, key: str) -> None:
+    text = f"gateway:\n  listen: {{tls: {{certificate: a.pem, key: {key}}}}}\n"
+    with pytest.raises(InputErrors, match=r"gateway\.listen\.tls: certificate and key cannot be used") as caught:
+        settings_of(text, str(certificates / "cluster.yaml"))
+    assert [getattr(problem, "line", 0) for problem in caught.value.problems] == [2]
+
+
+def test_a_key_files_faults_are_told_with_its_own_lines(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("alice: kvr_secret\n", encoding="utf-8")
+    with pytest.raises(InputErrors) as caught:
+        settings_of("gateway:\n  policy: a\n  keys: {file: keys}\n", str(tmp_path / "cluster.yaml"))
+    assert len(caught.value.problems) == 2
+    assert f"{tmp_path / 'keys'}:1: alice: the value does not fit" in str(caught.value)
+    assert "secret" not in str(caught.value)

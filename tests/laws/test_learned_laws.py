@@ -1,0 +1,214 @@
+"""The laws of self-measured bandwidth: truth changes nothing, a change is found, one lie moves little, age forgets."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvroute.oracle import NetworkOracle, OracleSettings, effective_bytes_per_s
+from kvroute.policies import decode_policy
+from kvroute.types import Candidates, Choice, FloatArray, InputError, IntArray, Request, TierArray
+
+TIER: TierArray = np.array([[0, 2, 3, 3], [2, 0, 3, 3], [3, 3, 0, 1], [3, 3, 1, 0]], dtype=np.int8)
+BYTES_PER_S = np.array([450e9, 12.5e9, 6.25e9, 3.125e9, 1.25e9])
+LATENCY_S = np.array([1e-6, 3e-6, 8e-6, 15e-6, 10e-3])
+ALL: IntArray = np.arange(4)
+PAIRS = st.tuples(st.integers(0, 3), st.integers(0, 3))
+SIZES = st.floats(2e6, 1e10)
+CONGESTION = st.floats(0, 0.9)
+FACTORS = st.floats(0.02, 3.5)
+
+
+def oracle(**settings: float) -> NetworkOracle:
+    return NetworkOracle(TIER, BYTES_PER_S, LATENCY_S, OracleSettings(self_measured=True, **settings))  # type: ignore[arg-type]
+
+
+def lone(network: NetworkOracle, source: int, at: float = 0.0) -> FloatArray:
+    """What the oracle believes of an idle network; the static view where it has measured nothing."""
+    costs = network.costs(source, ALL, at)
+    return costs.bytes_per_s.take(costs.tier) if costs.pair_bytes_per_s is None else costs.pair_bytes_per_s
+
+
+def transfer(
+    network: NetworkOracle, at: float, pair: tuple[int, int], kv_bytes: float, *, factor: float = 1.0, together: int = 1
+) -> None:
+    """`together` equal transfers of a pair, on a network that has `factor` of the static bandwidth, told as one sum."""
+    source, target = pair
+    costs = network.costs(source, np.array([target]), at)
+    tier = int(costs.tier[0])
+    for _ in range(together):
+        network.transfer_started(source, target)
+    for _ in range(together):
+        network.transfer_finished(source, target)
+    bytes_per_s = BYTES_PER_S[tier] * factor * (1 - costs.congestion[tier]) / together
+    seconds = LATENCY_S[tier] + kv_bytes / bytes_per_s
+    network.transfer_measured(at, source, target, kv_bytes * together, float(seconds * together), together)
+
+
+@given(st.lists(st.tuples(PAIRS, SIZES, st.integers(1, 12)), max_size=20), st.lists(CONGESTION, min_size=5, max_size=5))
+def test_the_truth_leaves_the_static_map_as_it_is(
+    transfers: list[tuple[tuple[int, int], float, int]], congestion: list[float]
+) -> None:
+    """Whatever telemetry says and however many run together: as fast as predicted is no news."""
+    network = oracle()
+    network.congestion_measured(0.0, congestion)
+    for at, (pair, kv_bytes, together) in enumerate(transfers):
+        transfer(network, float(at), pair, kv_bytes, together=together)
+    for source in range(4):
+        assert lone(network, source) == pytest.approx(BYTES_PER_S[TIER[source]], rel=1e-9)
+
+
+@given(PAIRS, FACTORS, st.integers(1, 4), CONGESTION)
+def test_a_changed_capacity_is_found(pair: tuple[int, int], factor: float, together: int, congested: float) -> None:
+    """Within 1 % after 60 measurements of one pair, and half way at least after 10; only its tier learns with it."""
+    network = oracle()
+    network.congestion_measured(0.0, [congested] * 5)
+    source, target = pair
+    believed = []
+    for at in range(60):
+        transfer(network, float(at), pair, 1e11, factor=factor, together=together)
+        believed.append(lone(network, source)[target] / BYTES_PER_S[TIER[pair]])
+    assert believed[-1] == pytest.approx(factor, rel=0.01)
+    assert abs(math.log(believed[9])) >= abs(math.log(factor)) / 2 - 1e-9
+    others = TIER[source] != TIER[pair]
+    assert (lone(network, source)[others] == BYTES_PER_S[TIER[source]][others]).all()
+    unheard = lone(network, (source + 1) % 4)
+    same = TIER[(source + 1) % 4] == TIER[pair]
+    assert unheard[same] == pytest.approx(factor * BYTES_PER_S[TIER[pair]], rel=0.01)
+
+
+def test_a_slow_pair_is_told_from_its_tier() -> None:
+    """Two pairs of one tier, one at a quarter of the other: each is believed; a third gets what lies between."""
+    network = oracle()
+    for at in range(100):
+        transfer(network, float(at), (0, 2), 1e10, factor=0.25)
+        transfer(network, float(at), (0, 3), 1e10, factor=1.0)
+    static = BYTES_PER_S[3]
+    assert lone(network, 0)[2:] == pytest.approx([0.25 * static, static], rel=0.2)
+    assert 0.25 * static < lone(network, 1)[2] < static
+
+
+@given(
+    st.lists(st.tuples(PAIRS, FACTORS), max_size=12),
+    PAIRS,
+    st.floats(0, 1e15),
+    st.floats(0, 1e9),
+    st.integers(1, 10**6),
+)
+def test_one_outlier_moves_little(
+    before: list[tuple[tuple[int, int], float]], pair: tuple[int, int], kv_bytes: float, seconds: float, transfers: int
+) -> None:
+    """By a factor of four at most (two by the tier, two by the pair), and never out of the bounds."""
+    network = oracle()
+    for at, (each, factor) in enumerate(before):
+        transfer(network, float(at), each, 1e10, factor=factor)
+    old = np.array([lone(network, source, 99.0) for source in range(4)])
+    network.transfer_measured(99.0, *pair, kv_bytes, seconds, transfers)
+    new = np.array([lone(network, source, 99.0) for source in range(4)])
+    assert (np.abs(np.log(new / old)) <= math.log(4) + 1e-9).all()
+    assert (new >= 0.01 * BYTES_PER_S[TIER] * (1 - 1e-12)).all()
+    assert (new <= 4 * BYTES_PER_S[TIER] * (1 + 1e-12)).all()
+
+
+@given(PAIRS, FACTORS, st.floats(0, 100), st.floats(0, 100))
+def test_what_was_learned_fades(pair: tuple[int, int], factor: float, first_s: float, second_s: float) -> None:
+    """In full for 10 s, then ever closer to the static map, which is back at twice that age."""
+    network = oracle(stale_after_s=10.0)
+    transfer(network, 0.0, pair, 1e11, factor=factor)
+    static = BYTES_PER_S[TIER[pair]]
+    early, late = (abs(lone(network, pair[0], at)[pair[1]] - static) for at in sorted((first_s, second_s)))
+    fresh = abs(lone(network, pair[0], 0.0)[pair[1]] - static)
+    assert fresh >= early >= late - 1e-6
+    assert (abs(lone(network, pair[0], 10.0)[pair[1]] - static)) == fresh
+    assert lone(network, pair[0], 20.0)[pair[1]] == pytest.approx(static, rel=1e-12)
+
+
+def test_one_measurement_by_hand() -> None:
+    """Half the bandwidth, once: the tier moves by 2^-0.2, the pair by 2^-(0.8 * 0.2) / 5 more; then it fades."""
+    network = oracle(stale_after_s=10.0)
+    transfer(network, 0.0, (0, 2), 1e10, factor=0.5)
+    tier, pair = 0.5**0.2, 0.5 ** (0.8 * 0.2 / 5)
+    slow = BYTES_PER_S[3]
+    assert lone(network, 0) == pytest.approx([450e9, 6.25e9, slow * tier * pair, slow * tier], rel=1e-3)
+    halfway = slow * (1 + (tier - 1) / 2) * (1 + (pair - 1) / 2)
+    assert lone(network, 0, 15.0)[2] == pytest.approx(halfway, rel=1e-3)
+
+
+def test_transfers_that_nobody_counted_use_the_count_of_now() -> None:
+    """Two on their way, and a measurement of one of them: it had one beside it, so it was as fast as predicted."""
+    network = oracle()
+    for _ in range(2):
+        network.transfer_started(0, 2)
+    network.transfer_measured(1.0, 0, 2, 1e9, 1e9 * 2 / BYTES_PER_S[3] + LATENCY_S[3])
+    assert lone(network, 0) == pytest.approx(BYTES_PER_S[TIER[0]])
+
+
+@pytest.mark.parametrize(
+    ("kv_bytes", "seconds"), [(60_000.0, 1.0), (1e9, 0.0), (1e9, 2 * 15e-6), (0.0, 0.0)], ids=["few", "0s", "rtt", "0"]
+)
+def test_what_measures_no_bandwidth_is_ignored(kv_bytes: float, seconds: float) -> None:
+    network = oracle()
+    network.transfer_measured(0.0, 0, 2, kv_bytes, seconds)
+    assert network.costs(0, ALL, 0.0).pair_bytes_per_s is None
+
+
+def test_wrong_measurements_are_named_and_the_view_stays() -> None:
+    network = oracle()
+    for wrong in ((-1.0, 1.0, 1), (math.nan, 1.0, 1), (1e9, math.inf, 1), (1e9, -1.0, 1), (1e9, 1.0, 0)):
+        with pytest.raises(InputError, match=r"kv_bytes|seconds|transfers"):
+            network.transfer_measured(0.0, 0, 2, *wrong)
+    assert network.costs(0, ALL, 0.0).pair_bytes_per_s is None
+
+
+def test_off_by_default() -> None:
+    network = NetworkOracle(TIER, BYTES_PER_S, LATENCY_S)
+    network.transfer_measured(0.0, 0, 2, 1e9, 100.0)
+    assert network.costs(0, ALL, 0.0).pair_bytes_per_s is None
+
+
+def candidates() -> Candidates:
+    whole: IntArray = np.zeros(3, dtype=np.int64)
+    return Candidates(
+        names=("a", "b", "c"),
+        batch=whole,
+        queued=whole,
+        batch_max=whole + 8,
+        free_kv_bytes=np.full(3, 1e12),
+        hit_tokens=whole,
+        kv_bytes=np.full(3, 1e9),
+        need_bytes=np.full(3, 1e9),
+        iteration_base_s=np.full(3, 0.01),
+        iteration_per_request_s=np.full(3, 1e-4),
+    )
+
+
+def effective(policy: str, network: NetworkOracle) -> FloatArray:
+    costs = network.costs(0, np.array([1, 2, 3]), 1.0)
+    choice = decode_policy(policy).choose(Request(id=0, input_tokens=1000), candidates(), costs, 0)
+    assert isinstance(choice, Choice)
+    return choice.terms.parts["effective_bytes_per_s"]
+
+
+@pytest.mark.parametrize("policy", ["netkv", "netkv-static", "netkv-topo"])
+def test_policies_price_with_what_was_measured(policy: str) -> None:
+    """The pair's bandwidth takes the tier's place, and the other factors stay; unmeasured, nothing changes by a bit."""
+    plain, measuring = NetworkOracle(TIER, BYTES_PER_S, LATENCY_S), oracle()
+    for network in (plain, measuring):
+        network.congestion_measured(0.0, [0.1, 0.2, 0.3, 0.4, 0.5])
+        network.transfer_started(0, 2)
+    assert effective(policy, measuring).tolist() == effective(policy, plain).tolist()
+    measuring.transfer_measured(0.5, 0, 2, 1e9, 5.0)
+    pair = measuring.costs(0, np.array([1, 2, 3]), 1.0).pair_bytes_per_s
+    assert pair is not None
+    congestion, own = np.array([0.3, 0.4, 0.4]), np.array([0, 1, 1])
+    expected = {
+        "netkv": effective_bytes_per_s(pair, congestion, own),
+        "netkv-static": pair / (1 + own),
+        "netkv-topo": pair,
+    }
+    assert effective(policy, measuring) == pytest.approx(expected[policy])
+    assert effective(policy, measuring)[1] < effective(policy, plain)[1]

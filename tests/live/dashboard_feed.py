@@ -1,0 +1,203 @@
+"""An admin port with a dashboard whose cluster is played: real decisions of the core on a scripted load, no engines.
+
+`python dashboard_feed.py PODS RACKS NODES RATE [NAME]` prints its port and runs until its standard input ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import random
+import sys
+from collections.abc import Callable
+from functools import partial
+
+import msgspec
+
+from kvroute.control import ControlSpec
+from kvroute.gateway.admin import Admin, AdminParts
+from kvroute.gateway.metrics import Metrics
+from kvroute.gateway.state import ClusterState
+from kvroute.gateway.view import InstanceLoad, Load, OracleLoad, Ttft
+from kvroute.topology import ClusterFile, InstanceCounts, build, fat_tree
+from kvroute.types import (
+    Admitted,
+    Arrived,
+    CongestionMeasured,
+    Decode,
+    Finished,
+    Prefill,
+    PrefillFinished,
+    Reject,
+    Request,
+    TransferFinished,
+)
+
+KV_BYTES_PER_TOKEN = 327_680
+STEP_S = 0.02
+
+
+class Feed:
+    """Requests through a core on virtual time; every second one is decided by the other policy."""
+
+    def __init__(self, file: ClusterFile, rate_per_s: float, seed: int = 1) -> None:
+        self.cluster = build(file)
+        self.now_s = 0.0
+        self._draw, self._rate = random.Random(seed), rate_per_s
+        self._cores = {name: ControlSpec(decode=name).build(self.cluster) for name in ("netkv", "round-robin")}
+        self.state = ClusterState(self.cluster, self.load, policy="netkv", version="0.1.0")
+        roles = {instance.name: instance.role for instance in self.cluster.instances}
+        self.metrics = Metrics(self.load, roles, version="0.1.0", policy="netkv")
+        self._here = dict.fromkeys(roles, 0)
+        self._free_s = dict.fromkeys(roles, 0.0)
+        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self._count = self._order = 0
+        names = sorted(roles)
+        self._sick = {names[len(names) // 3]: "open", names[len(names) // 2]: "half-open", names[-2]: "down"}
+        self._at(0.0, self._arrive)
+        self._at(0.5, self._measure)
+
+    def advance(self, to_s: float) -> None:
+        """Play up to a time."""
+        while self._due and self._due[0][0] <= to_s:
+            self.now_s, _, action = heapq.heappop(self._due)
+            action()
+        self.now_s = to_s
+
+    def load(self) -> Load:
+        """Gauges now."""
+        return Load(
+            in_flight=sum(core.in_flight for core in self._cores.values()),
+            connections=64,
+            oracle=OracleLoad(
+                source="push",
+                age_s=self.now_s % 1.0,
+                congestion=(0.0, 0.08, 0.31, 0.62, 0.0),
+                learned_ratio=(None, 0.97, 0.84, 0.55, None),
+            ),
+            instances=tuple(self._instance(instance.name, instance.role) for instance in self.cluster.instances),
+        )
+
+    def _instance(self, name: str, role: str) -> InstanceLoad:
+        sick = self._sick.get(name)
+        here = self._here[name]
+        return InstanceLoad(
+            name=name,
+            up=sick != "down",
+            breaker="open" if sick == "open" else "half-open" if sick == "half-open" else "closed",
+            requests=here,
+            running=here,
+            prefill_pending_s=max(0.0, self._free_s[name] - self.now_s) if role != "decode" else 0.0,
+            kv_used_share=min(1.0, here / 64),
+            scrape_age_s=self.now_s % 1.0,
+        )
+
+    def _at(self, at_s: float, action: Callable[[], None]) -> None:
+        self._order += 1
+        heapq.heappush(self._due, (at_s, self._order, action))
+
+    def _measure(self) -> None:
+        for core in self._cores.values():
+            core.handle(CongestionMeasured(self.now_s, (0.0, 0.08, 0.31, 0.62, 0.0)))
+        self._at(self.now_s + 1.0, self._measure)
+
+    def _arrive(self) -> None:
+        number, at_s = self._count, self.now_s
+        self._count += 1
+        self._at(at_s + self._draw.expovariate(self._rate), self._arrive)
+        self.state.arrived(at_s)
+        if number % 97 == 96:
+            reject = Reject(number, "no decode instance has room for the KV cache: decode3 comes closest")
+            self.state.decided(reject, at_s)
+            self.state.rejected(at_s)
+            self.state.finished(at_s, 503)
+            return
+        policy = "netkv" if number % 2 else "round-robin"
+        core = self._cores[policy]
+        tokens = int(self._draw.lognormvariate(7.6, 0.7))
+        prefix = tuple(range(self._draw.randrange(40) * 1000, tokens // 16))
+        request = Request(id=number, input_tokens=tokens, blocks=prefix, max_output_tokens=400)
+        for decision in core.handle(Arrived(at_s, request)):
+            self.state.policy = policy
+            self.state.decided(decision, at_s)
+            self.state.policy = "netkv"
+            if isinstance(decision, Prefill):
+                name = decision.instance
+                self._here[name] += 1
+                self._free_s[name] = max(self._free_s[name], at_s) + 0.02 + 9e-5 * tokens
+                self._at(self._free_s[name], partial(self._prefilled, policy, number, name, at_s))
+
+    def _prefilled(self, policy: str, number: int, source: str, arrived_s: float) -> None:
+        self._here[source] -= 1
+        core, now_s = self._cores[policy], self.now_s
+        for decision in core.handle(PrefillFinished(now_s, number)):
+            self.state.policy = policy
+            self.state.decided(decision, now_s)
+            self.state.policy = "netkv"
+            if isinstance(decision, Decode):
+                took_s = decision.kv_bytes / float(self.cluster.tier_bytes_per_s[decision.tier]) * 1.6 + 0.004
+                self.state.transfer_started(decision, now_s, took_s)
+                self._here[decision.target] += 1
+                self._at(now_s + took_s, partial(self._landed, policy, decision, arrived_s, now_s))
+
+    def _landed(self, policy: str, decision: Decode, arrived_s: float, started_s: float) -> None:
+        now_s, core = self.now_s, self._cores[policy]
+        core.handle(TransferFinished(now_s, decision.request_id))
+        core.handle(Admitted(now_s, decision.request_id))
+        self.state.transfer_ended(decision.request_id, now_s)
+        ttft = Ttft(0.001, started_s - arrived_s, now_s - started_s, 0.0131)
+        self.state.first_token(ttft, now_s, tier=decision.tier, kv_bytes=decision.kv_bytes, policy=policy)
+        self.metrics.first_token("vllm", ttft, ("request_id", str(decision.request_id)))
+        self._at(now_s + self._draw.uniform(2.0, 9.0), partial(self._finish, policy, decision))
+
+    def _finish(self, policy: str, decision: Decode) -> None:
+        self._here[decision.target] -= 1
+        self._cores[policy].handle(Finished(self.now_s, decision.request_id))
+        self.state.finished(self.now_s, 200)
+        self.metrics.finished("/v1/completions", 200, 5.0)
+
+
+def played(pods: int, racks: int, nodes: int, name: str = "prefill-x") -> ClusterFile:
+    """A fat tree of 8-GPU nodes with two instances each, every fourth of them for prefill; the first has this name."""
+    count = pods * racks * nodes * 2
+    file = fat_tree(
+        f"{count} instances",
+        pods=pods,
+        racks_per_pod=racks,
+        nodes_per_rack=nodes,
+        oversubscription=(2.0, 2.0),
+        instances=InstanceCounts(prefill=1, decode=count - 1),
+    )
+    plain = build(file).file
+    assert isinstance(plain.instances, list)
+    entries = [
+        msgspec.structs.replace(
+            entry,
+            name=name if k == 0 else f"{'decode' if k % 4 else 'prefill'}{k:03}",
+            role="decode" if k % 4 else "prefill",
+        )
+        for k, entry in enumerate(plain.instances)
+    ]
+    return msgspec.structs.replace(plain, instances=entries)
+
+
+async def serve(feed: Feed) -> None:
+    """Play at the pace of the wall clock until standard input ends."""
+    feed.advance(12.0)
+    parts = AdminParts(
+        state=feed.state, metrics=feed.metrics, now=lambda: feed.now_s, ready=lambda: "", version="0.1.0"
+    )
+    admin = Admin(parts)
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
+    loop.add_reader(sys.stdin, ended.set)
+    print(await admin.start("127.0.0.1", 0), flush=True)  # noqa: T201
+    while not ended.is_set():
+        feed.advance(feed.now_s + STEP_S)
+        await asyncio.sleep(STEP_S)
+    await admin.close()
+
+
+if __name__ == "__main__":
+    pods, racks, nodes = (int(text) for text in sys.argv[1:4])
+    asyncio.run(serve(Feed(played(pods, racks, nodes, *sys.argv[5:6]), float(sys.argv[4]))))

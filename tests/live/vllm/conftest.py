@@ -1,0 +1,213 @@
+"""One prefill and two decode vLLM servers with our connector, started once per test session on free loopback ports."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
+BIN = ROOT / ".venv-vllm" / "bin"
+READY_S = 180.0
+BLOCK_TOKENS = 32
+BLOCKS = 512
+MODEL = "tiny"
+
+
+@dataclass
+class Server:
+    """One `vllm serve` process group."""
+
+    name: str
+    port: int
+    events: str
+    replay: str
+    process: subprocess.Popen[bytes]
+    log: Path
+    fault_file: Path
+
+    @property
+    def url(self) -> str:
+        """Without a path."""
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process runs."""
+        return self.process.poll() is None
+
+    def ready(self) -> bool:
+        """Whether it answers."""
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=2.0):
+                return True
+        except OSError:
+            return False
+
+    def post(self, path: str, body: dict[str, Any], timeout_s: float = 120.0) -> dict[str, Any]:
+        """JSON in, JSON out."""
+        data, headers = json.dumps(body).encode(), {"Content-Type": "application/json"}
+        request = urllib.request.Request(f"{self.url}{path}", data, headers)
+        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+            text = answer.read()
+        found: dict[str, Any] = json.loads(text) if text else {}
+        return found
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Sum of a metric's samples that carry `labels`."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=10.0) as answer:
+            lines = answer.read().decode().splitlines()
+        wanted = [f'{label}="{value}"' for label, value in labels.items()]
+        samples = [line for line in lines if line.startswith((f"{name}{{", f"{name} "))]
+        return sum(float(line.rsplit(" ", 1)[1]) for line in samples if all(label in line for label in wanted))
+
+    def kill(self) -> None:
+        """The whole process group, at once."""
+        if self.alive:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+@dataclass
+class Pair:
+    """The servers: one that prefills and two that decode, of which a test may kill what it likes."""
+
+    model: Path
+    folder: Path
+    prefill: Server
+    decode: Server
+    other: Server
+
+    @property
+    def servers(self) -> list[Server]:
+        """All three."""
+        return [self.prefill, self.decode, self.other]
+
+    def revive(self) -> None:
+        """Start again whatever is dead."""
+        if not self.decode.alive:
+            self.decode = start("kv_consumer", self.decode.name, self.model, self.folder)
+        if not self.other.alive:
+            self.other = start("kv_consumer", self.other.name, self.model, self.folder)
+        wait_ready(self.servers)
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    """Three servers, started together; their logs stay in pytest's temporary folder."""
+    if not (BIN / "vllm").exists():
+        if os.environ.get("KVROUTE_REQUIRE_LIVE"):
+            pytest.fail("vLLM is not installed: run tests/live/vllm/install.sh")
+        pytest.skip("vLLM is not installed: run tests/live/vllm/install.sh")
+    folder = tmp_path_factory.mktemp("vllm")
+    model = folder / "model"
+    making = subprocess.run([BIN / "python", HERE / "make_model.py", model], capture_output=True, text=True)
+    assert making.returncode == 0, making.stderr
+    decodes = (start("kv_consumer", name, model, folder) for name in ("decode0", "decode1"))
+    servers = Pair(model, folder, start("kv_producer", "prefill0", model, folder), *decodes)
+    try:
+        wait_ready(servers.servers)
+        yield servers
+    finally:
+        for server in servers.servers:
+            server.kill()
+
+
+@pytest.fixture
+def pair(cluster: Pair) -> Pair:
+    """All servers are up, and nothing is broken on purpose."""
+    cluster.prefill.fault_file.unlink(missing_ok=True)
+    cluster.revive()
+    return cluster
+
+
+def start(role: str, name: str, model: Path, folder: Path) -> Server:
+    """Start a server of `role` (`kv_producer` or `kv_consumer`); it is not ready yet."""
+    port, events, replay = free_ports(3)
+    fault_file = folder / f"{name}.fault"
+    connector = {
+        "kv_connector": "KvrouteConnector",
+        "kv_connector_module_path": "kvroute.connector.vllm",
+        "kv_role": role,
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {
+            "token_env": "KVROUTE_TEST_TOKEN",
+            "instance": name,
+            "checksum": True,
+            "timeout_s": 5.0,
+            "dscp": {"kv": 10},
+            "fault_file": str(fault_file),
+        },
+    }
+    publisher = {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": f"tcp://127.0.0.1:{events}",
+        "replay_endpoint": f"tcp://127.0.0.1:{replay}",
+        "topic": f"kv@{name}",
+    }
+    command = [
+        *(str(BIN / "vllm"), "serve", str(model), "--served-model-name", MODEL),
+        *("--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16", "--max-model-len", "4096"),
+        *("--max-num-seqs", "32", "--enforce-eager", "--block-size", str(BLOCK_TOKENS)),
+        *("--num-gpu-blocks-override", str(BLOCKS), "--enable-prompt-tokens-details"),
+        *("--kv-transfer-config", json.dumps(connector), "--kv-events-config", json.dumps(publisher)),
+    ]
+    log = folder / f"{name}.log"
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, env=environment(), cwd=folder
+        )
+    endpoints = f"tcp://127.0.0.1:{events}", f"tcp://127.0.0.1:{replay}"
+    return Server(name, port, *endpoints, process, log, fault_file)
+
+
+def environment() -> dict[str, str]:
+    """Quiet, offline, one thread; the connector comes from this checkout."""
+    quiet = {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
+        "VLLM_HOST_IP": "127.0.0.1",
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "VLLM_SERVER_DEV_MODE": "1",
+        "KVROUTE_TEST_TOKEN": "a secret of the tests",
+    }
+    return os.environ | quiet | {"PYTHONPATH": str(ROOT / "src")}
+
+
+def wait_ready(servers: list[Server]) -> None:
+    """Until all answer; a process that ends before is a failure with the tail of its log."""
+    deadline = time.monotonic() + READY_S
+    waiting = list(servers)
+    while waiting:
+        for server in list(waiting):
+            if not server.alive or time.monotonic() > deadline:
+                tail = server.log.read_text(encoding="utf-8", errors="replace")[-4000:]
+                pytest.fail(f"{server.name} did not come up; {server.log} ends:\n{tail}")
+            if server.ready():
+                waiting.remove(server)
+        time.sleep(0.25)
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody has just now."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports

@@ -1,0 +1,60 @@
+"""A tiny Llama with random weights and a byte-level BPE tokenizer, made on the spot: `make_model.py FOLDER`.
+
+Runs in vLLM's environment. Equal on every run: the seed is fixed.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+LAYERS = 4
+TEXT = [
+    "the quick brown fox jumps over the lazy dog. " * 5,
+    "network aware control plane for prefill decode disaggregated inference. " * 5,
+    "".join(chr(code) for code in range(32, 127)),
+]
+CHAT_TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant: "
+
+
+def save_tokenizer(folder: str) -> int:
+    """Train on a few lines; the vocabulary's size, rounded up to what a kernel likes."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    special = ["<s>", "</s>", "<pad>"]
+    trainer = trainers.BpeTrainer(vocab_size=512, special_tokens=special, initial_alphabet=alphabet)
+    tokenizer.train_from_iterator(TEXT, trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+    fast.chat_template = CHAT_TEMPLATE
+    fast.save_pretrained(folder)
+    return -(-tokenizer.get_vocab_size() // 64) * 64
+
+
+def save_model(folder: str, vocabulary: int) -> None:
+    """2.6 million parameters in bfloat16."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=8192,
+        tie_word_embeddings=False,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=2,
+        # Wide: the logits are peaked, so greedy tokens do not hang on the last bit.
+        initializer_range=0.2,
+    )
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    save_model(sys.argv[1], save_tokenizer(sys.argv[1]))
