@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,19 +51,25 @@ def served(
         bootstrap: `host:port` of the prefill engines' bootstrap server, where the protocol has one.
     """
     ports = {"prefill": iter(prefill), "decode": iter(decode)}
-    file = expand(tree(len(prefill), len(decode)))
+
+    def endpoint(instance: InstanceEntry) -> EndpointEntry:
+        return EndpointEntry(
+            url=f"http://127.0.0.1:{next(ports[instance.role])}",
+            protocol=protocol,
+            bootstrap=bootstrap if instance.role == "prefill" else "",
+        )
+
+    return reached(tree(len(prefill), len(decode)), endpoint, gateway)
+
+
+def reached(
+    file: ClusterFile, endpoint: Callable[[InstanceEntry], EndpointEntry], gateway: Mapping[str, Any]
+) -> ClusterFile:
+    """The file with an endpoint for every instance, asked in the file's order, and a `gateway` section."""
+    file = expand(file)
     assert isinstance(file.instances, list)
-    instances = [_reached(one, next(ports[one.role]), protocol, bootstrap) for one in file.instances]
+    instances = [msgspec.structs.replace(one, endpoint=endpoint(one)) for one in file.instances]
     return msgspec.structs.replace(file, instances=instances, gateway=dict(gateway))
-
-
-def _reached(instance: InstanceEntry, port: int, protocol: KvProtocol, bootstrap: str) -> InstanceEntry:
-    endpoint = EndpointEntry(
-        url=f"http://127.0.0.1:{port}",
-        protocol=protocol,
-        bootstrap=bootstrap if instance.role == "prefill" else "",
-    )
-    return msgspec.structs.replace(instance, endpoint=endpoint)
 
 
 def write(file: ClusterFile, folder: Path) -> Path:

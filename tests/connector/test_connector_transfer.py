@@ -1,4 +1,4 @@
-"""KV blocks over loopback: they arrive as they were, or the transfer says why not; nothing hangs, nothing is left over."""
+"""KV blocks over loopback: they arrive as they were, or the transfer says why not; nothing hangs or is left over."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -378,7 +379,7 @@ def test_runs_are_the_blocks_again(blocks: list[int], joined: bool) -> None:
     found = list(runs(blocks, joined))
     assert [block for first, count in found for block in range(first, first + count)] == blocks
     if joined:
-        assert all(a + n != b for (a, n), (b, _) in zip(found, found[1:], strict=False))
+        assert all(a + n != b for (a, n), (b, _) in pairwise(found))
 
 
 @pytest.mark.parametrize(

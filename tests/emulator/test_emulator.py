@@ -86,7 +86,7 @@ class Client:
 
 
 def quick(cluster: Cluster = SMALL) -> Cluster:
-    return replace(cluster, timing={name: QUICK for name in cluster.timing})
+    return replace(cluster, timing=dict.fromkeys(cluster.timing, QUICK))
 
 
 def on_fleet(
@@ -210,9 +210,14 @@ def test_the_openai_client_is_content() -> None:
         pytest.param({"prompt": "a", "model": "other"}, 404, "model", id="model"),
         pytest.param({"prompt": "a", "max_tokens": 10**7}, 400, None, id="too-long"),
         pytest.param(PREFILL | {"prompt": "a", "n": 2}, 400, "n", id="two-legs-two-answers"),
-        pytest.param({"prompt": "a", "kv_transfer_params": {"do_remote_prefill": True}}, 400, "kv_transfer_params", id="kv"),
+        pytest.param(
+            {"prompt": "a", "kv_transfer_params": {"do_remote_prefill": True}},
+            400,
+            "kv_transfer_params",
+            id="no-source",
+        ),
     ],
-)  # fmt: skip
+)
 def test_wrong_requests_are_refused_in_openai_json(body: dict[str, Any], status: int, param: str | None) -> None:
     """With the field, and without a trace in the engine."""
 

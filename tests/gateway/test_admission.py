@@ -147,9 +147,10 @@ Door.TestCase.settings = settings(max_examples=60, stateful_step_count=50, deadl
 TestDoor = Door.TestCase
 
 
-def busy(in_flight: int, per_s: float, for_s: float, **more: int) -> tuple[Admission, float]:
-    """Full for a while: somebody leaves and somebody else comes `per_s` times a second."""
-    admission = Admission(AdmissionLimits(in_flight=in_flight, queue_wait_s=1e6, **more), 0.0)
+def busy(per_s: float, for_s: float, *, queue: int = 0, per_key: int = 1000) -> tuple[Admission, float]:
+    """A hundred are in, for a while: somebody leaves and somebody else comes `per_s` times a second."""
+    in_flight = 100
+    admission = Admission(AdmissionLimits(in_flight=in_flight, queue=queue, queue_wait_s=1e6, per_key=per_key), 0.0)
     for ticket in range(in_flight):
         assert admission.enter(ticket, f"key{ticket % 2}", 0.0) == Admitted()
     for turn in range(int(per_s * for_s)):
@@ -163,7 +164,7 @@ def busy(in_flight: int, per_s: float, for_s: float, **more: int) -> tuple[Admis
 @settings(max_examples=50, deadline=None)
 def test_retry_after_follows_the_measured_rate(per_s: float, for_s: float, queue: int) -> None:
     """(queue + 1) / rate, to a factor: the estimate is of the last ten seconds, and whole seconds are told."""
-    admission, now = busy(100, per_s, for_s, queue=queue, per_key=1000)
+    admission, now = busy(per_s, for_s, queue=queue)
     for ticket in range(queue):
         assert isinstance(admission.enter(10**6 + ticket, None, now), Queued)
     refused = admission.enter(10**9, None, now)
@@ -175,12 +176,12 @@ def test_retry_after_follows_the_measured_rate(per_s: float, for_s: float, queue
 
 def test_retry_after_of_a_key_waits_for_one_of_its_own() -> None:
     """Fifty of a hundred are the key's, ten leave in a second: one of its own within a fifth of one."""
-    admission, now = busy(100, 10.0, 50.0, per_key=50)
+    admission, now = busy(10.0, 50.0, per_key=50)
     refused = admission.enter(10**6, "key0", now)
     assert isinstance(refused, Refused)
     assert (refused.status, refused.retry_after_s) == (429, 1)
     assert "50 requests" in refused.reason
-    slow, now = busy(100, 0.5, 100.0, per_key=50)
+    slow, now = busy(0.5, 100.0, per_key=50)
     refused = slow.enter(10**6, "key0", now)
     assert isinstance(refused, Refused)
     assert 3 <= refused.retry_after_s <= 6, "one of fifty, where one of a hundred leaves every two seconds: 4 s"

@@ -263,3 +263,37 @@ def test_a_client_that_never_reads_is_cut_off_and_its_engine_released() -> None:
             assert setting.pool.busy == 0
 
     run(main())
+
+
+def test_a_pipeline_whose_answers_are_not_read_is_not_served_on_and_not_lost() -> None:
+    """Answers in order, each beyond the high-water mark; the requests are more than one read takes."""
+    n, answer_bytes = 1500, 100_000
+    request = b"GET /%%d HTTP/1.1\r\nHost: gateway\r\nX-Padding: %b\r\n\r\n" % (b"x" * 600)
+
+    async def main() -> None:
+        served = 0
+        paused = asyncio.Event()
+
+        def handler(exchange: Exchange) -> None:
+            nonlocal served
+            served += 1
+            exchange.on_pause = paused.set
+            exchange.respond(200, exchange.path.ljust(answer_bytes))
+
+        door = Door(handler)
+        port = await door.listen("127.0.0.1", 0)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1024)
+        writer.writelines([request % index for index in range(n)])
+        await paused.wait()
+        for _ in range(100):
+            await asyncio.sleep(0)
+            assert served * answer_bytes <= SYSTEM_MAX_BYTES
+        for index in range(n):
+            await reader.readuntil(b"\r\n\r\n")
+            body = await reader.readexactly(answer_bytes)
+            assert body.rstrip() == b"/%d" % index
+        assert served == n
+        writer.close()
+        await door.drain(0)
+
+    run(main())

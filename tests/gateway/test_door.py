@@ -17,6 +17,7 @@ import uvloop
 from kvroute.gateway.deadlines import Deadlines
 from kvroute.gateway.door import Door, Limits
 from kvroute.gateway.exchange import Exchange
+from kvroute.gateway.reading import RequestReader
 
 T = TypeVar("T")
 HOST = b"Host: gateway\r\n"
@@ -240,6 +241,15 @@ def test_a_client_that_waits_for_100_is_told_to_go_on_and_only_then() -> None:
     run(main())
 
 
+def test_nobody_who_has_begun_the_body_waits_for_100() -> None:
+    reader = RequestReader(Limits())
+    head = b"POST / HTTP/1.1\r\n" + HOST + b"Expect: 100-continue\r\nContent-Length: 4\r\n\r\n"
+    reader.feed(head)
+    assert reader.awaits_continue
+    reader.feed(b"bo")
+    assert not reader.awaits_continue
+
+
 def test_a_body_that_is_too_large_is_refused_instead_of_continued() -> None:
     head = b"POST / HTTP/1.1\r\n" + HOST + b"Expect: 100-continue\r\nContent-Length: 11\r\n\r\n"
     assert only_fault(exchange_bytes(head, limits=Limits(body_bytes=10)))[0] == 413
@@ -335,20 +345,43 @@ def test_nobody_may_send_more_than_the_limits(data: bytes, status: int) -> None:
     assert only_fault(exchange_bytes(data, limits=limits))[0] == status
 
 
+SOON_S = 0.02
+
+
 @pytest.mark.parametrize(
-    ("data", "told"),
+    ("data", "limits", "told"),
     [
-        (b"", None),
-        (b"G", 408),
-        (b"GET / HTTP/1.1\r\nHost: a\r\nX: ", 408),
-        (b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\n1", 408),
-        (b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n", 408),
+        (b"", Limits(header_s=SOON_S), []),
+        (b"G", Limits(header_s=SOON_S), [408]),
+        (b"GET / HTTP/1.1\r\nHost: a\r\n\r\nGET / HTTP/1.1\r\nHost: ", Limits(header_s=SOON_S), [200, 408]),
+        (b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\n1", Limits(body_s=SOON_S), [408]),
+        (b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n", Limits(body_s=SOON_S), [408]),
     ],
-    ids=["nothing", "letter", "head", "body", "chunks"],
+    ids=["nothing", "letter", "second", "body", "chunks"],
 )
-def test_whoever_is_too_slow_is_told_so_and_let_go(data: bytes, told: int | None) -> None:
-    raw = exchange_bytes(data, limits=Limits(header_s=0.02, body_s=0.02))
-    assert (only_fault(raw)[0] if raw else None) == told
+def test_whoever_is_too_slow_is_told_so_and_let_go(data: bytes, limits: Limits, told: list[int]) -> None:
+    assert [status for status, _, _ in answers(exchange_bytes(data, limits=limits))] == told
+
+
+@pytest.mark.parametrize(
+    ("head", "limits"),
+    [
+        (b"GET / HTTP/1.1\r\nX: ", Limits(header_s=0.1, header_bytes=1 << 30)),
+        (b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 9999999\r\n\r\n", Limits(body_s=0.1)),
+    ],
+    ids=["head", "body"],
+)
+def test_trickling_does_not_buy_time(head: bytes, limits: Limits) -> None:
+    async def main() -> bytes:
+        async with open_door(echo, limits) as (_, port), client(port) as (reader, writer):
+            writer.write(head)
+            answer = asyncio.create_task(reader.read())
+            while not answer.done():
+                writer.write(b"a")
+                await asyncio.sleep(0)
+            return await answer
+
+    assert only_fault(run(main()))[0] == 408
 
 
 def test_an_idle_connection_is_closed_in_silence() -> None:

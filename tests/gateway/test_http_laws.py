@@ -57,7 +57,7 @@ def requests(draw: st.DrawFn) -> tuple[bytes, Parsed]:
     else:
         headers.append((b"content-length", b"%d" % len(body)))
         framed = body
-    blank = draw(st.sampled_from([b"", b" ", b"\t "]))
+    blank = draw(st.sampled_from([b"", b" ", b"  "]))
     lines = b"".join(b"%b:%b%b%b\r\n" % (name.title(), blank, value, blank) for name, value in headers)
     target = path + (b"?" + query if query else b"")
     raw = b"%b %b HTTP/1.1\r\n%b\r\n%b" % (method, target, lines, framed)

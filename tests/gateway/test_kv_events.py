@@ -236,7 +236,7 @@ TestEngine.settings = settings(max_examples=120, stateful_step_count=40, deadlin
 
 
 def changes(blocks: EngineBlocks, *events: Any) -> list[Event]:
-    for event in read_batch(batch(*events)):
+    for event in read_batch(batch(*events)).events:
         blocks.apply(event)
     return blocks.changes(7.0)
 
@@ -312,8 +312,8 @@ def test_arrays_maps_and_bytes_are_read_alike() -> None:
     assert expected == changes(EngineBlocks("p0", OURS), *arrays)
     assert expected == [KvStored(7.0, "p0", block_hashes([1, 2], OURS), OURS)]
     as_map = msgspec.msgpack.encode({"ts": 1.0, "events": plain, "data_parallel_rank": 0})
-    assert read_batch(as_map) == read_batch(batch(*plain))
-    assert read_batch(batch(["AllBlocksCleared"], [])) == [BlockEvent("AllBlocksCleared"), BlockEvent("")]
+    assert read_batch(as_map).events == read_batch(batch(*plain)).events
+    assert read_batch(batch(["AllBlocksCleared"], [])).events == [BlockEvent("AllBlocksCleared"), BlockEvent("")]
 
 
 VALUES = st.recursive(st.integers(-(2**63), 2**64 - 1) | st.text(max_size=3) | st.floats() | st.none(), st.lists)
@@ -322,7 +322,7 @@ VALUES = st.recursive(st.integers(-(2**63), 2**64 - 1) | st.text(max_size=3) | s
 @given(st.binary(max_size=60) | VALUES.map(msgspec.msgpack.encode) | st.lists(VALUES).map(batch))
 def test_any_bytes_are_a_batch_or_an_error(payload: bytes) -> None:
     try:
-        events = read_batch(payload)
+        events = read_batch(payload).events
     except BatchError:
         return
     blocks = EngineBlocks("p0", OURS)
@@ -493,8 +493,10 @@ def test_a_new_process_starts_from_nothing() -> None:
             publisher.sent.clear()
             await publisher.publish(FIRST)
             assert (await listener.until(4))[2:] == [KvCleared(5.0, "p0"), chain(1)]
-            source.restarted("p0")
-            source.restarted("d0")
+            assert source.restarted("p0", 1763.0)
+            assert not source.restarted("d0", 1763.0)
+            assert len(listener.events) == 4
+            assert source.restarted("p0", 1764.0)
             assert listener.events[4:] == [KvCleared(5.0, "p0")]
 
     run(scenario)

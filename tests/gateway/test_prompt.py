@@ -119,6 +119,12 @@ def test_blocks_of_text_are_equal_as_far_as_the_text_is(one: str, other: str, ro
         assert (ours == theirs) == (texts[0][:end] == texts[1][:end])
 
 
+@given(text=st.text())
+def test_a_block_stands_for_all_before_it(text: str, rough: Prompts) -> None:
+    one, other = (read(rough, plain(head + WORDS + text)) for head in ("head one", "head two"))
+    assert not set(one.blocks) & set(other.blocks)
+
+
 @given(first=st.text(min_size=20), reply=st.text())
 def test_the_next_turn_finds_the_blocks_of_the_last(first: str, reply: str, rough: Prompts) -> None:
     earlier, later = read(rough, chat(WORDS, first)), read(rough, chat(WORDS, first, reply))
@@ -203,7 +209,8 @@ def rendered(folder: Path, template: str, messages: object, **fields: Any) -> st
     [
         ("{{ strftime_now('%d %b %Y') }}", {}, "26 Jul 2024"),
         ("{{ tools | tojson }}", {"tools": [{"name": "\u00e4"}]}, '[{"name": "\u00e4"}]'),
-        ("{{ tools is none or tools is not defined }}", {"tools": None}, "True"),
+        ("{{ tools is none }}", {}, "True"),
+        ("{{ add_generation_prompt }}", {"add_generation_prompt": None}, "True"),
         ("{% generation %}a{% endgeneration %}b", {}, "ab"),
         ("{% for m in messages %}{% break %}{% endfor %}x", {}, "x"),
         ("  {% if add_generation_prompt %}\ny{% endif %}", {}, "y"),
@@ -213,7 +220,7 @@ def rendered(folder: Path, template: str, messages: object, **fields: Any) -> st
         ("{{ ''.__class__.__mro__ }}", {}, None),
         ("{{ messages.append(1) }}", {}, None),
     ],
-    ids=range(11),
+    ids=range(12),
 )
 def test_templates_render_as_transformers_renders_them(
     tmp_path: Path, template: str, fields: dict[str, Any], expected: str | None
@@ -233,8 +240,9 @@ def test_parts_are_joined_unless_the_template_walks_them(tmp_path: Path) -> None
 def test_arguments_of_tool_calls_are_objects(tmp_path: Path) -> None:
     calls = [{"function": {"name": "f", "arguments": text}} for text in ('{"city": "Ulm"}', "")]
     messages = [{"role": "assistant", "content": None, "tool_calls": calls}]
-    template = "{% for call in messages[0].tool_calls %}{{ call.function.arguments.city }};{% endfor %}"
-    assert rendered(tmp_path, template, messages) == "Ulm;;"
+    shown = "{{ call.function.arguments is mapping }}{{ call.function.arguments.city }};"
+    template = "{% for call in messages[0].tool_calls %}" + shown + "{% endfor %}"
+    assert rendered(tmp_path, template, messages) == "TrueUlm;True;"
 
 
 def test_a_config_may_name_several_templates(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import ssl
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -105,7 +104,7 @@ def test_the_documented_examples_are_read(tmp_path: Path) -> None:
 
 def test_a_full_section_says_what_it_says() -> None:
     read = settings_of(FULL, "f", ENVIRON)
-    assert (read.limits.body_bytes, read.timeouts.connect_s, read.timeouts.prefill_s) == (2**20, 1e-3, 86_400.0)
+    assert [float(value) for value in (read.limits.body_bytes, read.timeouts.connect_s)] == [2.0**20, 1e-3]
     assert read.admin.hosts == ["gateway.example"]
     spec = read.control_spec()
     assert (spec.decode, spec.parameters, spec.prefill) == (
@@ -136,7 +135,7 @@ def corrupted(draw: st.DrawFn) -> tuple[str, int]:
         new = draw(st.sampled_from(["kye", "Listen", "no-such-key"]))
     else:
         start, end = draw(st.sampled_from([match.span() for match in TOKEN.finditer(FULL)]))
-        new = draw(st.sampled_from(["[1, {a: b}]", "{}", "-7", "1e400", ".nan", '"\\n"', "!!binary x", "*a", ""]))
+        new = draw(st.sampled_from(["[1, {a: b}]", "{}", "-7", ".inf", ".nan", '"\\n"', "!!binary x", "*a", ""]))
         if new == "" and FULL[end] not in ",}\n":
             new = "{}"
     return FULL[:start] + new + FULL[end:], FULL.count("\n", 0, start) + 1
@@ -329,7 +328,7 @@ def test_a_served_cluster_has_partners_for_every_protocol(instances: list[tuple[
 
 
 @pytest.fixture(scope="module")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two certificates with their keys, a.pem and b.pem, and a.key locked as locked.key."""
     folder = tmp_path_factory.mktemp("tls")
     curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-subj", "/CN=localhost"]
@@ -344,7 +343,8 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def test_paths_start_at_the_files_folder(certificates: Path) -> None:
     (certificates / "tokenizer.json").write_text("{}", encoding="utf-8")
     (certificates / "keys").write_text(f"alice: {hash_text('a')}\n", encoding="utf-8")
-    text = "gateway: {listen: {tls: {certificate: a.pem, key: ./a.key}}, prompt: {tokenizer: .}, keys: {file: keys}, log: {events: e}}"
+    inside = "listen: {tls: {certificate: a.pem, key: ./a.key}}, prompt: {tokenizer: .}, keys: {file: keys}"
+    text = f"gateway: {{{inside}, log: {{events: e}}}}"
     read = settings_of(text, str(certificates / "cluster.yaml"))
     assert read.listen.tls == TlsSettings(certificate=str(certificates / "a.pem"), key=str(certificates / "a.key"))
     assert (read.prompt.tokenizer, read.keys.file) == (str(certificates), str(certificates / "keys"))

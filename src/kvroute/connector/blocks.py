@@ -28,7 +28,10 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
 class Region(Protocol):
     """One layer's part of the KV cache, block by block."""
 
-    block_bytes: int
+    @property
+    def block_bytes(self) -> int:
+        """Of one block of this layer."""
+        ...
 
     def outgoing(self, blocks: Sequence[int]) -> list[memoryview]:
         """The bytes of `blocks`, in their order."""
@@ -56,7 +59,7 @@ class HostRegion:
         """Over a flat array of bytes that starts with block 0."""
         assert memory.ndim == 1
         assert memory.flags.c_contiguous
-        return cls(memoryview(memory), block_bytes, stride_bytes)
+        return cls(memory.data, block_bytes, stride_bytes)
 
     @property
     def blocks(self) -> int:

@@ -12,7 +12,7 @@ from kvroute.connector.blocks import HostRegion, Region
 from kvroute.types import InputError
 
 try:
-    import torch
+    import torch  # type: ignore[import-not-found]
 except ModuleNotFoundError:
     raise ImportError("kvroute.connector.device needs torch, which comes with vllm") from None
 

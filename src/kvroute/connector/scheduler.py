@@ -36,7 +36,7 @@ class Step:
 
 
 class Scheduler:
-    """Called by vLLM in the order: arrived, matched (any number of times), allocated, finished; `take` after each step."""
+    """Called by vLLM in the order: arrived, matched (any number of times), allocated, finished; `take` every step."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""`KvrouteConnector`: what vLLM loads by `kv_connector_module_path`; translates vLLM's hooks and decides nothing itself.
+"""`KvrouteConnector`, which vLLM loads by `kv_connector_module_path`: translates vLLM's hooks, decides nothing itself.
 
 The prefill instance serves a finished prompt's blocks out of its cache, so prompts that are computed in several chunks
 need no care; the decode instance loads them between its steps, while others decode.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from kvroute.connector.blocks import Layout
 from kvroute.connector.options import Options, read_options
@@ -19,15 +19,15 @@ from kvroute.types import InputError
 
 try:
     from prometheus_client import Counter
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # type: ignore[import-not-found]
         KVConnectorBase_V1,
         KVConnectorHandshakeMetadata,
         KVConnectorMetadata,
         KVConnectorRole,
     )
-    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
-    from vllm.logger import init_logger
-    from vllm.v1.request import RequestStatus
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats  # type: ignore[import-not-found]
+    from vllm.logger import init_logger  # type: ignore[import-not-found]
+    from vllm.v1.request import RequestStatus  # type: ignore[import-not-found]
 except ModuleNotFoundError as error:
     raise ImportError(
         f"kvroute.connector.vllm is loaded by vLLM (0.32) and needs it: {error.name} is not installed here"
@@ -41,20 +41,20 @@ log = init_logger("kvroute.connector")
 
 
 @dataclass
-class StepMetadata(KVConnectorMetadata):
+class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """From the scheduler to the workers."""
 
     step: Step
 
 
 @dataclass
-class Listening(KVConnectorHandshakeMetadata):
+class Listening(KVConnectorHandshakeMetadata):  # type: ignore[misc]
     """From a worker to the scheduler, once."""
 
     address: tuple[str, int]
 
 
-class KvrouteStats(KVConnectorStats):
+class KvrouteStats(KVConnectorStats):  # type: ignore[misc]
     """`stats.Counts` in vLLM's wrapping."""
 
     def __init__(self, data: dict[str, Any] | None = None) -> None:
@@ -63,8 +63,7 @@ class KvrouteStats(KVConnectorStats):
     @property
     def counts(self) -> Counts:
         """The data by its right type."""
-        counts: Counts = self.data
-        return counts
+        return cast(Counts, self.data)
 
     def reset(self) -> None:
         """Forget all."""
@@ -84,7 +83,7 @@ class KvrouteStats(KVConnectorStats):
         return is_empty(self.counts)
 
 
-class KvrouteMetrics(KVConnectorPromMetrics):
+class KvrouteMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
     """The counters on vLLM's own /metrics page."""
 
     def __init__(
@@ -118,7 +117,7 @@ class KvrouteMetrics(KVConnectorPromMetrics):
         self._expired.labels(*engine).inc(counts["expired"])
 
 
-class KvrouteConnector(KVConnectorBase_V1):
+class KvrouteConnector(KVConnectorBase_V1):  # type: ignore[misc]
     """vLLM makes one in its scheduler and one beside every worker."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:

@@ -1,4 +1,4 @@
-"""The bytes between two instances: frames of a length, a msgpack header and, for a layer, raw KV bytes; and who may talk.
+"""The bytes between two instances: a length, a msgpack header and, for a layer, raw KV bytes; and who may talk.
 
 A connection opens with a challenge in both directions: each side proves that it knows the token by an HMAC over both
 nonces, so the token never crosses the network. KV bytes themselves are not encrypted.
@@ -13,6 +13,7 @@ import socket
 import struct
 import zlib
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Literal, TypeAlias, TypeVar
 
 import msgspec
@@ -129,9 +130,10 @@ class Channel:
         header = self._exactly(size)
         assert header is not None
         try:
-            return _DECODER.decode(header)
+            message: Message = _DECODER.decode(header)
         except msgspec.MsgspecError as error:
             raise WireError("malformed", str(error)) from None
+        return message
 
     def expect(self, kind: type[M]) -> M:
         """The next header, which must be a `kind`.
@@ -185,10 +187,8 @@ class Channel:
 
 def shut(sock: socket.socket) -> None:
     """Close a socket that another thread may be waiting in."""
-    try:
+    with suppress(OSError):  # the peer was faster, or it was never connected
         sock.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        pass  # the peer was faster, or it was never connected
     sock.close()
 
 

@@ -64,9 +64,7 @@ class Load:
     """What the router counts on one instance, for people to look at."""
 
     queued: int
-    """Waiting for a prefill or for a decode slot."""
-    load: float
-    """In [0, 1]: share of the decode batch in use, or prefill work ahead against one second."""
+    """Given to it and not yet prefilled, or waiting for a decode slot."""
     pending_s: float
     """Prefill work ahead."""
 
@@ -130,13 +128,12 @@ class View:
         """Load of every instance, by name."""
         result: dict[str, Load] = {}
         for pool in self.prefill.values():
-            for name, pending_s, assigned in zip(pool.names, pool.pending_s(at).tolist(), pool.assigned, strict=True):
-                result[name] = Load(int(assigned), min(1.0, pending_s), pending_s)
+            rows = zip(pool.names, pool.assigned.tolist(), pool.pending_s(at).tolist(), strict=True)
+            result |= {name: Load(assigned, pending_s) for name, assigned, pending_s in rows}
         for decode in self.decode.values():
-            shares = np.minimum(1.0, (decode.batch + decode.queued) / decode.batch_max)
-            for name, queued, share in zip(decode.names, decode.queued, shares.tolist(), strict=True):
-                before = result.get(name, Load(0, 0.0, 0.0))
-                result[name] = Load(int(queued) + before.queued, max(share, before.load), before.pending_s)
+            for name, queued in zip(decode.names, decode.queued.tolist(), strict=True):
+                before = result.get(name, Load(0, 0.0))
+                result[name] = Load(queued + before.queued, before.pending_s)
         return result
 
     def measured(self, index: int, event: InstanceMeasured) -> None:

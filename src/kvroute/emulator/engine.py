@@ -265,7 +265,7 @@ class Engine:
             self.counters.answered(job.output_tokens, at - job.arrived_s)
 
     def slow(self, factor: float) -> None:
-        """From the next prompt and from the iteration under way on, everything takes `factor` times as long as the model says."""
+        """The next prompts, and iterations from the one under way on, take `factor` times as long as the model says."""
         self._prefill.time = _Slower(prefill_time(self.spec.prefill), factor)
         self.batch.slow(factor)
 

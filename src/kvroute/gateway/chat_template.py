@@ -119,8 +119,10 @@ def _token(value: object) -> str:
 
 
 def _context(fields: Fields) -> dict[str, Any]:
+    """What transformers always hands over, then what the client says."""
+    context: dict[str, Any] = {"tools": None, "documents": None, "add_generation_prompt": True}
     given = {name: msgspec.json.decode(fields[name]) for name in _CONTEXT if name in fields}
-    context = {"add_generation_prompt": True} | {name: value for name, value in given.items() if value is not None}
+    context |= {name: value for name, value in given.items() if value is not None}
     if "chat_template_kwargs" in fields:
         context |= msgspec.json.decode(fields["chat_template_kwargs"]) or {}
     return context

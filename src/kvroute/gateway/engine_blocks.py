@@ -37,12 +37,15 @@ class BlockEvent(msgspec.Struct, gc=False):
     group_idx: int | None = None
 
 
-class _Batch(msgspec.Struct, array_like=True, gc=False):
+class Batch(msgspec.Struct, array_like=True, gc=False):
+    """One message: when the engine made it, seconds since 1970, and what had happened."""
+
     ts: float
     events: list[BlockEvent]
 
 
 class _BatchMap(msgspec.Struct, gc=False):
+    ts: float
     events: list[BlockEvent]
 
 
@@ -64,14 +67,14 @@ _FIELDS = {
 }
 """Order of the fields where events are arrays, as older engines and SGLang send them."""
 _DECODERS = (
-    msgspec.msgpack.Decoder(_Batch),
+    msgspec.msgpack.Decoder(Batch),
     msgspec.msgpack.Decoder(_BatchOfArrays),
     msgspec.msgpack.Decoder(_BatchMap),
 )
 
 
-def read_batch(payload: bytes) -> list[BlockEvent]:
-    """The events of one message: `[ts, events, dp_rank]` or a map, and each event a map with `type` or an array.
+def read_batch(payload: bytes) -> Batch:
+    """One message: `[ts, events, dp_rank]` or a map of these, and each event a map with `type` or an array.
 
     Raises:
         BatchError: it is none of these.
@@ -80,8 +83,8 @@ def read_batch(payload: bytes) -> list[BlockEvent]:
         try:
             batch = decoder.decode(payload)
             if isinstance(batch, _BatchOfArrays):
-                return [_event_of(row) for row in batch.events]
-            return batch.events
+                return Batch(batch.ts, [_event_of(row) for row in batch.events])
+            return batch if isinstance(batch, Batch) else Batch(batch.ts, batch.events)
         except msgspec.MsgspecError:
             continue
     raise BatchError("not a batch of KV events")

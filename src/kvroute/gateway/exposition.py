@@ -7,6 +7,7 @@ locks each observation; here a page comes family by family, and its parsers refe
 from __future__ import annotations
 
 import math
+import re
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from typing import Literal, TypeAlias
@@ -21,6 +22,7 @@ KEYS_MOST = 4096
 """Label sets of one family. Labels come from the cluster file and from this program; should a mistake make them
 unbounded, memory stays bounded and the rest is counted as `other`."""
 _OTHER = "other"
+_ODD = re.compile(r"[^0-9A-Za-z_.:/+=-]")
 
 
 class Family:
@@ -156,5 +158,7 @@ def _exemplar_text(exemplar: tuple[float, Exemplar] | None) -> str:
     if exemplar is None:
         return ""
     value, (label, text) = exemplar
-    # OpenMetrics allows 128 characters for all labels of an exemplar, names included.
-    return f' # {{{label}="{escaped(text[: 128 - len(label)])}"}} {number(value)}'
+    # OpenMetrics allows 128 characters for all labels of an exemplar, names included. An id that a client made up may
+    # hold quotes, over which parsers in the field fall even when they are escaped.
+    plain = _ODD.sub("_", text[: 128 - len(label)])
+    return f' # {{{label}="{plain}"}} {number(value)}'

@@ -37,6 +37,7 @@ from kvroute.gateway.tracing import tracer_of
 from kvroute.gateway.view import Load
 from kvroute.gateway.watchers import Watchers
 from kvroute.topology import Cluster
+from kvroute.topology.assembly import read_text
 from kvroute.types import Endpoint, InputError
 
 _LOOK_S = 0.25
@@ -68,22 +69,28 @@ class Deployment:
         Raises:
             InputErrors: every fault of the file.
         """
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            why = getattr(error, "strerror", None) or "it is not UTF-8 text"
-            raise InputError(f"the file cannot be read: {why}", where=str(path), mend="check its path") from None
-        cluster, settings = deployment_of(text, str(path), embedded=endpoints is not None)
+        return cls.of(read_text(path), str(path), adjust, endpoints)
+
+    @classmethod
+    def of(
+        cls,
+        text: str,
+        source: str,
+        adjust: Callable[[GatewaySettings], GatewaySettings] = lambda settings: settings,
+        endpoints: Mapping[str, Endpoint] | None = None,
+    ) -> Deployment:
+        """The same from the file's text; `source` names it in errors."""
+        cluster, settings = deployment_of(text, source, embedded=endpoints is not None)
         if endpoints is not None:
-            cluster = _emulated(cluster, endpoints, path)
+            cluster = _emulated(cluster, endpoints, source)
         return cls(text, cluster, adjust(settings))
 
 
-def _emulated(cluster: Cluster, endpoints: Mapping[str, Endpoint], path: Path) -> Cluster:
+def _emulated(cluster: Cluster, endpoints: Mapping[str, Endpoint], source: str) -> Cluster:
     other = [instance for instance in cluster.instances if instance.protocol != "vllm"]
     if other:
         what = f"instance {other[0].name} speaks {other[0].protocol}, and emulated engines speak vllm"
-        raise InputError(what, where=str(path), mend="leave `protocol` out")
+        raise InputError(what, where=source, mend="leave `protocol` out")
     instances = tuple(msgspec.structs.replace(i, endpoint=endpoints[i.name]) for i in cluster.instances)
     return replace(cluster, instances=instances)
 
@@ -143,9 +150,7 @@ class Gateway:
             description=msgspec.json.encode(openapi.document(__version__)),
             started_unix_s=int(time.time()),
         )
-        limits = settings.limits
         door = self._door = Door(self._reception, _limits(settings), deadlines=self._deadlines)
-        del limits
         listen = settings.listen
         tls = tls_context(listen.tls) if listen.tls else None
         try:
@@ -167,8 +172,8 @@ class Gateway:
             )
         )
         self.admin_port = await self._admin.start(settings.admin.host, settings.admin.port)
-        self._watchers = Watchers(self._serving, self._deployment, random.Random())
-        await self._watchers.start()
+        self._watchers = Watchers(self._serving)
+        self._watchers.start()
         self._ticker = asyncio.get_running_loop().create_task(self._tick())
         address = f"{listen.host}:{self.port}"
         note("info", "serving", address=address, policy=settings.policy, instances=len(self._serving.stations))
@@ -204,7 +209,7 @@ class Gateway:
             for journey in list(serving.journeys.values()):
                 journey.stop()
             if watchers is not None:
-                await watchers.close()
+                watchers.close()
             serving.close()
         if self._reception is not None:
             self._reception.close()
@@ -236,7 +241,7 @@ class Gateway:
             return False
         _carry(old, serving)
         self._serving = serving
-        self._watchers = Watchers(serving, deployment, random.Random())
+        self._watchers = Watchers(serving)
         self._reception.serving, self._reception.keys = serving, keys
         self._reception.change(self._admission.change(_admission_limits(deployment.settings)))
         self._door.limits = _limits(deployment.settings)
@@ -244,8 +249,8 @@ class Gateway:
         self.metrics.policy = self.state.policy = deployment.settings.policy
         self.state.replace(deployment.cluster)
         self._retired.append((old, old_watchers))
-        await old_watchers.close()
-        await self._watchers.start()
+        old_watchers.close()
+        self._watchers.start()
         self.metrics.reloaded("taken")
         note("info", "reloaded", policy=deployment.settings.policy, instances=len(serving.stations))
         return True

@@ -46,7 +46,6 @@ def _instance(station: Station, core: CoreLoad, measured: InstanceMeasured | Non
         requests=station.under_way,
         running=measured.running if measured else station.under_way,
         waiting=measured.waiting if measured else core.queued,
-        load=core.load,
         prefill_pending_s=core.pending_s,
         kv_used_share=measured.kv_used_share if measured else None,
         scrape_age_s=now - measured.at if measured else None,

@@ -53,10 +53,11 @@ class _Link:
             self._loop.remove_reader(self._live.FD)
             self._live.close(linger=0)
 
-    def restart(self) -> None:
+    def restart(self, started_s: float | None) -> None:
         """See `KvEvents.restarted`."""
-        self.stream.restart()
-        self._tell(self.stream.blocks.changes(self._owner.now()))
+        if started_s is None or not self.stream.follows(started_s):
+            self.stream.restart()
+            self._tell(self.stream.blocks.changes(self._owner.now()))
 
     def _read_live(self) -> None:
         until = self._loop.time() + _TURN_S
@@ -192,11 +193,20 @@ class KvEvents:
             raise InputError(f"cannot connect to {url!r} ({error})", where=f"instance {instance}", mend=mend) from None
         return socket
 
-    def restarted(self, instance: str) -> None:
-        """Another source knows that this engine is a new process; an instance without events is passed by."""
+    def restarted(self, instance: str, started_s: float | None = None) -> bool:
+        """Someone else has seen that this engine is a new process, which numbers do not always show.
+
+        Args:
+            instance: its name.
+            started_s: when the process started, seconds since 1970; nothing happens if its batches are in already.
+
+        Returns:
+            whether its KV events are followed here; if not, nobody else will say that its cache is empty.
+        """
         link = self._links.get(instance)
         if link is not None:
-            link.restart()
+            link.restart(started_s)
+        return link is not None
 
     def counts(self) -> dict[str, tuple[StreamCounts, BlockCounts]]:
         """By instance."""

@@ -5,6 +5,7 @@ A batch that stays lost makes the gateway forget what it knew of that engine's c
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from kvroute.gateway.engine_blocks import BatchError, EngineBlocks, read_batch
@@ -45,6 +46,7 @@ class KvStream:
         self._held_bytes = 0
         self._progress = False
         self._broken_off = False
+        self._newest_ts = -math.inf
 
     def received(self, at: float, sequence: int, payload: bytes) -> list[Event]:
         """A live batch. The numbers of one engine process only rise, so a lower one is another process's."""
@@ -94,6 +96,10 @@ class KvStream:
                 self._gap(sequence, payload)
         return self.blocks.changes(at)
 
+    def follows(self, started_s: float) -> bool:
+        """Whether the last batch is of a process that started then (or of a later one)."""
+        return self._newest_ts >= started_s
+
     def restart(self) -> None:
         """The engine has a new process: nothing of the old one is left, and numbers start at 0 again."""
         self.counts.restarts += 1
@@ -133,10 +139,11 @@ class KvStream:
         self._expected = sequence + 1
         self.counts.batches += 1
         try:
-            events = read_batch(payload)
+            batch = read_batch(payload)
         except BatchError:
             self.counts.broken += 1
             self.blocks.clear()
             return
-        for event in events:
+        self._newest_ts = batch.ts
+        for event in batch.events:
             self.blocks.apply(event)

@@ -12,6 +12,7 @@ import sys
 from datetime import UTC, datetime
 from logging.handlers import QueueHandler, QueueListener
 from queue import Full, Queue
+from threading import Thread
 from types import TracebackType
 from typing import Any, Literal, TextIO
 
@@ -24,6 +25,8 @@ FIELDS = frozenset(
 )
 """A new field is a decision: it must not carry what users wrote, nor a secret."""
 LINES_MOST = 10_000
+CLOSE_S = 5.0
+"""A reader that stands still holds the end of the process up for so long."""
 _LOGGER = logging.getLogger("kvroute")
 _ACCESS = logging.getLogger("kvroute.access")
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
@@ -62,7 +65,7 @@ class Logs:
         handler.setFormatter(_Json() if style == "json" else _Text())
         queue: Queue[Any] = Queue(LINES_MOST)
         self._door = _Dropping(queue)
-        self._listener = QueueListener(queue, handler)
+        self._listener = _Patient(queue, handler)
         self._listener.start()
         self._before = (_LOGGER.level, _ACCESS.level)
         logging.getLogger().addHandler(self._door)
@@ -75,10 +78,12 @@ class Logs:
         return self._door.dropped
 
     def close(self) -> None:
-        """Write what is left and hand logging back as it was."""
+        """Write what is left, for CLOSE_S at most, and hand logging back as it was."""
         logging.getLogger().removeHandler(self._door)
         self._door.close()
-        self._listener.stop()
+        stopping = Thread(target=self._listener.stop, daemon=True)
+        stopping.start()
+        stopping.join(CLOSE_S)
         for logger, level in zip((_LOGGER, _ACCESS), self._before, strict=True):
             logger.setLevel(level)
 
@@ -89,6 +94,11 @@ class Logs:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+class _Patient(QueueListener):
+    def enqueue_sentinel(self) -> None:
+        self.queue.put(None)  # the queue may be full: the end comes after what is in it
 
 
 class _Dropping(QueueHandler):

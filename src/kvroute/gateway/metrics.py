@@ -1,6 +1,7 @@
 """The gateway's Prometheus metrics: what happened is counted as it happens, what is now is asked for when scraped.
 
-Every name is documented in docs/metrics.md. One thread; a method costs about a microsecond or less.
+Every name is documented in docs/metrics.md. Instances go by the label `engine`, for Prometheus puts its own `instance`
+on every sample. One thread; a method costs about a microsecond or less.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Metrics:
         self._look, self.roles, self.version, self.policy = look, roles, version, policy
         self._process = CollectorRegistry()
         ProcessCollector(registry=self._process)
-        requests, legs = ("endpoint", "code"), ("leg", "instance", "kind")
+        requests, legs = ("endpoint", "code"), ("leg", "engine", "kind")
         self._requests = Counter("kvroute_requests_total", "Requests answered, by endpoint and status.", requests)
         self._rejects = Counter("kvroute_rejects_total", "Requests refused before any leg began.", ("reason",))
         self._gone = Counter("kvroute_client_gone_total", "Clients that left before the end of their answer.")
@@ -44,7 +45,7 @@ class Metrics:
         self._retries = Counter("kvroute_retries_total", "Legs begun again on another instance.", ("leg",))
         self._no_retry = Counter("kvroute_retries_refused_total", "Retries that the budget did not allow.", ("leg",))
         self._leg_failures = Counter("kvroute_leg_failures_total", "Legs that came to nothing.", legs)
-        self._decisions = Counter("kvroute_decisions_total", "Decisions, by what and where.", ("kind", "instance"))
+        self._decisions = Counter("kvroute_decisions_total", "Decisions, by what and where.", ("kind", "engine"))
         self._decision_s = Histogram("kvroute_decision_seconds", "Time to decide.", _DECISION_S, ("kind",))
         self._ttft_s = Histogram(
             "kvroute_ttft_seconds", "Request read to first byte of the answer sent.", _REQUEST_S, ("protocol",)
@@ -64,8 +65,8 @@ class Metrics:
         self._prompt_tokens = Counter("kvroute_prompt_tokens_total", "Tokens of all prompts.")
         self._hit_tokens = Counter("kvroute_prefix_hit_tokens_total", "Prompt tokens cached where they went.", ("leg",))
         self._relayed_bytes = Counter("kvroute_relayed_bytes_total", "Answer bytes relayed to clients.")
-        self._kv_events = Counter("kvroute_kv_events_total", "KV event batches from engines.", ("instance",))
-        self._kv_gaps = Counter("kvroute_kv_event_gaps_total", "Gaps in an engine's KV events.", ("instance",))
+        self._kv_events = Counter("kvroute_kv_events_total", "KV event batches from engines.", ("engine",))
+        self._kv_gaps = Counter("kvroute_kv_event_gaps_total", "Gaps in an engine's KV events.", ("engine",))
         self._log_bytes = Counter("kvroute_log_bytes_total", "Bytes written to the event log.")
         self._reloads = Counter("kvroute_reloads_total", "Cluster file read again, by outcome.", ("outcome",))
         self._transferring = [0] * TIER_COUNT
@@ -220,35 +221,35 @@ _CONGESTION = Family("gauge", "kvroute_oracle_congestion_ratio", "Congestion as 
 _LEARNED = Family("gauge", "kvroute_learned_bandwidth_ratio", "Measured over static bandwidth.", ("tier",))
 _INSTANCE_GAUGES: tuple[tuple[Family, Callable[[InstanceLoad], float | None]], ...] = (
     (
-        Family("gauge", "kvroute_instance_up", "1: healthy by the active check.", ("instance", "role")),
+        Family("gauge", "kvroute_instance_up", "1: healthy by the active check.", ("engine", "role")),
         lambda instance: int(instance.up),
     ),
     (
-        Family("gauge", "kvroute_breaker_state", "0 closed, 1 half-open, 2 open.", ("instance",)),
+        Family("gauge", "kvroute_breaker_state", "0 closed, 1 half-open, 2 open.", ("engine",)),
         lambda instance: _BREAKER[instance.breaker],
     ),
     (
-        Family("gauge", "kvroute_instance_requests", "Own requests there now.", ("instance", "role")),
+        Family("gauge", "kvroute_instance_requests", "Own requests there now.", ("engine", "role")),
         lambda instance: instance.requests,
     ),
     (
-        Family("gauge", "kvroute_instance_running", "Requests running, by the engine's own word.", ("instance",)),
+        Family("gauge", "kvroute_instance_running", "Requests running, by the engine's own word.", ("engine",)),
         lambda instance: None if instance.scrape_age_s is None else instance.running,
     ),
     (
-        Family("gauge", "kvroute_instance_waiting", "Requests waiting, by the engine's own word.", ("instance",)),
+        Family("gauge", "kvroute_instance_waiting", "Requests waiting, by the engine's own word.", ("engine",)),
         lambda instance: None if instance.scrape_age_s is None else instance.waiting,
     ),
     (
-        Family("gauge", "kvroute_instance_kv_used_ratio", "KV memory in use.", ("instance",)),
+        Family("gauge", "kvroute_instance_kv_used_ratio", "KV memory in use.", ("engine",)),
         lambda instance: instance.kv_used_share,
     ),
     (
-        Family("gauge", "kvroute_prefill_pending_seconds", "Prefill work given and not done.", ("instance",)),
+        Family("gauge", "kvroute_prefill_pending_seconds", "Prefill work given and not done.", ("engine",)),
         lambda instance: instance.prefill_pending_s,
     ),
     (
-        Family("gauge", "kvroute_scrape_age_seconds", "Age of the last good scrape.", ("instance",)),
+        Family("gauge", "kvroute_scrape_age_seconds", "Age of the last good scrape.", ("engine",)),
         lambda instance: instance.scrape_age_s,
     ),
 )

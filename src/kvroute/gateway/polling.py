@@ -1,4 +1,4 @@
-"""The same GET to every engine once an interval, over the gateway's own connections; what an answer means is not known here."""
+"""The same GET to every engine once an interval, over the gateway's own connections; knows no answer's meaning."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Engines' own metrics: load, memory and KV transfers, read from their `/metrics` pages into Control's events.
 
-A page has hundreds of series and three of them matter: names are looked for in the bytes, and only their lines are read.
+A page has hundreds of series of which three matter: names are looked for in the bytes, and only their lines are read.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ class Scraper:
         emit: Callable[[Event], None],
         now: Callable[[], float],
         *,
-        on_restart: Callable[[str], None] | None = None,
+        on_restart: Callable[[str, float | None], bool] | None = None,
         path: str = "/metrics",
         interval_s: float = 1.0,
         timeout_s: float = 1.0,
@@ -187,9 +187,10 @@ class Scraper:
         """
         Args:
             names, pool_of, path, interval_s, timeout_s: see `Poller`.
-            emit: takes InstanceMeasured, TransferMeasured and, after a restart, KvCleared.
+            emit: takes InstanceMeasured, TransferMeasured and KvCleared.
             now: their clock.
-            on_restart: told when an engine's process is a new one, for those who listen to its KV events.
+            on_restart: (instance, when its new process started) -> whether the asked one looks after what that engine
+                holds, as `KvEvents.restarted` does; else KvCleared is emitted here.
         """
         self.metrics: dict[str, EngineMetrics] = {}
         """The last good page of each."""
@@ -199,7 +200,7 @@ class Scraper:
         self._on_restart = on_restart
         self._counters = {name: TransferCounters(name) for name in names}
         self._measured_at: dict[str, float] = {}
-        self._failing: set[str] = set()
+        self._failures: dict[str, str] = {}
         self._gone: set[str] = set()
         """Nobody listened there since the last good page."""
         self._strangers: set[str] = set()
@@ -218,6 +219,10 @@ class Scraper:
         measured_at = self._measured_at.get(name)
         return None if measured_at is None else self._now() - measured_at
 
+    def failure(self, name: str) -> str:
+        """Why the last page was not good; empty if it was, or none has come."""
+        return self._failures.get(name, "")
+
     def _answered(self, name: str, answer: Answer) -> None:
         metrics = read_metrics(answer.body) if answer.status == 200 else None
         if metrics is None or metrics.running is None:
@@ -225,24 +230,23 @@ class Scraper:
                 self._gone.add(name)
             self._failed(name, answer)
             return
-        if name in self._failing:
-            self._failing.discard(name)
+        if self._failures.pop(name, ""):
             _LOG.info("%s: its metrics are readable again", name)
         self._tell(name, metrics)
 
     def _failed(self, name: str, answer: Answer) -> None:
-        if name not in self._failing:
-            self._failing.add(name)
-            wrong = f"HTTP status {answer.status}" if answer.status != 200 else "no metrics of vLLM or SGLang"
+        wrong = f"HTTP status {answer.status}" if answer.status != 200 else "no metrics of vLLM or SGLang"
+        if name not in self._failures:
             _LOG.warning("%s: its metrics cannot be read: %s", name, answer.failure or wrong)
+        self._failures[name] = answer.failure or wrong
 
     def _tell(self, name: str, metrics: EngineMetrics) -> None:
         at = self._now()
         before = self.metrics.get(name)
         if before is not None and self._restarted(name, before, metrics):
-            self._emit(KvCleared(at, name))
-            if self._on_restart is not None:
-                self._on_restart(name)
+            looked_after = self._on_restart is not None and self._on_restart(name, metrics.started_s)
+            if not looked_after:
+                self._emit(KvCleared(at, name))
         self._gone.discard(name)
         self.metrics[name] = metrics
         self._measured_at[name] = at

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvroute.types import TIER_COUNT, FloatArray, InputError, IntArray, TierArray
+from kvroute.types import TIER_COUNT, BoolArray, FloatArray, InputError, IntArray, TierArray
 
 RATIO_MIN, RATIO_MAX = 0.01, 4.0
 """A measurement outside of these bounds reads as the bound: no cost is infinite, and no path is a gift."""
@@ -41,6 +41,12 @@ class _Ratios:
         """Of the last measurement; where there is none, nothing ages."""
         self._ratio: FloatArray = np.ones(count)
         self._oldest_at = math.inf
+
+    @property
+    def measured(self) -> BoolArray:
+        """Which averages have anything in them."""
+        seen: BoolArray = self._transfers > 0
+        return seen
 
     def learn(self, at: float, index: int, log_ratio: float, transfers: int) -> None:
         """Move one average towards a measurement; by a bounded step, and so does what is believed of it."""
@@ -169,6 +175,11 @@ class Learned:
         if company is None or not company.ended:
             return float(max(in_flight - 1, 0))
         return company.beside / company.ended
+
+    def tier_ratio(self, at: float) -> tuple[float | None, ...]:
+        """Measured over promised bandwidth by tier, for people to look at; None where nothing was measured."""
+        ratios = self._tiers.at(at).tolist()
+        return tuple(r if seen else None for r, seen in zip(ratios, self._tiers.measured.tolist(), strict=True))
 
     def bytes_per_s(self, source: int, targets: IntArray, tier: TierArray, at: float) -> FloatArray | None:
         """What a lone transfer from `source` gets on an idle network, [m]; None while nothing has been measured.

@@ -153,6 +153,14 @@ class NetworkOracle:
         utilisation = np.zeros(self._links.link_count) if self._utilisation is None else self._utilisation
         return self._links.residual_bytes_per_s(source, targets, utilisation * self._congestion.fading(at))
 
+    def congestion(self, at: float) -> FloatArray:
+        """What is believed of others' traffic, [TIER_COUNT] in [0, 1)."""
+        return self._congestion.at(at)
+
+    def learned_ratio(self, at: float) -> tuple[float | None, ...]:
+        """Measured over promised bandwidth by tier; None where nothing was measured."""
+        return (None,) * TIER_COUNT if self._learned is None else self._learned.tier_ratio(at)
+
     def staleness_s(self, at: float) -> float | None:
         """Age of the newest telemetry; None before the first: the view is then static."""
         return self._congestion.age_s(at)

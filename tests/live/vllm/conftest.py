@@ -30,9 +30,8 @@ class Server:
     """One `vllm serve` process group."""
 
     name: str
-    port: int
-    events: str
-    replay: str
+    ports: list[int]
+    """Of HTTP, KV events and their replay."""
     process: subprocess.Popen[bytes]
     log: Path
     fault_file: Path
@@ -40,7 +39,17 @@ class Server:
     @property
     def url(self) -> str:
         """Without a path."""
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://127.0.0.1:{self.ports[0]}"
+
+    @property
+    def events(self) -> str:
+        """Where KV events are published."""
+        return f"tcp://127.0.0.1:{self.ports[1]}"
+
+    @property
+    def replay(self) -> str:
+        """Where they are repeated."""
+        return f"tcp://127.0.0.1:{self.ports[2]}"
 
     @property
     def alive(self) -> bool:
@@ -94,12 +103,21 @@ class Pair:
         """All three."""
         return [self.prefill, self.decode, self.other]
 
+    @property
+    def python(self) -> Path:
+        """vLLM's."""
+        return BIN / "python"
+
+    def environment(self) -> dict[str, str]:
+        """Of vLLM's processes."""
+        return environment()
+
     def revive(self) -> None:
-        """Start again whatever is dead."""
+        """Start again whatever is dead, on its old ports."""
         if not self.decode.alive:
-            self.decode = start("kv_consumer", self.decode.name, self.model, self.folder)
+            self.decode = start("kv_consumer", self.decode.name, self.model, self.folder, self.decode.ports)
         if not self.other.alive:
-            self.other = start("kv_consumer", self.other.name, self.model, self.folder)
+            self.other = start("kv_consumer", self.other.name, self.model, self.folder, self.other.ports)
         wait_ready(self.servers)
 
 
@@ -132,9 +150,10 @@ def pair(cluster: Pair) -> Pair:
     return cluster
 
 
-def start(role: str, name: str, model: Path, folder: Path) -> Server:
+def start(role: str, name: str, model: Path, folder: Path, ports: list[int] | None = None) -> Server:
     """Start a server of `role` (`kv_producer` or `kv_consumer`); it is not ready yet."""
-    port, events, replay = free_ports(3)
+    ports = ports or free_ports(3)
+    port, events, replay = ports
     fault_file = folder / f"{name}.fault"
     connector = {
         "kv_connector": "KvrouteConnector",
@@ -146,6 +165,7 @@ def start(role: str, name: str, model: Path, folder: Path) -> Server:
             "instance": name,
             "checksum": True,
             "timeout_s": 5.0,
+            "hold_s": 20.0,
             "dscp": {"kv": 10},
             "fault_file": str(fault_file),
         },
@@ -169,8 +189,7 @@ def start(role: str, name: str, model: Path, folder: Path) -> Server:
         process = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, env=environment(), cwd=folder
         )
-    endpoints = f"tcp://127.0.0.1:{events}", f"tcp://127.0.0.1:{replay}"
-    return Server(name, port, *endpoints, process, log, fault_file)
+    return Server(name, ports, process, log, fault_file)
 
 
 def environment() -> dict[str, str]:

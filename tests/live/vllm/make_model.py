@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import sys
 
-import torch
+import torch  # type: ignore[import-not-found]
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast  # type: ignore[import-not-found]
 
 LAYERS = 4
 TEXT = [

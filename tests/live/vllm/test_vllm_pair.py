@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,6 +13,7 @@ if TYPE_CHECKING:
     from tests.live.vllm.conftest import Pair, Server
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(400)]
+HERE = Path(__file__).parent
 ANSWER_TOKENS = 32
 BLOCK_TOKENS = 32
 ASK = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -131,3 +134,11 @@ def test_another_prompts_blocks_are_not_taken(pair: Pair) -> None:
     reply = complete(pair.decode, asked, ANSWER_TOKENS, handover(pair, other))
     assert pulled(pair.decode) == before
     assert answer(reply) == alone(pair, asked)
+
+
+def test_cache_tensors_of_every_layout_become_regions(pair: Pair) -> None:
+    """Six layouts, each straight from memory and through a host buffer, and two that are refused."""
+    told = subprocess.run(
+        [pair.python, HERE / "check_regions.py"], env=pair.environment(), capture_output=True, text=True
+    )
+    assert told.stdout.strip() == "14", told.stderr

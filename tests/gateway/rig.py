@@ -1,0 +1,162 @@
+"""A gateway in front of emulated engines, all in one event loop, and a client for both."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from kvroute import topology
+from kvroute.emulator import Fleet, FleetSettings
+from kvroute.gateway.gateway import Deployment, Gateway
+
+CLUSTER = """
+name: test
+pods: [{name: pod0, uplinks: {count: 4, capacity: 100 Gbps}}, {name: pod1, uplinks: {count: 4, capacity: 100 Gbps}}]
+racks:
+  - {name: rack0, pod: pod0, uplinks: {count: 4, capacity: 100 Gbps}}
+  - {name: rack1, pod: pod1, uplinks: {count: 4, capacity: 100 Gbps}}
+nodes:
+  - {name: node0, rack: rack0, gpus: 8, nics: {compute: {count: 8, capacity: 100 Gbps}}}
+  - {name: node1, rack: rack1, gpus: 8, nics: {compute: {count: 8, capacity: 100 Gbps}}}
+timing:
+  default: {prefill: {kind: linear, per_token: 1 us, base: 1 ms}, decode: {base: 2 ms, per_request: 10 us}}
+defaults: {model: llama-3-70b, tp: 2, kv_capacity: 60 GB}
+instances:
+  - {name: prefill0, role: prefill, gpus: "node0:0-1"}
+  - {name: prefill1, role: prefill, gpus: "node1:0-1"}
+  - {name: decode0, role: decode, gpus: "node0:2-3"}
+  - {name: decode1, role: decode, gpus: "node1:2-3"}
+gateway:
+  listen: {port: 0}
+  admin: {port: 0}
+"""
+MODEL = "llama-3-70b"
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+LOOKS = 2000
+
+
+@dataclass(slots=True)
+class Answer:
+    """What a client got."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        """The body as JSON."""
+        return msgspec.json.decode(self.body)
+
+    @property
+    def events(self) -> list[Any]:
+        """The stream's events but `[DONE]`."""
+        data = [line[6:] for line in self.body.split(b"\n\n") if line.startswith(b"data: ")]
+        return [msgspec.json.decode(event) for event in data if event != b"[DONE]"]
+
+    @property
+    def text(self) -> str:
+        """The generated text of a stream or of a whole answer."""
+        documents = self.events or [self.json]
+        return "".join(choice["text"] for document in documents for choice in document["choices"])
+
+
+@dataclass(slots=True)
+class Rig:
+    """A running gateway and its engines."""
+
+    fleet: Fleet
+    gateway: Gateway
+    session: aiohttp.ClientSession
+
+    @property
+    def url(self) -> str:
+        """Of the gateway."""
+        return f"http://127.0.0.1:{self.gateway.port}"
+
+    @property
+    def admin(self) -> str:
+        """Of its admin port."""
+        return f"http://127.0.0.1:{self.gateway.admin_port}"
+
+    async def post(self, body: Any, path: str = COMPLETIONS, headers: dict[str, str] | None = None) -> Answer:
+        """One request to the gateway, to the end of its answer."""
+        async with self.session.post(self.url + path, json=body, headers=headers) as response:
+            return Answer(
+                response.status,
+                {name.lower(): value for name, value in response.headers.items()},
+                await response.read(),
+            )
+
+    async def get(self, path: str) -> Answer:
+        """One page of the gateway."""
+        async with self.session.get(self.url + path) as response:
+            return Answer(
+                response.status,
+                {name.lower(): value for name, value in response.headers.items()},
+                await response.read(),
+            )
+
+    async def ask(self, prompt: Any = "What is a KV cache? " * 20, *, tokens: int = 4, **more: Any) -> Answer:
+        """A completion."""
+        return await self.post({"model": MODEL, "prompt": prompt, "max_tokens": tokens, **more})
+
+    async def direct(self, name: str, prompt: Any, tokens: int = 4) -> str:
+        """What one engine says by itself."""
+        body = {"model": MODEL, "prompt": prompt, "max_tokens": tokens}
+        async with self.session.post(self.fleet.ready().instances[name].url + COMPLETIONS, json=body) as response:
+            return str(msgspec.json.decode(await response.read())["choices"][0]["text"])
+
+    async def order(self, name: str, path: str = "fault", **fault: Any) -> None:
+        """Have an engine fail."""
+        url = f"{self.fleet.ready().instances[name].url}/emulator/{path}"
+        async with self.session.post(url, json=fault) as response:
+            assert response.status == 200, await response.text()
+
+    def leftovers(self) -> dict[str, int]:
+        """What requests hold now, by what it is."""
+        serving = self.gateway.serving
+        return {
+            "core": serving.control.in_flight,
+            "journeys": len(serving.journeys),
+            "legs": sum(station.under_way for station in serving.stations.values()),
+            "calls": sum(station.pool.busy for station in serving.stations.values()),
+            "slots": sum(load.queued for load in serving.control.loads(serving.now()).values()),
+        }
+
+    async def settles(self) -> bool:
+        """Nothing is held any more, sooner or later; scrapes and health checks come and go."""
+        for _ in range(LOOKS):
+            if not any(self.leftovers().values()):
+                return True
+            await asyncio.sleep(0.005)
+        return False
+
+    async def becomes(self, name: str, up: bool) -> bool:
+        """The gateway takes an instance for up or down, sooner or later."""
+        for _ in range(LOOKS):
+            if self.gateway.serving.stations[name].guard.up is up:
+                return True
+            await asyncio.sleep(0.005)
+        return False
+
+
+@asynccontextmanager
+async def rig(section: str = "", text: str = CLUSTER) -> AsyncIterator[Rig]:
+    """Engines of `text` and a gateway with `section` added to its settings."""
+    cluster = topology.parse(text)
+    async with Fleet(cluster, FleetSettings()) as fleet:
+        deployment = Deployment.of(text + section, "test.yaml", endpoints=fleet.ready().instances)
+        gateway = Gateway(deployment, seed=1)
+        try:
+            await gateway.start()
+            async with aiohttp.ClientSession() as session:
+                yield Rig(fleet, gateway, session)
+        finally:
+            await gateway.close()

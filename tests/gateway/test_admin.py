@@ -1,0 +1,339 @@
+"""The admin port over real sockets: what it shows, whom it refuses, and that it lets go when closed."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import aiohttp
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvroute.gateway.admin import WATCHERS_MOST, Admin, AdminParts, redacted
+from kvroute.gateway.metrics import Metrics
+from kvroute.gateway.state import ClusterState
+from kvroute.gateway.view import InstanceLoad, Load
+from kvroute.topology import InstanceCounts, build, fat_tree
+from kvroute.types import InputError, Reject
+
+CLUSTER = build(
+    fat_tree(
+        pods=1,
+        racks_per_pod=1,
+        nodes_per_rack=2,
+        oversubscription=(1.0, 1.0),
+        instances=InstanceCounts(prefill=1, decode=3),
+    )
+)
+TOKEN = "a token of the operator"
+
+
+def _load() -> Load:
+    return Load(in_flight=5, instances=tuple(InstanceLoad(name=instance.name) for instance in CLUSTER.instances))
+
+
+@dataclass
+class Gateway:
+    """What the port is given: plain callables that note what they were asked for."""
+
+    why_not: str = ""
+    pushed: list[bytes] = field(default_factory=list)
+    drained: int = 0
+    state: ClusterState = field(default_factory=lambda: ClusterState(CLUSTER, _load, policy="netkv", version="1.2"))
+
+    def push(self, body: bytes) -> None:
+        if body == b"bad":
+            raise InputError("1.5 is not a utilisation", where="per_tier.rack", mend="send a number in [0, 1)")
+        self.pushed.append(body)
+
+    def drain(self) -> None:
+        self.drained += 1
+
+    def parts(self, **changes: Any) -> AdminParts:
+        return replace(
+            AdminParts(
+                state=self.state,
+                metrics=Metrics(_load, {}, version="1.2", policy="netkv"),
+                now=asyncio.get_running_loop().time,
+                ready=lambda: self.why_not,
+                version="1.2",
+                config=lambda: {"listen": {"port": 8080}, "admin": {"push_token": TOKEN}},
+                push=self.push,
+                drain=self.drain,
+            ),
+            **changes,
+        )
+
+
+@dataclass
+class Port:
+    """The open port and a client of it."""
+
+    admin: Admin
+    url: str
+    session: aiohttp.ClientSession
+
+    async def get(self, path: str, **headers: str) -> tuple[int, bytes]:
+        return await self._ask("GET", path, b"", headers)
+
+    async def post(self, path: str, body: bytes = b"", **headers: str) -> tuple[int, bytes]:
+        return await self._ask("POST", path, body, headers)
+
+    async def _ask(self, method: str, path: str, body: bytes, headers: dict[str, str]) -> tuple[int, bytes]:
+        async with self.session.request(method, self.url + path, data=io.BytesIO(body), headers=headers) as answer:
+            return answer.status, await answer.read()
+
+
+@asynccontextmanager
+async def _open(gateway: Gateway, **changes: Any) -> AsyncIterator[Port]:
+    admin = Admin(gateway.parts(**changes))
+    try:
+        number = await admin.start("127.0.0.1", 0)
+        async with aiohttp.ClientSession() as session:
+            yield Port(admin, f"http://127.0.0.1:{number}", session)
+    finally:
+        await admin.close()
+
+
+def _run(gateway: Gateway, drive: Callable[[Port], Awaitable[None]], **changes: Any) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(20), _open(gateway, **changes) as port:
+            await drive(port)
+
+    asyncio.run(main())
+
+
+async def _event(answer: aiohttp.ClientResponse) -> tuple[str, Any]:
+    kind = (await answer.content.readline()).removeprefix(b"event: ").strip().decode()
+    data = json.loads((await answer.content.readline()).removeprefix(b"data: "))
+    assert await answer.content.readline() == b"\n"
+    return kind, data
+
+
+def test_the_page_comes_whole_and_from_nowhere_else() -> None:
+    """Every file the page names is served; scripts of others are forbidden, and the page names none."""
+
+    async def drive(port: Port) -> None:
+        async with port.session.get(port.url + "/") as answer:
+            page = await answer.text()
+            policy = answer.headers["Content-Security-Policy"]
+            assert answer.headers["X-Content-Type-Options"] == "nosniff"
+            assert "Access-Control-Allow-Origin" not in answer.headers
+        assert "default-src 'none'" in policy
+        assert "unsafe" not in policy
+        assert "://" not in page.replace("http://www.w3.org/2000/svg", "")
+        for name in ("dashboard.css", "dashboard.js", "map.js", "panels.js", "format.js"):
+            status, body = await port.get(f"/{name}")
+            assert status == 200
+            assert b"innerHTML" not in body
+            assert b"http:" not in body
+            assert b"https:" not in body
+        assert (await port.get("/admin.py"))[0] == 404
+
+    _run(Gateway(), drive)
+
+
+def test_state_events_and_versions() -> None:
+    """/state is one snapshot; /events is one too, then ticks, then a snapshot again when the cluster is another."""
+    gateway = Gateway()
+
+    async def drive(port: Port) -> None:
+        gateway.state.decided(Reject(3, "no room"), 0.0)
+        status, body = await port.get("/state")
+        snapshot = json.loads(body)
+        assert status == 200
+        assert [instance["name"] for instance in snapshot["layout"]["instances"]] == [
+            instance.name for instance in CLUSTER.instances
+        ]
+        assert snapshot["tick"]["load"]["in_flight"] == 5
+        assert snapshot["tick"]["decisions"][0]["reason"] == "no room"
+        assert json.loads((await port.get("/version"))[1]) == {"version": "1.2", "policy": "netkv"}
+        async with port.session.get(port.url + "/events") as answer:
+            assert answer.headers["Content-Type"] == "text/event-stream"
+            kinds = [(await _event(answer))[0] for _ in range(3)]
+            assert kinds == ["snapshot", "tick", "tick"]
+            gateway.state.replace(CLUSTER)
+            while (event := await _event(answer))[0] == "tick":
+                assert event[1]["layout_id"] == 1
+            assert event[1]["layout"]["id"] == 2
+
+    _run(gateway, drive)
+
+
+def test_watchers_are_bounded_and_let_go() -> None:
+    """One more than allowed is refused; those that leave make room; closing ends the others' streams."""
+    gateway = Gateway()
+
+    async def drive(port: Port) -> None:
+        answers = [await port.session.get(port.url + "/events") for _ in range(WATCHERS_MOST)]
+        assert port.admin.watchers == WATCHERS_MOST
+        status, body = await port.get("/events")
+        assert (status, json.loads(body)) == (503, {"error": f"{WATCHERS_MOST} dashboards are open already"})
+        answers.pop().close()
+        while port.admin.watchers == WATCHERS_MOST:
+            await asyncio.sleep(0)
+        await port.admin.close()
+        for answer in answers:
+            assert (await answer.content.read()).endswith(b"\n\n")
+        assert port.admin.watchers == 0
+
+    _run(gateway, drive)
+
+
+def test_health_ready_and_metrics() -> None:
+    """Alive is not ready; the Accept header chooses the format of the metrics."""
+    gateway = Gateway()
+
+    async def drive(port: Port) -> None:
+        assert (await port.get("/health"))[0] == 200
+        assert (await port.get("/ready"))[0] == 200
+        gateway.why_not = "draining"
+        assert (await port.get("/health"))[0] == 200
+        status, body = await port.get("/ready")
+        assert (status, json.loads(body)["reason"]) == (503, "draining")
+        assert b"kvroute_requests_in_flight 5\n" in (await port.get("/metrics"))[1]
+        assert (await port.get("/metrics", Accept="application/openmetrics-text"))[1].endswith(b"# EOF\n")
+
+    _run(gateway, drive)
+
+
+def test_telemetry_is_handed_on_and_faults_are_named() -> None:
+    """The body goes through as it is; an InputError becomes a 400 that says where."""
+    gateway = Gateway()
+
+    async def drive(port: Port) -> None:
+        assert (await port.post("/telemetry", b'{"per_tier": {"rack": 0.5}}'))[0] == 200
+        status, body = await port.post("/telemetry", b"bad")
+        assert status == 400
+        assert json.loads(body)["where"] == "per_tier.rack"
+        assert "[0, 1)" in json.loads(body)["error"]
+        assert (await port.post("/telemetry", bytes(5 << 20)))[0] == 413
+        assert (await port.get("/telemetry"))[0] == 405
+        assert (await port.post("/drain"))[0] == 202
+
+    _run(gateway, drive)
+    assert gateway.pushed == [b'{"per_tier": {"rack": 0.5}}']
+    assert gateway.drained == 1
+
+
+def test_what_is_not_there_is_said() -> None:
+    """A gateway without push and drain."""
+
+    async def drive(port: Port) -> None:
+        assert (await port.post("/telemetry", b"{}"))[0] == 404
+        assert (await port.post("/drain"))[0] == 404
+
+    _run(Gateway(), drive, push=None, drain=None)
+
+
+def test_a_token_is_asked_for_where_there_is_one() -> None:
+    """Reading needs none; changing does, and only the right one will do."""
+    gateway = Gateway()
+
+    async def drive(port: Port) -> None:
+        for wrong in (
+            {},
+            {"Authorization": "Bearer "},
+            {"Authorization": TOKEN},
+            {"Authorization": f"Bearer {TOKEN}x"},
+        ):
+            assert (await port.post("/drain", b"", **wrong))[0] == 401
+        assert (await port.get("/state"))[0] == 200
+        assert gateway.drained == 0
+        assert (await port.post("/drain", Authorization=f"Bearer {TOKEN}"))[0] == 202
+
+    _run(gateway, drive, token=TOKEN)
+
+
+@pytest.mark.parametrize("host", ["evil.example", "localhost.evil.example", "", "[evil]", "127.0.0.1.evil.example:80"])
+def test_a_name_that_an_attacker_can_point_here_is_refused(host: str) -> None:
+    """DNS rebinding: the browser believes that the port belongs to the attacker's name."""
+
+    async def drive(port: Port) -> None:
+        assert (await port.get("/state", Host=host))[0] == 403
+
+    _run(Gateway(), drive)
+
+
+@pytest.mark.parametrize(
+    "host", ["localhost:9090", "LOCALHOST", "127.0.0.1", "10.1.2.3:9090", "[::1]:9090", "gw.cluster"]
+)
+def test_addresses_and_own_names_are_let_in(host: str) -> None:
+    """Addresses cannot be rebound; own names are listed."""
+
+    async def drive(port: Port) -> None:
+        assert (await port.get("/state", Host=host))[0] == 200
+
+    _run(Gateway(), drive, host_names=frozenset({"gw.cluster"}))
+
+
+def test_other_pages_can_change_nothing() -> None:
+    """A form or script of another origin is refused before its body is read; our own page is not."""
+    gateway = Gateway()
+
+    async def drive(port: Port) -> None:
+        for origin in ("https://evil.example", "null", "http://127.0.0.1:1"):
+            assert (await port.post("/drain", Origin=origin))[0] == 403
+        assert gateway.drained == 0
+        assert (await port.post("/drain", Origin=port.url))[0] == 202
+
+    _run(gateway, drive)
+
+
+def test_settings_are_shown_without_secrets() -> None:
+    """What names itself a secret, hashes of keys, passwords in URLs; all else stays."""
+
+    async def drive(port: Port) -> None:
+        _, body = await port.get("/config")
+        assert json.loads(body) == {"listen": {"port": 8080}, "admin": {"push_token": "***"}}
+
+    _run(Gateway(), drive)
+    shown = redacted(
+        {
+            "keys": [{"name": "anna", "hash": "sha256:00", "concurrency": 4}, "sha256:11"],
+            "per_key": 256,
+            "url": "http://user:pass@prometheus:9090/api",
+            "policy": "netkv",
+            "other": "sha256:22",
+            "push_token": None,
+        }
+    )
+    assert shown == {
+        "keys": [{"name": "anna", "hash": "***", "concurrency": 4}, "***"],
+        "per_key": 256,
+        "url": "http://***@prometheus:9090/api",
+        "policy": "netkv",
+        "other": "***",
+        "push_token": None,
+    }
+
+
+@given(
+    st.recursive(
+        st.text(max_size=8) | st.integers(), lambda held: st.lists(held) | st.dictionaries(st.text(max_size=5), held)
+    )
+)
+def test_a_secret_is_struck_out_however_deep(settings: Any) -> None:
+    """Wherever a token stands, its text does not come out."""
+    shown = json.dumps(redacted({"a": settings, "b": [{"c": {"push_token": "S3CRET!", "x": settings}}]}))
+    assert "S3CRET!" not in shown
+
+
+def test_a_taken_port_is_said_plainly() -> None:
+    """InputError names the address."""
+
+    async def main() -> None:
+        async with _open(Gateway()) as port:
+            other = Admin(Gateway().parts())
+            taken = int(port.url.rpartition(":")[2])
+            with pytest.raises(InputError, match=rf"127\.0\.0\.1:{taken} cannot be listened on"):
+                await other.start("127.0.0.1", taken)
+            await other.close()
+
+    asyncio.run(main())

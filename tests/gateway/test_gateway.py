@@ -1,0 +1,374 @@
+"""The whole gateway in front of emulated engines: answers are right, failures are mended, and nothing stays behind."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import uvloop
+
+from kvroute.control import read_log, replay, same
+from kvroute.gateway.gateway import Deployment
+from kvroute.topology import parse
+from kvroute.types import Decode, InputError, Prefill
+from tests.gateway.rig import CHAT, CLUSTER, COMPLETIONS, MODEL, Rig, rig
+
+PROMPT = "The quick brown fox jumps over the lazy dog. " * 30
+
+
+def test_an_answer_over_two_legs_is_the_answer_of_one_engine() -> None:
+    """Streamed or whole, whatever the length of the prompt, and with the client's request id."""
+
+    async def run() -> None:
+        async with rig() as gate:
+            for prompt in ("hi", PROMPT, PROMPT * 40, [1, 2, 3] * 500):
+                alone = await gate.direct("decode0", prompt, 6)
+                whole = await gate.ask(prompt, tokens=6)
+                streamed = await gate.ask(prompt, tokens=6, stream=True)
+                assert whole.status == streamed.status == 200
+                assert whole.text == streamed.text == alone
+            named = await gate.post(
+                {"model": MODEL, "prompt": "hi", "max_tokens": 2}, headers={"X-Request-Id": "mine-17"}
+            )
+            assert named.headers["x-request-id"] == "mine-17"
+            chat = {"model": MODEL, "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 3}
+            assert (await gate.post(chat, CHAT)).json["choices"][0]["message"]["content"]
+            assert await gate.settles(), gate.leftovers()
+
+    uvloop.run(run())
+
+
+def test_legs_go_to_prefill_and_decode_instances_and_the_log_decides_again(tmp_path: Path) -> None:
+    """Every decision and failure of a live run is in the log, which replays bit for bit."""
+    log = tmp_path / "events.log"
+
+    async def run() -> None:
+        async with rig(f"  log: {{events: {log}}}\n") as gate:
+            await gate.order("prefill0", fail_next=2, status=500, leg="prefill")
+            await gate.order("decode1", fail_next=2, status=503, leg="decode")
+            answers = await asyncio.gather(*[gate.ask(f"{n} {PROMPT}", stream=n % 2 == 0) for n in range(20)])
+            assert [answer.status for answer in answers] == [200] * 20
+            assert await gate.settles(), gate.leftovers()
+
+    uvloop.run(run())
+    header, records = read_log(log)
+    control = header.spec.build(parse(header.cluster))
+    kinds = set()
+    for record, again in replay(control, records):
+        kinds.add(type(record.event).__name__)
+        assert same(record.decisions, again)
+        for decision in record.decisions:
+            assert not isinstance(decision, Prefill) or decision.instance.startswith("prefill")
+            assert not isinstance(decision, Decode) or decision.target.startswith("decode")
+    assert control.in_flight == 0
+    assert {"PrefillFailed", "DecodeFailed", "InstanceMeasured", "KvStored"} <= kinds
+
+
+@pytest.mark.parametrize("leg", ["prefill", "decode"])
+@pytest.mark.parametrize("status", [500, 503, 429, "reset", "hang"])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_a_leg_that_fails_before_the_first_token_is_done_again(leg: str, status: Any, stream: bool) -> None:
+    """The client sees nothing of it, whichever instance fails and however."""
+
+    async def run() -> None:
+        async with rig("  timeouts: {prefill: 300 ms, first_token: 300 ms}\n") as gate:
+            alone = await gate.direct("decode0", PROMPT)
+            for name in (f"{leg}0", f"{leg}1"):
+                await gate.order(name, fail_next=1, status=status, leg=leg)
+            answer = await gate.ask(PROMPT, stream=stream)
+            assert (answer.status, answer.text) == (200, alone)
+            assert await gate.settles(), gate.leftovers()
+
+    uvloop.run(run())
+
+
+def test_without_attempts_left_the_client_reads_which_leg_failed() -> None:
+    """In OpenAI's error form, with a status of a gateway."""
+
+    async def run() -> None:
+        async with rig("  retries: {attempts: 2}\n") as gate:
+            for name in ("prefill0", "prefill1"):
+                await gate.order(name, fail_next=5, status=500, leg="prefill")
+            answer = await gate.ask(PROMPT)
+            assert answer.status == 502
+            assert "prefill instance prefill" in answer.json["error"]["message"]
+            assert "answered 500" in answer.json["error"]["message"]
+            assert await gate.settles(), gate.leftovers()
+
+    uvloop.run(run())
+
+
+def test_a_stream_that_breaks_ends_with_an_error_event() -> None:
+    """After the first token nothing can be done again; the stream ends as HTTP, and says why."""
+
+    async def run() -> None:
+        async with rig() as gate:
+            for name in ("decode0", "decode1"):
+                await gate.order(name, fail_next=1, status="reset", leg="decode", after_tokens=3)
+            answer = await gate.ask(PROMPT, tokens=8, stream=True)
+            assert answer.status == 200
+            *tokens, last = answer.events
+            assert 1 <= len(tokens) <= 3
+            assert last["error"]["type"] == "upstream_error"
+            assert "broke off" in last["error"]["message"]
+            assert await gate.settles(), gate.leftovers()
+
+    uvloop.run(run())
+
+
+def test_a_whole_answer_that_breaks_is_asked_for_again() -> None:
+    """Nothing has gone to the client yet, so it need not know."""
+
+    async def run() -> None:
+        async with rig() as gate:
+            alone = await gate.direct("decode0", PROMPT, 8)
+            await gate.order("decode0", fail_next=1, status="reset", leg="decode", after_tokens=3)
+            await gate.order("decode1", fail_next=1, status="reset", leg="decode", after_tokens=3)
+            answer = await gate.ask(PROMPT, tokens=8)
+            assert (answer.status, answer.text) == (200, alone)
+            assert await gate.settles(), gate.leftovers()
+
+    uvloop.run(run())
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 5])
+def test_a_client_that_leaves_gives_everything_back(tokens: int) -> None:
+    """Before the first token or in the middle of a stream, and the engines hear of it too."""
+
+    async def leave(gate: Rig, number: int) -> None:
+        body = {"model": MODEL, "prompt": f"{number} {PROMPT * 20}", "max_tokens": 5_000, "stream": True}
+        async with gate.session.post(gate.url + COMPLETIONS, json=body) as response:
+            for _ in range(tokens):
+                await response.content.readuntil(b"\n\n")
+            response.close()
+
+    async def run() -> None:
+        async with rig() as gate:
+            if tokens:
+                await asyncio.gather(*[leave(gate, number) for number in range(8)])
+            else:
+                tasks = [asyncio.create_task(gate.ask(f"{n} {PROMPT * 40}", tokens=5_000)) for n in range(8)]
+                while gate.leftovers()["legs"] < 8:
+                    await asyncio.sleep(0)
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+            assert await gate.settles(), gate.leftovers()
+            assert (await gate.ask("hi")).status == 200
+
+    uvloop.run(run())
+
+
+def test_a_clients_fault_is_the_clients_and_no_instances() -> None:
+    """An engine's 4xx goes through as it is, without a retry and without a mark against the engine."""
+
+    async def run() -> None:
+        async with rig("  breaker: {failures: 1}\n") as gate:
+            for _ in range(3):
+                answer = await gate.ask(PROMPT, tokens=10**9)
+                assert answer.status == 400
+                assert answer.json["error"]["message"]
+            assert all(station.guard.up for station in gate.gateway.serving.stations.values())
+            assert await gate.settles(), gate.leftovers()
+
+    uvloop.run(run())
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ({"model": MODEL}, "prompt"),
+        ({"model": MODEL, "prompt": 5}, "prompt"),
+        ({"model": MODEL, "prompt": "x", "stream": "yes"}, "stream"),
+        ({"model": MODEL, "prompt": "x", "max_tokens": -1}, "max_tokens"),
+        ([], "object"),
+    ],
+)
+def test_a_wrong_request_is_refused_in_one_sentence(body: Any, says: str) -> None:
+    """Before anything is booked or sent."""
+
+    async def run() -> None:
+        async with rig() as gate:
+            answer = await gate.post(body)
+            assert answer.status == 400
+            assert says in answer.json["error"]["message"]
+            assert not any(gate.leftovers().values())
+
+    uvloop.run(run())
+
+
+def test_several_answers_are_one_instances_work() -> None:
+    """KV of several sequences cannot be handed over, so a decode instance computes the prompt itself."""
+
+    async def run() -> None:
+        async with rig() as gate:
+            answer = await gate.ask(PROMPT, n=2)
+            assert answer.status == 200
+            assert len(answer.json["choices"]) == 2
+            assert await gate.settles(), gate.leftovers()
+
+    uvloop.run(run())
+
+
+def test_kv_events_make_the_second_request_a_hit() -> None:
+    """With prompts of token ids, whose blocks engines and gateway hash alike."""
+
+    async def run() -> None:
+        async with rig("  prefix: events\n") as gate:
+            prompt = list(range(1_000, 2_600))
+            assert (await gate.ask(prompt)).status == 200
+            control = gate.gateway.serving.control
+            for _ in range(2_000):
+                if control.prefix.used_blocks(0) + control.prefix.used_blocks(1):
+                    break
+                await asyncio.sleep(0.005)
+            second = await gate.ask(prompt)
+            assert second.json["usage"]["prompt_tokens_details"]["cached_tokens"] >= 1_584
+            page = (await gate.get("/metrics")).body.decode()
+            hits = [line for line in page.splitlines() if line.startswith("kvroute_prefix_hit_tokens_total")]
+            assert sum(float(line.rpartition(" ")[2]) for line in hits) >= 1_584
+
+    uvloop.run(run())
+
+
+def test_an_instance_that_dies_is_left_out_and_taken_back() -> None:
+    """Its health check says so, both times."""
+
+    async def run() -> None:
+        section = "  health: {interval: 20 ms, timeout: 200 ms, failures: 1}\n  breaker: {open: 50 ms}\n"
+        async with rig(section) as gate:
+            await gate.order("decode0", "restart", down_s=0.5)
+            assert await gate.becomes("decode0", False)
+            answers = await asyncio.gather(*[gate.ask(f"{n} {PROMPT}") for n in range(6)])
+            assert [answer.status for answer in answers] == [200] * 6
+            assert await gate.becomes("decode0", True)
+            assert await gate.settles(), gate.leftovers()
+
+    uvloop.run(run())
+
+
+def test_without_any_decode_instance_the_answer_is_503_at_once() -> None:
+    """Nothing is prefilled for nobody."""
+
+    async def run() -> None:
+        async with rig("  health: {interval: 20 ms, failures: 1}\n") as gate:
+            for name in ("decode0", "decode1"):
+                await gate.order(name, "restart", down_s=60)
+            assert await gate.becomes("decode0", False)
+            assert await gate.becomes("decode1", False)
+            answer = await gate.ask(PROMPT)
+            assert answer.status == 503
+            assert "no decode instance is up" in answer.json["error"]["message"]
+            assert answer.headers["retry-after"]
+            assert (await gate.get("/ready")).status == 503
+            assert await gate.settles(), gate.leftovers()
+
+    uvloop.run(run())
+
+
+def test_a_constraint_keeps_transfers_inside_and_says_no_where_it_must() -> None:
+    """`fail` refuses when the domain's decode instance is down; `fallback` goes elsewhere."""
+
+    async def run(constraint: str) -> list[int]:
+        section = f"  constraint: {constraint}\n  health: {{interval: 20 ms, failures: 1}}\n"
+        text = CLUSTER.replace('  - {name: prefill1, role: prefill, gpus: "node1:0-1"}\n', "")
+        async with rig(section, text) as gate:
+            for n in range(6):
+                assert (await gate.ask(f"{n} {PROMPT}")).status == 200
+            page = (await gate.get("/metrics")).body.decode()
+            assert 'kind="decode",instance="decode0"} 6\n' in page
+            await gate.order("decode0", "restart", down_s=60)
+            assert await gate.becomes("decode0", False)
+            return [(await gate.ask(f"again {n} {PROMPT}")).status for n in range(3)]
+
+    assert uvloop.run(run("pod:fail")) == [503] * 3
+    assert uvloop.run(run("pod:fallback")) == [200] * 3
+
+
+def test_a_drain_loses_no_request() -> None:
+    """What is under way is answered, and then nobody is let in."""
+
+    async def run() -> None:
+        async with rig() as gate:
+            tasks = [asyncio.create_task(gate.ask(f"{n} {PROMPT}", tokens=60, stream=True)) for n in range(12)]
+            while gate.leftovers()["journeys"] < 12:
+                await asyncio.sleep(0)
+            await gate.gateway.drain()
+            answers = [await task for task in tasks]
+            assert [(answer.status, len(answer.events)) for answer in answers] == [(200, 60)] * 12
+            with pytest.raises(OSError, match="onnect"):
+                await gate.ask("late")
+
+    uvloop.run(run())
+
+
+def test_a_reload_changes_the_policy_and_a_wrong_file_changes_nothing() -> None:
+    """Requests under way stay where they are."""
+
+    async def run() -> None:
+        async with rig() as gate:
+            endpoints = gate.fleet.ready().instances
+            running = asyncio.create_task(gate.ask(PROMPT, tokens=40, stream=True))
+            while not gate.leftovers()["journeys"]:
+                await asyncio.sleep(0)
+            text = CLUSTER + "  policy: round-robin\n"
+            assert await gate.gateway.reload(lambda: Deployment.of(text, "new.yaml", endpoints=endpoints))
+
+            def wrong() -> Deployment:
+                return Deployment.of(text.replace("round-robin", "square-robin"), "new.yaml", endpoints=endpoints)
+
+            with pytest.raises(InputError, match="round-robin"):
+                wrong()
+            assert not await gate.gateway.reload(wrong)
+            assert (await gate.ask(PROMPT)).status == 200
+            assert len((await running).events) == 40
+            page = (await gate.get("/metrics")).body.decode()
+            assert 'kvroute_reloads_total{outcome="taken"} 1\n' in page
+            assert 'kvroute_reloads_total{outcome="refused"} 1\n' in page
+            assert 'policy="round-robin"' in page
+            assert await gate.settles(), gate.leftovers()
+
+    uvloop.run(run())
+
+
+def test_keys_and_limits() -> None:
+    """Without a key 401; more than a key may have 429; more than the gateway holds 503, both with Retry-After."""
+    key = "kvr_" + "a" * 43
+    hashed = "sha256:" + __import__("hashlib").sha256(key.encode()).hexdigest()
+    section = f"  keys: {{known: {{alice: '{hashed}'}}}}\n  limits: {{in_flight: 2, queue: 1, per_key: 3}}\n"
+
+    async def run() -> None:
+        async with rig(section) as gate:
+            assert (await gate.ask("hi")).status == 401
+            headers = {"Authorization": f"Bearer {key}"}
+            body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 400}
+            tasks = [asyncio.create_task(gate.post(body, headers=headers)) for _ in range(3)]
+            while gate.gateway.state.tick(gate.gateway.now()).load.queued < 1:
+                await asyncio.sleep(0)
+            refused = await gate.post(body, headers=headers)
+            assert (refused.status, refused.json["error"]["type"]) == (429, "rate_limit_error")
+            assert int(refused.headers["retry-after"]) >= 1
+            assert [(await task).status for task in tasks] == [200] * 3
+            assert await gate.settles(), gate.leftovers()
+
+    uvloop.run(run())
+
+
+def test_what_is_passed_on() -> None:
+    """Models, tokens and embeddings come from an engine; the gateway's own pages from itself."""
+
+    async def run() -> None:
+        async with rig() as gate:
+            assert (await gate.get("/v1/models")).json["data"][0]["id"] == MODEL
+            assert (await gate.post({"model": MODEL, "prompt": "hi there"}, "/tokenize")).json["count"] == 2
+            assert (await gate.post({"model": MODEL, "input": "hi"}, "/v1/embeddings")).json["data"]
+            assert (await gate.get("/health")).status == (await gate.get("/ready")).status == 200
+            assert (await gate.get("/nowhere")).status == 404
+            assert (await gate.get(COMPLETIONS)).status == 405
+            assert msgspec.json.decode((await gate.get("/openapi.json")).body)["openapi"].startswith("3.1")
+            assert await gate.settles(), gate.leftovers()
+
+    uvloop.run(run())

@@ -1,0 +1,91 @@
+"""Health: the state against its definition, and checks of a real server that falls ill and recovers."""
+
+from __future__ import annotations
+
+import asyncio
+
+import uvloop
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvroute.gateway.health import Health, HealthChecks
+from kvroute.gateway.pool import Pool
+
+
+@given(st.lists(st.booleans(), max_size=60), st.integers(1, 4), st.integers(1, 4))
+def test_only_a_run_of_contradictions_changes_it(results: list[bool], failures: int, successes: int) -> None:
+    """Down after `failures` bad checks in a row, up after `successes` good ones; a change is told once."""
+    health = Health(failures, successes)
+    up = True
+    history: list[bool] = []
+    for well in results:
+        history.append(well)
+        needed = failures if up else successes
+        flips = len(history) >= needed and all(each is not up for each in history[-needed:])
+        assert health.heard(well) is flips
+        if flips:
+            up, history = not up, []
+        assert health.up is up
+    assert health.checked == bool(results)
+
+
+def test_a_server_falls_ill_leaves_and_comes_back() -> None:
+    """HTTP 503 and nobody there are both illness; each change is told once, with the reason at hand."""
+
+    async def scenario() -> None:
+        status = "200 OK"
+        paths = set()
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            try:
+                head = await reader.readuntil(b"\r\n\r\n")
+                paths.add(head.split(b" ", 2)[1])
+                writer.write(f"HTTP/1.1 {status}\r\ncontent-length: 0\r\nconnection: close\r\n\r\n".encode())
+            except (asyncio.IncompleteReadError, ConnectionError):
+                pass
+            finally:
+                writer.close()
+
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        pool = Pool(f"http://127.0.0.1:{port}")
+        heard: asyncio.Queue[tuple[str, bool, float]] = asyncio.Queue()
+        checks = HealthChecks(
+            ["a"],
+            {"a": pool}.get,
+            lambda name, up, at: heard.put_nowait((name, up, at)),
+            lambda: 3.0,
+            path="/healthz",
+            interval_s=0.01,
+            timeout_s=30.0,
+        )
+        assert checks.up("a")
+        assert not checks.all_checked
+        checks.start()
+        while not checks.all_checked:
+            await asyncio.sleep(0.001)
+        status = "503 Ill"
+        assert await heard.get() == ("a", False, 3.0)
+        assert not checks.up("a")
+        assert checks.why("a") == "HTTP status 503"
+        status = "204 Fine"
+        assert await heard.get() == ("a", True, 3.0)
+        server.close()
+        await server.wait_closed()
+        assert await heard.get() == ("a", False, 3.0)
+        assert "no connection" in checks.why("a")
+        server = await asyncio.start_server(serve, "127.0.0.1", port)
+        assert await heard.get() == ("a", True, 3.0)
+        assert checks.why("a") == ""
+        checks.close()
+        pool.close()
+        server.close()
+        await server.wait_closed()
+        assert heard.empty()
+        assert paths == {b"/healthz"}
+
+    async def bounded() -> None:
+        async with asyncio.timeout(60):
+            await scenario()
+
+    uvloop.run(bounded())

@@ -1,0 +1,132 @@
+"""Logs: every line is one event, nothing but the allowed fields, and a reader that stands still stops nobody."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import threading
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvroute.gateway.logs import LINES_MOST, Logs, access, note
+
+
+class Stuck(io.StringIO):
+    """A stream whose reader stands still until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reached, self.free = threading.Event(), threading.Event()
+
+    def write(self, text: str) -> int:
+        self.reached.set()
+        self.free.wait(30)
+        return super().write(text)
+
+
+def _written(style: Any, **options: Any) -> tuple[io.StringIO, Logs]:
+    stream = io.StringIO()
+    return stream, Logs(style, stream=stream, **options)
+
+
+def test_a_line_of_each_style() -> None:
+    """The same event as JSON and as text."""
+    for style in ("json", "text"):
+        stream, logs = _written(style)
+        with logs:
+            note("warning", "instance_down", instance="decode 3", reason='said "no"', age_s=1.5)
+        [line] = stream.getvalue().splitlines()
+        if style == "json":
+            found = json.loads(line)
+            assert found.pop("at").endswith("Z")
+            assert found == {
+                "level": "warning",
+                "event": "instance_down",
+                "instance": "decode 3",
+                "reason": 'said "no"',
+                "age_s": 1.5,
+            }
+        else:
+            assert line.split(" ", 1)[1] == r'warning instance_down instance="decode 3" reason="said \"no\"" age_s=1.5'
+
+
+def test_only_allowed_fields_are_written() -> None:
+    """A prompt or a key that somebody passes by mistake does not come out."""
+    for style in ("json", "text"):
+        stream, logs = _written(style, access=True)
+        with logs:
+            fields: dict[str, Any] = {"prompt": "S3CRET", "authorization": "S3CRET", "body": "S3CRET"}
+            note("error", "failed", instance="decode0", **fields)
+            access("r1", "/v1/completions", 200, 0.5, **fields)
+        assert "S3CRET" not in stream.getvalue()
+        assert len(stream.getvalue().splitlines()) == 2
+
+
+@given(st.text(), st.sampled_from(["json", "text"]))
+def test_one_event_is_one_printable_line(value: str, style: Any) -> None:
+    """Whatever a client put into its request id: no new line, no control character, one field."""
+    stream, logs = _written(style)
+    with logs:
+        note("info", "request", request_id=value, status=200)
+    text = stream.getvalue()
+    assert text.endswith("\n")
+    assert text[:-1].isprintable()
+    if style == "json":
+        assert json.loads(text)["request_id"] == value
+
+
+def test_levels_and_the_access_log() -> None:
+    """Below the level nothing is written; requests only if asked for; libraries from warnings on."""
+    stream, logs = _written("json", level="warning")
+    with logs:
+        note("info", "quiet")
+        note("error", "loud")
+        access("r1", "/v1/completions", 200, 0.5)
+        logging.getLogger("some.library").warning("it %s", "speaks")
+    events = [json.loads(line) for line in stream.getvalue().splitlines()]
+    assert [event["event"] for event in events] == ["loud", "library"]
+    assert events[1]["text"] == "it speaks"
+    stream, logs = _written("json", access=True)
+    with logs:
+        access("r1", "/v1/completions", 200, 0.5, instance="decode0")
+    [event] = [json.loads(line) for line in stream.getvalue().splitlines()]
+    assert event | {"at": ""} == {
+        "at": "",
+        "level": "info",
+        "event": "request",
+        "request_id": "r1",
+        "endpoint": "/v1/completions",
+        "status": 200,
+        "seconds": 0.5,
+        "instance": "decode0",
+    }
+
+
+def test_logging_is_as_it_was_when_closed() -> None:
+    """A second Logs is not heard twice."""
+    before = list(logging.getLogger().handlers)
+    for _ in range(2):
+        stream, logs = _written("text")
+        with logs:
+            note("info", "once")
+        assert len(stream.getvalue().splitlines()) == 1
+    assert logging.getLogger().handlers == before
+
+
+def test_a_reader_that_stands_still_stops_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    """Lines beyond the buffer are dropped and counted; the others are written once it reads again."""
+    stream = Stuck()
+    caplog.handler.setLevel(logging.CRITICAL)  # else pytest keeps every record
+    logs = Logs("json", stream=stream)
+    note("info", "first")
+    assert stream.reached.wait(10)
+    for number in range(LINES_MOST + 250):
+        note("info", "next", count=number)
+    assert logs.dropped == 250
+    stream.free.set()
+    logs.close()
+    assert len(stream.getvalue().splitlines()) == 1 + LINES_MOST

@@ -1,0 +1,387 @@
+"""Scraping: pages read as Prometheus's own parser reads them, counters into transfers, a scraper on real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable
+
+import pytest
+import uvloop
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvroute.gateway.pool import Pool
+from kvroute.gateway.scrape import EngineMetrics, Scraper, TransferCounters, TransferTotals, read_metrics
+from kvroute.types import Event, InstanceMeasured, KvCleared, TransferMeasured
+
+VLLM = """\
+# HELP python_gc_objects_collected_total Objects collected during gc
+# TYPE python_gc_objects_collected_total counter
+python_gc_objects_collected_total{generation="0"} 10442.0
+# HELP process_start_time_seconds Start time of the process since unix epoch in seconds.
+# TYPE process_start_time_seconds gauge
+process_start_time_seconds 1.76376123456e+09
+# HELP vllm:num_requests_running Number of requests in model execution batches.
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0",model_name="tiny"} 3.0
+vllm:num_requests_running{engine="1",model_name="tiny"} 4.0
+# HELP vllm:num_requests_waiting Number of requests waiting to be processed.
+# TYPE vllm:num_requests_waiting gauge
+vllm:num_requests_waiting{engine="0",model_name="tiny"} 1.0
+vllm:num_requests_waiting{engine="1",model_name="tiny"} 0.0
+# HELP vllm:num_requests_waiting_by_reason Waiting requests by reason.
+# TYPE vllm:num_requests_waiting_by_reason gauge
+vllm:num_requests_waiting_by_reason{engine="0",model_name="tiny",reason="capacity"} 77.0
+# HELP vllm:kv_cache_usage_perc KV-cache usage. 1 means 100 percent usage.
+# TYPE vllm:kv_cache_usage_perc gauge
+vllm:kv_cache_usage_perc{engine="0",model_name="tiny"} 0.25
+vllm:kv_cache_usage_perc{engine="1",model_name="tiny"} 0.75
+# HELP vllm:cache_config_info Information of the LLMEngine CacheConfig
+# TYPE vllm:cache_config_info gauge
+vllm:cache_config_info{block_size="32",cache_dtype="auto",engine="0",num_gpu_blocks="512",sliding_window="None"} 1.0
+vllm:cache_config_info{block_size="32",cache_dtype="auto",engine="1",num_gpu_blocks="512",sliding_window="None"} 1.0
+# HELP kvroute:kv_transfer_bytes_total KV bytes pulled.
+# TYPE kvroute:kv_transfer_bytes_total counter
+kvroute:kv_transfer_bytes_total{source="prefill0"} 3e+08
+kvroute:kv_transfer_bytes_total{source="pre\\"fill\\\\1}"} 5.0
+# HELP kvroute:kv_transfer_seconds_total Seconds pulled.
+# TYPE kvroute:kv_transfer_seconds_total counter
+kvroute:kv_transfer_seconds_total{source="prefill0"} 1.5
+# HELP kvroute:kv_transfers_total Transfers.
+# TYPE kvroute:kv_transfers_total counter
+kvroute:kv_transfers_total{source="prefill0"} 6.0
+"""
+
+
+def test_a_page_of_vllm() -> None:
+    """Two data-parallel ranks: counts added up, shares averaged, names that only begin alike left out."""
+    assert read_metrics(VLLM.encode()) == EngineMetrics(
+        running=7,
+        waiting=1,
+        kv_used_share=0.5,
+        block_tokens=32,
+        kv_blocks=1024,
+        started_s=1.76376123456e9,
+        transfers={"prefill0": TransferTotals(3e8, 1.5, 6), 'pre"fill\\1}': TransferTotals(5.0, 0.0, 0)},
+    )
+
+
+def test_pages_of_other_engines() -> None:
+    """SGLang's names, an older vLLM's, and none at all."""
+    sglang = b'sglang:num_running_reqs{model_name="m"} 5\nsglang:num_queue_reqs 2\nsglang:token_usage 0.125\n'
+    assert read_metrics(sglang) == EngineMetrics(running=5, waiting=2, kv_used_share=0.125)
+    old = b"vllm:num_requests_running 1\nvllm:num_requests_waiting 2\nvllm:gpu_cache_usage_perc 0.5"
+    assert read_metrics(old) == EngineMetrics(running=1, waiting=2, kv_used_share=0.5)
+    assert read_metrics(b"<html>no such page</html>").running is None
+
+
+@pytest.mark.parametrize(
+    ("line", "running"),
+    [
+        (b"vllm:num_requests_running 3 1763761234000", 3),
+        (b'vllm:num_requests_running{a="}"} 3.0 # {trace_id="x"} 9.0 1763761234.0', 3),
+        (b'vllm:num_requests_running { a="# {" , } \t 3', 3),
+        (b"vllm:num_requests_running NaN", None),
+        (b"vllm:num_requests_running +Inf", None),
+        (b"vllm:num_requests_running -2", 0),
+        (b"vllm:num_requests_running{a=", None),
+        (b"vllm:num_requests_running three", None),
+        (b"vllm:num_requests_running", None),
+        (b"xvllm:num_requests_running 4", None),
+    ],
+    ids=["timestamp", "exemplar", "spaces", "nan", "inf", "negative", "cut", "word", "bare", "prefix"],
+)
+def test_odd_lines(line: bytes, running: int | None) -> None:
+    assert read_metrics(line + b"\nother 1\n").running == running
+
+
+LABEL_VALUES = st.text(st.sampled_from('ab"\\\n{},= #'), max_size=6)
+NAMES = st.sampled_from(
+    [
+        "vllm:num_requests_running",
+        "vllm:num_requests_waiting",
+        "vllm:num_requests_waiting_by_reason",
+        "vllm:kv_cache_usage_perc",
+        "kvroute:kv_transfer_bytes_total",
+        "kvroute:kv_transfer_seconds_total",
+        "kvroute:kv_transfers_total",
+        "process_start_time_seconds",
+        "other_total",
+    ]
+)
+NUMBERS = st.floats(0, 1e6) | st.integers(0, 10**12) | st.just(math.nan)
+
+
+def page_of(rows: list[tuple[str, str, float]]) -> str:
+    def escaped(value: str) -> str:
+        return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+
+    lines = [f'{name}{{source="{escaped(label)}",engine="0"}} {value}' for name, label, value in rows]
+    return "\n".join(["# TYPE vllm:num_requests_running gauge", *lines, ""])
+
+
+@given(st.lists(st.tuples(NAMES, LABEL_VALUES, NUMBERS), max_size=12))
+def test_pages_are_read_as_prometheus_reads_them(rows: list[tuple[str, str, float]]) -> None:
+    page = page_of(rows)
+    samples = [sample for family in text_string_to_metric_families(page) for sample in family.samples]
+
+    def values(name: str) -> list[float]:
+        return [sample.value for sample in samples if sample.name == name and not math.isnan(sample.value)]
+
+    def by_source(name: str) -> dict[str, float]:
+        sums: dict[str, float] = {}
+        for sample in samples:
+            if sample.name == name and not math.isnan(sample.value):
+                source = sample.labels["source"]
+                sums[source] = sums.get(source, 0.0) + sample.value
+        return sums
+
+    read = read_metrics(page.encode())
+    if any(name == "vllm:num_requests_running" for name, _, _ in rows):
+        running = values("vllm:num_requests_running")
+        assert read.running == (round(sum(running)) if running else None)
+        assert read.waiting == round(sum(values("vllm:num_requests_waiting")))
+    assert read.started_s == next(iter(values("process_start_time_seconds")), None)
+    kv_bytes, seconds = by_source("kvroute:kv_transfer_bytes_total"), by_source("kvroute:kv_transfer_seconds_total")
+    assert {source: total.kv_bytes for source, total in read.transfers.items()} == kv_bytes
+    assert {source: total.seconds for source, total in read.transfers.items()} == {
+        source: seconds.get(source, 0.0) for source in kv_bytes
+    }
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_a_page(noise: bytes) -> None:
+    read_metrics(noise)
+    read_metrics(b"vllm:num_requests_running" + noise)
+    assert read_metrics(b"\n".join([b"vllm:num_requests_running 2", noise.replace(b"vllm:", b"")])).running == 2
+
+
+GROWTH = st.lists(
+    st.tuples(
+        st.sampled_from(["p0", "p1"]), st.integers(1, 10**6), st.integers(1, 100), st.integers(1, 5), st.booleans()
+    ),
+    max_size=20,
+)
+
+
+@given(GROWTH)
+def test_differences_add_up_to_what_was_transferred(growth: list[tuple[str, int, int, int, bool]]) -> None:
+    """Whenever the engine restarts between two pages, nothing that it shows afterwards is lost or told twice."""
+    counters = TransferCounters("d0")
+    assert counters.measured(0.0, {}) == []
+    totals: dict[str, TransferTotals] = {}
+    truth: dict[str, list[float]] = {}
+    told: dict[str, list[float]] = {}
+    for source, kv_bytes, seconds, transfers, restarts in growth:
+        # After a restart that hides behind higher counts, no difference could tell; real ones start low.
+        if restarts and source in totals and totals[source].kv_bytes > kv_bytes:
+            totals = {}
+        old = totals.get(source, TransferTotals())
+        totals[source] = TransferTotals(old.kv_bytes + kv_bytes, old.seconds + seconds, old.transfers + transfers)
+        sums = truth.setdefault(source, [0, 0, 0])
+        truth[source] = [sums[0] + kv_bytes, sums[1] + seconds, sums[2] + transfers]
+        for event in counters.measured(1.0, dict(totals)):
+            assert event.target == "d0"
+            sums = told.setdefault(event.source, [0, 0, 0])
+            told[event.source] = [sums[0] + event.kv_bytes, sums[1] + event.seconds, sums[2] + event.transfers]
+    assert told == truth
+
+
+def test_the_first_page_only_says_where_to_count_from() -> None:
+    counters = TransferCounters("d0")
+    assert counters.measured(1.0, {"p0": TransferTotals(100.0, 2.0, 4)}) == []
+    assert counters.measured(2.0, {"p0": TransferTotals(100.0, 2.0, 4)}) == []
+    assert counters.measured(3.0, {"p0": TransferTotals(160.0, 3.0, 5)}) == [
+        TransferMeasured(3.0, "p0", "d0", 60.0, 1.0, 1)
+    ]
+
+
+class Engine:
+    """A server with one page; counts how often and how many at a time it was asked."""
+
+    def __init__(self) -> None:
+        self.page: bytes | None = b"vllm:num_requests_running 1\n"
+        self.status = 200
+        self.asked = 0
+        self.at_once = 0
+        self.at_once_max = 0
+        self.answering = asyncio.Event()
+        self.answering.set()
+        self._server: asyncio.Server | None = None
+        self.port = 0
+
+    async def start(self) -> None:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def stop(self) -> None:
+        assert self._server is not None
+        self._server.close()
+        await self._server.wait_closed()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while await reader.readuntil(b"\r\n\r\n"):
+                self.asked += 1
+                self.at_once += 1
+                self.at_once_max = max(self.at_once_max, self.at_once)
+                await self.answering.wait()
+                self.at_once -= 1
+                body = self.page or b""
+                head = f"HTTP/1.1 {self.status} X\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+                writer.write(head.encode() + body)
+                break
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+
+
+class Heard:
+    """What was emitted, and a way to wait for more."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self._more = asyncio.Event()
+
+    def emit(self, event: Event) -> None:
+        self.events.append(event)
+        self._more.set()
+
+    async def until(self, wanted: Callable[[], bool]) -> None:
+        while not wanted():
+            self._more.clear()
+            await self._more.wait()
+
+
+def run(scenario: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(60):
+            await scenario()
+
+    uvloop.run(bounded())
+
+
+def loaded(running: int, transferred: int, started: int = 1) -> bytes:
+    return (
+        f"vllm:num_requests_running {running}\nvllm:num_requests_waiting 2\nvllm:kv_cache_usage_perc 0.5\n"
+        f"process_start_time_seconds {started}\n"
+        f'kvroute:kv_transfer_bytes_total{{source="p0"}} {1000 * transferred}\n'
+        f'kvroute:kv_transfer_bytes_total{{source="stranger"}} {1000 * transferred}\n'
+        f'kvroute:kv_transfer_seconds_total{{source="p0"}} {transferred}\n'
+        f'kvroute:kv_transfer_seconds_total{{source="stranger"}} {transferred}\n'
+        f'kvroute:kv_transfers_total{{source="p0"}} {transferred}\n'
+        f'kvroute:kv_transfers_total{{source="stranger"}} {transferred}\n'
+    ).encode()
+
+
+def test_a_scraper_tells_load_transfers_and_restarts() -> None:
+    """And after a failure it keeps quiet until the engine can be read again."""
+
+    async def scenario() -> None:
+        engine, heard, restarts = Engine(), Heard(), []
+
+        def restarted(name: str, started_s: float | None) -> bool:
+            restarts.append((name, started_s))
+            return len(restarts) > 1
+
+        await engine.start()
+        engine.page = loaded(3, 0)
+        pool = Pool(f"http://127.0.0.1:{engine.port}")
+        scraper = Scraper(
+            ["d0", "p0"],
+            {"d0": pool, "p0": None}.get,
+            heard.emit,
+            lambda: 4.0,
+            on_restart=restarted,
+            interval_s=0.01,
+            timeout_s=30.0,
+        )
+        assert scraper.age_s("d0") is None
+        scraper.start()
+        await heard.until(lambda: bool(heard.events))
+        assert heard.events[0] == InstanceMeasured(4.0, "d0", 3, 2, 0.5)
+        assert (scraper.age_s("d0"), scraper.age_s("p0")) == (0.0, None)
+        engine.page = loaded(3, 5)
+        transfer = TransferMeasured(4.0, "p0", "d0", 5000.0, 5.0, 5)
+        await heard.until(lambda: transfer in heard.events)
+        engine.page = loaded(3, 5, started=2)
+        await heard.until(lambda: KvCleared(4.0, "d0") in heard.events)
+        engine.page = loaded(3, 5, started=3)
+        await heard.until(lambda: len(restarts) == 2)
+        engine.page = b"nothing here"
+        asked = engine.asked
+        while engine.asked < asked + 3:
+            await asyncio.sleep(0.001)
+        engine.page = loaded(9, 5, started=3)
+        await heard.until(lambda: InstanceMeasured(4.0, "d0", 9, 2, 0.5) in heard.events)
+        scraper.close()
+        pool.close()
+        await engine.stop()
+        assert restarts == [("d0", 2.0), ("d0", 3.0)]
+        told = [event for event in heard.events if not isinstance(event, InstanceMeasured)]
+        assert told == [transfer, KvCleared(4.0, "d0")]
+
+    run(scenario)
+
+
+def test_a_slow_engine_is_never_asked_twice_at_a_time_and_others_have_their_turn() -> None:
+    async def scenario() -> None:
+        slow, quick, heard = Engine(), Engine(), Heard()
+        for engine in (slow, quick):
+            await engine.start()
+        slow.answering.clear()
+        pools = {"a": Pool(f"http://127.0.0.1:{slow.port}"), "b": Pool(f"http://127.0.0.1:{quick.port}")}
+        scraper = Scraper(["a", "b"], pools.get, heard.emit, lambda: 0.0, interval_s=0.01, timeout_s=30.0)
+        scraper.start()
+        await heard.until(lambda: len(heard.events) >= 5)
+        assert {event.instance for event in heard.events if isinstance(event, InstanceMeasured)} == {"b"}
+        assert (slow.asked, slow.at_once_max) == (1, 1)
+        slow.answering.set()
+        await heard.until(lambda: any(isinstance(e, InstanceMeasured) and e.instance == "a" for e in heard.events))
+        scraper.close()
+        for pool in pools.values():
+            pool.close()
+        for engine in (slow, quick):
+            await engine.stop()
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("fault", ["silent", "endless", "refused", "status"])
+def test_an_engine_that_comes_back_is_read_again(fault: str) -> None:
+    """One that was gone and does not say when it started holds nothing; one that was only ill still does."""
+
+    async def scenario() -> None:
+        engine, heard = Engine(), Heard()
+        await engine.start()
+        pool = Pool(f"http://127.0.0.1:{engine.port}")
+        scraper = Scraper(["a"], {"a": pool}.get, heard.emit, lambda: 0.0, interval_s=0.01, timeout_s=0.05)
+        scraper.start()
+        await heard.until(lambda: bool(heard.events))
+        good = engine.page
+        if fault == "silent":
+            engine.answering.clear()
+        elif fault == "endless":
+            engine.page = b"#" * (9 << 20)
+        elif fault == "status":
+            engine.status = 503
+        else:
+            await engine.stop()
+        while scraper.failure("a") == "":
+            await asyncio.sleep(0.001)
+        engine.status, engine.page = 200, good
+        engine.answering.set()
+        if fault == "refused":
+            await engine.start()
+        told = len(heard.events)
+        await heard.until(lambda: len(heard.events) > told and isinstance(heard.events[-1], InstanceMeasured))
+        assert (KvCleared(0.0, "a") in heard.events) == (fault == "refused")
+        assert scraper.failure("a") == ""
+        scraper.close()
+        pool.close()
+        await engine.stop()
+
+    run(scenario)

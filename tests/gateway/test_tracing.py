@@ -1,0 +1,191 @@
+"""Traces as a collector receives them, and the context that engines receive."""
+
+from __future__ import annotations
+
+import gzip
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
+
+from kvroute.gateway.tracing import PassingTracer, Tracer, tracer_of
+from kvroute.types import InputError
+
+PARENT = b"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+UNSAMPLED = b"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-00"
+
+
+class Collector(HTTPServer):
+    """Takes OTLP/HTTP and keeps the spans."""
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+        self.services: set[str] = set()
+        super().__init__(("127.0.0.1", 0), _Export)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class _Export(BaseHTTPRequestHandler):
+    server: Collector
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        if self.headers.get("Content-Encoding") == "gzip":
+            body = gzip.decompress(body)
+        for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
+            self.server.services |= {
+                pair.value.string_value for pair in resource.resource.attributes if pair.key == "service.name"
+            }
+            self.server.spans += [span for scope in resource.scope_spans for span in scope.spans]
+        self.send_response(200 if self.path == "/v1/traces" else 404)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Tests are quiet."""
+
+
+@contextmanager
+def collector() -> Iterator[Collector]:
+    server = Collector()
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def _exported(share: float, drive: Callable[[Tracer], None]) -> Collector:
+    """What the collector holds after a run, everything flushed."""
+    with collector() as server:
+        tracer = tracer_of(server.url, share, version="1.2")
+        try:
+            drive(tracer)
+        finally:
+            tracer.close()
+    return server
+
+
+def _attributes(span: Span) -> dict[str, object]:
+    return {pair.key: getattr(pair.value, pair.value.WhichOneof("value") or "") for pair in span.attributes}
+
+
+def test_a_request_with_two_legs_and_a_retry() -> None:
+    """One root that continues the client's trace, a child per leg; each engine is told its own leg's span."""
+    sent: list[tuple[bytes, bytes]] = []
+
+    def drive(tracer: Tracer) -> None:
+        headers = [(b"host", b"x"), (b"traceparent", PARENT), (b"tracestate", b"vendor=1")]
+        request = tracer.request(headers, "POST /v1/completions", {"kvroute.request_id": "r1"})
+        assert request.trace_id == "0af7651916cd43dd8448eb211c80319c"
+        for name, error in (("prefill", ""), ("decode", "reset"), ("decode", "")):
+            leg = request.leg(name, {"kvroute.instance": f"{name}0"})
+            sent.extend(leg.headers)
+            leg.end(error, {"kvroute.kv_bytes": 3e8})
+        request.end(200)
+
+    server = _exported(1.0, drive)
+    assert server.services == {"kvroute"}
+    [root] = [span for span in server.spans if span.name == "POST /v1/completions"]
+    legs = [span for span in server.spans if span is not root]
+    assert root.parent_span_id.hex() == "b7ad6b7169203331"
+    assert root.kind == Span.SPAN_KIND_SERVER
+    assert _attributes(root) == {"kvroute.request_id": "r1", "http.response.status_code": 200}
+    assert [span.name for span in legs] == ["prefill", "decode", "decode"]
+    assert {span.parent_span_id for span in legs} == {root.span_id}
+    assert {span.trace_id.hex() for span in server.spans} == {"0af7651916cd43dd8448eb211c80319c"}
+    assert [span.status.code for span in legs] == [0, Status.STATUS_CODE_ERROR, 0]
+    assert _attributes(legs[0]) == {"kvroute.instance": "prefill0", "kvroute.kv_bytes": 3e8}
+    parents = [value.decode() for name, value in sent if name == b"traceparent"]
+    assert parents == [f"00-0af7651916cd43dd8448eb211c80319c-{span.span_id.hex()}-01" for span in legs]
+    assert [value for name, value in sent if name == b"tracestate"] == [b"vendor=1"] * 3
+
+
+def test_without_a_client_context_a_trace_begins_here() -> None:
+    """Two requests are two traces with nothing in common."""
+    found: list[str] = []
+
+    def drive(tracer: Tracer) -> None:
+        for _ in range(2):
+            request = tracer.request([], "POST /v1/completions")
+            found.append(request.trace_id)
+            request.end(503, "no room")
+
+    server = _exported(1.0, drive)
+    assert len(set(found)) == 2
+    assert {span.trace_id.hex() for span in server.spans} == set(found)
+    assert all(not span.parent_span_id and span.status.message == "no room" for span in server.spans)
+
+
+@pytest.mark.parametrize(("share", "parent"), [(0.0, b""), (1.0, UNSAMPLED)], ids=["by-share", "by-client"])
+def test_what_is_not_sampled_is_not_exported_and_engines_know(share: float, parent: bytes) -> None:
+    """The engines get a context of the same trace that says: not sampled; exemplars get no id."""
+
+    def drive(tracer: Tracer) -> None:
+        request = tracer.request([(b"traceparent", parent)] if parent else [], "POST /v1/completions")
+        assert request.trace_id == ""
+        for name in ("prefill", "decode"):
+            leg = request.leg(name)
+            [(_, value)] = leg.headers
+            assert not int(value[-2:], 16) & 1  # the sampled flag of W3C trace context
+            assert not parent or value.split(b"-")[1] == parent.split(b"-")[1]
+            leg.end()
+        request.end(200)
+
+    assert _exported(share, drive).spans == []
+
+
+def test_a_sampled_parent_is_sampled_whatever_the_share() -> None:
+    """The client has decided already."""
+
+    def drive(tracer: Tracer) -> None:
+        tracer.request([(b"traceparent", PARENT)], "GET /v1/models").end(200)
+
+    assert len(_exported(0.0, drive).spans) == 1
+
+
+def test_a_broken_client_context_begins_a_new_trace() -> None:
+    """Anything may stand in a header."""
+
+    def drive(tracer: Tracer) -> None:
+        for value in (b"", b"00-xyz", b"\xff\xfe", PARENT + b"-more", b"00-" + b"0" * 32 + b"-" + b"0" * 16 + b"-01"):
+            tracer.request([(b"traceparent", value)], "GET /v1/models").end(200)
+
+    spans = _exported(1.0, drive).spans
+    assert len(spans) == 5
+    assert all(not span.parent_span_id for span in spans)
+
+
+@given(st.lists(st.tuples(st.sampled_from([b"traceparent", b"tracestate", b"x-other"]), st.binary(max_size=30))))
+def test_off_the_context_goes_on_byte_for_byte(headers: list[tuple[bytes, bytes]]) -> None:
+    """Whatever the client sent, in its order, and nothing else."""
+    request = PassingTracer().request(headers, "POST /v1/completions")
+    assert request.trace_id == ""
+    for name in ("prefill", "decode"):
+        leg = request.leg(name)
+        assert leg.headers == [header for header in headers if header[0] != b"x-other"]
+        leg.end("reset")
+    request.end(502)
+
+
+def test_no_exporter_is_asked_for_without_a_url() -> None:
+    """And what is no URL or share is said before anything starts."""
+    tracer = tracer_of(None)
+    assert isinstance(tracer, PassingTracer)
+    tracer.close()
+    with pytest.raises(InputError, match="http URL"):
+        tracer_of("127.0.0.1:4318")
+    with pytest.raises(InputError, match=r"outside \[0, 1\]"):
+        tracer_of("http://127.0.0.1:4318", 1.5)

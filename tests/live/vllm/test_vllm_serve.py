@@ -1,0 +1,308 @@
+"""Live: the `openai` client, the gateway, and real vLLM behind it; equal tokens, prefix hits, and servers that die."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import openai
+import pytest
+
+if TYPE_CHECKING:
+    from tests.live.vllm.conftest import Pair, Server
+
+pytestmark = [pytest.mark.live, pytest.mark.timeout(400)]
+ANSWER_TOKENS = 24
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": ANSWER_TOKENS}
+TOKENS = {"return_token_ids": True, "ignore_eos": True}
+WAIT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Gateway:
+    """A `kvroute serve` process."""
+
+    process: subprocess.Popen[bytes]
+    url: str
+    admin: str
+    log: Path
+
+    def client(self) -> openai.OpenAI:
+        """That tries once: retries are the gateway's."""
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120.0)
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Sum of a metric's samples that carry `labels`."""
+        with urllib.request.urlopen(f"{self.admin}/metrics", timeout=10.0) as answer:
+            lines = answer.read().decode().splitlines()
+        wanted = [f'{label}="{value}"' for label, value in labels.items()]
+        samples = [line for line in lines if line.startswith((f"{name}{{", f"{name} "))]
+        return sum(float(line.rsplit(" ", 1)[1]) for line in samples if all(label in line for label in wanted))
+
+
+def cluster_file(pair: Pair) -> str:
+    """Three instances on two nodes, as vLLM serves them."""
+    model = str(pair.model / "config.json")
+    roles = {"prefill0": "prefill", "decode0": "decode", "decode1": "decode"}
+    document = {
+        "name": "live",
+        "racks": [{"name": "rack0"}],
+        "nodes": [
+            {
+                "name": node,
+                "rack": "rack0",
+                "gpus": 2,
+                "nvlink": "10 GB/s",
+                "nics": {"compute": {"count": 2, "capacity": "10 Gbps"}},
+            }
+            for node in ("node0", "node1")
+        ],
+        "timing": {
+            "default": {
+                "prefill": {"kind": "linear", "per_token": "200 us", "base": "20 ms"},
+                "decode": {"base": "5 ms", "per_request": "1 ms"},
+            }
+        },
+        "defaults": {"model": model, "tp": 1, "batch_max": 32, "kv_capacity": "33 MB"},
+        "instances": [
+            {
+                "name": server.name,
+                "role": roles[server.name],
+                "gpus": f"node{min(index, 1)}:{max(index - 1, 0)}",
+                "endpoint": {"url": server.url, "kv_events": server.events, "kv_replay": server.replay},
+            }
+            for index, server in enumerate(pair.servers)
+        ],
+        "gateway": {
+            "models": {"tiny": model},
+            "prompt": {"tokenizer": str(pair.model / "tokenizer.json"), "block_tokens": 32},
+            "health": {"interval": "500 ms"},
+        },
+    }
+    return json.dumps(document)  # which YAML includes
+
+
+@pytest.fixture(scope="module")
+def process(cluster: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    """It ends by SIGTERM, and ends well."""
+    tmp_path = tmp_path_factory.mktemp("gateway")
+    file, ready, log = (tmp_path / name for name in ("cluster.yaml", "ready.json", "events.log"))
+    file.write_text(cluster_file(cluster), encoding="utf-8")
+    command = [sys.executable, "-m", "kvroute.cli.app", "serve", str(file), "--port", "0", "--admin-port", "0"]
+    with (tmp_path / "gateway.txt").open("wb") as output:
+        process = subprocess.Popen(
+            [*command, "--ready-file", str(ready), "--log", str(log)], stdout=output, stderr=subprocess.STDOUT
+        )
+    try:
+        until(lambda: process.poll() is not None or (ready.exists() and ready.read_bytes().endswith(b"}")))
+        assert process.poll() is None, (tmp_path / "gateway.txt").read_text(encoding="utf-8")
+        yield Gateway(process, **json.loads(ready.read_bytes()), log=log)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30.0) == 0, (tmp_path / "gateway.txt").read_text(encoding="utf-8")
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
+def gateway(process: Gateway, pair: Pair) -> Gateway:
+    """All servers are up by its own word, those too that a test before had killed."""
+    names = [server.name for server in pair.servers]
+    until(lambda: all(process.metric("kvroute_instance_up", instance=name) == 1 for name in names))
+    return process
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for something that another process does."""
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+
+
+def prompt(tokens: int, seed: int) -> list[int]:
+    """Random token ids, none of them special."""
+    draw = random.Random(seed)
+    return [draw.randrange(3, 420) for _ in range(tokens)]
+
+
+def alone(pair: Pair, tokens: list[int], count: int = ANSWER_TOKENS) -> list[int]:
+    """The tokens of one server that computes everything itself."""
+    body = {"model": "tiny", "prompt": tokens, "temperature": 0, "max_tokens": count, **TOKENS}
+    reply = pair.prefill.post("/v1/completions", body)
+    found: list[int] = reply["choices"][0]["token_ids"]
+    return found
+
+
+def token_ids(choice: Any) -> list[int]:
+    """vLLM's own field."""
+    return list((choice.model_extra or {}).get("token_ids") or ())
+
+
+@pytest.mark.parametrize("tokens", [20, 300, 2100, 3500])
+def test_tokens_equal_those_of_one_server(pair: Pair, gateway: Gateway, tokens: int) -> None:
+    """Streamed and whole, each on a prompt of its own; the KV has come over the network both times."""
+    whole, streamed = prompt(tokens, seed=1000 + tokens), prompt(tokens, seed=5000 + tokens)
+    moved = pulled(pair)
+    with gateway.client() as client:
+        reply = client.completions.create(model="tiny", prompt=whole, extra_body=TOKENS, **GREEDY)
+        got: list[int] = []
+        chunks = 0
+        with client.completions.create(
+            model="tiny", prompt=streamed, stream=True, extra_body=TOKENS, **GREEDY
+        ) as stream:
+            for chunk in stream:
+                chunks += 1
+                got += [token for choice in chunk.choices for token in token_ids(choice)]
+    until(lambda: pulled(pair) == moved + 2)
+    assert token_ids(reply.choices[0]) == alone(pair, whole)
+    assert got == alone(pair, streamed)
+    assert chunks > ANSWER_TOKENS / 2
+
+
+def pulled(pair: Pair) -> float:
+    """Transfers into the decode servers that went well."""
+    return sum(server.metric("kvroute:kv_transfers_total", source="prefill0") for server in (pair.decode, pair.other))
+
+
+def test_chat_equals_that_of_one_server(pair: Pair, gateway: Gateway) -> None:
+    """The chat template is applied on both servers alike; unknown fields and the model list pass through."""
+    said: list[Any] = [{"role": "user", "content": "network aware control plane? " * 20}]
+    moved = pulled(pair)
+    with gateway.client() as client:
+        reply = client.chat.completions.create(model="tiny", messages=said, extra_body=TOKENS, **GREEDY)
+        models = [model.id for model in client.models.list()]
+    until(lambda: pulled(pair) == moved + 1)
+    body = {"model": "tiny", "messages": said, **GREEDY, **TOKENS}
+    expected = pair.prefill.post("/v1/chat/completions", body)["choices"][0]
+    assert reply.choices[0].message.content == expected["message"]["content"]
+    assert token_ids(reply.choices[0]) == expected["token_ids"]
+    assert models == ["tiny"]
+
+
+def test_kv_events_show_the_second_request_its_hit(pair: Pair, gateway: Gateway) -> None:
+    """The first fills the index by the engines' own events; the second is sent where its prefix lies."""
+    asked = prompt(640, seed=77)
+    hits = {leg: gateway.metric("kvroute_prefix_hit_tokens_total", leg=leg) for leg in ("prefill", "decode")}
+    with gateway.client() as client:
+        client.completions.create(model="tiny", prompt=asked, extra_body=TOKENS, **GREEDY)
+        until(
+            lambda: all(
+                sum(gateway.metric("kvroute_kv_events_total", instance=name) for name in names) > 0
+                for names in (("prefill0",), ("decode0", "decode1"))
+            )
+        )
+        nbytes = sum(server.metric("kvroute:kv_transfer_bytes_total") for server in (pair.decode, pair.other))
+        again = client.completions.create(model="tiny", prompt=[*asked, 5, 6, 7], extra_body=TOKENS, **GREEDY)
+    for leg, before in hits.items():
+        assert gateway.metric("kvroute_prefix_hit_tokens_total", leg=leg) - before == 640
+    # Of 643 tokens only the last block crossed: 4 layers of 16 KiB.
+    until(
+        lambda: (
+            sum(server.metric("kvroute:kv_transfer_bytes_total") for server in (pair.decode, pair.other)) - nbytes
+            == 4 * 16384
+        )
+    )
+    assert token_ids(again.choices[0]) == alone(pair, [*asked, 5, 6, 7])
+
+
+def fetching(server: Server) -> bool:
+    """Whether a request waits there for its KV."""
+    return server.alive and server.metric("vllm:num_requests_kv_fetch_by_stage", stage="in_progress") > 0
+
+
+def running(server: Server) -> bool:
+    """Whether it decodes."""
+    return server.alive and server.metric("vllm:num_requests_running") > 0
+
+
+def the_one(pair: Pair, busy: Callable[[Server], bool]) -> Server:
+    """The decode server that is `busy`."""
+    found: list[Server] = []
+
+    def look() -> bool:
+        found.extend(server for server in (pair.decode, pair.other) if busy(server))
+        return bool(found)
+
+    until(look)
+    return found[0]
+
+
+def test_a_decode_server_that_dies_mid_transfer_is_replaced(pair: Pair, gateway: Gateway) -> None:
+    """The client sees nothing but its answer, from the other server."""
+    asked = prompt(600, seed=88)
+    expected = alone(pair, asked)
+    answers: list[list[int]] = []
+
+    def ask() -> None:
+        with gateway.client() as client:
+            reply = client.completions.create(model="tiny", prompt=asked, extra_body=TOKENS, **GREEDY)
+        answers.append(token_ids(reply.choices[0]))
+
+    pair.prefill.fault_file.write_text("stall-layer-1", encoding="utf-8")
+    asking = threading.Thread(target=ask)
+    asking.start()
+    try:
+        victim = the_one(pair, fetching)
+        victim.kill()
+    finally:
+        pair.prefill.fault_file.unlink()
+        asking.join(WAIT_S)
+    assert answers == [expected]
+    assert gateway.metric("kvroute_leg_failures_total", leg="decode", instance=victim.name) == 1
+    assert gateway.metric("kvroute_retries_total", leg="decode") == 1
+    until(lambda: gateway.metric("kvroute_instance_up", instance=victim.name) == 0)
+    at_rest(gateway)
+
+
+def test_a_decode_server_that_dies_mid_stream_ends_it_with_an_error(pair: Pair, gateway: Gateway) -> None:
+    """A clean error event; new requests go to the other server, and when that is gone too, get a clean 503."""
+    before = gateway.metric("kvroute_stream_errors_total")
+    broken_stream(pair, gateway, seed=90)
+    asked = prompt(50, seed=95)
+    with gateway.client() as client:
+        reply = client.completions.create(model="tiny", prompt=asked, extra_body=TOKENS, **GREEDY)
+    assert token_ids(reply.choices[0]) == alone(pair, asked)
+    broken_stream(pair, gateway, seed=91)
+    assert gateway.metric("kvroute_stream_errors_total") - before == 2
+    with gateway.client() as client, pytest.raises(openai.InternalServerError) as refused:
+        client.completions.create(model="tiny", prompt=[5, 6, 7], **GREEDY)
+    assert refused.value.status_code == 503
+    at_rest(gateway)
+
+
+def broken_stream(pair: Pair, gateway: Gateway, seed: int) -> None:
+    """Kill the server that decodes after five chunks; the client is told so in the stream."""
+    arrived = 0
+    body: dict[str, Any] = {"max_tokens": 3000, "temperature": 0, "extra_body": TOKENS}
+    with gateway.client() as client:
+        stream = client.completions.create(model="tiny", prompt=prompt(100, seed), stream=True, **body)
+        while arrived < 5:
+            next(stream)
+            arrived += 1
+        victim = the_one(pair, running)
+        victim.kill()
+        with stream, pytest.raises(openai.APIError) as told:
+            list(stream)
+    assert not isinstance(told.value, openai.APIConnectionError), "the stream was cut instead of ended"
+    assert victim.name in str(told.value)
+    until(lambda: gateway.metric("kvroute_instance_up", instance=victim.name) == 0)
+    at_rest(gateway)
+
+
+def at_rest(gateway: Gateway) -> None:
+    """Nothing is in flight any more, by the gateway's own count."""
+    until(lambda: gateway.metric("kvroute_requests_in_flight") == 0)
+    assert gateway.metric("kvroute_instance_requests") == 0
+    assert gateway.metric("kvroute_transfers_in_flight") == 0
+    assert gateway.process.poll() is None
