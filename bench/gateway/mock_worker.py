@@ -78,7 +78,7 @@ class Worker:
     seen: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=64))
     capture: bool = False
     legs: Counter[str] = field(default_factory=Counter)
-    """Legs by role and outcome, e.g. `decode.ended`."""
+    """Legs by role and outcome, e.g. `decode.ended`, `prefill.reset`; one that hangs counts again when it is left."""
     ended: Counter[str] = field(default_factory=Counter)
     """Decode legs that ran to their end, by the request's `user`."""
     engines: dict[int, Engine] = field(default_factory=dict)
@@ -169,7 +169,7 @@ class Connection(asyncio.Protocol):
     def send_chunk(self) -> None:
         """The stream's next token, or its break."""
         if self._sent == self._cut_at:
-            self._close("fault")
+            self._close("cut")
             self.transport.abort()
             return
         event = _CHUNK % (self._sent, self._echo, time.monotonic_ns())
@@ -237,8 +237,9 @@ class Connection(asyncio.Protocol):
 
     def _fail(self, fault: str) -> None:
         if fault == "hang":
+            self.worker.legs[f"{self.engine.role}.hang"] += 1
             return
-        self._close("fault")
+        self._close(fault)
         if fault == "reset":
             self.transport.abort()
         else:

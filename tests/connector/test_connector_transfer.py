@@ -19,9 +19,12 @@ from hypothesis import strategies as st
 
 from kvroute.connector.blocks import ByteArray, HostRegion, Layout, runs, shares
 from kvroute.connector.client import Client, Peer, Result, Transfer
+from kvroute.connector.handover import Handover
 from kvroute.connector.options import Options
+from kvroute.connector.scheduler import Pull, Scheduler, Step
 from kvroute.connector.server import Server
-from kvroute.connector.wire import Challenge, Channel, Fetch, Hello, Layer, Welcome, mark, proof
+from kvroute.connector.wire import Challenge, Channel, Fetch, Hello, Layer, Welcome, WireError, mark, proof
+from kvroute.connector.worker import Worker
 
 BLOCKS = 24
 WAIT_S = 30.0
@@ -167,6 +170,27 @@ def test_strangers_are_refused(server: Options, client: Options, change: dict[st
         assert pull(pulling, peer, [0]).failure == word
         assert serving.held == 1
     assert not target.memory.any()
+
+
+def test_a_client_that_cannot_prove_the_token_is_told_so_and_left() -> None:
+    """Even one that would take any server's word."""
+    source = Cache(1, 64, seed=12)
+    with (
+        ends(source, Cache(1, 64), TOKEN, TOKEN) as (server, _, peer),
+        socket.create_connection((peer.host, peer.port), WAIT_S) as sock,
+    ):
+        server.hold("p", [0])
+        channel = Channel(sock, WAIT_S)
+        nonce = channel.expect(Challenge).nonce
+        guess = proof("guess", "client", nonce, b"c" * 16)
+        channel.send(
+            Hello(version=1, nonce=b"c" * 16, proof=guess, layout=source.layout, traffic_class="kv", instance="x")
+        )
+        channel.send(Fetch(request_id="p", first=0, count=1))
+        with pytest.raises(WireError, match="another token"):
+            channel.expect(Layer)
+        with pytest.raises(ConnectionError):
+            channel.expect(Layer)
 
 
 def test_a_server_that_cannot_prove_the_token_is_not_believed() -> None:
@@ -394,3 +418,73 @@ def test_packets_carry_their_classs_mark(family: int, host: str, level: int, opt
     with socket.socket(family, socket.SOCK_STREAM) as sock:
         mark(sock, 10)
         assert sock.getsockopt(level, option) == 40
+
+
+@given(tokens=st.integers(1, 150), cached_blocks=st.integers(0, 3))
+@settings(deadline=None, max_examples=20)
+def test_both_halves_of_two_instances_together(tokens: int, cached_blocks: int) -> None:
+    """From a finished prompt over the router's JSON to blocks in place, counted, and freed at their source."""
+    source, target = Cache(2, 64, seed=11), Cache(2, 64)
+    prompt, options = list(range(tokens)), Options(token="secret", instance="prefill0")
+    cached = min(cached_blocks * 16, tokens // 16 * 16)
+    held, mine = list(range(3, 3 + -(-tokens // 16))), list(range(10, 10 + -(-tokens // 16)))
+    prefill = Worker(source.regions, source.layout, options, consumer=False, environ={})
+    decode = Worker(target.regions, target.layout, options, producer=False, environ={})
+    try:
+        assert prefill.address is not None
+        there = Scheduler(options, engine_id="p", block_tokens=16)
+        there.listening({0: prefill.address})
+        told = there.finished(
+            "p", {"do_remote_decode": True}, prompt, completed=True, computed_tokens=tokens, blocks=held
+        )
+        prefill.begin(there.take())
+        here = Scheduler(options, engine_id="d", block_tokens=16)
+        here.arrived("d", msgspec.json.decode(msgspec.json.encode(told)), prompt)
+        matched = here.matched("d", tokens, cached)
+        here.allocated("d", tokens, mine, matched)
+        decode.begin(here.take())
+        received: set[str] = set()
+        while matched and not received:
+            received |= decode.ended()[1]
+        sent: set[str] = set()
+        while not sent:
+            sent |= prefill.ended()[0]
+    finally:
+        decode.close()
+        prefill.close()
+    assert (received, sent) == ({"d"} if matched else set(), {"p"})
+    assert decode.failed_blocks() == set()
+    pulled = held[cached // 16 :]
+    counts = decode.counts()
+    assert counts["nbytes"].get("prefill0", 0) == len(pulled) * 128
+    assert counts["transfers"] == ({"prefill0": 1} if pulled else {})
+    for layer in range(2):
+        for there_block, here_block in zip(pulled, mine[cached // 16 :], strict=True):
+            assert target.block(layer, here_block) == source.block(layer, there_block)
+
+
+def test_a_pull_that_fails_names_its_blocks_once() -> None:
+    """vLLM computes exactly those again."""
+    options = Options()
+    target = Cache(1, 64)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    handover = Handover(
+        remote_engine_id="p",
+        remote_request_id="p",
+        remote_host="127.0.0.1",
+        remote_port=port,
+        remote_num_tokens=40,
+        remote_prompt="x",
+    )
+    worker = Worker(target.regions, target.layout, options, producer=False, environ={})
+    try:
+        worker.begin(Step(pulls=[Pull("d", handover, 1, (8, 9))]))
+        received: set[str] = set()
+        while not received:
+            received |= worker.ended()[1]
+        assert received == {"d"}
+        assert (worker.failed_blocks(), worker.failed_blocks()) == ({8, 9}, set())
+        assert worker.counts()["failures"] == {f"127.0.0.1:{port}": {"refused": 1}}
+    finally:
+        worker.close()

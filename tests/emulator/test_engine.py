@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvroute import llm, topology
@@ -23,7 +23,7 @@ from kvroute.emulator.job import Job
 from kvroute.emulator.kv_events import BlockRemoved, BlockStored, changes
 from kvroute.emulator.prompt import Prompt
 from kvroute.flows import FlowNetwork
-from kvroute.prefix import Evicted
+from kvroute.prefix import Evicted, block_hashes
 from kvroute.timing import IterationTime
 from kvroute.types import DecodeSpec, Instance, LinearPrefill, TimingSpec
 
@@ -221,9 +221,14 @@ def test_who_leaves_leaves_nothing_behind(
     assert engine.counters.finished == sum(job.stage == "answered" for job in jobs.values())
 
 
-@given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 60)), min_size=1, max_size=12), st.integers(20, 60))
+ASKED = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 60), st.integers(0, 60)), min_size=1, max_size=12)
+
+
+@given(ASKED, st.integers(20, 40))
+@example([(0, 60, 0), (1, 60, 1), (2, 60, 1), (3, 60, 1)], 20)
+@example([(0, 60, 0), (1, 60, 90), (2, 40, 10), (3, 60, 40)], 30)
 @settings(deadline=None, max_examples=60)
-def test_cache_events_tell_what_is_cached(asked: list[tuple[int, int]], capacity_blocks: int) -> None:
+def test_cache_events_tell_what_is_cached(asked: list[tuple[int, int, int]], capacity_blocks: int) -> None:
     """A listener that only hears the events knows how deep every next prompt will hit."""
     clock, known = VirtualClock(), set[int]()
 
@@ -236,22 +241,29 @@ def test_cache_events_tell_what_is_cached(asked: list[tuple[int, int]], capacity
                 case BlockStored(block_hashes=hashes, parent_block_hash=parent, token_ids=tokens):
                     assert not known.intersection(hashes)
                     assert parent is None or parent in known
-                    assert len(tokens) == len(hashes) * BLOCK_TOKENS
+                    assert block_hashes(tokens, BLOCK_TOKENS, seed=parent or 0) == tuple(hashes)
                     known.update(hashes)
 
     engine = engine_on(clock, capacity_blocks)
     engine.on_kv = on_kv
-    for family, tokens in asked:
-        prompt = prompt_of(family, *range(tokens - 1))
+    jobs: list[Job] = []
+
+    def ask(prompt: Prompt) -> None:
         depth = next((depth for depth, block in enumerate(prompt.blocks) if block not in known), len(prompt.blocks))
-        job = engine.arrive(prompt, 3)
-        whole(engine, job)
-        assert job.cached_tokens == min(depth * BLOCK_TOKENS, tokens - 1)
-        clock.run()
-        assert job.stage == "answered"
+        jobs.append(engine.arrive(prompt, 3))
+        whole(engine, jobs[-1])
+        assert jobs[-1].cached_tokens == min(depth * BLOCK_TOKENS, len(prompt.tokens) - 1)
+
+    at_s = 0.0
+    for family, tokens, gap_ms in asked:
+        at_s += gap_ms / 1000
+        clock.call(at_s, partial(ask, prompt_of(family, *range(tokens - 1))))
+    clock.run()
+    assert [job.stage for job in jobs] == ["answered"] * len(asked)
 
 
 @given(st.lists(st.tuples(st.integers(0, 500), st.integers(1, 300)), min_size=1, max_size=10), LATENESS)
+@example([(0, 1), (22, 1)], [0.003, 0.0])
 @settings(deadline=None, max_examples=60)
 def test_prompts_are_computed_one_after_the_other(prompts: list[tuple[int, int]], errors_s: list[float]) -> None:
     """Lindley's recursion: start = max(arrival, end of the one before), whatever the clock does."""

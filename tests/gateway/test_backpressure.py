@@ -265,10 +265,12 @@ def test_a_client_that_never_reads_is_cut_off_and_its_engine_released() -> None:
     run(main())
 
 
-def test_a_pipeline_whose_answers_are_not_read_is_not_served_on_and_not_lost() -> None:
-    """Answers in order, each beyond the high-water mark; the requests are more than one read takes."""
-    n, answer_bytes = 1500, 100_000
-    request = b"GET /%%d HTTP/1.1\r\nHost: gateway\r\nX-Padding: %b\r\n\r\n" % (b"x" * 600)
+@pytest.mark.parametrize(("n", "padding", "answer_bytes"), [(400, 0, 300_000), (1500, 600, 100_000)])
+def test_a_pipeline_whose_answers_are_not_read_is_not_served_on_and_not_lost(
+    n: int, padding: int, answer_bytes: int
+) -> None:
+    """Answers in order, each beyond the high-water mark; requests in one read, or more than one read takes."""
+    request = b"GET /%%d HTTP/1.1\r\nHost: gateway\r\nX-Padding: %b\r\n\r\n" % (b"x" * padding)
 
     async def main() -> None:
         served = 0
@@ -294,6 +296,30 @@ def test_a_pipeline_whose_answers_are_not_read_is_not_served_on_and_not_lost() -
             assert body.rstrip() == b"/%d" % index
         assert served == n
         writer.close()
+        await door.drain(0)
+
+    run(main())
+
+
+def test_a_client_that_goes_on_sending_while_its_request_is_served_is_held_back() -> None:
+    async def main() -> None:
+        served: list[Exchange] = []
+        door = Door(served.append)
+        port = await door.listen("127.0.0.1", 0)
+        sock = socket.create_connection(("127.0.0.1", port))
+        sock.setblocking(False)
+        data = b"GET / HTTP/1.1\r\nHost: gateway\r\n\r\n" * 2000
+        sent_bytes = refusals = 0
+        while refusals < 200 and sent_bytes < 2 * SYSTEM_MAX_BYTES:
+            try:
+                sent_bytes += sock.send(data)
+                refusals = 0
+            except BlockingIOError:
+                refusals += 1
+            await asyncio.sleep(0)
+        assert sent_bytes <= SYSTEM_MAX_BYTES
+        assert len(served) == 1
+        sock.close()
         await door.drain(0)
 
     run(main())

@@ -174,6 +174,15 @@ def test_a_late_probe_still_decides_and_its_client_leaving_takes_no_other_ones_p
     assert one.state(11.0) == "closed"
 
 
+def test_a_request_sent_against_advice_does_not_prolong_the_probes_place() -> None:
+    one = opened()
+    probe = one.started(OPEN_S)
+    one.started(OPEN_S + 1)
+    assert one.refuses_until(OPEN_S + 1) == OPEN_S + PROBE_S
+    one.cancelled(probe, OPEN_S + 1)
+    assert one.allows(OPEN_S + 1)
+
+
 def test_old_requests_decide_nothing_while_a_probe_is_out() -> None:
     one = breaker()
     old = [one.started(0.0) for _ in range(FAILURES + 2)]

@@ -354,8 +354,12 @@ SOON_S = 0.02
         (b"", Limits(header_s=SOON_S), []),
         (b"G", Limits(header_s=SOON_S), [408]),
         (b"GET / HTTP/1.1\r\nHost: a\r\n\r\nGET / HTTP/1.1\r\nHost: ", Limits(header_s=SOON_S), [200, 408]),
-        (b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\n1", Limits(body_s=SOON_S), [408]),
-        (b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n", Limits(body_s=SOON_S), [408]),
+        (b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\n1", Limits(header_s=99, body_s=SOON_S), [408]),
+        (
+            b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n",
+            Limits(header_s=99, body_s=SOON_S),
+            [408],
+        ),
     ],
     ids=["nothing", "letter", "second", "body", "chunks"],
 )
@@ -367,7 +371,7 @@ def test_whoever_is_too_slow_is_told_so_and_let_go(data: bytes, limits: Limits, 
     ("head", "limits"),
     [
         (b"GET / HTTP/1.1\r\nX: ", Limits(header_s=0.1, header_bytes=1 << 30)),
-        (b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 9999999\r\n\r\n", Limits(body_s=0.1)),
+        (b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 9999999\r\n\r\n", Limits(header_s=99, body_s=0.1)),
     ],
     ids=["head", "body"],
 )
@@ -400,6 +404,26 @@ def test_one_connection_too_many_is_told_to_come_back() -> None:
             assert b"200 OK" in await reader.read()
 
     run(main())
+
+
+def test_far_too_many_connections_are_not_even_told() -> None:
+    async def main() -> list[bytes]:
+        async with open_door(echo, Limits(connections=0, linger_s=99)) as (_, port):
+            readers = []
+            for _ in range(65):
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                readers.append((reader, writer))
+                said = await reader.readline()
+                if not said:
+                    break
+            for _, writer in readers:
+                writer.close()
+            return [said, *[await reader.read() for reader, _ in readers[:-1]]]
+
+    last, *others = run(main())
+    assert last == b""
+    assert len(others) == 64
+    assert all(b"retry-after: 1" in said for said in others)
 
 
 def test_a_client_that_leaves_is_noticed_once_and_later_writes_go_nowhere() -> None:
@@ -549,7 +573,8 @@ def test_draining_loses_no_request() -> None:
                 assert await r4.read() == b"", "a connection that stays idle is closed"
                 assert not draining.done()
                 slow[0].respond(200, b"{}")
-                assert answers(await r1.read())[0][2] == b"{}"
+                [(_, headers, body)] = answers(await r1.read())
+                assert (body, headers[b"connection"]) == (b"{}", b"close")
                 await draining
             assert door.connections == 0
             with pytest.raises(ConnectionRefusedError):

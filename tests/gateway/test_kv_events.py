@@ -14,7 +14,7 @@ import zmq
 import zmq.asyncio
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from kvroute.gateway.engine_blocks import BatchError, BlockEvent, EngineBlocks, read_batch
 from kvroute.gateway.kv_events import KvEvents
@@ -65,72 +65,142 @@ def batch(*events: Any) -> bytes:
     return msgspec.msgpack.encode([1763.5, list(events), 0])
 
 
-class EngineMachine(RuleBasedStateMachine):
-    """An engine stores, removes and clears; its batches reach the stream, or are lost, repeated or repeated in part."""
+class Engine:
+    """A plain model of an engine's cache: every block by the tokens of its whole prefix, and its copies."""
 
-    @initialize(per_block=st.sampled_from([1, 2]), replays=st.booleans(), buffer=st.integers(1, 6))
-    def start(self, per_block: int, replays: bool, buffer: int) -> None:
-        self.size = per_block * OURS
-        self.replays, self.buffer_most = replays, buffer
-        self.index = PrefixIndex(1)
-        self.stream = KvStream("p0", OURS, replays=replays)
+    def __init__(self, size: int) -> None:
+        self.size = size
         self.held: dict[Tokens, int] = {}
         self.seen: dict[Tokens, None] = {}
-        self.sequence = 0
-        self.line: list[tuple[int, bytes]] = []
-        self.buffer: list[tuple[int, bytes]] = []
-        self.replay: list[tuple[int, bytes]] = []
-        self.replay_round = 0
-        self.open_batch: list[dict[str, Any]] = []
-        self.forgetful = False
 
     def name(self, prefix: Tokens) -> int:
         return hash(prefix) & (2**64 - 1)
 
-    @rule(
-        which=st.integers(0, 10**6),
-        blocks=st.lists(st.integers(0, 2), min_size=1, max_size=4),
-        root=st.booleans(),
-    )
-    def store(self, which: int, blocks: list[int], root: bool) -> None:
-        """Blocks below one that is held, as an engine's request holds what it computes on."""
-        above = () if root or not self.held else list(self.held)[which % len(self.held)]
-        prefix, names, tokens = above, [], []
+    def store(self, which: int, blocks: list[int], root: bool) -> dict[str, Any]:
+        """Blocks below one that is held, as a request holds what it computes on."""
+        prefix = () if root or not self.held else list(self.held)[which % len(self.held)]
+        parent = self.name(prefix) if prefix else None
+        names, tokens = [], []
         for each in blocks:
             prefix = (*prefix, *([each] * self.size))
             tokens += [each] * self.size
             names.append(self.name(prefix))
             self.held[prefix] = self.held.get(prefix, 0) + 1
             self.seen[prefix] = None
-        self.open_batch.append(stored(names, self.name(above) if above else None, tokens, self.size))
+        return stored(names, parent, tokens, self.size)
 
-    @precondition(lambda self: self.held)
-    @rule(which=st.integers(0, 10**6), count=st.integers(1, 3), last=st.booleans())
-    def remove(self, which: int, count: int, last: bool) -> None:
+    def remove(self, which: int, count: int) -> dict[str, Any]:
         names = []
         for number in range(min(count, len(self.held))):
-            prefix = list(self.held)[-1 if last else (which + number) % len(self.held)]
+            prefix = list(self.held)[(which + number) % len(self.held)]
             names.append(self.name(prefix))
             self.held[prefix] -= 1
             if not self.held[prefix]:
                 del self.held[prefix]
-        self.open_batch.append(removed(names))
+        return removed(names)
+
+    def clear(self) -> dict[str, Any]:
+        self.held.clear()
+        return {"type": "AllBlocksCleared"}
+
+    def within_reach(self) -> set[Tokens]:
+        """Prefixes in our block size that are held from the root on."""
+        reach = set()
+        for prefix in self.held:
+            if all(prefix[:end] in self.held for end in range(self.size, len(prefix) + 1, self.size)):
+                reach |= {prefix[:end] for end in range(OURS, len(prefix) + 1, OURS)}
+        return reach
+
+    def told(self, index: PrefixIndex) -> set[Tokens]:
+        """Prefixes that the index has, of all that were ever stored; it must have no others."""
+        depths = {prefix: index.match_one(0, block_hashes(prefix, OURS)) for prefix in self.seen}
+        told = {prefix[: n * OURS] for prefix, depth in depths.items() for n in range(1, depth + 1)}
+        assert index.used_blocks(0) == len(told)
+        return told
+
+
+WHICH = st.integers(0, 10**6)
+BLOCKS = st.lists(st.integers(0, 1), min_size=1, max_size=3)
+
+
+class BlocksMachine(RuleBasedStateMachine):
+    """Without a network in between: after every telling, the index holds what the engine holds."""
+
+    @initialize(per_block=st.sampled_from([1, 2]))
+    def start(self, per_block: int) -> None:
+        self.engine = Engine(per_block * OURS)
+        self.index = PrefixIndex(1)
+        self.blocks = EngineBlocks("p0", OURS)
+
+    def apply(self, event: dict[str, Any]) -> None:
+        self.blocks.apply(msgspec.convert(event, BlockEvent))
+
+    @rule(which=WHICH, blocks=BLOCKS, root=st.booleans())
+    def store(self, which: int, blocks: list[int], root: bool) -> None:
+        self.apply(self.engine.store(which, blocks, root))
+
+    @rule(which=WHICH, count=st.integers(1, 3))
+    def remove(self, which: int, count: int) -> None:
+        self.apply(self.engine.remove(which, count))
+
+    @precondition(lambda self: len(self.engine.held) > 4)
+    @rule()
+    def clear(self) -> None:
+        self.apply(self.engine.clear())
+
+    @rule()
+    def tell(self) -> None:
+        events = self.blocks.changes(0.0)
+        feed(self.index, events)
+        assert self.engine.told(self.index) == self.engine.within_reach()
+        assert self.blocks.changes(0.0) == []
+
+    def teardown(self) -> None:
+        """Nothing stays behind once all is removed."""
+        if hasattr(self, "engine"):
+            self.tell()
+            while self.engine.held:
+                self.remove(0, 1)
+            self.tell()
+            assert len(self.blocks) == 0
+            assert self.blocks.counts.orphans == 0
+
+
+class StreamMachine(RuleBasedStateMachine):
+    """Batches reach the stream, or are lost, repeated or repeated in part; engines restart."""
+
+    @initialize(per_block=st.sampled_from([1, 2]), replays=st.booleans(), buffer=st.integers(1, 6))
+    def start(self, per_block: int, replays: bool, buffer: int) -> None:
+        self.engine = Engine(per_block * OURS)
+        self.buffer_most = buffer
+        self.index = PrefixIndex(1)
+        self.stream = KvStream("p0", OURS, replays=replays)
+        self.sequence = 0
+        self.line: list[tuple[int, bytes]] = []
+        self.buffer: list[tuple[int, bytes]] = []
+        self.replay: list[tuple[int, bytes]] = []
+        self.replay_round = 0
+
+    @rule(which=WHICH, blocks=BLOCKS, root=st.booleans())
+    def store(self, which: int, blocks: list[int], root: bool) -> None:
+        self.publish(self.engine.store(which, blocks, root))
+
+    @rule(which=WHICH, count=st.integers(1, 3), more=BLOCKS)
+    def remove_and_store(self, which: int, count: int, more: list[int]) -> None:
+        self.publish(self.engine.remove(which, count), self.engine.store(which, more, False))
 
     @rule()
     def clear(self) -> None:
-        self.held.clear()
-        self.open_batch.append({"type": "AllBlocksCleared"})
+        self.publish(self.engine.clear())
 
-    @precondition(lambda self: self.open_batch)
-    @rule()
-    def publish(self) -> None:
-        message = (self.sequence, batch(*self.open_batch))
+    def publish(self, *events: dict[str, Any]) -> None:
+        message = (self.sequence, batch(*events))
         self.sequence += 1
-        self.open_batch = []
         self.line.append(message)
         self.buffer = [*self.buffer, message][-self.buffer_most :]
 
     def tell(self, events: list[Event]) -> None:
+        """What the driver does: emits, and asks for what is wanted."""
         feed(self.index, events)
         if self.stream.wanted is None:
             self.replay = []
@@ -154,9 +224,9 @@ class EngineMachine(RuleBasedStateMachine):
         self.tell(self.stream.replayed(0.0, *self.replay.pop(0)))
 
     @precondition(lambda self: self.replay)
-    @rule()
-    def lose_replay(self) -> None:
-        self.replay.pop(0)
+    @rule(number=WHICH)
+    def lose_of_the_replay(self, number: int) -> None:
+        self.replay.pop(number % len(self.replay))
 
     @precondition(lambda self: self.stream.wanted is not None)
     @rule()
@@ -166,24 +236,17 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(announced=st.booleans())
     def restart(self, announced: bool) -> None:
         """A new process: told from outside, or shown by a first batch that arrives."""
-        self.publish_and_lose()
-        self.held.clear()
-        self.sequence, self.line, self.buffer, self.open_batch = 0, [], [], []
+        self.engine.clear()
+        self.sequence, self.line, self.buffer = 0, [], []
         if announced:
             self.stream.restart()
             self.tell(self.stream.blocks.changes(0.0))
         else:
-            self.open_batch.append({"type": "AllBlocksCleared"})
-            self.publish()
+            self.publish(self.engine.store(0, [1], True))
             self.deliver()
-
-    def publish_and_lose(self) -> None:
-        self.line, self.open_batch = [], []
 
     def settle(self) -> None:
         """Everything under way arrives."""
-        if self.open_batch:
-            self.publish()
         while self.line or self.stream.wanted is not None:
             while self.replay:
                 self.deliver_replay()
@@ -192,47 +255,24 @@ class EngineMachine(RuleBasedStateMachine):
             elif self.line:
                 self.deliver()
 
-    def within_reach(self) -> set[Tokens]:
-        """Prefixes in our block size that the engine holds from the root on."""
-        reach = set()
-        for prefix in self.held:
-            if all(prefix[:end] in self.held for end in range(self.size, len(prefix) + 1, self.size)):
-                reach |= {prefix[:end] for end in range(OURS, len(prefix) + 1, OURS)}
-        return reach
-
-    @invariant()
-    def index_has_only_what_was_stored(self) -> None:
-        for prefix in list(getattr(self, "seen", ()))[-3:]:
-            depth = self.index.match_one(0, block_hashes(prefix, OURS))
-            assert depth * OURS <= len(prefix)
-
-    def teardown(self) -> None:
-        if not hasattr(self, "index"):
-            return
-        lost = self.stream.counts.lost
+    @precondition(lambda self: self.sequence)
+    @rule()
+    def compare(self) -> None:
+        """A batch without news shows whether the last ones are missing. What was lost may be missing, never invented;
+        as long as nothing was lost, nothing is missing."""
+        self.publish({"type": "SomethingNew", "fields": 1})
         self.settle()
-        self.publish_marker()
-        reach = self.within_reach()
-        told = {
-            prefix[: n * OURS]
-            for prefix in self.seen
-            for n in range(1, self.index.match_one(0, block_hashes(prefix, OURS)) + 1)
-        }
-        assert self.index.used_blocks(0) == len(told)
+        told, reach = self.engine.told(self.index), self.engine.within_reach()
         assert told <= reach
-        counts = self.stream.counts
-        if not (lost or counts.lost):
+        if not self.stream.counts.lost:
             assert told == reach
             assert self.stream.blocks.counts.orphans == 0
 
-    def publish_marker(self) -> None:
-        """A batch without news shows whether the last ones are missing."""
-        self.open_batch.append({"type": "SomethingNew", "fields": 1})
-        self.settle()
 
-
-TestEngine = EngineMachine.TestCase
-TestEngine.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestBlocks = BlocksMachine.TestCase
+TestBlocks.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestStream = StreamMachine.TestCase
+TestStream.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
 
 
 def changes(blocks: EngineBlocks, *events: Any) -> list[Event]:

@@ -99,6 +99,16 @@ def test_parts_keep_their_names() -> None:
     assert split.part_p50_s == split.part_p90_s == split.part_mean_s
 
 
+def test_percentiles_are_counted_again_after_a_second() -> None:
+    """Between two looks within a second they stay; later they follow."""
+    state = _state()
+    counts = []
+    for at in (1.0, 1.5, 2.0):
+        state.first_token(Ttft(0.1, 0.1, 0.1), at, tier=1)
+        counts.append(state.tick(at).splits[0].requests)
+    assert counts == [1, 1, 3]
+
+
 def test_the_newest_requests_are_remembered() -> None:
     """More than fit: the oldest make room, one by one."""
     state = _state()

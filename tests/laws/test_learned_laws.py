@@ -114,6 +114,18 @@ def test_one_outlier_moves_little(
     assert (new <= 4 * BYTES_PER_S[TIER] * (1 + 1e-12)).all()
 
 
+@given(st.floats(1e5, 1e15), st.floats(1e-4, 1e9), st.integers(1, 100))
+def test_the_next_truth_leads_back(kv_bytes: float, seconds: float, transfers: int) -> None:
+    """What an outlier has done to a tier is not done again by what follows it."""
+    network = oracle()
+    network.transfer_measured(0.0, 0, 2, kv_bytes, seconds, transfers)
+    static = BYTES_PER_S[3]
+    astray = abs(math.log(lone(network, 1)[2] / static))
+    transfer(network, 1.0, (0, 2), 1e10)
+    back = abs(math.log(lone(network, 1)[2] / static))
+    assert back <= astray * 0.81 + 1e-12
+
+
 @given(PAIRS, FACTORS, st.floats(0, 100), st.floats(0, 100))
 def test_what_was_learned_fades(pair: tuple[int, int], factor: float, first_s: float, second_s: float) -> None:
     """In full for 10 s, then ever closer to the static map, which is back at twice that age."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import gc
 import signal
 import subprocess
 import sys
@@ -142,6 +143,9 @@ async def _serve(read: Callable[[], Deployment], ready_file: Path | None, seed: 
     gateway = Gateway(deployment, seed=seed)
     try:
         await gateway.start()
+        # What is there now stays; the collector need not look at it again, nor so often at what comes and goes.
+        gc.freeze()
+        gc.set_threshold(50_000, 20, 100)
         _announce(gateway, deployment, ready_file)
         await _until_told(gateway, read)
     finally:

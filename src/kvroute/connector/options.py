@@ -26,7 +26,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     host: str = "127.0.0.1"
     """Address that a prefill instance listens on. Any but a loopback address asks for a token."""
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
-    """Rank r listens on `port + r`; 0: the system chooses."""
+    """Rank r of data-parallel replica d listens on `port + d * tp + r`; 0: the system chooses."""
     advertised_host: str = ""
     """Address that decode instances are told; empty: `host`, or this machine's own where `host` is a wildcard."""
     connections: Annotated[int, msgspec.Meta(ge=1, le=64)] = 4

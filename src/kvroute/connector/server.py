@@ -52,7 +52,7 @@ class Server:
         layout: Layout,
         options: Options,
         *,
-        rank: int = 0,
+        port_offset: int = 0,
         clock: Callable[[], float] = time.monotonic,
         environ: Mapping[str, str] | None = None,
         unknown_wait_s: float = UNKNOWN_WAIT_S,
@@ -65,7 +65,7 @@ class Server:
         self._connections: dict[Channel, threading.Thread] = {}
         self._closed = False
         self._ending = threading.Event()
-        port = options.port + rank if options.port else 0
+        port = options.port + port_offset if options.port else 0
         family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
         self._listener = socket.create_server((options.host, port), family=family, backlog=128)
         self._acceptor = threading.Thread(target=self._accept, name="kv-accept", daemon=True)

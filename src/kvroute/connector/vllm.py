@@ -213,8 +213,14 @@ class KvrouteConnector(KVConnectorBase_V1):  # type: ignore[misc]
             tp=config.parallel_config.tensor_parallel_size,
             rank=config.parallel_config.rank % config.parallel_config.tensor_parallel_size,
         )
-        producer, consumer = transfer.is_kv_producer, transfer.is_kv_consumer
-        self._worker = Worker(regions, layout, self._options, producer=producer, consumer=consumer)
+        self._worker = Worker(
+            regions,
+            layout,
+            self._options,
+            producer=transfer.is_kv_producer,
+            consumer=transfer.is_kv_consumer,
+            replica=config.parallel_config.data_parallel_index,
+        )
 
     def get_handshake_metadata(self) -> Listening | None:
         """Where this worker listens."""

@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 class Worker:
-    """One tensor-parallel rank: a server if it is a producer, a client if it is a consumer."""
+    """One tensor-parallel rank of one data-parallel `replica`: a server if a producer, a client if a consumer."""
 
     def __init__(
         self,
@@ -27,10 +27,12 @@ class Worker:
         *,
         producer: bool = True,
         consumer: bool = True,
+        replica: int = 0,
         environ: Mapping[str, str] | None = None,
     ) -> None:
         self._options, self._rank = options, layout.rank
-        self._server = Server(regions, layout, options, rank=layout.rank, environ=environ) if producer else None
+        offset = replica * layout.tp + layout.rank
+        self._server = Server(regions, layout, options, port_offset=offset, environ=environ) if producer else None
         self._client = Client(regions, layout, options, environ=environ) if consumer else None
         self._failed_blocks: set[int] = set()
         self._counts = no_counts()

@@ -146,6 +146,8 @@ class PrefillPool:
     others: IntArray
     """Other routers' requests, as the engines report them."""
     decisions: int = 0
+    crowded: bool = False
+    """Whether others have requests anywhere."""
     mean_s: float = 0.0
     """Of a booked prefill, smoothed: what one of the others' is worth."""
     position: dict[int, int] = field(default_factory=dict)
@@ -168,6 +170,9 @@ class PrefillPool:
 
     def prefill_s(self, tokens: int, hit_tokens: IntArray) -> FloatArray:
         """Seconds to prefill a prompt on each instance, given what each has cached; equal cases are computed once."""
+        if not hit_tokens.any():
+            fresh = {name: time.seconds(tokens, 0) for name, time in self.times.items()}
+            return np.array([fresh[name] for name in self.timing])
         known: dict[tuple[str, int], float] = {}
         seconds = []
         for case in zip(self.timing, hit_tokens.tolist(), strict=True):
@@ -179,7 +184,7 @@ class PrefillPool:
     def pending_s(self, at: float) -> FloatArray:
         """Seconds of work still ahead of a request that arrives now."""
         pending: FloatArray = np.maximum(self.busy_until_s - at, 0.0)
-        return pending + self.others * self.mean_s if self.mean_s and self.others.any() else pending
+        return pending + self.others * self.mean_s if self.crowded else pending
 
     def book(self, position: int, at: float, prefill_s: float) -> None:
         """One more request on this instance."""
@@ -199,3 +204,4 @@ class PrefillPool:
     def measured(self, position: int, running: int, waiting: int) -> None:
         """An engine's own figures: what they show beyond our own requests belongs to others."""
         self.others[position] = max(running + waiting - int(self.assigned[position]), 0)
+        self.crowded = bool(self.others.any())

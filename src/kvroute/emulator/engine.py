@@ -157,8 +157,9 @@ class Engine:
         index = self._memory.index
         before = index.match_one(0, prompt.blocks)
         evicted = index.store(0, prompt.blocks)
-        evicted += index.make_room(0, self._memory.reserved_blocks[0])
         self.on_kv(prompt, before, index.match_one(0, prompt.blocks), evicted)
+        # Reserved memory may leave no room for the end of this very chain: it is told of before it goes.
+        self._evicted(index.make_room(0, self._memory.reserved_blocks[0]))
 
     def hold(self, job: Job, key: str) -> None:
         """Keep a prefilled job's KV until it is fetched (`release`) or too old."""

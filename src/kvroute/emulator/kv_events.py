@@ -102,7 +102,7 @@ class KvPublisher:
                 continue
             client, _, first = frames
             for number, payload in list(self._kept):
-                if number > first:
+                if number >= first:
                     await self._router.send_multipart((client, b"", self._topic, number, payload))
             await self._router.send_multipart((client, b"", b"", END, b""))
 

@@ -110,19 +110,19 @@ async def play(
 
     Args:
         url: `http://host:port` of the server.
-        requests: ascending by time; pulled one ahead of the clock.
+        requests: ascending by time; all are built before the first one leaves, so that building delays none.
         on_answer: called with each answer as it ends.
         timeout_s: an answer that takes longer is given up.
 
     Raises:
         InputError: the URL is not plain http with a host.
     """
-    client = Client(url)
+    client, ready = Client(url), list(requests)
     started = time.monotonic() + LEAD_S
     answers: list[Answer] = []
     try:
         async with asyncio.TaskGroup() as group:
-            for request in requests:
+            for request in ready:
                 await asyncio.sleep(max(0.0, started + request.at_s - time.monotonic()))
                 answer = Answer(due_s=request.at_s)
                 answers.append(answer)

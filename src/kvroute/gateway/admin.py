@@ -11,7 +11,7 @@ import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from importlib.resources import files
-from ipaddress import ip_address
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import Any
 
 import msgspec
@@ -82,6 +82,7 @@ class Admin:
 
     def __init__(self, parts: AdminParts) -> None:
         self._parts, self._watch = parts, _Watch()
+        self._names = {"localhost", *(name.lower() for name in parts.host_names)}
         self._runner: web.AppRunner | None = None
 
     async def start(self, host: str, port: int) -> int:
@@ -141,7 +142,7 @@ class Admin:
 
     def _refusal(self, request: web.Request) -> web.Response | None:
         name = _host_name(request.headers.get("Host", ""))
-        if not (name == "localhost" or _is_address(name) or name in self._parts.host_names):
+        if not (name in self._names or _address(name)):
             mend = "call it by address, or list the name under gateway.admin.hosts"
             return _json(403, {"error": f"unknown host name in the Host header; {mend}"})
         if request.method in ("GET", "HEAD"):
@@ -157,8 +158,8 @@ class Admin:
             if hmac.compare_digest(given, b"Bearer " + self._parts.token.encode()):
                 return None
             return _json(401, {"error": "a bearer token is needed: gateway.admin.push_token"})
-        peer = request.remote or ""
-        if _is_address(peer) and _is_loopback(peer):
+        peer = _address(request.remote or "")
+        if peer and (getattr(peer, "ipv4_mapped", None) or peer).is_loopback:
             return None
         return _json(403, {"error": "from other machines only with a token; set gateway.admin.push_token"})
 
@@ -288,15 +289,8 @@ def _host_name(host: str) -> str:
     return host.partition(":")[0].rstrip(".")
 
 
-def _is_address(text: str) -> bool:
+def _address(text: str) -> IPv4Address | IPv6Address | None:
     try:
-        ip_address(text)
+        return ip_address(text)
     except ValueError:
-        return False
-    return True
-
-
-def _is_loopback(address: str) -> bool:
-    ip = ip_address(address)
-    mapped = getattr(ip, "ipv4_mapped", None)
-    return (mapped or ip).is_loopback
+        return None

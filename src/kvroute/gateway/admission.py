@@ -111,8 +111,8 @@ class Admission:
             if held >= most:
                 reason = f"this key has {held} requests here already, as many as it may"
                 return Refused(429, reason, self._whole_s(self.in_flight + self.queued, held, now))
-        # Whoever waits goes first, also where a higher limit has made room that nobody has taken yet.
-        if len(self._in_flight) < limits.in_flight and not self._queue:
+        # While there is room nobody waits: whatever makes room lets the first ones in.
+        if len(self._in_flight) < limits.in_flight:
             self._in_flight[ticket] = key
             entry: Entry = ADMITTED
         elif len(self._queue) < limits.queue:

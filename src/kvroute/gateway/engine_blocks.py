@@ -248,8 +248,8 @@ class EngineBlocks:
         events: list[Event] = []
         for name in self._gone:
             block = self._blocks[name]
-            # With a block goes all that hangs below: only the uppermost need be told.
-            if block.parent not in self._gone and (chain := self._chain(name)) is not None:
+            # With a block goes all that hangs below: only the uppermost need be told, and it alone has a chain left.
+            if (chain := self._chain(name)) is not None:
                 events.append(KvEvicted(at, self.instance, chain, len(chain) - len(block.ours)))
         gone = list(self._gone)
         self._gone.clear()

@@ -209,7 +209,7 @@ class Gateway:
             for journey in list(serving.journeys.values()):
                 journey.stop()
             if watchers is not None:
-                watchers.close()
+                await watchers.close()
             serving.close()
         if self._reception is not None:
             self._reception.close()
@@ -249,7 +249,7 @@ class Gateway:
         self.metrics.policy = self.state.policy = deployment.settings.policy
         self.state.replace(deployment.cluster)
         self._retired.append((old, old_watchers))
-        old_watchers.close()
+        await old_watchers.close()
         self._watchers.start()
         self.metrics.reloaded("taken")
         note("info", "reloaded", policy=deployment.settings.policy, instances=len(serving.stations))

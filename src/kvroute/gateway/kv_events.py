@@ -6,16 +6,15 @@ What a batch means and whether one is missing is for `kv_stream` and `engine_blo
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Mapping
 
 import zmq
 
 from kvroute.gateway.engine_blocks import BlockCounts
 from kvroute.gateway.kv_stream import KvStream, StreamCounts
+from kvroute.gateway.logs import note
 from kvroute.types import Endpoint, Event, InputError
 
-_LOG = logging.getLogger(__name__)
 _MESSAGE_BYTES_MAX = 256 << 20
 _TURN_S = 0.002
 """After so long in one socket's messages others have their turn: a replay may bring thousands."""
@@ -96,8 +95,8 @@ class _Link:
         counts = self.stream.blocks.counts
         if counts.unusable and not self._warned:
             self._warned = True
-            instance, ours = self.stream.blocks.instance, self._owner.block_tokens
-            _LOG.warning("%s: KV events ignored: its blocks are no multiple of %d tokens", instance, ours)
+            reason = f"its blocks are no multiple of {self._owner.block_tokens} tokens (gateway.prompt.block_tokens)"
+            note("warning", "kv_events_ignored", instance=self.stream.blocks.instance, reason=reason)
         if self.stream.wanted is None:
             self._end_replay()
         elif self.stream.rounds != self._round:

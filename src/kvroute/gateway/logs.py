@@ -97,6 +97,8 @@ class Logs:
 
 
 class _Patient(QueueListener):
+    queue: Queue[Any]
+
     def enqueue_sentinel(self) -> None:
         self.queue.put(None)  # the queue may be full: the end comes after what is in it
 

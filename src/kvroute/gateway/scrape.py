@@ -5,17 +5,16 @@ A page has hundreds of series of which three matter: names are looked for in the
 
 from __future__ import annotations
 
-import logging
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from kvroute.gateway.logs import note
 from kvroute.gateway.polling import Answer, Poller
 from kvroute.gateway.pool import Pool
 from kvroute.types import Event, InstanceMeasured, KvCleared, TransferMeasured
 
-_LOG = logging.getLogger(__name__)
 _SAMPLE = re.compile(rb'[ \t]*(?:\{((?:[^"}]|"(?:[^"\\]|\\.)*")*)\})?[ \t]*([^\s#{]+)')
 """Labels and value behind a name; what follows (a timestamp, an exemplar) is not read."""
 _LABEL = re.compile(rb'([A-Za-z_][A-Za-z0-9_]*)[ \t]*=[ \t]*"((?:[^"\\]|\\.)*)"')
@@ -231,13 +230,13 @@ class Scraper:
             self._failed(name, answer)
             return
         if self._failures.pop(name, ""):
-            _LOG.info("%s: its metrics are readable again", name)
+            note("info", "metrics_readable", instance=name)
         self._tell(name, metrics)
 
     def _failed(self, name: str, answer: Answer) -> None:
         wrong = f"HTTP status {answer.status}" if answer.status != 200 else "no metrics of vLLM or SGLang"
         if name not in self._failures:
-            _LOG.warning("%s: its metrics cannot be read: %s", name, answer.failure or wrong)
+            note("warning", "metrics_unreadable", instance=name, reason=answer.failure or wrong)
         self._failures[name] = answer.failure or wrong
 
     def _tell(self, name: str, metrics: EngineMetrics) -> None:
@@ -257,7 +256,7 @@ class Scraper:
                 self._emit(event)
             elif event.source not in self._strangers:
                 self._strangers.add(event.source)
-                _LOG.warning("%s: KV transfers from %r, which the cluster does not have", name, event.source)
+                note("warning", "kv_transfers_from_stranger", instance=name, source=event.source)
 
     def _restarted(self, name: str, before: EngineMetrics, metrics: EngineMetrics) -> bool:
         """By the process's own word; without it, by its having been gone."""

@@ -22,8 +22,10 @@ from kvroute.types import TIER_COUNT, Decision, Decode, FloatArray
 
 WINDOW_S = 60.0
 """TTFT and tier split are those of requests whose first token came within this time."""
-REQUESTS_MOST = 8192
-"""First tokens remembered; above 136 a second the window is shorter than WINDOW_S."""
+REQUESTS_MOST = 4096
+"""First tokens remembered; above 68 a second the window is shorter than WINDOW_S."""
+SPLITS_S = 1.0
+"""Percentiles are as old as this at most: they take a millisecond, in which every stream stands still."""
 DECISIONS_MOST = 50
 TICK_DECISIONS_MOST = 12
 TRANSFERS_SHOWN_MOST = 200
@@ -59,20 +61,22 @@ class Rate:
 
     def add(self, at: float) -> None:
         """One more."""
-        self._forward(int(at))
-        self._counts[self._second % len(self._counts)] += 1
+        second = int(at)
+        if second > self._second:
+            self._forward(second)
+        self._counts[self._second % (RATE_S + 1)] += 1
         self.total += 1
 
     def per_s(self, at: float) -> float:
         """Mean over the seconds that are complete, fewer after a start."""
         self._forward(int(at))
         seconds = min(RATE_S, self._second)
-        whole = sum(self._counts) - self._counts[self._second % len(self._counts)]
+        whole = sum(self._counts) - self._counts[self._second % (RATE_S + 1)]
         return whole / seconds if seconds else 0.0
 
     def _forward(self, second: int) -> None:
         for passed in range(max(self._second + 1, second - RATE_S), second + 1):
-            self._counts[passed % len(self._counts)] = 0
+            self._counts[passed % (RATE_S + 1)] = 0
         self._second = max(self._second, second)
 
 
@@ -92,6 +96,8 @@ class ClusterState:
         self._policies: list[str] = []
         self._rows = array("d", bytes(8 * _COLUMNS * REQUESTS_MOST))
         self._row_count = 0
+        self._splits_at = -SPLITS_S
+        self._last_splits: tuple[Split, ...] = ()
         self._arrivals, self._finishes, self._rejects, self._errors = Rate(), Rate(), Rate(), Rate()
 
     def replace(self, cluster: Cluster) -> None:
@@ -197,6 +203,11 @@ class ClusterState:
         return tuple(_transfer(entry, at) for entry in (*recent, *moving))
 
     def _splits(self, at: float) -> tuple[Split, ...]:
+        if not 0 <= at - self._splits_at < SPLITS_S:
+            self._splits_at, self._last_splits = at, self._count_splits(at)
+        return self._last_splits
+
+    def _count_splits(self, at: float) -> tuple[Split, ...]:
         rows = np.frombuffer(self._rows).reshape(REQUESTS_MOST, _COLUMNS)[: min(self._row_count, REQUESTS_MOST)]
         rows = rows[rows[:, 0] >= at - WINDOW_S]
         by_policy = ((policy, rows[rows[:, 1] == number]) for number, policy in enumerate(self._policies))
@@ -209,18 +220,19 @@ _UNKNOWN = InstanceLoad(name="", up=False)
 
 def _tile(instance: LayoutInstance, load: InstanceLoad) -> Tile:
     # A second of pending prefill, or a full batch, is a full tile: what a request that comes now would feel.
-    batch = max(load.requests, load.running + load.waiting) / max(instance.batch_max, 1)
-    share = {"prefill": load.prefill_pending_s, "decode": batch, "both": max(load.prefill_pending_s, batch)}
+    batch = max(load.requests, load.running + load.waiting) / (instance.batch_max or 1)
+    pending_s = load.prefill_pending_s
+    share = batch if instance.role == "decode" else pending_s if instance.role == "prefill" else max(batch, pending_s)
     return Tile(
-        up=int(load.up),
-        breaker=_BREAKER[load.breaker],
-        requests=load.requests,
-        running=load.running,
-        waiting=load.waiting,
-        load=round(min(1.0, share[instance.role]), 3),
-        prefill_pending_s=round(load.prefill_pending_s, 4),
-        kv_used_share=None if load.kv_used_share is None else round(load.kv_used_share, 3),
-        scrape_age_s=None if load.scrape_age_s is None else round(load.scrape_age_s, 2),
+        int(load.up),
+        _BREAKER[load.breaker],
+        load.requests,
+        load.running,
+        load.waiting,
+        1.0 if share > 1.0 else share,
+        pending_s,
+        load.kv_used_share,
+        load.scrape_age_s,
     )
 
 
@@ -238,21 +250,32 @@ def _transfer(moving: _Moving, at: float) -> Transfer:
     )
 
 
+def _quantiles_s(ordered: FloatArray, share: float) -> list[float]:
+    """Of each row, between its two nearest values; numpy's own imports a module of 100 ms when it is first called."""
+    place = share * (ordered.shape[1] - 1)
+    low = int(place)
+    high = min(low + 1, ordered.shape[1] - 1)
+    return [short(value) for value in ordered[:, low] + (place - low) * (ordered[:, high] - ordered[:, low])]
+
+
 def _split(policy: str, rows: FloatArray) -> Split:
-    parts = rows[:, 4:]
-    total_p50_s, total_p90_s = np.percentile(parts.sum(axis=1), (50, 90)).tolist()
-    p50_s, p90_s = np.percentile(parts, (50, 90), axis=0).tolist()
+    columns = np.empty((1 + len(_PARTS), len(rows)))
+    columns[1:] = rows[:, 4:].T
+    columns[0] = columns[1:].sum(axis=0)
+    mean_s = [short(value) for value in columns[1:].mean(axis=1)]
+    columns.sort(axis=1)
+    p50_s, p90_s = _quantiles_s(columns, 0.5), _quantiles_s(columns, 0.9)
     tiers = rows[:, 2]
     moved = tiers >= 0
     numbers = tiers[moved].astype(np.int64)
     return Split(
         policy=policy,
         requests=len(rows),
-        ttft_p50_s=short(total_p50_s),
-        ttft_p90_s=short(total_p90_s),
-        part_mean_s=dict(zip(_PARTS, map(short, parts.mean(axis=0).tolist()), strict=True)),
-        part_p50_s=dict(zip(_PARTS, map(short, p50_s), strict=True)),
-        part_p90_s=dict(zip(_PARTS, map(short, p90_s), strict=True)),
+        ttft_p50_s=p50_s[0],
+        ttft_p90_s=p90_s[0],
+        part_mean_s=dict(zip(_PARTS, mean_s, strict=True)),
+        part_p50_s=dict(zip(_PARTS, p50_s[1:], strict=True)),
+        part_p90_s=dict(zip(_PARTS, p90_s[1:], strict=True)),
         tier_requests=tuple(np.bincount(numbers, minlength=TIER_COUNT).tolist()),
         tier_bytes=tuple(np.bincount(numbers, rows[moved, 3], minlength=TIER_COUNT).tolist()),
         local=int((~moved).sum()),

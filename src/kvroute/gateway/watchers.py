@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import random
+
 from kvroute.gateway.health import HealthChecks
 from kvroute.gateway.kv_events import KvEvents
 from kvroute.gateway.logs import note
 from kvroute.gateway.pool import Pool
+from kvroute.gateway.prometheus import PrometheusSource
+from kvroute.gateway.push import read_push
 from kvroute.gateway.scrape import Scraper
 from kvroute.gateway.serving import Serving
 
@@ -49,6 +53,11 @@ class Watchers:
             interval_s=float(scrape.interval_s),
             timeout_s=float(scrape.interval_s),
         )
+        prometheus = settings.oracle.prometheus
+        self._prometheus: PrometheusSource | None = None
+        if prometheus is not None:
+            links = [link.name for link in serving.cluster.links]
+            self._prometheus = PrometheusSource(prometheus, links, serving.heard, serving.now, random.Random())
 
     def start(self) -> None:
         """Begin to watch.
@@ -59,16 +68,19 @@ class Watchers:
         self._kv_events.start()
         self._health.start()
         self._scraper.start()
+        if self._prometheus is not None:
+            self._prometheus.start()
 
     def push(self, body: bytes) -> None:
         """Telemetry that somebody sent. Raises InputError where it is none."""
-        from kvroute.gateway.push import read_push
-
         for event in read_push(body, self._serving.cluster, self._serving.now()):
             self._serving.heard(event)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Stop watching."""
+        if self._prometheus is not None:
+            self._prometheus.close()
+            await self._prometheus.closed()
         self._scraper.close()
         self._health.close()
         self._kv_events.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -40,7 +41,14 @@ class PrefillPolicy(Protocol):
 
 
 def _allowed(candidates: PrefillCandidates) -> BoolArray:
-    return np.ones(len(candidates.names), dtype=np.bool_) if candidates.allowed is None else candidates.allowed.copy()
+    return _all(len(candidates.names)) if candidates.allowed is None else candidates.allowed.copy()
+
+
+@lru_cache(maxsize=64)
+def _all(count: int) -> BoolArray:
+    everybody: BoolArray = np.ones(count, dtype=np.bool_)
+    everybody.flags.writeable = False
+    return everybody
 
 
 def _nobody(request: Request, candidates: PrefillCandidates) -> Reject:

@@ -118,7 +118,7 @@ def process(cluster: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 def gateway(process: Gateway, pair: Pair) -> Gateway:
     """All servers are up by its own word, those too that a test before had killed."""
     names = [server.name for server in pair.servers]
-    until(lambda: all(process.metric("kvroute_instance_up", instance=name) == 1 for name in names))
+    until(lambda: all(process.metric("kvroute_instance_up", engine=name) == 1 for name in names))
     return process
 
 
@@ -198,7 +198,7 @@ def test_kv_events_show_the_second_request_its_hit(pair: Pair, gateway: Gateway)
         client.completions.create(model="tiny", prompt=asked, extra_body=TOKENS, **GREEDY)
         until(
             lambda: all(
-                sum(gateway.metric("kvroute_kv_events_total", instance=name) for name in names) > 0
+                sum(gateway.metric("kvroute_kv_events_total", engine=name) for name in names) > 0
                 for names in (("prefill0",), ("decode0", "decode1"))
             )
         )
@@ -259,9 +259,9 @@ def test_a_decode_server_that_dies_mid_transfer_is_replaced(pair: Pair, gateway:
         pair.prefill.fault_file.unlink()
         asking.join(WAIT_S)
     assert answers == [expected]
-    assert gateway.metric("kvroute_leg_failures_total", leg="decode", instance=victim.name) == 1
+    assert gateway.metric("kvroute_leg_failures_total", leg="decode", engine=victim.name) == 1
     assert gateway.metric("kvroute_retries_total", leg="decode") == 1
-    until(lambda: gateway.metric("kvroute_instance_up", instance=victim.name) == 0)
+    until(lambda: gateway.metric("kvroute_instance_up", engine=victim.name) == 0)
     at_rest(gateway)
 
 
@@ -296,7 +296,7 @@ def broken_stream(pair: Pair, gateway: Gateway, seed: int) -> None:
             list(stream)
     assert not isinstance(told.value, openai.APIConnectionError), "the stream was cut instead of ended"
     assert victim.name in str(told.value)
-    until(lambda: gateway.metric("kvroute_instance_up", instance=victim.name) == 0)
+    until(lambda: gateway.metric("kvroute_instance_up", engine=victim.name) == 0)
     at_rest(gateway)
 
 

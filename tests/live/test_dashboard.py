@@ -1,0 +1,299 @@
+"""The dashboard in a real browser: headless Chromium, steered by chromedriver, on a played cluster."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CHROMIUM, CHROMEDRIVER = "/usr/bin/chromium", "/usr/bin/chromedriver"
+FEED = Path(__file__).with_name("dashboard_feed.py")
+HOSTILE = "<img src=x onerror=\"document.title='owned'\">"
+SIZES = {"16": ("2", "2", "2", "8"), "512": ("8", "8", "4", "40")}
+CLUSTER = [*SIZES["16"], HOSTILE]
+pytestmark = pytest.mark.live
+
+
+class Browser:
+    """One window, over the W3C WebDriver protocol."""
+
+    def __init__(self, driver: str, profile: Path) -> None:
+        self._driver = driver
+        arguments = ["headless=new", "no-sandbox", "disable-gpu", "no-first-run", "disable-background-networking"]
+        arguments += ["disable-component-update", "disable-sync", f"user-data-dir={profile}", "window-size=1400,1000"]
+        options = {"binary": CHROMIUM, "args": [f"--{argument}" for argument in arguments]}
+        wanted = {"browserName": "chrome", "goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
+        self._session = ""
+        self._session = (
+            "/session/" + self._ask("POST", "/session", {"capabilities": {"alwaysMatch": wanted}})["sessionId"]
+        )
+
+    def open(self, url: str) -> None:
+        """Load a page and wait until it is live."""
+        self._ask("POST", "/url", {"url": url})
+        self.until(
+            "document.getElementById('link').textContent === 'live' && document.querySelector('#decisions button')"
+        )
+
+    def leave(self) -> None:
+        """Go to a page that hears nobody."""
+        self._ask("POST", "/url", {"url": "about:blank"})
+
+    def run(self, script: str) -> Any:
+        """The value of an expression of the page."""
+        return self._ask("POST", "/execute/sync", {"script": f"return {script}", "args": []})
+
+    def until(self, condition: str, timeout_s: float = 60.0) -> Any:
+        """Ask until an expression is true."""
+        end_s = time.monotonic() + timeout_s
+        while not (value := self.run(condition)):
+            assert time.monotonic() < end_s, f"never true: {condition}"
+        return value
+
+    def key(self, key: str) -> None:
+        """Press a key where the focus is."""
+        actions = [{"type": "keyDown", "value": key}, {"type": "keyUp", "value": key}]
+        self._ask("POST", "/actions", {"actions": [{"type": "key", "id": "keys", "actions": actions}]})
+
+    def click(self, selector: str) -> None:
+        """Move to an element and click it."""
+        found = self._ask("POST", "/element", {"using": "css selector", "value": selector})
+        self._ask("POST", f"/element/{next(iter(found.values()))}/click", {})
+
+    def devtools(self, command: str, **parameters: Any) -> Any:
+        """A Chromium command beyond WebDriver."""
+        return self._ask("POST", "/goog/cdp/execute", {"cmd": command, "params": parameters})
+
+    def complaints(self) -> list[str]:
+        """What the console says: errors of scripts, of the policy, of the network."""
+        return [entry["message"] for entry in self._ask("POST", "/se/log", {"type": "browser"})]
+
+    def screenshot(self) -> bytes:
+        """PNG of the window."""
+        return base64.b64decode(self._ask("GET", "/screenshot"))
+
+    def close(self) -> None:
+        """End the browser."""
+        self._ask("DELETE", "")
+
+    def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self._driver + self._session + path, data, method=method)
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return json.load(answer)["value"]
+
+
+def _require_chromium() -> None:
+    missing = [program for program in (CHROMIUM, CHROMEDRIVER) if shutil.which(program) is None]
+    if missing:
+        message = f"{' and '.join(missing)} missing; install Debian's chromium and chromium-driver"
+        if os.environ.get("KVROUTE_REQUIRE_LIVE") == "1":
+            pytest.fail(message)
+        pytest.skip(message)
+
+
+@contextmanager
+def _program(*command: str) -> Iterator[subprocess.Popen[str]]:
+    """A program that ends, by its own pid, when the block does."""
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as program:
+        try:
+            yield program
+        finally:
+            program.terminate()
+            program.wait(30)
+
+
+@contextmanager
+def _feed(browser: Browser, *arguments: str) -> Iterator[None]:
+    """The dashboard of a played cluster, open in the browser; left before the cluster ends."""
+    with _program(sys.executable, str(FEED), *arguments) as program:
+        assert program.stdout
+        browser.complaints()
+        browser.open(f"http://127.0.0.1:{program.stdout.readline().strip()}/")
+        yield
+        browser.leave()
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """One browser for all tests of this file."""
+    _require_chromium()
+    with _program(CHROMEDRIVER, "--port=0") as driver:
+        assert driver.stdout
+        started = next(line for line in driver.stdout if "successfully on port" in line)
+        opened = Browser(
+            f"http://127.0.0.1:{started.rstrip().rstrip('.').split()[-1]}", tmp_path_factory.mktemp("profile")
+        )
+        try:
+            yield opened
+        finally:
+            opened.close()
+
+
+TEXTS = "[...document.querySelectorAll({})].map(x => x.textContent)"
+NAMED = "document.querySelector('#inspector b')?.textContent"
+PIXELS = (
+    "new Set(new Uint32Array(document.querySelector('#map').getContext('2d')"
+    ".getImageData(0, 0, 2000, 1200).data.buffer)).size"
+)
+PRICED = (
+    "[...document.querySelectorAll('#decisions button')]"
+    ".find(x => x.textContent.includes('→') && /(ms|µs| s)$/.test(x.textContent))"
+)
+NEWEST = f"Math.max(...{TEXTS.format(repr('#decisions .request'))}.map(text => Number(text.slice(1))))"
+WIDTHS = (
+    "[...document.querySelectorAll('#why .bar')].map("
+    "bar => [...bar.children].reduce((sum, x) => sum + x.offsetWidth, 0) / bar.offsetWidth)"
+)
+COUNT = (
+    "(window.frames_seen = window.ticks_seen = 0,"
+    " window.plain ??= {frame: requestAnimationFrame, parse: JSON.parse},"
+    " window.requestAnimationFrame = call => { frames_seen += 1; return plain.frame.call(window, call); },"
+    " JSON.parse = text => { ticks_seen += 1; return plain.parse(text); }, true)"
+)
+
+
+def _texts(selector: str) -> str:
+    return TEXTS.format(json.dumps(selector))
+
+
+@pytest.mark.parametrize("size", list(SIZES))
+def test_the_map_shows_every_instance(browser: Browser, size: str) -> None:
+    """At either size: all instances in the table, the map drawn, a picture, nothing in the console."""
+    with _feed(browser, *SIZES[size]):
+        assert browser.run("document.querySelector('#map-note').textContent") == f"{size} instances, 2 out of service"
+        browser.click("#table-box summary")
+        assert browser.until("document.querySelectorAll('#instances tbody tr').length") == int(size)
+        assert browser.run("document.querySelectorAll('#instances tr.down').length") == 2
+        assert browser.until(PIXELS) > 50
+        assert browser.screenshot().startswith(b"\x89PNG")
+        assert browser.complaints() == []
+
+
+def test_figures_move(browser: Browser) -> None:
+    """The panels fill, and the page hears new ticks."""
+    with _feed(browser, *CLUSTER):
+        assert sorted(browser.run(_texts("#ttft .name"))) == ["netkv", "round-robin"]
+        assert browser.run("document.querySelectorAll('#tiers .bar').length") == 4
+        assert browser.run("document.querySelectorAll('#oracle tbody tr').length") == 5
+        assert browser.run("document.querySelectorAll('.kpi').length") == 8
+        before = json.dumps(browser.run("document.querySelector('#uptime').textContent"))
+        browser.until(f"document.querySelector('#uptime').textContent !== {before}")
+        browser.until("document.querySelectorAll('#decisions button').length === 14")
+
+
+def test_a_decision_explains_itself(browser: Browser) -> None:
+    """A click shows the candidates' terms, the chosen one marked, seconds as bars; it stays while others come."""
+    with _feed(browser, *CLUSTER):
+        browser.until(f"{PRICED} && ({PRICED}.click(), true)")
+        head = browser.until(_texts("#why th"))
+        assert head[:3] == ["candidate", "", "cost"]
+        assert {"transfer", "queue", "decode", "tier", "congestion"} <= set(head)
+        assert browser.run("document.querySelectorAll('#why tbody tr').length") == 8
+        assert browser.run("document.querySelectorAll('#why tr.chosen').length") == 1
+        assert browser.run("[...document.querySelectorAll('#why .bar')].every(bar => bar.children.length === 3)")
+        widths = browser.run(WIDTHS)
+        assert all(0 < width <= 1.02 for width in widths)
+        assert max(widths) > 0.9
+        note = browser.run("document.querySelector('#why-note').textContent")
+        browser.until(f"{NEWEST} > {browser.run(NEWEST)}")
+        assert browser.run("document.querySelector('#why-note').textContent") == note
+
+
+def test_the_list_stands_still_under_the_pointer(browser: Browser) -> None:
+    """What is pointed at is what a click hits: while the focus is in the list, no row changes."""
+    with _feed(browser, *CLUSTER):
+        browser.until("document.querySelectorAll('#decisions button').length === 14")
+        browser.run("document.querySelector('#decisions button').focus()")
+        rows = browser.run(_texts("#decisions button"))
+        clock = json.dumps(browser.run("document.querySelector('#uptime').textContent"))
+        browser.until(f"document.querySelector('#uptime').textContent !== {clock}")
+        assert browser.run(_texts("#decisions button")) == rows
+        browser.run("document.activeElement.blur()")
+        browser.until(f"JSON.stringify({_texts('#decisions button')}) !== {json.dumps(json.dumps(rows))}")
+
+
+def test_names_are_text_and_never_markup(browser: Browser) -> None:
+    """An instance named like a script is shown as it is called: in the table, the decisions, the inspector."""
+    hostile = json.dumps(HOSTILE)
+    with _feed(browser, *CLUSTER):
+        browser.click("#table-box summary")
+        names = _texts("#instances td:first-child")
+        assert HOSTILE in browser.until(f"{names}.length === 16 && {names}")
+        browser.until(f"{_texts('#decisions .path')}.some(text => text.includes({hostile}))")
+        browser.run("document.querySelector('#map').focus()")
+        left = "document.querySelector('#map').dispatchEvent(new KeyboardEvent('keydown', {key: 'ArrowLeft'}))"
+        up = left.replace("Left", "Up")
+        browser.until(f"{NAMED} === {hostile} || ({left}, {up}, false)")
+        assert browser.run("document.querySelectorAll('img').length") == 0
+        assert browser.run("document.title") == "kvroute · 16 instances"
+        assert browser.complaints() == []
+
+
+def test_the_keyboard_walks_the_map(browser: Browser) -> None:
+    """Focus, then arrows: the inspector says where one is, and a screen reader hears it."""
+    with _feed(browser, *CLUSTER):
+        browser.run("document.querySelector('#map').focus()")
+        first = browser.until(NAMED)
+        right, left = "\ue014", "\ue012"
+        browser.key(left)
+        browser.key(right)
+        second = browser.until(f"{NAMED} !== {json.dumps(first)} && {NAMED}")
+        assert second in browser.run("document.querySelector('#map-said').textContent")
+        browser.key(left)
+        browser.until(f"{NAMED} !== {json.dumps(second)}")
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_nothing_sticks_out(browser: Browser, width: int) -> None:
+    """At a phone's and at a laptop's width the page does not scroll sideways."""
+    browser.devtools(
+        "Emulation.setDeviceMetricsOverride", width=width, height=844, deviceScaleFactor=1, mobile=width < 500
+    )
+    try:
+        with _feed(browser, *SIZES["512"]):
+            browser.until(f"{PRICED} && ({PRICED}.click(), true)")
+            assert browser.run("innerWidth") == width
+            assert browser.run("document.documentElement.scrollWidth") <= width
+    finally:
+        browser.devtools("Emulation.clearDeviceMetricsOverride")
+
+
+@pytest.mark.parametrize(("theme", "colour"), [("dark", "rgb(14, 20, 32)"), ("light", "rgb(243, 245, 249)")])
+def test_light_or_dark_as_the_system_has_it(browser: Browser, theme: str, colour: str) -> None:
+    """No switch: the page follows."""
+    with _feed(browser, *CLUSTER):
+        browser.devtools("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": theme}])
+        assert browser.run("getComputedStyle(document.body).backgroundColor") == colour
+        browser.devtools("Emulation.setEmulatedMedia", features=[])
+
+
+@pytest.mark.parametrize("motion", ["reduce", "no-preference"])
+def test_nothing_moves_for_those_who_do_not_want_it(browser: Browser, motion: str) -> None:
+    """With reduced motion the map is drawn once per tick; else transfers move between two ticks."""
+    browser.devtools("Emulation.setEmulatedMedia", features=[{"name": "prefers-reduced-motion", "value": motion}])
+    with _feed(browser, *SIZES["512"]):
+        browser.run(COUNT)
+        ticks, frames = browser.until("ticks_seen >= 8 && [ticks_seen, frames_seen]")
+        assert (frames <= ticks + 1) if motion == "reduce" else (frames > ticks + 1)
+    browser.devtools("Emulation.setEmulatedMedia", features=[])
+
+
+def test_a_lost_gateway_is_said(browser: Browser) -> None:
+    """When the gateway ends, the page says so instead of showing old figures as new."""
+    with _program(sys.executable, str(FEED), *CLUSTER) as program:
+        assert program.stdout
+        browser.open(f"http://127.0.0.1:{program.stdout.readline().strip()}/")
+    browser.until("document.querySelector('#link').className.includes('bad')")
+    browser.leave()
