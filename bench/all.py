@@ -14,9 +14,21 @@ from typing import Any
 import msgspec
 from bench.measurement import CHILD_S, ROOT, Row, show
 
-BENCHES = ("simulate", "decision", "flows", "prefix", "evaluation")
-PEERED = ("simulate", "decision")
-QUICK = {"simulate": ["--repeats", "1"], "decision": ["--calls", "300"]}
+BENCHES = (
+    *("simulate", "decision", "flows", "prefix", "evaluation"),
+    *("gateway.routers", "gateway.chaos", "gateway.scale", "gateway.live_vs_sim"),
+)
+PEERED = ("simulate", "decision", "gateway.routers")
+MAYBE_PLAIN = ("flows", "prefix", "evaluation")
+"""Tried again without --json where that fails."""
+QUICK = {
+    "simulate": ["--repeats", "1"],
+    "decision": ["--calls", "300"],
+    "gateway.routers": ["--rounds", "1", "--seconds", "2"],
+    "gateway.chaos": ["--requests", "1000"],
+    "gateway.scale": ["--seconds", "5"],
+    "gateway.live_vs_sim": ["--requests", "50"],
+}
 
 
 def options(name: str, quick: bool, no_peer: bool) -> list[str]:
@@ -32,7 +44,7 @@ def run(name: str, arguments: list[str]) -> tuple[list[Row], str, bool]:
             return _rows(json.loads(printed.stdout)), "", True
         except (ValueError, TypeError, KeyError):
             return [], printed.stdout.strip(), True
-    if name not in PEERED:
+    if name in MAYBE_PLAIN:
         printed = _run(name, arguments)
         if printed.returncode == 0:
             return [], printed.stdout.strip(), True
@@ -72,8 +84,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"which; default all: {', '.join(BENCHES)}")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
-    parser.add_argument("--quick", action="store_true", help="one repeat, fewer decisions")
-    parser.add_argument("--no-peer", action="store_true", help="leave Dynamo out; nothing is installed")
+    parser.add_argument("--quick", action="store_true", help="one repeat, fewer decisions and requests")
+    parser.add_argument("--no-peer", action="store_true", help="leave the peers out; nothing is installed")
     given = parser.parse_args()
     wrong = [name for name in given.names if name not in BENCHES]
     if wrong:
@@ -82,7 +94,7 @@ def main() -> int:
     texts: dict[str, str] = {}
     broken = False
     for name in given.names or BENCHES:
-        if not (ROOT / "bench" / f"{name}.py").exists():
+        if not (ROOT / "bench" / f"{name.replace('.', '/')}.py").exists():
             texts[name] = "not there"
             continue
         print(f"bench {name} ...", file=sys.stderr, flush=True)

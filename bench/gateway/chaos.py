@@ -26,7 +26,7 @@ import uvloop
 from bench.gateway.contenders import CONTENDERS, OTHER_CPUS, Place, answering, ask, ask_json, kvroute
 from bench.gateway.load import Plan, bodies
 from bench.gateway.program import Program
-from bench.measurement import Row, show
+from bench.measurement import Failed, Row, show
 
 from kvroute.emulator.player import Client
 
@@ -306,7 +306,10 @@ def main() -> None:
         parser.add_argument("--" + name.replace("_", "-"), type=type(default), default=default)
     given = vars(parser.parse_args())
     as_json = given.pop("json")
-    aftermath = run(Weather(**given))
+    try:
+        aftermath = run(Weather(**given))
+    except Failed as failed:
+        sys.exit(str(failed))
     show(aftermath.rows(), as_json, aftermath.texts())
 
 

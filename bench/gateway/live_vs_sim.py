@@ -84,8 +84,10 @@ def predicted(question: Question, trace: Trace, policy: str) -> Run:
 def live(question: Question, trace: Trace, policy: str) -> tuple[list[Answer], dict[str, float]]:
     """Answers in the trace's order, and the gateway's own mean seconds of each part of TTFT."""
     with tempfile.TemporaryDirectory() as scratch:
-        ready = Path(scratch, "ready.json")
-        command = [str(Path(sys.executable).with_name("kvroute")), "serve", "--embedded", str(question.cluster)]
+        ready, file = Path(scratch, "ready.json"), Path(scratch, "cluster.yaml")
+        # Prompts are token ids, so the engines' events tell all: nothing is guessed, as in the simulator.
+        file.write_text(f"{question.cluster.read_text()}\ngateway: {{prefix: events}}\n")
+        command = [str(Path(sys.executable).with_name("kvroute")), "serve", "--embedded", str(file)]
         command += ["--policy", policy, "--prefill", question.prefill, "--seed", str(question.seed)]
         with Program([*command, "--port", "0", "--admin-port", "0", "--ready-file", str(ready)]) as gateway:
             addresses = _addresses(ready, gateway)
@@ -191,7 +193,10 @@ def main() -> None:
         given.cluster, given.requests, given.rate, given.profile, given.p_share, given.prefill, given.seed
     )
     trace = question.trace()
-    found = [compared(question, policy, trace) for policy in given.policy or POLICIES]
+    try:
+        found = [compared(question, policy, trace) for policy in given.policy or POLICIES]
+    except Failed as failed:
+        sys.exit(str(failed))
     show(rows(found), given.json, {one["policy"]: json.dumps(one) for one in found})
 
 

@@ -73,7 +73,8 @@ class Seen:
     busy_share: float
     rss_mb: float
     start_s: float
-    kv_batches: float
+    hit_share: float
+    """Of prompt tokens, known to be cached on the prefill instance that was chosen."""
     stale: int
     """Instances whose last good scrape is older than five seconds."""
 
@@ -96,7 +97,8 @@ def run(load: Load, folder: Path) -> Seen:
             said: Mapping[str, Any] = endpoints[instance.name]
             return EndpointEntry(url=said["url"], kv_events=said["kv_events"], kv_replay=said["kv_replay"])
 
-        gateway = {"listen": {"port": port}, "admin": {"port": admin_port}}
+        # By events alone: what the gateway then knows of caches shows that they have come.
+        gateway = {"listen": {"port": port}, "admin": {"port": admin_port}, "prefix": "events"}
         (folder / "live").mkdir()
         file = write(reached(cluster(load), endpoint, gateway), folder / "live")
         started = time.monotonic()
@@ -129,9 +131,13 @@ def observed(load: Load, proxy: Program, port: int, admin_port: int, start_s: fl
         busy_share=busy_s / wall_s,
         rss_mb=proxy.rss_bytes() / 1e6,
         start_s=start_s,
-        kv_batches=sum(series(after, "kvroute_kv_events_total")),
+        hit_share=_hits(after) / max(1.0, sum(series(after, "kvroute_prompt_tokens_total"))),
         stale=sum(age > 5.0 for age in series(after, "kvroute_scrape_age_seconds")),
     )
+
+
+def _hits(page: str) -> float:
+    return sum(map(float, re.findall(r'^kvroute_prefix_hit_tokens_total\{leg="prefill"\} (\S+)', page, re.M)))
 
 
 def series(page: str, name: str) -> list[float]:
@@ -168,8 +174,8 @@ def rows(seen: Seen) -> list[Row]:
     size = f"{seen.load.prefill + seen.load.decode} instances"
     failed = [answer for answer in seen.answers if not answer.ok]
     note = (
-        f"{size}: {len(seen.answers)} requests at {seen.load.rate_per_s:g}/s, {seen.kv_batches:.0f} KV event batches,"
-        f" {seen.stale} instances with a scrape older than 5 s, up after {seen.start_s:.1f} s, {seen.rss_mb:.0f} MB"
+        f"{size}: {len(seen.answers)} requests at {seen.load.rate_per_s:g}/s, KV events told of {seen.hit_share:.0%} of"
+        f" their tokens, {seen.stale} scrapes older than 5 s, up after {seen.start_s:.1f} s, {seen.rss_mb:.0f} MB"
     )
 
     def row(measure: str, unit: str, ours: float | None, target: float | None = None) -> Row:

@@ -47,7 +47,7 @@ class Door(RuleBasedStateMachine):
         self.order.append(ticket)
         self.let_in[ticket] += 1
 
-    @rule(seconds=st.floats(0, 4))
+    @rule(seconds=st.sampled_from([0.0, 1.0, 2.5, 5.0]))
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
 
@@ -185,6 +185,18 @@ def test_retry_after_of_a_key_waits_for_one_of_its_own() -> None:
     refused = slow.enter(10**6, "key0", now)
     assert isinstance(refused, Refused)
     assert 3 <= refused.retry_after_s <= 6, "one of fifty, where one of a hundred leaves every two seconds: 4 s"
+
+
+def test_who_has_waited_too_long_holds_nothing_any_more() -> None:
+    """At the very moment, not before; the key's place is free again, and the next one is due later."""
+    admission = Admission(AdmissionLimits(in_flight=1, queue=2, queue_wait_s=5.0, per_key=2))
+    for ticket, at in enumerate((0.0, 1.0, 2.0)):
+        admission.enter(ticket, f"key{ticket}", at)
+    assert (admission.expires_at, admission.expire(5.9)) == (6.0, [])
+    assert admission.expire(6.0) == [1]
+    assert (admission.queued, admission.held_by("key1"), admission.expires_at) == (1, 0, 7.0)
+    assert admission.expire(100.0) == [2]
+    assert admission.expires_at is None
 
 
 def test_nobody_leaves_says_the_longest_wait() -> None:

@@ -209,7 +209,18 @@ def test_a_streamed_answer_to_head_has_no_body() -> None:
         exchange.write(b"data")
         exchange.end()
 
-    assert exchange_bytes(b"HEAD / HTTP/1.1\r\n" + LAST + b"\r\n", handler).endswith(b"\r\n\r\n")
+    raw = exchange_bytes(b"HEAD / HTTP/1.1\r\n" + LAST + b"\r\n", handler)
+    assert raw.endswith(b"connection: close\r\n\r\n")
+
+
+def test_a_body_of_unknown_length_ends_an_old_clients_connection_even_if_it_would_keep_it() -> None:
+    def handler(exchange: Exchange) -> None:
+        exchange.start(200, [], None)
+        exchange.write(b"all")
+        exchange.end()
+
+    raw = exchange_bytes(b"GET / HTTP/1.0\r\nConnection: keep-alive\r\n\r\n", handler)
+    assert raw.endswith(b"connection: close\r\n\r\nall")
 
 
 @pytest.mark.parametrize(

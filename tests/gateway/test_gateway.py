@@ -9,12 +9,12 @@ from typing import Any
 import msgspec
 import pytest
 import uvloop
+from tests.gateway.rig import CHAT, CLUSTER, COMPLETIONS, MODEL, Rig, rig
 
 from kvroute.control import read_log, replay, same
 from kvroute.gateway.gateway import Deployment
 from kvroute.topology import parse
 from kvroute.types import Decode, InputError, Prefill
-from tests.gateway.rig import CHAT, CLUSTER, COMPLETIONS, MODEL, Rig, rig
 
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 30
 
@@ -279,7 +279,7 @@ def test_a_constraint_keeps_transfers_inside_and_says_no_where_it_must() -> None
             for n in range(6):
                 assert (await gate.ask(f"{n} {PROMPT}")).status == 200
             page = (await gate.get("/metrics")).body.decode()
-            assert 'kind="decode",instance="decode0"} 6\n' in page
+            assert 'kind="decode",engine="decode0"} 6\n' in page
             await gate.order("decode0", "restart", down_s=60)
             assert await gate.becomes("decode0", False)
             return [(await gate.ask(f"again {n} {PROMPT}")).status for n in range(3)]

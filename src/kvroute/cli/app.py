@@ -7,6 +7,7 @@ import sys
 import typer
 
 from kvroute import __version__
+from kvroute.cli.demo import demo
 from kvroute.cli.emulate import emulate
 from kvroute.cli.experiment import experiment
 from kvroute.cli.flows import flows
@@ -45,6 +46,7 @@ def _root(
 app.command()(simulate)
 app.command()(serve)
 app.command()(emulate)
+app.command()(demo)
 app.command()(experiment)
 app.add_typer(topology, name="topology")
 app.add_typer(trace, name="trace")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -57,6 +59,9 @@ def emulate(
         int, typer.Option(min=1, max=65_536, help="Tokens of a KV block.", rich_help_panel=ENGINE)
     ] = 16,
     seed: Annotated[int, typer.Option(min=0, help="Of path draws and faults.", rich_help_panel=ENGINE)] = 0,
+    until_eof: Annotated[
+        bool, typer.Option("--until-eof", help="End with standard input, so with the program that holds it.")
+    ] = False,
 ) -> None:
     """Run emulated engines: vLLM's HTTP, metrics and KV events, paced by the simulator's models, no GPU.
 
@@ -81,7 +86,7 @@ def emulate(
         endpoints_from_file=endpoints_from_file,
         seed=seed,
     )
-    uvloop.run(_run(topology.load(cluster), settings, instance or [], ready_file))
+    uvloop.run(_run(topology.load(cluster), settings, instance or [], ready_file, until_eof))
 
 
 def _background(text: str) -> tuple[float, ...]:
@@ -97,13 +102,17 @@ def _background(text: str) -> tuple[float, ...]:
     return shares
 
 
-async def _run(cluster: Cluster, settings: FleetSettings, names: list[str], ready_file: Path | None) -> None:
+async def _run(
+    cluster: Cluster, settings: FleetSettings, names: list[str], ready_file: Path | None, until_eof: bool
+) -> None:
     from kvroute.emulator import Fleet
 
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
+    if until_eof:
+        loop.add_reader(sys.stdin.fileno(), _read_on, stop)
     async with Fleet(cluster, settings, names) as fleet:
         line = msgspec.json.encode(fleet.ready()).decode()
         if ready_file is None:
@@ -112,6 +121,11 @@ async def _run(cluster: Cluster, settings: FleetSettings, names: list[str], read
             _write(ready_file, line + "\n")
         remarks().print(f"{len(fleet.servers)} engines of {cluster.name} are ready; Ctrl-C ends them")
         await stop.wait()
+
+
+def _read_on(stop: asyncio.Event) -> None:
+    if not os.read(sys.stdin.fileno(), 4096):
+        stop.set()
 
 
 def _write(path: Path, text: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import gc
 import signal
 import subprocess
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 
 ROUTING, PLACE, ENGINES = "Routing", "Where", "Emulated engines"
 _READY_S = 60.0
-_SET_DEATH_SIGNAL = 1
 
 
 def serve(
@@ -199,13 +197,14 @@ def _engines(cluster: Path, kv_scale: float, background: str, seed: int | None) 
         command = [sys.executable, "-m", "kvroute.cli.app", "emulate", str(cluster), "--ready-file", str(ready)]
         command += ["--kv-scale", str(kv_scale), "--background", background, "--seed", str(seed or 0)]
         # Its own session: Ctrl-C is for the gateway, which lets requests finish before the engines go.
-        process = subprocess.Popen(
-            command, start_new_session=True, preexec_fn=_end_with_parent, stdout=subprocess.DEVNULL
-        )
+        command.append("--until-eof")
+        process = subprocess.Popen(command, start_new_session=True, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
         try:
             yield _wait_for(process, ready)
         finally:
             process.terminate()
+            assert process.stdin is not None
+            process.stdin.close()
             try:
                 process.wait(10)
             except subprocess.TimeoutExpired:
@@ -223,7 +222,3 @@ def _wait_for(process: subprocess.Popen[bytes], ready: Path) -> dict[str, Endpoi
             return msgspec.json.decode(text, type=dict[str, dict[str, Endpoint]])["instances"]
         time.sleep(0.02)
     raise InputError(f"the emulated engines were not ready within {_READY_S:g} s", mend="try a smaller cluster")
-
-
-def _end_with_parent() -> None:
-    ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""The gateway as a whole: puts its parts together, reads its file again, drains and ends; it handles no request itself."""
+"""The gateway as a whole: puts its parts together, reads its file again, drains and ends. It handles no request."""
 
 from __future__ import annotations
 
@@ -223,7 +223,9 @@ class Gateway:
     async def reload(self, read: Callable[[], Deployment]) -> bool:
         """Serve what `read` gives from now on; requests under way stay where they are. Returns False, and changes
         nothing, where it raises InputError."""
-        assert self._reception is not None and self._watchers is not None and self._door is not None
+        assert self._reception is not None
+        assert self._watchers is not None
+        assert self._door is not None
         try:
             deployment = read()
             keys = Keys.of(deployment.settings.keys)

@@ -1,4 +1,4 @@
-"""One request passed on as it came, to any instance that may answer it; a failure before the answer goes to the next."""
+"""One request passed on as it came, to any instance that may answer; a failure before the answer goes to the next."""
 
 from __future__ import annotations
 

@@ -30,6 +30,8 @@ Url: TypeAlias = Annotated[str, Meta(pattern=r"^https?://[^\s/?#]+[^\s]*\Z", exa
 Secret: TypeAlias = Annotated[
     str, Meta(pattern=r"^[!-~]{16,1000}\Z", examples=["16 or more random letters"], extra={"secret": True})
 ]
+Word: TypeAlias = Annotated[str, Meta(pattern=r"\S", examples=["rack"])]
+"""Not blank."""
 Share: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
 ShareAboveZero: TypeAlias = Annotated[float, Meta(gt=0, le=1)]
 Number: TypeAlias = Annotated[float, Meta(ge=0, le=1e6)]
@@ -77,8 +79,8 @@ class AdminSettings(Entry, frozen=True, kw_only=True):
 class LinkQuery(Entry, frozen=True, kw_only=True):
     """One PromQL query whose result has a series for each link."""
 
-    query: str
-    label: str = "link"
+    query: Word
+    label: Word = "link"
     """The label that holds the link's name."""
 
 
@@ -86,7 +88,7 @@ class PrometheusSettings(Entry, frozen=True, kw_only=True):
     """Utilisation by others in [0, 1), asked of a Prometheus server; by tier or by link, not both."""
 
     url: Url
-    per_tier: dict[Tier, str] | None = None
+    per_tier: dict[Tier, Word] | None = None
     """A PromQL query for each tier that has one; the others read 0."""
     per_link: LinkQuery | None = None
     interval_s: Wait = field(name="interval", default=Wait(5.0))
@@ -225,7 +227,7 @@ class GatewaySettings(Entry, frozen=True, kw_only=True):
     """KV memory held back on every decode instance."""
     reserve_output_tokens: Limit = 4096
     """Room is kept for so many generated tokens of a request at most, whatever it allows itself."""
-    models: dict[str, str] = field(default_factory=dict)
+    models: dict[Word, Word] = field(default_factory=dict)
     """A model as clients call it to the model as the cluster file calls it."""
     oracle: OracleSection = OracleSection()
     prompt: PromptSettings = PromptSettings()

@@ -173,8 +173,9 @@ def start(role: str, name: str, model: Path, folder: Path, ports: list[int] | No
     publisher = {
         "enable_kv_cache_events": True,
         "publisher": "zmq",
-        "endpoint": f"tcp://127.0.0.1:{events}",
-        "replay_endpoint": f"tcp://127.0.0.1:{replay}",
+        # vLLM binds where there is a star, and connects anywhere else.
+        "endpoint": f"tcp://*:{events}",
+        "replay_endpoint": f"tcp://*:{replay}",
         "topic": f"kv@{name}",
     }
     command = [

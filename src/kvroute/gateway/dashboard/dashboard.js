@@ -30,15 +30,16 @@ function tick(data) {
   else status("live", "good");
 }
 
+function show(snapshot) {
+  layout = snapshot.layout;
+  panels.setLayout(layout);
+  map.setLayout(layout);
+  tick(snapshot.tick);
+}
+
 function open() {
   source = new EventSource("events");
-  source.addEventListener("snapshot", (event) => {
-    const data = JSON.parse(event.data);
-    layout = data.layout;
-    panels.setLayout(layout);
-    map.setLayout(layout);
-    tick(data.tick);
-  });
+  source.addEventListener("snapshot", (event) => show(JSON.parse(event.data)));
   source.addEventListener("tick", (event) => { if (layout) tick(JSON.parse(event.data)); });
   source.onerror = () => {
     status("no connection, trying again", "bad");
@@ -53,9 +54,13 @@ function close() {
 
 document.addEventListener("visibilitychange", () => {
   if (document.hidden) close();
-  else if (!source) open();
+  else if (!source && !saved) open();
 });
 setInterval(() => { if (source && heard_ms && performance.now() - heard_ms > 3000) status("nothing heard for 3 s", "bad"); }, 1000);
 $("table-box").addEventListener("toggle", () => { if (layout && panels.tick && $("table-box").open) panels.table(); });
 onTheme(() => { if (layout) panels.legend(); });
-open();
+const saved = $("saved"); // a page that was saved carries its state
+if (saved) {
+  show(JSON.parse(saved.textContent));
+  status("saved", "quiet");
+} else open();

@@ -1,0 +1,32 @@
+"""The gateway's dashboard as one file to keep: a saved state in place of the live stream, and no other files needed."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from importlib.resources import files
+
+
+def dashboard_page(state: bytes) -> str:
+    """A whole HTML page; `state` is what the admin port answers at `/state`."""
+    assets = files("kvroute.gateway").joinpath("dashboard")
+    texts = {entry.name: entry.read_text(encoding="utf-8") for entry in assets.iterdir() if entry.is_file()}
+    page = texts["index.html"]
+    scripts = {name: text for name, text in texts.items() if name.endswith(".js")}
+    # Modules inside data: URLs cannot import by relative name, so names become bare ones that a map resolves.
+    bare = {name: re.sub(r'(from\s+)"\./', r'\1"kvroute/', text) for name, text in scripts.items()}
+    imports = {f"kvroute/{name}": _data_url(text) for name, text in bare.items()}
+    head = f'<script type="importmap">{json.dumps({"imports": imports})}</script>'
+    saved = state.decode().replace("</", "<\\/")
+    body = f'<script type="application/json" id="saved">{saved}</script>\n'
+    start = '<script type="module">import "kvroute/dashboard.js";</script>'
+    page = page.replace(
+        '<link rel="stylesheet" href="dashboard.css">', f"<style>{texts['dashboard.css']}</style>{head}"
+    )
+    page = page.replace('<script type="module" src="dashboard.js"></script>', "")
+    return page.replace("</body>", f"{body}{start}\n</body>")
+
+
+def _data_url(text: str) -> str:
+    return "data:text/javascript;base64," + base64.b64encode(text.encode()).decode()
