@@ -7,7 +7,7 @@ STAMP := $(VENV)/.core
 export UV_SYSTEM_CERTS := true
 DEV_STAMP := $(VENV)/.dev
 
-.PHONY: demo test check lint types layers live bench requirements clean
+.PHONY: demo test check lint types layers vllm live bench requirements clean
 
 $(BIN)/uv: requirements/uv.txt
 	$(PYTHON) -m venv $(VENV)
@@ -23,9 +23,8 @@ $(DEV_STAMP): $(STAMP) requirements/dev.txt
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --require-hashes -r requirements/dev.txt
 	@touch $(DEV_STAMP)
 
-demo: $(STAMP)  ## compare round-robin, CLA* and NetKV on a bundled 64-GPU cluster and a generated trace
-	$(BIN)/kvroute simulate examples/fat-tree-64gpu.yaml --policy round-robin --policy cla --policy netkv \
-		--profile rag --p-share 0.7 --rate 6 --no-prefill-queueing --requests 1000 --out demo-results
+demo: $(STAMP)  ## a live gateway on 16 emulated engines under round-robin and NetKV, beside the simulator's prediction
+	$(BIN)/kvroute demo examples/fat-tree-64gpu.yaml --out demo-results
 
 test: $(DEV_STAMP)  ## the whole test suite but the live tests
 	$(BIN)/pytest -n auto -m "not live"
@@ -40,7 +39,11 @@ types: $(DEV_STAMP)
 layers: $(DEV_STAMP)
 	$(BIN)/lint-imports
 
-live: $(DEV_STAMP) requirements/live.txt  ## tests against real components (SimGrid comes from apt: python3-simgrid)
+vllm:  ## real vLLM for CPUs, in an environment of its own
+	tests/live/vllm/install.sh
+
+# From apt: python3-simgrid, chromium, chromium-driver, prometheus, libnuma1.
+live: $(DEV_STAMP) requirements/live.txt vllm  ## tests against real components
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --require-hashes -r requirements/live.txt
 	$(BIN)/pytest -m live
 

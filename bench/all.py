@@ -25,7 +25,7 @@ QUICK = {
     "simulate": ["--repeats", "1"],
     "decision": ["--calls", "300"],
     "gateway.routers": ["--rounds", "1", "--seconds", "2"],
-    "gateway.chaos": ["--requests", "1000"],
+    "gateway.chaos": ["--requests", "1000", "--calm-s", "0"],
     "gateway.scale": ["--seconds", "5"],
     "gateway.live_vs_sim": ["--requests", "50"],
 }

@@ -147,13 +147,17 @@ def test_a_process_of_its_own_prints_nothing_beside_the_document(trace: str) -> 
 
 
 def test_a_log_takes_the_place_of_nothing_but_a_log(kvroute: Kvroute, trace: str) -> None:
-    """The trace named as the log by mistake is still there; an older log is replaced."""
+    """The trace or another file named as the log by mistake is still there; an older log is replaced."""
     simulate = ("simulate", CLUSTER, "--trace", trace, "--policy", "netkv", "--seeds", "1", "--workers", "1", "--log")
     before = Path(trace).read_bytes()
-    ended = kvroute(*simulate, trace)
-    assert (ended.code, Path(trace).read_bytes()) == (2, before)
-    assert "is no kvroute log" in ended.err
+    Path("notes").write_text("mine")
+    for place, problem in ((trace, "would take the place of the trace"), ("notes", "is no kvroute log")):
+        ended = kvroute(*simulate, place)
+        assert (ended.code, Path(trace).read_bytes(), Path("notes").read_text()) == (2, before, "mine")
+        assert problem in ended.err
     assert [kvroute(*simulate, "run.log").code for _ in range(2)] == [0, 0]
+    again = kvroute(*simulate, "run.log", "--trace", "run.log")
+    assert (again.code, "would take the place of the trace" in again.err) == (2, True)
 
 
 def test_a_report_leaves_stdout_to_the_document(kvroute: Kvroute, trace: str) -> None:

@@ -16,7 +16,16 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from kvroute.cli.timing import app
-from kvroute.timing import TIMINGS, IterationTime, fit_decode, fit_prefill, fit_profile, prefill_time, read_profile
+from kvroute.timing import (
+    TIMINGS,
+    IterationTime,
+    fit_decode,
+    fit_prefill,
+    fit_profile,
+    prefill_each_s,
+    prefill_time,
+    read_profile,
+)
 from kvroute.topology.units import duration_s
 from kvroute.types import DecodeSpec, InputError, LinearPrefill, PiecewisePrefill, PrefillSpec, QuadraticPrefill
 
@@ -67,6 +76,15 @@ def test_all_cached_costs_the_base_and_nothing_cached_the_curve(spec: PrefillSpe
     time = prefill_time(spec)
     assert time.seconds(tokens, tokens) == pytest.approx(time.seconds(0), rel=1e-9, abs=1e-9)
     assert time.seconds(tokens, tokens + 5) == time.seconds(tokens, tokens)
+
+
+@settings(deadline=None)
+@given(specs, token_counts, st.lists(token_counts, min_size=1, max_size=6))
+def test_several_caches_at_once_are_each_alone(spec: PrefillSpec, tokens: int, cached: list[int]) -> None:
+    """To the last bit: a log of decisions must replay alike whichever of the two was asked."""
+    time = prefill_time(spec)
+    each = prefill_each_s(time, tokens, np.array(cached)).tolist()
+    assert each == [time.seconds(tokens, count) for count in cached]
 
 
 @settings(deadline=None)

@@ -2,7 +2,8 @@
 
 `python -m bench.gateway.chaos`. Engines answer 500, break off before or in the middle of an answer, or say nothing;
 every few seconds one of them restarts. Each client checks its own answer: every token once and in order, or an error
-that says so. Afterwards nothing may be left: no request in flight, no leg, no transfer, no memory.
+that says so. Afterwards nothing may be left: no request in flight, no leg, no transfer, no connection, no memory; and
+the event log decides it all again.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ import asyncio
 import contextlib
 import json
 import random
+import signal
 import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,10 @@ from bench.gateway.load import Plan, bodies
 from bench.gateway.program import Program
 from bench.measurement import Failed, Row, show
 
+from kvroute.control import read_log, same
+from kvroute.control import replay as replayed
 from kvroute.emulator.player import Client
+from kvroute.topology import parse
 
 CHAT = "/v1/chat/completions"
 TOKENS = 16
@@ -50,8 +55,11 @@ SECTION = {
     "timeouts": {"connect": "1 s", "prefill": "2 s", "first_token": "2 s", "between_tokens": "2 s"},
     "health": {"interval": "500 ms", "timeout": "1 s"},
     "breaker": {"open": "1 s"},
+    "log": {"events": "FOLDER/events.jsonl"},
 }
 """Short patience, so that silent engines are noticed within the bench's time."""
+WATCHERS = 2
+"""Connections to each engine that a calm gateway keeps at most: one for health checks, one for metrics."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +74,10 @@ class Weather:
     """Of clients."""
     restart_every_s: float = 5.0
     down_s: float = 1.0
+    reload_every_s: float = 0.0
+    """SIGHUP: the cluster file is read again; 0: never."""
+    calm_s: float = 65.0
+    """Afterwards, for idle connections to be closed: they are kept for a minute."""
     instances: int = 8
     """Of each role."""
     seed: int = 0
@@ -166,6 +178,12 @@ class Observer:
             self.sockets_max = max(self.sockets_max, self._gateway.sockets())
             await asyncio.sleep(1.0)
 
+    async def reload(self) -> None:
+        """Have the cluster file read again and again, if at all."""
+        while self._weather.reload_every_s:
+            await asyncio.sleep(self._weather.reload_every_s)
+            self._gateway.send_signal(signal.SIGHUP)
+
     async def restart(self) -> None:
         """One engine after the other, at random."""
         while True:
@@ -180,6 +198,10 @@ class Observer:
         found: dict[str, Any] = ask_json(self._clerk + "/stats")
         return found
 
+    def other_sockets(self) -> int:
+        """Of the gateway: its own, clients' and operators'; all but those to engines."""
+        return self._gateway.sockets() - int(self.stats()["connections"])
+
     def growth_mb(self) -> float:
         """Resident memory at the end less that after the warm-up; means over three seconds each."""
         warm = int(len(self.rss_mb) * WARM_SHARE)
@@ -190,7 +212,7 @@ class Observer:
 async def storm(url: str, weather: Weather, observer: Observer) -> Outcome:
     """The whole run; what the clients saw."""
     outcome = Outcome()
-    beside = [asyncio.ensure_future(observer.watch()), asyncio.ensure_future(observer.restart())]
+    beside = [asyncio.ensure_future(work) for work in (observer.watch(), observer.restart(), observer.reload())]
     try:
         await clients(url, weather, outcome)
     finally:
@@ -200,20 +222,21 @@ async def storm(url: str, weather: Weather, observer: Observer) -> Outcome:
     return outcome
 
 
-def left(admin: str, observer: Observer) -> dict[str, float]:
+def left(admin: str, observer: Observer, sockets: int) -> dict[str, float]:
     """What the gateway and the engines still hold, after as much time as it takes to let go, bounded.
 
     Args:
         admin: the gateway's admin address; empty: it has none that we can read.
         observer: asks the engines.
+        sockets: that the gateway had before beside those to engines.
     """
     deadline = time.monotonic() + SETTLE_S
-    while any((held := _held(admin, observer)).values()) and time.monotonic() < deadline:
+    while any((held := _held(admin, observer, sockets)).values()) and time.monotonic() < deadline:
         time.sleep(0.2)
     return held
 
 
-def _held(admin: str, observer: Observer) -> dict[str, float]:
+def _held(admin: str, observer: Observer, sockets: int) -> dict[str, float]:
     legs = {"legs in the engines": float(observer.stats()["open"])}
     if not admin:
         return legs
@@ -222,7 +245,20 @@ def _held(admin: str, observer: Observer) -> dict[str, float]:
         if line and not line.startswith("#"):
             series, value = line.split("#")[0].split()[:2]
             gauges[series.split("{")[0]] += float(value)
+    if missing := GAUGES.values() - gauges.keys():
+        raise Failed(f"the gateway does not show {', '.join(sorted(missing))}")
+    legs["sockets"] = max(0, observer.other_sockets() - sockets)
     return legs | {what: round(gauges[name], 6) for what, name in GAUGES.items()}
+
+
+def decided_otherwise(logs: Iterable[Path]) -> int:
+    """Events of the logs to which a fresh core answers with other decisions than the gateway's."""
+    count = 0
+    for log in logs:
+        header, records = read_log(log)
+        again = replayed(header.spec.build(parse(header.cluster)), records)
+        count += sum(not same(record.decisions, decisions) for record, decisions in again)
+    return count
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,30 +270,36 @@ class Aftermath:
     held: dict[str, float]
     engines: dict[str, Any]
     sockets: dict[str, int]
+    kept: int | None
+    """Connections to engines after the calm."""
     rss_mb: float
     growth_mb: float
     restarts: int
+    decided_otherwise: int | None
 
     def rows(self) -> list[Row]:
         """The laws: every request once, nothing held, memory flat."""
-        outcome, asked_for = self.outcome, self.weather.requests
+        outcome, weather, asked_for = self.outcome, self.weather, self.weather.requests
         improper = asked_for - sum(outcome.kinds[kind] for kind in PROPER)
         stayed = max(1, asked_for - outcome.kinds["left"])
         note = f"{self.weather.through}: memory at the end {self.rss_mb:.0f} MB; {self.restarts} restarts"
 
-        def row(measure: str, ours: float, target: float | None, unit: str = "") -> Row:
+        def row(measure: str, ours: float | None, target: float | None, unit: str = "") -> Row:
             return Row(measure=measure, unit=unit, better="lower", ours=ours, target=target, note=note)
 
         return [
             row(f"requests not answered exactly once, of {asked_for:,}", improper, 0),
+            row("errors in place of an answer, which another try could have saved", outcome.kinds["error"], 0),
             row(
-                "answers that are errors, of clients that stayed",
-                100 - 100 * outcome.kinds["whole"] / stayed,
+                "streams that broke off after their first token, of clients that stayed",
+                100 * outcome.kinds["cut short with an error event"] / stayed,
                 None,
                 "%",
             ),
             row("held afterwards: requests, legs, transfers, connections", sum(self.held.values()), 0),
+            row(f"connections to engines {weather.calm_s:g} s later", self.kept, WATCHERS * 2 * weather.instances),
             row("growth of memory after the warm-up", self.growth_mb, FLAT_SHARE * self.rss_mb, "MB"),
+            row("events that a replay of the log decides otherwise", self.decided_otherwise, 0),
         ]
 
     def texts(self) -> dict[str, str]:
@@ -283,25 +325,39 @@ def run(weather: Weather) -> Aftermath:
         workers = mock.document()
         place = Place.of(workers, Path(scratch))
         with answering(command(place), weather.through, place) as gateway:
-            observer, before = Observer(gateway, workers, weather), gateway.sockets()
-            outcome = uvloop.run(storm(f"http://127.0.0.1:{place.port}", weather, observer))
-            return Aftermath(
-                weather=weather,
-                outcome=outcome,
-                held=left(f"http://127.0.0.1:{place.second_port}" if ours else "", observer),
-                engines=observer.stats(),
-                sockets={"before": before, "most": observer.sockets_max, "after": gateway.sockets()},
-                rss_mb=gateway.rss_bytes() / 1e6,
-                growth_mb=observer.growth_mb(),
-                restarts=observer.restarts,
-            )
+            seen = lived_through(weather, place, gateway, Observer(gateway, workers, weather))
+        logs = sorted(place.folder.glob("events.jsonl*"))
+        return replace(seen, decided_otherwise=decided_otherwise(logs)) if ours else seen
+
+
+def lived_through(weather: Weather, place: Place, gateway: Program, observer: Observer) -> Aftermath:
+    """The storm, and what is left of it."""
+    ours = weather.through == "kvroute"
+    before, others = gateway.sockets(), observer.other_sockets()
+    outcome = uvloop.run(storm(f"http://127.0.0.1:{place.port}", weather, observer))
+    held = left(f"http://127.0.0.1:{place.second_port}" if ours else "", observer, others)
+    engines, after = observer.stats(), gateway.sockets()
+    if ours:
+        time.sleep(weather.calm_s)
+    return Aftermath(
+        weather=weather,
+        outcome=outcome,
+        held=held,
+        engines=engines,
+        sockets={"before": before, "most": observer.sockets_max, "after": after, "calm": gateway.sockets()},
+        kept=observer.stats()["connections"] if ours and weather.calm_s else None,
+        rss_mb=gateway.rss_bytes() / 1e6,
+        growth_mb=observer.growth_mb(),
+        restarts=observer.restarts,
+        decided_otherwise=None,
+    )
 
 
 def main() -> None:
     """Run it, print the rows."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="one JSON document")
-    for name in ("requests", "rate_per_s", "fault_share", "leave_share", "seed", "through"):
+    for name in ("requests", "rate_per_s", "fault_share", "leave_share", "reload_every_s", "calm_s", "seed", "through"):
         default = getattr(Weather(), name)
         parser.add_argument("--" + name.replace("_", "-"), type=type(default), default=default)
     given = vars(parser.parse_args())

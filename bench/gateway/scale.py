@@ -1,7 +1,8 @@
 """kvroute before 500 emulated engines on one core: what a decision takes inside the gateway, and what idling costs.
 
 `python -m bench.gateway.scale`. All engines live in one process on the other core, with metrics that are scraped every
-second and KV events over a socket each. The gateway's own histogram of decision times is read before and after.
+second and KV events over a socket each. The gateway's own histogram of decision times is read before and after; what
+scraping costs is what an idle gateway saves that scrapes once an hour.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,9 +32,15 @@ from kvroute.topology import ClusterFile, TimingEntry
 from kvroute.topology.schema import DecodeEntry, EndpointEntry, InstanceEntry, LinearPrefillEntry
 from kvroute.topology.units import Duration
 
+KVROUTE = str(Path(sys.executable).with_name("kvroute"))
 TARGET_US = 300.0
+IDLE_TARGET = 25.0
+"""Percent of a core, for scraping, health checks and KV event sockets of all."""
 IDLE_S, SETTLE_S = 5.0, 3.0
 SHARED_TOKENS, OWN_TOKENS, OUTPUT_TOKENS = 1_536, 512, 8
+KV_EVENTS = "kvroute_kv_events_total"
+FRESH_S = 2.5
+"""A scrape is stale when two of the last turns have failed."""
 GROUPS = 64
 """Prefixes that prompts share."""
 FAST = TimingEntry(
@@ -75,8 +83,12 @@ class Seen:
     start_s: float
     hit_share: float
     """Of prompt tokens, known to be cached on the prefill instance that was chosen."""
-    stale: int
-    """Instances whose last good scrape is older than five seconds."""
+    ages_s: list[float]
+    """Of every instance's last good scrape, at the end."""
+    batches: float
+    """Of KV events that were taken in during the load."""
+    unscraped_share: float
+    """CPU share without requests of a gateway that does not scrape."""
 
 
 def cluster(load: Load) -> ClusterFile:
@@ -86,34 +98,58 @@ def cluster(load: Load) -> ClusterFile:
 
 def run(load: Load, folder: Path) -> Seen:
     """Engines and gateway from start to end."""
-    kvroute = str(Path(sys.executable).with_name("kvroute"))
     engines_file = write(cluster(load), folder)
-    emulate = [kvroute, "emulate", str(engines_file), "--kv-scale", "1e-5"]
+    emulate = [KVROUTE, "emulate", str(engines_file), "--kv-scale", "1e-5"]
     with Program(emulate, name="engines", cpus=OTHER_CPUS) as engines:
         endpoints = engines.document()["instances"]
-        port, admin_port = free_ports(2)
 
         def endpoint(instance: InstanceEntry) -> EndpointEntry:
             said: Mapping[str, Any] = endpoints[instance.name]
             return EndpointEntry(url=said["url"], kv_events=said["kv_events"], kv_replay=said["kv_replay"])
 
-        # By events alone: what the gateway then knows of caches shows that they have come.
-        gateway = {"listen": {"port": port}, "admin": {"port": admin_port}, "prefix": "events"}
-        (folder / "live").mkdir()
-        file = write(reached(cluster(load), endpoint, gateway), folder / "live")
-        started = time.monotonic()
-        with Program([kvroute, "serve", str(file)], cpus=PROXY_CPUS) as proxy:
-            proxy.listens(port)
-            return observed(load, proxy, port, admin_port, time.monotonic() - started)
+        def file(gateway: Mapping[str, Any]) -> Path:
+            return write(reached(cluster(load), endpoint, gateway), Path(tempfile.mkdtemp(dir=folder)))
+
+        with served(file, {"scrape": {"interval": "1 h"}}) as running:
+            unscraped_share = idle(running)
+        with served(file, {}) as running:
+            return observed(load, running, unscraped_share)
 
 
-def observed(load: Load, proxy: Program, port: int, admin_port: int, start_s: float) -> Seen:
-    """Idle for a while, then under load."""
-    url, metrics = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{admin_port}/metrics"
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A gateway that listens."""
+
+    program: Program
+    port: int
+    admin_port: int
+    start_s: float
+
+
+@contextmanager
+def served(file: Callable[[Mapping[str, Any]], Path], section: Mapping[str, Any]) -> Iterator[Running]:
+    """A gateway of a cluster file with this section beside what all have."""
+    port, admin_port = free_ports(2)
+    # By events alone: what the gateway then knows of caches shows that they have come.
+    path = file({"listen": {"port": port}, "admin": {"port": admin_port}, "prefix": "events", **section})
+    started = time.monotonic()
+    with Program([KVROUTE, "serve", str(path)], cpus=PROXY_CPUS) as program:
+        program.listens(port)
+        yield Running(program, port, admin_port, time.monotonic() - started)
+
+
+def idle(running: Running) -> float:
+    """CPU share without requests."""
     time.sleep(SETTLE_S)
-    idle_s = -proxy.cpu_s()
+    used_s = -running.program.cpu_s()
     time.sleep(IDLE_S)
-    idle_s += proxy.cpu_s()
+    return (used_s + running.program.cpu_s()) / IDLE_S
+
+
+def observed(load: Load, running: Running, unscraped_share: float) -> Seen:
+    """Idle for a while, then under load."""
+    proxy, idle_share = running.program, idle(running)
+    url, metrics = f"http://127.0.0.1:{running.port}", f"http://127.0.0.1:{running.admin_port}/metrics"
     before = ask(metrics).decode()
     busy_s, began = -proxy.cpu_s(), time.monotonic()
     answers = uvloop.run(play(url, load.plays(), timeout_s=60.0))
@@ -127,12 +163,14 @@ def observed(load: Load, proxy: Program, port: int, admin_port: int, start_s: fl
             kind: {le: count - first.get(kind, {}).get(le, 0.0) for le, count in counts.items()}
             for kind, counts in last.items()
         },
-        idle_share=idle_s / IDLE_S,
+        idle_share=idle_share,
         busy_share=busy_s / wall_s,
         rss_mb=proxy.rss_bytes() / 1e6,
-        start_s=start_s,
+        start_s=running.start_s,
         hit_share=_hits(after) / max(1.0, sum(series(after, "kvroute_prompt_tokens_total"))),
-        stale=sum(age > 5.0 for age in series(after, "kvroute_scrape_age_seconds")),
+        ages_s=series(after, "kvroute_scrape_age_seconds"),
+        batches=sum(series(after, KV_EVENTS)) - sum(series(before, KV_EVENTS)),
+        unscraped_share=unscraped_share,
     )
 
 
@@ -171,11 +209,12 @@ def quantile(cumulative: Mapping[float, float], share: float) -> float | None:
 
 def rows(seen: Seen) -> list[Row]:
     """Decision time by kind, CPU idle and busy, answers that failed."""
-    size = f"{seen.load.prefill + seen.load.decode} instances"
+    instances = seen.load.prefill + seen.load.decode
+    size = f"{instances} instances"
     failed = [answer for answer in seen.answers if not answer.ok]
     note = (
-        f"{size}: {len(seen.answers)} requests at {seen.load.rate_per_s:g}/s, KV events told of {seen.hit_share:.0%} of"
-        f" their tokens, {seen.stale} scrapes older than 5 s, up after {seen.start_s:.1f} s, {seen.rss_mb:.0f} MB"
+        f"{size}: {len(seen.answers)} requests at {seen.load.rate_per_s:g}/s, {seen.batches:.0f} batches of KV events"
+        f" told of {seen.hit_share:.0%} of their tokens, up after {seen.start_s:.1f} s, {seen.rss_mb:.0f} MB"
     )
 
     def row(measure: str, unit: str, ours: float | None, target: float | None = None) -> Row:
@@ -188,7 +227,9 @@ def rows(seen: Seen) -> list[Row]:
             made.append(row(f"{kind} decision inside the gateway, {name}", "us", seconds and seconds * 1e6, target))
     return [
         *made,
-        row("CPU share without requests", "%", 100 * seen.idle_share),
+        row("CPU share without requests", "%", 100 * seen.idle_share, IDLE_TARGET),
+        row("of it scraping", "%", 100 * (seen.idle_share - seen.unscraped_share)),
+        row(f"scrapes older than {FRESH_S:g} s", "", instances - sum(age <= FRESH_S for age in seen.ages_s), 0),
         row(f"CPU share at {seen.load.rate_per_s:g} requests/s", "%", 100 * seen.busy_share),
         row("answers that failed", "", len(failed), 0),
     ]

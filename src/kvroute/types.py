@@ -196,6 +196,8 @@ class Terms:
     feasible: npt.NDArray[np.bool_]
     parts: dict[str, FloatArray]
     unit: str = "s"
+    left_out: int = 0
+    """Candidates that a log has left out, none of them cheaper than those it keeps but the chosen one."""
 
 
 @dataclass(frozen=True, slots=True)

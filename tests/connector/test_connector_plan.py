@@ -226,11 +226,9 @@ def test_options() -> None:
     assert read_options({"host": "127.0.0.2"}).advertised() == "127.0.0.2"
     with pytest.raises(InputError, match="T is not set"):
         options.secret({})
-    assert [fault_of(text) for text in ("corrupt-layer-2\n", "stall-layer-0", "")] == [
-        ("corrupt", 2),
-        ("stall", 0),
-        None,
-    ]
+    texts = ("corrupt-layer-2\n", "corrupt-layer-2-block-10", "stall-layer-0", "corrupt-layer", "")
+    told = [fault_of(text) for text in texts]
+    assert told == [("corrupt", 2, None), ("corrupt", 2, 10), ("stall", 0, None), None, None]
 
 
 COUNTS = st.lists(

@@ -23,7 +23,19 @@ from kvroute.connector.handover import Handover
 from kvroute.connector.options import Options
 from kvroute.connector.scheduler import Pull, Scheduler, Step
 from kvroute.connector.server import Server
-from kvroute.connector.wire import Challenge, Channel, Fetch, Hello, Layer, Welcome, WireError, mark, proof
+from kvroute.connector.wire import (
+    BUFFER_BYTES,
+    Challenge,
+    Channel,
+    Fetch,
+    Hello,
+    Layer,
+    Welcome,
+    WireError,
+    mark,
+    proof,
+    tune,
+)
 from kvroute.connector.worker import Worker
 
 BLOCKS = 24
@@ -143,6 +155,30 @@ def test_a_damaged_layer_is_noticed_only_by_its_checksum(tmp_path: Path, layer: 
         server.hold("r", [5])
         assert client_result(client, peer, "r", checksum=True).failure == ""
         assert [target.block(k, 0) for k in range(3)] == [source.block(k, 5) for k in range(3)]
+
+
+@given(first=st.integers(0, 5), block=st.integers(0, 9), checksum=st.booleans())
+@settings(deadline=None, max_examples=30)
+def test_one_damaged_block_is_that_block_alone(
+    tmp_path_factory: pytest.TempPathFactory, first: int, block: int, checksum: bool
+) -> None:
+    """Block `block` of the prompt, whichever part is asked for; the checksum sees it where it is in there."""
+    fault_file = tmp_path_factory.mktemp("fault") / "fault"
+    fault_file.write_text(f"corrupt-layer-1-block-{block}", encoding="utf-8")
+    source, target = Cache(2, 64, seed=4), Cache(2, 64)
+    held, landing = range(10, 18), range(8 - first)
+    with ends(source, target, Options(fault_file=str(fault_file)), Options()) as (server, client, peer):
+        server.hold("p", held)
+        result = pull(client, peer, landing, first=first, checksum=checksum)
+    struck = first <= block < len(held)
+    assert result.failure == ("checksum" if struck and checksum else "")
+    wrong = [
+        (layer, here + first)
+        for layer in range(2)
+        for here in landing
+        if target.block(layer, here) != source.block(layer, held[here + first])
+    ]
+    assert wrong == ([(1, block)] if struck else [])
 
 
 def client_result(client: Client, peer: Peer, remote: str, checksum: bool = False) -> Result:
@@ -378,6 +414,9 @@ def test_a_fetch_may_come_before_the_scheduler_has_said_so() -> None:
         assert result.failure == ""
     with ends(source, target, Options(), Options(), unknown_wait_s=0.0) as (server, client, peer):
         assert pull(client, peer, [0]).failure == "unknown"
+    patient = Options(timeout_s=3.0)  # on both sides: the refusal still comes before the client gives up
+    with ends(source, target, patient, patient) as (server, client, peer):
+        assert pull(client, peer, [0]).failure == "unknown"
 
 
 @settings(deadline=None, max_examples=40)
@@ -420,6 +459,19 @@ def test_packets_carry_their_classs_mark(family: int, host: str, level: int, opt
     with socket.socket(family, socket.SOCK_STREAM) as sock:
         mark(sock, 10)
         assert sock.getsockopt(level, option) == 40
+
+
+@pytest.mark.parametrize("limit", [None, 212_992, BUFFER_BYTES], ids=["unknown", "small", "large"])
+def test_buffers_are_fixed_only_where_the_kernel_gives_what_is_asked(tmp_path: Path, limit: int | None) -> None:
+    """A request that is cut down would end the growth that TCP does by itself."""
+    buffers = (socket.SO_SNDBUF, socket.SO_RCVBUF)
+    if limit is not None:
+        for name in ("wmem_max", "rmem_max"):
+            (tmp_path / name).write_text(f"{limit}\n", encoding="ascii")
+    with socket.socket() as untouched, socket.socket() as sock:
+        tune(sock, 0, tmp_path)
+        plain, tuned = ([one.getsockopt(socket.SOL_SOCKET, b) for b in buffers] for one in (untouched, sock))
+        assert (tuned == plain) == (limit != BUFFER_BYTES)
 
 
 @given(tokens=st.integers(1, 150), cached_blocks=st.integers(0, 3))

@@ -24,6 +24,8 @@ from kvroute.emulator.kv_events import BlockRemoved, BlockStored, changes
 from kvroute.emulator.prompt import Prompt
 from kvroute.flows import FlowNetwork
 from kvroute.prefix import Evicted, block_hashes
+from kvroute.sim import network as sim_network
+from kvroute.sim.settings import Background
 from kvroute.timing import IterationTime
 from kvroute.types import DecodeSpec, Instance, LinearPrefill, TimingSpec
 
@@ -31,7 +33,8 @@ MODEL = llm.model("llama-3-70b")
 DECODE = DecodeSpec(base_s=0.01, per_request_s=0.001, per_context_token_s=1e-6)
 SPEC = TimingSpec(prefill=LinearPrefill(per_token_s=1e-3, base_s=0.02), decode=DECODE)
 BLOCK_TOKENS = 4
-SMALL = topology.load(Path(__file__).parents[2] / "examples" / "small.yaml")
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SMALL, PODS = (topology.load(EXAMPLES / name) for name in ("small.yaml", "fat-tree-64gpu.yaml"))
 
 
 @dataclass
@@ -396,6 +399,23 @@ def _drain(bare: FlowNetwork, ends: dict[int, float], to: float) -> None:
         for flow in bare.advance(finish[0]):
             ends[flow // 4] = finish[0]
     bare.advance(to)
+
+
+@given(st.lists(st.integers(0, 500), min_size=1, max_size=8, unique=True), st.integers(0, 9))
+@settings(deadline=None, max_examples=20)
+def test_traced_requests_have_the_simulators_luck(requests: list[int], seed: int) -> None:
+    """Across pods, where uplinks are drawn, transfers that start together end when the simulator says."""
+    clock = VirtualClock()
+    fabric, simulated = Fabric(PODS, clock, kv_scale=1e-3, seed=seed), sim_network.Fabric(PODS, Background(), seed)
+    pair = PODS.index("prefill0"), PODS.index("decode11")
+    buckets = {request: Bucket(clock) for request in requests}
+    for request, bucket in buckets.items():
+        clock.call(0.0, partial(fabric.send, *pair, 1e9, bucket, request))
+        simulated.send(request, *pair, 1e9)
+    clock.run()
+    while (finish_s := simulated.next_finish_s()) < float("inf"):
+        for transfer in simulated.advance(finish_s):
+            assert buckets[transfer.request].ended_s == pytest.approx(finish_s + transfer.latency_s, abs=1e-3)
 
 
 def test_bytes_go_in_slices_and_a_cancelled_transfer_frees_the_links() -> None:

@@ -68,10 +68,9 @@ class Answer:
 
 
 @dataclass(slots=True)
-class Rig:
-    """A running gateway and its engines."""
+class Front:
+    """A running gateway and a client of it."""
 
-    fleet: Fleet
     gateway: Gateway
     session: aiohttp.ClientSession
 
@@ -107,18 +106,6 @@ class Rig:
         """A completion."""
         return await self.post({"model": MODEL, "prompt": prompt, "max_tokens": tokens, **more})
 
-    async def direct(self, name: str, prompt: Any, tokens: int = 4) -> str:
-        """What one engine says by itself."""
-        body = {"model": MODEL, "prompt": prompt, "max_tokens": tokens}
-        async with self.session.post(self.fleet.ready().instances[name].url + COMPLETIONS, json=body) as response:
-            return str(msgspec.json.decode(await response.read())["choices"][0]["text"])
-
-    async def order(self, name: str, path: str = "fault", **fault: Any) -> None:
-        """Have an engine fail."""
-        url = f"{self.fleet.ready().instances[name].url}/emulator/{path}"
-        async with self.session.post(url, json=fault) as response:
-            assert response.status == 200, await response.text()
-
     def leftovers(self) -> dict[str, int]:
         """What requests hold now, by what it is."""
         serving = self.gateway.serving
@@ -147,6 +134,25 @@ class Rig:
         return False
 
 
+@dataclass(slots=True)
+class Rig(Front):
+    """The same with emulated engines behind it."""
+
+    fleet: Fleet
+
+    async def direct(self, name: str, prompt: Any, tokens: int = 4) -> str:
+        """What one engine says by itself."""
+        body = {"model": MODEL, "prompt": prompt, "max_tokens": tokens}
+        async with self.session.post(self.fleet.ready().instances[name].url + COMPLETIONS, json=body) as response:
+            return str(msgspec.json.decode(await response.read())["choices"][0]["text"])
+
+    async def order(self, name: str, path: str = "fault", **fault: Any) -> None:
+        """Have an engine fail."""
+        url = f"{self.fleet.ready().instances[name].url}/emulator/{path}"
+        async with self.session.post(url, json=fault) as response:
+            assert response.status == 200, await response.text()
+
+
 @asynccontextmanager
 async def rig(section: str = "", text: str = CLUSTER) -> AsyncIterator[Rig]:
     """Engines of `text` and a gateway with `section` added to its settings."""
@@ -157,6 +163,6 @@ async def rig(section: str = "", text: str = CLUSTER) -> AsyncIterator[Rig]:
         try:
             await gateway.start()
             async with aiohttp.ClientSession() as session:
-                yield Rig(fleet, gateway, session)
+                yield Rig(gateway, session, fleet)
         finally:
             await gateway.close()

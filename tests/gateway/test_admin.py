@@ -251,6 +251,20 @@ def test_a_token_is_asked_for_where_there_is_one() -> None:
     _run(gateway, drive, token=TOKEN)
 
 
+def test_a_token_that_is_no_text_is_a_wrong_one() -> None:
+    gateway = Gateway()
+
+    async def drive(port: Port) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(port.url.rpartition(":")[2]))
+        writer.write(b"POST /drain HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer \xff\xfe\r\n\r\n")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 401 ")
+        writer.close()
+        await writer.wait_closed()
+        assert gateway.drained == 0
+
+    _run(gateway, drive, token=TOKEN)
+
+
 @pytest.mark.parametrize("host", ["evil.example", "localhost.evil.example", "", "[evil]", "127.0.0.1.evil.example:80"])
 def test_a_name_that_an_attacker_can_point_here_is_refused(host: str) -> None:
     """DNS rebinding: the browser believes that the port belongs to the attacker's name."""

@@ -12,11 +12,11 @@ import pytest
 import uvloop
 import xxhash
 
+from kvroute.gateway.call import Call, Failure
 from kvroute.gateway.deadlines import Deadlines
 from kvroute.gateway.door import Door, Limits
 from kvroute.gateway.exchange import Exchange, Headers
 from kvroute.gateway.pool import Pool, request_bytes
-from kvroute.gateway.upstream import Call, Failure
 
 T = TypeVar("T")
 BLOCK_BYTES = 64 * 1024

@@ -19,7 +19,8 @@ from kvroute.gateway.dialects import (
     engine_id,
     forwarded,
 )
-from kvroute.gateway.openai import ENGINE_FIELDS, Completion, read_completion
+from kvroute.gateway.fields import ENGINE_FIELDS
+from kvroute.gateway.openai import Completion, read_completion
 from kvroute.types import KvProtocol
 
 COMPLETIONS, CHAT = b"/v1/completions", b"/v1/chat/completions"
@@ -199,6 +200,25 @@ def test_vllm_needs_the_prefill_engine_s_word(reply: bytes) -> None:
         vllm.check(reply)
     with pytest.raises(DialectError):
         vllm.decode_body(completion(), MEETING, reply)
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        ({"remote_refetch": True}, True),
+        ({"remote_refetch": False}, False),
+        ({"remote_refetch": "yes"}, False),
+        ({}, False),
+    ],
+    ids=["says-so", "denies", "unclear", "says-nothing"],
+)
+def test_only_the_connector_s_word_sends_a_second_engine_for_the_same_kv(
+    params: dict[str, object], expected: bool
+) -> None:
+    reply = json.dumps({"kv_transfer_params": {"do_remote_prefill": True, **params}}).encode()
+    assert vllm.refetches(reply) is expected
+    assert not any(dialect.refetches(answer) for dialect in (mooncake, sglang) for answer in (reply, None))
+    assert not vllm.refetches(None)
 
 
 def test_who_hands_over_what() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import ssl
 import subprocess
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -592,6 +593,51 @@ def test_draining_loses_no_request() -> None:
                 await asyncio.open_connection("127.0.0.1", port)
 
     run(main())
+
+
+def test_draining_answers_those_who_wait_to_be_accepted() -> None:
+    """They are connected and have asked; the door has not seen them yet."""
+
+    async def main() -> list[bytes]:
+        door = Door(echo)
+        port = await door.listen("127.0.0.1", 0)
+        waiting = [socket.create_connection(("127.0.0.1", port)) for _ in range(200)]
+        for client in waiting:
+            client.sendall(b"GET / HTTP/1.1\r\n" + HOST + b"\r\n")
+        await door.drain(10, idle_s=0.01)
+        said = [client.recv(4096) for client in waiting]
+        for client in waiting:
+            client.close()
+        return said
+
+    assert all(said.startswith(b"HTTP/1.1 200 OK\r\n") for said in run(main()))
+
+
+def test_nobody_who_is_connected_is_lost_while_the_door_closes() -> None:
+    """Clients in threads of their own, each on a new connection for each request until none is to be had."""
+    said: list[bytes] = []
+
+    def ask(port: int) -> None:
+        while True:
+            try:
+                client = socket.create_connection(("127.0.0.1", port))
+            except ConnectionRefusedError:
+                return
+            with client:
+                client.sendall(b"GET / HTTP/1.1\r\n" + HOST + b"\r\n")
+                said.append(client.recv(4096))
+
+    async def main() -> None:
+        door = Door(echo)
+        port = await door.listen("127.0.0.1", 0)
+        clients = [asyncio.create_task(asyncio.to_thread(ask, port)) for _ in range(4)]
+        while len(said) < 20:
+            await asyncio.sleep(0)
+        await door.drain(10, idle_s=0.1)
+        await asyncio.gather(*clients)
+
+    run(main())
+    assert all(answer.startswith(b"HTTP/1.1 200 OK\r\n") for answer in said)
 
 
 def test_draining_cuts_off_what_takes_too_long() -> None:

@@ -12,9 +12,8 @@ import uvloop
 from tests.gateway.rig import CHAT, CLUSTER, COMPLETIONS, MODEL, Rig, rig
 
 from kvroute.control import read_log, replay, same
-from kvroute.gateway.gateway import Deployment
 from kvroute.topology import parse
-from kvroute.types import Decode, InputError, Prefill
+from kvroute.types import Decode, KvCleared, Prefill, TransferMeasured
 
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 30
 
@@ -269,8 +268,8 @@ def test_without_any_decode_instance_the_answer_is_503_at_once() -> None:
     uvloop.run(run())
 
 
-def test_a_constraint_keeps_transfers_inside_and_says_no_where_it_must() -> None:
-    """`fail` refuses when the domain's decode instance is down; `fallback` goes elsewhere."""
+def test_a_constraint_keeps_transfers_inside_and_says_no_where_it_must(caplog: pytest.LogCaptureFixture) -> None:
+    """`fail` refuses when the domain's decode instance is down; `fallback` goes elsewhere, and says so."""
 
     async def run(constraint: str) -> list[int]:
         section = f"  constraint: {constraint}\n  health: {{interval: 20 ms, failures: 1}}\n"
@@ -284,8 +283,39 @@ def test_a_constraint_keeps_transfers_inside_and_says_no_where_it_must() -> None
             assert await gate.becomes("decode0", False)
             return [(await gate.ask(f"again {n} {PROMPT}")).status for n in range(3)]
 
+    def said() -> list[dict[str, Any]]:
+        return [record.__dict__["fields"] for record in caplog.records if record.message == "constraint_fallback"]
+
     assert uvloop.run(run("pod:fail")) == [503] * 3
+    assert not said()
     assert uvloop.run(run("pod:fallback")) == [200] * 3
+    assert (said()[0]["source"], said()[0]["target"], said()[0]["count"]) == ("prefill0", "decode1", 1)
+    assert len(said()) <= 2  # once a second
+    caplog.clear()
+    assert uvloop.run(run("pod:preferred:0.5")) == [200] * 3
+    assert said()[0]["target"] == "decode1"
+
+
+@pytest.mark.parametrize("measure", ["auto", "first-byte", "engine"])
+def test_who_times_transfers(measure: str) -> None:
+    """Engines' counters where they count, unless the first byte is to be watched; a pushed transfer changes nothing."""
+
+    async def run() -> None:
+        async with rig(f"  measure: {measure}\n  oracle: {{source: push}}\n  scrape: {{interval: 1 h}}\n") as gate:
+            serving, at = gate.gateway.serving, gate.gateway.now()
+            stations = serving.stations
+            assert {station.measures for station in stations.values()} == {measure != "engine"}
+            pushed = {"source": "prefill0", "target": "decode0", "kv_bytes": 1e9, "seconds": 100.0, "transfers": 9}
+            url = f"{gate.admin}/telemetry"
+            async with gate.session.post(url, data=msgspec.json.encode({"transfers": [pushed]})) as answer:
+                assert answer.status == 200
+            assert stations["decode0"].measures == (measure != "engine")
+            serving.heard(TransferMeasured(at, "prefill0", "decode0", 1e9, 1e-3, 9))
+            assert stations["decode0"].measures == (measure == "first-byte")
+            serving.heard(KvCleared(at, "decode0"))
+            assert stations["decode0"].measures == (measure != "engine")
+
+    uvloop.run(run())
 
 
 def test_a_drain_loses_no_request() -> None:
@@ -301,35 +331,6 @@ def test_a_drain_loses_no_request() -> None:
             assert [(answer.status, len(answer.events)) for answer in answers] == [(200, 60)] * 12
             with pytest.raises(OSError, match="onnect"):
                 await gate.ask("late")
-
-    uvloop.run(run())
-
-
-def test_a_reload_changes_the_policy_and_a_wrong_file_changes_nothing() -> None:
-    """Requests under way stay where they are."""
-
-    async def run() -> None:
-        async with rig() as gate:
-            endpoints = gate.fleet.ready().instances
-            running = asyncio.create_task(gate.ask(PROMPT, tokens=40, stream=True))
-            while not gate.leftovers()["journeys"]:
-                await asyncio.sleep(0)
-            text = CLUSTER + "  policy: round-robin\n"
-            assert await gate.gateway.reload(lambda: Deployment.of(text, "new.yaml", endpoints=endpoints))
-
-            def wrong() -> Deployment:
-                return Deployment.of(text.replace("round-robin", "square-robin"), "new.yaml", endpoints=endpoints)
-
-            with pytest.raises(InputError, match="round-robin"):
-                wrong()
-            assert not await gate.gateway.reload(wrong)
-            assert (await gate.ask(PROMPT)).status == 200
-            assert len((await running).events) == 40
-            page = (await gate.get("/metrics")).body.decode()
-            assert 'kvroute_reloads_total{outcome="taken"} 1\n' in page
-            assert 'kvroute_reloads_total{outcome="refused"} 1\n' in page
-            assert 'policy="round-robin"' in page
-            assert await gate.settles(), gate.leftovers()
 
     uvloop.run(run())
 

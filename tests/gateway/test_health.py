@@ -12,21 +12,26 @@ from kvroute.gateway.health import Health, HealthChecks
 from kvroute.gateway.pool import Pool
 
 
-@given(st.lists(st.booleans(), max_size=60), st.integers(1, 4), st.integers(1, 4))
-def test_only_a_run_of_contradictions_changes_it(results: list[bool], failures: int, successes: int) -> None:
-    """Down after `failures` bad checks in a row, up after `successes` good ones; a change is told once."""
-    health = Health(failures, successes)
-    up = True
+@given(st.lists(st.booleans(), max_size=60), st.integers(1, 4), st.integers(1, 4), st.sampled_from([None, True, False]))
+def test_only_a_run_of_contradictions_changes_it(
+    results: list[bool], failures: int, successes: int, known: bool | None
+) -> None:
+    """Down after `failures` bad checks in a row, up after `successes` good ones; a change is told once. Only where
+    nothing is known yet, one check is enough."""
+    health = Health(failures, successes, known)
+    up = known is not False
     history: list[bool] = []
-    for well in results:
+    for number, well in enumerate(results):
         history.append(well)
         needed = failures if up else successes
+        if known is None and number == 0:
+            needed = 1
         flips = len(history) >= needed and all(each is not up for each in history[-needed:])
         assert health.heard(well) is flips
         if flips:
             up, history = not up, []
         assert health.up is up
-    assert health.checked == bool(results)
+    assert health.checked == (bool(results) or known is not None)
 
 
 def test_a_server_falls_ill_leaves_and_comes_back() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -421,11 +422,17 @@ class Listener:
 
     def __init__(self) -> None:
         self.events: list[Event] = []
+        self.batches: Counter[str] = Counter()
+        self.gaps: Counter[str] = Counter()
         self._more = asyncio.Event()
 
     def emit(self, event: Event) -> None:
         self.events.append(event)
         self._more.set()
+
+    def count(self, instance: str, batches: int, gaps: int) -> None:
+        self.batches[instance] += batches
+        self.gaps[instance] += gaps
 
     async def until(self, count: int) -> list[Event]:
         while len(self.events) < count:
@@ -447,7 +454,9 @@ async def connected(
     )
     listener = Listener()
     silent = Endpoint(url="http://127.0.0.1:2")
-    source = KvEvents({"p0": endpoint, "d0": silent}, OURS, listener.emit, lambda: 5.0, replay_s=replay_s)
+    source = KvEvents(
+        {"p0": endpoint, "d0": silent}, OURS, listener.emit, lambda: 5.0, replay_s=replay_s, count=listener.count
+    )
     try:
         source.start()
         await publisher.subscribed()
@@ -491,6 +500,7 @@ def test_live_batches_arrive_and_missed_ones_are_asked_for() -> None:
             assert (stream.gaps, stream.lost, blocks.orphans) == (1, 0, 0)
             await publisher.publish(removed([2, 3]))
             assert (await listener.until(4))[3] == KvEvicted(5.0, "p0", chain(2).blocks, 1)
+        assert (listener.batches, listener.gaps) == ({"p0": 4}, {"p0": 1})
 
     run(scenario)
 

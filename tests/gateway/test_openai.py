@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from itertools import pairwise
 from typing import Any
 
@@ -13,17 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from schemathesis.core.result import Ok
 
-from kvroute.gateway.openai import (
-    ANSWERS_MAX,
-    ENGINE_FIELDS,
-    RequestError,
-    error_body,
-    error_event,
-    models_body,
-    read_completion,
-    sse_events,
-    usage_tokens,
-)
+from kvroute.gateway.answers import error_body, error_event, models_body, sse_events, usage_tokens
+from kvroute.gateway.fields import ENGINE_FIELDS, PIECE_BYTES, VALUES_MAX, RequestError, values_in
+from kvroute.gateway.openai import ANSWERS_MAX, IDS_MAX, read_completion, read_model
 from kvroute.gateway.openapi import document
 
 COMPLETIONS, CHAT = b"/v1/completions", b"/v1/chat/completions"
@@ -135,7 +128,7 @@ def test_the_description_is_valid_openapi() -> None:
     described = schemathesis.openapi.from_dict(DESCRIPTION)
     described.validate()
     operations = [found for found in described.get_all_operations() if isinstance(found, Ok)]
-    assert len(operations) == len(list(described.get_all_operations())) == 8
+    assert len(operations) == len(list(described.get_all_operations())) == 9
 
 
 def test_what_routing_needs() -> None:
@@ -316,3 +309,105 @@ def test_errors_and_models_as_openai_writes_them() -> None:
         "created": 7,
         "owned_by": "kvroute",
     }
+
+
+few = st.integers(-5, 5) | st.floats(0, 1) | st.none()
+texts = st.text('a",\\{[é', max_size=6)
+trees = st.recursive(
+    few | texts,
+    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=20,
+)
+
+
+def strings_of(value: Any) -> int:
+    """Strings in a tree, keys included."""
+    match value:
+        case str():
+            return 1
+        case list():
+            return sum(map(strings_of, value))
+        case dict():
+            return len(value) + sum(map(strings_of, value.values()))
+        case _:
+            return 0
+
+
+@given(trees, st.booleans())
+def test_values_are_counted_whatever_the_strings_hold(tree: Any, ascii_only: bool) -> None:
+    """At least the strings, at most those and what stands between them; a run of numbers is one."""
+    text = json.dumps([tree, [1, 2, 3] * 100], ensure_ascii=ascii_only).encode()
+    strings = strings_of(tree)
+    assert strings <= values_in(text, 10**9) <= 2 * strings + text.count(b"]") + text.count(b"}") + 60
+
+
+@pytest.mark.parametrize("before_end", range(14))
+def test_values_are_counted_wherever_a_piece_ends(before_end: int) -> None:
+    """In a string, in an escape, or between two."""
+    string = b"a" * (PIECE_BYTES - before_end) + b'\\"\\\\\\"\\n'
+    assert 1000 <= values_in(b'["' + string + b'",' + b"[]," * 1000 + b"[]]", 10**9) <= 1010
+    assert 1000 <= values_in(b"[" + b"[]," * 1000 + b'"' + string + b'"]', 10**9) <= 1010
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETIONS, b'{"prompt":[' + b"[]," * VALUES_MAX + b"[]]}"),
+        (COMPLETIONS, b'{"prompt":[' + b'"",' * VALUES_MAX + b'""]}'),
+        (COMPLETIONS, b'{"prompt":"a","x":[' + b"{}," * VALUES_MAX + b"{}]}"),
+        (COMPLETIONS, b"{" + b'"a":1,' * VALUES_MAX + b'"prompt":"a"}'),
+        (CHAT, b'{"messages":[' + b'{"rol\\u0065":""},' * VALUES_MAX + b'{"role":""}]}'),
+        (CHAT, b'{"messages":[{"role":"","content":[' + b'"",' * VALUES_MAX + b'""]}]}'),
+        (CHAT, b'{"messages":[{"role":""}],"vllm_xargs":{' + b'"a":1,' * VALUES_MAX + b'"a":1}}'),
+    ],
+    ids=["lists", "texts", "elsewhere", "fields", "messages", "parts", "extra"],
+)
+def test_a_body_of_very_many_values_is_refused_before_they_are_made(path: bytes, body: bytes) -> None:
+    assert str(VALUES_MAX) in refusal(path, body).message
+    with pytest.raises(RequestError, match=str(VALUES_MAX)):
+        read_model(path, body)
+
+
+def test_too_many_prompts_or_token_ids_are_refused_before_they_are_made() -> None:
+    def peak_bytes(body: bytes, word: str) -> int:
+        tracemalloc.start()
+        try:
+            assert word in refusal(COMPLETIONS, body).message
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    assert peak_bytes(b'{"prompt":[' + b"[1]," * 200_000 + b"[1]]}", "each of 200001 prompts") < 10_000_000
+    assert peak_bytes(b'{"prompt":[' + b"1," * IDS_MAX + b"1]}", str(IDS_MAX)) < 3 * IDS_MAX
+    most = b'{"prompt":[' + b"[1]," * (ANSWERS_MAX - 1) + b"[1]]}"
+    assert read_completion(COMPLETIONS, most).prompts == ANSWERS_MAX
+    assert str(ANSWERS_MAX) in refusal(COMPLETIONS, most.replace(b"[", b"[[1],", 1)).message
+
+
+@pytest.mark.parametrize("separator", [",", ", ", ",\n"])
+def test_long_lists_of_token_ids_are_read_as_short_ones(separator: str) -> None:
+    """In pieces; a fault among them has its place in the whole."""
+    ids = [index * 7919 % 128_000 for index in range(60_000)]
+
+    def body(ids: list[Any]) -> bytes:
+        return json.dumps({"prompt": ids}, separators=(separator, ":")).encode()
+
+    assert len(body(ids)) > 2 * PIECE_BYTES
+    read = read_completion(COMPLETIONS, body(ids))
+    assert read.token_ids == ids
+    both = read_completion(COMPLETIONS, body([ids, ids[:9]]))
+    assert (both.token_ids, both.further) == (ids, (ids[:9],))
+    for at in (0, 59_000):
+        wrong = [*ids[:at], -1, *ids[at:]]
+        assert f"`$[{at}]`" in refusal(COMPLETIONS, body(wrong)).message
+        assert f"`$[1][{at}]`" in refusal(COMPLETIONS, body([ids, wrong])).message
+    assert refusal(COMPLETIONS, body([*ids, [1, 2], "a,b"])).param == "prompt"
+    assert "`$[1]`" in refusal(COMPLETIONS, body([ids, 5])).message
+
+
+def test_only_the_model_is_read_of_other_requests() -> None:
+    assert read_model(b"/v1/embeddings", b'{"model":"m","input":[[1,2]]}') == "m"
+    assert read_model(b"/tokenize", b"{}") == ""
+    for body in (b"[]", b'{"model":1}', b"{", b'{"model":"\xff"}', b'{"a":' + b"[" * 100_000):
+        with pytest.raises(RequestError, match="object"):
+            read_model(b"/tokenize", body)

@@ -263,7 +263,7 @@ def test_a_wrong_push_is_named(cluster: Cluster, body: bytes, where: str) -> Non
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("source", "nobody"), ("target", "nobody"), ("kv_bytes", -1), ("seconds", -1), ("transfers", 0)],
+    [("source", "nobody"), ("target", "nobody"), ("kv_bytes", 0), ("seconds", -1), ("seconds", 0), ("transfers", 0)],
 )
 def test_a_wrong_pushed_transfer_is_named(cluster: Cluster, field: str, value: object) -> None:
     with pytest.raises(InputError, match=rf"^transfers\[1\]\.{field}: "):

@@ -253,6 +253,19 @@ def test_a_config_may_name_several_templates(tmp_path: Path) -> None:
     assert loaded.render(chat("a").fields) == "</s>"
 
 
+@pytest.mark.parametrize("named", [[{"template": "a"}], [{"name": "default"}], ["a"], 7, {"a": "b"}], ids=str)
+def test_a_config_that_names_templates_wrongly_is_refused(tmp_path: Path, named: object) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    with pytest.raises(InputError, match="chat_template"):
+        ChatTemplate.load(tmp_path)
+
+
+def test_a_template_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(InputError, match=r"chat_template\.jinja"):
+        ChatTemplate.load(tmp_path)
+
+
 def test_files_that_are_no_tokenizer(tmp_path: Path, folder: Path) -> None:
     with pytest.raises(InputError, match="no such tokenizer"):
         Prompts(tmp_path)

@@ -151,6 +151,18 @@ def test_pages_are_read_as_prometheus_reads_them(rows: list[tuple[str, str, floa
     }
 
 
+ROWS = st.lists(st.tuples(NAMES, LABEL_VALUES, NUMBERS), max_size=12)
+
+
+@given(ROWS, ROWS, st.booleans())
+def test_what_the_page_before_said_makes_no_difference(
+    first: list[tuple[str, str, float]], second: list[tuple[str, str, float]], again: bool
+) -> None:
+    before, page = read_metrics(page_of(first).encode()), page_of(first + second if again else second).encode()
+    assert read_metrics(page, before) == read_metrics(page)
+    assert read_metrics(page_of(first).encode(), before).transfers is before.transfers
+
+
 @given(st.binary(max_size=200))
 def test_any_bytes_are_a_page(noise: bytes) -> None:
     read_metrics(noise)

@@ -16,10 +16,11 @@ import uvloop
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvroute.gateway.call import Call, Failure
 from kvroute.gateway.deadlines import Deadlines
 from kvroute.gateway.exchange import Headers
 from kvroute.gateway.pool import Pool, request_bytes
-from kvroute.gateway.upstream import Call, Failure, Line
+from kvroute.gateway.upstream import Line
 from kvroute.types import InputError
 
 T = TypeVar("T")
@@ -656,7 +657,7 @@ def test_every_call_ends_exactly_once_and_nothing_leaks(plan: list[tuple[str, st
             for behaviour, leaving in plan:
                 heard = Heard()
                 request = request_bytes(b"GET", b"/" + behaviour.encode(), b"engine", [], b"")
-                call = send(pool, heard, request, silent_s=0.05)
+                call = send(pool, heard, request, silent_s=0.2)
                 if leaving == "stay":
                     stayed.append((behaviour, heard))
                     continue

@@ -259,3 +259,24 @@ def test_a_longer_prompt_only_adds_hashes(a: list[int], more: list[int], size: i
 def test_lists_and_arrays_hash_alike(tokens: list[int]) -> None:
     """The answer depends on the tokens, not on what holds them."""
     assert block_hashes(tokens, 2) == block_hashes(np.array(tokens, np.int64), 2) == block_hashes(tuple(tokens), 2)
+
+
+@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), max_size=12), st.integers(1, 20))
+def test_chains_told_to_another_index_make_it_alike(chains: list[list[int]], capacity: int) -> None:
+    """It holds the same, and loses it in the same order."""
+
+    def held(index: PrefixIndex) -> set[tuple[int, ...]]:
+        return {chain[:depth] for chain in index.chains(0) for depth in range(1, len(chain) + 1)}
+
+    first, second = PrefixIndex(1, capacity), PrefixIndex(1)
+    for numbers in chains:
+        # Chained: a hash tells all that stands before it.
+        first.store(0, tuple(hash(tuple(numbers[: end + 1])) for end in range(len(numbers))))
+    for chain in first.chains(0):
+        assert second.store(0, chain) == []
+    assert second.used_blocks(0) == first.used_blocks(0) == len(held(first))
+    for room in range(first.used_blocks(0), -1, -1):
+        first.set_capacity(0, room)
+        second.set_capacity(0, room)
+        assert held(second) == held(first)
+        assert len(held(first)) == room

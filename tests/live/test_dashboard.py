@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 
+from kvroute.report.dashboard_page import dashboard_page
+
 CHROMIUM, CHROMEDRIVER = "/usr/bin/chromium", "/usr/bin/chromedriver"
 FEED = Path(__file__).with_name("dashboard_feed.py")
 HOSTILE = "<img src=x onerror=\"document.title='owned'\">"
@@ -41,14 +43,18 @@ class Browser:
 
     def open(self, url: str) -> None:
         """Load a page and wait until it is live."""
-        self._ask("POST", "/url", {"url": url})
+        self.visit(url)
         self.until(
             "document.getElementById('link').textContent === 'live' && document.querySelector('#decisions button')"
         )
 
+    def visit(self, url: str) -> None:
+        """Load a page."""
+        self._ask("POST", "/url", {"url": url})
+
     def leave(self) -> None:
         """Go to a page that hears nobody."""
-        self._ask("POST", "/url", {"url": "about:blank"})
+        self.visit("about:blank")
 
     def run(self, script: str) -> Any:
         """The value of an expression of the page."""
@@ -288,6 +294,45 @@ def test_nothing_moves_for_those_who_do_not_want_it(browser: Browser, motion: st
         ticks, frames = browser.until("ticks_seen >= 8 && [ticks_seen, frames_seen]")
         assert (frames <= ticks + 1) if motion == "reduce" else (frames > ticks + 1)
     browser.devtools("Emulation.setEmulatedMedia", features=[])
+
+
+def test_decisions_show_what_they_are_made_of(browser: Browser) -> None:
+    """The seconds that a chosen candidate's cost adds up from stand in its row, inside it."""
+    with _feed(browser, *CLUSTER):
+        browser.until(f"{_texts('#decisions .terms')}.some(text => /transfer [0-9.]+ (ms|µs|s) \\+ /.test(text))")
+        inside = "x => x.getBoundingClientRect().right <= x.parentElement.getBoundingClientRect().right + 1"
+        assert browser.run(f"[...document.querySelectorAll('#decisions span')].every({inside})")
+
+
+def test_a_saved_page_needs_nothing_else(browser: Browser, tmp_path: Path) -> None:
+    """From a file: the same map and panels, marked as saved, one decision explained, transfers that go on moving."""
+    with _program(sys.executable, str(FEED), *CLUSTER) as program:
+        assert program.stdout
+        state = f"http://127.0.0.1:{program.stdout.readline().strip()}/state"
+        while not (snapshot := _json(state))["tick"]["transfers"] or not _explained(snapshot):
+            assert program.poll() is None
+        page = tmp_path / "dashboard.html"
+        page.write_text(dashboard_page(json.dumps(snapshot).encode()), encoding="utf-8")
+    browser.complaints()
+    browser.visit(page.as_uri())
+    browser.until("document.getElementById('link').textContent === 'saved'")
+    assert browser.run("document.querySelectorAll('#decisions button').length === 14")
+    assert browser.run("document.querySelectorAll('#why tr.chosen').length") == 1
+    assert browser.until(PIXELS) > 50
+    browser.run(COUNT)
+    browser.until("frames_seen > 120")  # two seconds and more: longer than any of these transfers is shown
+    assert browser.complaints() == []
+    browser.leave()
+
+
+def _json(url: str) -> Any:
+    with urllib.request.urlopen(url, timeout=30) as answer:
+        return json.load(answer)
+
+
+def _explained(snapshot: Any) -> bool:
+    decisions = snapshot["tick"]["decisions"]
+    return len(decisions) >= 14 and any(d["kind"] == "decode" and len(d["candidates"]) > 1 for d in decisions[-14:])
 
 
 def test_a_lost_gateway_is_said(browser: Browser) -> None:

@@ -1,36 +1,36 @@
-"""`kvroute demo`: the gateway on emulated engines under two policies, beside what the simulator predicts."""
+"""`kvroute demo`: the gateway on emulated engines under each policy, beside what the simulator predicts of it."""
 
 from __future__ import annotations
 
-import json
-import re
-import signal
-import subprocess
 import sys
-import tempfile
-import time
-import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import msgspec
 import typer
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from kvroute import topology
-from kvroute.cli.output import console, make_folder, remarks
+from kvroute.cli.output import make_folder, remarks
+from kvroute.control import ControlSpec
 from kvroute.types import TIER_COUNT, InputError
 
 if TYPE_CHECKING:
-    from kvroute.experiments.live import Comparison, Half
-    from kvroute.sim.workload import Trace
+    from kvroute.experiments.live import Comparison, Half, Question
 
-_READY_S = 90.0
-_TIERS = ("node", "rack", "pod", "datacenter", "cross_datacenter")
+WIDTH = 80
+"""Columns of what is printed, on every terminal and in every file."""
+TIERS = ("same node", "same rack", "same pod", "across pods", "across sites")
 
 
 def demo(
     cluster: Annotated[Path, typer.Argument(help="Cluster file (YAML).", show_default=False)],
-    seconds: Annotated[float, typer.Option(min=2, max=3600, help="Of traffic under each policy.")] = 30.0,
+    seconds: Annotated[float, typer.Option(min=1, max=3600, help="Of traffic under each policy.")] = 30.0,
     rate: Annotated[float, typer.Option(min=0.1, max=1000, help="Requests per second.")] = 2.5,
     profile: Annotated[str, typer.Option(help="Of the generated trace: chatbot, rag or long-context.")] = "rag",
     p_share: Annotated[float, typer.Option(min=0, max=1, help="Share of prompts that begin alike.")] = 0.7,
@@ -44,94 +44,148 @@ def demo(
 
     Example: [bold]kvroute demo examples/fat-tree-64gpu.yaml[/bold]
     """
-    from kvroute.experiments.live import Comparison, playable, predict
-    from kvroute.experiments.simulation import Workload
-
-    loaded = topology.load(cluster)
-    make_folder(out, "--out")
-    workload = Workload(generated_requests=round(seconds * rate), profile=profile, rate_per_s=rate, p_share=p_share)
-    trace = playable(workload.of_seed(seed), output_max)
-    found: list[Comparison] = []
-    for name in policy or ["round-robin", "netkv"]:
-        engines = f"a gateway before {len(loaded.instances)} emulated engines"
-        remarks().print(f"{name}: {len(trace.requests)} requests in {seconds:g} s, at {engines}")
-        predicted = predict(loaded, trace, name, prefill, seed)
-        found.append(Comparison(name, _live(cluster, trace, name, prefill, seed, out), predicted))
-    console().print(_table(found))
-    _save(found, out)
-    console().print(f"Dashboard as it stood at the end: {out / 'dashboard.html'}")
-    console().print(f"To keep one running: kvroute serve --embedded {cluster}")
-
-
-def _live(cluster: Path, trace: Trace, policy: str, prefill: str, seed: int, out: Path) -> Half:
-    """Serve and play; what clients and the gateway saw."""
     try:
-        import uvloop
-
-        from kvroute.emulator.player import play, plays
+        from kvroute.experiments.live import Question, playable
     except ImportError as error:
         raise InputError(f"{error.name} is not installed", mend="pip install 'kvroute[serve]'") from None
-    from kvroute.experiments.live import observed
+    from kvroute.experiments.simulation import Workload
     from kvroute.report.dashboard_page import dashboard_page
+    from kvroute.sim.workload import PROFILES
 
-    with tempfile.TemporaryDirectory(prefix="kvroute-") as folder:
-        ready = Path(folder, "ready.json")
-        command = [sys.executable, "-m", "kvroute.cli.app", "serve", "--embedded", str(cluster), "--policy", policy]
-        command += ["--prefill", prefill, "--seed", str(seed), "--port", "0", "--admin-port", "0"]
-        process = subprocess.Popen([*command, "--ready-file", str(ready)], stdout=subprocess.DEVNULL)
-        try:
-            addresses = _addresses(process, ready)
-            model = json.loads(_page(addresses["url"] + "/v1/models"))["data"][0]["id"]
-            answers = uvloop.run(play(addresses["url"], plays(trace.requests, model)))
-            (out / "dashboard.html").write_text(dashboard_page(_page(addresses["admin"] + "/state")))
-            return observed(answers, _transfers(_page(addresses["admin"] + "/metrics").decode()))
-        finally:
-            process.send_signal(signal.SIGTERM)
-            process.wait(30)
-
-
-def _addresses(process: subprocess.Popen[bytes], ready: Path) -> dict[str, str]:
-    deadline = time.monotonic() + _READY_S
-    while time.monotonic() < deadline:
-        if process.poll() is not None:
-            # It has said itself what is wrong.
-            raise typer.Exit(process.returncode or 1)
-        if ready.exists() and (text := ready.read_text()).endswith("}"):
-            addresses: dict[str, str] = json.loads(text)
-            return addresses
-        time.sleep(0.05)
-    raise InputError(f"the gateway was not ready within {_READY_S:g} s", mend="try again on a quieter machine")
+    policies = policy or ["round-robin", "netkv"]
+    for name in policies:
+        ControlSpec(decode=name, prefill=prefill).check()
+    if profile not in PROFILES:
+        raise InputError(f"unknown profile {profile!r}", where="--profile", mend=f"use one of {', '.join(PROFILES)}")
+    loaded = topology.load(cluster)
+    make_folder(out, "--out")
+    workload = Workload(
+        generated_requests=max(1, round(seconds * rate)), profile=profile, rate_per_s=rate, p_share=p_share
+    )
+    trace = playable(workload.of_seed(seed), output_max)
+    _say(f"{loaded.name}: {len(loaded.instances)} emulated engines and a live gateway on this machine, no GPU.")
+    _say(f"{len(trace.requests)} requests ({profile}) in {seconds:g} s, once under each policy:\n")
+    found = [_live(Question(cluster, trace, name, prefill, seed), seconds, policies) for name in policies]
+    comparisons = [comparison for comparison, _, _ in found]
+    ends = [end for _, _, end in found]
+    (out / "dashboard.html").write_text(dashboard_page(found[-1][1], ends), encoding="utf-8")
+    _save(comparisons, out)
+    _report(comparisons)
+    _farewell(cluster, out, policies[-1])
 
 
-def _page(url: str) -> bytes:
-    with urllib.request.urlopen(url, timeout=30) as answer:
-        body: bytes = answer.read()
-        return body
+def _live(question: Question, seconds: float, policies: Sequence[str]) -> tuple[Comparison, bytes, bytes]:
+    """Both halves of one policy, and the state that the dashboard showed at the height and at the end."""
+    from kvroute.experiments.live import Comparison, embedded, observed, played, predict
+
+    name = question.policy
+    with embedded(question) as starting:
+        predicted = predict(question)  # while the engines start
+        served = starting()
+        turn = f"{policies.index(name) + 1}/{len(policies)} {name}"
+        _say(f"{turn}: live dashboard at {served.admin} for the next {seconds:.0f} s")
+        with _progress(len(question.trace.requests)) as answered:
+            answers, height = played(served, question.trace, answered)
+        live = observed(answers, served.page("/metrics").decode())
+        end = served.page("/state")
+    if not live.answered:
+        raise InputError(f"no request was answered under {name}: {live.errors[0] if live.errors else 'none was sent'}")
+    return Comparison(name, live, predicted), height, end
 
 
-def _transfers(page: str) -> dict[int, float]:
-    """Transfers by tier, from the gateway's metrics."""
-    found = re.findall(r'^kvroute_transfer_seconds_count\{tier="(\w+)"\} (\S+)', page, re.MULTILINE)
-    return {_TIERS.index(tier): float(count) for tier, count in found if tier in _TIERS}
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[], None]]:
+    """A bar on a terminal, nothing elsewhere; call what it yields with every answer."""
+    if not sys.stderr.isatty():
+        yield lambda: None
+        return
+    columns = (TextColumn("    answered"), BarColumn(30), MofNCompleteColumn())
+    with Progress(*columns, console=remarks(), transient=True) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda: bar.advance(task)
 
 
-def _table(found: list[Comparison]) -> Table:
-    table = Table(title="Time to first token, live beside predicted", title_justify="left")
-    table.add_column("policy")
-    for column in ("", "answered", "p50 ms", "p90 ms", "mean ms", "tier 0/../3 %"):
-        table.add_column(column, justify="right")
+def _paper() -> Console:
+    return Console(width=WIDTH, highlight=False)
+
+
+def _say(text: str) -> None:
+    Console(width=WIDTH, highlight=False, stderr=True).print(text, markup=False, soft_wrap=True)
+
+
+def _report(found: Sequence[Comparison]) -> None:
+    paper = _paper()
+    paper.print()
+    paper.print(_times(found))
+    paper.print()
+    paper.print(_tiers(found))
+    paper.print()
+    for sentence in _verdict(found):
+        paper.print(sentence, markup=False)
+
+
+def _halves(found: Sequence[Comparison]) -> Iterator[tuple[str, str, Half]]:
     for one in found:
-        for label, half in (("live", one.live), ("predicted", one.predicted)):
-            tiers = "/".join(f"{100 * share:.0f}" for share in half.tier_share[: TIER_COUNT - 1])
-            times = (half.ttft_p50_s, half.ttft_p90_s, half.ttft_mean_s)
-            cells = [f"{1e3 * second:,.0f}" for second in times]
-            table.add_row(one.policy if label == "live" else "", label, str(half.answered), *cells, tiers)
-    table.caption = "; ".join(f"{one.policy}: live p50 is {100 * one.off:+.1f} % off" for one in found)
+        yield one.policy, "live", one.live
+        yield "", "predicted", one.predicted
+
+
+def _table(title: str, columns: Sequence[str]) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("policy", ""):
+        table.add_column(column, no_wrap=True)
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
     return table
 
 
-def _save(found: list[Comparison], out: Path) -> None:
-    import msgspec
+def _times(found: Sequence[Comparison]) -> Table:
+    table = _table("Time to first token, ms", ("p50", "p90", "mean", "prefill", "transfer", "answers"))
+    for policy, side, half in _halves(found):
+        times = (half.ttft_p50_s, half.ttft_p90_s, half.ttft_mean_s, half.parts_s["prefill"], half.parts_s["transfer"])
+        table.add_row(policy, side, *(f"{1e3 * second:,.0f}" for second in times), str(half.answered))
+    return table
 
+
+def _tiers(found: Sequence[Comparison]) -> Table:
+    seen = [tier for tier in range(TIER_COUNT) if any(half.tier_share[tier] for _, _, half in _halves(found))]
+    table = _table("Where the KV caches went, % of transfers", [TIERS[tier] for tier in seen])
+    for policy, side, half in _halves(found):
+        table.add_row(policy, side, *(f"{100 * half.tier_share[tier]:.0f}" for tier in seen))
+    return table
+
+
+def _verdict(found: Sequence[Comparison]) -> Iterator[str]:
+    first, last = found[0], found[-1]
+    if len(found) > 1:
+        live, predicted = (
+            of_last.ttft_mean_s / of_first.ttft_mean_s - 1.0
+            for of_last, of_first in ((last.live, first.live), (last.predicted, first.predicted))
+        )
+        yield (
+            f"The mean TTFT under {last.policy} is {_change(live)} than under {first.policy}; "
+            f"the simulator had said {_change(predicted)}."
+        )
+    off = " and ".join(f"{100 * abs(one.off):.1f} % ({one.policy})" for one in found)
+    yield f"Live and predicted medians are {off} apart: one decision code, two clocks."
+
+
+def _change(share: float) -> str:
+    return f"{100 * abs(share):.0f} % {'lower' if share < 0 else 'higher'}"
+
+
+def _farewell(cluster: Path, out: Path, policy: str) -> None:
+    paper = _paper()
+    paper.print()
+    for text in (
+        f"Open {out / 'dashboard.html'} in a browser: the cluster at its busiest under {policy}.",
+        "To keep a gateway running, with the live dashboard at http://127.0.0.1:9090:",
+        f"    kvroute serve --embedded {cluster}",
+        "and give it traffic at http://127.0.0.1:8080/v1 with any OpenAI client.",
+    ):
+        paper.print(text, markup=False, soft_wrap=True)
+
+
+def _save(found: Sequence[Comparison], out: Path) -> None:
     rows = [{"policy": one.policy, "live": one.live, "predicted": one.predicted} for one in found]
     (out / "demo.json").write_bytes(msgspec.json.format(msgspec.json.encode(rows), indent=2))

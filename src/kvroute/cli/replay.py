@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,11 +11,25 @@ import typer
 from rich.table import Table
 
 from kvroute.cli.output import console, print_json
-from kvroute.control import LogRecord, read_log, replay, same
+from kvroute.control import ControlSpec, LogRecord, read_log, replay, same
 from kvroute.topology import parse
-from kvroute.types import Decision, Decode, InputError, Prefill, Reject, Terms
+from kvroute.types import (
+    Arrived,
+    Decision,
+    Decode,
+    DecodeFailed,
+    Event,
+    InputError,
+    InstanceDown,
+    InstanceUp,
+    Prefill,
+    PrefillFailed,
+    Reject,
+    Terms,
+)
 
-LogFile = Annotated[Path, typer.Argument(help="A log that `kvroute simulate --log` wrote.", show_default=False)]
+_LOG_HELP = "A log that `kvroute serve --log` or `kvroute simulate --log` wrote."
+LogFile = Annotated[Path, typer.Argument(help=_LOG_HELP, show_default=False)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 
 
@@ -51,24 +67,81 @@ def replay_log(log: LogFile, as_json: AsJson = False) -> None:
 
 def explain(
     log: LogFile,
-    request: Annotated[int, typer.Argument(help="The request's number in the log.", show_default=False)],
+    request: Annotated[str, typer.Argument(help="Its number in the log, or its X-Request-Id.", show_default=False)],
     as_json: AsJson = False,
 ) -> None:
-    """Show every candidate's terms for each decision about one request.
+    """Show every candidate's terms for each decision about one request, in order: retries after failures too.
 
     Example: [bold]kvroute explain run.log 17[/bold]
     """
     header, records = read_log(log)
-    found = [
-        (record, decision) for record in records for decision in record.decisions if decision.request_id == request
-    ]
+    number = _number(request, records)
+    found = [] if number is None else list(_about(number, read_log(log)[1]))
     if not found:
         raise InputError(f"has no decision about request {request}", where=str(log), mend="choose another request")
     if as_json:
-        print_json({"request": request, "policy": header.spec.decode, "decisions": [_plain(*pair) for pair in found]})
+        print_json({"request": number, "policy": header.spec.decode, "decisions": [_plain(made) for made in found]})
         return
-    for record, decision in found:
-        _show(record, decision, header.spec.decode if not isinstance(decision, Prefill) else header.spec.prefill)
+    for made in found:
+        _show(made, header.spec)
+
+
+def _number(request: str, records: Iterable[LogRecord]) -> int | None:
+    """A request by its number, else by the last one that its client called so."""
+    named: int | None = None
+    for record in records:
+        if isinstance(record.event, Arrived):
+            if str(record.event.request.id) == request:
+                return record.event.request.id
+            if record.name == request:
+                named = record.event.request.id
+    return named
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """A decision, what called for it, and who could not be chosen by then."""
+
+    event: Event
+    decision: Decision
+    ruled_out: dict[str, str]
+    """Why, by instance."""
+
+    def why_not(self, terms: Terms, index: int) -> str | None:
+        """Why a candidate could not be chosen; None: it could."""
+        if terms.feasible[index]:
+            return None
+        if terms.names[index] in self.ruled_out:
+            return self.ruled_out[terms.names[index]]
+        if "same_domain" in terms.parts and not terms.parts["same_domain"][index]:
+            return "outside"
+        return "no partner" if isinstance(self.decision, Prefill) else "no room"
+
+
+def _about(request: int, records: Iterable[LogRecord]) -> Iterator[_Made]:
+    """The decisions about a request, in order."""
+    down: set[str] = set()
+    failed: set[str] = set()
+    source = target = ""
+    for record in records:
+        match record.event:
+            case InstanceDown(instance=name):
+                down.add(name)
+            case InstanceUp(instance=name):
+                down.discard(name)
+            case PrefillFailed(request_id=number) if number == request:
+                failed.add(source)
+            case DecodeFailed(request_id=number) if number == request:
+                failed.add(target)
+        for decision in record.decisions:
+            if decision.request_id != request:
+                continue
+            match decision:
+                case Prefill(instance=name):
+                    source = name
+                case Decode(target=name):
+                    target = name
+            yield _Made(record.event, decision, dict.fromkeys(failed, "failed") | dict.fromkeys(down, "down"))
 
 
 def _chosen(decision: Decision) -> str | None:
@@ -79,41 +152,60 @@ def _chosen(decision: Decision) -> str | None:
             return None
 
 
-def _plain(record: LogRecord, decision: Decision) -> dict[str, Any]:
-    terms = decision.terms
-    candidates = [] if terms is None else [_row(terms, index) for index in range(len(terms.names))]
+def _plain(made: _Made) -> dict[str, Any]:
+    decision, terms = made.decision, made.decision.terms
+    candidates = [] if terms is None else [_row(made, terms, index) for index in range(len(terms.names))]
     return {
-        "at_s": record.event.at,
+        "at_s": made.event.at,
+        "event": type(made.event).__struct_config__.tag,
         "kind": type(decision).__name__.lower(),
         "chosen": _chosen(decision),
         "reason": decision.reason if isinstance(decision, Reject) else None,
         "unit": terms.unit if terms else None,
         "candidates": candidates,
+        "left_out": terms.left_out if terms else 0,
     }
 
 
-def _row(terms: Terms, index: int) -> dict[str, Any]:
+def _row(made: _Made, terms: Terms, index: int) -> dict[str, Any]:
     row: dict[str, Any] = {"name": terms.names[index], "feasible": bool(terms.feasible[index])}
+    row["ruled_out"] = made.why_not(terms, index)
     row |= {name: float(values[index]) for name, values in terms.parts.items()}
     return row | {"cost": float(terms.cost[index])}
 
 
-def _show(record: LogRecord, decision: Decision, policy: str) -> None:
-    kind = type(decision).__name__.lower()
-    title = f"request {decision.request_id} at {record.event.at:.3f} s: {kind} by {policy}"
-    if isinstance(decision, Reject):
-        console().print(f"{title}: {decision.reason}")
-        return
-    terms, chosen = decision.terms, _chosen(decision)
+def _show(made: _Made, spec: ControlSpec) -> None:
+    """One line on the decision, and a table of its terms if it has any."""
+    terms, chosen = made.decision.terms, _chosen(made.decision)
+    out = console()
+    out.print(_sentence(made, spec), markup=False, highlight=False)
     if terms is None:
-        console().print(f"{title}: {chosen}")
         return
-    table = Table(title=title, title_justify="left")
+    table = Table()
     for column in ("candidate", *terms.parts, f"cost ({terms.unit})"):
         table.add_column(column, justify="left" if column == "candidate" else "right")
     for index in terms.cost.argsort(kind="stable"):
-        row = _row(terms, int(index))
-        name = row.pop("name") + ("" if row.pop("feasible") else " (no room)")
-        style = "bold green" if name == chosen else None
-        table.add_row(name, *(f"{value:.6g}" for value in row.values()), style=style)
-    console().print(table)
+        row = _row(made, terms, int(index))
+        name, _, why_not = row.pop("name"), row.pop("feasible"), row.pop("ruled_out")
+        label = f"{name} ({why_not})" if why_not else name
+        table.add_row(
+            label, *(f"{value:.6g}" for value in row.values()), style="bold green" if name == chosen else None
+        )
+    out.print(table)
+    if terms.left_out:
+        out.print(f"{terms.left_out} dearer candidates are not in the log (gateway.log.terms: all keeps them).")
+
+
+def _sentence(made: _Made, spec: ControlSpec) -> str:
+    decision = made.decision
+    after = {PrefillFailed: " after a failed prefill", DecodeFailed: " after a failed decode"}.get(type(made.event), "")
+    start = f"request {decision.request_id} at {made.event.at:.3f} s{after}"
+    match decision:
+        case Reject(reason=reason):
+            return f"{start}: rejected: {reason}"
+        case Prefill(instance=name):
+            return f"{start}: prefill on {name}, by {spec.prefill}"
+        case Decode(target=name, terms=None):
+            return f"{start}: decode on {name} too"
+        case Decode(source=source, target=name):
+            return f"{start}: {'prefill and ' * (source == name)}decode on {name}, by {spec.decode}"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import os
+import resource
 import signal
 import subprocess
 import sys
@@ -71,6 +73,9 @@ def serve(
     ready_file: Annotated[
         Path | None, typer.Option(help="Write addresses here as JSON once requests are taken.", rich_help_panel=PLACE)
     ] = None,
+    until_eof: Annotated[
+        bool, typer.Option("--until-eof", help="End with standard input, so with the program that holds it.")
+    ] = False,
 ) -> None:
     """Serve an OpenAI-compatible API in front of prefill and decode engines, pricing each KV transfer.
 
@@ -78,6 +83,8 @@ def serve(
 
     Example: [bold]kvroute serve --embedded examples/small.yaml[/bold]
     """
+    # Until the file is read there is nothing to read again; a handler, for engines would inherit it being ignored.
+    signal.signal(signal.SIGHUP, lambda number, frame: None)
     try:
         import uvloop
     except ImportError as error:
@@ -86,7 +93,11 @@ def serve(
         raise InputError(f"unknown format {log_format!r}", where="--log-format", mend="use text or json")
 
     def adjust(settings: GatewaySettings) -> GatewaySettings:
-        return _adjusted(settings, policy, prefill, constraint, host, port, admin_port, log, log_format)
+        adjusted = _adjusted(settings, policy, prefill, constraint, host, port, admin_port, log, log_format)
+        if embedded and adjusted.measure == "auto":
+            # Emulated engines count their transfers: timed by first bytes too, the first ones would count twice.
+            return msgspec.structs.replace(adjusted, measure="engine")
+        return adjusted
 
     with _engines(cluster, kv_scale, background, seed) if embedded else contextlib.nullcontext() as endpoints:
         from kvroute.gateway.gateway import Deployment
@@ -94,7 +105,7 @@ def serve(
         def read() -> Deployment:
             return Deployment.read(cluster, adjust, endpoints)
 
-        uvloop.run(_serve(read, ready_file, seed))
+        uvloop.run(_serve(read, ready_file, seed, until_eof))
 
 
 def _adjusted(
@@ -131,24 +142,35 @@ def _adjusted(
     return changed
 
 
-async def _serve(read: Callable[[], Deployment], ready_file: Path | None, seed: int | None) -> None:
+async def _serve(read: Callable[[], Deployment], ready_file: Path | None, seed: int | None, until_eof: bool) -> None:
     from kvroute.gateway.gateway import Gateway
     from kvroute.gateway.logs import Logs
 
+    signals = _Signals(until_eof)
     deployment = read()
     settings = deployment.settings
     logs = Logs(settings.log.format, settings.log.level, access=settings.log.access)
-    gateway = Gateway(deployment, seed=seed)
+    _allow_files(deployment)
+    gateway = Gateway(deployment, seed=seed, logs=logs)
     try:
         await gateway.start()
         # What is there now stays; the collector need not look at it again, nor so often at what comes and goes.
         gc.freeze()
         gc.set_threshold(50_000, 20, 100)
         _announce(gateway, deployment, ready_file)
-        await _until_told(gateway, read)
+        await _until_told(gateway, read, signals)
     finally:
         await gateway.close()
         logs.close()
+
+
+def _allow_files(deployment: Deployment) -> None:
+    """As many open files as connections to clients and, twice as many, to engines; less only if the system says so."""
+    wanted = 3 * deployment.settings.limits.connections + 16 * len(deployment.cluster.instances) + 256
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _announce(gateway: Gateway, deployment: Deployment, ready_file: Path | None) -> None:
@@ -165,28 +187,46 @@ def _announce(gateway: Gateway, deployment: Deployment, ready_file: Path | None)
         ready_file.write_bytes(msgspec.json.encode({"url": url, "admin": admin}))
 
 
-async def _until_told(gateway: Gateway, read: Callable[[], Deployment]) -> None:
-    """Serve until SIGTERM or SIGINT and all requests are answered; a second signal ends at once."""
-    loop, ends, at_once = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
-    reloads: set[asyncio.Task[bool]] = set()
+class _Signals:
+    """What the process has been told, from the moment that its file is read: nothing is lost while it starts."""
 
-    def end() -> None:
-        (at_once if ends.is_set() else ends).set()
+    def __init__(self, until_eof: bool) -> None:
+        self.reload, self.end, self.end_now = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._told_to_end)
+        loop.add_signal_handler(signal.SIGHUP, self.reload.set)
+        if until_eof:
+            loop.add_reader(sys.stdin.fileno(), self._listen)
 
-    def reload() -> None:
-        task = loop.create_task(gateway.reload(read))
-        reloads.add(task)
-        task.add_done_callback(reloads.discard)
+    def _told_to_end(self) -> None:
+        (self.end_now if self.end.is_set() else self.end).set()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, end)
-    loop.add_signal_handler(signal.SIGHUP, reload)
-    await ends.wait()
-    waits = [loop.create_task(gateway.drain()), loop.create_task(at_once.wait())]
+    def _listen(self) -> None:
+        if not os.read(sys.stdin.fileno(), 4096):
+            asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
+            self.end.set()
+            self.end_now.set()
+
+
+async def _until_told(gateway: Gateway, read: Callable[[], Deployment], signals: _Signals) -> None:
+    """Serve until SIGTERM or SIGINT and all requests are answered; a second signal ends at once, as does the end of
+    standard input if asked for: nobody is left to wait."""
+
+    async def reload() -> None:
+        while True:
+            await signals.reload.wait()
+            signals.reload.clear()
+            await gateway.reload(read)
+
+    loop = asyncio.get_running_loop()
+    reloads = loop.create_task(reload())
+    await signals.end.wait()
+    waits = [loop.create_task(gateway.drain()), loop.create_task(signals.end_now.wait())]
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    for wait in waits:
-        wait.cancel()
-    await asyncio.gather(*waits, return_exceptions=True)
+    for task in (*waits, reloads):
+        task.cancel()
+    await asyncio.gather(*waits, reloads, return_exceptions=True)
 
 
 @contextlib.contextmanager
@@ -200,6 +240,9 @@ def _engines(cluster: Path, kv_scale: float, background: str, seed: int | None) 
         command.append("--until-eof")
         process = subprocess.Popen(command, start_new_session=True, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
         try:
+            # This process loads its own part while the other one starts.
+            import kvroute.gateway.gateway  # noqa: F401
+
             yield _wait_for(process, ready)
         finally:
             process.terminate()

@@ -52,7 +52,8 @@ def simulate(
     trace: Annotated[
         Path | None,
         typer.Option(
-            help="Mooncake JSONL (.zst, .gz) or Azure LLM CSV; without it a Mooncake-like trace is generated.",
+            help="Mooncake JSONL (.zst, .gz), Azure LLM CSV or an event log of `serve --log` or `--log`; "
+            "without it a Mooncake-like trace is generated.",
             rich_help_panel=WORKLOAD,
         ),
     ] = None,
@@ -200,6 +201,8 @@ def simulate(
     policies = list(dict.fromkeys(policy or DEFAULT_POLICIES))
     if out is not None:
         make_folder(out, "--out")
+    for remark in question.workload.remarks:
+        remarks().print(f"{trace}: {remark}", markup=False, highlight=False, soft_wrap=True)
     if log is not None:
         _record(question, policies, seed, seeds, log)
     with progress_bar("Simulating") as progress:
@@ -235,6 +238,8 @@ def _weights(text: str) -> dict[str, float]:
 def _record(question: Question, policies: list[str], seed: int, seeds: int, log: Path) -> None:
     if len(policies) != 1 or seeds != 1:
         raise InputError("a log holds one run", where="--log", mend="give one --policy and --seeds 1")
+    if question.workload.trace and log.exists() and log.samefile(question.workload.trace):
+        raise InputError("the log would take the place of the trace", where="--log", mend="give another file")
     question.check(policies, seed)  # before an older log is written over
     text = Path(question.cluster).read_text(encoding="utf-8")
     spec = question.spec_of(policies[0])

@@ -48,7 +48,8 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document an
 @app.command()
 def show(
     file: Annotated[
-        Path | None, typer.Argument(help="Mooncake JSONL (.zst, .gz) or Azure LLM CSV.", show_default=False)
+        Path | None,
+        typer.Argument(help="Mooncake JSONL (.zst, .gz), Azure LLM CSV or an event log.", show_default=False),
     ] = None,
     generated: Annotated[bool, typer.Option("--generate", help="Show a generated trace instead of a file.")] = False,
     requests: Annotated[

@@ -32,6 +32,9 @@ class Handover(msgspec.Struct, frozen=True, kw_only=True):
     remote_instance: str = ""
     tp_size: int = 1
     transfer_mode: str = "pull"
+    remote_refetch: bool = True
+    """A router may hand this to a second decode instance when the first has died: what is gone is refused, and never
+    is another prompt's KV taken for it."""
     traffic_class: str = KV_CLASS
     """May be set by the router: how the packets are marked."""
     checksum: bool | None = None

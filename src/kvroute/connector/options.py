@@ -17,7 +17,7 @@ from kvroute.types import InputError
 Dscp = Annotated[int, msgspec.Meta(ge=0, le=63)]
 KV_CLASS = "kv"
 """Traffic class of a transfer whose request names none."""
-_FAULT = re.compile(r"(corrupt|stall)-layer-(\d+)")
+_FAULT = re.compile(r"(corrupt|stall)-layer-(\d+)(?:-block-(\d+))?")
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -48,7 +48,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     staging: bool = False
     """Copy through host buffers even where the KV cache lies in host memory; device memory always does."""
     fault_file: str = ""
-    """For tests: a file that says `corrupt-layer-N` or `stall-layer-N` while the fault shall last."""
+    """For tests: a file that says `corrupt-layer-N`, `corrupt-layer-N-block-K` (of the prompt) or `stall-layer-N` while
+    the fault shall last."""
 
     def secret(self, environ: Mapping[str, str] = os.environ) -> str:
         """The token, from wherever it is given.
@@ -99,10 +100,10 @@ def read_options(extra: Mapping[str, Any]) -> Options:
     return options
 
 
-def fault_of(text: str) -> tuple[str, int] | None:
-    """`corrupt-layer-2` as ("corrupt", 2); None for anything else."""
+def fault_of(text: str) -> tuple[str, int, int | None] | None:
+    """`corrupt-layer-2-block-5` as ("corrupt", 2, 5), None for every block; None for anything else."""
     found = _FAULT.fullmatch(text.strip())
-    return (found[1], int(found[2])) if found else None
+    return (found[1], int(found[2]), int(found[3]) if found[3] else None) if found else None
 
 
 def _loopback(host: str) -> bool:

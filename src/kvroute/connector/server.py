@@ -40,7 +40,8 @@ from kvroute.connector.wire import (
 log = logging.getLogger(__name__)
 CONNECTIONS_MAX = 1024
 UNKNOWN_WAIT_S = 5.0
-"""A fetch may be faster than the scheduler's own word to its worker; for so long it waits for it."""
+"""A fetch may be faster than the scheduler's own word to its worker; for so long it waits for it, or half of
+`timeout_s`: the refusal shall come before the peer has lost its patience."""
 
 
 class Server:
@@ -55,11 +56,13 @@ class Server:
         port_offset: int = 0,
         clock: Callable[[], float] = time.monotonic,
         environ: Mapping[str, str] | None = None,
-        unknown_wait_s: float = UNKNOWN_WAIT_S,
+        unknown_wait_s: float | None = None,
     ) -> None:
         self._regions, self._layout, self._options = regions, layout, options
         self._token = options.secret() if environ is None else options.secret(environ)
-        self._clock, self._unknown_wait_s = clock, unknown_wait_s
+        self._clock = clock
+        patience_s = min(UNKNOWN_WAIT_S, options.timeout_s / 2)
+        self._unknown_wait_s = patience_s if unknown_wait_s is None else unknown_wait_s
         self._holds = Holds()
         self._changed = threading.Condition()
         self._connections: dict[Channel, threading.Thread] = {}
@@ -204,19 +207,30 @@ class Server:
             views = region.outgoing(blocks)
             checksum = crc32(views) if fetch.checksum else None
             if self._options.fault_file:
-                views = self._spoil(index, views)
+                views = self._spoil(index, fetch.first, len(blocks), views)
             channel.send(Layer(region=index, nbytes=len(blocks) * region.block_bytes, crc32=checksum), views)
 
-    def _spoil(self, layer: int, views: list[memoryview]) -> list[memoryview]:
+    def _spoil(self, layer: int, first: int, count: int, views: list[memoryview]) -> list[memoryview]:
         """What the fault file asks for: other bytes than the cache's, or none at all until we are closed."""
         path = Path(self._options.fault_file)
         match fault_of(path.read_text(encoding="utf-8")) if path.exists() else None:
-            case ("corrupt", spoilt) if spoilt == layer:
-                return [memoryview(bytes(byte ^ 0x15 for byte in view)) for view in views]
-            case ("stall", stalled) if stalled == layer:
+            case ("corrupt", spoilt, block) if spoilt == layer:
+                return [memoryview(_damaged(b"".join(views), count, None if block is None else block - first))]
+            case ("stall", stalled, _) if stalled == layer:
                 while path.exists() and fault_of(path.read_text(encoding="utf-8")) and not self._ending.wait(0.05):
                     pass
         return views
+
+
+def _damaged(data: bytes, count: int, block: int | None) -> bytes:
+    """`data` is `count` blocks, of which block number `block`, or each, is turned into something else."""
+    size = len(data) // count
+    spoilt = range(count) if block is None else [block] if 0 <= block < count else []
+    damaged = bytearray(data)
+    for number in spoilt:
+        here = slice(number * size, (number + 1) * size)
+        damaged[here] = bytes(byte ^ 0x15 for byte in data[here])
+    return bytes(damaged)
 
 
 def difference(ours: Layout, theirs: Layout) -> str:

@@ -14,6 +14,7 @@ import struct
 import zlib
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Literal, TypeAlias, TypeVar
 
 import msgspec
@@ -192,13 +193,26 @@ def shut(sock: socket.socket) -> None:
     sock.close()
 
 
-def tune(sock: socket.socket, dscp: int) -> None:
-    """No delay, large buffers, dead peers noticed, and the traffic class's mark on every packet."""
+def tune(sock: socket.socket, dscp: int, limits: Path = Path("/proc/sys/net/core")) -> None:
+    """No delay, large buffers, dead peers noticed, and the traffic class's mark on every packet.
+
+    Args:
+        limits: folder where the kernel says how large a buffer (`wmem_max`, `rmem_max`) it lets anybody ask for.
+    """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for buffer in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-        sock.setsockopt(socket.SOL_SOCKET, buffer, BUFFER_BYTES)
+    for buffer, limit in ((socket.SO_SNDBUF, "wmem_max"), (socket.SO_RCVBUF, "rmem_max")):
+        # Asking for more than the limit gives the limit and ends TCP's own growth, which may go much further.
+        if _number(limits / limit) >= BUFFER_BYTES:
+            sock.setsockopt(socket.SOL_SOCKET, buffer, BUFFER_BYTES)
     mark(sock, dscp)
+
+
+def _number(path: Path) -> int:
+    try:
+        return int(path.read_text(encoding="ascii"))
+    except OSError:
+        return 0
 
 
 def mark(sock: socket.socket, dscp: int) -> None:

@@ -1,7 +1,7 @@
 """Events in, decisions out: the control core that the simulator and the gateway drive alike."""
 
 from kvroute.control.core import Control
-from kvroute.control.log import EventLog, LogHeader, LogRecord, read_log, replay, same
+from kvroute.control.log import EventLog, LogHeader, LogRecord, TermsKept, is_log, read_log, replay, same, set_aside
 from kvroute.control.spec import ControlSpec
 from kvroute.control.view import ControlSettings, Load
 
@@ -13,7 +13,10 @@ __all__ = [
     "Load",
     "LogHeader",
     "LogRecord",
+    "TermsKept",
+    "is_log",
     "read_log",
     "replay",
     "same",
+    "set_aside",
 ]

@@ -67,8 +67,12 @@ class _Journey:
     need_bytes: float = 0.0
     in_transfer: bool = False
     admitted: bool = False
-    avoid: set[int] = field(default_factory=set)
-    """Instances that have failed this request."""
+    avoid: list[int] = field(default_factory=list)
+    """Instances that have failed this request, the latest last."""
+
+    def shun(self, index: int) -> None:
+        """This instance has failed it now."""
+        self.avoid = [each for each in self.avoid if each != index] + [index]
 
 
 class Control:
@@ -181,15 +185,32 @@ class Control:
         self, journey: _Journey, at: float, candidates: PrefillCandidates, choice: Choice
     ) -> tuple[Choice, DecodePick | Reject | None]:
         """Both legs at once: of the few cheapest prefill instances the one whose whole way is shortest, where both
-        policies price in seconds; else the prefill policy's choice and its best partner."""
+        policies price in seconds; else the cheapest one and its best partner. One whose partners are full is passed by;
+        those who decide later have no price here, and are taken where nobody else can be."""
         pool, terms = self._view.prefill[journey.model], choice.terms
-        first = self._partner(journey, at, choice.index)
-        if terms.unit != "s" or isinstance(first, Reject) or (first is not None and first.choice.terms.unit != "s"):
-            return choice, first
-        order = np.where(terms.feasible, terms.cost, np.inf).argsort(kind="stable")[:_JOINT_WIDTH]
-        tried = [(int(i), self._partner(journey, at, int(i))) for i in order if terms.feasible[i]]
-        usable = [(i, pick) for i, pick in tried if not isinstance(pick, Reject)]
-        decode_s = [float(p.choice.terms.cost[p.choice.index]) if p else 0.0 for _, p in usable]
+        usable: list[tuple[int, DecodePick]] = []
+        later: Choice | None = None
+        refused: Reject | None = None
+        in_seconds = terms.unit == "s"
+        for i in terms.cost.argsort(kind="stable").tolist():
+            if not terms.feasible[i]:
+                continue
+            pick = self._partner(journey, at, i)
+            if isinstance(pick, Reject):
+                refused = refused or pick
+                continue
+            if pick is None:
+                later = later or Choice(i, terms)
+                continue
+            usable.append((i, pick))
+            in_seconds = in_seconds and pick.choice.terms.unit == "s"
+            if len(usable) == (_JOINT_WIDTH if in_seconds else 1):
+                break
+        if not usable:
+            return (later, None) if later else (choice, refused)
+        if not in_seconds:
+            return Choice(usable[0][0], terms), usable[0][1]
+        decode_s = [float(pick.choice.terms.cost[pick.choice.index]) for _, pick in usable]
         prefill_s = [float(candidates.pending_s[i] + candidates.prefill_s[i]) for i, _ in usable]
         whole_s = np.array(prefill_s) + np.array(decode_s)
         best = int(whole_s.argmin())
@@ -294,14 +315,14 @@ class Control:
         if event.kv_lost or alone or joint:
             return self._again(journey, journey.target, event.at)
         self._release_decode(journey)
-        journey.avoid.add(journey.target)
+        journey.shun(journey.target)
         return (self._choose_decode(journey, event.at),)
 
     def _again(self, journey: _Journey, failed: int, at: float) -> tuple[Decision, ...]:
         """From the start, past the instance that has failed."""
         self._release_prefill(journey, at)
         self._release_decode(journey)
-        journey.avoid.add(failed)
+        journey.shun(failed)
         return self._start(journey, at)
 
     def _transfer_finished(self, event: TransferFinished) -> tuple[Decision, ...]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvroute.llm import Model
-from kvroute.timing import PrefillTime
+from kvroute.timing import PrefillTime, prefill_each_s
 from kvroute.types import BoolArray, Candidates, FloatArray, Instance, IntArray, Request, TimingSpec
 
 _MEAN_WEIGHT = 0.1
@@ -78,7 +78,8 @@ class DecodePool:
         the whole prompt and the whole answer count. Nobody has room on an instance that is not `usable`.
         """
         need_bytes = float(model.kv_bytes(request.input_tokens + request.max_output_tokens)) + reserve_bytes
-        needs = np.full(len(self.names), need_bytes)
+        needs = np.empty(len(self.names))
+        needs.fill(need_bytes)
         return Candidates(
             names=self.names,
             batch=self.batch,
@@ -86,7 +87,7 @@ class DecodePool:
             batch_max=self.batch_max,
             free_kv_bytes=self.free_kv_bytes,
             hit_tokens=hit_tokens,
-            kv_bytes=np.asarray(model.kv_bytes(request.input_tokens, hit_tokens), dtype=np.float64),
+            kv_bytes=model.kv_bytes(request.input_tokens, hit_tokens),
             need_bytes=needs if usable is None else np.where(usable, needs, np.inf),
             iteration_base_s=self.iteration_base_s,
             iteration_per_request_s=self.iteration_per_request_s,
@@ -145,6 +146,8 @@ class PrefillPool:
     up: BoolArray
     others: IntArray
     """Other routers' requests, as the engines report them."""
+    alike: dict[str, IntArray]
+    """Positions by timing."""
     decisions: int = 0
     crowded: bool = False
     """Whether others have requests anywhere."""
@@ -156,6 +159,9 @@ class PrefillPool:
     def of(cls, members: list[tuple[int, Instance]], times: dict[str, PrefillTime]) -> PrefillPool:
         """The idle pool of `members` (cluster index, instance)."""
         count = len(members)
+        alike: dict[str, list[int]] = {}
+        for position, (_, instance) in enumerate(members):
+            alike.setdefault(instance.timing, []).append(position)
         return cls(
             names=tuple(instance.name for _, instance in members),
             ids=np.array([index for index, _ in members], dtype=np.int64),
@@ -165,21 +171,18 @@ class PrefillPool:
             assigned=np.zeros(count, dtype=np.int64),
             up=np.ones(count, dtype=np.bool_),
             others=np.zeros(count, dtype=np.int64),
+            alike={name: np.array(positions, dtype=np.int64) for name, positions in alike.items()},
             position={index: position for position, (index, _) in enumerate(members)},
         )
 
     def prefill_s(self, tokens: int, hit_tokens: IntArray) -> FloatArray:
-        """Seconds to prefill a prompt on each instance, given what each has cached; equal cases are computed once."""
-        if not hit_tokens.any():
-            fresh = {name: time.seconds(tokens, 0) for name, time in self.times.items()}
-            return np.array([fresh[name] for name in self.timing])
-        known: dict[tuple[str, int], float] = {}
-        seconds = []
-        for case in zip(self.timing, hit_tokens.tolist(), strict=True):
-            if case not in known:
-                known[case] = self.times[case[0]].seconds(tokens, case[1])
-            seconds.append(known[case])
-        return np.array(seconds)
+        """Seconds to prefill a prompt on each instance, given what each has cached."""
+        if len(self.alike) == 1:
+            return prefill_each_s(self.times[self.timing[0]], tokens, hit_tokens)
+        seconds = np.empty(len(self.ids))
+        for name, members in self.alike.items():
+            seconds[members] = prefill_each_s(self.times[name], tokens, hit_tokens[members])
+        return seconds
 
     def pending_s(self, at: float) -> FloatArray:
         """Seconds of work still ahead of a request that arrives now."""

@@ -9,6 +9,7 @@ from kvroute.control.view import ControlSettings
 from kvroute.oracle import NetworkOracle, OracleSettings
 from kvroute.policies import TopologyConstraint, decode_policy, prefill_policy
 from kvroute.topology import Cluster
+from kvroute.types import Arrived, Prefill, PrefillFinished, Request
 
 
 class ControlSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,6 +38,14 @@ class ControlSpec(msgspec.Struct, frozen=True, kw_only=True):
     def build(self, cluster: Cluster) -> Control:
         """A fresh core. Raises InputError for an unknown policy, parameter or constraint."""
         return Control(cluster, self._settings(), NetworkOracle.of(cluster, self.oracle))
+
+    def rehearse(self, cluster: Cluster) -> None:
+        """One made-up request through a core of its own: what is compiled at its first use is compiled now."""
+        control, model = self.build(cluster), cluster.instances[0].model
+        request = Request(id=0, input_tokens=16, blocks=(1,), block_tokens=16, max_output_tokens=1, model=model)
+        decisions = control.handle(Arrived(0.0, request))
+        if len(decisions) == 1 and isinstance(decisions[0], Prefill):
+            control.handle(PrefillFinished(0.0, 0))
 
     def _settings(self) -> ControlSettings:
         return ControlSettings(

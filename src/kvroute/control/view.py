@@ -3,6 +3,7 @@ nothing."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -100,6 +101,8 @@ class View:
             )
             for key in keys
         }
+        self._only_model = next(iter(self.models)) if len(self.models) == 1 else ""
+        self._served = {name for name, _ in self.decode}
         self._allowed: dict[str, BoolArray | None] = {name: self._allowed_prefill(name) for name in self.models}
 
     def _capacity(self, instance: Instance) -> int | None:
@@ -111,8 +114,8 @@ class View:
 
     def model_name(self, request: Request) -> str | None:
         """The model that serves a request; None where nobody does, or it names none and there are several."""
-        name = request.model or (next(iter(self.models)) if len(self.models) == 1 else "")
-        return name if name in self.models and any(key[0] == name for key in self.decode) else None
+        name = request.model or self._only_model
+        return name if name in self._served else None
 
     def set_up(self, index: int, up: bool) -> None:
         """Whether an instance takes requests."""
@@ -166,19 +169,21 @@ class View:
             mask = pool.up & served
         return None if mask.all() else mask
 
-    def prefill_candidates(self, request: Request, model: str, at: float, avoid: set[int]) -> PrefillCandidates:
-        """The prefill pool as a request sees it; instances to avoid are allowed only where nobody else is."""
+    def prefill_candidates(self, request: Request, model: str, at: float, avoid: Sequence[int]) -> PrefillCandidates:
+        """The prefill pool as a request sees it; instances to avoid are allowed only where nobody else is, the
+        one that failed first before the others."""
         pool = self.prefill[model]
         if self.settings.prefill_cache and request.blocks:
             # The last token is always computed: its output is the first logits.
-            most = max(request.input_tokens - 1, 0)
-            hit_tokens = np.minimum(self.prefix.match(request.blocks)[pool.ids] * request.block_tokens, most)
+            hit_tokens = self._hit_tokens(request, pool.ids, max(request.input_tokens - 1, 0))
         else:
             hit_tokens = np.zeros(len(pool.ids), dtype=np.int64)
         allowed = self._allowed[model]
-        if avoid:
-            fresh = ~np.isin(pool.ids, list(avoid)) & (True if allowed is None else allowed)
-            allowed = fresh if fresh.any() else allowed
+        for shunned in _rounds(avoid) if avoid else ():
+            fresh = ~np.isin(pool.ids, shunned) & (True if allowed is None else allowed)
+            if fresh.any():
+                allowed = fresh
+                break
         prefill_s = pool.prefill_s(request.input_tokens, hit_tokens)
         return PrefillCandidates(pool.names, pool.pending_s(at), hit_tokens, prefill_s, allowed)
 
@@ -191,43 +196,59 @@ class View:
         return self.settings.prefill_policy.choose(request, candidates, pool.decisions)
 
     def choose_decode(
-        self, request: Request, key: PoolKey, source: int, at: float, avoid: set[int]
+        self, request: Request, key: PoolKey, source: int, at: float, avoid: Sequence[int]
     ) -> DecodePick | Reject:
         """Who decodes a request whose KV is (or will be) on instance `source`."""
         pool = self.decode[key]
-        usable = None if pool.open and not avoid else self._usable(pool, pool.partner, avoid)
+        usable = None if pool.open and not avoid else self._usable(pool, source, avoid)
         if usable is not None and not usable.any():
             return Reject(request.id, "no decode instance is up")
-        hit_tokens = self._hit_tokens(request, pool.ids)
+        hit_tokens = self._hit_tokens(request, pool.ids, request.input_tokens)
         reserve_bytes = self.settings.reserve_bytes
         candidates = pool.candidates(request, self.models[key[0]], hit_tokens, reserve_bytes, usable)
         costs = self.oracle.costs(source, pool.ids, at)
         choice = self._constrained(request, candidates, costs, pool.decisions, usable)
         return choice if isinstance(choice, Reject) else DecodePick(choice, candidates, int(costs.tier[choice.index]))
 
-    def choose_alone(self, request: Request, model: str, avoid: set[int]) -> tuple[PoolKey, DecodePick] | Reject:
-        """Who prefills and decodes a request by itself: nothing crosses the network."""
-        for key, pool in self.decode.items():
-            usable = self._usable(pool, np.ones(len(pool.ids), dtype=np.bool_), avoid)
-            if key[0] != model or not usable.any():
+    def choose_alone(self, request: Request, model: str, avoid: Sequence[int]) -> tuple[PoolKey, DecodePick] | Reject:
+        """Who prefills and decodes a request by itself: nothing crosses the network. A protocol's instances are asked
+        where those before are down or full, and all again where only instances to avoid are left."""
+        refused = Reject(request.id, "no decode instance is up")
+        keys = [key for key in self.decode if key[0] == model]
+        for key, shunned in [(key, shunned) for shunned in _rounds(avoid) for key in keys]:
+            pool = self.decode[key]
+            usable = pool.up & ~np.isin(pool.ids, shunned)
+            if key[1] == "sglang":
+                usable &= ~pool.partner  # SGLang's decode engines cannot prefill.
+            if not usable.any():
                 continue
-            hit_tokens = self._hit_tokens(request, pool.ids)
+            hit_tokens = self._hit_tokens(request, pool.ids, request.input_tokens)
             candidates = pool.candidates(request, self.models[model], hit_tokens, self.settings.reserve_bytes, usable)
             candidates = replace(candidates, kv_bytes=np.zeros(len(pool.ids)))
             choice = self._roomy(request, candidates, _at_home(len(pool.ids)), pool.decisions, usable)
-            return choice if isinstance(choice, Reject) else (key, DecodePick(choice, candidates, SAME_NODE))
-        return Reject(request.id, "no decode instance is up")
+            if not isinstance(choice, Reject):
+                return key, DecodePick(choice, candidates, SAME_NODE)
+            refused = choice
+        return refused
 
-    def _hit_tokens(self, request: Request, ids: IntArray) -> IntArray:
+    def _hit_tokens(self, request: Request, ids: IntArray, most: int) -> IntArray:
+        """Longest cached prefix on each of `ids`, at most `most` tokens."""
         if not request.blocks:
             return np.zeros(len(ids), dtype=np.int64)
-        return np.minimum(self.prefix.match(request.blocks)[ids] * request.block_tokens, request.input_tokens)
+        hit_tokens: IntArray = self.prefix.match(request.blocks).take(ids) * request.block_tokens
+        # Blocks are whole, so that they seldom reach the end of the prompt.
+        return hit_tokens if len(request.blocks) * request.block_tokens <= most else np.minimum(hit_tokens, most)
 
-    def _usable(self, pool: DecodePool, wanted: BoolArray, avoid: set[int]) -> BoolArray:
-        usable: BoolArray = pool.up & wanted
-        if avoid:
-            fresh = usable & ~np.isin(pool.ids, list(avoid))
-            usable = fresh if fresh.any() else usable
+    def _usable(self, pool: DecodePool, source: int, avoid: Sequence[int]) -> BoolArray:
+        """Those who are up and take KV; those to avoid only where nobody else may have it."""
+        usable: BoolArray = pool.up & pool.partner
+        constraint = self.settings.constraint
+        for shunned in _rounds(avoid) if avoid else ():
+            fresh = eligible = usable & ~np.isin(pool.ids, shunned)
+            if constraint is not None and constraint.enforcement == "required":
+                eligible = fresh & (self.cluster.tier[source].take(pool.ids) <= constraint.tier_max)
+            if eligible.any():
+                return fresh
         return usable
 
     def _constrained(
@@ -240,7 +261,8 @@ class View:
         if not isinstance(choice, Reject):
             return choice
         inside = costs.tier <= constraint.tier_max
-        if inside.any() and usable is not None and not (inside & usable).any():
+        required = constraint.enforcement == "required"
+        if required and inside.any() and usable is not None and not (inside & usable).any():
             where = f"in the prefill instance's {constraint.level}"
             return Reject(request.id, f"no decode instance {where} is up, and {constraint} forbids others")
         if not self.settings.overcommit:
@@ -255,6 +277,12 @@ class View:
         if not isinstance(choice, Reject) or not self.settings.overcommit:
             return choice
         return self.settings.decode_policy.choose(request, _with_room(candidates, usable), costs, turn)
+
+
+def _rounds(avoid: Sequence[int]) -> Iterator[Sequence[int]]:
+    """Whom to leave out: all to avoid, then all but the one that failed first, and so on, at last nobody. An instance
+    that is dead and not known to be would else be chosen again and again, for it is idle."""
+    return (avoid[first:] for first in range(len(avoid) + 1))
 
 
 def _with_room(candidates: Candidates, usable: BoolArray | None) -> Candidates:

@@ -21,6 +21,8 @@ from kvroute.emulator.kv_wire import Order, pull
 from kvroute.emulator.refusal import Broken, Refusal
 
 JSON = "application/json"
+TRACED_DIGITS_MOST = 12
+"""An X-Request-Id of so few digits is the request's number in a trace."""
 ID_PREFIX = {"chat": "chatcmpl", "completions": "cmpl"}
 
 
@@ -117,6 +119,9 @@ class Completion:
             for prompt in ask.prompts
             for _ in range(ask.n)
         ]
+        if request_id.isascii() and request_id.isdecimal() and len(request_id) <= TRACED_DIGITS_MOST:
+            for job in completion.jobs:
+                job.traced = int(request_id)
         return completion
 
     @property

@@ -5,10 +5,10 @@ Rates are max-min fair among the transfers of this process only; it sends nothin
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from typing import Protocol
 
 import numpy as np
@@ -16,10 +16,14 @@ import numpy as np
 from kvroute.emulator.clock import EARLY_S, Alarm, Clock
 from kvroute.flows import FlowNetwork
 from kvroute.topology import Cluster
+from kvroute.topology.ecmp import EcmpPaths
 from kvroute.types import TIER_COUNT
 
 SLICE_S = 4e-3
 """Bytes are handed over so often; the last ones when the transfer ends."""
+
+UNTRACED = 1 << 40
+"""Numbers of requests that name none begin here."""
 
 
 class Carrier(Protocol):
@@ -56,7 +60,8 @@ class Fabric:
         self, cluster: Cluster, clock: Clock, *, kv_scale: float, background: Sequence[float] = (), seed: int = 0
     ) -> None:
         self._cluster, self._clock, self._kv_scale = cluster, clock, kv_scale
-        self._random = random.Random(f"paths {seed}")
+        self._paths = EcmpPaths(cluster, seed)
+        self._untraced = count(UNTRACED)
         left = np.ones(len(cluster.links))
         for tier, share in enumerate(background or (0.0,) * TIER_COUNT):
             left[list(cluster.links_of_tier(tier))] = 1.0 - share
@@ -79,14 +84,17 @@ class Fabric:
         """Transfers that have not ended."""
         return len(self._transfers)
 
-    def send(self, source: int, target: int, kv_bytes: float, carrier: Carrier) -> Transfer:
+    def send(self, source: int, target: int, kv_bytes: float, carrier: Carrier, request: int | None = None) -> Transfer:
         """Start a transfer of modelled `kv_bytes` between two instances of the cluster (indices) now.
+
+        Args:
+            request: number in its trace, if known; it then takes the path that the simulator draws for it.
 
         Raises:
             InputError: the two cannot reach each other.
         """
-        flows = self._cluster.flows_per_transfer(source, target)
-        paths = self._paths(source, target, flows)
+        paths = self._paths.of(next(self._untraced) if request is None else request, source, target)
+        flows = len(paths)
         wire_bytes = round(kv_bytes * self._kv_scale)
         transfer = Transfer(carrier, kv_bytes / flows, self._cluster.latency_s(source, target), wire_bytes)
         numbers = range(self._next_flow, self._next_flow + flows)
@@ -98,20 +106,6 @@ class Fabric:
         self._network.start_many(numbers, paths, [transfer.flow_bytes] * flows)
         self._set_alarm()
         return transfer
-
-    def _paths(self, source: int, target: int, flows: int) -> list[list[int]]:
-        """One of each group of equal links is drawn: for every flow, or once for the whole transfer."""
-        draw = self._random.random
-        shared = [draw() for _ in range(16)] if self._cluster.ecmp == "transfer" else []
-        return [
-            [
-                group[int((shared[hop % len(shared)] if shared else draw()) * len(group))]
-                if len(group) > 1
-                else group[0]
-                for hop, group in enumerate(self._cluster.hops(source, target, shard))
-            ]
-            for shard in range(flows)
-        ]
 
     def cancel(self, transfer: Transfer) -> None:
         """Nobody wants the rest; nothing if it has ended."""

@@ -42,6 +42,8 @@ class Job:
     """Tokens of the answer so far; counted while they come only if `streaming`."""
     entry: int = 0
     """Iteration at whose start it joined the batch."""
+    traced: int | None = None
+    """Its request's number in the trace, if the client says so."""
 
     @property
     def input_tokens(self) -> int:

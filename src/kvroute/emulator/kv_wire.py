@@ -155,7 +155,7 @@ class Delivery(asyncio.Protocol):
         self._breaks = shelf.faulty()
         try:
             ends = shelf.cluster.index(shelf.name), shelf.cluster.index(order.target)
-            self._transfer = shelf.fabric.send(*ends, kv_bytes, self)
+            self._transfer = shelf.fabric.send(*ends, kv_bytes, self, job.traced)
         except InputError as error:
             self._refuse(str(error))
             return

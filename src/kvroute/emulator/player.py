@@ -46,6 +46,8 @@ class Play:
     at_s: float
     body: bytes
     path: str = "/v1/completions"
+    request_id: str = ""
+    """Sent as X-Request-Id; emulated engines take a number for the request's own in its trace."""
 
 
 class Answer(msgspec.Struct, kw_only=True):
@@ -96,7 +98,7 @@ def plays(trace: Iterable[Traced], model: str) -> Iterator[Play]:
                 "ignore_eos": True,
                 "stream": True,
             }
-            yield Play(request.at_s, msgspec.json.encode(asked))
+            yield Play(request.at_s, msgspec.json.encode(asked), request_id=str(number))
 
 
 async def play(
@@ -143,7 +145,8 @@ async def _fetch(
     events = Events(answer, started)
     try:
         async with asyncio.timeout(timeout_s):
-            answer.status = await client.post(request.path, request.body, events.feed, events.sent)
+            named = f"x-request-id: {request.request_id}\r\n".encode() if request.request_id else b""
+            answer.status = await client.post(request.path, request.body, events.feed, events.sent, named)
         answer.error = answer.error or events.verdict(answer.status)
     except TimeoutError:
         answer.error = f"no end within {timeout_s:g} s"

@@ -138,7 +138,7 @@ class InstanceServer:
             return await self.answer(self, request)
         except Refusal as refusal:
             return web.Response(status=refusal.status, body=refusal.body(), content_type="application/json")
-        except CutOff:
+        except (CutOff, ConnectionResetError):  # by order, or the client has left while it was written to
             if request.transport is not None:
                 request.transport.abort()
             await asyncio.get_running_loop().create_future()  # until the loss of the connection cancels this task

@@ -1,24 +1,46 @@
-"""The simulator's word against the clock: one trace, played at a live gateway and predicted for the same cluster."""
+"""The simulator's word against the clock: one trace, predicted for a cluster and played at a live gateway on emulated
+engines; it refuses to bend either side towards the other."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+import json
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import IO
 
 import msgspec
 import numpy as np
+import uvloop
 
-from kvroute.control import ControlSpec
-from kvroute.emulator.player import Answer, prompt_tokens
+from kvroute.emulator.player import LEAD_S, Answer, play, plays, prompt_tokens
+from kvroute.gateway.preflight import deployment_of
 from kvroute.prefix import block_hashes
 from kvroute.sim.run import Run, simulate
 from kvroute.sim.settings import SimSettings
 from kvroute.sim.workload import Trace, TracedRequest
-from kvroute.topology import Cluster
-from kvroute.types import TIER_COUNT
+from kvroute.topology.assembly import read_text
+from kvroute.types import TIER_COUNT, FloatArray, InputError
 
 BLOCK_TOKENS = 16
 """Of emulated engines; a trace's own blocks are cut into these for both sides."""
+READY_S = 90.0
+END_S = 15.0
+"""For requests under way when the gateway is told to end; then it ends at once."""
+PARTS = {"door": (), "prefill": ("prefill_wait", "prefill"), "transfer": ("transfer", "queue"), "step": ("first_step",)}
+"""Parts of TTFT as a gateway sees them, and the simulator's that they are made of."""
+_GATEWAY_PARTS = {"queue": "door", "prefill": "prefill", "transfer": "transfer", "first_step": "step"}
+_TIERS = ("node", "rack", "pod", "datacenter", "cross_datacenter")
 
 
 class Half(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,8 +50,25 @@ class Half(msgspec.Struct, frozen=True, kw_only=True):
     ttft_p50_s: float
     ttft_p90_s: float
     ttft_mean_s: float
+    parts_s: dict[str, float]
+    """Mean of each of PARTS."""
     tier_share: tuple[float, ...]
     """Of the transfers, by tier, [TIER_COUNT]."""
+    ttft_s: tuple[float | None, ...]
+    """By request, None where there was no answer."""
+    errors: tuple[str, ...] = ()
+    """What went wrong, each once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is predicted and played."""
+
+    cluster: Path
+    trace: Trace
+    policy: str
+    prefill: str
+    seed: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,47 +84,191 @@ class Comparison:
         """How far the live median is from the predicted one, as a share of it."""
         return self.live.ttft_p50_s / self.predicted.ttft_p50_s - 1.0
 
+    @property
+    def apart(self) -> float:
+        """How far a request's own live TTFT is from the predicted one, as a share of it, in the median."""
+        pairs = zip(self.live.ttft_s, self.predicted.ttft_s, strict=True)
+        return statistics.median(abs(a / b - 1.0) for a, b in pairs if a is not None and b is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A gateway on emulated engines, where it can be reached."""
+
+    url: str
+    admin: str
+
+    def page(self, path: str) -> bytes:
+        """What the operator's port answers."""
+        return _page(self.admin + path)
+
 
 def playable(trace: Trace, output_max: int) -> Trace:
-    """The trace as both sides take it: prompts in the engines' blocks, answers of 1 to `output_max` tokens."""
+    """The trace as both sides take it: prompts in the engines' blocks, answers of 1 to `output_max` tokens, and no two
+    arrivals at one time.
+
+    Published traces stamp requests in steps of seconds. Which of several requests that leave at once reaches a gateway
+    first is chance, so those of a step are spread evenly up to the next one.
+    """
+    wanted = [request for request in trace.requests if request.output_tokens]
     made: list[TracedRequest] = []
-    for request in trace.requests:
-        if request.output_tokens:
-            made.append(
-                msgspec.structs.replace(
-                    request,
-                    blocks=block_hashes(prompt_tokens(request, len(made)), BLOCK_TOKENS),
-                    block_tokens=BLOCK_TOKENS,
-                    output_tokens=min(request.output_tokens, output_max),
-                )
+    for at_s, request in zip(_apart([request.at_s for request in wanted]), wanted, strict=True):
+        made.append(
+            msgspec.structs.replace(
+                request,
+                at_s=at_s,
+                blocks=block_hashes(prompt_tokens(request, len(made)), BLOCK_TOKENS),
+                block_tokens=BLOCK_TOKENS,
+                output_tokens=min(request.output_tokens, output_max),
             )
+        )
     return Trace(trace.name, tuple(made))
 
 
-def predict(cluster: Cluster, trace: Trace, policy: str, prefill: str, seed: int) -> Half:
-    """What the simulator says, without telemetry, as a gateway with a static oracle has none."""
-    spec = ControlSpec(decode=policy, prefill=prefill)
-    run: Run = simulate(cluster, trace, spec, SimSettings(telemetry="none"), seed=seed)
-    ttft_s = run.outcomes.ttft_s
+def _apart(times_s: Sequence[float]) -> list[float]:
+    """Ascending times, equal ones spread evenly up to the next greater; the last step is as long as the mean one."""
+    if not times_s:
+        return []
+    steps, counts = np.unique(times_s, return_counts=True)
+    mean_s = (steps[-1] - steps[0]) / (len(steps) - 1) if len(steps) > 1 else 1.0
+    lengths_s = np.append(np.diff(steps), mean_s)
+    within = np.concatenate([np.arange(count) / count for count in counts])
+    spread: list[float] = (np.repeat(steps, counts) + within * np.repeat(lengths_s, counts)).tolist()
+    return spread
+
+
+def predict(question: Question) -> Half:
+    """What the simulator says of a gateway with the file's settings, its measurements of own transfers included."""
+    cluster, settings = deployment_of(read_text(question.cluster), str(question.cluster), embedded=True)
+    settings = msgspec.structs.replace(settings, policy=question.policy, prefill=question.prefill)
+    # Engines tell what they hold and drop, so nothing is guessed of their caches.
+    spec = msgspec.structs.replace(settings.control_spec(), cache_block_tokens=0)
+    told_every_s = float(settings.scrape.interval_s)
+    assumed = SimSettings(telemetry="none", measures_transfers=True, oracle_refresh_s=told_every_s)
+    run = simulate(cluster, question.trace, spec, assumed, seed=question.seed)
+    return predicted(run)
+
+
+def predicted(run: Run) -> Half:
+    """A run, reduced to what a gateway's clients and metrics tell."""
+    means = msgspec.to_builtins(run.summary.ttft_parts_s)
+    parts_s = {name: sum(means[part] or 0.0 for part in of) for name, of in PARTS.items()}
     tiers = run.outcomes.tier
-    return _half(ttft_s[np.isfinite(ttft_s)], np.bincount(tiers[tiers >= 0], minlength=TIER_COUNT))
+    share = _share(np.bincount(tiers[tiers >= 0], minlength=TIER_COUNT).astype(np.float64))
+    ttft_s = [second if np.isfinite(second) else None for second in run.outcomes.ttft_s.tolist()]
+    return _half(ttft_s, parts_s, share)
 
 
-def observed(answers: Sequence[Answer], transfers: Mapping[int, float]) -> Half:
-    """What clients saw; `transfers` by tier, as the gateway counted them."""
-    ttft_s = np.array([answer.ttft_s for answer in answers if answer.ok and answer.ttft_s is not None])
-    return _half(ttft_s, np.array([transfers.get(tier, 0.0) for tier in range(TIER_COUNT)]))
+def observed(answers: Sequence[Answer], metrics: str) -> Half:
+    """What clients saw, and what the gateway's metrics page says of parts and tiers."""
+    transfers = _by_label(metrics, "kvroute_transfer_seconds_count", "tier")
+    share = _share(np.array([transfers.get(tier, 0.0) for tier in _TIERS]))
+    sums, counts = (_by_label(metrics, f"kvroute_ttft_part_seconds_{which}", "part") for which in ("sum", "count"))
+    parts_s = {name: sums.get(part, 0.0) / max(counts.get(part, 0.0), 1.0) for part, name in _GATEWAY_PARTS.items()}
+    errors = tuple(sorted({answer.error for answer in answers if answer.error}))
+    return _half([answer.ttft_s if answer.ok else None for answer in answers], parts_s, share, errors)
+
+
+def played(served: Served, trace: Trace, on_answer: Callable[[], None] = lambda: None) -> tuple[list[Answer], bytes]:
+    """Send the trace's requests as they are due and wait for all answers; with them the gateway's state when the last
+    request had been sent, its busiest time."""
+    model = json.loads(_page(served.url + "/v1/models"))["data"][0]["id"]
+    requests = list(plays(trace.requests, model))
+    last_s = LEAD_S + max((request.at_s for request in requests), default=0.0)
+
+    async def run() -> tuple[list[Answer], bytes]:
+        async with asyncio.TaskGroup() as group:
+            playing = group.create_task(play(served.url, requests, on_answer=lambda _: on_answer()))
+            await asyncio.sleep(last_s)
+            looking = group.create_task(asyncio.to_thread(served.page, "/state"))
+        return playing.result(), looking.result()
+
+    return uvloop.run(run())
+
+
+@contextmanager
+def embedded(question: Question) -> Iterator[Callable[[], Served]]:
+    """`kvroute serve --embedded` on ports of the system's choice, and its end; call what it yields to wait for it.
+
+    Raises:
+        InputError: by the call: it does not get ready.
+    """
+    command = [sys.executable, "-m", "kvroute.cli.app", "serve", "--embedded", str(question.cluster)]
+    command += ["--policy", question.policy, "--prefill", question.prefill, "--seed", str(question.seed)]
+    with tempfile.TemporaryDirectory(prefix="kvroute-") as folder, tempfile.TemporaryFile() as said:
+        ready = Path(folder, "ready.json")
+        command += ["--port", "0", "--admin-port", "0", "--ready-file", str(ready), "--until-eof"]
+        # A session of its own: Ctrl-C is for this process, which ends the other one. The pipe ends it in any case.
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=said, start_new_session=True
+        )
+        try:
+            yield partial(_ready, process, ready, said)
+        finally:
+            _end(process)
+
+
+def _ready(process: subprocess.Popen[bytes], ready: Path, said: IO[bytes]) -> Served:
+    deadline = time.monotonic() + READY_S
+    while time.monotonic() < deadline and process.poll() is None:
+        if ready.exists() and (text := ready.read_bytes()).endswith(b"}"):
+            return msgspec.json.decode(text, type=Served)
+        time.sleep(0.02)
+    said.seek(0)
+    why = said.read().decode(errors="replace").strip().removeprefix("kvroute: ")
+    if "Traceback" in why:
+        why = why.splitlines()[-1]
+    raise InputError(f"the gateway did not start: {why or f'nothing heard for {READY_S:g} s'}")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ask it to finish, then tell it to stop (a second signal), then make it stop; it takes its engines along."""
+    assert process.stdin is not None
+    try:
+        for end in (process.terminate, process.terminate, process.kill):
+            end()
+            try:
+                process.wait(END_S)
+                return
+            except subprocess.TimeoutExpired:
+                continue
+    finally:
+        process.stdin.close()
+
+
+def _page(url: str) -> bytes:
+    try:
+        with urllib.request.urlopen(url, timeout=30) as answer:
+            body: bytes = answer.read()
+            return body
+    except OSError as error:  # what urllib raises are OSErrors too
+        raise InputError(f"the gateway did not answer ({error})", where=url) from None
+
+
+def _by_label(page: str, name: str, label: str) -> dict[str, float]:
+    found = re.findall(rf'^{name}\{{{label}="(\w+)"\}} (\S+)', page, re.MULTILINE)
+    return {value: float(number) for value, number in found}
+
+
+def _share(counts: FloatArray) -> tuple[float, ...]:
+    return tuple((counts / max(float(counts.sum()), 1.0)).tolist())
 
 
 def _half(
-    ttft_s: np.ndarray[tuple[int], np.dtype[np.float64]], tiers: np.ndarray[tuple[int], np.dtype[np.generic]]
+    ttft_s: Sequence[float | None],
+    parts_s: Mapping[str, float],
+    tier_share: tuple[float, ...],
+    errors: tuple[str, ...] = (),
 ) -> Half:
-    counts = tiers.astype(np.float64)
-    p50_s, p90_s = np.percentile(ttft_s, (50, 90)).tolist() if len(ttft_s) else (0.0, 0.0)
+    known = np.array([second for second in ttft_s if second is not None])
+    p50_s, p90_s, mean_s = (*np.percentile(known, (50, 90)).tolist(), float(known.mean())) if known.size else (0.0,) * 3
     return Half(
-        answered=len(ttft_s),
+        answered=int(known.size),
         ttft_p50_s=p50_s,
         ttft_p90_s=p90_s,
-        ttft_mean_s=float(ttft_s.mean()) if len(ttft_s) else 0.0,
-        tier_share=tuple((counts / max(counts.sum(), 1.0)).tolist()),
+        ttft_mean_s=mean_s,
+        parts_s=dict(parts_s),
+        tier_share=tier_share,
+        ttft_s=tuple(ttft_s),
+        errors=errors,
     )

@@ -61,6 +61,11 @@ class Workload:
             trace = share_prefixes(trace, self.p_share, seed=seed)
         return trace
 
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What reading the trace had to put right, in sentences for the user."""
+        return _read(self.trace, self.skip_bad).remarks if self.trace else ()
+
     def _generated(self, seed: int) -> Trace:
         # A profile keeps a part, the smallest more than a fifth; `requests` then takes what was asked for.
         wanted = self.generated_requests * (6 if self.profile else 1)

@@ -9,6 +9,7 @@ import asyncio
 import hmac
 import re
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.resources import files
 from ipaddress import IPv4Address, IPv6Address, ip_address
@@ -81,9 +82,14 @@ class Admin:
     """The port, open between `start` and `close`."""
 
     def __init__(self, parts: AdminParts) -> None:
-        self._parts, self._watch = parts, _Watch()
-        self._names = {"localhost", *(name.lower() for name in parts.host_names)}
+        self._watch = _Watch()
+        self.change(parts)
         self._runner: web.AppRunner | None = None
+
+    def change(self, parts: AdminParts) -> None:
+        """Show and call these from now on."""
+        self._parts = parts
+        self._names = {"localhost", *(name.lower() for name in parts.host_names)}
 
     async def start(self, host: str, port: int) -> int:
         """Listen; returns the port, drawn by the system where `port` is 0.
@@ -154,7 +160,7 @@ class Admin:
 
     def _unauthorized(self, request: web.Request) -> web.Response | None:
         if self._parts.token:
-            given = request.headers.get("Authorization", "").encode()
+            given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
             if hmac.compare_digest(given, b"Bearer " + self._parts.token.encode()):
                 return None
             return _json(401, {"error": "a bearer token is needed: gateway.admin.push_token"})
@@ -266,11 +272,9 @@ def _asset(name: str, kind: str) -> _Handler:
 
 
 async def _set_within(event: asyncio.Event, timeout_s: float) -> None:
-    try:
+    with suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
             await event.wait()
-    except TimeoutError:
-        return
 
 
 def _response(status: int, body: bytes, content_type: str = "application/json") -> web.Response:

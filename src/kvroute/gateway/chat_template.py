@@ -17,7 +17,8 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from kvroute.gateway.openai import Fields
+from kvroute.gateway.fields import Fields
+from kvroute.topology.assembly import read_text
 from kvroute.types import InputError
 
 Message: TypeAlias = dict[str, Any]
@@ -25,6 +26,11 @@ Message: TypeAlias = dict[str, Any]
 _CONFIG, _FILE = "tokenizer_config.json", "chat_template.jinja"
 _CONTEXT = ("tools", "documents", "reasoning_effort", "add_generation_prompt")
 _WALKS_CONTENT = re.compile(r"for\s+\w+\s+in\s+\w+(\.content|\[['\"]content['\"]\])|for\s+\w+\s+in\s+content\b")
+
+
+class _Named(msgspec.Struct):
+    name: str
+    template: str
 
 
 class _Generation(Extension):
@@ -55,7 +61,7 @@ class ChatTemplate:
         """
         config = _read_config(folder / _CONFIG)
         own = folder / _FILE
-        source = own.read_text(encoding="utf-8") if own.is_file() else _default_template(config.get("chat_template"))
+        source = read_text(own) if own.is_file() else _default_template(config, folder / _CONFIG)
         if source is None:
             return None
         try:
@@ -99,17 +105,21 @@ def _read_config(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        return msgspec.json.decode(read_text(path), type=dict[str, Any])
     except msgspec.MsgspecError as error:
         raise InputError(str(error), where=str(path), mend="give the tokenizer's own file") from error
 
 
-def _default_template(value: object) -> str | None:
+def _default_template(config: dict[str, Any], path: Path) -> str | None:
     """A config holds one template, or several with names."""
+    try:
+        value = msgspec.convert(config.get("chat_template"), str | list[_Named] | None)
+    except msgspec.ValidationError as error:
+        mend = 'give one template as a string, or a list of {"name": ..., "template": ...}'
+        raise InputError(str(error), where=f"{path}: chat_template", mend=mend) from error
     if isinstance(value, list):
-        named = {entry["name"]: entry["template"] for entry in value}
-        value = named.get("default")
-    return value if isinstance(value, str) else None
+        return next((each.template for each in reversed(value) if each.name == "default"), None)
+    return value
 
 
 def _token(value: object) -> str:

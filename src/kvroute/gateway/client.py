@@ -6,29 +6,38 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol, TypeAlias, cast
 
+from kvroute.gateway.answers import error_body
 from kvroute.gateway.deadlines import NEVER_S
-from kvroute.gateway.exchange import Exchange, status_line
-from kvroute.gateway.openai import error_body
-from kvroute.gateway.reading import BODY, HEAD, IDLE, Fault, Limits, RequestReader
+from kvroute.gateway.exchange import Exchange, Headers, status_line
+from kvroute.gateway.reading import BODY, HEAD, IDLE, LIGHT_BYTES, Fault, Limits, RequestReader
 
 _HELD_BYTES = 64 * 1024
 """Reading stops when a pipeline has more bytes waiting. Below, it goes on, so that a client's leaving is seen."""
 _NEITHER = -1
 
-_BUSY = Fault(503, "the gateway has as many connections as it may; try again later")
+_RETRY = b"retry-after: 1\r\n"
+_BUSY = Fault(503, "the gateway has as many connections as it may; try again later", headers=_RETRY)
+_FULL = Fault(503, "the gateway holds as many large bodies as it may; try again later", headers=_RETRY)
 _SLOW_HEAD = Fault(408, "the request's headers took too long")
 _SLOW_BODY = Fault(408, "the request's body took too long")
 
 
 Handler: TypeAlias = Callable[[Exchange], None]
 """What answers requests. Called once the whole body is there; must neither block nor raise."""
+Guard: TypeAlias = Callable[[bytes, bytes, Headers], Fault | None]
+"""Looks at method, path and headers of a request whose body is still to come, and may refuse to read that."""
 
 
 class Frontage(Protocol):
     """What the connections of one door share."""
 
     handler: Handler
+    guard: Guard | None
+    refused: Callable[[int, bytes], None] | None
+    """Hears the status and path (empty: not known) of what the door itself refuses."""
     limits: Limits
+    bodies_bytes: int
+    """Of the bodies that clients have weighed in."""
     server: bytes
     """A whole header line, or nothing."""
     draining: bool
@@ -56,6 +65,8 @@ class Client(asyncio.Protocol):
         self._held = b""
         self._timed = _NEITHER
         """The reader's phase that the deadline is for."""
+        self._weight = 0
+        """Bytes of a large body, counted at the door."""
         self._unsent_bytes = -1
         """-1: the client reads as fast as it is written to."""
         self._reading_paused = self._advancing = self._leaving = False
@@ -101,7 +112,7 @@ class Client(asyncio.Protocol):
             self._leaving = True
             self._transport.abort()
         elif room < 0:
-            self._refuse(_BUSY, b"retry-after: 1\r\n")
+            self._refuse(_BUSY)
 
     def data_received(self, data: bytes) -> None:
         if self._leaving:
@@ -123,6 +134,8 @@ class Client(asyncio.Protocol):
         self._leaving = True
         self.deadline_s = NEVER_S
         self._door.leave(self)
+        self._reader.forget()
+        self._weigh(0)
         current, self._current = self._current, None
         if current is not None:
             current.lose()
@@ -172,6 +185,8 @@ class Client(asyncio.Protocol):
             *self._reader.ready.popleft(), self._now(), self._peer, self._transport, door.server, self._answered
         )
         self._current = exchange
+        if self._weight or len(exchange.body) > LIGHT_BYTES:
+            self._weigh(len(exchange.body))
         self.deadline_s = NEVER_S
         self._timed = _NEITHER
         if door.draining:
@@ -190,6 +205,8 @@ class Client(asyncio.Protocol):
 
     def _answered(self, exchange: Exchange) -> None:
         self._current = None
+        if self._weight:
+            self._weigh(0)
         if self._leaving:
             return
         if exchange.keep_alive:
@@ -200,6 +217,8 @@ class Client(asyncio.Protocol):
     def _wait(self) -> None:
         """For the next request, or for the rest of one."""
         phase, door = self._reader.phase, self._door
+        if phase == BODY and not self._may_send():
+            return
         if phase == self._timed:
             return
         self._timed = phase
@@ -215,14 +234,33 @@ class Client(asyncio.Protocol):
         else:
             self.deadline_s = self._now() + limits.keep_alive_s
 
+    def _may_send(self) -> bool:
+        """Whether the body that is under way may go on; otherwise it is refused."""
+        reader, door = self._reader, self._door
+        fault = None
+        if self._timed != BODY and door.guard is not None:
+            fault = door.guard(*reader.head)
+        if fault is None and reader.body_bytes > LIGHT_BYTES:
+            self._weigh(reader.body_bytes)
+            if door.bodies_bytes > door.limits.bodies_bytes:
+                fault = _FULL
+        if fault is not None:
+            self._refuse(fault)
+        return fault is None
+
+    def _weigh(self, nbytes: int) -> None:
+        self._door.bodies_bytes += nbytes - self._weight
+        self._weight = nbytes
+
     def _leave(self) -> None:
         """Close as soon as the client has read everything."""
         self._leaving = True
         self._held = b""
+        self._reader.forget()
         self._transport.close()
         self.deadline_s = self._now() + self._door.limits.stall_s
 
-    def _refuse(self, fault: Fault, extra: bytes = b"") -> None:
+    def _refuse(self, fault: Fault) -> None:
         """Answer with an error and close, but not before the client has had time to read it.
 
         What it still sends is read and dropped meanwhile: closing with unread bytes resets the connection, and a reset
@@ -230,10 +268,16 @@ class Client(asyncio.Protocol):
         """
         self._leaving = True
         self._held = b""
-        body = error_body(fault.message, "server_error" if fault.status >= 500 else "invalid_request_error")
+        door, (method, path, _) = self._door, self._reader.head
+        self._reader.forget()
+        self._weigh(0)
+        kind = fault.type or ("server_error" if fault.status >= 500 else "invalid_request_error")
+        body = error_body(fault.message, kind, code=fault.code)
         head = b"%b%b%bcontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
-        text = head % (status_line(fault.status), self._door.server, extra, len(body))
-        self._transport.write(text if self._reader.method == b"HEAD" else text + body)
+        text = head % (status_line(fault.status), door.server, fault.headers, len(body))
+        self._transport.write(text if method == b"HEAD" else text + body)
+        if door.refused is not None:
+            door.refused(fault.status, path)
         if self._transport.can_write_eof():
             self._transport.write_eof()
         self._read_on()

@@ -12,7 +12,8 @@ from typing import Protocol, TypeAlias
 import msgspec
 from msgspec import Raw
 
-from kvroute.gateway.openai import Completion, Fields
+from kvroute.gateway.fields import Fields
+from kvroute.gateway.openai import Completion
 from kvroute.types import KvProtocol
 
 Headers: TypeAlias = list[tuple[bytes, bytes]]
@@ -86,6 +87,9 @@ class Dialect(Protocol):
     def check(self, reply: bytes) -> None:
         """Raises DialectError if `reply`, the prefill leg's answer, lacks what the decode leg needs."""
 
+    def refetches(self, reply: bytes | None) -> bool:
+        """Whether a second decode engine may be sent for the KV that a first one had begun to fetch."""
+
     def decode_body(self, completion: Completion, meeting: Meeting, reply: bytes | None) -> bytes:
         """Body of the decode leg; `reply` is the body of the prefill leg's answer, None where legs are joint.
 
@@ -112,6 +116,13 @@ class Vllm:
     def check(self, reply: bytes) -> None:
         _transfer_params(reply)
 
+    def refetches(self, reply: bytes | None) -> bool:
+        """Only where the connector says so: NIXL reads blocks by number, which may hold another prompt by then."""
+        try:
+            return msgspec.json.decode(_transfer_params(reply), type=_Refetch).remote_refetch
+        except (msgspec.MsgspecError, UnicodeDecodeError, DialectError):
+            return False
+
     def decode_body(self, completion: Completion, meeting: Meeting, reply: bytes | None) -> bytes:
         return _encode({**completion.fields, "kv_transfer_params": _transfer_params(reply)})
 
@@ -134,6 +145,9 @@ class Mooncake:
 
     def check(self, reply: bytes) -> None:
         """The answer itself says nothing."""
+
+    def refetches(self, reply: bytes | None) -> bool:
+        return False
 
     def decode_body(self, completion: Completion, meeting: Meeting, reply: bytes | None) -> bytes:
         if not (meeting.bootstrap and meeting.engine_id):
@@ -169,6 +183,9 @@ class Sglang:
 
     def check(self, reply: bytes) -> None:
         """The answer is nobody's: the decode engine gives its own."""
+
+    def refetches(self, reply: bytes | None) -> bool:
+        return False
 
     def decode_body(self, completion: Completion, meeting: Meeting, reply: bytes | None) -> bytes:
         return self.prefill_body(completion, meeting)
@@ -225,6 +242,10 @@ class _Rank(msgspec.Struct):
 
 class _Reply(msgspec.Struct):
     kv_transfer_params: Raw = Raw(b"null")
+
+
+class _Refetch(msgspec.Struct):
+    remote_refetch: bool = False
 
 
 _REPLY = msgspec.json.Decoder(_Reply)

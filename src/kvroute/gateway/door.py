@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import os
+import socket
 import ssl as tls
+import struct
+from collections.abc import Callable
+from contextlib import suppress
 
-from kvroute.gateway.client import Client, Handler
+from kvroute.gateway.client import Client, Guard, Handler
 from kvroute.gateway.deadlines import Deadlines
 from kvroute.gateway.reading import Limits
 
 __all__ = ["Door", "Handler", "Limits"]
 
 _BACKLOG = 4096
+_HANDSHAKE_S = 0.05
+"""For so long connections that had begun before the door closed may still come to stand."""
+_SO_ATTACH_FILTER = 26
+_NO_SYN = b"".join(
+    struct.pack("=HBBI", *step) for step in ((0x30, 0, 0, 13), (0x45, 0, 1, 2), (0x06, 0, 0, 0), (0x06, 0, 0, 1 << 31))
+)
+"""A socket filter (classic BPF): load byte 13 of the TCP header; with its SYN bit drop the packet, else keep it."""
 
 
 class Door:
@@ -22,6 +35,8 @@ class Door:
         handler: Handler,
         limits: Limits | None = None,
         *,
+        guard: Guard | None = None,
+        refused: Callable[[int, bytes], None] | None = None,
         server_name: bytes = b"kvroute",
         deadlines: Deadlines | None = None,
     ) -> None:
@@ -29,13 +44,16 @@ class Door:
         Args:
             handler: called with each `Exchange`.
             limits: what a client may take.
+            guard: refuses requests before their body is read; one that comes with its head it does not see.
+            refused: called with status and path (empty: not known) for each answer that the door gives by itself.
             server_name: what the Server header says; empty: there is none.
             deadlines: shared with others, so that one timer serves all; None: an own one.
         """
-        self.handler = handler
+        self.handler, self.guard, self.refused = handler, guard, refused
         self.limits = limits or Limits()
         self.server = b"server: %b\r\n" % server_name if server_name else b""
         self.draining = False
+        self.bodies_bytes = 0
         self._deadlines = deadlines or Deadlines()
         self._clients: dict[Client, None] = {}
         self._servers: list[asyncio.Server] = []
@@ -75,20 +93,37 @@ class Door:
 
         Args:
             timeout_s: after so long, what is not answered is cut off.
-            idle_s: so long a connection without a request stays open: one may be on its way, and would be lost.
+            idle_s: so long a connection without a request stays open, for one may be on its way and would be lost; and
+                so long new clients are taken, for a load balancer may not know yet.
         """
-        self.stop_accepting()
         self.draining = True
-        loop = asyncio.get_running_loop()
-        for client in tuple(self._clients):
-            client.drain(loop.time() + min(idle_s, timeout_s))
+        idle_s = min(idle_s, timeout_s)
         try:
             async with asyncio.timeout(timeout_s):
+                if idle_s > 0:
+                    self._let_go(idle_s)
+                    await asyncio.sleep(idle_s)
+                    await self._accept_last()
+                self.stop_accepting()
+                self._let_go(idle_s)
                 await self._until_empty()
         except TimeoutError:
+            self.stop_accepting()
             for client in tuple(self._clients):
                 client.abort()
             await self._until_empty()
+
+    def _let_go(self, idle_s: float) -> None:
+        until_s = asyncio.get_running_loop().time() + idle_s
+        for client in tuple(self._clients):
+            client.drain(until_s)
+
+    async def _accept_last(self) -> None:
+        """Accept whoever is connected already: closing a listening socket resets those that wait in its queue."""
+        for listening in [sock for server in self._servers for sock in server.sockets]:
+            with suppress(OSError):  # of a system without such filters: there, some may be reset
+                _refuse_syn(listening.fileno())
+        await asyncio.sleep(_HANDSHAKE_S)
 
     async def _until_empty(self) -> None:
         while self._clients:
@@ -109,3 +144,14 @@ class Door:
         self._deadlines.forget(client)
         if not self._clients:
             self._empty.set()
+
+
+def _refuse_syn(fd: int) -> None:
+    """Have the system ignore attempts to connect to a listening socket; handshakes under way go on.
+
+    Raises:
+        OSError: it cannot.
+    """
+    program = ctypes.create_string_buffer(_NO_SYN)
+    with socket.socket(fileno=os.dup(fd)) as listening:
+        listening.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", 4, ctypes.addressof(program)))

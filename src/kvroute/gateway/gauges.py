@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvroute.control import Load as CoreLoad
 from kvroute.gateway.admission import Admission
 from kvroute.gateway.serving import Serving
@@ -11,7 +13,7 @@ from kvroute.types import InstanceMeasured
 
 
 def load_of(
-    serving: Serving | None,
+    clusters: Sequence[Serving],
     admission: Admission,
     connections: int,
     now: float,
@@ -19,13 +21,16 @@ def load_of(
     ready: bool,
     draining: bool,
 ) -> Load:
-    """The gauges at one time."""
+    """The gauges at one time. Args: `clusters` that have requests, the current one first; none: not started yet."""
     queued, in_flight = admission.queued, admission.in_flight
-    if serving is None:
+    if not clusters:
         return Load(in_flight=in_flight, queued=queued, connections=connections, ready=ready, draining=draining)
+    serving, *retired = clusters
     core = serving.control.loads(now)
+    older = {name: _under_way(name, retired) if retired else 0 for name in serving.stations}
     instances = tuple(
-        _instance(station, core[name], serving.measured.get(name), now) for name, station in serving.stations.items()
+        _instance(station, older[name], core[name], serving.measured.get(name), now)
+        for name, station in serving.stations.items()
     )
     return Load(
         in_flight=in_flight,
@@ -38,13 +43,19 @@ def load_of(
     )
 
 
-def _instance(station: Station, core: CoreLoad, measured: InstanceMeasured | None, now: float) -> InstanceLoad:
+def _under_way(name: str, retired: Sequence[Serving]) -> int:
+    return sum(each.stations[name].under_way for each in retired if name in each.stations)
+
+
+def _instance(
+    station: Station, older: int, core: CoreLoad, measured: InstanceMeasured | None, now: float
+) -> InstanceLoad:
     return InstanceLoad(
         name=station.name,
         up=station.guard.healthy,
         breaker=station.guard.breaker.state(now),
-        requests=station.under_way,
-        running=measured.running if measured else station.under_way,
+        requests=station.under_way + older,
+        running=measured.running if measured else station.under_way + older,
         waiting=measured.waiting if measured else core.queued,
         prefill_pending_s=core.pending_s,
         kv_used_share=measured.kv_used_share if measured else None,

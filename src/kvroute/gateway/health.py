@@ -1,22 +1,23 @@
-"""Active health checks: an instance is down after some failures in a row, and up again after some successes."""
+"""Active health checks: an instance is down after some failures in a row, and up again after some successes; the first
+check of an instance decides alone."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from kvroute.gateway.polling import Answer, Poller
 from kvroute.gateway.pool import Pool
 
 
 class Health:
-    """What checks say of one instance; up until they say otherwise."""
+    """What checks say of one instance; up until then. Where nothing is known yet, the first check is believed."""
 
     __slots__ = ("_against", "_failures", "_successes", "checked", "up")
 
-    def __init__(self, failures: int, successes: int) -> None:
-        """Args: how many in a row take the instance down and bring it up, 1 or more."""
-        self.up = True
-        self.checked = False
+    def __init__(self, failures: int, successes: int, known: bool | None = None) -> None:
+        """Args: how many in a row take the instance down and bring it up, 1 or more; what is known of it already."""
+        self.up = known is not False
+        self.checked = known is not None
         """Whether any check has come back."""
         self._failures = failures
         self._successes = successes
@@ -25,9 +26,9 @@ class Health:
 
     def heard(self, well: bool) -> bool:
         """Take a check's result; whether it has changed `up`."""
-        self.checked = True
+        first, self.checked = not self.checked, True
         self._against = 0 if well is self.up else self._against + 1
-        if self._against < (self._failures if self.up else self._successes):
+        if self._against == 0 or not (first or self._against >= (self._failures if self.up else self._successes)):
             return False
         self.up = well
         self._against = 0
@@ -49,6 +50,7 @@ class HealthChecks:
         timeout_s: float = 2.0,
         failures: int = 2,
         successes: int = 1,
+        known: Mapping[str, bool] | None = None,
     ) -> None:
         """
         Args:
@@ -56,8 +58,10 @@ class HealthChecks:
             on_change: (instance, whether it is up, when), only on a change.
             now: the clock of `on_change`.
             failures, successes: see `Health`.
+            known: whether an instance is up, as `known` of other checks said.
         """
-        self._health = {name: Health(failures, successes) for name in names}
+        known = known or {}
+        self._health = {name: Health(failures, successes, known.get(name)) for name in names}
         self._on_change = on_change
         self._now = now
         self._why: dict[str, str] = {}
@@ -78,6 +82,10 @@ class HealthChecks:
     def why(self, name: str) -> str:
         """What was wrong with the last check; empty if nothing."""
         return self._why.get(name, "")
+
+    def known(self) -> dict[str, bool]:
+        """Whether an instance is up, of those that have been checked."""
+        return {name: health.up for name, health in self._health.items() if health.checked}
 
     @property
     def all_checked(self) -> bool:

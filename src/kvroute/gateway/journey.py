@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+from kvroute.gateway.answers import error_body, error_event
 from kvroute.gateway.dialects import DialectError, Meeting, forwarded
 from kvroute.gateway.legs import AnswerLeg, Leg, PrefillLeg
-from kvroute.gateway.openai import Completion, error_body, error_event
+from kvroute.gateway.openai import Completion
 from kvroute.gateway.view import Ttft
 from kvroute.types import (
     Admitted,
@@ -146,9 +147,8 @@ class Journey:
             case (Prefill() as prefill,):
                 self._send_prefill(prefill)
             case (Prefill() as prefill, Decode() as decode) if decode.source != decode.target:
-                self._send_prefill(prefill)
-                # Sending may have failed at once, and with it the whole attempt.
-                if self._prefill is not None and not self._over:
+                # Where sending fails at once, what comes instead is under way already, or the request is over.
+                if self._send_prefill(prefill):
                     self._send_answer(decode)
             case (*_, Decode() as decode):
                 self._send_answer(decode)
@@ -162,7 +162,8 @@ class Journey:
 
     # The prefill leg
 
-    def _send_prefill(self, decision: Prefill) -> None:
+    def _send_prefill(self, decision: Prefill) -> bool:
+        """Send the leg, now or once it is known where to meet; False where it has failed already."""
         serving = self._serving
         station = serving.stations[decision.instance]
         self._computed, self._reply = False, None
@@ -172,8 +173,8 @@ class Journey:
         self._meeting = station.meeting(serving.draw())
         if self._meeting is None:
             station.meet(lambda: self._met(leg))
-        else:
-            self._send(leg, station.dialect.prefill_body(self._completion, self._meeting))
+            return True
+        return self._send_met(leg, self._meeting)
 
     def _met(self, leg: PrefillLeg) -> None:
         """The bootstrap server has answered, or not."""
@@ -185,7 +186,17 @@ class Journey:
             why = f"the bootstrap server of prefill instance {leg.station.name} does not answer"
             self.prefill_failed(leg, "refused", why, 502)
         else:
-            self._send(leg, leg.station.dialect.prefill_body(self._completion, self._meeting))
+            self._send_met(leg, self._meeting)
+
+    def _send_met(self, leg: PrefillLeg, meeting: Meeting) -> bool:
+        try:
+            body = leg.station.dialect.prefill_body(self._completion, meeting)
+        except DialectError as error:
+            leg.attempt = leg.station.guard.started(self._serving.now())
+            self.prefill_failed(leg, "malformed", f"prefill instance {leg.station.name} {error}", 502)
+            return False
+        self._send(leg, body)
+        return True
 
     def _send(self, leg: PrefillLeg | AnswerLeg, body: bytes) -> None:
         timeouts = self._serving.settings.timeouts
@@ -214,6 +225,8 @@ class Journey:
             return  # the decode leg's first token was faster
         self._reply = reply
         self._compute(station)
+        if station.dialect.joint and not self._over:
+            self._expect_landing()
 
     def _compute(self, station: Station) -> None:
         """The KV cache is complete on `station`."""
@@ -231,6 +244,7 @@ class Journey:
     def prefill_failed(self, leg: PrefillLeg, kind: str, why: str, status: int) -> None:
         """The prefill leg came to nothing: another instance, if the budget allows."""
         self._lost(leg, kind, why)
+        leg.station.forget()
         self._prefill = None
         if self._computed or self._over:
             return  # nobody needs it any more
@@ -263,8 +277,8 @@ class Journey:
                 self._fail(502, f"prefill instance {decision.source} {error}", UPSTREAM)
                 return
         self._send(leg, body)
-        if not completion.stream:
-            self._landing = serving.call_later(serving.expected_landing_s(decision), self._land)
+        if self._computed or decision.source == decision.target:
+            self._expect_landing()
 
     def first_token(self, leg: AnswerLeg) -> None:
         """The first bytes of the answer: the transfer is over and the request decodes."""
@@ -285,6 +299,12 @@ class Journey:
         exemplar = ("trace_id", self._trace.trace_id) if self._trace.trace_id else ("request_id", str(self.number))
         serving.metrics.decode_answered(decode_s)
         serving.first_token(decision, ttft, now, exemplar)
+
+    def _expect_landing(self) -> None:
+        """Where the answer comes whole, nothing but time tells when the KV cache has landed: never before it is
+        computed, lest a decode engine wait for what has failed."""
+        if not self._completion.stream and self._decode is not None:
+            self._landing = self._serving.call_later(self._serving.expected_landing_s(self._decode), self._land)
 
     def _land(self) -> None:
         """Tell the core that transfer and wait are over: seen in a stream, expected where the answer comes whole."""
@@ -361,8 +381,11 @@ class Journey:
             sent: the engine may have fetched the KV cache, which is then gone from its source.
         """
         self._lost(leg, kind, why)
+        if sent and self._decode is not None:
+            self._serving.stations[self._decode.source].forget()
         self._answer = None
         if self._exchange.started:
+            self._drop_prefill()
             self._serving.metrics.stream_failed()
             self._exchange.write(error_event(why, UPSTREAM))
             self._exchange.end()
@@ -378,7 +401,8 @@ class Journey:
             self._crossing = False
             self._serving.transfer_ended(self._decode, now, None)
         self._decode, self._admitted = None, False
-        self._act(self._serving.decide(DecodeFailed(now, self.number, kv_lost=sent)))
+        kept = kind == "reset" and self._computed and leg.station.dialect.refetches(self._reply)
+        self._act(self._serving.decide(DecodeFailed(now, self.number, kv_lost=sent and not kept)))
 
     # The ways out
 
@@ -388,6 +412,9 @@ class Journey:
         if status < 500 and status != 429:
             leg.succeeded(self._serving.now())
             leg.close()
+            if leg is self._prefill and (self._computed or self._over):
+                self._prefill = None  # the decode leg's first token was faster
+                return
             self._drop_legs()
             headers = _without_type(self._serving.answer_headers(leg.headers, self._request_id))
             self._exchange.respond(status, leg.body(), leg.content_type(), headers)

@@ -13,7 +13,7 @@ import zmq
 from kvroute.gateway.engine_blocks import BlockCounts
 from kvroute.gateway.kv_stream import KvStream, StreamCounts
 from kvroute.gateway.logs import note
-from kvroute.types import Endpoint, Event, InputError
+from kvroute.types import Endpoint, Event, InputError, InputErrors
 
 _MESSAGE_BYTES_MAX = 256 << 20
 _TURN_S = 0.002
@@ -21,6 +21,8 @@ _TURN_S = 0.002
 _HEARTBEAT_MS, _SILENCE_MS = 5_000, 15_000
 """A half-open connection is found and opened again; without heartbeats TCP would wait for ever."""
 _RECONNECT_MS, _RECONNECT_MAX_MS = 100, 5_000
+_MORE_SOCKETS = 1024
+"""For instances that join later: ZMQ takes no other number once it has begun."""
 _SEQUENCE_BYTES = 8
 _END = b"\xff" * _SEQUENCE_BYTES
 
@@ -36,6 +38,8 @@ class _Link:
         self._timer: asyncio.TimerHandle | None = None
         self._round = 0
         self._warned = False
+        self._told = (0, 0)
+        """Batches and gaps that the owner's `count` has heard of."""
         self._loop = asyncio.get_running_loop()
         self._live = owner.open(zmq.SUB, events_url, name)
         self._live.subscribe(b"")
@@ -92,8 +96,8 @@ class _Link:
     def _tell(self, events: list[Event]) -> None:
         for event in events:
             self._owner.emit(event)
-        counts = self.stream.blocks.counts
-        if counts.unusable and not self._warned:
+        self._count()
+        if self.stream.blocks.counts.unusable and not self._warned:
             self._warned = True
             reason = f"its blocks are no multiple of {self._owner.block_tokens} tokens (gateway.prompt.block_tokens)"
             note("warning", "kv_events_ignored", instance=self.stream.blocks.instance, reason=reason)
@@ -103,6 +107,12 @@ class _Link:
             self._end_replay()
             self._round = self.stream.rounds
             self._begin_replay(self.stream.wanted)
+
+    def _count(self) -> None:
+        counts, (batches, gaps) = self.stream.counts, self._told
+        if counts.batches != batches or counts.gaps != gaps:
+            self._told = counts.batches, counts.gaps
+            self._owner.count(self.stream.blocks.instance, counts.batches - batches, counts.gaps - gaps)
 
     def _begin_replay(self, first: int) -> None:
         self._replay = self._owner.open(zmq.DEALER, self._replay_url, self.stream.blocks.instance)
@@ -140,6 +150,7 @@ class KvEvents:
         now: Callable[[], float],
         *,
         replay_s: float = 5.0,
+        count: Callable[[str, int, int], None] = lambda instance, batches, gaps: None,
     ) -> None:
         """
         Args:
@@ -148,11 +159,13 @@ class KvEvents:
             emit: takes Control's events, in each engine's order.
             now: their clock.
             replay_s: silence after which a replay counts as over.
+            count: (instance, batches, gaps) since it was called last.
         """
         self.block_tokens = block_tokens
         self.emit = emit
         self.now = now
         self.replay_s = replay_s
+        self.count = count
         self._endpoints = {name: each for name, each in endpoints.items() if each.kv_events}
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._links: dict[str, _Link] = {}
@@ -165,13 +178,33 @@ class KvEvents:
         """
         assert self._context is None
         self._context = zmq.Context()
-        self._context.set(zmq.MAX_SOCKETS, 2 * len(self._endpoints) + 16)
+        self._context.set(zmq.MAX_SOCKETS, 2 * len(self._endpoints) + _MORE_SOCKETS)
         try:
             for name, endpoint in self._endpoints.items():
                 self._links[name] = _Link(self, name, endpoint.kv_events, endpoint.kv_replay)
         except BaseException:
             self.close()
             raise
+
+    def change(self, endpoints: Mapping[str, Endpoint]) -> None:
+        """Follow these from now on, those that are the same without a break.
+
+        Raises:
+            InputError: an endpoint that ZMQ cannot connect to; the others are followed.
+        """
+        wanted = {name: each for name, each in endpoints.items() if each.kv_events}
+        for name in [name for name in self._links if wanted.get(name) != self._endpoints[name]]:
+            self._links.pop(name).close()
+        self._endpoints = wanted
+        problems = []
+        for name, endpoint in wanted.items():
+            if name not in self._links:
+                try:
+                    self._links[name] = _Link(self, name, endpoint.kv_events, endpoint.kv_replay)
+                except InputError as error:
+                    problems.append(error)
+        if problems:
+            raise InputErrors(problems)
 
     def open(self, kind: int, url: str, instance: str) -> zmq.Socket[bytes]:
         """A connected socket."""

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
+from kvroute.gateway.answers import sse_events, usage_tokens
 from kvroute.gateway.exchange import Headers
-from kvroute.gateway.openai import sse_events, usage_tokens
 
 if TYPE_CHECKING:
     from kvroute.gateway.breaker import Attempt
+    from kvroute.gateway.call import Call, Failure
     from kvroute.gateway.journey import Journey
     from kvroute.gateway.station import Station
     from kvroute.gateway.tracing import LegTrace
-    from kvroute.gateway.upstream import Call, Failure
 
 LegKind = Literal["prefill", "decode"]
 

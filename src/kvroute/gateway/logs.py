@@ -21,6 +21,7 @@ FIELDS = frozenset(
         *("request_id", "trace_id", "endpoint", "status", "seconds", "ttft_s", "client", "key_name", "model"),
         *("instance", "source", "target", "leg", "kind", "reason", "attempt", "tier", "kv_bytes", "input_tokens"),
         *("policy", "cluster", "instances", "file", "url", "address", "count", "age_s", "version", "signal", "dropped"),
+        *("number", "field"),
     }
 )
 """A new field is a decision: it must not carry what users wrote, nor a secret."""
@@ -42,6 +43,11 @@ def note(level: Level, event: str, **fields: Value) -> None:
         _LOGGER.log(number, event, extra={"fields": fields})
 
 
+def access_on() -> bool:
+    """Whether anybody reads what `access` is told."""
+    return _ACCESS.isEnabledFor(logging.INFO)
+
+
 def access(request_id: str, endpoint: str, status: int, seconds: float, **fields: Value) -> None:
     """One line per finished request, if the access log is on."""
     if _ACCESS.isEnabledFor(logging.INFO):
@@ -61,14 +67,18 @@ class Logs:
         stream: TextIO | None = None,
     ) -> None:
         """Begin to log to `stream` (standard error)."""
-        handler = logging.StreamHandler(stream or sys.stderr)
-        handler.setFormatter(_Json() if style == "json" else _Text())
+        self._handler = logging.StreamHandler(stream or sys.stderr)
         queue: Queue[Any] = Queue(LINES_MOST)
         self._door = _Dropping(queue)
-        self._listener = _Patient(queue, handler)
+        self._listener = _Patient(queue, self._handler)
         self._listener.start()
         self._before = (_LOGGER.level, _ACCESS.level)
         logging.getLogger().addHandler(self._door)
+        self.change(style, level, access=access)
+
+    def change(self, style: Literal["json", "text"], level: Level, *, access: bool) -> None:
+        """Write so from now on."""
+        self._handler.setFormatter(_Json() if style == "json" else _Text())
         _LOGGER.setLevel(_LEVELS[level])
         _ACCESS.setLevel(logging.INFO if access else logging.WARNING)
 

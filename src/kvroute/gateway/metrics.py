@@ -68,6 +68,7 @@ class Metrics:
         self._kv_events = Counter("kvroute_kv_events_total", "KV event batches from engines.", ("engine",))
         self._kv_gaps = Counter("kvroute_kv_event_gaps_total", "Gaps in an engine's KV events.", ("engine",))
         self._log_bytes = Counter("kvroute_log_bytes_total", "Bytes written to the event log.")
+        self._logs_lost = Counter("kvroute_logs_lost_total", "Event logs that could not be written any more.")
         self._reloads = Counter("kvroute_reloads_total", "Cluster file read again, by outcome.", ("outcome",))
         self._transferring = [0] * TIER_COUNT
 
@@ -161,6 +162,10 @@ class Metrics:
     def logged(self, nbytes: int) -> None:
         """The event log grew."""
         self._log_bytes.add((), nbytes)
+
+    def log_lost(self) -> None:
+        """The event log cannot be written any more."""
+        self._logs_lost.add()
 
     def reloaded(self, outcome: Literal["taken", "refused"]) -> None:
         """The cluster file was read again."""

@@ -1,39 +1,38 @@
-"""The OpenAI side: reads what a client asks for and writes errors and model lists.
+"""The OpenAI side of a request: reads what a client asks for, as far as routing needs.
 
-It decodes only what routing needs; every other field keeps its bytes, and judging it is left to the engine. Fields by
-which engines are told of each other are taken out here, so that no client can point an engine at an address.
+Every other field keeps its bytes, and judging it is left to the engine. Fields by which engines are told of each other
+are taken out here, so that no client can point an engine at an address.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 from msgspec import Raw
 
-Fields: TypeAlias = dict[str, Raw]
-"""Top level of a JSON body, values untouched."""
+from kvroute.gateway.fields import (
+    Fields,
+    RequestError,
+    check_size,
+    count,
+    flag,
+    given,
+    read_fields,
+    shown,
+    string,
+    token_ids,
+    utf8,
+    wrong,
+)
+
 Kind: TypeAlias = Literal["chat", "completions"]
 
-INVALID = "invalid_request_error"
 ANSWERS_MAX = 16_384
 """Answers in one request: vLLM's own bound for `n`, here for `n` times prompts."""
-TOKENS_MAX = 2**31 - 1
-ENGINE_FIELDS = frozenset(
-    {
-        "kv_transfer_params",
-        "ec_transfer_params",
-        "bootstrap_host",
-        "bootstrap_port",
-        "bootstrap_room",
-        "bootstrap_pair_key",
-        "decode_tp_size",
-        "disagg_prefill_dp_rank",
-    }
-)
-"""Said between gateway and engines only; a client's are dropped."""
+IDS_MAX = 2**22
+"""Token ids in one request."""
 
 _KINDS: dict[bytes, Kind] = {b"/v1/completions": "completions", b"/v1/chat/completions": "chat"}
 _DEFAULT_TOKENS: dict[Kind, int] = {"completions": 16, "chat": 0}
@@ -42,50 +41,26 @@ _PROMPT_SHAPE = "give a string, token ids, or a non-empty list of either"
 _MESSAGE_SHAPE = "give objects with a string `role` and a `content` that is a string, a list of parts or null"
 
 
-class _Message(msgspec.Struct):
+class _Message(msgspec.Struct, gc=False):
     role: str
     content: Raw = Raw(b"null")
 
 
-class _Part(msgspec.Struct):
+class _Model(msgspec.Struct, gc=False):
+    model: str = ""
+
+
+class _Part(msgspec.Struct, gc=False):
     type: str | None = None
 
 
-class _Usage(msgspec.Struct):
-    completion_tokens: int | None = None
-
-
-class _Answer(msgspec.Struct):
-    usage: _Usage | None = None
-
-
-_TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-_BODY = msgspec.json.Decoder(Fields)
-_TEXT = msgspec.json.Decoder(str)
-_NUMBER = msgspec.json.Decoder(int | float)
-_IDS = msgspec.json.Decoder(list[_TokenId])
+_MODEL = msgspec.json.Decoder(_Model)
 _TEXTS = msgspec.json.Decoder(list[str])
-_ID_LISTS = msgspec.json.Decoder(list[list[_TokenId]])
+_LISTS = msgspec.json.Decoder(list[Raw])
 _MESSAGES = msgspec.json.Decoder(Annotated[list[_Message], msgspec.Meta(min_length=1)])
 _PARTS = msgspec.json.Decoder(list[_Part | str])
 _FIRST = re.compile(rb"\[\s*(.)", re.DOTALL)
 """The first byte of a list's first element, which tells the kinds of prompt apart."""
-_ANSWER = msgspec.json.Decoder(_Answer)
-_encode = msgspec.json.Encoder().encode
-
-
-class RequestError(Exception):
-    """A client's fault: `message` says what is wrong, where and how to mend it; `body()` is the answer to send."""
-
-    def __init__(
-        self, message: str, *, status: int = 400, type: str = INVALID, param: str | None = None, code: str | None = None
-    ) -> None:
-        self.message, self.status, self.type, self.param, self.code = message, status, type, param, code
-        super().__init__(message)
-
-    def body(self) -> bytes:
-        """OpenAI's error JSON."""
-        return error_body(self.message, self.type, param=self.param, code=self.code)
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,22 +102,22 @@ def read_completion(path: bytes, body: bytes) -> Completion:
         RequestError: 400, if the body is no JSON object or a field that routing needs has the wrong type or range.
     """
     kind = _KINDS[path]
-    fields = _read_fields(body)
-    stream = _flag(fields, "stream")
-    n = _count(fields, "n", 1) or 1
+    fields = read_fields(body)
+    stream = flag(fields, "stream")
+    n = count(fields, "n", 1) or 1
     max_tokens = _max_tokens(fields, kind)
-    salt = _string(fields, "cache_salt")
+    salt = string(fields, "cache_salt")
     if salt == "":
-        raise _wrong("cache_salt", "is empty", "leave it out or give a string")
+        raise wrong("cache_salt", "is empty", "leave it out or give a string")
     texts, media = _messages(fields) if kind == "chat" else (_prompts(fields), False)
     prompts = max(1, len(texts))
     if n * prompts > ANSWERS_MAX:
-        raise _wrong("n", f"asks for {n} answers to each of {prompts} prompts", f"ask for at most {ANSWERS_MAX} in all")
+        raise _too_many_answers("n", f"{n} answers to each of {prompts} prompts")
     first = texts[0] if texts else None
     return Completion(
         kind=kind,
         fields=fields,
-        model=_string(fields, "model") or "",
+        model=string(fields, "model") or "",
         stream=stream,
         max_tokens=max_tokens,
         n=n,
@@ -156,122 +131,27 @@ def read_completion(path: bytes, body: bytes) -> Completion:
     )
 
 
-def error_body(message: str, type: str, *, param: str | None = None, code: str | None = None) -> bytes:
-    """OpenAI's error JSON: {"error": {"message", "type", "param", "code"}}."""
-    return _encode({"error": {"message": message, "type": type, "param": param, "code": code}})
+def read_model(path: bytes, body: bytes) -> str:
+    """The model that any other request names, or nothing.
 
-
-def error_event(message: str, type: str, *, code: str | None = None) -> bytes:
-    """The same as one server-sent event: how a stream that has begun says that it cannot go on."""
-    return b"data: " + error_body(message, type, code=code) + b"\n\n"
-
-
-def models_body(models: Sequence[str], created: int) -> bytes:
-    """The answer of /v1/models; `created` in seconds since 1970."""
-    data = [{"id": model, "object": "model", "created": created, "owned_by": "kvroute"} for model in models]
-    return _encode({"object": "list", "data": data})
-
-
-def sse_events(data: bytes) -> int:
-    """Server-sent events that begin in `data`, `[DONE]` not counted: about one per generated token.
-
-    Nothing is kept between pieces, so a piece cut inside the word `data:` loses one.
+    Raises:
+        RequestError: 400, the body is no JSON object, or has a `model` that is no string, or too many values.
     """
-    events = data.count(b"\ndata:") + data.startswith(b"data:")
-    return events - 1 if events and b"data: [DONE]" in data else events
-
-
-def usage_tokens(body: bytes) -> int | None:
-    """Generated tokens by a whole answer's own word (`usage.completion_tokens`), if it says so."""
+    check_size(body)
     try:
-        usage = _ANSWER.decode(body).usage
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
-        return None
-    return usage.completion_tokens if usage else None
+        return _MODEL.decode(body).model
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestError(f"the body is no JSON object with a string `model` ({error})") from None
 
 
-def _read_fields(body: bytes) -> Fields:
-    try:
-        if not body.isascii():
-            body.decode()
-        fields = _BODY.decode(body)
-    except msgspec.ValidationError:
-        raise RequestError("the body is no JSON object; send one with the request's fields") from None
-    except msgspec.DecodeError as error:
-        where = "" if "(byte" in str(error) else f" (byte {len(body)})"
-        raise RequestError(
-            f"the body is no valid JSON: {error}{where}; send one JSON object", code="invalid_json"
-        ) from None
-    except UnicodeDecodeError as error:
-        raise RequestError(
-            f"the body is no UTF-8 (byte {error.start}); send JSON in UTF-8", code="invalid_json"
-        ) from None
-    except RecursionError:
-        raise RequestError("the body is nested too deep; send flatter JSON", code="invalid_json") from None
-    for name in ENGINE_FIELDS & fields.keys():
-        del fields[name]
-    if "vllm_xargs" in fields:
-        _check_extra(fields["vllm_xargs"])
-    return fields
-
-
-def _check_extra(raw: Raw) -> None:
-    """vLLM merges these arguments with the ones that the gateway sends under names of `ENGINE_FIELDS`."""
-    try:
-        taken = ENGINE_FIELDS & (msgspec.json.decode(raw, type=Fields | None) or {}).keys()
-    except msgspec.ValidationError:
-        raise _wrong("vllm_xargs", "is no object", "give an object or leave it out") from None
-    if taken:
-        raise _wrong("vllm_xargs", f"holds {min(taken)}, which is for the gateway", "leave that out")
-
-
-def _wrong(param: str, what: str, mend: str) -> RequestError:
-    return RequestError(f"{param}: {what}; {mend}", param=param, code="invalid_value")
-
-
-def _flag(fields: Fields, name: str) -> bool:
-    if (raw := fields.get(name)) is None:
-        return False
-    word = bytes(raw)
-    if word not in (b"true", b"false", b"null"):
-        raise _wrong(name, f"{_shown(word)} is no boolean", "give true or false")
-    return word == b"true"
-
-
-def _count(fields: Fields, name: str, least: int) -> int | None:
-    """An integer from `least` to TOKENS_MAX; 2.0 is one, as in JSON Schema."""
-    if (raw := fields.get(name)) is None or (word := bytes(raw)) == b"null":
-        return None
-    try:
-        number = _NUMBER.decode(word)
-    except msgspec.MsgspecError:
-        number = -1
-    if not least <= number <= TOKENS_MAX or number != int(number):
-        raise _wrong(name, f"{_shown(word)} is no integer from {least} to {TOKENS_MAX}", "give one or leave it out")
-    return int(number)
-
-
-def _string(fields: Fields, name: str) -> str | None:
-    if (raw := fields.get(name)) is None or (word := bytes(raw)) == b"null":
-        return None
-    if word[:1] != b'"':
-        raise _wrong(name, f"{_shown(word)} is no string", "give a string")
-    return _text(word).decode()
-
-
-def _text(word: bytes) -> bytes:
-    """UTF-8 of a JSON string: without escapes, what stands between the quotes."""
-    return word[1:-1] if b"\\" not in word else _TEXT.decode(word).encode()
-
-
-def _shown(word: bytes) -> str:
-    return word[:40].decode(errors="replace") + ("..." if len(word) > 40 else "")
+def _too_many_answers(param: str, what: str) -> RequestError:
+    return wrong(param, f"asks for {what}", f"ask for at most {ANSWERS_MAX} in all")
 
 
 def _max_tokens(fields: Fields, kind: Kind) -> int:
     least = 1 if kind == "chat" else 0
-    bound = _count(fields, "max_tokens", least)
-    later = _count(fields, "max_completion_tokens", least) if kind == "chat" else None
+    bound = count(fields, "max_tokens", least)
+    later = count(fields, "max_completion_tokens", least) if kind == "chat" else None
     found = later if later is not None else bound
     return found if found is not None else _DEFAULT_TOKENS[kind]
 
@@ -282,39 +162,54 @@ def _prompts(fields: Fields) -> list[bytes | list[int]]:
     if raw is None or (word := bytes(raw)) == b"null":
         if bytes(fields.get("prompt_embeds", b"null")) != b"null":
             return []
-        raise _wrong("prompt", "is missing", _PROMPT_SHAPE)
+        raise wrong("prompt", "is missing", _PROMPT_SHAPE)
     try:
         found = _read_prompts(word)
     except msgspec.MsgspecError as error:
-        raise _wrong("prompt", str(error), _PROMPT_SHAPE) from None
+        raise wrong("prompt", str(error), _PROMPT_SHAPE) from None
     if not found:
-        raise _wrong("prompt", "is empty", _PROMPT_SHAPE)
+        raise wrong("prompt", "is empty", _PROMPT_SHAPE)
     return found
 
 
 def _read_prompts(word: bytes) -> list[bytes | list[int]]:
     if word[:1] == b'"':
-        return [_text(word)]
+        return [utf8(word)]
     first = _FIRST.match(word)
     if first and first[1] == b'"':
         return [text.encode() for text in _TEXTS.decode(word)]
+    if word.count(b",") >= IDS_MAX:
+        raise wrong("prompt", "holds too many token ids", f"give at most {IDS_MAX} in all")
     if first and first[1] == b"[":
-        return list(_ID_LISTS.decode(word))
-    ids = _IDS.decode(word)
+        # Before anything is made of them: a list takes many times the bytes that it was written in.
+        if (lists := word.count(b"[") - 1) > ANSWERS_MAX:
+            raise _too_many_answers("prompt", f"an answer to each of {lists} prompts")
+        return [_ids(bytes(each), f"$[{index}]") for index, each in enumerate(_LISTS.decode(word))]
+    ids = token_ids(word)
     return [ids] if ids else []
+
+
+def _ids(word: bytes, place: str) -> list[int]:
+    try:
+        return token_ids(word)
+    except msgspec.ValidationError as error:
+        text = str(error)
+        raise msgspec.ValidationError(
+            text.replace("$", place, 1) if "$" in text else f"{text} - at `{place}`"
+        ) from None
 
 
 def _messages(fields: Fields) -> tuple[list[bytes | list[int]], bool]:
     """The conversation as one prompt, and whether some part of it is not text."""
     word = bytes(fields.get("messages", b"null"))
     if word == b"null":
-        raise _wrong("messages", "is missing", _MESSAGE_SHAPE)
+        raise wrong("messages", "is missing", _MESSAGE_SHAPE)
     media = False
     try:
         for index, message in enumerate(_MESSAGES.decode(word)):
             media |= _has_media(message.content, index)
     except msgspec.MsgspecError as error:
-        raise _wrong("messages", str(error), _MESSAGE_SHAPE) from None
+        raise wrong("messages", str(error), _MESSAGE_SHAPE) from None
     head = [bytes(fields[name]) for name in ("chat_template", "documents", "tools") if name in fields]
     return [b"".join([*head, word[:-1].rstrip()])], media
 
@@ -325,17 +220,13 @@ def _has_media(content: Raw, index: int) -> bool:
     if first == 0x5B:  # [
         return any(not (isinstance(part, str) or part.type in _TEXT_PARTS) for part in _PARTS.decode(content))
     if first not in b'"n':
-        raise _wrong("messages", f"`$[{index}].content` is {_shown(bytes(content))}", _MESSAGE_SHAPE)
+        raise wrong("messages", f"`$[{index}].content` is {shown(bytes(content))}", _MESSAGE_SHAPE)
     return False
 
 
 def _looks_back(fields: Fields, kind: Kind) -> bool:
     """Beams, several tries, or log-probabilities of the prompt."""
-    tries = _count(fields, "best_of", 0) or 1
-    if tries > 1 or _flag(fields, "use_beam_search") or _given(fields, "prompt_logprobs"):
+    tries = count(fields, "best_of", 0) or 1
+    if tries > 1 or flag(fields, "use_beam_search") or given(fields, "prompt_logprobs"):
         return True
-    return kind == "completions" and _flag(fields, "echo") and _given(fields, "logprobs")
-
-
-def _given(fields: Fields, name: str) -> bool:
-    return name in fields and bytes(fields[name]) != b"null"
+    return kind == "completions" and flag(fields, "echo") and given(fields, "logprobs")

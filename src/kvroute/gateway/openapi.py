@@ -7,12 +7,18 @@ from __future__ import annotations
 
 from typing import Any, TypeAlias
 
-from kvroute.gateway.openai import ANSWERS_MAX, ENGINE_FIELDS, TOKENS_MAX
+from kvroute.gateway.fields import ENGINE_FIELDS, TOKENS_MAX
+from kvroute.gateway.openai import ANSWERS_MAX, IDS_MAX
 
 Schema: TypeAlias = dict[str, Any]
 
 _JSON, _EVENTS = "application/json", "text/event-stream"
-_TOKEN_ID: Schema = {"type": "integer", "minimum": 0, "maximum": 2**63 - 1}
+_TOKEN_ID: Schema = {
+    "type": "integer",
+    "minimum": 0,
+    "maximum": 2**63 - 1,
+    "description": "Written without a decimal point or an exponent.",
+}
 _TOKEN_IDS: Schema = {"type": "array", "items": _TOKEN_ID}
 _FLAG: Schema = {"type": ["boolean", "null"]}
 
@@ -34,6 +40,8 @@ _REASONS = {
     504: "An engine took too long.",
 }
 _WITH_RETRY_AFTER = frozenset({429, 503})
+_OF_ENGINES = (401, 403, 404, 429, 502, 503)
+"""Where a page is an engine's, and needs no body."""
 
 
 def document(version: str) -> Schema:
@@ -62,7 +70,8 @@ def _paths() -> Schema:
         "/v1/chat/completions": _post("chat", "ChatRequest", _ref("Answer"), streams=True),
         "/v1/embeddings": _post("embed", "Passed", object_of),
         "/tokenize": _post("tokenize", "Passed", object_of),
-        "/v1/models": _get("models", "The models that are served.", _JSON, _ref("Models"), (401,)),
+        "/v1/models/{model}": _model(),
+        "/v1/models": _get("models", "The models that are served.", _JSON, _ref("Models"), _OF_ENGINES),
         "/health": _get("health", "The gateway is alive.", _JSON, object_of, ()),
         "/ready": _get("ready", "The gateway takes requests.", _JSON, object_of, (503,)),
         "/metrics": _get("metrics", "Prometheus metrics.", "text/plain", {"type": "string"}, ()),
@@ -72,8 +81,9 @@ def _paths() -> Schema:
 def _post(name: str, schema: str, answer: Schema, streams: bool = False) -> Schema:
     content = {_JSON: {"schema": answer}}
     if streams:
-        content[_EVENTS] = {"schema": {"type": "string"}}
-    answers = {"200": {"description": "The engine's answer.", "content": content}}
+        content[_EVENTS] = {}
+    what = "The engine's answer" + (", as server-sent events where `stream` is true." if streams else ".")
+    answers = {"200": {"description": what, "content": content}}
     body = {"required": True, "content": {_JSON: {"schema": _ref(schema)}}}
     return {"post": {"operationId": name, "requestBody": body, "responses": answers | _errors(*_REASONS)}}
 
@@ -81,6 +91,12 @@ def _post(name: str, schema: str, answer: Schema, streams: bool = False) -> Sche
 def _get(name: str, what: str, content_type: str, schema: Schema, errors: tuple[int, ...]) -> Schema:
     answers = {"200": {"description": what, "content": {content_type: {"schema": schema}}}}
     return {"get": {"operationId": name, "responses": answers | _errors(*errors)}}
+
+
+def _model() -> Schema:
+    name = {"name": "model", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+    page = _get("model", "One model.", _JSON, _ref("Model"), _OF_ENGINES)
+    return page | {"parameters": [name]}
 
 
 def _errors(*statuses: int) -> Schema:
@@ -145,7 +161,8 @@ def _completion_request() -> Schema:
     own = {"prompt": prompt, "max_tokens": _count(0), "echo": _FLAG}
     return {
         "type": "object",
-        "description": f"`n` times the number of prompts is at most {ANSWERS_MAX}. {_DROPPED}",
+        "description": f"`n` times the number of prompts is at most {ANSWERS_MAX}, and all prompts' token ids at most "
+        f"{IDS_MAX}. {_DROPPED}",
         "required": ["prompt"],
         "properties": own | _shared(),
     }

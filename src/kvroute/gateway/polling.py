@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from kvroute.gateway.call import Call, Failure
 from kvroute.gateway.exchange import Headers
 from kvroute.gateway.pool import Pool, request_bytes
-from kvroute.gateway.upstream import Call, Failure
 
 _TICK_MIN_S = 0.01
 
@@ -71,7 +71,7 @@ class _Question:
 
 
 class Poller:
-    """Asks all engines once an interval, spread over it, never one of them twice at a time.
+    """Asks all engines at once and then once an interval, spread over it, never one of them twice at a time.
 
     Where answers take too long, turns are left out rather than made up for.
     """
@@ -116,7 +116,7 @@ class Poller:
         self._turn = 0
 
     def start(self) -> None:
-        """Begin, from within the loop; the first one is asked at once."""
+        """Begin, from within the loop."""
         if self._names and self._tick_handle is None:
             self._loop = asyncio.get_running_loop()
             self._begun_s = self._loop.time()
@@ -139,7 +139,7 @@ class Poller:
 
     def _tick(self) -> None:
         count = len(self._names)
-        due = int((self._loop.time() - self._begun_s) / self._interval_s * count) + 1
+        due = max(int((self._loop.time() - self._begun_s) / self._interval_s * count) + 1, count)
         self._turn = max(self._turn, due - count)
         while self._turn < due and len(self._under_way) < self._at_once:
             self._ask(self._names[self._turn % count])

@@ -7,9 +7,10 @@ import ssl
 from typing import Literal
 from urllib.parse import SplitResult, urlsplit
 
+from kvroute.gateway.call import Call, Failure, Sink
 from kvroute.gateway.deadlines import Deadlines
 from kvroute.gateway.exchange import Headers
-from kvroute.gateway.upstream import Call, Failure, Line, Sink
+from kvroute.gateway.upstream import Line
 from kvroute.types import InputError
 
 
@@ -151,7 +152,7 @@ class Pool:
                 )
         except TimeoutError:
             failure = Failure("timeout", "connect", f"no connection to {self.host.decode()} in {self._connect_s:g} s")
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # the latter: a name that is none (`a..b`)
             kind: Literal["reset", "refused"] = "reset" if isinstance(error, ConnectionResetError) else "refused"
             failure = Failure(kind, "connect", f"no connection to {self.host.decode()} ({error})")
         else:

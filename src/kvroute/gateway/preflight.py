@@ -71,10 +71,12 @@ def settings_of(text: str, source: str, environ: Mapping[str, str] = os.environ)
     return settings
 
 
-def tls_context(tls: TlsSettings) -> ssl.SSLContext:
-    """The server's side of TLS. Raises InputError where certificate and key cannot be used together."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.set_alpn_protocols(["http/1.1"])
+def tls_context(tls: TlsSettings, context: ssl.SSLContext | None = None) -> ssl.SSLContext:
+    """The server's side of TLS; one that is in use serves the files' certificate from now on. Raises InputError where
+    certificate and key cannot be used together."""
+    if context is None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.set_alpn_protocols(["http/1.1"])
     try:
         # A key that needs a pass phrase must not ask for it on a terminal.
         context.load_cert_chain(tls.certificate, tls.key, password=lambda: "")

@@ -81,8 +81,8 @@ def _transfer(pushed: PushedTransfer, cluster: Cluster, at: float, where: str) -
         except InputError as error:
             raise InputError(error.what, where=f"{where}.{field}", mend=error.mend) from None
     for field, value in (("kv_bytes", pushed.kv_bytes), ("seconds", pushed.seconds)):
-        if not 0 <= value < math.inf:
-            raise InputError(f"{value:g} is not a measurement", where=f"{where}.{field}", mend="send zero or more")
+        if not 0 < value < math.inf:
+            raise InputError(f"{value:g} is not a measurement", where=f"{where}.{field}", mend="send more than zero")
     if pushed.transfers < 1:
         raise InputError(f"{pushed.transfers} transfers", where=f"{where}.transfers", mend="send 1 or more")
     return TransferMeasured(at, pushed.source, pushed.target, pushed.kv_bytes, pushed.seconds, pushed.transfers)

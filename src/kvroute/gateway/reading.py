@@ -17,11 +17,16 @@ from kvroute.gateway.exchange import Headers
 SLICE_BYTES = 16 * 1024
 """The parser cannot be stopped behind a request: so much of a pipeline is parsed ahead at most."""
 
+LIGHT_BYTES = 64 * 1024
+"""Bodies up to here are not weighed, and always taken."""
+
 IDLE, HEAD, BODY = range(3)
 """What a reader is inside of: nothing, a request's head, a request's body."""
 
-_METHODS = frozenset((b"GET", b"HEAD", b"POST", b"PUT", b"PATCH", b"DELETE", b"OPTIONS"))
+_METHODS = frozenset((b"GET", b"HEAD", b"POST", b"PUT", b"PATCH", b"DELETE", b"OPTIONS", b"TRACE", b"QUERY"))
 _FRAMING = frozenset((b"host", b"content-length", b"transfer-encoding", b"expect", b"upgrade"))
+_SPENT = httptools.HttpRequestParser(object())
+"""Calls nobody."""
 _VERSION_ERRORS = ("Invalid HTTP version", "Pause on PRI/Upgrade")
 
 
@@ -32,6 +37,8 @@ class Limits:
     header_bytes: int = 64 * 1024
     """Request line and headers together."""
     body_bytes: int = 64 * 1024 * 1024
+    bodies_bytes: int = 1024 * 1024 * 1024
+    """Bodies of all clients together, from their first byte to their answer's last; those of LIGHT_BYTES left out."""
     header_s: float = 10.0
     """From the first byte of a request to the end of its headers, and from connecting to the first byte."""
     body_s: float = 60.0
@@ -51,6 +58,11 @@ class Fault:
 
     status: int
     message: str
+    type: str = ""
+    """Of the error; empty: as the status says."""
+    code: str | None = None
+    headers: bytes = b""
+    """Further header lines of the answer, whole."""
 
 
 class Parsed(NamedTuple):
@@ -89,6 +101,25 @@ class RequestReader:
         self._path = self._query = b""
         self._http10 = self._keep_alive = False
         self._body: bytes | bytearray = b""
+
+    def forget(self) -> None:
+        """Let go of all that was read; nothing may be fed any more.
+
+        Reader and parser hold each other, and a body would wait with them for the collector, which comes seldom.
+        """
+        self._parser = _SPENT
+        self.ready.clear()
+        self._clear()
+
+    @property
+    def head(self) -> tuple[bytes, bytes, Headers]:
+        """Method, path and headers of the request whose body is being read; before that, as far as they are known."""
+        return self.method, self._path, self._headers
+
+    @property
+    def body_bytes(self) -> int:
+        """Of the body that is being read, as much as is there."""
+        return len(self._body)
 
     @property
     def awaits_continue(self) -> bool:
@@ -202,12 +233,12 @@ class RequestReader:
             self._refuse(400, "the request must have one Host header")
         if self._http10 and self._chunked:
             self._refuse(400, "HTTP/1.0 knows no Transfer-Encoding; send Content-Length")
+        self._read_target()
         if self._content_length > self._limits.body_bytes:
             self._refuse(413, self._too_large())
         if self._http10:
             self._expects = False
         self._keep_alive = parser.should_keep_alive()
-        self._read_target()
         self.phase = BODY
 
     def _read_target(self) -> None:

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from kvroute.gateway.answers import error_body
 from kvroute.gateway.dialects import forwarded
 from kvroute.gateway.exchange import Headers
-from kvroute.gateway.openai import error_body
 from kvroute.gateway.pool import request_bytes
 
 if TYPE_CHECKING:
     from kvroute.gateway.breaker import Attempt
+    from kvroute.gateway.call import Call, Failure
     from kvroute.gateway.exchange import Exchange
     from kvroute.gateway.serving import Serving
     from kvroute.gateway.station import Station
-    from kvroute.gateway.upstream import Call, Failure
 
 _TRIES = 3
 
@@ -55,23 +55,30 @@ class Relay:
         self._tries += 1
         exchange = self._exchange
         if station is None:
-            self._exchange.respond(status, error_body(why, "upstream_error"))
-            self._over(status)
+            self._refuse(status, why)
             return
         self._station = station
         self._attempt = station.guard.started(self._serving.now())
         station.under_way += 1
         target = exchange.path + (b"?" + exchange.query if exchange.query else b"")
         headers = self._serving.engine_headers(forwarded(exchange.headers, self._request_id))
-        request = request_bytes(exchange.method, target, station.pool.host, headers, exchange.body)
+        # Engines know no HEAD; the exchange leaves the body out.
+        method = b"GET" if exchange.method == b"HEAD" else exchange.method
+        request = request_bytes(method, target, station.pool.host, headers, exchange.body)
         timeouts = self._serving.settings.timeouts
         self._call = station.pool.send(
             request,
             self,
             first_byte_s=timeouts.prefill_s,
             idle_s=timeouts.between_tokens_s,
-            head_only=exchange.method == b"HEAD",
         )
+
+    def _refuse(self, status: int, why: str) -> None:
+        headers = [(b"x-request-id", self._request_id)]
+        if status == 503:
+            headers.append((b"retry-after", b"1"))
+        self._exchange.respond(status, error_body(why, "upstream_error"), headers=headers)
+        self._over(status)
 
     def on_head(self, status: int, headers: Headers) -> None:
         """See Sink."""

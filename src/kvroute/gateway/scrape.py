@@ -9,14 +9,15 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from kvroute.gateway.logs import note
 from kvroute.gateway.polling import Answer, Poller
 from kvroute.gateway.pool import Pool
 from kvroute.types import Event, InstanceMeasured, KvCleared, TransferMeasured
 
-_SAMPLE = re.compile(rb'[ \t]*(?:\{((?:[^"}]|"(?:[^"\\]|\\.)*")*)\})?[ \t]*([^\s#{]+)')
-"""Labels and value behind a name; what follows (a timestamp, an exemplar) is not read."""
+_SAMPLE = re.compile(rb'[ \t]*(?:\{((?:[^"}]++|"(?:[^"\\]++|\\.)*+")*+)\})?[ \t]*([^\s#{]+)')
+"""Labels and value behind a name; what follows (a timestamp, an exemplar) is not read. Possessive, hence linear."""
 _LABEL = re.compile(rb'([A-Za-z_][A-Za-z0-9_]*)[ \t]*=[ \t]*"((?:[^"\\]|\\.)*)"')
 _ESCAPE = re.compile(rb"\\(.)")
 _VLLM = (b"vllm:num_requests_running", b"vllm:num_requests_waiting", b"vllm:kv_cache_usage_perc")
@@ -24,6 +25,7 @@ _SGLANG = (b"sglang:num_running_reqs", b"sglang:num_queue_reqs", b"sglang:token_
 _OLD_USAGE = b"vllm:gpu_cache_usage_perc"
 _CACHE_CONFIG = b"vllm:cache_config_info"
 _STARTED = b"process_start_time_seconds"
+_TRANSFER = b"\nkvroute:kv_transfer"
 _TRANSFERS = (b"kvroute:kv_transfer_bytes_total", b"kvroute:kv_transfer_seconds_total", b"kvroute:kv_transfers_total")
 
 
@@ -51,10 +53,16 @@ class EngineMetrics:
     """When its process started, seconds since 1970."""
     transfers: Mapping[str, TransferTotals] = field(default_factory=dict)
     """By source instance."""
+    transfer_lines: bytes = field(default=b"", compare=False, repr=False)
+    """Where they stand on the page."""
 
 
-def read_metrics(page: bytes) -> EngineMetrics:
-    """What matters of a Prometheus text page of vLLM or SGLang; a value that is not a finite number is passed by."""
+def read_metrics(page: bytes, before: EngineMetrics | None = None) -> EngineMetrics:
+    """What matters of a Prometheus text page of vLLM or SGLang; a value that is not a finite number is passed by.
+
+    `before` is what the same engine's last page said: an engine has three lines for each source, and mostly all of them
+    stand there again.
+    """
     page = b"\n" + page
     names = _VLLM if page.find(b"\n" + _VLLM[0]) >= 0 else _SGLANG
     running, waiting, shares = (_values(page, name) for name in names)
@@ -62,6 +70,11 @@ def read_metrics(page: bytes) -> EngineMetrics:
         shares = _values(page, _OLD_USAGE)
     block_tokens, kv_blocks = _cache_config(page)
     started = _values(page, _STARTED)
+    transfer_lines = _transfer_lines(page)
+    if before is not None and before.transfer_lines == transfer_lines:
+        transfers = before.transfers
+    else:
+        transfers = _transfers(transfer_lines)
     return EngineMetrics(
         running=round(max(sum(running), 0.0)) if running else None,
         waiting=round(max(sum(waiting), 0.0)),
@@ -69,7 +82,8 @@ def read_metrics(page: bytes) -> EngineMetrics:
         block_tokens=block_tokens,
         kv_blocks=kv_blocks,
         started_s=started[0] if started else None,
-        transfers=_transfers(page),
+        transfers=transfers,
+        transfer_lines=transfer_lines,
     )
 
 
@@ -99,7 +113,9 @@ def _number(text: bytes) -> float:
         return math.nan
 
 
-def _labels(text: bytes) -> dict[str, str]:
+@lru_cache(maxsize=4096)
+def _labels(text: bytes) -> Mapping[str, str]:
+    """Cached, for pages come every second with the same labels."""
     return {name.decode(): _unescaped(value) for name, value in _LABEL.findall(text)}
 
 
@@ -118,6 +134,15 @@ def _cache_config(page: bytes) -> tuple[int | None, int | None]:
         if labels.get("num_gpu_blocks", "").isdecimal():
             kv_blocks += int(labels["num_gpu_blocks"])
     return block_tokens, kv_blocks or None
+
+
+def _transfer_lines(page: bytes) -> bytes:
+    """From the first to the last of them, a line's end before each."""
+    start = page.find(_TRANSFER)
+    if start < 0:
+        return b""
+    end = page.find(b"\n", page.rfind(_TRANSFER) + 1)
+    return page[start:] if end < 0 else page[start:end]
 
 
 def _transfers(page: bytes) -> dict[str, TransferTotals]:
@@ -151,7 +176,7 @@ class TransferCounters:
         A counter that has fallen was reset: all that it shows is new.
         """
         before, self._before = self._before, totals
-        if before is None:
+        if before is None or before is totals:
             return []
         events = []
         for source in sorted(totals):
@@ -223,7 +248,7 @@ class Scraper:
         return self._failures.get(name, "")
 
     def _answered(self, name: str, answer: Answer) -> None:
-        metrics = read_metrics(answer.body) if answer.status == 200 else None
+        metrics = read_metrics(answer.body, self.metrics.get(name)) if answer.status == 200 else None
         if metrics is None or metrics.running is None:
             if answer.refused:
                 self._gone.add(name)

@@ -9,14 +9,15 @@ import asyncio
 import random
 import time
 from collections.abc import Callable, Coroutine
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvroute.control import Control, EventLog
+from kvroute.control import Control
 from kvroute.gateway.budget import RetryBudget
 from kvroute.gateway.dialects import answered
 from kvroute.gateway.exchange import Headers
+from kvroute.gateway.fallback import Fallbacks
 from kvroute.gateway.legs import Leg
-from kvroute.gateway.logs import note
+from kvroute.gateway.logs import access, note
 from kvroute.gateway.metrics import Metrics
 from kvroute.gateway.openai import Completion
 from kvroute.gateway.prompt import Prompts
@@ -26,6 +27,8 @@ from kvroute.gateway.tracing import Tracer
 from kvroute.gateway.view import Ttft
 from kvroute.topology import Cluster
 from kvroute.types import (
+    Arrived,
+    CongestionMeasured,
     Decision,
     Decode,
     Event,
@@ -35,15 +38,28 @@ from kvroute.types import (
     InstanceUp,
     KvCleared,
     KvProtocol,
+    LinksMeasured,
     TransferMeasured,
 )
 
 if TYPE_CHECKING:
     from kvroute.gateway.journey import Journey
+    from kvroute.gateway.recording import Recording
     from kvroute.gateway.settings import GatewaySettings
 
 ANSWER_BYTES_MAX = 64 * 2**20
 """A collected answer that is longer is a fault of its engine."""
+
+
+class Caller(NamedTuple):
+    """Who asked, for the event log and the access log."""
+
+    request_id: str
+    """The X-Request-Id."""
+    client: str
+    """Its address."""
+    key: str
+    """Its key's name, where there are keys."""
 
 
 class Serving:
@@ -61,23 +77,29 @@ class Serving:
         metrics: Metrics,
         state: ClusterState,
         tracer: Tracer,
-        events: EventLog | None,
+        events: Recording | None,
         rooms: random.Random,
         engine_key: bytes | None,
         on_end: Callable[[Journey], None],
+        first_number: int = 0,
     ) -> None:
         self.cluster, self.settings, self.now = cluster, settings, now
         self.prompts, self.budget, self.metrics, self.state = prompts, budget, metrics, state
         self.tracer, self.events = tracer, events
         self.stations: dict[str, Station] = {}
         self.journeys: dict[int, Journey] = {}
+        self.callers: dict[int, Caller] = {}
+        """By journey, where somebody logs them."""
         self.measured: dict[str, InstanceMeasured] = {}
         """The last word of each engine on its load."""
+        self.telemetry: CongestionMeasured | LinksMeasured | None = None
+        """The last word on the network."""
         self.answer_bytes_max = ANSWER_BYTES_MAX
         self.reserve_output_tokens = settings.reserve_output_tokens
         self._control, self._rooms, self._on_end, self._engine_key = control, rooms, on_end, engine_key
         self._tasks: set[asyncio.Task[None]] = set()
-        self._numbers = -1
+        self._numbers = first_number - 1
+        self._fallbacks = Fallbacks(settings.constraint) if settings.constraint else None
         models = {instance.model for instance in cluster.instances}
         self._one_model = len(models) == 1
         self._timing = {i.name: cluster.timing[i.timing].decode for i in cluster.instances}
@@ -96,8 +118,11 @@ class Serving:
             took_s = time.perf_counter() - start
             for decision in decisions:
                 self.metrics.decided(decision, took_s)
+            if self._fallbacks is not None:
+                self._fallbacks.decided(event.at, decisions[-1])
         if self.events is not None:
-            self.metrics.logged(self.events.write(event, decisions))
+            caller = self.callers.get(event.request.id) if type(event) is Arrived else None
+            self.metrics.logged(self.events.write(event, decisions, caller.request_id if caller else ""))
         return decisions
 
     def tell(self, event: Event) -> None:
@@ -121,11 +146,17 @@ class Serving:
         """A watcher's word: engines' load, caches and transfers, the network's congestion."""
         match event:
             case TransferMeasured(target=target):
+                if self.settings.measure == "first-byte":
+                    return
                 # The engine itself knows better than the gateway's watch from outside.
                 self.stations[target].measures = False
             case InstanceMeasured(instance=name):
                 self.measured[name] = event
+            case CongestionMeasured() | LinksMeasured():
+                self.telemetry = event
             case KvCleared(instance=name):
+                # It may be another engine by now, which does not count its transfers.
+                self.stations[name].measures = self.settings.measure != "engine"
                 self.stations[name].forget()
         self.tell(event)
 
@@ -134,6 +165,11 @@ class Serving:
     def next_number(self) -> int:
         """The request's id in the event log."""
         self._numbers += 1
+        return self._numbers
+
+    @property
+    def last_number(self) -> int:
+        """What `next_number` gave last."""
         return self._numbers
 
     def draw(self) -> int:
@@ -155,11 +191,11 @@ class Serving:
         return self.settings.models.get(served, "" if self._one_model else served)
 
     def must_stay(self, completion: Completion) -> bool:
-        """Whether no protocol of its model can hand this request's KV over."""
+        """Whether some protocol of its model cannot hand this request's KV over: one instance must do it all then."""
         if not completion.one_leg:
             return False
         protocols = self._protocols.get(self.model_of(completion.model), self._any_protocol)
-        return "sglang" not in protocols
+        return protocols != {"sglang"}
 
     def served_models(self) -> list[str]:
         """Names that clients use, where the settings give any, or there are several models."""
@@ -234,7 +270,15 @@ class Serving:
         self.metrics.finished(kind, status, seconds, relayed_bytes)
         self.state.finished(self.now(), status)
         self.journeys.pop(journey.number, None)
+        if self.callers and (caller := self.callers.pop(journey.number, None)) is not None:
+            name, client, key = caller
+            access(name, kind, status, seconds, number=journey.number, client=client, key_name=key)
         self._on_end(journey)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is under way, passed-on ones included."""
+        return not self.journeys and not any(station.under_way for station in self.stations.values())
 
     def close(self) -> None:
         """No more requests."""

@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Literal, TypeAlias
 
 from msgspec import Meta, field
 
-from kvroute.control import ControlSpec
+from kvroute.control import ControlSpec, TermsKept
 from kvroute.gateway.keys import KeySettings
 from kvroute.oracle import OracleSettings
 from kvroute.topology.schema import Entry
@@ -63,6 +63,8 @@ class ListenSettings(Entry, frozen=True, kw_only=True):
     port: Port = 8080
     """0: the system draws one."""
     tls: TlsSettings | None = None
+    metrics: bool = True
+    """/metrics is answered here too, to anybody; otherwise on the admin port alone."""
 
 
 class AdminSettings(Entry, frozen=True, kw_only=True):
@@ -132,6 +134,8 @@ class LimitSettings(Entry, frozen=True, kw_only=True):
     """What clients may take."""
 
     body_bytes: Size = field(name="body", default=Size(64e6))
+    bodies_bytes: Size = field(name="bodies", default=Size(1e9))
+    """Of all requests together, from a body's first byte to its answer's last; those up to 64 KiB are not counted."""
     header_bytes: Size = field(name="headers", default=Size(64e3))
     connections: Limit = 4096
     in_flight: Limit = 2048
@@ -209,6 +213,8 @@ class LogSettings(Entry, frozen=True, kw_only=True):
     """A line for each request."""
     events: str | None = None
     """The file that takes every event and decision, for `kvroute replay` and `kvroute explain`."""
+    terms: TermsKept = "best"
+    """Of more than 64 candidates the event log keeps the terms of the 16 cheapest and of the chosen one, or of all."""
 
 
 class GatewaySettings(Entry, frozen=True, kw_only=True):

@@ -159,7 +159,8 @@ class ClusterState:
             self._errors.add(at)
 
     def snapshot(self, at: float) -> Snapshot:
-        """Everything, with all remembered decisions."""
+        """Everything as it is now, with all remembered decisions."""
+        self._splits_at = -SPLITS_S  # what is kept of a run must hold its last request
         return Snapshot(layout=self.layout, tick=self.tick(at, DECISIONS_MOST))
 
     def tick(self, at: float, decisions_most: int = TICK_DECISIONS_MOST) -> Tick:

@@ -6,11 +6,11 @@ import uuid
 from collections.abc import Callable
 
 from kvroute.gateway.breaker import Attempt, Breaker
+from kvroute.gateway.call import Failure, Sink
 from kvroute.gateway.dialects import DIALECTS, QUERY_PATH, DialectError, Meeting, engine_id
 from kvroute.gateway.exchange import Headers
 from kvroute.gateway.legs import AnswerLeg, PrefillLeg
 from kvroute.gateway.pool import Pool, request_bytes
-from kvroute.gateway.upstream import Failure, Sink
 from kvroute.types import Instance
 
 
@@ -100,6 +100,8 @@ class Station:
         self.under_way = 0
         self._bootstrap, self._between_s, self._now = bootstrap, between_s, now
         self._engine_id = ""
+        self._meeting: list[Callable[[], None]] = []
+        """Who waits for the engine's id."""
         self._host = pool.host
 
     def send(
@@ -132,21 +134,28 @@ class Station:
         )
 
     def meet(self, then: Callable[[], None]) -> None:
-        """Ask the bootstrap server for the engine's id; `then` is called in any case."""
+        """Ask the bootstrap server for the engine's id, once for all who want it meanwhile; `then` is called in any
+        case."""
         assert self._bootstrap is not None
+        self._meeting.append(then)
+        if len(self._meeting) > 1:
+            return
         request = request_bytes(b"GET", QUERY_PATH, self._bootstrap.host, [], b"")
-        self._bootstrap.send(request, _Introduction(self, then), first_byte_s=5.0, idle_s=5.0)
+        self._bootstrap.send(request, _Introduction(self), first_byte_s=5.0, idle_s=5.0)
 
     def forget(self) -> None:
         """The engine may be another one by now: ask for its id again."""
         self._engine_id = ""
 
-    def introduce(self, reply: bytes) -> None:
-        """The bootstrap server's answer."""
+    def introduced(self, reply: bytes) -> None:
+        """The bootstrap server's answer; empty: there was none."""
         try:
             self._engine_id = engine_id(reply)
         except DialectError:
             self._engine_id = ""
+        waiting, self._meeting = self._meeting, []
+        for then in waiting:
+            then()
 
     def close(self) -> None:
         """Close idle connections."""
@@ -161,8 +170,8 @@ _PLAIN = Meeting()
 class _Introduction(Sink):
     """Listens to a bootstrap server."""
 
-    def __init__(self, station: Station, then: Callable[[], None]) -> None:
-        self._station, self._then = station, then
+    def __init__(self, station: Station) -> None:
+        self._station = station
         self._parts: list[bytes] = []
         self._status = 0
 
@@ -174,9 +183,7 @@ class _Introduction(Sink):
             self._parts.append(data)
 
     def on_end(self) -> None:
-        if self._status == 200:
-            self._station.introduce(b"".join(self._parts))
-        self._then()
+        self._station.introduced(b"".join(self._parts) if self._status == 200 else b"")
 
     def on_failure(self, failure: Failure) -> None:
-        self._then()
+        self._station.introduced(b"")

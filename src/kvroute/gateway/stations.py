@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Callable
 
 from kvroute.gateway.breaker import Breaker
@@ -24,6 +25,9 @@ def stations_of(
 ) -> dict[str, Station]:
     """Stations by name, all up. `exact`: prompts are hashed as engines' KV events are."""
     timeouts, limits = settings.timeouts, settings.breaker
+    # Reading the system's certificates takes tens of milliseconds: once for all.
+    https = any(i.endpoint is not None and i.endpoint.url.startswith("https:") for i in cluster.instances)
+    tls = ssl.create_default_context() if https else None
     stations = {}
     for instance in cluster.instances:
         endpoint = instance.endpoint
@@ -38,7 +42,7 @@ def stations_of(
         asks = endpoint.protocol == "mooncake" and instance.role != "decode" and endpoint.bootstrap
         stations[instance.name] = Station(
             instance,
-            Pool(endpoint.url, connect_s=connect_s, deadlines=deadlines),
+            Pool(endpoint.url, connect_s=connect_s, tls=tls, deadlines=deadlines),
             Pool(f"http://{endpoint.bootstrap}", connect_s=connect_s, deadlines=deadlines) if asks else None,
             Guard(instance.name, breaker, on_change),
             approximate=_approximate(endpoint, settings, exact),

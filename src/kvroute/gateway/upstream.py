@@ -4,109 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Literal, Protocol, cast
 
 import httptools
 
+from kvroute.gateway.call import Call, Failure, Phase
 from kvroute.gateway.deadlines import NEVER_S
 from kvroute.gateway.exchange import Headers
 
 HEAD_BYTES_MAX = 256 * 1024
 """An engine whose answer's head is longer than this is ill."""
 
-Phase = Literal["connect", "first_byte", "body"]
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """Why a call came to nothing. The phase is `body` once a byte of the body has arrived."""
-
-    kind: Literal["refused", "reset", "timeout", "malformed"]
-    phase: Phase
-    text: str
-
-
-class Sink(Protocol):
-    """Who made the call. Every call ends in exactly one `on_end` or `on_failure`, or in neither if it was aborted."""
-
-    def on_head(self, status: int, headers: Headers) -> None:
-        """Status and headers are there; at most once."""
-        ...
-
-    def on_body(self, data: bytes) -> None:
-        """Body bytes without their framing. May still come once or more after `pause`: what was read already."""
-        ...
-
-    def on_end(self) -> None:
-        """The answer is complete; its connection may serve the next call already."""
-        ...
-
-    def on_failure(self, failure: Failure) -> None:
-        """The answer will not be completed."""
-        ...
-
-
-class Call:
-    """A request under way to an engine."""
-
-    __slots__ = (
-        "_keeper",
-        "first_byte_s",
-        "head_only",
-        "idle_s",
-        "line",
-        "over",
-        "paused",
-        "request",
-        "retried",
-        "sink",
-    )
-
-    def __init__(
-        self, request: bytes, sink: Sink, first_byte_s: float, idle_s: float, head_only: bool, keeper: Keeper
-    ) -> None:
-        self.request = request
-        self.sink = sink
-        self.first_byte_s = first_byte_s
-        self.idle_s = idle_s
-        self.head_only = head_only
-        self.line: Line | None = None
-        """None before a connection is there and after the end."""
-        self.paused = False
-        self.retried = False
-        self.over = False
-        self._keeper = keeper
-
-    def abort(self) -> None:
-        """Close the connection; the sink hears nothing more. Does nothing after the end."""
-        if self.over:
-            return
-        line = self.line
-        self.finish()
-        if line is not None:
-            line.drop()
-
-    def pause(self) -> None:
-        """Read nothing more from the engine; the timeout between bytes rests."""
-        if not self.paused and not self.over:
-            self.paused = True
-            if self.line is not None:
-                self.line.pause()
-
-    def resume(self) -> None:
-        """Read on."""
-        if self.paused and not self.over:
-            self.paused = False
-            if self.line is not None:
-                self.line.resume()
-
-    def finish(self) -> None:
-        """The call is over (the connection or the pool says so), however it ended."""
-        assert not self.over
-        self.over = True
-        self.line = None
-        self._keeper.ended(self)
+_SPENT = httptools.HttpResponseParser(object())
+"""Calls nobody."""
 
 
 class Keeper(Protocol):
@@ -183,6 +93,7 @@ class Line(asyncio.Protocol):
         self._call = None
         self._doomed = True
         self.deadline_s = NEVER_S
+        self._forget()
         if self._transport is not None:
             self._transport.abort()
 
@@ -244,6 +155,7 @@ class Line(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._keeper.lost(self)
         self._transport = None
+        self._forget()
         call = self._call
         if call is None:
             return
@@ -298,6 +210,11 @@ class Line(asyncio.Protocol):
         if not self._status and self._heard > HEAD_BYTES_MAX:
             return f"the answer's head is longer than {HEAD_BYTES_MAX} bytes"
         return ""
+
+    def _forget(self) -> None:
+        """The parser holds this line and what came; without it, memory comes back before the collector does."""
+        self._parser = _SPENT
+        self._parts = []
 
     def _until_close(self) -> bool:
         """Whether the answer's body ends where the connection does (RFC 9112 section 6.3)."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
+from kvroute.gateway.handover import stays
 from kvroute.gateway.health import HealthChecks
 from kvroute.gateway.kv_events import KvEvents
 from kvroute.gateway.logs import note
@@ -12,14 +14,25 @@ from kvroute.gateway.prometheus import PrometheusSource
 from kvroute.gateway.push import read_push
 from kvroute.gateway.scrape import Scraper
 from kvroute.gateway.serving import Serving
+from kvroute.types import Endpoint, Event, TransferMeasured
 
 
 class Watchers:
     """All watchers of one cluster, between `start` and `close`."""
 
-    def __init__(self, serving: Serving) -> None:
+    def __init__(
+        self, serving: Serving, heard: Callable[[Event], None] | None = None, before: Watchers | None = None
+    ) -> None:
+        """
+        Args:
+            serving: the cluster.
+            heard: is told of what watchers hear, in place of the cluster.
+            before: whom these take the place of. Engines whose KV events they follow are followed without a break:
+                whoever begins anew may have missed an eviction, and must forget what that engine holds.
+        """
         settings, names = serving.settings, tuple(serving.stations)
         self._serving = serving
+        self._heard = heard or serving.heard
 
         def pool_of(name: str) -> Pool:
             return serving.stations[name].pool
@@ -34,19 +47,19 @@ class Watchers:
             interval_s=float(health.interval_s),
             timeout_s=float(health.timeout_s),
             failures=health.failures,
+            known=before.known(serving) if before is not None else None,
         )
-        self._kv_events = KvEvents(
-            {i.name: i.endpoint for i in serving.cluster.instances if i.endpoint}
-            if settings.prefix != "approximate"
-            else {},
-            settings.prompt.block_tokens,
-            serving.heard,
-            serving.now,
+        self._publishers = self._publishing()
+        taken = before.hand_over(settings.prompt.block_tokens) if before is not None else None
+        self._takes_over = taken is not None
+        self._kv_events = taken or KvEvents(
+            self._publishers, settings.prompt.block_tokens, self._heard, serving.now, count=self._count_kv
         )
+        self._hands_over = False
         self._scraper = Scraper(
             names,
             pool_of,
-            serving.heard,
+            self._heard,
             serving.now,
             on_restart=self._kv_events.restarted,
             path=scrape.path,
@@ -57,24 +70,52 @@ class Watchers:
         self._prometheus: PrometheusSource | None = None
         if prometheus is not None:
             links = [link.name for link in serving.cluster.links]
-            self._prometheus = PrometheusSource(prometheus, links, serving.heard, serving.now, random.Random())
+            self._prometheus = PrometheusSource(prometheus, links, self._heard, serving.now, random.Random())
+
+    @property
+    def all_checked(self) -> bool:
+        """Whether the health of every instance has been looked at."""
+        return self._health.all_checked
+
+    def known(self, heir: Serving) -> dict[str, bool]:
+        """Whether an instance is up, of those that another cluster has too."""
+        return {name: up for name, up in self._health.known().items() if stays(name, self._serving, heir)}
+
+    def hand_over(self, block_tokens: int) -> KvEvents | None:
+        """The engines' KV events, not to be closed here; None where they are cut into blocks of another size."""
+        if self._kv_events.block_tokens != block_tokens:
+            return None
+        self._hands_over = True
+        return self._kv_events
+
+    def _publishing(self) -> dict[str, Endpoint]:
+        """Engines whose KV events count."""
+        if self._serving.settings.prefix == "approximate":
+            return {}
+        return {i.name: i.endpoint for i in self._serving.cluster.instances if i.endpoint}
 
     def start(self) -> None:
         """Begin to watch.
 
         Raises:
-            InputError: a KV event endpoint that cannot be connected to.
+            InputError: a KV event endpoint that cannot be connected to; all others are watched.
         """
-        self._kv_events.start()
         self._health.start()
         self._scraper.start()
         if self._prometheus is not None:
             self._prometheus.start()
+        if self._takes_over:
+            self._kv_events.emit, self._kv_events.count = self._heard, self._count_kv
+            self._kv_events.change(self._publishers)
+        else:
+            self._kv_events.start()
 
     def push(self, body: bytes) -> None:
         """Telemetry that somebody sent. Raises InputError where it is none."""
         for event in read_push(body, self._serving.cluster, self._serving.now()):
-            self._serving.heard(event)
+            # Somebody's word on a transfer does not mean that the engine counts its own.
+            tell = self._serving.tell if isinstance(event, TransferMeasured) else self._serving.heard
+            tell(event)
 
     async def close(self) -> None:
         """Stop watching."""
@@ -83,7 +124,14 @@ class Watchers:
             await self._prometheus.closed()
         self._scraper.close()
         self._health.close()
-        self._kv_events.close()
+        if not self._hands_over:
+            self._kv_events.close()
+
+    def _count_kv(self, instance: str, batches: int, gaps: int) -> None:
+        metrics = self._serving.metrics
+        metrics.kv_events(instance, batches)
+        for _ in range(gaps):
+            metrics.kv_gap(instance)
 
     def _health_changed(self, name: str, healthy: bool, at: float) -> None:
         if not healthy:

@@ -15,7 +15,21 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from kvroute.oracle import effective_bytes_per_s
+from kvroute.policies.kernels import (
+    CONGESTION,
+    COST,
+    DECODE_S,
+    EFFECTIVE,
+    HIT_TOKENS,
+    NO_PAIRS,
+    NOBODY,
+    OWN_TRANSFERS,
+    QUEUE_S,
+    ROWS,
+    TIER,
+    TRANSFER_S,
+    netkv_terms,
+)
 from kvroute.types import Candidates, Choice, FloatArray, InputError, IntArray, NetworkCosts, Reject, Request, Terms
 
 BoolArray = npt.NDArray[np.bool_]
@@ -171,35 +185,43 @@ class NetKV:
 
     def choose(self, request: Request, candidates: Candidates, costs: NetworkCosts, turn: int) -> Choice | Reject:
         """See DecodePolicy."""
-        feasible = feasible_mask(candidates)
-        congestion, own_transfers = costs.congestion.take(costs.tier), costs.in_flight.take(costs.tier)
-        if costs.pair_bytes_per_s is None:
-            effective = self._effective_bytes_per_s(costs.bytes_per_s, costs.congestion, costs.in_flight)
-            effective = effective.take(costs.tier)
-        else:
-            effective = self._effective_bytes_per_s(costs.pair_bytes_per_s, congestion, own_transfers)
-        transfer_s = candidates.kv_bytes / effective + costs.latency_s.take(costs.tier)
-        queue_s, decode_s = queue_and_decode_s(candidates)
+        count = len(candidates.names)
+        feasible: BoolArray = np.empty(count, dtype=np.bool_)
+        terms = np.empty((ROWS, count))
+        index = netkv_terms(
+            candidates.kv_bytes,
+            candidates.need_bytes,
+            candidates.free_kv_bytes,
+            candidates.hit_tokens,
+            candidates.batch,
+            candidates.queued,
+            candidates.batch_max,
+            candidates.iteration_base_s,
+            candidates.iteration_per_request_s,
+            costs.tier,
+            NO_PAIRS if costs.pair_bytes_per_s is None else costs.pair_bytes_per_s,
+            costs.bytes_per_s,
+            costs.latency_s,
+            costs.congestion,
+            costs.in_flight,
+            self.congestion and self.in_flight,
+            self.in_flight,
+            feasible,
+            terms,
+        )
+        if index == NOBODY:
+            return no_room(request, candidates)
         parts = {
-            "transfer_s": transfer_s,
-            "queue_s": queue_s,
-            "decode_s": decode_s,
-            "hit_tokens": candidates.hit_tokens.astype(np.float64),
-            "effective_bytes_per_s": effective,
-            "tier": costs.tier.astype(np.float64),
-            "congestion": congestion,
-            "own_transfers": own_transfers.astype(np.float64),
+            "transfer_s": terms[TRANSFER_S],
+            "queue_s": terms[QUEUE_S],
+            "decode_s": terms[DECODE_S],
+            "hit_tokens": terms[HIT_TOKENS],
+            "effective_bytes_per_s": terms[EFFECTIVE],
+            "tier": terms[TIER],
+            "congestion": terms[CONGESTION],
+            "own_transfers": terms[OWN_TRANSFERS],
         }
-        cost = transfer_s + queue_s + decode_s
-        return cheapest(candidates.names, cost, feasible, parts) or no_room(request, candidates)
-
-    def _effective_bytes_per_s(
-        self, bytes_per_s: FloatArray, congestion: FloatArray, in_flight: IntArray
-    ) -> FloatArray:
-        """Eq. 4 by tier or by candidate, whichever the arrays are, with what this variant does not see at zero."""
-        if self.congestion and self.in_flight:
-            return effective_bytes_per_s(bytes_per_s, congestion, in_flight)
-        return bytes_per_s / (in_flight + 1) if self.in_flight else bytes_per_s
+        return Choice(index, Terms(candidates.names, terms[COST], feasible, parts))
 
 
 def _netkv() -> NetKV:

@@ -15,7 +15,10 @@ from kvroute.types import Choice, FloatArray, IntArray, Reject, Request
 
 @dataclass(frozen=True, slots=True)
 class PrefillCandidates:
-    """Prefill instances, ascending by name, as arrays of length n: a lower index wins a tie."""
+    """Prefill instances, ascending by name, as arrays of length n: a lower index wins a tie.
+
+    They are of this request alone, so that a choice may keep them.
+    """
 
     names: tuple[str, ...]
     pending_s: FloatArray
@@ -74,9 +77,8 @@ class LeastLoaded:
     def choose(self, request: Request, candidates: PrefillCandidates, turn: int) -> Choice | Reject:
         """See PrefillPolicy."""
         allowed = _allowed(candidates)
-        pending_s = candidates.pending_s.copy()
-        parts = {"pending_s": pending_s}
-        return cheapest(candidates.names, pending_s, allowed, parts) or _nobody(request, candidates)
+        parts = {"pending_s": candidates.pending_s}
+        return cheapest(candidates.names, candidates.pending_s, allowed, parts) or _nobody(request, candidates)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +89,8 @@ class EarliestFinish:
         """See PrefillPolicy."""
         allowed = _allowed(candidates)
         parts = {
-            "pending_s": candidates.pending_s.copy(),
-            "prefill_s": candidates.prefill_s.copy(),
+            "pending_s": candidates.pending_s,
+            "prefill_s": candidates.prefill_s,
             "hit_tokens": candidates.hit_tokens.astype(np.float64),
         }
         finish_s = candidates.pending_s + candidates.prefill_s

@@ -6,6 +6,7 @@ leaf (the preferred paths of a link-cut tree). Only the lower end of each run is
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from heapq import heappop, heappush
 from typing import NamedTuple
 
@@ -166,6 +167,11 @@ class Holdings:
         touch = above.held[instance]
         if touch not in self._ends:
             self._end(touch, above)
+
+    def chains(self) -> Iterator[Blocks]:
+        """Every run of one touch, from the root; the oldest touch first."""
+        for _, end in sorted(self._ends.items()):
+            yield end.chain()
 
     def drop_all(self) -> None:
         """Drop everything, pinned or not."""

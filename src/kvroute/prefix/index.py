@@ -5,7 +5,7 @@ It holds block hashes only and decides nothing: what is stored, pinned or evicte
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -119,6 +119,11 @@ class PrefixIndex:
         if pin:
             self.pin(instance, blocks, node.end)
         return evicted
+
+    def chains(self, instance: int) -> Iterator[Blocks]:
+        """What `instance` holds, as chains that make another index hold it too when they are stored there in turn:
+        in the order of their last touch, so that the order of eviction is the same. Nothing may change meanwhile."""
+        return self._of(instance).chains()
 
     def touch(self, instance: int, blocks: Blocks) -> int:
         """What `instance` holds of this chain goes last from now on; how many blocks that is."""

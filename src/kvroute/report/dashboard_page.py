@@ -5,11 +5,17 @@ from __future__ import annotations
 import base64
 import json
 import re
+from collections.abc import Sequence
 from importlib.resources import files
 
 
-def dashboard_page(state: bytes) -> str:
-    """A whole HTML page; `state` is what the admin port answers at `/state`."""
+def dashboard_page(state: bytes, others: Sequence[bytes] = ()) -> str:
+    """A whole HTML page.
+
+    Args:
+        state: what the admin port answers at `/state`.
+        others: states of other runs on the same cluster; theirs are the figures of policies, in their order.
+    """
     assets = files("kvroute.gateway").joinpath("dashboard")
     texts = {entry.name: entry.read_text(encoding="utf-8") for entry in assets.iterdir() if entry.is_file()}
     page = texts["index.html"]
@@ -18,7 +24,11 @@ def dashboard_page(state: bytes) -> str:
     bare = {name: re.sub(r'(from\s+)"\./', r'\1"kvroute/', text) for name, text in scripts.items()}
     imports = {f"kvroute/{name}": _data_url(text) for name, text in bare.items()}
     head = f'<script type="importmap">{json.dumps({"imports": imports})}</script>'
-    saved = state.decode().replace("</", "<\\/")
+    snapshot = json.loads(state)
+    if others:
+        splits = {split["policy"]: split for other in others for split in json.loads(other)["tick"]["splits"]}
+        snapshot["tick"]["splits"] = list(splits.values())
+    saved = json.dumps(snapshot, separators=(",", ":")).replace("</", "<\\/")
     body = f'<script type="application/json" id="saved">{saved}</script>\n'
     start = '<script type="module">import "kvroute/dashboard.js";</script>'
     page = page.replace(

@@ -10,13 +10,9 @@ import numpy as np
 from kvroute.flows import FlowNetwork
 from kvroute.sim.settings import Background
 from kvroute.topology import Cluster
+from kvroute.topology.ecmp import EcmpPaths
 from kvroute.types import TIER_COUNT, FloatArray, IntArray
 
-DRAWN_HOPS = 16
-"""Draws per flow; a path over many WAN hops uses them again from the start."""
-CHUNK = 4096
-"""Draws are made for so many requests at a time."""
-CHUNKS_KEPT = 8
 CONGESTION_MAX = 0.99
 
 
@@ -48,9 +44,7 @@ class Fabric:
     """Tier by link; storage links, which carry no KV between instances, go to one bin more."""
     _tier_bytes_per_s: FloatArray = field(init=False)
     _bursts: random.Random = field(init=False)
-    _drawn_flows: int = 1
-    _draws: dict[int, FloatArray] = field(default_factory=dict)
-    """The chunks drawn last: [CHUNK, flows, hops] in [0, 1)."""
+    _paths: EcmpPaths = field(init=False)
 
     def __post_init__(self) -> None:
         self.network = FlowNetwork(self.cluster.capacity_bytes_per_s)
@@ -61,40 +55,18 @@ class Fabric:
         whole = np.bincount(self._link_bin, self.cluster.capacity_bytes_per_s, TIER_COUNT + 1)[:TIER_COUNT]
         self._tier_bytes_per_s = np.where(whole > 0, whole, 1.0)  # a tier without links carries nothing
         self._bursts = random.Random(f"bursts {self.seed}")
-        instances = len(self.cluster.instances)
-        flows = max((self.cluster.flows_per_transfer(index, index) for index in range(instances)), default=1)
-        self._drawn_flows = 1 if self.cluster.ecmp == "transfer" else flows
+        self._paths = EcmpPaths(self.cluster, self.seed)
         self._apply_background()
 
     def send(self, request: int, source: int, target: int, nbytes: float) -> None:
         """Start a transfer now; nothing to send is a transfer that ends at once."""
         flows = self.cluster.flows_per_transfer(source, target)
         transfer = Transfer(request, self.cluster.latency_s(source, target), flows)
-        draws = self._drawn(request)
-        paths = []
-        for shard in range(flows):
-            drawn = draws[shard % len(draws)]
-            paths.append(
-                [
-                    group[0] if len(group) == 1 else group[int(drawn[hop % DRAWN_HOPS] * len(group))]
-                    for hop, group in enumerate(self.cluster.hops(source, target, shard))
-                ]
-            )
+        paths = self._paths.of(request, source, target)
         numbers = range(self._next_flow, self._next_flow + flows)
         self._next_flow += flows
         self._transfers |= dict.fromkeys(numbers, transfer)
         self.network.start_many(numbers, paths, [nbytes / flows] * flows)
-
-    def _drawn(self, request: int) -> list[list[float]]:
-        """The request's own draws, [flows][hops]: the same whenever and in whatever order they are asked for."""
-        chunk, row = divmod(request, CHUNK)
-        if chunk not in self._draws:
-            if len(self._draws) == CHUNKS_KEPT:
-                del self._draws[next(iter(self._draws))]
-            shape = (CHUNK, self._drawn_flows, DRAWN_HOPS)
-            self._draws[chunk] = np.random.default_rng((self.seed, chunk)).random(shape)
-        draws: list[list[float]] = self._draws[chunk][row].tolist()
-        return draws
 
     def advance(self, to: float) -> list[Transfer]:
         """Move bytes up to `to`; returns the transfers whose last flow has ended, in order."""

@@ -47,6 +47,7 @@ from kvroute.types import (
     Reject,
     Request,
     TransferFinished,
+    TransferMeasured,
 )
 
 PREFILLED, LANDED, STEP, REFRESH, BURST = range(5)
@@ -127,6 +128,8 @@ class Simulation:
         self._reject_reason: str | None = None
         self._decisions_s: list[float] = []
         self._samples: list[tuple[float, list[float]]] = []
+        self._unmeasured: dict[tuple[int, int], list[int]] = {}
+        """Requests whose KV has landed since the last refresh, by source and target."""
         self._outcomes = Outcomes.empty(len(trace.requests))
         self._outcomes.arrived_s[:] = [request.at_s for request in trace.requests]
         self._outcomes.input_tokens[:] = [request.input_tokens for request in trace.requests]
@@ -286,6 +289,8 @@ class Simulation:
         traced, outcomes, now = self._trace[request], self._outcomes, self._now
         outcomes.landed_s[request] = now
         target = int(outcomes.target[request])
+        if self._settings.measures_transfers and outcomes.kv_bytes[request] > 0:
+            self._unmeasured.setdefault((int(outcomes.source[request]), target), []).append(request)
         blocks = self._cached(traced.blocks)
         evicted = self._memory.land(target, blocks, self._pinned_hit[request])
         self._tell(TransferFinished(now, request, self._free_bytes(target)))
@@ -318,7 +323,7 @@ class Simulation:
     def _finish(self, request: int, free_kv_bytes: float | None) -> None:
         self._outcomes.state[request] = FINISHED
         self._outcomes.finished_s[request] = self._now
-        self._tell(Finished(self._now, request, free_kv_bytes))
+        self._tell(Finished(self._now, request, free_kv_bytes, self._trace[request].output_tokens))
 
     def _free_bytes(self, target: int) -> float:
         return self._memory.free_blocks(target) * self._block_bytes[target]
@@ -344,8 +349,21 @@ class Simulation:
             self._tell(CongestionMeasured(self._now, self._fabric.congestion(separate)))
         elif self._settings.telemetry == "link":
             self._tell(LinksMeasured(self._now, self._fabric.utilisation(separate)))
+        self._tell_measured()
         self._samples.append((self._now, self._fabric.own_share().tolist()))
         self._at(self._next_refresh_s(), REFRESH)
+
+    def _tell_measured(self) -> None:
+        if not self._unmeasured:
+            return
+        names, outcomes = [instance.name for instance in self._cluster.instances], self._outcomes
+        for (source, target), requests in sorted(self._unmeasured.items()):
+            seconds = float((outcomes.landed_s - outcomes.prefill_finished_s)[requests].sum())
+            kv_bytes = float(outcomes.kv_bytes[requests].sum())
+            self._tell(
+                TransferMeasured(self._now, names[source], names[target], kv_bytes, seconds, transfers=len(requests))
+            )
+        self._unmeasured.clear()
 
     def _next_refresh_s(self) -> float:
         """The next tick; with nothing in flight the last one before the next arrival, since nobody asks earlier."""

@@ -62,6 +62,8 @@ class SimSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Telemetry leaves out the router's own transfers (marked DSCP class); else it reports the sum."""
     telemetry: Telemetry = "tier"
     """What the operator reports: utilisation by tier, by link, or nothing (the background is there all the same)."""
+    measures_transfers: bool = False
+    """At every refresh the router also hears what its own transfers took, as a gateway does from engines' counters."""
     slo: Slo = Slo()
     warmup_s: float = 0.0
     """Requests that arrive earlier are simulated and not counted."""

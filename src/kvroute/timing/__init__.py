@@ -1,7 +1,7 @@
 """Prefill and decode time: functions from a `TimingSpec`, and specs fitted to measured profiles."""
 
 from kvroute.timing.fit import Fit, FitError, fit_decode, fit_prefill, fit_profile
-from kvroute.timing.formulas import TIMINGS, IterationTime, PrefillTime, prefill_time
+from kvroute.timing.formulas import TIMINGS, IterationTime, PrefillTime, prefill_each_s, prefill_time
 from kvroute.timing.profile import Profile, read_profile
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "fit_decode",
     "fit_prefill",
     "fit_profile",
+    "prefill_each_s",
     "prefill_time",
     "read_profile",
 ]

@@ -8,9 +8,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
 
+import numpy as np
+
 from kvroute.types import (
     DecodeSpec,
+    FloatArray,
     InputError,
+    IntArray,
     LinearPrefill,
     PiecewisePrefill,
     PrefillSpec,
@@ -74,6 +78,17 @@ class _Piecewise:
         if cached_tokens >= tokens:
             return self.base_s
         return self.curve_s(tokens) - self.curve_s(cached_tokens) + self.base_s
+
+
+def prefill_each_s(time: PrefillTime, tokens: int, cached_tokens: IntArray) -> FloatArray:
+    """`time.seconds` of one prompt with each of several caches, [n]; equal to the last bit."""
+    if isinstance(time, _Linear):
+        seconds: FloatArray = time.base_s + time.per_token_s * np.maximum(tokens - cached_tokens, 0)
+        return seconds
+    # Few instances have cached anything, and many of them the same.
+    cached = cached_tokens.tolist()
+    known = {count: time.seconds(tokens, count) for count in set(cached)}
+    return np.array([known[count] for count in cached])
 
 
 def prefill_time(spec: PrefillSpec) -> PrefillTime:

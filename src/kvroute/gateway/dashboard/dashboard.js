@@ -61,6 +61,8 @@ $("table-box").addEventListener("toggle", () => { if (layout && panels.tick && $
 onTheme(() => { if (layout) panels.legend(); });
 const saved = $("saved"); // a page that was saved carries its state
 if (saved) {
+  map.repeats = true;
   show(JSON.parse(saved.textContent));
+  panels.explainNewest();
   status("saved", "quiet");
 } else open();

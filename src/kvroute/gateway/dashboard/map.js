@@ -94,6 +94,7 @@ export class ClusterMap {
     this.layout = null;
     this.chosen = -1;
     this.frame = 0;
+    this.repeats = false; // a saved page has no further ticks: its transfers start again
     new ResizeObserver(() => this.resize()).observe(canvas);
     onTheme(() => this.redraw());
     canvas.addEventListener("pointermove", (event) => this.choose(this.at(event)));
@@ -241,6 +242,7 @@ export class ClusterMap {
     draw.clearRect(0, 0, this.width, this.canvas.height);
     draw.drawImage(this.back, 0, 0, this.width, this.back.height / (devicePixelRatio || 1));
     for (const [id, transfer] of this.moving) {
+      if (this.repeats) transfer.from += transfer.ms * Math.floor(Math.max(0, now - transfer.from) / transfer.ms);
       if (now - transfer.from > transfer.ms) this.moving.delete(id);
       else this.drawTransfer(draw, transfer, Math.max(0, now - transfer.from) / transfer.ms);
     }
@@ -320,6 +322,8 @@ function bezier(a, c, b, t) {
 
 function fitting(draw, text, width) {
   if (draw.measureText(text).width <= width) return text;
+  const number = /[0-9]+$/.exec(text)?.[0]; // of a rack between racks it says as much
+  if (number && draw.measureText(number).width <= width) return number;
   let kept = text.length - 1;
   while (kept > 0 && draw.measureText(`${text.slice(0, kept)}…`).width > width) kept -= 1;
   return kept > 0 ? `${text.slice(0, kept)}…` : "";

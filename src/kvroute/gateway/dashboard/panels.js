@@ -132,7 +132,7 @@ export class Panels {
   }
 
   oracle(oracle) {
-    setText($("oracle-note"), oracle.source === "static" ? "static map" : `${oracle.source}, ${oracle.age_s === null ? "nothing yet" : `${seconds(oracle.age_s)} old`}`);
+    setText($("oracle-note"), oracle.source === "static" ? (oracle.learned_ratio.some((ratio) => ratio !== null) ? "static map, corrected by own transfers" : "static map") : `${oracle.source}, ${oracle.age_s === null ? "nothing yet" : `${seconds(oracle.age_s)} old`}`);
     const rows = this.layout.tiers.map((name, tier) => [
       name, `${bytes(this.layout.tier_bytes_per_s[tier])}/s`, percent(oracle.congestion[tier]),
       oracle.learned_ratio[tier] === null ? "–" : `× ${oracle.learned_ratio[tier].toFixed(2)}`,
@@ -164,7 +164,7 @@ export class Panels {
   entry() {
     const button = element("button");
     button.type = "button";
-    for (const part of ["when", "request quiet", "kind", "path", "badge", "cost"]) button.append(element("span", part));
+    for (const part of ["when", "request quiet", "kind", "path", "terms quiet", "badge", "cost"]) button.append(element("span", part));
     button.addEventListener("click", () => { this.chosen = button.decision; this.why(); this.list(); $("why-panel").scrollIntoView({ block: "nearest" }); });
     const item = element("li");
     item.append(button);
@@ -173,17 +173,23 @@ export class Panels {
 
   show(button, decision) {
     button.decision = decision;
-    const [when, request, kind, path, badge, cost] = button.children;
+    const [when, request, kind, path, terms, badge, cost] = button.children;
     const winner = decision.candidates.find((candidate) => candidate.name === decision.chosen);
     setText(when, clock(decision.at));
     setText(request, `#${decision.request_id}`);
     setText(kind, decision.kind);
     setText(path, decision.kind === "reject" ? decision.reason : decision.source ? `${decision.source} → ${decision.chosen}` : decision.chosen);
+    setText(terms, winner && decision.unit === "s" ? summands(winner.terms) : "");
     setText(badge, decision.tier === null ? "" : this.layout.tiers[decision.tier]);
     badge.style.borderColor = decision.tier === null ? "transparent" : TIER_COLOURS[decision.tier];
     setText(cost, winner ? (decision.unit === "s" ? seconds(winner.cost) : `${figures(winner.cost)} ${decision.unit}`) : "");
     kind.classList.toggle("reject", decision.kind === "reject");
     button.setAttribute("aria-pressed", String(this.chosen?.id === decision.id));
+  }
+
+  explainNewest() { // on a page that stands still, one decision is open from the start
+    this.chosen = this.kept.find((decision) => decision.kind === "decode" && decision.candidates.length > 1) ?? null;
+    if (this.chosen) { this.why(); this.list(); }
   }
 
   why() {
@@ -264,6 +270,10 @@ export class Panels {
 
 const total = (values) => values.reduce((sum, value) => sum + value, 0);
 const spoken = (name) => (isTime(name) ? name.slice(0, -2) : name.replace(/_bytes_per_s$/, " bandwidth")).replaceAll("_", " ");
+
+// What a cost in seconds is the sum of, without what adds nothing.
+const summands = (terms) => Object.entries(terms).filter(([name, value]) => isTime(name) && value > 0)
+  .map(([name, value]) => `${spoken(name)} ${seconds(value)}`).join(" + ");
 
 function barRow(policy, count, names = []) {
   const node = element("div", "row"), head = element("header"), name = element("span", "name", policy), line = element("span", "figures");

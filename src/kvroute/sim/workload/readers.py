@@ -1,4 +1,5 @@
-"""Trace files to traces and back: Mooncake JSON lines and Azure LLM CSV, told apart by content, not by file name.
+"""Trace files to traces and back: Mooncake JSON lines, Azure LLM CSV and event logs, told apart by content, not by
+file name.
 
 A broken line is an error that names file, line and field; it is left out only where the caller says so.
 """
@@ -14,6 +15,8 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
+from kvroute.control import is_log
+from kvroute.sim.workload.event_log import RecordedRequests
 from kvroute.sim.workload.octets import lines_of, write_octets
 from kvroute.sim.workload.trace import Trace, TracedRequest
 from kvroute.types import InputError, InputErrors
@@ -30,7 +33,9 @@ _LATEST_S = 1e7
 _BLOCK_LIMIT = 1 << 64
 _AZURE_COLUMNS = ("timestamp", "contexttokens", "generatedtokens")
 _LINE_MEND = "correct the line, or have broken lines skipped"
-_CONTENT_MEND = "give Mooncake JSON lines or an Azure LLM CSV (TIMESTAMP,ContextTokens,GeneratedTokens)"
+_CONTENT_MEND = (
+    "give Mooncake JSON lines, an Azure LLM CSV (TIMESTAMP,ContextTokens,GeneratedTokens) or an event log of kvroute"
+)
 
 Parse: TypeAlias = Callable[[bytes], TracedRequest]
 """One line to one request; ValueError tells what is wrong with it."""
@@ -61,7 +66,8 @@ def read(
 ) -> Trace:
     """The requests of a trace file, plain or compressed (zstd, gzip), ascending by time.
 
-    Requests out of order are sorted, equal times in file order; Azure's times of day count from the first request.
+    Requests out of order are sorted, equal times in file order; Azure's times of day and a log's times count from the
+    first request. A log's answers are those that it counted; the trace's remarks say how many it did not.
     `block_tokens` is the size behind hash_ids unless a line gives its own. With `skip_bad`, broken lines are left
     out, told to `on_skip` and counted in the trace's remarks, as is sorting.
 
@@ -76,15 +82,14 @@ def read(
     first = next(rows, None)
     if first is None:
         raise InputError("the file is empty", where=str(path), mend=_CONTENT_MEND)
-    parse, rows = _format(path, first, rows, block_tokens)
-    requests, faults = _parsed(path, rows, parse, math.inf if skip_bad else _SHOWN_FAULTS)
+    requests, faults, said = _requests(path, first, rows, block_tokens, math.inf if skip_bad else _SHOWN_FAULTS)
     if faults and not skip_bad:
         raise InputErrors(faults)
     for fault in faults:
         on_skip(fault)
     if not requests:
         raise InputError("the file holds no request", where=str(path), mend=_CONTENT_MEND)
-    return _in_order(_name(path), requests, len(faults))
+    return _in_order(_name(path), requests, len(faults), said)
 
 
 def write(trace: Trace, path: str | Path) -> None:
@@ -104,17 +109,30 @@ def write(trace: Trace, path: str | Path) -> None:
     write_octets(path, b"".join(encode(_mooncake_keys(request)) + b"\n" for request in trace.requests))
 
 
-def _parsed(path: Path, rows: Rows, parse: Parse, fault_limit: float) -> tuple[list[TracedRequest], list[InputError]]:
+def _requests(
+    path: Path, first: tuple[int, bytes], rows: Rows, block_tokens: int, fault_limit: float
+) -> tuple[list[TracedRequest], list[InputError], list[str]]:
+    """Requests in the file's order, its broken lines, and remarks."""
+    if is_log(first[1]):
+        log = RecordedRequests()
+        faults = _taken(path, rows, log.take, fault_limit)
+        return log.requests(), faults, log.remarks()
+    parse, rows = _format(path, first, rows, block_tokens)
     requests: list[TracedRequest] = []
+    faults = _taken(path, rows, lambda line: requests.append(parse(line)), fault_limit)
+    return requests, faults, []
+
+
+def _taken(path: Path, rows: Rows, take: Callable[[bytes], None], fault_limit: float) -> list[InputError]:
     faults: list[InputError] = []
     for number, line in rows:
         try:
-            requests.append(parse(line))
+            take(line)
         except ValueError as error:
             faults.append(InputError(str(error), where=f"{path}:{number}", mend=_LINE_MEND))
             if len(faults) >= fault_limit:
                 break
-    return requests, faults
+    return faults
 
 
 def _mooncake_keys(request: TracedRequest) -> dict[str, object]:
@@ -216,8 +234,8 @@ def _count(text: str, name: str, *, least: int) -> int:
     return int(text)
 
 
-def _in_order(name: str, requests: list[TracedRequest], bad_lines: int) -> Trace:
-    remarks = []
+def _in_order(name: str, requests: list[TracedRequest], bad_lines: int, said: list[str]) -> Trace:
+    remarks = list(said)
     if bad_lines:
         remarks.append(f"{bad_lines} broken line{'s' if bad_lines > 1 else ''} left out")
     backwards = sum(b.at_s < a.at_s for a, b in itertools.pairwise(requests))
@@ -236,6 +254,6 @@ def _in_order(name: str, requests: list[TracedRequest], bad_lines: int) -> Trace
 
 def _name(path: Path) -> str:
     name = path.name
-    for ending in (".zst", ".gz", ".jsonl", ".json", ".csv"):
+    for ending in (".zst", ".gz", ".jsonl", ".json", ".csv", ".log"):
         name = name.removesuffix(ending)
     return name or path.name

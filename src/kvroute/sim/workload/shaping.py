@@ -106,8 +106,8 @@ def share_prefixes(
         group = int(group_of[number]) if member[number] else None
         full = request.input_tokens // block_tokens
         common = min(int(shared * request.input_tokens / block_tokens), full) if group is not None else 0
-        chain = [] if group is None else _ids(group, 0, common, seed)
-        chain += _ids(groups + number, common, full, seed)
+        chain = [] if group is None else own_ids(group, 0, common, seed)
+        chain += own_ids(groups + number, common, full, seed)
         grouped.append(msgspec.structs.replace(request, blocks=tuple(chain), block_tokens=block_tokens, group=group))
     return _mapped(trace, grouped)
 
@@ -122,10 +122,10 @@ def _resized(request: TracedRequest, input_tokens: int, owner: int) -> tuple[int
     full, due = request.input_tokens // request.block_tokens, -(-input_tokens // request.block_tokens)
     if input_tokens < request.input_tokens:
         return request.blocks[:due]
-    return request.blocks[:full] + tuple(_ids(owner, full, due, _RESIZED))
+    return request.blocks[:full] + tuple(own_ids(owner, full, due, _RESIZED))
 
 
-def _ids(owner: int, start: int, stop: int, seed: int) -> list[int]:
+def own_ids(owner: int, start: int, stop: int, seed: int) -> list[int]:
     """Ids of an owner's blocks start..stop-1: 64-bit numbers that look like hashes.
 
     All are distinct for distinct (owner, position): the mix is a bijection (splitmix64's finaliser).

@@ -1,0 +1,67 @@
+"""OpenAI's side of an answer: errors, model lists, and what routing counts of engines' answers; refuses to send."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+
+class _Usage(msgspec.Struct):
+    completion_tokens: int | None = None
+
+
+class _Answer(msgspec.Struct):
+    usage: _Usage | None = None
+
+
+_ANSWER = msgspec.json.Decoder(_Answer)
+_encode = msgspec.json.Encoder().encode
+
+
+def error_body(message: str, type: str, *, param: str | None = None, code: str | None = None) -> bytes:
+    """OpenAI's error JSON: {"error": {"message", "type", "param", "code"}}."""
+    return _encode({"error": {"message": message, "type": type, "param": param, "code": code}})
+
+
+def error_event(message: str, type: str, *, code: str | None = None) -> bytes:
+    """The same as one server-sent event: how a stream that has begun says that it cannot go on."""
+    return b"data: " + error_body(message, type, code=code) + b"\n\n"
+
+
+def models_body(models: Sequence[str], created: int) -> bytes:
+    """The answer of /v1/models; `created` in seconds since 1970."""
+    return _encode({"object": "list", "data": [_card(model, created) for model in models]})
+
+
+def model_body(model: str, created: int) -> bytes:
+    """The answer of /v1/models/{id}; `created` in seconds since 1970."""
+    return _encode(_card(model, created))
+
+
+def no_model_body(model: str) -> bytes:
+    """The answer, with status 404, where nobody serves a model."""
+    what = f"the model {model[:200]!r} does not exist; GET /v1/models lists those that do"
+    return error_body(what, "invalid_request_error", param="model", code="model_not_found")
+
+
+def _card(model: str, created: int) -> dict[str, str | int]:
+    return {"id": model, "object": "model", "created": created, "owned_by": "kvroute"}
+
+
+def sse_events(data: bytes) -> int:
+    """Server-sent events that begin in `data`, `[DONE]` not counted: about one per generated token.
+
+    Nothing is kept between pieces, so a piece cut inside the word `data:` loses one.
+    """
+    events = data.count(b"\ndata:") + data.startswith(b"data:")
+    return events - 1 if events and b"data: [DONE]" in data else events
+
+
+def usage_tokens(body: bytes) -> int | None:
+    """Generated tokens by a whole answer's own word (`usage.completion_tokens`), if it says so."""
+    try:
+        usage = _ANSWER.decode(body).usage
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        return None
+    return usage.completion_tokens if usage else None

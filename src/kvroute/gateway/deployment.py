@@ -1,0 +1,140 @@
+"""What is served: a cluster file's text, what it says, and the limits that follow; it starts nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+
+from kvroute.control import Control, ControlSpec, LogHeader
+from kvroute.gateway.admission import AdmissionLimits
+from kvroute.gateway.preflight import deployment_of
+from kvroute.gateway.prompt import Prompts
+from kvroute.gateway.reading import Limits
+from kvroute.gateway.settings import GatewaySettings
+from kvroute.topology import Cluster
+from kvroute.topology.assembly import read_text
+from kvroute.types import Endpoint, InputError
+
+_NEEDS_RESTART: tuple[tuple[str, Callable[[GatewaySettings], object]], ...] = (
+    ("listen.host", lambda settings: settings.listen.host),
+    ("listen.port", lambda settings: settings.listen.port),
+    ("listen.metrics", lambda settings: settings.listen.metrics),
+    ("listen.tls", lambda settings: settings.listen.tls is None),
+    ("admin.host", lambda settings: settings.admin.host),
+    ("admin.port", lambda settings: settings.admin.port),
+    ("tracing.otlp", lambda settings: settings.tracing.otlp),
+    ("tracing.share", lambda settings: settings.tracing.share),
+)
+"""What a running gateway cannot change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """The cluster file's text, and what it says."""
+
+    text: str
+    cluster: Cluster
+    settings: GatewaySettings
+
+    @classmethod
+    def read(
+        cls,
+        path: Path,
+        adjust: Callable[[GatewaySettings], GatewaySettings] = lambda settings: settings,
+        endpoints: Mapping[str, Endpoint] | None = None,
+    ) -> Deployment:
+        """Read a cluster file.
+
+        Args:
+            path: the file.
+            adjust: what the command line changes.
+            endpoints: of emulated engines, in place of the file's.
+
+        Raises:
+            InputErrors: every fault of the file.
+        """
+        return cls.of(read_text(path), str(path), adjust, endpoints)
+
+    @classmethod
+    def of(
+        cls,
+        text: str,
+        source: str,
+        adjust: Callable[[GatewaySettings], GatewaySettings] = lambda settings: settings,
+        endpoints: Mapping[str, Endpoint] | None = None,
+    ) -> Deployment:
+        """The same from the file's text; `source` names it in errors."""
+        cluster, settings = deployment_of(text, source, embedded=endpoints is not None)
+        if endpoints is not None:
+            cluster = _emulated(cluster, endpoints, source)
+        return cls(text, cluster, adjust(settings))
+
+    @property
+    def control_spec(self) -> ControlSpec:
+        """What makes a core decide as the settings say."""
+        return self.settings.control_spec()
+
+    def core(self) -> Control:
+        """A fresh core, whose first decision takes no longer than the others."""
+        spec = self.control_spec
+        spec.rehearse(self.cluster)
+        return spec.build(self.cluster)
+
+    @property
+    def log_header(self) -> LogHeader:
+        """The event log's first line."""
+        return LogHeader(cluster=self.text, spec=self.control_spec)
+
+    @property
+    def admission_limits(self) -> AdmissionLimits:
+        """Who comes in."""
+        limits = self.settings.limits
+        return AdmissionLimits(
+            in_flight=limits.in_flight,
+            queue=limits.queue,
+            queue_wait_s=float(limits.queue_wait_s),
+            per_key=limits.per_key,
+            of_key=self.settings.keys.concurrency,
+        )
+
+    @property
+    def door_limits(self) -> Limits:
+        """What a client may take."""
+        limits = self.settings.limits
+        return Limits(
+            header_bytes=int(limits.header_bytes),
+            body_bytes=int(limits.body_bytes),
+            bodies_bytes=int(limits.bodies_bytes),
+            header_s=float(limits.header_s),
+            body_s=float(limits.body_s),
+            keep_alive_s=float(limits.keep_alive_s),
+            connections=limits.connections,
+            stall_s=float(limits.stall_s),
+        )
+
+    def prompts(self) -> Prompts:
+        """A reader of prompts, to be closed. Raises InputError where the tokenizer cannot be read."""
+        prompt = self.settings.prompt
+        tokenizer = Path(prompt.tokenizer) if prompt.tokenizer else None
+        return Prompts(tokenizer, block_tokens=prompt.block_tokens, bytes_per_token=prompt.bytes_per_token)
+
+    def needs_restart(self, before: Deployment) -> Iterator[str]:
+        """Settings that differ from those before, and that only a new process takes up."""
+        for name, value in _NEEDS_RESTART:
+            if value(self.settings) != value(before.settings):
+                yield name
+
+
+def _emulated(cluster: Cluster, endpoints: Mapping[str, Endpoint], source: str) -> Cluster:
+    for instance in cluster.instances:
+        if instance.protocol != "vllm":
+            what = f"instance {instance.name} speaks {instance.protocol}, and emulated engines speak vllm"
+            raise InputError(what, where=source, mend="leave `protocol` out")
+        if instance.name not in endpoints:
+            what = f"instance {instance.name} has no emulated engine: they are those of the start"
+            raise InputError(what, where=source, mend="start the command again")
+    instances = tuple(msgspec.structs.replace(i, endpoint=endpoints[i.name]) for i in cluster.instances)
+    return replace(cluster, instances=instances)

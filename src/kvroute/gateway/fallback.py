@@ -1,0 +1,43 @@
+"""Says when KV leaves the constraint's domain because nobody inside can take it: now and then, with a count."""
+
+from __future__ import annotations
+
+from kvroute.gateway.logs import note
+from kvroute.types import Decision, Decode, Terms
+
+_EVERY_S = 1.0
+
+
+class Fallbacks:
+    """Told of every decision under one constraint; a flood of requests makes a line a second."""
+
+    def __init__(self, constraint: str) -> None:
+        """Args: `constraint` as the settings write it."""
+        self._constraint = constraint
+        self._count = 0
+        """Since the last line."""
+        self._told_at = float("-inf")
+
+    def decided(self, at: float, decision: Decision) -> None:
+        """Look at a decision."""
+        if not isinstance(decision, Decode) or decision.terms is None or not _outside(decision.target, decision.terms):
+            return
+        self._count += 1
+        if at - self._told_at < _EVERY_S:
+            return
+        note(
+            "warning",
+            "constraint_fallback",
+            source=decision.source,
+            target=decision.target,
+            tier=decision.tier,
+            count=self._count,
+            reason=f"nobody inside can take the KV cache ({self._constraint})",
+        )
+        self._count, self._told_at = 0, at
+
+
+def _outside(target: str, terms: Terms) -> bool:
+    """Whether the target is outside the constraint's domain, and nobody inside could be chosen."""
+    inside = terms.parts.get("same_domain")
+    return inside is not None and not inside[terms.names.index(target)] and not terms.feasible[inside > 0].any()

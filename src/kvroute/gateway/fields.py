@@ -1,0 +1,199 @@
+"""A JSON body's top-level fields, values untouched until somebody reads one; bounds what a body may make us build.
+
+The decoder holds the interpreter while it works, even in a thread: a body of many tiny values is refused before it is
+decoded, and a long list of token ids is decoded in pieces.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, TypeAlias
+
+import msgspec
+from msgspec import Raw
+
+from kvroute.gateway.answers import error_body
+
+Fields: TypeAlias = dict[str, Raw]
+"""Top level of a JSON body, values untouched."""
+TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+
+INVALID = "invalid_request_error"
+TOKENS_MAX = 2**31 - 1
+PIECE_BYTES = 128 * 1024
+"""What is decoded at once: about a millisecond's work, ten at the worst."""
+VALUES_MAX = 2**19
+"""Values in a body longer than a piece, where a run of numbers counts as one."""
+ENGINE_FIELDS = frozenset(
+    {
+        "kv_transfer_params",
+        "ec_transfer_params",
+        "bootstrap_host",
+        "bootstrap_port",
+        "bootstrap_room",
+        "bootstrap_pair_key",
+        "decode_tp_size",
+        "disagg_prefill_dp_rank",
+    }
+)
+"""Said between gateway and engines only; a client's are dropped."""
+
+_BODY = msgspec.json.Decoder(Fields)
+_TEXT = msgspec.json.Decoder(str)
+_NUMBER = msgspec.json.Decoder(int | float)
+_IDS = msgspec.json.Decoder(list[TokenId])
+_RUN = re.compile(rb"[\d,\s]+")
+
+
+class RequestError(Exception):
+    """A client's fault: `message` says what is wrong, where and how to mend it; `body()` is the answer to send."""
+
+    def __init__(
+        self, message: str, *, status: int = 400, type: str = INVALID, param: str | None = None, code: str | None = None
+    ) -> None:
+        self.message, self.status, self.type, self.param, self.code = message, status, type, param, code
+        super().__init__(message)
+
+    def body(self) -> bytes:
+        """OpenAI's error JSON."""
+        return error_body(self.message, self.type, param=self.param, code=self.code)
+
+
+def read_fields(body: bytes) -> Fields:
+    """The fields without `ENGINE_FIELDS`.
+
+    Raises:
+        RequestError: 400, the body is no JSON object in UTF-8, nested too deep, or holds more than VALUES_MAX values.
+    """
+    check_size(body)
+    try:
+        if not body.isascii():
+            body.decode()
+        fields = _BODY.decode(body)
+    except msgspec.ValidationError:
+        raise RequestError("the body is no JSON object; send one with the request's fields") from None
+    except msgspec.DecodeError as error:
+        where = "" if "(byte" in str(error) else f" (byte {len(body)})"
+        raise RequestError(
+            f"the body is no valid JSON: {error}{where}; send one JSON object", code="invalid_json"
+        ) from None
+    except UnicodeDecodeError as error:
+        raise RequestError(
+            f"the body is no UTF-8 (byte {error.start}); send JSON in UTF-8", code="invalid_json"
+        ) from None
+    except RecursionError:
+        raise RequestError("the body is nested too deep; send flatter JSON", code="invalid_json") from None
+    for name in ENGINE_FIELDS & fields.keys():
+        del fields[name]
+    if "vllm_xargs" in fields:
+        _check_extra(fields["vllm_xargs"])
+    return fields
+
+
+def check_size(body: bytes) -> None:
+    """Raises RequestError if a body longer than a piece holds more than VALUES_MAX values."""
+    if len(body) > PIECE_BYTES and values_in(body, VALUES_MAX) > VALUES_MAX:
+        raise RequestError(f"the body holds more than {VALUES_MAX} values; send fewer", code="invalid_value")
+
+
+def values_in(body: bytes, most: int) -> int:
+    """About how many values a JSON text holds: strings, and runs of numbers, commas and blanks outside of them.
+
+    Counts no further than a piece beyond `most`, and lets other threads run between two pieces.
+    """
+    count, at, quoted = 0, 0, False
+    while at < len(body) and count <= most:
+        piece = body[at : at + PIECE_BYTES]
+        if (len(piece) - len(piece.rstrip(b"\\"))) % 2:  # half of an escape
+            piece = body[at : at + PIECE_BYTES + 1]
+        at += len(piece)
+        parts = piece.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
+        count += len(parts) // 2 + len(_RUN.findall(b'"'.join(parts[quoted::2])))
+        quoted ^= len(parts) % 2 == 0
+    return count
+
+
+def wrong(param: str, what: str, mend: str) -> RequestError:
+    """A field that cannot be taken."""
+    return RequestError(f"{param}: {what}; {mend}", param=param, code="invalid_value")
+
+
+def flag(fields: Fields, name: str) -> bool:
+    """A boolean, False if absent or null."""
+    if (raw := fields.get(name)) is None:
+        return False
+    word = bytes(raw)
+    if word not in (b"true", b"false", b"null"):
+        raise wrong(name, f"{shown(word)} is no boolean", "give true or false")
+    return word == b"true"
+
+
+def count(fields: Fields, name: str, least: int) -> int | None:
+    """An integer from `least` to TOKENS_MAX, None if absent or null; 2.0 is one, as in JSON Schema."""
+    if (raw := fields.get(name)) is None or (word := bytes(raw)) == b"null":
+        return None
+    try:
+        number = _NUMBER.decode(word)
+    except msgspec.MsgspecError:
+        number = -1
+    if not least <= number <= TOKENS_MAX or number != int(number):
+        raise wrong(name, f"{shown(word)} is no integer from {least} to {TOKENS_MAX}", "give one or leave it out")
+    return int(number)
+
+
+def string(fields: Fields, name: str) -> str | None:
+    """A string, None if absent or null."""
+    if (raw := fields.get(name)) is None or (word := bytes(raw)) == b"null":
+        return None
+    if word[:1] != b'"':
+        raise wrong(name, f"{shown(word)} is no string", "give a string")
+    return utf8(word).decode()
+
+
+def given(fields: Fields, name: str) -> bool:
+    """There, and not null."""
+    return name in fields and bytes(fields[name]) != b"null"
+
+
+def utf8(word: bytes) -> bytes:
+    """UTF-8 of a JSON string: without escapes, what stands between the quotes."""
+    return word[1:-1] if b"\\" not in word else _TEXT.decode(word).encode()
+
+
+def token_ids(word: bytes) -> list[int]:
+    """A JSON list of token ids; long ones in pieces, between which other threads run.
+
+    Raises:
+        msgspec.MsgspecError: it is something else.
+    """
+    if len(word) <= PIECE_BYTES or word[:1] != b"[":
+        return _IDS.decode(word)
+    ids: list[int] = []
+    at, last = 1, word.rindex(b"]")
+    while at <= last:
+        end = word.find(b",", at + PIECE_BYTES, last)
+        end = last if end < 0 else end
+        try:
+            ids += _IDS.decode(b"[%b]" % word[at:end])
+        except msgspec.ValidationError as error:
+            before, place, after = str(error).partition("$[")
+            index, bracket, rest = after.partition("]")
+            found = f"{before}{place}{int(index) + len(ids)}{bracket}{rest}" if place else before
+            raise msgspec.ValidationError(found) from None
+        at = end + 1
+    return ids
+
+
+def shown(word: bytes) -> str:
+    """The beginning of a value, for a message."""
+    return word[:40].decode(errors="replace") + ("..." if len(word) > 40 else "")
+
+
+def _check_extra(raw: Raw) -> None:
+    """vLLM merges these arguments with the ones that the gateway sends under names of `ENGINE_FIELDS`."""
+    try:
+        taken = ENGINE_FIELDS & (msgspec.json.decode(raw, type=Fields | None) or {}).keys()
+    except msgspec.ValidationError:
+        raise wrong("vllm_xargs", "is no object", "give an object or leave it out") from None
+    if taken:
+        raise wrong("vllm_xargs", f"holds {min(taken)}, which is for the gateway", "leave that out")

@@ -1,0 +1,196 @@
+"""The cluster that is served, those of before a reload that still have requests, and the change to the next."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvroute.control import Control
+from kvroute.gateway.budget import RetryBudget
+from kvroute.gateway.deadlines import Deadlines
+from kvroute.gateway.deployment import Deployment
+from kvroute.gateway.handover import Handover
+from kvroute.gateway.journey import Journey
+from kvroute.gateway.keys import Keys
+from kvroute.gateway.logs import note
+from kvroute.gateway.metrics import Metrics
+from kvroute.gateway.preflight import tls_context
+from kvroute.gateway.prompt import Prompts
+from kvroute.gateway.recording import Recording
+from kvroute.gateway.serving import Serving
+from kvroute.gateway.state import ClusterState
+from kvroute.gateway.stations import stations_of
+from kvroute.gateway.tracing import Tracer
+from kvroute.gateway.watchers import Watchers
+from kvroute.types import Event, InputError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Common:
+    """What all clusters share, one after the other."""
+
+    now: Callable[[], float]
+    metrics: Metrics
+    state: ClusterState
+    tracer: Tracer
+    budget: RetryBudget
+    rooms: random.Random
+    deadlines: Deadlines
+    on_end: Callable[[Journey], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What a reload has read, beside the loop."""
+
+    deployment: Deployment
+    keys: Keys
+    prompts: Prompts
+    control: Control
+
+
+class Succession:
+    """Begins with one cluster; `prepare`, `next` and `switch` lead to another."""
+
+    def __init__(self, deployment: Deployment, common: Common) -> None:
+        """Raises InputError where the tokenizer cannot be read or the event log not be begun."""
+        self.deployment = deployment
+        self._common = common
+        self._prompts = deployment.prompts()
+        try:
+            self.serving = self._made(deployment, self._prompts, deployment.core(), 0)
+        except InputError:
+            self._prompts.close()
+            raise
+        self._watchers = Watchers(self.serving, self._heard)
+        self._retired: list[Serving] = []
+        self._handover: Handover | None = None
+
+    @property
+    def clusters(self) -> tuple[Serving, ...]:
+        """Those that have or get requests, the current one first."""
+        return (self.serving, *self._retired)
+
+    @property
+    def all_checked(self) -> bool:
+        """Whether the health of every instance has been looked at."""
+        return self._watchers.all_checked
+
+    def watch(self) -> None:
+        """Begin to watch the first cluster. Raises InputError as `Watchers.start` does."""
+        self._watchers.start()
+
+    def push(self, body: bytes) -> None:
+        """Telemetry that somebody sent. Raises InputError where it is none."""
+        self._watchers.push(body)
+
+    def prepare(self, read: Callable[[], Deployment]) -> Prepared:
+        """Everything about another deployment that takes time; may run in a thread. Raises what `read` raises, and
+        InputError."""
+        deployment = read()
+        settings = deployment.settings
+        keys, control = Keys.of(settings.keys), deployment.core()
+        if settings.listen.tls is not None:
+            tls_context(settings.listen.tls)
+        same = settings.prompt == self.deployment.settings.prompt
+        return Prepared(deployment, keys, self._prompts if same else deployment.prompts(), control)
+
+    def next(self, prepared: Prepared) -> Serving:
+        """The cluster that may take over. Raises InputError where its event log cannot be begun."""
+        try:
+            number = self.serving.last_number + 1
+            return self._made(prepared.deployment, prepared.prompts, prepared.control, number)
+        except InputError:
+            if prepared.prompts is not self._prompts:
+                prepared.prompts.close()
+            raise
+
+    def switch(self, prepared: Prepared, serving: Serving) -> Watchers:
+        """From now on `serving` is the current cluster and is watched; those who watched before are for the caller to
+        close. `settle` hands over the rest."""
+        old, watchers = self.serving, self._watchers
+        self._retired.append(old)
+        self._handover = Handover(old, serving, self._retired)
+        self._handover.at_once()
+        self._watchers = Watchers(serving, self._heard, watchers)
+        self.serving, self.deployment, self._prompts = serving, prepared.deployment, prepared.prompts
+        return watchers
+
+    async def settle(self, watchers: Watchers) -> None:
+        """Close the watchers of before, begin to watch, and tell the new core what is cached where."""
+        closing = asyncio.ensure_future(watchers.close())
+        try:
+            self._watchers.start()
+        except InputError as error:
+            note("error", "kv_events_not_followed", reason=str(error))
+        await closing
+        if self._handover is not None:
+            await self._handover.prefixes()
+
+    def look(self) -> None:
+        """What changes with time alone."""
+        now = self._common.now()
+        for serving in self.clusters:
+            for station in serving.stations.values():
+                station.guard.look(now)
+            if serving.events is not None:
+                serving.events.flush()
+        if self._handover is not None:
+            self._handover.look()
+        for serving in [each for each in self._retired if each.idle]:
+            self._retired.remove(serving)
+            serving.close()
+            if all(serving.prompts is not each.prompts for each in self.clusters):
+                serving.prompts.close()
+        if self._handover is not None and self._handover.over and not self._retired:
+            self._handover = None
+
+    def stop(self) -> None:
+        """Break off what is under way; its clients are told."""
+        for serving in self.clusters:
+            for journey in list(serving.journeys.values()):
+                journey.stop()
+
+    async def unwatch(self) -> None:
+        """Hear nothing any more."""
+        await self._watchers.close()
+
+    def close(self) -> None:
+        """No more requests."""
+        for serving in self.clusters:
+            serving.close()
+            serving.prompts.close()
+
+    def _heard(self, event: Event) -> None:
+        """A watcher's word."""
+        self.serving.heard(event)
+        if self._handover is not None:
+            self._handover.heard(event)
+
+    def _made(self, deployment: Deployment, prompts: Prompts, control: Control, first_number: int) -> Serving:
+        cluster, settings, common = deployment.cluster, deployment.settings, self._common
+        key = os.environ.get(settings.upstream_key_env or "", "").encode()
+        log, lost = settings.log, common.metrics.log_lost
+        serving = Serving(
+            cluster,
+            control,
+            settings,
+            now=common.now,
+            prompts=prompts,
+            budget=common.budget,
+            metrics=common.metrics,
+            state=common.state,
+            tracer=common.tracer,
+            events=Recording(Path(log.events), deployment.log_header, log.terms, lost) if log.events else None,
+            rooms=common.rooms,
+            engine_key=key if Keys.of(settings.keys).required else None,
+            on_end=common.on_end,
+            first_number=first_number,
+        )
+        exact, deadlines = prompts.exact, common.deadlines
+        serving.stations = stations_of(cluster, settings, serving.changed, common.now, deadlines, exact=exact)
+        return serving

@@ -1,0 +1,56 @@
+"""Which of several equal links a transfer takes: drawn from a seed and the request's number, the same on any clock."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvroute.topology.cluster import Cluster
+from kvroute.types import FloatArray
+
+DRAWN_HOPS = 16
+"""Draws per flow; a path over many WAN hops uses them again from the start."""
+CHUNK = 4096
+"""Draws are made for so many requests at a time."""
+CHUNKS_KEPT = 8
+
+
+class EcmpPaths:
+    """Paths of a cluster's transfers. Draws belong to the request, so that every policy sees the same luck for the same
+    request, simulated or live."""
+
+    def __init__(self, cluster: Cluster, seed: int) -> None:
+        self._cluster, self._seed = cluster, seed
+        instances = range(len(cluster.instances))
+        flows = max((cluster.flows_per_transfer(index, index) for index in instances), default=1)
+        self._drawn_flows = 1 if cluster.ecmp == "transfer" else flows
+        self._draws: dict[int, FloatArray] = {}
+        """The chunks drawn last: [CHUNK, flows, hops] in [0, 1)."""
+
+    def of(self, request: int, source: int, target: int) -> list[list[int]]:
+        """Links of each flow of a transfer between two instances (indices), `flows_per_transfer` of them.
+
+        Raises:
+            InputError: the two cannot reach each other.
+        """
+        draws = self._drawn(request)
+        paths = []
+        for shard in range(self._cluster.flows_per_transfer(source, target)):
+            drawn = draws[shard % len(draws)]
+            paths.append(
+                [
+                    group[0] if len(group) == 1 else group[int(drawn[hop % DRAWN_HOPS] * len(group))]
+                    for hop, group in enumerate(self._cluster.hops(source, target, shard))
+                ]
+            )
+        return paths
+
+    def _drawn(self, request: int) -> list[list[float]]:
+        """The request's own draws, [flows][hops]: the same whenever and in whatever order they are asked for."""
+        chunk, row = divmod(request, CHUNK)
+        if chunk not in self._draws:
+            if len(self._draws) == CHUNKS_KEPT:
+                del self._draws[next(iter(self._draws))]
+            shape = (CHUNK, self._drawn_flows, DRAWN_HOPS)
+            self._draws[chunk] = np.random.default_rng((self._seed, chunk)).random(shape)
+        draws: list[list[float]] = self._draws[chunk][row].tolist()
+        return draws

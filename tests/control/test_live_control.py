@@ -1,0 +1,674 @@
+"""The core under live stories: legs fail, instances come and go, others share them, and several protocols live in one
+cluster; whatever happens, what requests held comes back, and every decision names somebody who can serve."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvroute.control import Control, ControlSpec, LogRecord, replay, same
+from kvroute.topology import Cluster, parse
+from kvroute.types import (
+    SAME_RACK,
+    Admitted,
+    Arrived,
+    Decision,
+    Decode,
+    DecodeFailed,
+    Event,
+    Finished,
+    InputError,
+    Instance,
+    InstanceDown,
+    InstanceMeasured,
+    InstanceUp,
+    KvCleared,
+    KvStored,
+    Prefill,
+    PrefillFailed,
+    PrefillFinished,
+    Reject,
+    Request,
+    Terms,
+    TransferFinished,
+)
+
+HEAD = """
+name: live
+pods: [{name: pod0, uplinks: {count: 2, capacity: 50 Gbps}}]
+racks:
+  - {name: rack0, pod: pod0, uplinks: {count: 2, capacity: 50 Gbps}}
+  - {name: rack1, pod: pod0, uplinks: {count: 2, capacity: 50 Gbps}}
+nodes:
+  - {name: node0, rack: rack0, gpus: 16, nics: {compute: {count: 4, capacity: 100 Gbps}}}
+  - {name: node1, rack: rack1, gpus: 16, nics: {compute: {count: 4, capacity: 100 Gbps}}}
+  - {name: node2, gpus: 16, nics: {compute: {count: 4, capacity: 100 Gbps}}}
+  - {name: node3, gpus: 16, nics: {compute: {count: 4, capacity: 100 Gbps}}}
+network: {tier_bandwidth: {pod: 50 Gbps}}
+timing:
+  default: {prefill: {kind: linear, per_token: 100 us, base: 10 ms}, decode: {base: 10 ms, per_request: 1 ms}}
+defaults: {model: llama-3-70b, tp: 2, batch_max: 2, kv_capacity: 4 GB}
+instances:
+"""
+PROTOCOLS = {"v": "vllm", "m": "mooncake", "s": "sglang"}
+ROLES = {"p": "prefill", "d": "decode", "b": "both"}
+TOKEN_BYTES = 327_680.0
+CHAIN = (11, 12, 13, 14)
+UNITS_S = 1e-9
+BLOCK_TOKENS = 16
+
+
+def cluster_of(*names: str, **limits: str) -> Cluster:
+    """A name says all: `vd1b` is the second (b) instance on node1 that speaks vLLM's protocol and decodes. `limits` are
+    keys of one instance."""
+    lines, used = [], dict.fromkeys("0123", 0)
+    for name in names:
+        node = name[2]
+        endpoint = f"{{url: 'http://{name}:80', protocol: {PROTOCOLS[name[0]]}, bootstrap: '{name}:81'}}"
+        more = f", {limits[name]}" if name in limits else ""
+        gpus = f"node{node}:{used[node]}-{used[node] + 1}"
+        used[node] += 2
+        lines.append(f"  - {{name: {name}, role: {ROLES[name[1]]}, gpus: '{gpus}', endpoint: {endpoint}{more}}}\n")
+    return parse(HEAD + "".join(lines))
+
+
+MIXED = cluster_of(
+    *("vp0", "vp1", "vd0", "vd0b", "vd1", "sp0", "sp1", "sd0", "sd1", "mp1", "md0", "md1", "vb0", "sb1"),
+    vd1="kv_capacity: 5 GB",
+    sd1="kv_capacity: 6 GB",
+    md0="kv_capacity: 3 GB",
+)
+PLACE = {instance.name: instance for instance in MIXED.instances}
+NAMES = tuple(PLACE)
+
+
+def request(number: int, tokens: int = 1_000, answer: int = 0, **more: Any) -> Request:
+    """A request whose content is unknown, unless told otherwise."""
+    return Request(id=number, input_tokens=tokens, max_output_tokens=answer, block_tokens=BLOCK_TOKENS, **more)
+
+
+@dataclass
+class Life:
+    """What the test knows of a request in flight."""
+
+    request: Request
+    prefill: str = ""
+    """Where its prefill is booked; empty: it is over, or there is none."""
+    booked_s: float = 0.0
+    source: str = ""
+    target: str = ""
+    """Where its decode is booked."""
+    crossing: bool = False
+    admitted: bool = False
+    failed: list[str] = field(default_factory=list)
+    """Instances that have failed it, the last one last."""
+
+    def fails(self, name: str) -> None:
+        """One more."""
+        self.failed = [other for other in self.failed if other != name] + [name]
+
+    def allows(self, able: list[str]) -> list[str]:
+        """Those of `able` who have not failed it; where all have, whoever did so first."""
+        rounds = ([name for name in able if name not in self.failed[k:]] for k in range(len(self.failed) + 1))
+        return next(filter(None, rounds), [])
+
+
+@dataclass
+class Others:
+    """Other routers' requests on an instance, as its figures show them."""
+
+    prefills: int = 0
+    batch: int = 0
+    queued: int = 0
+    kv_bytes: float = 0.0
+
+
+class Lives(RuleBasedStateMachine):
+    """Random stories beside a model that counts. A second core hears all but the impossible events; it must decide the
+    same."""
+
+    spec: ClassVar[dict[str, Any]] = {}
+    inside_only = False
+    """Whether the KV cache may not leave its rack."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.control, self.untroubled = self.fresh(), self.fresh()
+        self.records: list[LogRecord] = []
+        self.now = 0.0
+        self.lives: dict[int, Life] = {}
+        self.down: set[str] = set()
+        self.others = {name: Others() for name in NAMES}
+        self.count = 0
+
+    def fresh(self) -> Control:
+        """A core that has heard nothing."""
+        return ControlSpec(prefill="cache-aware", **self.spec).build(MIXED)
+
+    def tell(self, event: Event) -> tuple[Decision, ...]:
+        """Some time later, to both cores."""
+        self.now += 0.125
+        event = msgspec.structs.replace(event, at=self.now)
+        decisions = self.control.handle(event)
+        assert same(decisions, self.untroubled.handle(event))
+        self.records.append(LogRecord(event, decisions))
+        return decisions
+
+    # The story
+
+    @rule(
+        tokens=st.integers(1, 6_000),
+        answer=st.integers(0, 3_000),
+        one_leg=st.sampled_from([False, False, False, True]),
+        depth=st.integers(0, len(CHAIN)),
+    )
+    def arrive(self, tokens: int, answer: int, one_leg: bool, depth: int) -> None:
+        """Somebody asks."""
+        blocks = CHAIN[: min(depth, tokens // BLOCK_TOKENS)]
+        life = Life(request(self.count, tokens, answer, one_leg=one_leg, blocks=blocks))
+        self.count += 1
+        self.follow(life, self.tell(Arrived(0, life.request)))
+
+    @precondition(lambda self: self.any_life(prefilling))
+    @rule(data=st.data())
+    def prefilled(self, data: st.DataObject) -> None:
+        """Then the decode is chosen, or what was chosen begins to cross."""
+        life = self.pick(data, prefilling)
+        decisions = self.tell(PrefillFinished(0, life.request.id))
+        life.prefill = ""
+        if life.target:
+            assert decisions == ()
+            life.crossing = life.source != life.target
+            return
+        self.follow(life, decisions)
+
+    @precondition(lambda self: self.any_life(prefilling))
+    @rule(data=st.data())
+    def prefill_fails(self, data: st.DataObject) -> None:
+        """What was booked there goes at once, whatever comes instead."""
+        life = self.pick(data, prefilling)
+        failed, booked_s = life.prefill, life.booked_s
+        before_s = self.control.loads(self.now + 0.125)[failed].pending_s
+        decisions = self.tell(PrefillFailed(0, life.request.id))
+        life.fails(failed)
+        self.clear(life)
+        self.follow(life, decisions)
+        after_s = before_s - booked_s
+        if not any(one.prefill == failed for one in self.lives.values() if one is not life):
+            after_s = 0.0
+        if life.prefill == failed:
+            after_s = max(after_s, 0.0) + life.booked_s
+        if not any(others.prefills for others in self.others.values()):
+            assert self.control.loads(self.now)[failed].pending_s == pytest.approx(max(after_s, 0.0), abs=UNITS_S)
+
+    @precondition(lambda self: self.any_life(placed))
+    @rule(data=st.data(), kv_lost=st.booleans())
+    def decode_fails(self, data: st.DataObject, kv_lost: bool) -> None:
+        """Before its first token; a KV cache that is still there is sent elsewhere, else all begins again."""
+        life = self.pick(data, placed)
+        source, kept = life.source, not kv_lost and self.keeps_kv(life)
+        decisions = self.tell(DecodeFailed(0, life.request.id, kv_lost))
+        life.fails(life.target)
+        self.clear(life)
+        self.follow(life, decisions, source if kept else "")
+
+    @precondition(lambda self: self.any_life(crossing))
+    @rule(data=st.data())
+    def landed(self, data: st.DataObject) -> None:
+        """The bytes are there."""
+        life = self.pick(data, crossing)
+        assert self.tell(TransferFinished(0, life.request.id)) == ()
+        life.crossing = False
+
+    @precondition(lambda self: self.any_life(waiting))
+    @rule(data=st.data())
+    def admitted(self, data: st.DataObject) -> None:
+        """Its first token has come."""
+        life = self.pick(data, waiting)
+        assert self.tell(Admitted(0, life.request.id)) == ()
+        life.admitted = True
+
+    @precondition(lambda self: bool(self.lives))
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        """Answered, failed for good or cancelled, at any step."""
+        life = self.pick(data, anybody)
+        assert self.tell(Finished(0, life.request.id)) == ()
+        del self.lives[life.request.id]
+
+    @rule(name=st.sampled_from(NAMES))
+    def goes_down(self, name: str) -> None:
+        """Also when it is down already: a guard may say it twice."""
+        assert self.tell(InstanceDown(0, name)) == ()
+        self.down.add(name)
+
+    @precondition(lambda self: bool(self.down))
+    @rule(data=st.data())
+    def comes_up(self, data: st.DataObject) -> None:
+        """Back again."""
+        name = data.draw(st.sampled_from(sorted(self.down)))
+        assert self.tell(InstanceUp(0, name)) == ()
+        self.down.discard(name)
+
+    @rule(
+        name=st.sampled_from(NAMES),
+        running=st.integers(0, 4),
+        waits=st.integers(0, 3),
+        share=st.sampled_from([None, 0.0, 0.25, 0.5, 1.0]),
+    )
+    def measured(self, name: str, running: int, waits: int, share: float | None) -> None:
+        """An engine's figures: what is beyond our own requests is others'."""
+        assert self.tell(InstanceMeasured(0, name, running, waits, share)) == ()
+        instance, others = PLACE[name], self.others[name]
+        if instance.role != "decode":
+            others.prefills = max(running + waits - self.prefills(name), 0)
+        if instance.role != "prefill":
+            batch, queued = self.decodes(name)
+            beyond = max(running + waits - batch - queued, 0)
+            others.batch = min(max(running - batch, 0), beyond)
+            others.queued = beyond - others.batch
+            if share is not None:
+                others.kv_bytes = max(share * instance.kv_capacity_bytes - self.own_bytes(name), 0.0)
+
+    @rule(name=st.sampled_from(NAMES), depth=st.integers(1, len(CHAIN)))
+    def stored(self, name: str, depth: int) -> None:
+        """An engine's word on its cache."""
+        assert self.tell(KvStored(0, name, CHAIN[:depth])) == ()
+
+    @rule(data=st.data())
+    def the_impossible(self, data: st.DataObject) -> None:
+        """Refused; the other core, which does not hear of it, decides all that follows alike."""
+        impossible: list[Event] = [InstanceUp(0, "nobody"), InstanceMeasured(0, "nobody", 1, 1)]
+        for number, life in {**self.lives, self.count: Life(request(self.count))}.items():
+            here = number in self.lives
+            impossible += [Arrived(0, life.request)] if here else [Finished(0, number)]
+            if not life.prefill:
+                impossible += [PrefillFinished(0, number), PrefillFailed(0, number)]
+            if not life.target:
+                impossible += [DecodeFailed(0, number), DecodeFailed(0, number, kv_lost=True)]
+            if not life.crossing:
+                impossible.append(TransferFinished(0, number))
+            if not life.target or life.admitted:
+                impossible.append(Admitted(0, number))
+        event = msgspec.structs.replace(data.draw(st.sampled_from(impossible)), at=self.now)
+        with pytest.raises(InputError):
+            self.control.handle(event)
+
+    # What must hold of decisions
+
+    def follow(self, life: Life, decisions: tuple[Decision, ...], source: str = "") -> None:
+        """Note what was decided, and check that it could be; `source` has the KV cache already."""
+        source = source or (life.source if life.source and not life.prefill and not life.target else "")
+        match decisions:
+            case (Reject(),):
+                self.check_reject(life, source)
+                self.lives.pop(life.request.id, None)
+                return
+            case (Prefill() as prefill, *rest):
+                assert not source
+                assert not life.request.one_leg
+                self.check_prefill(life, prefill)
+                life.prefill = life.source = prefill.instance
+                life.booked_s = 0.010 + 100e-6 * (life.request.input_tokens - prefill.cached_tokens)
+                instance = PLACE[prefill.instance]
+                assert len(rest) == (instance.role == "both" or instance.protocol == "sglang")
+                for decode in rest:
+                    assert isinstance(decode, Decode)
+                    self.check_decode(life, decode)
+                    assert (decode.target == decode.source) == (instance.role == "both")
+                    life.target = decode.target
+            case (Decode() as decode,):
+                assert decode.source == (decode.target if life.request.one_leg else source)
+                self.check_decode(life, decode)
+                life.source, life.target = decode.source, decode.target
+                life.crossing = decode.source != decode.target
+            case _:
+                raise AssertionError(decisions)
+        self.lives[life.request.id] = life
+
+    def check_prefill(self, life: Life, prefill: Prefill) -> None:
+        """It is up and can hand the KV cache on, inside its rack if anybody can."""
+        assert prefill.instance in life.allows(self.able_to_prefill())
+
+    def check_decode(self, life: Life, decode: Decode) -> None:
+        """It is up, speaks the source's protocol, and has room unless nobody has."""
+        source, target, asked = PLACE[decode.source], PLACE[decode.target], life.request
+        tier = int(MIXED.tier[MIXED.index(source.name), MIXED.index(target.name)])
+        assert decode.target not in self.down
+        assert decode.tier == tier
+        assert decode.need_bytes == (asked.input_tokens + asked.max_output_tokens) * TOKEN_BYTES
+        overcommits = self.spec.get("overcommit", False)
+        if source is target:
+            assert decode.kv_bytes == 0.0
+            if asked.one_leg:
+                able = [name for name in self.able_alone() if overcommits or self.has_room(asked, name)]
+                assert decode.target in life.allows(able)
+            else:
+                assert source.role == "both"
+            return
+        assert (target.role, target.protocol) == ("decode", source.protocol)
+        assert decode.kv_bytes == (asked.input_tokens - decode.hit_tokens) * TOKEN_BYTES
+        assert decode.target in life.allows(self.takers(source))
+        assert self.has_room(asked, decode.target) or overcommits
+
+    def check_reject(self, life: Life, source: str) -> None:
+        """Only where nobody can serve: nobody is up to begin with, or nobody who is has room."""
+        if life.request.one_leg:
+            able = self.able_alone()
+        elif source:
+            able = life.allows(self.takers(PLACE[source]))
+        else:
+            prefill = [PLACE[name] for name in life.allows(self.able_to_prefill())]
+            # Others are chosen before anybody asks who would decode.
+            assert all((place.protocol, place.role) == ("sglang", "prefill") for place in prefill)
+            able = [taker for place in prefill for taker in life.allows(self.takers(place))]
+        assert not any(self.has_room(life.request, name) for name in able)
+        assert not able or not self.spec.get("overcommit")
+
+    def able_to_prefill(self) -> list[str]:
+        """Those who are up and have somebody for the KV cache; under a constraint inside the rack, if anybody has."""
+        prefill = [name for name in NAMES if PLACE[name].role != "decode" and name not in self.down]
+        served = [name for name in prefill if PLACE[name].role == "both" or self.takers(PLACE[name], anywhere=True)]
+        if not self.spec.get("constraint"):
+            return served
+        inside = [name for name in served if PLACE[name].role == "both" or self.takers(PLACE[name], inside=True)]
+        return inside or served
+
+    def takers(self, source: Instance, *, inside: bool = False, anywhere: bool = False) -> list[str]:
+        """Decode instances that are up and understand `source`."""
+        inside = (inside or self.inside_only) and not anywhere
+        return [
+            name
+            for name, place in PLACE.items()
+            if (place.role, place.protocol) == ("decode", source.protocol)
+            and name not in self.down
+            and (not inside or MIXED.tier[MIXED.index(source.name), MIXED.index(name)] <= SAME_RACK)
+        ]
+
+    def able_alone(self) -> list[str]:
+        """Those who can compute a prompt and its answer; SGLang's decode engines cannot."""
+        return [
+            name
+            for name, place in PLACE.items()
+            if name not in self.down
+            and (place.role == "both" or (place.role == "decode" and place.protocol != "sglang"))
+        ]
+
+    def has_room(self, asked: Request, name: str) -> bool:
+        """By the model's count."""
+        need_bytes = (asked.input_tokens + asked.max_output_tokens) * TOKEN_BYTES
+        free_bytes = PLACE[name].kv_capacity_bytes - self.own_bytes(name) - self.others[name].kv_bytes
+        return need_bytes <= free_bytes
+
+    # What must hold at all times
+
+    @invariant()
+    def counts_are_the_models(self) -> None:
+        """Requests in flight, and what waits on every instance."""
+        assert self.control.in_flight == len(self.lives)
+        loads = self.control.loads(self.now)
+        for name in NAMES:
+            _, queued = self.decodes(name)
+            assert loads[name].queued == self.prefills(name) + queued + self.others[name].queued, name
+            if not self.prefills(name) and not any(others.prefills for others in self.others.values()):
+                assert loads[name].pending_s == 0.0
+
+    @invariant()
+    def transfers_in_flight_are_the_models(self) -> None:
+        """By source and tier, as the oracle counts them."""
+        for index, name in enumerate(NAMES):
+            tiers = [
+                int(MIXED.tier[index, MIXED.index(life.target)])
+                for life in self.lives.values()
+                if life.crossing and life.source == name
+            ]
+            counted = self.control.oracle.costs(index, np.array([index]), self.now).in_flight
+            assert counted.tolist() == [min(tiers.count(tier), 16) for tier in range(len(counted))], name
+
+    def teardown(self) -> None:
+        """The record decides again; and when all have left and engines are idle, the core decides as a fresh one does,
+        bit for bit and up to the last free byte."""
+        for record, again in replay(self.fresh(), self.records):
+            assert same(record.decisions, again)
+        for number in list(self.lives):
+            self.tell(Finished(0, number))
+        for name in NAMES:
+            for event in (InstanceUp(0, name), InstanceMeasured(0, name, 0, 0, 0.0), KvCleared(0, name)):
+                self.tell(event)
+        fresh = self.fresh()
+        sizes = sorted({int(place.kv_capacity_bytes // TOKEN_BYTES) for place in PLACE.values()})
+        for number, tokens in enumerate((1_000, *sizes), start=self.count):
+            for one_leg in (False, True):
+                asked = request(number, tokens, one_leg=one_leg)
+                steps: list[Event] = [Arrived(self.now, asked), Finished(self.now, number)]
+                if not one_leg:
+                    steps.insert(1, PrefillFinished(self.now, number))
+                for step in steps:
+                    decisions = self.control.handle(step)
+                    assert same(decisions, fresh.handle(step))
+                    if any(isinstance(decision, Reject) for decision in decisions):
+                        break
+
+    # The model
+
+    def clear(self, life: Life) -> None:
+        """Nothing is booked for it any more."""
+        life.prefill = life.source = life.target = ""
+        life.crossing = life.admitted = False
+
+    def keeps_kv(self, life: Life) -> bool:
+        """Whether its KV cache outlives a failed decode leg."""
+        return life.source != life.target and PLACE[life.source].protocol != "sglang"
+
+    def pick(self, data: st.DataObject, fits: Any) -> Life:
+        """A request in flight."""
+        return self.lives[data.draw(st.sampled_from([n for n, life in self.lives.items() if fits(life)]))]
+
+    def any_life(self, fits: Any) -> bool:
+        """Whether there is one."""
+        return any(fits(life) for life in self.lives.values())
+
+    def prefills(self, name: str) -> int:
+        """Our prefills on an instance."""
+        return sum(life.prefill == name for life in self.lives.values())
+
+    def decodes(self, name: str) -> tuple[int, int]:
+        """Ours in its batch, and on their way to it."""
+        here = [life.admitted for life in self.lives.values() if life.target == name]
+        return sum(here), len(here) - sum(here)
+
+    def own_bytes(self, name: str) -> float:
+        """Of KV memory, ours."""
+        held = [life.request for life in self.lives.values() if life.target == name]
+        return sum(one.input_tokens + one.max_output_tokens for one in held) * TOKEN_BYTES
+
+
+def anybody(life: Life) -> bool:
+    """Every request in flight."""
+    return True
+
+
+def prefilling(life: Life) -> bool:
+    """Its prefill is under way."""
+    return bool(life.prefill)
+
+
+def placed(life: Life) -> bool:
+    """Its decode is chosen."""
+    return bool(life.target)
+
+
+def crossing(life: Life) -> bool:
+    """Its KV cache is under way."""
+    return life.crossing
+
+
+def waiting(life: Life) -> bool:
+    """Its first token has not come."""
+    return bool(life.target) and not life.admitted
+
+
+class FencedLives(Lives):
+    """The KV cache stays in its rack or goes nowhere."""
+
+    spec: ClassVar[dict[str, Any]] = {"constraint": "rack:fail"}
+    inside_only = True
+
+
+class ServedLives(Lives):
+    """As the gateway has it: an instance that is full by our count may still be chosen where all are."""
+
+    spec: ClassVar[dict[str, Any]] = {"constraint": "rack:fallback", "overcommit": True}
+
+
+MANY = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestLives, TestFencedLives, TestServedLives = Lives.TestCase, FencedLives.TestCase, ServedLives.TestCase
+TestLives.settings = TestFencedLives.settings = TestServedLives.settings = MANY
+
+
+def core(cluster: Cluster, **spec: Any) -> Control:
+    """A fresh core."""
+    return ControlSpec(**spec).build(cluster)
+
+
+def terms_of(decision: Decision) -> Terms:
+    """Its terms, which must be there."""
+    assert decision.terms is not None
+    return decision.terms
+
+
+def both_legs(decisions: tuple[Decision, ...]) -> tuple[Prefill, Decode]:
+    """A joint choice."""
+    prefill, decode = decisions
+    assert isinstance(prefill, Prefill)
+    assert isinstance(decode, Decode)
+    return prefill, decode
+
+
+def decoded(control: Control, asked: Request) -> Decision:
+    """Let a request arrive and its prefill finish."""
+    assert len(control.handle(Arrived(0, asked))) == 1
+    (decision,) = control.handle(PrefillFinished(0, asked.id))
+    return decision
+
+
+def test_both_legs_at_once_take_the_pair_whose_whole_way_is_shortest() -> None:
+    """sp0 would start at once, but must send 1 GB to the other rack in 168 ms; sp1, with 110 ms of work ahead, has its
+    partner on the same node."""
+    control = core(cluster_of("sp0", "sp1", "sd1"))
+    for number, name in enumerate(("sp0", "sp1")):
+        control.handle(InstanceDown(0, "sp1" if name == "sp0" else "sp0"))
+        prefill, _ = both_legs(control.handle(Arrived(0, request(number, 1_000 * (number + 1)))))
+        assert prefill.instance == name
+        control.handle(InstanceUp(0, "sp1" if name == "sp0" else "sp0"))
+    control.handle(PrefillFinished(0, 0))
+    control.handle(Finished(0, 0))
+    prefill, decode = both_legs(control.handle(Arrived(0.1, request(2, 3_200))))
+    terms = terms_of(prefill)
+    assert terms.names == ("sp0", "sp1")
+    assert terms.parts["finish_s"] == pytest.approx([0.330, 0.110 + 0.330])
+    crossing_s = 3_200 * TOKEN_BYTES / 6.25e9
+    assert terms.parts["decode_path_s"][0] == pytest.approx(crossing_s + 0.011, rel=0.01)
+    assert (prefill.instance, decode.source, decode.target) == ("sp1", "sp1", "sd1")
+
+
+def test_both_legs_at_once_pass_by_whose_partner_is_full() -> None:
+    """Inside its rack sp0 would have nobody with room: sp1 takes the request, by any prefill policy."""
+    for prefill_policy in ("least-loaded", "round-robin"):
+        control = core(cluster_of("sp0", "sp1", "sd0", "sd1"), constraint="rack:fail", prefill=prefill_policy)
+        control.handle(InstanceMeasured(0, "sd0", 9, 9, 1.0))
+        prefill, decode = both_legs(control.handle(Arrived(0, request(1))))
+        assert (prefill.instance, decode.target) == ("sp1", "sd1")
+        control.handle(InstanceMeasured(0, "sd1", 9, 9, 1.0))
+        (refused,) = control.handle(Arrived(0, request(2)))
+        assert isinstance(refused, Reject)
+        assert control.in_flight == 1
+
+
+@pytest.mark.parametrize("policy", ["fail", "fallback"])
+def test_without_a_label_an_instance_is_nobodys_neighbour(policy: str) -> None:
+    """vp2 and vd3 are in no rack: nobody prefills on vp2; vd3 is left out under `fail`, the last under `fallback`."""
+    control = core(cluster_of("vp0", "vp2", "vd0", "vd3"), constraint=f"rack:{policy}")
+    for number in range(2):
+        (prefill,) = control.handle(Arrived(0, request(number)))
+        assert isinstance(prefill, Prefill)
+        assert prefill.instance == "vp0"
+    (near,) = control.handle(PrefillFinished(0, 0))
+    control.handle(InstanceDown(0, "vd0"))
+    (far,) = control.handle(PrefillFinished(0, 1))
+    assert isinstance(near, Decode)
+    assert near.target == "vd0"
+    if policy == "fail":
+        assert isinstance(far, Reject)
+        assert "no decode instance in the prefill instance's rack is up" in far.reason
+    else:
+        assert isinstance(far, Decode)
+        assert far.target == "vd3"
+
+
+def test_others_load_shifts_the_choice_until_it_is_gone() -> None:
+    """vd0 is nearer; an engine that says it runs three requests of a batch of two makes the next one wait."""
+    control = core(cluster_of("vp0", "vd0", "vd1"))
+    for number, (running, target) in enumerate(((0, "vd0"), (40, "vd1"), (0, "vd0"))):
+        control.handle(InstanceMeasured(0, "vd0", running, 0))
+        decision = decoded(control, request(number))
+        assert isinstance(decision, Decode)
+        assert decision.target == target
+        assert terms_of(decision).parts["queue_s"][0] == pytest.approx(0.010 * 38 + 0.001 * 40 * 38 if running else 0.0)
+        control.handle(Finished(0, number))
+
+
+def test_others_prefills_count_as_much_as_ours_do() -> None:
+    """Two requests of others on vp0, priced as the mean of what was booked: vp1 is free earlier."""
+    control = core(cluster_of("vp0", "vp1", "vd0"))
+    control.handle(Arrived(0, request(1, 1_000)))
+    control.handle(Finished(0, 1))
+    control.handle(InstanceMeasured(0, "vp0", 1, 1))
+    (prefill,) = control.handle(Arrived(0, request(2)))
+    assert isinstance(prefill, Prefill)
+    assert prefill.instance == "vp1"
+    assert terms_of(prefill).parts["pending_s"] == pytest.approx([0.220, 0.0])
+
+
+def test_a_request_of_one_leg_goes_to_the_next_protocol_where_the_first_is_full_or_has_failed_it() -> None:
+    """Mooncake's instance comes first by name; then vLLM's, before Mooncake's is tried again."""
+    cluster = cluster_of("mp0", "md0", "vp0", "vd0")
+    targets = []
+    control = core(cluster)
+    for event in (
+        Arrived(0, request(1, one_leg=True)),
+        DecodeFailed(0, 1),
+        DecodeFailed(0, 1),
+        InstanceMeasured(0, "md0", 0, 0, 1.0),
+        Arrived(0, request(2, one_leg=True)),
+    ):
+        targets += [decision.target for decision in control.handle(event) if isinstance(decision, Decode)]
+    assert targets == ["md0", "vd0", "md0", "vd0"]
+
+
+def test_who_has_failed_a_request_is_tried_again_where_the_domain_has_nobody_else() -> None:
+    """`fail` forbids vd1, and vd0 may have been busy for a moment; `fallback` goes to vd1."""
+    for policy, target in (("fail", "vd0"), ("fallback", "vd1")):
+        control = core(cluster_of("vp0", "vd0", "vd1"), constraint=f"rack:{policy}")
+        first = decoded(control, request(1))
+        (second,) = control.handle(DecodeFailed(0, 1))
+        assert isinstance(first, Decode)
+        assert isinstance(second, Decode)
+        assert (first.target, second.target) == ("vd0", target)
+
+
+def test_fallback_leaves_its_domain_for_instances_that_are_full_too() -> None:
+    """As the gateway has it: vd0 is down and vd1 full by our count, so vd1 queues."""
+    control = core(cluster_of("vp0", "vd0", "vd1"), constraint="rack:fallback", overcommit=True)
+    control.handle(InstanceMeasured(0, "vd1", 9, 9, 1.0))
+    control.handle(InstanceDown(0, "vd0"))
+    decision = decoded(control, request(1))
+    assert isinstance(decision, Decode)
+    assert decision.target == "vd1"

@@ -1,0 +1,244 @@
+"""Engines of other makes, as far as a gateway sees them: each records what it is asked and answers as a test says."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import msgspec
+import uvloop
+from aiohttp import web
+from tests.gateway.rig import CLUSTER, LOOKS, MODEL, Front
+
+from kvroute.gateway.deployment import Deployment
+from kvroute.gateway.gateway import Gateway
+from kvroute.types import KvProtocol, Role
+
+HEAD = CLUSTER.partition("instances:")[0]
+NODES = ("node0", "node1")
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One request that an engine got."""
+
+    method: str
+    path: str
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        """The body as JSON."""
+        return msgspec.json.decode(self.body)
+
+    def raw(self, name: str) -> bytes:
+        """The bytes of one field of the body."""
+        return bytes(msgspec.json.decode(self.body, type=dict[str, msgspec.Raw])[name])
+
+
+Serve = Callable[["Engine", web.BaseRequest, Asked], Awaitable[web.StreamResponse]]
+
+
+async def tokens(engine: Engine, request: web.BaseRequest, asked: Asked) -> web.StreamResponse:
+    """What a model would say: as many words as it may, streamed or whole; a prefill leg of vLLM hands its KV over."""
+    body = asked.json
+    count = body.get("max_tokens", 1)
+    whole: dict[str, Any] = {"object": "text_completion", "choices": [{"index": 0, "text": f"{engine.name} " * count}]}
+    if (body.get("kv_transfer_params") or {}).get("do_remote_decode"):
+        whole["kv_transfer_params"] = engine.params
+    if not body.get("stream"):
+        return web.json_response(body=msgspec.json.encode(whole | {"usage": {"completion_tokens": count}}))
+    return await stream(request, [f"{engine.name} "] * count)
+
+
+async def stream(request: web.BaseRequest, words: Sequence[str]) -> web.StreamResponse:
+    """The words as server-sent events."""
+    response = await begun(request)
+    for word in words:
+        await response.write(event(word))
+    await response.write(b"data: [DONE]\n\n")
+    await response.write_eof()
+    return response
+
+
+async def begun(request: web.BaseRequest) -> web.StreamResponse:
+    """The head of a stream."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    return response
+
+
+def event(word: str) -> bytes:
+    """One token of a stream."""
+    return b"data: %b\n\n" % msgspec.json.encode({"choices": [{"index": 0, "text": word}]})
+
+
+def failing(status: int, *, times: int = 1 << 30, then: Serve = tokens) -> Serve:
+    """An engine that answers so many requests with an error."""
+    left = times
+
+    async def serve(engine: Engine, request: web.BaseRequest, asked: Asked) -> web.StreamResponse:
+        nonlocal left
+        left -= 1
+        if left >= 0:
+            return web.json_response({"error": {"message": "no", "type": "x"}}, status=status)
+        return await then(engine, request, asked)
+
+    return serve
+
+
+@dataclass(slots=True, eq=False)
+class Gate:
+    """Where an engine waits in the middle of a request."""
+
+    entered: asyncio.Event = field(default_factory=asyncio.Event)
+    left: asyncio.Event = field(default_factory=asyncio.Event)
+    """The request is over, be it because its caller has hung up."""
+    cancelled: bool = False
+    open: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def wait(self) -> None:
+        """Wait until it is open."""
+        self.entered.set()
+        try:
+            await self.open.wait()
+        except asyncio.CancelledError:
+            self.cancelled = True
+            raise
+        finally:
+            self.left.set()
+
+    def before(self, then: Serve) -> Serve:
+        """An engine that waits here before it answers."""
+
+        async def serve(engine: Engine, request: web.BaseRequest, asked: Asked) -> web.StreamResponse:
+            await self.wait()
+            return await then(engine, request, asked)
+
+        return serve
+
+
+@dataclass(slots=True, eq=False)
+class Engine:
+    """One engine; `serve` answers completions, and the rest is as in engines that work."""
+
+    name: str
+    role: Role
+    protocol: KvProtocol = "vllm"
+    serve: Serve = tokens
+    params: msgspec.Raw = field(default_factory=lambda: msgspec.Raw(b'{"do_remote_prefill":true}'))
+    asked: list[Asked] = field(default_factory=list)
+    """Completions."""
+    queries: int = 0
+    """Of its bootstrap server."""
+    engine_id: str = ""
+    """What the bootstrap server says; empty: it knows nothing."""
+    started_s: float = 1.0
+    """Of its process."""
+    tls: ssl.SSLContext | None = None
+    port: int = 0
+
+    @property
+    def endpoint(self) -> str:
+        """As the cluster file says it."""
+        url = f"{'https' if self.tls else 'http'}://127.0.0.1:{self.port}"
+        bootstrap = f', bootstrap: "127.0.0.1:{self.port}"' if self.role == "prefill" else ""
+        return f'{{url: "{url}", protocol: {self.protocol}{bootstrap}}}'
+
+    async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Serve one request."""
+        headers = {name.lower(): value for name, value in request.headers.items()}
+        asked = Asked(request.method, request.path_qs, headers, await request.read())
+        match request.path:
+            case "/health":
+                return web.Response()
+            case "/metrics":
+                page = f"vllm:num_requests_running 0\nprocess_start_time_seconds {self.started_s}\n"
+                return web.Response(text=page)
+            case "/query":
+                self.queries += 1
+                ranks = {"0": {"engine_id": self.engine_id, "worker_addr": {}}} if self.engine_id else {}
+                return web.json_response(ranks)
+            case _:
+                self.asked.append(asked)
+                return await self.serve(self, request, asked)
+
+
+def deployment(engines: Sequence[Engine], section: str = "", listen: str = "{port: 0}") -> Deployment:
+    """Engines that listen already, in two racks in turn, and a gateway's settings."""
+    lines = [
+        f'  - {{name: {engine.name}, role: {engine.role}, gpus: "{NODES[index % 2]}:{index - index % 2}-'
+        f'{index - index % 2 + 1}", endpoint: {engine.endpoint}}}\n'
+        for index, engine in enumerate(engines)
+    ]
+    gateway = f"gateway:\n  listen: {listen}\n  admin: {{port: 0}}\n{section}"
+    return Deployment.of(f"{HEAD}instances:\n{''.join(lines)}{gateway}", "foreign.yaml")
+
+
+@asynccontextmanager
+async def listening(engines: Sequence[Engine]) -> AsyncIterator[None]:
+    """Engines that listen."""
+    async with AsyncExitStack() as stack:
+        for engine in engines:
+            runner = web.ServerRunner(web.Server(engine.answer, handler_cancellation=True), shutdown_timeout=0.1)
+            await runner.setup()
+            stack.push_async_callback(runner.cleanup)
+            site = web.TCPSite(runner, "127.0.0.1", engine.port, ssl_context=engine.tls, reuse_address=True)
+            await site.start()
+            engine.port = int(runner.addresses[0][1])
+        yield
+
+
+@asynccontextmanager
+async def serving(made: Deployment) -> AsyncIterator[Front]:
+    """A gateway and its client."""
+    gateway = Gateway(made, seed=1)
+    try:
+        await gateway.start()
+        async with aiohttp.ClientSession() as session:
+            yield Front(gateway, session)
+    finally:
+        await gateway.close()
+
+
+@asynccontextmanager
+async def foreign(engines: Sequence[Engine], section: str = "", listen: str = "{port: 0}") -> AsyncIterator[Front]:
+    """Engines, and a gateway in front of them."""
+    async with listening(engines), serving(deployment(engines, section, listen)) as front:
+        yield front
+
+
+def run(main: Coroutine[Any, Any, None]) -> None:
+    """Hanging is a failure, not a wait."""
+
+    async def bounded() -> None:
+        async with asyncio.timeout(60):
+            await main
+
+    uvloop.run(bounded())
+
+
+async def sooner_or_later(what: Callable[[], bool]) -> bool:
+    """Whether it comes to be."""
+    for _ in range(LOOKS):
+        if what():
+            return True
+        await asyncio.sleep(0.005)
+    return False
+
+
+def completion(**fields: Any) -> dict[str, Any]:
+    """A request's body."""
+    return {"model": MODEL, "prompt": "What is a KV cache? " * 20, "max_tokens": 3} | fields
+
+
+def sides(protocol: KvProtocol) -> tuple[list[Engine], list[Engine]]:
+    """Two prefill and two decode engines of one protocol."""
+    prefill = [Engine(f"prefill{n}", "prefill", protocol, engine_id=f"id-{n}") for n in (0, 1)]
+    return prefill, [Engine(f"decode{n}", "decode", protocol) for n in (0, 1)]

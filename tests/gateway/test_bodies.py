@@ -1,0 +1,258 @@
+"""Bodies: who may send one, how many bytes of them the gateway holds, and that they are let go of at once."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import resource
+import weakref
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import uvloop
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.gateway.rig import COMPLETIONS, rig
+
+from kvroute.gateway.deadlines import Deadlines
+from kvroute.gateway.door import Door
+from kvroute.gateway.exchange import Exchange
+from kvroute.gateway.keys import hash_text
+from kvroute.gateway.pool import Pool
+from kvroute.gateway.reading import LIGHT_BYTES, Limits, RequestReader
+from kvroute.gateway.upstream import Line
+
+T = TypeVar("T")
+MB = 1_000_000
+KEY = "kvr_alice"
+HEAD = b"POST %b HTTP/1.1\r\nHost: g\r\n" % COMPLETIONS.encode()
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+def run(main: Coroutine[Any, Any, T]) -> T:
+    """Hanging is a failure, not a wait."""
+
+    async def bounded() -> T:
+        async with asyncio.timeout(30):
+            return await main
+
+    return uvloop.run(bounded())
+
+
+@contextmanager
+def no_collector() -> Iterator[None]:
+    """Memory must come back by itself."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+async def close(*streams: Streams) -> None:
+    for _, writer in streams:
+        writer.close()
+    for _, writer in streams:
+        with suppress(ConnectionError):
+            await writer.wait_closed()
+
+
+async def held(door: Door, nbytes: int) -> None:
+    """Wait until the door has so many bytes of bodies at least, or none if that is asked for."""
+    while door.bodies_bytes < nbytes if nbytes else door.bodies_bytes:
+        await asyncio.sleep(0)
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is read from /proc")
+@pytest.mark.parametrize("way", ["leaves", "slow", "answered"])
+def test_the_memory_of_bodies_comes_back_without_the_collector(way: str) -> None:
+    """Clients that leave half-way, that are refused, and that leave before the answer."""
+    rounds = 10 if way == "slow" else 30
+    announced = 8 * MB if way == "answered" else 9 * MB
+
+    async def main() -> int:
+        taken = asyncio.Event()
+
+        def handler(exchange: Exchange) -> None:
+            exchange.on_gone = taken.set
+
+        door = Door(handler, Limits(body_s=0.2 if way == "slow" else 60), deadlines=Deadlines(0.01))
+        port = await door.listen("127.0.0.1", 0)
+        before = resident_bytes()
+        for _ in range(rounds):
+            client = await asyncio.open_connection("127.0.0.1", port)
+            client[1].write(HEAD + b"Content-Length: %d\r\n\r\n" % announced + bytes(8 * MB))
+            if way != "slow":
+                await held(door, 8 * MB)
+            else:
+                assert b" 408 " in await client[0].readline()
+                assert door.bodies_bytes == 0
+            await close(client)
+            await held(door, 0)
+        grown = resident_bytes() - before
+        await door.drain(0)
+        return grown
+
+    with no_collector():
+        assert run(main()) < 0.4 * rounds * 8 * MB
+
+
+def test_readers_and_lines_are_gone_once_nobody_needs_them() -> None:
+    async def main() -> None:
+        reader = RequestReader(Limits())
+        reader.feed(HEAD + b"Content-Length: 5\r\n\r\n123")
+        assert reader.body_bytes == 3
+        reader.forget()
+        assert reader.body_bytes == 0
+
+        class Wire(asyncio.Transport):
+            def is_closing(self) -> bool:
+                return False
+
+        pool = Pool("http://engine:1")
+        line = Line(pool)
+        line.connection_made(Wire())
+        line.connection_lost(None)
+        watched: list[weakref.ref[Any]] = [weakref.ref(reader), weakref.ref(line)]
+        del reader, line
+        assert [watch() for watch in watched] == [None, None]
+
+    with no_collector():
+        run(main())
+
+
+def test_all_bodies_together_are_bounded_and_small_ones_always_taken() -> None:
+    """Whoever goes beyond is told to come back; whoever leaves makes room."""
+
+    async def main() -> None:
+        exchanges: list[Exchange] = []
+        door = Door(exchanges.append, Limits(bodies_bytes=MB), deadlines=Deadlines(0.01))
+        port = await door.listen("127.0.0.1", 0)
+
+        async def send(nbytes: int, length: int = MB) -> Streams:
+            client = await asyncio.open_connection("127.0.0.1", port)
+            client[1].write(HEAD + b"Content-Length: %d\r\n\r\n" % length + bytes(nbytes))
+            return client
+
+        first = await send(600_000)
+        await held(door, 600_000)
+        second = await send(600_000)
+        answer = await second[0].read()
+        assert answer.startswith(b"HTTP/1.1 503 ")
+        assert b"retry-after: 1\r\n" in answer
+        assert b"bodies" in answer
+        small = await send(LIGHT_BYTES, LIGHT_BYTES)
+        while not exchanges:
+            await asyncio.sleep(0)
+        await close(first)
+        await held(door, 0)
+        third = await send(600_000, 600_000)
+        while len(exchanges) < 2:
+            await asyncio.sleep(0)
+        assert door.bodies_bytes == 600_000, "a body counts until it is answered"
+        exchanges[1].respond(200, b"{}")
+        assert door.bodies_bytes == 0
+        await close(second, third, small)
+        await door.drain(0)
+
+    run(main())
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 200_000), st.integers(0, 200_000), st.sampled_from(["leave", "answer", "abort"])),
+        max_size=6,
+    )
+)
+def test_nothing_is_counted_of_clients_that_are_gone(plan: list[tuple[int, int, str]]) -> None:
+    async def main() -> None:
+        door = Door(lambda exchange: None, Limits(bodies_bytes=300_000, linger_s=0.01), deadlines=Deadlines(0.01))
+
+        def handler(exchange: Exchange) -> None:
+            how = exchange.query
+            if how == b"answer":
+                exchange.respond(200, b"{}")
+            elif how == b"abort":
+                exchange.abort()
+
+        door.handler = handler
+        port = await door.listen("127.0.0.1", 0)
+        clients = []
+        for sent, more, how in plan:
+            client = await asyncio.open_connection("127.0.0.1", port)
+            head = b"POST /?%b HTTP/1.1\r\nHost: g\r\nContent-Length: %d\r\n\r\n" % (how.encode(), sent + more)
+            client[1].write(head + bytes(sent))
+            await asyncio.sleep(0)
+            client[1].write(bytes(more))
+            clients.append(client)
+        await close(*clients)
+        while door.connections:
+            await asyncio.sleep(0)
+        assert door.bodies_bytes == 0
+        await door.drain(0)
+
+    run(main())
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, "/v1/embeddings", "/health"])
+@pytest.mark.parametrize("framing", ["Content-Length: 50000000", "Transfer-Encoding: chunked", "Expect: 100-continue"])
+def test_who_has_no_key_is_refused_before_the_body(path: str, framing: str) -> None:
+    """The answer comes though nothing of the body was sent; with a key the gateway waits for it, and asks for it."""
+    head = f"POST {path} HTTP/1.1\r\nHost: g\r\n{framing}\r\n"
+    if framing.startswith("Expect"):
+        head += "Content-Length: 50000000\r\n"
+
+    async def main() -> None:
+        async with rig(f"  keys: {{known: {{alice: '{hash_text(KEY)}'}}}}\n") as gate:
+            client = await asyncio.open_connection("127.0.0.1", gate.gateway.port)
+            client[1].write(head.encode() + b"Authorization: Bearer kvr_bob\r\n\r\n")
+            answer = await client[0].read()
+            assert answer.startswith(b"HTTP/1.1 401 ")
+            assert b"www-authenticate: Bearer\r\n" in answer
+            assert b'"code":"invalid_api_key"' in answer
+            await close(client)
+            page = (await gate.get("/metrics")).body.decode()
+            assert 'kvroute_rejects_total{reason="key"} 1' in page
+            kind = {COMPLETIONS: "completions", "/v1/embeddings": "passed_on"}.get(path, "other")
+            assert f'kvroute_requests_total{{endpoint="{kind}",code="401"}} 1' in page
+            if framing.startswith("Expect"):
+                client = await asyncio.open_connection("127.0.0.1", gate.gateway.port)
+                client[1].write(head.encode() + f"Authorization: Bearer {KEY}\r\n\r\n".encode())
+                assert await client[0].readline() == b"HTTP/1.1 100 Continue\r\n"
+                await close(client)
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("raw", "status", "reason"),
+    [
+        (b"rubbish\r\n\r\n", 400, "malformed"),
+        (HEAD + b"Content-Length: 2000000\r\n\r\n", 413, "too_large"),
+        (HEAD + b"X: " + b"a" * 70_000 + b"\r\n\r\n", 431, "too_large"),
+        (HEAD + b"Content-Length: 2\r\n\r\n1", 408, "too_slow"),
+    ],
+    ids=["400", "413", "431", "408"],
+)
+def test_what_the_door_refuses_is_counted(raw: bytes, status: int, reason: str) -> None:
+    async def main() -> None:
+        async with rig("  limits: {body: 1 MB, body_time: 50 ms}\n") as gate:
+            client = await asyncio.open_connection("127.0.0.1", gate.gateway.port)
+            client[1].write(raw)
+            assert (await client[0].readline()).startswith(b"HTTP/1.1 %d " % status)
+            page = (await gate.get("/metrics")).body.decode()
+            kind = "completions" if status in (413, 408) else "other"
+            assert f'kvroute_requests_total{{endpoint="{kind}",code="{status}"}} 1' in page
+            assert f'kvroute_rejects_total{{reason="{reason}"}} 1' in page
+            await close(client)
+
+    run(main())

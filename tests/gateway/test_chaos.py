@@ -1,0 +1,298 @@
+"""A storm in one event loop: legs that fail, clients that leave, instances that restart, files read again; the laws.
+
+Every client gets its own answer whole, or an error that says so, exactly once; what a retry can save is saved; nothing
+stays behind in gateway, core or engines; and the log decides it all again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import uvloop
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.gateway.rig import CLUSTER, COMPLETIONS, LOOKS, MODEL, Rig, rig
+
+from kvroute.control import ControlSpec, read_log, replay, same
+from kvroute.emulator.faults import Fault, Where
+from kvroute.gateway.call import Call
+from kvroute.gateway.exchange import Exchange
+from kvroute.gateway.gateway import Deployment
+from kvroute.gateway.journey import Journey
+from kvroute.gateway.legs import Leg
+from kvroute.topology import parse
+from kvroute.types import Arrived, Decode, DecodeFailed, Prefill, PrefillFailed, PrefillFinished, Request
+
+TEXT = CLUSTER.replace(
+    "gateway:",
+    '  - {name: prefill2, role: prefill, gpus: "node1:4-5"}\n  - {name: decode2, role: decode, gpus: "node1:6-7"}\n'
+    "gateway:",
+)
+"""Three of each role: one may be down and another one fail."""
+NAMES = tuple(f"{role}{number}" for role in ("prefill", "decode") for number in range(3))
+PATIENCE = """
+  timeouts: {connect: 1 s, prefill: 1 s, first_token: 1 s, between_tokens: 1 s}
+  health: {interval: 50 ms, timeout: 5 s, failures: 2}
+  breaker: {failures: 50, open: 100 ms}
+  retries: {attempts: 8, floor_per_s: 1000}
+"""
+"""Whoever is silent is soon given up, what fails may be tried again as often as it takes, and an instance is down only
+where nobody listens: all share one loop, so that a busy machine makes everyone slow."""
+TOKENS = 10
+PROMPTS = tuple(f"{number} " + "What goes up must come down. " * (2 + 9 * number) for number in range(12))
+
+
+@dataclass(slots=True)
+class Storm:
+    """Clients who ask one after the other and check what they get; chance is drawn by seed."""
+
+    gate: Rig
+    truth: Sequence[str]
+    """What an engine alone answers to each prompt."""
+    draw: random.Random
+    leaves: float = 0.0
+    """Share of clients that leave in the middle."""
+    kinds: Counter[str] = field(default_factory=Counter)
+    after: Callable[[int], None] | None = None
+    """Called after each request with how many have ended."""
+
+    async def blow(self, requests: int, clients: int) -> None:
+        """So many requests, by so many clients at once."""
+        turns = iter(range(requests))
+        async with asyncio.TaskGroup() as group:
+            for _ in range(clients):
+                group.create_task(self._client(turns))
+
+    async def _client(self, turns: Any) -> None:
+        for _ in turns:
+            await self._one()
+            if self.after is not None:
+                self.after(self.kinds.total())
+
+    async def _one(self) -> None:
+        number, streams = self.draw.randrange(len(PROMPTS)), self.draw.random() < 0.7
+        leaves = self.draw.random() < self.leaves
+        body = {"model": MODEL, "prompt": PROMPTS[number], "max_tokens": TOKENS, "stream": streams}
+        if leaves:
+            body |= {"prompt": PROMPTS[number] * 5, "max_tokens": 2_000}
+            await self._leave(body, self.draw.randrange(4) if streams else 0)
+            self.kinds["left"] += 1
+            return
+        answer = await self.gate.post(body)
+        if answer.status != 200:
+            self.kinds[f"error {answer.status}: {answer.json['error']['message']}"] += 1
+            return
+        events = answer.events or [answer.json]
+        text = "".join(choice["text"] for event in events for choice in event.get("choices", []))
+        if "error" in events[-1]:
+            assert streams
+            assert 0 < len(text) < len(self.truth[number])
+            assert self.truth[number].startswith(text)
+            self.kinds["broken off"] += 1
+        else:
+            assert text == self.truth[number]
+            assert answer.body.endswith(b"data: [DONE]\n\n") is streams
+            self.kinds["whole"] += 1
+
+    async def _leave(self, body: Any, events: int) -> None:
+        """After so many events; without any, as soon as its first leg or its transfer is under way."""
+        if events:
+            async with self.gate.session.post(self.gate.url + COMPLETIONS, json=body) as response:
+                for _ in range(events):
+                    if not response.content.at_eof():
+                        await response.content.readline()
+                response.close()
+            return
+        gateway, transfers = self.gate.gateway, self.draw.random() < 0.7
+        journeys = gateway.serving.journeys
+        before = set(journeys)
+        asked = asyncio.create_task(self.gate.post(body))
+        while not asked.done() and before.issuperset(journeys):
+            await asyncio.sleep(0)
+        mine = set(journeys) - before
+
+        def crossing() -> bool:
+            moving = gateway.state.tick(gateway.now(), 0).transfers
+            return any(transfer.request_id in mine and transfer.took_s is None for transfer in moving)
+
+        while transfers and not asked.done() and not crossing():
+            await asyncio.sleep(0)
+        asked.cancel()
+        await asyncio.gather(asked, return_exceptions=True)
+
+
+async def truths(gate: Rig) -> list[str]:
+    """What one engine says to each prompt by itself."""
+    return [await gate.direct("decode0", prompt, TOKENS) for prompt in PROMPTS]
+
+
+async def soon(holds: Callable[[], bool]) -> bool:
+    """Whether it comes to hold, sooner or later."""
+    for _ in range(LOOKS):
+        if holds():
+            return True
+        await asyncio.sleep(0.005)
+    return False
+
+
+async def nothing_stays(gate: Rig) -> None:
+    """In the gateway, in the core's books and in the engines; connections of clients included."""
+    assert await gate.settles(), gate.leftovers()
+    await gate.session.close()
+    now, serving = gate.gateway.now, gate.gateway.serving
+
+    def held() -> list[float]:
+        tick = gate.gateway.state.tick(now())
+        load, loads = tick.load, serving.control.loads(now()).values()
+        engines = [server.engine.running + server.engine.waiting for server in gate.fleet.servers.values()]
+        return [
+            *(load.connections, load.in_flight, load.queued, tick.transfers_under_way),
+            *(tile.requests for tile in tick.instances),
+            *(load.pending_s + load.queued for load in loads),
+            *engines,
+        ]
+
+    assert await soon(lambda: not any(held())), held()
+    assert all(line.endswith(" 0") for line in page(gate, "kvroute_transfers_in_flight"))
+    gc.collect()
+    kept = Counter(type(each).__name__ for each in gc.get_objects() if isinstance(each, Journey | Leg | Exchange))
+    assert not kept
+    # Health checks and scrapes go on, one of each per instance at most.
+    assert sum(isinstance(each, Call) for each in gc.get_objects()) <= 2 * len(NAMES)
+
+
+def page(gate: Rig, name: str) -> list[str]:
+    """The lines of one metric."""
+    text = "".join(gate.gateway.metrics.page("")[1])
+    return [line for line in text.splitlines() if line.startswith(name)]
+
+
+def replays(log: Path) -> Counter[str]:
+    """Decide everything again; how many events of each kind there were."""
+    header, records = read_log(log)
+    control = header.spec.build(parse(header.cluster))
+    kinds: Counter[str] = Counter()
+    at = 0.0
+    for record, again in replay(control, records):
+        kinds[type(record.event).__name__] += 1
+        at = record.event.at
+        assert same(record.decisions, again)
+    assert control.in_flight == 0
+    assert all(load.pending_s == load.queued == 0 for load in control.loads(at).values())
+    return kinds
+
+
+@pytest.mark.parametrize("leg", ["prefill", "decode"])
+@given(policy=st.sampled_from(["netkv", "round-robin"]), turns=st.integers(4, 9))
+def test_who_has_failed_a_request_comes_after_all_others(leg: str, policy: str, turns: int) -> None:
+    """Also in the second round: a dead instance that is not known to be dead is idle, and would be chosen each time."""
+    control = ControlSpec(decode=policy).build(parse(TEXT))
+    decisions = control.handle(Arrived(0.0, Request(id=0, input_tokens=1000, max_output_tokens=16)))
+    tried = []
+    if leg == "decode":
+        decisions = control.handle(PrefillFinished(0.1, 0))
+    for turn in range(turns):
+        match decisions:
+            case (Prefill(instance=name),) if leg == "prefill":
+                tried.append(name)
+                decisions = control.handle(PrefillFailed(0.2 + turn, 0))
+            case (Decode(target=name),):
+                tried.append(name)
+                decisions = control.handle(DecodeFailed(0.2 + turn, 0))
+    assert len(tried) == turns
+    assert all(len(set(tried[first : first + 3])) == 3 for first in range(turns - 2))
+
+
+def test_a_storm_loses_nothing_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    """Each leg may fail in each way, engines restart, one client in ten leaves."""
+    log = tmp_path / "events.log"
+
+    async def run() -> None:
+        async with rig(f"{PATIENCE}  log: {{events: {log}}}\n", TEXT) as gate:
+            draw = random.Random(7)
+            storm = Storm(gate, await truths(gate), draw, leaves=0.1)
+            legs: list[Where] = ["prefill", "decode", "decode", "transfer"]
+            ways: list[int | Literal["reset", "hang"]] = [500, 503, 429, "reset", "reset", "hang"]
+
+            def weather(ended: int) -> None:
+                if ended % 4 == 0:
+                    leg, status, tokens = draw.choice(legs), draw.choice(ways), draw.choice([0, 0, 2, 5])
+                    # KV leaves from where it was computed.
+                    name = f"{'decode' if leg == 'decode' else 'prefill'}{draw.randrange(3)}"
+                    fault = Fault(fail_next=1, leg=leg, status=status, after_tokens=tokens)
+                    gate.fleet.servers[name].faults.order(fault)
+                if ended % 50 == 0:
+                    gate.fleet.servers[draw.choice(NAMES)].restart(0.3)
+
+            storm.after = weather
+            await storm.blow(requests=220, clients=12)
+            assert storm.kinds.total() == 220
+            assert set(storm.kinds) <= {"whole", "broken off", "left"}, storm.kinds
+            assert storm.kinds["whole"] > 150
+            await nothing_stays(gate)
+
+    uvloop.run(run())
+    kinds = replays(log)
+    assert 200 < kinds["Arrived"] == kinds["Finished"]
+    assert min(kinds["PrefillFailed"], kinds["DecodeFailed"], kinds["InstanceDown"], kinds["InstanceUp"]) > 0
+
+
+def test_files_read_again_under_load_disturb_no_request() -> None:
+    """Every policy's turn comes while requests of the one before are under way; an instance goes and comes back."""
+
+    async def run() -> None:
+        async with rig(PATIENCE, TEXT) as gate:
+            endpoints = gate.fleet.ready().instances
+            smaller = TEXT.replace('  - {name: decode2, role: decode, gpus: "node1:6-7"}\n', "")
+            texts = (smaller + PATIENCE + "  policy: round-robin\n", TEXT + PATIENCE)
+            storm = Storm(gate, await truths(gate), random.Random(3))
+            reloads: set[asyncio.Task[bool]] = set()
+            retired = [gate.gateway.serving]
+
+            async def read(text: str) -> bool:
+                taken = await gate.gateway.reload(lambda: Deployment.of(text, "new.yaml", endpoints=endpoints))
+                retired.append(gate.gateway.serving)
+                return taken
+
+            def weather(ended: int) -> None:
+                if ended % 15 == 0:
+                    reloads.add(asyncio.create_task(read(texts[ended // 15 % 2])))
+
+            storm.after = weather
+            await storm.blow(requests=100, clients=10)
+            assert storm.kinds == {"whole": 100}
+            assert [await task for task in reloads] == [True] * 6
+            for serving in retired:
+                assert not serving.journeys
+                assert serving.control.in_flight == 0
+                assert all(station.under_way == 0 for station in serving.stations.values())
+            await nothing_stays(gate)
+
+    uvloop.run(run())
+
+
+def test_a_drain_in_a_storm_answers_all_who_are_in() -> None:
+    """Those in the queue too, while legs fail."""
+
+    async def run() -> None:
+        async with rig(PATIENCE + "  limits: {in_flight: 4, queue: 40}\n", TEXT) as gate:
+            storm = Storm(gate, await truths(gate), random.Random(5))
+            for name in NAMES:
+                gate.fleet.servers[name].faults.order(Fault(fail_next=1, status="reset"))
+            storming = asyncio.create_task(storm.blow(requests=24, clients=24))
+            while gate.gateway.state.tick(gate.gateway.now()).load.queued < 20:
+                await asyncio.sleep(0)
+            await gate.gateway.drain()
+            await storming
+            assert storm.kinds == {"whole": 24}
+            await nothing_stays(gate)
+
+    uvloop.run(run())

@@ -1,0 +1,207 @@
+"""The gateway keeps what its own OpenAPI description says, and no JSON at all makes it fail or keeps anything of it."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+import msgspec
+import pytest
+import schemathesis
+import uvloop
+from aiohttp import web
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from tests.gateway.foreign import Asked, Engine, foreign, sides, stream
+from tests.gateway.rig import CHAT, COMPLETIONS, MODEL, Front, rig
+
+from kvroute import __version__
+from kvroute.gateway import openapi
+from kvroute.gateway.openai import ANSWERS_MAX
+
+STARTS_S = 30.0
+DOCUMENT = openapi.document(__version__)
+API = schemathesis.openapi.from_dict(DOCUMENT)
+"""The same as the gateway's /openapi.json, which a test compares."""
+
+
+class Behind:
+    """A gateway in a loop of its own thread, for clients that wait for their answers."""
+
+    def __init__(self, make: Callable[[], AbstractAsyncContextManager[Front]]) -> None:
+        self._make = make
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=lambda: uvloop.run(self._serve()), daemon=True)
+        self._loop: asyncio.AbstractEventLoop
+        self._end: asyncio.Event
+        self.front: Front
+
+    def __enter__(self) -> Behind:
+        self._thread.start()
+        assert self._started.wait(STARTS_S)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.call_soon_threadsafe(self._end.set)
+        self._thread.join()
+
+    async def _serve(self) -> None:
+        self._loop, self._end = asyncio.get_running_loop(), asyncio.Event()
+        async with self._make() as self.front:
+            self._started.set()
+            await self._end.wait()
+
+    def settles(self) -> bool:
+        """See Front."""
+        return asyncio.run_coroutine_threadsafe(self.front.settles(), self._loop).result()
+
+    def post(self, path: str, body: bytes) -> tuple[int, str, bytes]:
+        """Status, content type and body of the answer."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.front.gateway.port, timeout=STARTS_S)
+        try:
+            connection.request("POST", path, body, {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            return response.status, response.headers["content-type"], response.read()
+        finally:
+            connection.close()
+
+
+async def agrees(engine: Engine, request: web.BaseRequest, asked: Asked) -> web.StreamResponse:
+    """An engine that takes everything, so that every refusal is the gateway's."""
+    if request.method == "GET":
+        card = {"id": MODEL, "object": "model", "created": 1, "owned_by": engine.name}
+        return web.json_response({"object": "list", "data": [card]} if request.path == "/v1/models" else card)
+    if request.path in (COMPLETIONS, CHAT) and asked.json.get("stream"):
+        return await stream(request, ["a", "b"])
+    return web.json_response({"object": "text_completion", "choices": [], "kv_transfer_params": {"a": 1}})
+
+
+@pytest.fixture(scope="module")
+def agreeing() -> Iterator[Behind]:
+    """A gateway in front of engines that take everything."""
+    prefill, decode = sides("vllm")
+    for engine in prefill + decode:
+        engine.serve = agrees
+    with Behind(lambda: foreign(prefill + decode)) as behind:
+        yield behind
+
+
+@pytest.fixture(scope="module")
+def emulated() -> Iterator[Behind]:
+    """A gateway in front of emulated engines."""
+    with Behind(rig) as behind:
+        yield behind
+
+
+def test_the_description_is_what_the_gateway_shows(agreeing: Behind) -> None:
+    """So that the tests below are of what clients read."""
+    connection = http.client.HTTPConnection("127.0.0.1", agreeing.front.gateway.port, timeout=STARTS_S)
+    connection.request("GET", "/openapi.json")
+    assert msgspec.json.decode(connection.getresponse().read()) == DOCUMENT
+    connection.close()
+
+
+@API.parametrize()
+@settings(
+    max_examples=25,
+    derandomize=True,
+    deadline=None,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.function_scoped_fixture],
+)
+def test_requests_and_answers_are_as_described(case: schemathesis.Case[Any], agreeing: Behind) -> None:
+    """What the description allows is taken, what it forbids refused; statuses and bodies are those it names."""
+    if _too_many_answers(case.body) or _has_float(case.body):
+        return
+    response = case.call(base_url=agreeing.front.url)
+    case.validate_response(response)
+    if response.status_code not in (404, 405):
+        operation = DOCUMENT["paths"][case.path][case.method.lower()] if case.method != "HEAD" else None
+        assert operation is None or str(response.status_code) in operation["responses"]
+    assert agreeing.settles(), agreeing.front.leftovers()
+
+
+def _has_float(body: Any) -> bool:
+    """Token ids like 2.0, which the description excludes in words: to JSON Schema they are integers."""
+    prompt = body.get("prompt") if isinstance(body, dict) else None
+    lists = prompt if isinstance(prompt, list) else []
+    return any(isinstance(each, float) for part in [lists, *lists] if isinstance(part, list) for each in part)
+
+
+def _too_many_answers(body: Any) -> bool:
+    """More than `n` times the prompts may be, which the description says in words too."""
+    if not isinstance(body, dict) or not isinstance(body.get("n"), int):
+        return False
+    prompts = body.get("prompt")
+    count = len(prompts) if isinstance(prompts, list) and not all(isinstance(each, int) for each in prompts) else 1
+    return int(body["n"]) * count > ANSWERS_MAX
+
+
+numbers = st.sampled_from([0, 1, 2, 3, -1, 0.5, 2.0, 1e300, 2**31 - 1, 2**31, 2**63, 10**30])
+values = st.recursive(
+    st.none() | st.booleans() | numbers | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+SAID = {
+    "prompt": st.text(max_size=20) | st.lists(st.text(max_size=5) | st.integers(0, 9), max_size=4),
+    "messages": st.lists(
+        st.fixed_dictionaries({"role": st.sampled_from(["user", "system"]), "content": st.text(max_size=9)}), max_size=2
+    ),
+    "model": st.sampled_from([MODEL, "", "other"]),
+    "stream": st.booleans(),
+    "stream_options": st.just({"include_usage": True}),
+    "max_tokens": st.integers(0, 4),
+    "max_completion_tokens": st.integers(0, 4),
+    "n": st.integers(1, 3),
+    "best_of": st.integers(0, 3),
+    "use_beam_search": st.booleans(),
+    "echo": st.booleans(),
+    "logprobs": st.integers(0, 2),
+    "prompt_logprobs": st.integers(0, 2),
+    "cache_salt": st.text(max_size=3),
+    "kv_transfer_params": st.just({"remote_host": "evil"}),
+    "prompt_embeds": st.text(max_size=3),
+    "tools": st.just([{"type": "function"}]),
+}
+FIELD_NAMES = sorted(SAID)
+
+
+@st.composite
+def bodies(draw: st.DrawFn) -> bytes:
+    """JSON: mostly almost a request, sometimes anything, sometimes cut off."""
+    if draw(st.integers(0, 9)) == 0:
+        return msgspec.json.encode(draw(values))
+    fields: dict[str, Any] = {
+        name: draw(SAID[name]) for name in draw(st.sets(st.sampled_from(FIELD_NAMES), max_size=8))
+    }
+    for name in draw(st.sets(st.sampled_from(FIELD_NAMES), max_size=1)):
+        fields[name] = draw(values)
+    fields |= {"max_tokens": 2} if fields.get("max_tokens") is None else {}
+    body = msgspec.json.encode(fields)
+    return body[: draw(st.integers(0, len(body)))] if draw(st.integers(0, 9)) == 0 else body
+
+
+@settings(max_examples=120, derandomize=True, deadline=None, database=None)
+@given(path=st.sampled_from([COMPLETIONS, CHAT]), body=bodies())
+@example(path=COMPLETIONS, body=b'{"prompt":["a","b"],"n":2,"max_tokens":2,"stream":true,"stream_options":{}}')
+@example(path=COMPLETIONS, body=b'{"prompt":' + b"[" * 5000)
+@example(path=CHAT, body=b'{"messages":[{"role":"user","content":"\\ud800"}],"max_tokens":1}')
+@example(path=CHAT, body=b"\xff\xfe")
+def test_whatever_json_comes_it_is_answered_and_nothing_stays(emulated: Behind, path: str, body: bytes) -> None:
+    """By an answer or by a client's error in OpenAI's form; never by a failure of the gateway's."""
+    status, kind, answer = emulated.post(path, body)
+    assert status in (200, 400, 404, 413, 422, 501), (status, answer)
+    if kind.startswith("text/event-stream"):
+        assert status == 200
+        assert answer.startswith(b"data: ")
+        assert answer.endswith(b"data: [DONE]\n\n")
+        assert b'"error"' not in answer
+    else:
+        read = msgspec.json.decode(answer)
+        assert read["choices"] if status == 200 else read["error"]["message"]
+    assert emulated.settles(), emulated.front.leftovers()

@@ -1,0 +1,306 @@
+"""vLLM's protocols and lone instances through the whole gateway: what reaches which engine, and what replaces it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import msgspec
+import pytest
+from aiohttp import web
+from tests.gateway.foreign import (
+    Asked,
+    Engine,
+    Gate,
+    completion,
+    failing,
+    foreign,
+    run,
+    sides,
+    sooner_or_later,
+    tokens,
+)
+from tests.gateway.rig import COMPLETIONS, LOOKS
+
+from kvroute.gateway.keys import hash_text
+from kvroute.types import KvProtocol
+
+STREAMS = pytest.mark.parametrize("streams", [False, True], ids=["whole", "stream"])
+PARAMS = b'{"do_remote_prefill": true, "remote_block_ids":[[1, 2]],  "new":{"of": 2027}, "tp_size":1.0}'
+CONTEXT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+SENT = {"Authorization": "Bearer mine", "X-Request-Id": "my-17", "traceparent": CONTEXT, "X-Tenant": "a"}
+
+
+def asked_of(engines: list[Engine]) -> list[Asked]:
+    """All completions that they were asked for."""
+    return [asked for engine in engines for asked in engine.asked]
+
+
+# vLLM
+
+
+@STREAMS
+def test_both_legs_carry_the_clients_headers_and_fields_and_the_second_the_firsts_word(streams: bool) -> None:
+    """Authorization, request id and trace context; unknown fields as they were written; kv_transfer_params verbatim."""
+    flag = b"true" if streams else b"false"
+    body = (
+        b'{ "prompt":"%b", "temperature" :0.70,"max_tokens":3, "my_field": {"a":[1 ,2]},"stream":%b,'
+        b'"stream_options":{"include_usage":true},"kv_transfer_params":{"remote_host":"evil"}}'
+    ) % (b"word " * 50, flag)
+
+    async def main() -> None:
+        prefill, decode = sides("vllm")
+        for engine in prefill:
+            engine.params = msgspec.Raw(PARAMS)
+        async with foreign(prefill + decode) as front:
+            sent = SENT | {"Content-Type": "application/json"}
+            async with front.session.post(front.url + COMPLETIONS, data=body, headers=sent) as response:
+                assert response.status == 200
+                assert response.headers["X-Request-Id"] == "my-17"
+                await response.read()
+            [first], [second] = asked_of(prefill), asked_of(decode)
+            for leg in (first, second):
+                assert {name: leg.headers[name.lower()] for name in SENT} == SENT
+                assert leg.raw("temperature") == b"0.70"
+                assert leg.raw("my_field") == b'{"a":[1 ,2]}'
+            assert first.json["kv_transfer_params"]["do_remote_decode"] is True
+            assert (first.json["stream"], first.json["max_tokens"]) == (False, 1)
+            assert "stream_options" not in first.json
+            assert second.raw("kv_transfer_params") == PARAMS
+            assert (second.raw("stream"), second.json["max_tokens"]) == (flag, 3)
+            assert second.json["stream_options"] == {"include_usage": True}
+            assert await front.settles(), front.leftovers()
+
+    run(main())
+
+
+def test_the_trace_goes_on_and_each_request_without_a_name_gets_one() -> None:
+    """The same for both legs and for the client, and another for the next request."""
+
+    async def main() -> None:
+        prefill, decode = sides("vllm")
+        async with foreign(prefill + decode) as front:
+            names = [(await front.post(completion())).headers["x-request-id"] for _ in range(3)]
+            assert len(set(names)) == 3
+            for side in (prefill, decode):
+                assert sorted(asked.headers["x-request-id"] for asked in asked_of(side)) == sorted(names)
+            assert all("authorization" not in asked.headers for asked in asked_of(prefill + decode))
+
+    run(main())
+
+
+@STREAMS
+@pytest.mark.parametrize("reply", [b"{}", b'{"kv_transfer_params":null}', b"[]", b"no JSON"], ids=range(4))
+def test_a_prefill_engine_that_hands_nothing_over_has_failed(reply: bytes, streams: bool) -> None:
+    """Another one prefills; the decode engine is asked once, with that one's word."""
+
+    async def main() -> None:
+        prefill, decode = sides("vllm")
+
+        async def no_connector(engine: Engine, request: web.BaseRequest, asked: Asked) -> web.StreamResponse:
+            if len(asked_of(prefill)) == 1:
+                return web.Response(body=reply, content_type="application/json")
+            return await tokens(engine, request, asked)
+
+        for engine in prefill:
+            engine.serve = no_connector
+        async with foreign(prefill + decode) as front:
+            answer = await front.post(completion(stream=streams))
+            assert (answer.status, len(answer.text.split())) == (200, 3)
+            assert [len(engine.asked) for engine in prefill] == [1, 1]
+            assert len(asked_of(decode)) == 1
+            assert await front.settles(), front.leftovers()
+
+    run(main())
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["without-own", "with-own"])
+def test_a_key_for_the_gateway_is_none_for_engines(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not leave the gateway; the engines' own key, where there is one, goes in its place."""
+    section = f"  keys: {{known: {{alice: '{hash_text('kvr_mine')}'}}}}\n"
+    if own:
+        monkeypatch.setenv("KVROUTE_TEST_ENGINE_KEY", "engines-own")
+        section += "  upstream_key_env: KVROUTE_TEST_ENGINE_KEY\n"
+
+    async def main() -> None:
+        prefill, decode = sides("vllm")
+        async with foreign(prefill + decode, section) as front:
+            assert (await front.post(completion())).status == 401
+            assert not asked_of(prefill + decode)
+            sent = {"Authorization": "Bearer kvr_mine"}
+            assert (await front.post(completion(), headers=sent)).status == 200
+            assert (await front.post({"input": "a"}, "/v1/embeddings", headers=sent)).status == 200
+            asked = asked_of(prefill + decode)
+            assert len(asked) >= 3
+            for each in asked:
+                assert each.headers.get("authorization") == ("Bearer engines-own" if own else None)
+                assert "kvr_mine" not in json.dumps(each.headers)
+
+    run(main())
+
+
+# Mooncake
+
+
+def test_mooncakes_legs_share_an_id_and_the_engine_is_asked_for_its_name_once() -> None:
+    """Also where many requests come before the first answer of its bootstrap server."""
+
+    async def main() -> None:
+        prefill, decode = sides("mooncake")
+        async with foreign(prefill + decode) as front:
+            bodies = [completion(prompt=f"{n} " * 200, stream=n % 2 == 0) for n in range(12)]
+            answers = await asyncio.gather(*[front.post(body) for body in bodies])
+            assert [(answer.status, len(answer.text.split())) for answer in answers] == [(200, 3)] * 12
+            assert [engine.queries for engine in prefill] == [1, 1]
+            sources = {
+                asked.json["kv_transfer_params"]["transfer_id"]: (engine, asked)
+                for engine in prefill
+                for asked in engine.asked
+            }
+            assert len(sources) == 12
+            for asked in asked_of(decode):
+                params = asked.json["kv_transfer_params"]
+                source, first = sources.pop(params["transfer_id"])
+                assert params == {
+                    "do_remote_prefill": True,
+                    "do_remote_decode": False,
+                    "transfer_id": params["transfer_id"],
+                    "remote_bootstrap_addr": f"http://127.0.0.1:{source.port}",
+                    "remote_engine_id": source.engine_id,
+                }
+                assert first.json["prompt"] == asked.json["prompt"]
+            assert not sources
+            assert await front.settles(), front.leftovers()
+
+    run(main())
+
+
+def test_an_engine_that_has_restarted_is_asked_for_its_name_again() -> None:
+    """Its metrics show a new process."""
+
+    async def main() -> None:
+        prefill, decode = sides("mooncake")
+        source = prefill[0]
+        async with foreign([source, *decode], "  scrape: {interval: 20 ms}\n") as front:
+            assert (await front.post(completion())).status == 200
+            assert await sooner_or_later(lambda: source.name in front.gateway.serving.measured)
+            source.engine_id, source.started_s = "id-new", 2.0
+            for _ in range(LOOKS):
+                assert (await front.post(completion())).status == 200
+                if source.queries == 2:
+                    break
+            last = max(asked_of(decode), key=lambda asked: asked.json["kv_transfer_params"]["remote_engine_id"])
+            assert last.json["kv_transfer_params"]["remote_engine_id"] == "id-new"
+            assert source.queries == 2
+            assert await front.settles(), front.leftovers()
+
+    run(main())
+
+
+@pytest.mark.parametrize("leg", ["prefill", "decode"])
+def test_after_a_failure_the_engine_is_asked_for_its_name_again(leg: str) -> None:
+    """It may have restarted, and be somebody else by now."""
+
+    async def main() -> None:
+        prefill, decode = sides("mooncake")
+        source = prefill[0]
+
+        async def restarts(_: Engine, request: web.BaseRequest, __: Asked) -> web.StreamResponse:
+            source.engine_id = "id-new"
+            for engine in (source, *decode):
+                engine.serve = tokens
+            return web.json_response({}, status=500)
+
+        async with foreign([source, *decode]) as front:
+            assert (await front.post(completion())).status == 200
+            for engine in [source] if leg == "prefill" else decode:
+                engine.serve = restarts
+            assert (await front.post(completion())).status == 200
+            assert source.queries == 2
+            ids = [asked.json["kv_transfer_params"]["remote_engine_id"] for asked in asked_of(decode)]
+            assert ids.count("id-new") == 1
+            assert await front.settles(), front.leftovers()
+
+    run(main())
+
+
+@pytest.mark.parametrize("silent", [1, 2])
+def test_an_engine_without_a_name_is_passed_over(silent: int) -> None:
+    """Without any that has one, the client reads why."""
+
+    async def main() -> None:
+        prefill, decode = sides("mooncake")
+        for engine in prefill[:silent]:
+            engine.engine_id = ""
+        async with foreign(prefill + decode, "  breaker: {failures: 1000}\n") as front:
+            answers = [await front.post(completion(prompt=f"{n} " * 100)) for n in range(4)]
+            if silent == 1:
+                assert [answer.status for answer in answers] == [200] * 4
+                assert not prefill[0].asked
+            else:
+                assert [answer.status for answer in answers] == [502] * 4
+                assert "bootstrap server of prefill instance" in answers[0].json["error"]["message"]
+                assert not asked_of(prefill + decode)
+            assert await front.settles(), front.leftovers()
+
+    run(main())
+
+
+# Instances that do both
+
+
+@STREAMS
+@pytest.mark.parametrize("protocol", ["vllm", "mooncake", "sglang"])
+def test_an_instance_that_does_both_gets_the_request_as_it_is(protocol: KvProtocol, streams: bool) -> None:
+    """Once, without a word of transfers."""
+
+    async def main() -> None:
+        engines = [Engine(f"engine{n}", "both", protocol) for n in range(2)]
+        async with foreign(engines) as front:
+            sent = [completion(stream=streams, n=n, prompt=f"{n}" * 300, more={"b": n}) for n in (1, 1, 2)]
+            for body in sent:
+                assert (await front.post(body)).status == 200
+            got = sorted((asked.json for asked in asked_of(engines)), key=json.dumps)
+            assert got == sorted(sent, key=json.dumps)
+            assert await front.settles(), front.leftovers()
+
+    run(main())
+
+
+@STREAMS
+def test_an_instance_that_does_both_is_replaced_when_it_fails(streams: bool) -> None:
+    """By another one, and without one left the client reads who has failed."""
+
+    async def main() -> None:
+        engines = [Engine(f"engine{n}", "both") for n in range(2)]
+        engines[0].serve = failing(500)
+        async with foreign(engines, "  breaker: {failures: 1000}\n") as front:
+            bodies = [completion(stream=streams, prompt=f"{n}" * 300) for n in range(4)]
+            assert [(await front.post(body)).status for body in bodies] == [200] * 4
+            assert engines[0].asked
+            assert len(engines[1].asked) == 4
+            engines[1].serve = failing(503)
+            answer = await front.post(bodies[0])
+            assert answer.status in (502, 503)
+            assert "instance engine" in answer.json["error"]["message"]
+            assert await front.settles(), front.leftovers()
+
+    run(main())
+
+
+def test_a_client_that_leaves_frees_the_instance_that_does_both() -> None:
+    """The engine sees its connection close."""
+
+    async def main() -> None:
+        gate, engine = Gate(), Engine("engine", "both")
+        engine.serve = gate.before(tokens)
+        async with foreign([engine]) as front:
+            task = asyncio.create_task(front.post(completion()))
+            await gate.entered.wait()
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await gate.left.wait()
+            assert gate.cancelled
+            assert await front.settles(), front.leftovers()
+
+    run(main())

@@ -1,0 +1,328 @@
+"""SGLang's protocol through the whole gateway: two legs at once, whose fates are one until the first token."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from aiohttp import web
+from msgspec import structs
+from tests.gateway.foreign import (
+    Asked,
+    Engine,
+    Gate,
+    begun,
+    completion,
+    deployment,
+    event,
+    failing,
+    foreign,
+    listening,
+    run,
+    serving,
+    sides,
+    sooner_or_later,
+    tokens,
+)
+from tests.gateway.rig import COMPLETIONS, Front
+
+from kvroute.types import Instance
+
+MEETING = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
+
+
+async def read_stream(front: Front, **fields: Any) -> bytes:
+    """The body of a streamed answer, to its end or its break."""
+    async with front.session.post(front.url + COMPLETIONS, json=completion(stream=True, **fields)) as response:
+        assert response.status == 200
+        return await response.read()
+
+
+def _without_bootstrap(instance: Instance, names: set[str]) -> Instance:
+    if instance.name not in names:
+        return instance
+    assert instance.endpoint is not None
+    return structs.replace(instance, endpoint=structs.replace(instance.endpoint, bootstrap=""))
+
+
+def rooms(asked: Asked) -> dict[str, Any]:
+    return {name: asked.json[name] for name in MEETING}
+
+
+@pytest.mark.parametrize("streams", [False, True], ids=["whole", "stream"])
+def test_the_answer_is_not_held_for_the_prefill_engine(streams: bool) -> None:
+    """It is read to its end while the prefill engine has not answered; both got the same request, and a meeting."""
+
+    async def main() -> None:
+        gate = Gate()
+        (prefill, spare), decode = sides("sglang")
+        prefill.serve = spare.serve = gate.before(tokens)
+        async with foreign([prefill, spare, *decode]) as front:
+            sent = completion(stream=streams, stream_options=None, unknown={"a": [1]})
+            answer = await front.post(sent)
+            assert answer.status == 200
+            assert answer.text.split() == [each.name for each in decode if each.asked] * 3
+            await gate.entered.wait()
+            [first], [second] = prefill.asked + spare.asked, decode[0].asked + decode[1].asked
+            assert first.body == second.body
+            assert {name: value for name, value in first.json.items() if name not in MEETING} == sent
+            chosen = prefill if prefill.asked else spare
+            assert (first.json["bootstrap_host"], first.json["bootstrap_port"]) == ("127.0.0.1", chosen.port)
+            assert 0 <= first.json["bootstrap_room"] < 2**63
+            gate.open.set()
+            assert await front.settles(), front.leftovers()
+            assert not gate.cancelled
+
+    run(main())
+
+
+def test_each_request_has_a_room_of_its_own_and_several_answers_one_each() -> None:
+    """Two prompts and two answers to each meet in four rooms."""
+
+    async def main() -> None:
+        prefill, decode = sides("sglang")
+        async with foreign(prefill + decode) as front:
+            seen: list[int] = []
+            for fields, count in (({}, 1), ({"n": 2}, 2), ({"prompt": ["a", "b"]}, 2), ({"prompt": ["a"], "n": 1}, 1)):
+                assert (await front.post(completion(**fields))).status == 200
+                [first], [second] = ([*side[0].asked, *side[1].asked] for side in (prefill, decode))
+                assert first.body == second.body
+                met = rooms(first)
+                assert all(isinstance(value, list) is (count > 1) for value in met.values())
+                numbers = met["bootstrap_room"] if count > 1 else [met["bootstrap_room"]]
+                assert len(numbers) == count
+                seen += numbers
+                for engine in prefill + decode:
+                    engine.asked.clear()
+            both = completion(n=2, prompt=["a", "b"])
+            assert (await front.post(both)).status == 200
+            [last] = prefill[0].asked + prefill[1].asked
+            seen += last.json["bootstrap_room"]
+            assert last.json["bootstrap_host"] == ["127.0.0.1"] * 4
+            assert len(seen) == len(set(seen)) == 10
+            assert await front.settles(), front.leftovers()
+
+    run(main())
+
+
+@pytest.mark.parametrize("streams", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("slow", [False, True], ids=["at-once", "later-than-expected"])
+def test_without_its_prefill_a_decode_leg_is_given_up_and_both_are_tried_again(streams: bool, slow: bool) -> None:
+    """The decode engine would wait for KV that never comes, however long ago it was expected."""
+
+    async def main() -> None:
+        waits = Gate()
+        prefill, decode = sides("sglang")
+
+        async def fails_once(engine: Engine, request: web.BaseRequest, asked: Asked) -> web.StreamResponse:
+            if sum(len(each.asked) for each in prefill) > 1:
+                return await tokens(engine, request, asked)
+            await waits.entered.wait()
+            if slow:
+                await asyncio.sleep(0.2)
+            return web.json_response({"error": {"message": "out of memory"}}, status=500)
+
+        async def hangs_once(engine: Engine, request: web.BaseRequest, asked: Asked) -> web.StreamResponse:
+            if sum(len(each.asked) for each in decode) == 1:
+                if streams:
+                    await begun(request)
+                await waits.wait()
+            return await tokens(engine, request, asked)
+
+        for engine in prefill:
+            engine.serve = fails_once
+        for engine in decode:
+            engine.serve = hangs_once
+        async with foreign(prefill + decode) as front:
+            answer = await front.post(completion(stream=streams))
+            assert answer.status == 200
+            assert len(answer.text.split()) == 3
+            await waits.left.wait()
+            assert waits.cancelled
+            assert [len(engine.asked) for engine in prefill] == [1, 1]
+            first, second = (engine.asked[0] for engine in prefill)
+            assert rooms(first)["bootstrap_room"] != rooms(second)["bootstrap_room"]
+            assert {asked.body for engine in decode for asked in engine.asked} == {first.body, second.body}
+            assert await front.settles(), front.leftovers()
+
+    run(main())
+
+
+@pytest.mark.parametrize("status", [400, 429, 500])
+def test_a_prefill_that_fails_behind_the_first_token_harms_no_stream(status: int) -> None:
+    """The KV is there: the stream goes on to its end, and the client hears nothing of it."""
+
+    async def main() -> None:
+        relayed, goes_on = Gate(), Gate()
+        prefill, decode = sides("sglang")
+
+        async def in_two_parts(_: Engine, request: web.BaseRequest, __: Asked) -> web.StreamResponse:
+            response = await begun(request)
+            await response.write(event("one "))
+            await goes_on.wait()
+            await response.write(event("two ") + b"data: [DONE]\n\n")
+            await response.write_eof()
+            return response
+
+        for engine in prefill:
+            engine.serve = relayed.before(failing(status))
+        for engine in decode:
+            engine.serve = in_two_parts
+        async with foreign(prefill + decode) as front:
+            async with front.session.post(front.url + COMPLETIONS, json=completion(stream=True)) as response:
+                assert b"one" in await response.content.readuntil(b"\n\n")
+                relayed.open.set()
+                assert await sooner_or_later(lambda: front.leftovers()["legs"] == 1)
+                goes_on.open.set()
+                rest = await response.read()
+            assert rest == event("two ") + b"data: [DONE]\n\n"
+            assert await front.settles(), front.leftovers()
+
+    run(main())
+
+
+@pytest.mark.parametrize("streams", [False, True], ids=["whole", "stream"])
+def test_a_decode_leg_that_fails_before_its_first_token_takes_the_prefill_with_it(streams: bool) -> None:
+    """A room is used once: both legs start again, at another decode engine."""
+
+    async def main() -> None:
+        waits = Gate()
+        prefill, decode = sides("sglang")
+
+        async def hangs_once(engine: Engine, request: web.BaseRequest, asked: Asked) -> web.StreamResponse:
+            if sum(len(each.asked) for each in prefill) == 1:
+                await waits.wait()
+            return await tokens(engine, request, asked)
+
+        async def fails_once(engine: Engine, request: web.BaseRequest, asked: Asked) -> web.StreamResponse:
+            if sum(len(each.asked) for each in decode) == 1:
+                await waits.entered.wait()
+                return web.json_response({"error": {}}, status=500)
+            return await tokens(engine, request, asked)
+
+        for engine in prefill:
+            engine.serve = hangs_once
+        for engine in decode:
+            engine.serve = fails_once
+        async with foreign(prefill + decode) as front:
+            answer = await front.post(completion(stream=streams))
+            assert (answer.status, len(answer.text.split())) == (200, 3)
+            await waits.left.wait()
+            assert waits.cancelled
+            assert [len(engine.asked) for engine in decode] == [1, 1]
+            first, second = (rooms(engine.asked[0])["bootstrap_room"] for engine in decode)
+            assert first != second
+            assert await front.settles(), front.leftovers()
+
+    run(main())
+
+
+def test_a_stream_that_breaks_gives_its_prefill_up() -> None:
+    """Nobody fetches its KV any more."""
+
+    async def main() -> None:
+        waits = Gate()
+        prefill, decode = sides("sglang")
+
+        async def breaks(_: Engine, request: web.BaseRequest, __: Asked) -> web.StreamResponse:
+            response = await begun(request)
+            await response.write(event("one "))
+            await waits.entered.wait()
+            assert request.transport is not None
+            request.transport.abort()
+            return response
+
+        for engine in prefill:
+            engine.serve = waits.before(tokens)
+        for engine in decode:
+            engine.serve = breaks
+        async with foreign(prefill + decode) as front:
+            body = await read_stream(front)
+            assert body.startswith(event("one "))
+            assert b"broke off" in body
+            await waits.left.wait()
+            assert waits.cancelled
+            assert await front.settles(), front.leftovers()
+
+    run(main())
+
+
+@pytest.mark.parametrize("token", [False, True], ids=["before-a-token", "in-the-stream"])
+def test_a_client_that_leaves_frees_both_engines(token: bool) -> None:
+    """Each of them sees its connection close."""
+
+    async def main() -> None:
+        left, right = Gate(), Gate()
+        prefill, decode = sides("sglang")
+
+        async def one_and_waits(_: Engine, request: web.BaseRequest, __: Asked) -> web.StreamResponse:
+            response = await begun(request)
+            if token:
+                await response.write(event("one "))
+            await right.wait()
+            return response
+
+        for engine in prefill:
+            engine.serve = left.before(tokens)
+        for engine in decode:
+            engine.serve = one_and_waits
+        async with foreign(prefill + decode) as front:
+            task = asyncio.create_task(read_stream(front))
+            await left.entered.wait()
+            await right.entered.wait()
+            if token:
+                assert await sooner_or_later(lambda: not front.leftovers()["slots"])
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await left.left.wait()
+            await right.left.wait()
+            assert left.cancelled
+            assert right.cancelled
+            assert await front.settles(), front.leftovers()
+
+    run(main())
+
+
+@pytest.mark.parametrize("lost", [1, 2])
+def test_a_prefill_engine_that_can_be_met_nowhere_is_passed_over(lost: int) -> None:
+    """Its decode leg is never sent; without any other the client reads why."""
+
+    async def main() -> None:
+        prefill, decode = sides("sglang")
+        async with listening(prefill + decode):
+            made = deployment(prefill + decode, "  breaker: {failures: 1000}\n")
+            names = {engine.name for engine in prefill[:lost]}
+            engines = tuple(_without_bootstrap(instance, names) for instance in made.cluster.instances)
+            async with serving(replace(made, cluster=replace(made.cluster, instances=engines))) as front:
+                answers = [await front.post(completion(prompt=f"{n} " * 100)) for n in range(4)]
+                if lost == 1:
+                    assert [answer.status for answer in answers] == [200] * 4
+                    assert len(prefill[1].asked) == sum(len(engine.asked) for engine in decode) == 4
+                else:
+                    assert [answer.status for answer in answers] == [502] * 4
+                    assert "host:port" in answers[0].json["error"]["message"]
+                    assert not any(engine.asked for engine in prefill + decode)
+                assert not prefill[0].asked
+                assert await front.settles(), front.leftovers()
+
+    run(main())
+
+
+def test_several_answers_stay_where_they_can_be_computed() -> None:
+    """Beside SGLang's engines, another protocol's that serve the same model hand no KV of several answers over."""
+
+    async def main() -> None:
+        prefill, decode = sides("sglang")
+        other = [Engine("other-prefill", "prefill"), Engine("other-decode", "decode")]
+        async with foreign([*prefill, *decode, *other]) as front:
+            for number in range(6):
+                assert (await front.post(completion(n=2, prompt=f"{number}" * 400))).status == 200
+            assert await front.settles(), front.leftovers()
+        for engine in prefill + decode:
+            assert all(isinstance(asked.json["bootstrap_room"], list) for asked in engine.asked)
+        assert not other[0].asked
+        assert all("kv_transfer_params" not in asked.json for asked in other[1].asked)
+
+    run(main())

@@ -1,0 +1,405 @@
+"""The public port beside completions: pages, HEAD, Expect, refusals in OpenAI's form, and what is passed on."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+import pytest
+from aiohttp import web
+from tests.gateway.foreign import Asked, Engine, Gate, completion, failing, foreign, run, sides, tokens
+from tests.gateway.rig import CHAT, CLUSTER, COMPLETIONS, MODEL, Answer, Front, rig
+
+from kvroute.gateway.admission import Admission, AdmissionLimits
+from kvroute.gateway.door import Door
+from kvroute.gateway.entrance import Entrance
+from kvroute.gateway.fields import PIECE_BYTES
+from kvroute.gateway.keys import Keys, hash_text
+from kvroute.gateway.reception import Reception
+
+PAGES = ("/v1/models", "/health", "/ready", "/metrics", "/openapi.json")
+POSTED = (COMPLETIONS, CHAT, "/v1/embeddings", "/tokenize", "/detokenize")
+LISTEN = "  listen: {port: 0}\n"
+OWN_TYPE = "service_unavailable"
+
+
+async def asked_for(front: Front, method: str, path: str, data: bytes | None = None, **headers: str) -> Answer:
+    """Any method on any path."""
+    async with front.session.request(method, front.url + path, data=data, headers=headers) as response:
+        found = {name.lower(): value for name, value in response.headers.items()}
+        return Answer(response.status, found, await response.read())
+
+
+def error_of(answer: Answer) -> Any:
+    """The error, which must have OpenAI's form."""
+    assert answer.headers["content-type"] == "application/json"
+    error = answer.json["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    assert error["type"]
+    return error
+
+
+def test_head_is_get_without_a_body() -> None:
+    """On every page; also on the one that an engine answers, though engines know no HEAD."""
+
+    async def main() -> None:
+        async with rig() as gate:
+            for path in PAGES:
+                whole, head = await gate.get(path), await asked_for(gate, "HEAD", path)
+                assert whole.status == head.status == 200
+                assert whole.body
+                assert not head.body
+                assert head.headers["content-type"] == whole.headers["content-type"]
+                if path != "/metrics":
+                    assert head.headers["content-length"] == str(len(whole.body))
+            assert await gate.settles(), gate.leftovers()
+
+    run(main())
+
+
+@pytest.mark.parametrize("method", ["HEAD", "GET", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "POST"])
+def test_another_method_is_refused_with_those_that_are_not(method: str) -> None:
+    """405 with Allow on known paths, 404 on others."""
+
+    async def main() -> None:
+        async with rig() as gate:
+            reads = method in ("HEAD", "GET")
+            for path in (*PAGES, "/v1/models/x?y=1") if not reads else POSTED:
+                if method == "POST" and path in POSTED:
+                    continue
+                answer = await asked_for(gate, method, path)
+                assert answer.status == 405
+                assert answer.headers["allow"] == ("POST" if reads else "GET, HEAD")
+                if method != "HEAD":
+                    assert error_of(answer)["code"] == "method_not_allowed"
+            for path in ("/", "/v1", "/v1/completions/", "/v1/nothing%00", "/%F0%9F", "/v1/model?y=1"):
+                answer = await asked_for(gate, method, path)
+                assert answer.status == 404
+                if method != "HEAD":
+                    assert error_of(answer)["code"] == "not_found"
+
+    run(main())
+
+
+@pytest.mark.parametrize("streams", [False, True], ids=["whole", "stream"])
+def test_a_client_that_waits_for_100_is_told_to_go_on(streams: bool) -> None:
+    """And no engine hears of its expectation."""
+
+    async def main() -> None:
+        prefill, decode = sides("vllm")
+        async with foreign(prefill + decode) as front:
+            body = msgspec.json.encode(completion(stream=streams))
+            reader, writer = await asyncio.open_connection("127.0.0.1", front.gateway.port)
+            head = b"POST %b HTTP/1.1\r\nHost: g\r\nConnection: close\r\n" % COMPLETIONS.encode()
+            writer.write(head + b"Expect: 100-continue\r\nContent-Length: %d\r\n\r\n" % len(body))
+            assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+            writer.write(body)
+            answer = await reader.read()
+            assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
+            assert answer.count(b"decode") >= 3
+            writer.close()
+            await writer.wait_closed()
+            asked = [*prefill[0].asked, *prefill[1].asked, *decode[0].asked, *decode[1].asked]
+            assert len(asked) == 2
+            assert not any("expect" in each.headers for each in asked)
+
+    run(main())
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/tokenize", "/detokenize"])
+def test_what_is_passed_on_is_passed_on_as_it_is(path: str) -> None:
+    """Body byte for byte, query, headers and the engine's answer with its status and headers; each engine in turn."""
+    body = b'{"model":"%b",  "input":["a"], "bootstrap_host":1, "x":1.0}' % MODEL.encode()
+
+    async def says(engine: Engine, request: web.BaseRequest, asked: Asked) -> web.StreamResponse:
+        return web.Response(body=asked.body[::-1], status=203, headers={"X-Of-Engine": engine.name})
+
+    async def main() -> None:
+        prefill, decode = sides("vllm")
+        for engine in prefill + decode:
+            engine.serve = says
+        async with foreign(prefill + decode) as front:
+            for _ in range(8):
+                sent = {"Authorization": "Bearer a", "X-Request-Id": "my-1", "X-Tenant": "b"}
+                answer = await asked_for(front, "POST", f"{path}?a=%20b", body, **sent)
+                assert (answer.status, answer.body) == (203, body[::-1])
+                assert answer.headers["x-request-id"] == "my-1"
+                assert answer.headers["x-of-engine"].startswith(("prefill", "decode"))
+            for engine in prefill + decode:
+                assert len(engine.asked) == 2
+                assert all((asked.path, asked.body) == (f"{path}?a=%20b", body) for asked in engine.asked)
+                assert all(asked.headers[name.lower()] == sent[name] for asked in engine.asked for name in sent)
+            assert await front.settles(), front.leftovers()
+
+    run(main())
+
+
+def test_what_is_passed_on_goes_past_engines_that_fail_and_is_refused_where_all_do() -> None:
+    """With a status of a gateway, the request's id, and without a mark for a client's fault."""
+
+    async def main() -> None:
+        prefill, decode = sides("vllm")
+        engines = prefill + decode
+        for engine in engines[:2]:
+            engine.serve = failing(500)
+        async with foreign(engines, "  breaker: {failures: 1000}\n") as front:
+            for _ in range(4):
+                assert (await front.post({"input": "a"}, "/v1/embeddings")).status == 200
+            for engine in engines:
+                engine.serve = failing(500)
+            answer = await front.post({"input": "a"}, "/v1/embeddings", headers={"X-Request-Id": "my-2"})
+            assert answer.status == 502
+            assert answer.headers["x-request-id"] == "my-2"
+            assert "answered 500" in error_of(answer)["message"]
+            for engine in engines:
+                engine.serve = failing(422)
+            assert (await front.post({"input": "a"}, "/v1/embeddings")).status == 422
+            assert (await front.post([1], "/v1/embeddings")).status == 400
+            assert await front.settles(), front.leftovers()
+
+    run(main())
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, "/v1/embeddings", "/v1/models", "/ready"])
+def test_without_any_instance_the_answer_is_503_and_says_when_to_come_back(path: str) -> None:
+    """On every endpoint that needs one."""
+
+    async def main() -> None:
+        prefill, decode = sides("vllm")
+        async with foreign(prefill + decode, "  health: {path: /nowhere, interval: 20 ms, failures: 1}\n") as front:
+            for engine in prefill + decode:
+                engine.serve = failing(500)
+                assert await front.becomes(engine.name, False)
+            reads = path in ("/v1/models", "/ready")
+            answer = await (front.get(path) if reads else front.post(completion(), path))
+            assert answer.status == 503
+            assert int(answer.headers["retry-after"]) >= 1
+            assert "up" in error_of(answer)["message"]
+            assert not any(front.leftovers()[name] for name in ("core", "journeys", "legs"))
+
+    run(main())
+
+
+def test_a_full_gateway_says_503_a_key_that_has_enough_429_and_both_when_to_come_back() -> None:
+    """Each key has its own share, by its own number where it has one; what was refused leaves nothing behind."""
+    keys = {name: f"kvr_{name}" for name in ("alice", "bob", "carol")}
+    known = ", ".join(f"{name}: '{hash_text(key)}'" for name, key in keys.items())
+    section = f"  keys: {{known: {{{known}}}, concurrency: {{bob: 1}}}}\n"
+    section += "  limits: {in_flight: 4, queue: 0, per_key: 2}\n"
+
+    async def main() -> None:
+        gate = Gate()
+        prefill, decode = sides("vllm")
+        for engine in prefill:
+            engine.serve = gate.before(tokens)
+        async with foreign(prefill + decode, section) as front:
+
+            async def ask(name: str) -> Answer:
+                return await front.post(completion(), headers={"Authorization": f"Bearer {keys[name]}"})
+
+            tasks = []
+            for name, most in (("alice", 2), ("bob", 1)):
+                tasks += [asyncio.create_task(ask(name)) for _ in range(most)]
+                while front.leftovers()["legs"] < len(tasks):
+                    await asyncio.sleep(0)
+                refused = await ask(name)
+                assert refused.status == 429
+                assert error_of(refused)["type"] == "rate_limit_error"
+                assert int(refused.headers["retry-after"]) >= 1
+            tasks.append(asyncio.create_task(ask("carol")))
+            while front.leftovers()["legs"] < 4:
+                await asyncio.sleep(0)
+            full = await ask("carol")
+            assert full.status == 503
+            assert error_of(full)["type"] == OWN_TYPE
+            assert int(full.headers["retry-after"]) >= 1
+            gate.open.set()
+            assert [(await task).status for task in tasks] == [200] * 4
+            assert (await ask("bob")).status == 200
+            assert await front.settles(), front.leftovers()
+
+    run(main())
+
+
+@pytest.mark.parametrize("status", [429, 503])
+@pytest.mark.parametrize("leg", ["prefill", "decode"])
+def test_where_all_engines_are_full_the_client_reads_503_and_when_to_come_back(leg: str, status: int) -> None:
+    """The gateway's own 429 is for keys alone."""
+
+    async def main() -> None:
+        prefill, decode = sides("vllm")
+        for engine in prefill if leg == "prefill" else decode:
+            engine.serve = failing(status)
+        async with foreign(prefill + decode) as front:
+            answer = await front.post(completion())
+            assert answer.status == 503
+            assert int(answer.headers["retry-after"]) >= 1
+            assert f"{leg} instance" in error_of(answer)["message"]
+            assert await front.settles(), front.leftovers()
+
+    run(main())
+
+
+def test_a_model_is_shown_by_its_name() -> None:
+    """Also one with a slash or a blank in its name; another one does not exist."""
+
+    async def main() -> None:
+        async with rig(f"  models: {{org/some model: {MODEL}, small: {MODEL}}}\n") as gate:
+            listed = (await gate.get("/v1/models")).json["data"]
+            assert [card["id"] for card in listed] == ["org/some model", "small"]
+            for path, card in zip(("org%2Fsome%20model", "small"), listed, strict=True):
+                answer = await gate.get(f"/v1/models/{path}")
+                assert (answer.status, answer.json) == (200, card)
+            assert (await gate.get("/v1/models/org/some%20model")).status == 200
+            error = error_of(missing := await gate.get("/v1/models/other"))
+            assert missing.status == 404
+            assert (error["code"], error["param"]) == ("model_not_found", "model")
+            assert "'other'" in error["message"]
+
+    run(main())
+
+
+def test_where_engines_name_the_model_they_show_it() -> None:
+    async def says(engine: Engine, request: web.BaseRequest, asked: Asked) -> web.StreamResponse:
+        return web.json_response({"id": asked.path})
+
+    async def main() -> None:
+        prefill, decode = sides("vllm")
+        for engine in prefill + decode:
+            engine.serve = says
+        async with foreign(prefill + decode) as front:
+            assert (await front.get("/v1/models/a%2Fb")).json == {"id": "/v1/models/a%2Fb"}
+            assert await front.settles(), front.leftovers()
+
+    run(main())
+
+
+@pytest.mark.parametrize("given", ["", "x" * 300, "x" * 200, "mine"], ids=["empty", "300", "200", "short"])
+@pytest.mark.parametrize("path", [COMPLETIONS, "/v1/embeddings"])
+def test_engines_and_the_client_read_the_same_request_id(path: str, given: str) -> None:
+    """The client's own, unless it is empty or very long."""
+
+    async def main() -> None:
+        prefill, decode = sides("vllm")
+        async with foreign(prefill + decode) as front:
+            answer = await front.post(completion(), path, headers={"X-Request-Id": given})
+            assert answer.status == 200
+            found = {asked.headers.get("x-request-id") for engine in prefill + decode for asked in engine.asked}
+            assert found == {answer.headers["x-request-id"]}
+            assert (found == {given}) == (0 < len(given) <= 200)
+
+    run(main())
+
+
+def test_metrics_can_be_left_to_the_admin_port() -> None:
+    async def main() -> None:
+        async with rig("  listen: {port: 0, metrics: false}\n", CLUSTER.replace(LISTEN, "")) as gate:
+            assert (await gate.get("/metrics")).status == 404
+            async with gate.session.get(f"{gate.admin}/metrics") as response:
+                assert response.status == 200
+
+    run(main())
+
+
+def test_a_page_of_metrics_is_made_in_pieces_between_which_others_are_served() -> None:
+    async def main() -> None:
+        async with rig() as gate:
+            gateway, happened = gate.gateway, asyncio.Event()
+
+            def page(accept: str) -> tuple[str, Iterator[str]]:
+                def pieces() -> Iterator[str]:
+                    asyncio.get_running_loop().call_soon(happened.set)
+                    yield "some "
+                    assert happened.is_set()
+                    yield accept
+
+                return "text/plain", pieces()
+
+            admission = Admission(AdmissionLimits(in_flight=1, queue=0, queue_wait_s=1.0, per_key=1))
+            entrance = Entrance(admission, gateway.metrics, gateway.state, gateway.now)
+            reception = Reception(
+                gateway.serving,
+                entrance,
+                Keys({}),
+                ready=gateway.ready,
+                page=page,
+                description=b"{}",
+                started_unix_s=0,
+            )
+            door = Door(reception)
+            port = await door.listen("127.0.0.1", 0)
+            async with gate.session.get(f"http://127.0.0.1:{port}/metrics", headers={"Accept": "more"}) as response:
+                assert await response.read() == b"some more"
+            await door.drain(0)
+
+    run(main())
+
+
+class Counting(ThreadPoolExecutor):
+    """Threads that say how often they were asked."""
+
+    asked = 0
+
+    def submit(self, *args: Any, **more: Any) -> Any:
+        self.asked += 1
+        return super().submit(*args, **more)
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize"])
+def test_large_bodies_are_read_beside_the_loop(path: str) -> None:
+    """And small ones on it; answers and refusals are the same."""
+
+    def body(size: int) -> dict[str, Any]:
+        text = "a" * size
+        return {"max_tokens": 2} | (
+            {"messages": [{"role": "user", "content": text}]} if path == CHAT else {"prompt": text}
+        )
+
+    async def main() -> None:
+        threads = Counting(1)
+        asyncio.get_running_loop().set_default_executor(threads)
+        prefill, decode = sides("vllm")
+        async with foreign(prefill + decode) as front:
+            before = threads.asked
+            assert (await front.post(body(1000), path)).status == 200
+            assert threads.asked == before
+            assert (await front.post(body(PIECE_BYTES), path)).status == 200
+            assert threads.asked == before + 1
+            error_of(refused := await front.post(body(PIECE_BYTES) | {"model": 1}, path))
+            assert refused.status == 400
+            assert threads.asked == before + 2
+            assert await front.settles(), front.leftovers()
+
+    run(main())
+
+
+def test_a_client_that_leaves_while_its_body_is_read_leaves_nothing() -> None:
+    async def main() -> None:
+        prefill, decode = sides("vllm")
+        threads, busy = ThreadPoolExecutor(1), threading.Event()
+        asyncio.get_running_loop().set_default_executor(threads)
+        async with foreign(prefill + decode) as front:
+            blocked = asyncio.get_running_loop().run_in_executor(None, busy.wait)
+            _, writer = await asyncio.open_connection("127.0.0.1", front.gateway.port)
+            data = msgspec.json.encode(completion(prompt="a" * PIECE_BYTES))
+            writer.write(b"POST %b HTTP/1.1\r\nHost: g\r\n" % COMPLETIONS.encode())
+            writer.write(b"Content-Length: %d\r\n\r\n%b" % (len(data), data))
+            while "kvroute_client_connections 2" not in (page := (await front.get("/metrics")).body.decode()):
+                await asyncio.sleep(0)
+            writer.close()
+            await writer.wait_closed()
+            while "kvroute_client_connections 1" not in (await front.get("/metrics")).body.decode():
+                await asyncio.sleep(0)
+            busy.set()
+            await blocked
+            while 'endpoint="completions",code="499"} 1' not in page:
+                page = (await front.get("/metrics")).body.decode()
+            assert not any(front.leftovers().values())
+            assert not any(engine.asked for engine in prefill + decode)
+
+    run(main())

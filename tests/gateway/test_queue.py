@@ -1,0 +1,137 @@
+"""The gateway's queue: whoever waits is answered, whatever becomes of engines, of other clients and of the gateway."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import pytest
+import uvloop
+from tests.gateway.rig import CLUSTER, COMPLETIONS, MODEL, Rig, rig
+
+from kvroute.gateway.admission import Admission, AdmissionLimits
+from kvroute.gateway.door import Door
+from kvroute.gateway.entrance import Entrance
+from kvroute.gateway.metrics import Metrics
+from kvroute.gateway.state import ClusterState
+from kvroute.gateway.view import Load
+from kvroute.topology import parse
+
+HELD = "  limits: {in_flight: 1, queue: 512}\n  health: {interval: 1 h}\n"
+
+
+async def _clients(gate: Rig, count: int) -> list[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """One that is served for long, and more that wait."""
+    body = msgspec.json.encode({"model": MODEL, "prompt": "hi", "max_tokens": 5_000, "stream": True})
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+    pairs = []
+    for number in range(count):
+        pairs.append(await asyncio.open_connection("127.0.0.1", gate.gateway.port))
+        pairs[-1][1].write(head + body)
+        while _in_and_waiting(gate) <= number:
+            await asyncio.sleep(0)
+    return pairs
+
+
+def _in_and_waiting(gate: Rig) -> int:
+    load = gate.gateway.state.tick(gate.gateway.now()).load
+    return load.in_flight + load.queued
+
+
+async def _status(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+    """Of the answer; empty: there is none."""
+    try:
+        return (await reader.readline()).split(b" ")[1:2][0]
+    except (IndexError, ConnectionError):
+        return b""
+    finally:
+        writer.close()
+
+
+def test_everybody_who_waits_is_answered_when_nobody_can_be_served() -> None:
+    """The place of one who is refused goes to the next, through any length of queue, without a call within a call."""
+
+    async def run() -> None:
+        async with rig(HELD) as gate:
+            (_, first), *waiting = await _clients(gate, 301)
+            for name in ("decode0", "decode1"):
+                gate.gateway.serving.stations[name].guard.set_healthy(False, gate.gateway.now())
+            first.close()
+            async with asyncio.timeout(60):
+                statuses = [await _status(*pair) for pair in waiting]
+            assert statuses == [b"503"] * 300
+            assert await gate.settles(), gate.leftovers()
+            for name in ("decode0", "decode1"):
+                gate.gateway.serving.stations[name].guard.set_healthy(True, gate.gateway.now())
+            assert (await gate.ask("hi")).status == 200
+
+    uvloop.run(run())
+
+
+def test_a_client_that_leaves_the_queue_gives_its_place_back() -> None:
+    """And those behind it are served in time."""
+
+    async def run() -> None:
+        async with rig(HELD) as gate:
+            (_, first), (_, second), third = await _clients(gate, 3)
+            second.close()
+            while _in_and_waiting(gate) > 2:
+                await asyncio.sleep(0)
+            first.close()
+            async with asyncio.timeout(60):
+                assert await _status(*third) == b"200"
+            assert await gate.settles(), gate.leftovers()
+
+    uvloop.run(run())
+
+
+def test_whoever_waits_when_the_gateway_closes_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """Nobody comes in while others are broken off; nothing is left, and nothing goes wrong."""
+
+    async def run() -> None:
+        async with rig(HELD) as gate:
+            clients = await _clients(gate, 6)
+            await gate.gateway.close()
+            async with asyncio.timeout(60):
+                statuses = [await _status(*pair) for pair in clients]
+            assert statuses[0] in (b"200", b"503")  # as far as it was
+            assert statuses[1:] == [b"503"] * 5
+            assert not any(gate.leftovers().values())
+
+    uvloop.run(run())
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+def test_a_fault_of_the_gateway_costs_one_answer_and_no_place(caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever goes wrong as a request begins, waiting or not, the next one comes in."""
+
+    async def run() -> None:
+        load = Load(in_flight=0, queued=0, connections=0, ready=True, draining=False)
+        metrics = Metrics(lambda: load, {}, version="1", policy="netkv")
+        state = ClusterState(parse(CLUSTER), lambda: load, policy="netkv", version="1")
+        admission = Admission(AdmissionLimits(in_flight=1))
+        entrance = Entrance(admission, metrics, state, lambda: 1.0)
+        begun: list[int] = []
+
+        def start(ticket: int) -> None:
+            begun.append(ticket)
+            if len(begun) in (2, 3):
+                raise ZeroDivisionError("on purpose")
+
+        door = Door(lambda exchange: entrance.enter(exchange, "other", None, start))
+        port = await door.listen("127.0.0.1", 0)
+        clients = []
+        for number in range(4):
+            clients.append(await asyncio.open_connection("127.0.0.1", port))
+            clients[-1][1].write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+            while admission.in_flight + admission.queued <= number:
+                await asyncio.sleep(0)
+        entrance.leave(begun[0])
+        assert [await _status(*client) for client in clients[1:3]] == [b"500", b"500"]
+        assert (admission.in_flight, admission.queued, len(begun)) == (1, 0, 4)
+        clients[0][1].close()
+        clients[3][1].close()
+        await door.drain(10.0)
+
+    uvloop.run(run())
+    assert [record.message for record in caplog.records] == ["request_failed"] * 2

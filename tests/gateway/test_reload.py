@@ -1,0 +1,438 @@
+"""Reading the cluster file again: what changes, what is carried over, what is refused, and what is said of it."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import uvloop
+from tests.gateway.rig import CLUSTER, LOOKS, Rig, rig
+
+from kvroute import __version__
+from kvroute.control import read_log, replay, same
+from kvroute.gateway.gateway import Deployment, Gateway
+from kvroute.topology import parse
+from kvroute.types import Endpoint, InputError, InstanceMeasured, KvStored
+
+PROMPT = "The quick brown fox jumps over the lazy dog. " * 30
+SELDOM = "  health: {interval: 1 h}\n"
+
+
+def _reader(gate: Rig, section: str = "", text: str = CLUSTER) -> Callable[[], Deployment]:
+    endpoints = gate.fleet.ready().instances
+    return lambda: Deployment.of(text + section, "new.yaml", endpoints=endpoints)
+
+
+def _said(caplog: pytest.LogCaptureFixture, event: str) -> list[dict[str, Any]]:
+    return [record.__dict__["fields"] for record in caplog.records if record.message == event]
+
+
+async def _until(true: Callable[[], bool]) -> None:
+    for _ in range(LOOKS):
+        if true():
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError("it never came true")
+
+
+def _replays(log: Path) -> bool:
+    header, records = read_log(log)
+    return all(same(record.decisions, again) for record, again in replay(header.spec.build(parse(CLUSTER)), records))
+
+
+def test_a_reload_changes_the_policy_and_a_wrong_file_changes_nothing() -> None:
+    """Requests under way stay where they are."""
+
+    async def run() -> None:
+        async with rig() as gate:
+            running = asyncio.create_task(gate.ask(PROMPT, tokens=40, stream=True))
+            while not gate.leftovers()["journeys"]:
+                await asyncio.sleep(0)
+            assert await gate.gateway.reload(_reader(gate, "  policy: round-robin\n"))
+            wrong = _reader(gate, "  policy: square-robin\n")
+            with pytest.raises(InputError, match="round-robin"):
+                wrong()
+            assert not await gate.gateway.reload(wrong)
+            assert (await gate.ask(PROMPT)).status == 200
+            assert len((await running).events) == 40
+            page = (await gate.get("/metrics")).body.decode()
+            assert 'kvroute_reloads_total{outcome="taken"} 1\n' in page
+            assert 'kvroute_reloads_total{outcome="refused"} 1\n' in page
+            assert 'policy="round-robin"' in page
+            assert await gate.settles(), gate.leftovers()
+
+    uvloop.run(run())
+
+
+@pytest.mark.parametrize("scraped", [True, False], ids=["engines-tell", "engines-do-not"])
+def test_requests_under_way_still_count(tmp_path: Path, scraped: bool) -> None:
+    """The new core counts what the old one has on each engine as load of others, until it has left."""
+    log = tmp_path / "events.log"
+    path = "/metrics" if scraped else "/nowhere"
+    section = f"{SELDOM}  scrape: {{interval: {'1 h' if scraped else '20 ms'}, path: {path}}}\n"
+    section += f"  log: {{events: {log}}}\n"
+
+    async def run() -> None:
+        async with rig(section) as gate:
+            if scraped:
+                await _until(lambda: len(gate.gateway.serving.measured) == 4)
+            tasks = [asyncio.create_task(gate.ask(f"{n} {PROMPT}", tokens=80, stream=True)) for n in range(12)]
+            stations = gate.gateway.serving.stations
+            await _until(lambda: sum(stations[name].under_way for name in ("decode0", "decode1")) == 12)
+            assert await gate.gateway.reload(_reader(gate, section))
+            assert [len((await task).events) for task in tasks] == [80] * 12
+            assert (await gate.ask(PROMPT)).status == 200
+            await _until(lambda: not any(station.under_way for station in stations.values()))
+            for _ in range(LOOKS if not scraped else 0):
+                gate.gateway.serving.events.flush()  # type: ignore[union-attr]
+                loads = _loads(log)
+                if not any(event.running for event in loads.values()):
+                    break
+                await asyncio.sleep(0.005)
+            # An engine that tells its load does so again only after an hour here.
+            assert scraped or await gate.settles(), gate.leftovers()
+
+    uvloop.run(run())
+    first: dict[str, InstanceMeasured] = {}
+    for record in read_log(log)[1]:
+        if isinstance(record.event, InstanceMeasured):
+            first.setdefault(record.event.instance, record.event)
+    assert sum(first[name].running for name in ("decode0", "decode1")) == 12
+    assert scraped or not any(event.running for event in _loads(log).values())
+    assert _replays(log)
+    assert _replays(tmp_path / "events.log.1")
+
+
+def _loads(log: Path) -> dict[str, InstanceMeasured]:
+    """The last word on each instance."""
+    events = [record.event for record in read_log(log)[1]]
+    return {event.instance: event for event in events if isinstance(event, InstanceMeasured)}
+
+
+def test_what_is_cached_where_is_known_still(tmp_path: Path) -> None:
+    """Every chain of every instance, and the log that begins with the reload replays; with other blocks nothing is."""
+    log = tmp_path / "events.log"
+    section = f"  log: {{events: {log}}}\n"
+
+    async def run() -> None:
+        async with rig(section) as gate:
+            for n in range(12):
+                assert (await gate.ask(f"{n % 5} {PROMPT * (1 + n % 3)}")).status == 200
+            before = gate.gateway.serving.control.prefix
+            held = [sorted(before.chains(index)) for index in range(4)]
+            assert sum(map(len, held)) > 4
+            assert await gate.gateway.reload(_reader(gate, section + "  policy: round-robin\n"))
+            after = gate.gateway.serving.control.prefix
+            assert after is not before
+            assert [sorted(after.chains(index)) for index in range(4)] == held
+            assert (await gate.ask(f"0 {PROMPT}")).status == 200
+            assert await gate.settles(), gate.leftovers()
+            assert await gate.gateway.reload(_reader(gate, "  prompt: {block_tokens: 32}\n"))
+            assert not any(gate.gateway.serving.control.prefix.used_blocks(index) for index in range(4))
+
+    uvloop.run(run())
+    assert _replays(log)
+    assert any(isinstance(record.event, KvStored) for record in read_log(log)[1])
+
+
+def test_kv_events_are_followed_without_a_break() -> None:
+    """What engines have told stays known, what they tell later is added, and no gap is seen."""
+
+    async def run() -> None:
+        section = "  prefix: events\n"
+        async with rig(section) as gate:
+
+            def known() -> int:
+                prefix = gate.gateway.serving.control.prefix
+                return sum(prefix.used_blocks(index) for index in range(4))
+
+            assert (await gate.ask(list(range(1_000, 2_600)))).status == 200
+            await _until(lambda: known() >= 2 * 99)
+            before = known()
+            for policy in ("round-robin", "netkv"):
+                assert await gate.gateway.reload(_reader(gate, f"{section}  policy: {policy}\n"))
+                assert known() == before
+            assert (await gate.ask(list(range(5_000, 6_600)))).status == 200
+            await _until(lambda: known() >= before + 2 * 99)
+            assert "kvroute_kv_event_gaps_total{" not in (await gate.get("/metrics")).body.decode()
+
+    uvloop.run(run())
+
+
+def test_health_and_breakers_stay_as_they_are() -> None:
+    """Who was down is down, and comes back by its next good check; an open breaker stays open."""
+
+    async def run() -> None:
+        section = "  health: {interval: 20 ms, failures: 1}\n  breaker: {failures: 2, open: 1 h}\n"
+        async with rig(section) as gate:
+            await gate.order("decode0", "restart", down_s=1.0)
+            assert await gate.becomes("decode0", False)
+            guard = gate.gateway.serving.stations["prefill0"].guard
+            for _ in range(2):
+                guard.failed(guard.started(gate.gateway.now()), gate.gateway.now())
+            assert await gate.gateway.reload(_reader(gate, section + "  policy: round-robin\n"))
+            stations = gate.gateway.serving.stations
+            assert {name for name, station in stations.items() if not station.guard.up} == {"prefill0", "decode0"}
+            assert stations["prefill0"].guard.breaker.state(gate.gateway.now()) == "open"
+            assert await gate.becomes("decode0", True)
+            assert (await gate.ask(PROMPT)).status == 200
+
+    uvloop.run(run())
+
+
+def test_who_comes_back_around_a_reload_is_taken_back() -> None:
+    """The new checks know who was down, so that their first good one counts."""
+
+    async def run() -> None:
+        section = "  health: {interval: 1 h, failures: 1}\n"
+        async with rig(section) as gate:
+            url = gate.fleet.ready().instances["decode0"].url + "/health"
+            await gate.order("decode0", "restart", down_s=3)
+            while await asyncio.to_thread(_get, url, True):
+                await asyncio.sleep(0.01)
+            assert await gate.gateway.reload(_reader(gate, section))
+            assert await gate.becomes("decode0", False)
+            while not await asyncio.to_thread(_get, url, True):
+                await asyncio.sleep(0.01)
+            assert not gate.gateway.serving.stations["decode0"].guard.up
+            assert await gate.gateway.reload(_reader(gate, section))
+            assert await gate.becomes("decode0", True)
+
+    uvloop.run(run())
+
+
+def test_three_reloads_at_once_come_one_after_the_other() -> None:
+    """With a watcher that takes its time to end."""
+    inside: list[str] = []
+    most: list[int] = []
+
+    def one_by_one(reader: Callable[[], Deployment], policy: str) -> Callable[[], Deployment]:
+        def read() -> Deployment:
+            inside.append(policy)
+            time.sleep(0.05)  # so that another one would be seen
+            most.append(len(inside))
+            inside.remove(policy)
+            return reader()
+
+        return read
+
+    async def run() -> None:
+        section = "  oracle: {source: prometheus, prometheus: {url: 'http://127.0.0.1:9', per_tier: {rack: up}}}\n"
+        async with rig(section) as gate:
+            policies = ("round-robin", "cla", "netkv")
+            readers = [one_by_one(_reader(gate, f"{section}  policy: {policy}\n"), policy) for policy in policies]
+            assert await asyncio.gather(*[gate.gateway.reload(reader) for reader in readers]) == [True] * 3
+            assert most == [1, 1, 1]
+            assert gate.gateway.serving.settings.policy == "netkv"
+            assert (await gate.ask(PROMPT)).status == 200
+            page = (await gate.get("/metrics")).body.decode()
+            assert 'kvroute_reloads_total{outcome="taken"} 3\n' in page
+
+    uvloop.run(run())
+
+
+def test_whatever_a_reader_stumbles_over_the_old_file_is_served(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A fault of the file, of a file that it names, or of ours: refused, and said in one line each."""
+    notes = tmp_path / "notes"
+    notes.write_text("somebody's")
+
+    async def run() -> None:
+        async with rig() as gate:
+
+            def broken() -> Deployment:
+                raise KeyError("name")
+
+            strange = CLUSTER.replace("name: decode1", "name: decode7")
+            taken = f"  log: {{events: {notes}}}\n"
+            before = gate.gateway.serving
+            for reader in (broken, _reader(gate, "", strange), _reader(gate, taken)):
+                assert not await gate.gateway.reload(reader)
+            assert gate.gateway.serving is before
+            assert (await gate.ask(PROMPT)).status == 200
+
+    uvloop.run(run())
+    reasons = [said["reason"] for said in _said(caplog, "reload_refused")]
+    assert reasons[0] == "KeyError: 'name'"
+    assert "instance decode7 has no emulated engine" in reasons[1]
+    assert "notes: is there already and is no kvroute log" in reasons[2]
+
+
+def test_settings_are_taken_up_or_it_is_said_that_they_are_not(caplog: pytest.LogCaptureFixture) -> None:
+    """Retries, the operator's token and names at once; addresses and tracing with a new process."""
+    token, other = "a" * 20, "b" * 20
+
+    async def push(gate: Rig, shown: str, host: str) -> int:
+        headers = {"Authorization": f"Bearer {shown}", "Host": host}
+        async with gate.session.post(
+            f"{gate.admin}/telemetry", data=b'{"per_tier": {"rack": 0.5}}', headers=headers
+        ) as answer:
+            return answer.status
+
+    async def run() -> None:
+        push_source = "  oracle: {source: push}\n"
+        async with rig(push_source) as gate:
+            assert await push(gate, token, "localhost") == 200
+            told = gate.gateway.serving.control.oracle.congestion(gate.gateway.now())
+            assert told[1] > 0
+            plain = CLUSTER.replace("admin: {port: 0}", f"admin: {{port: 0, push_token: {token}, hosts: [ops]}}")
+            assert await gate.gateway.reload(_reader(gate, push_source, plain))
+            assert list(gate.gateway.serving.control.oracle.congestion(gate.gateway.now())) == list(told)
+            assert [await push(gate, shown, "ops") for shown in (token, other)] == [200, 401]
+            assert await gate.gateway.reload(_reader(gate, push_source, plain.replace(token, other)))
+            assert [await push(gate, shown, "ops") for shown in (token, other)] == [401, 200]
+            assert await gate.gateway.reload(_reader(gate))
+            assert await push(gate, other, "ops") == 403
+            assert await push(gate, other, "localhost") == 404
+            assert not _said(caplog, "reload_needs_restart")
+
+            await gate.order("prefill0", fail_next=50, status=500, leg="prefill")
+            await gate.order("prefill1", fail_next=50, status=500, leg="prefill")
+            assert await gate.gateway.reload(_reader(gate, "  retries: {share: 0, floor_per_s: 0}\n"))
+            for _ in range(20):
+                await gate.ask(PROMPT)
+            page = (await gate.get("/metrics")).body.decode()
+            assert 'kvroute_retries_refused_total{leg="prefill"} ' in page
+
+            moved = CLUSTER.replace("listen: {port: 0}", "listen: {port: 1}").replace(
+                "admin: {port: 0}", "admin: {port: 2}"
+            )
+            for _ in range(2):
+                caplog.clear()
+                assert await gate.gateway.reload(_reader(gate, "  tracing: {share: 0.5}\n", moved))
+                fields = [said["field"] for said in _said(caplog, "reload_needs_restart")]
+                assert fields == ["gateway.listen.port", "gateway.admin.port", "gateway.tracing.share"]
+
+    uvloop.run(run())
+
+
+def test_a_new_certificate_is_shown_from_then_on(tmp_path: Path) -> None:
+    """To clients that connect; TLS itself stays on."""
+    curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-subj", "/CN=localhost"]
+    for name in ("a", "b"):
+        files = ["-keyout", f"{tmp_path}/{name}.key", "-out", f"{tmp_path}/{name}.pem"]
+        subprocess.run(["openssl", "req", "-x509", *curve, *files], check=True, capture_output=True)
+
+    def text(name: str) -> str:
+        tls = f"{{certificate: {tmp_path}/{name}.pem, key: {tmp_path}/{name}.key}}"
+        return CLUSTER.replace("listen: {port: 0}", f"listen: {{port: 0, tls: {tls}}}")
+
+    async def run() -> None:
+        async with rig("", text("a")) as gate:
+            address = ("127.0.0.1", gate.gateway.port)
+            for name in ("a", "b"):
+                assert await gate.gateway.reload(_reader(gate, "", text(name)))
+                shown = await asyncio.to_thread(ssl.get_server_certificate, address)
+                assert shown == (tmp_path / f"{name}.pem").read_text()
+
+    uvloop.run(run())
+
+
+def test_numbers_in_the_log_go_on(tmp_path: Path) -> None:
+    """No two requests of one process have the same."""
+
+    async def run() -> None:
+        async with rig() as gate:
+            for _ in range(3):
+                assert (await gate.ask("hi")).status == 200
+            assert await gate.gateway.reload(_reader(gate))
+            assert gate.gateway.serving.next_number() == 3
+
+    uvloop.run(run())
+
+
+def test_a_gateway_is_ready_when_its_engines_have_said_so() -> None:
+    """Not before their health is known, and not at all without them; a reload does not make it wait again."""
+
+    async def dead() -> None:
+        with socket.socket() as closed:
+            closed.bind(("127.0.0.1", 0))
+            url = f"http://127.0.0.1:{closed.getsockname()[1]}"
+            endpoints = {name: Endpoint(url=url) for name in ("prefill0", "prefill1", "decode0", "decode1")}
+            gateway = Gateway(Deployment.of(CLUSTER + SELDOM, "test.yaml", endpoints=endpoints))
+            try:
+                await gateway.start()
+                assert gateway.ready() == "the engines have yet to say that they live"
+                await _until(lambda: gateway.ready() != "the engines have yet to say that they live")
+                assert gateway.ready() == "no prefill instance is up"
+            finally:
+                await gateway.close()
+
+    async def alive() -> None:
+        async with rig() as gate:
+            await _until(lambda: gate.gateway.ready() == "")
+            assert await gate.gateway.reload(_reader(gate))
+            assert gate.gateway.ready() == ""
+
+    uvloop.run(dead())
+    uvloop.run(alive())
+
+
+def test_a_signal_to_the_process_reads_the_file_again(tmp_path: Path) -> None:
+    """From its very start on, however often it comes; a wrong file changes nothing, and SIGTERM ends it well."""
+    file, ready = tmp_path / "cluster.yaml", tmp_path / "ready.json"
+    file.write_text(CLUSTER)
+    command = [sys.executable, "-m", "kvroute.cli.app", "serve", str(file), "--embedded", "--ready-file", str(ready)]
+    with subprocess.Popen(
+        [*command, "--until-eof"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    ) as process:
+        try:
+            url = _serves(process, ready)
+            for policy, outcome in (
+                ("round-robin", 'kvroute_info{version="VERSION",policy="round-robin"} 1'),
+                ("square-robin", 'kvroute_reloads_total{outcome="refused"} 1'),
+                ("cla", 'kvroute_info{version="VERSION",policy="cla"} 1'),
+            ):
+                file.write_text(f"{CLUSTER}  policy: {policy}\n")
+                process.send_signal(signal.SIGHUP)
+                while outcome.replace("VERSION", __version__) not in _get(url + "/metrics"):
+                    assert process.poll() is None
+                    time.sleep(0.01)
+            process.send_signal(signal.SIGTERM)
+            _, said = process.communicate(timeout=60)
+            assert process.returncode == 0
+            assert b"reload_refused" in said
+            assert b"square-robin" in said
+        finally:
+            process.kill()
+
+
+def _serves(process: subprocess.Popen[bytes], ready: Path) -> str:
+    """The address, once it serves; from the moment that it hears it is told to read its file again all the while."""
+    told = 0
+    while not (ready.exists() and (text := ready.read_bytes()).endswith(b"}")):
+        assert process.poll() is None
+        if _hears(process.pid):
+            process.send_signal(signal.SIGHUP)
+            told += 1
+        time.sleep(0.01)
+    assert told > 10
+    return str(msgspec.json.decode(text)["url"])
+
+
+def _hears(pid: int) -> bool:
+    """Whether a process has a handler for SIGHUP."""
+    caught = Path(f"/proc/{pid}/status").read_text().partition("SigCgt:")[2].split()[0]
+    return bool(int(caught, 16) & 1 << signal.SIGHUP - 1)
+
+
+def _get(url: str, status: bool = False) -> str:
+    """A page, or its status; empty: there is none."""
+    try:
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            return str(answer.status) if status else str(answer.read().decode())
+    except (urllib.error.URLError, ConnectionError):
+        return ""

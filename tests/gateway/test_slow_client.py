@@ -1,0 +1,147 @@
+"""A client that reads slowly, through the whole gateway: its engine is slowed down, and nothing is lost or held."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import cast
+
+import httptools
+import msgspec
+import pytest
+import xxhash
+from aiohttp import web
+from tests.gateway.foreign import Asked, Engine, begun, completion, foreign, run, sides
+from tests.gateway.rig import COMPLETIONS
+
+from kvroute.types import KvProtocol
+
+EVENT_BYTES = 64 * 1024
+TOTAL_BYTES = 100 * 1024 * 1024
+SYSTEM_MAX_BYTES = 48 * 1024 * 1024
+"""What the buffers of four sockets may hold, the system's largest, and the gateway between them."""
+STILL_TURNS = 300
+"""Of the loop that all three share, without a byte: nothing moves any more."""
+
+
+def sse(index: int) -> bytes:
+    """One event of the stream."""
+    return b"data: %b\n\n" % (b"%015d-" % index * (EVENT_BYTES // 16))[: EVENT_BYTES - 8]
+
+
+class Reader(asyncio.Protocol):
+    """A client that asks, and reads nothing until it is told to; counts and hashes the body."""
+
+    def __init__(self, request: bytes) -> None:
+        self.body_bytes = 0
+        self.hash = xxhash.xxh64()
+        self.done = asyncio.Event()
+        self._request = request
+        self._parser = httptools.HttpResponseParser(self)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+        self.transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        self._parser.feed_data(data)
+
+    def on_body(self, data: bytes) -> None:
+        self.body_bytes += len(data)
+        self.hash.update(data)
+
+    def on_message_complete(self) -> None:
+        self.done.set()
+
+
+class Source:
+    """What a decode engine streams, as fast as it is taken."""
+
+    def __init__(self) -> None:
+        self.taken_bytes = 0
+
+    async def serve(self, _: Engine, request: web.BaseRequest, __: Asked) -> web.StreamResponse:
+        """Stream it."""
+        response = await begun(request)
+        for index in range(TOTAL_BYTES // EVENT_BYTES):
+            await response.write(sse(index))
+            self.taken_bytes += EVENT_BYTES
+        await response.write_eof()
+        return response
+
+    async def rests(self) -> int:
+        """How much was taken once nothing moves any more."""
+        still, before = 0, -1
+        while still < STILL_TURNS:
+            await asyncio.sleep(0)
+            still, before = (still + 1 if self.taken_bytes == before > 0 else 0), self.taken_bytes
+        return self.taken_bytes
+
+
+async def reader_of(port: int) -> Reader:
+    """A client with a small receive buffer, at rest."""
+    body = msgspec.json.encode(completion(stream=True))
+    head = b"POST %b HTTP/1.1\r\nHost: g\r\nContent-Length: %d\r\n\r\n" % (COMPLETIONS.encode(), len(body))
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, EVENT_BYTES)
+    sock.connect(("127.0.0.1", port))
+    sock.setblocking(False)
+    _, reader = await asyncio.get_running_loop().create_connection(lambda: Reader(head + body), sock=sock)
+    reader.transport.pause_reading()
+    return reader
+
+
+@pytest.mark.parametrize("protocol", ["vllm", "sglang"])
+def test_what_a_client_does_not_read_stays_in_the_engine(protocol: KvProtocol) -> None:
+    """Then it reads, in fits and starts, and everything arrives as it was sent; somebody else is served meanwhile."""
+
+    async def main() -> None:
+        source = Source()
+        prefill, decode = sides(protocol)
+        for engine in decode:
+            engine.serve = source.serve
+        async with foreign(prefill + decode) as front:
+            reader = await reader_of(front.gateway.port)
+            assert await source.rests() <= SYSTEM_MAX_BYTES
+            assert reader.body_bytes == 0
+            assert (await front.get("/health")).status == 200
+            for _ in range(20):
+                reader.transport.resume_reading()
+                await asyncio.sleep(0)
+                reader.transport.pause_reading()
+                assert source.taken_bytes - reader.body_bytes <= SYSTEM_MAX_BYTES
+            reader.transport.resume_reading()
+            await reader.done.wait()
+            expected = xxhash.xxh64()
+            for index in range(TOTAL_BYTES // EVENT_BYTES):
+                expected.update(sse(index))
+            assert (reader.body_bytes, reader.hash.digest()) == (TOTAL_BYTES, expected.digest())
+            reader.transport.abort()
+            assert await front.settles(), front.leftovers()
+
+    run(main())
+
+
+def test_a_client_that_never_reads_is_cut_off_and_its_engine_freed() -> None:
+    """After the time that the settings give it; the engine sees its connection close."""
+
+    async def main() -> None:
+        source, left = Source(), asyncio.Event()
+        prefill, decode = sides("vllm")
+
+        async def serve(engine: Engine, request: web.BaseRequest, asked: Asked) -> web.StreamResponse:
+            try:
+                return await source.serve(engine, request, asked)
+            finally:
+                left.set()
+
+        for engine in decode:
+            engine.serve = serve
+        async with foreign(prefill + decode, "  limits: {stall: 50 ms}\n") as front:
+            reader = await reader_of(front.gateway.port)
+            await left.wait()
+            assert source.taken_bytes < TOTAL_BYTES
+            assert await front.settles(), front.leftovers()
+            reader.transport.abort()
+
+    run(main())

@@ -1,0 +1,287 @@
+"""`kvroute demo`: a short run of the real thing on a tiny cluster, what it leaves behind, and how it is broken off."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvroute.cli.app import main
+from kvroute.control import ControlSpec, EventLog, LogHeader, read_log
+from kvroute.experiments.live import PARTS, Comparison, Half, playable
+from kvroute.experiments.simulation import Workload
+from kvroute.report.dashboard_page import dashboard_page
+from kvroute.sim.run import simulate
+from kvroute.sim.settings import SimSettings
+from kvroute.sim.workload import Trace, TracedRequest
+from kvroute.topology import load
+from kvroute.topology.ecmp import EcmpPaths
+from kvroute.types import TransferMeasured
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+LINES = (EXAMPLES / "small.yaml").read_text()
+POLLS = 3000
+KVROUTE = (sys.executable, "-m", "kvroute.cli.app")
+REQUESTS = 12
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A demo that has run to its end."""
+
+    folder: Path
+    cluster: Path
+    out: str
+    err: str
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """The numbers that it saved."""
+        rows: list[dict[str, Any]] = json.loads((self.folder / "demo.json").read_text())
+        return rows
+
+
+def running(mark: str) -> list[int]:
+    """Processes with this text in their command line."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            line = (entry / "cmdline").read_bytes()
+        except OSError:  # it has just ended
+            continue
+        if mark.encode() in line:
+            found.append(int(entry.name))
+    return found
+
+
+def demo_of(folder: Path, *more: str) -> tuple[Path, list[str]]:
+    """A cluster file of this test alone, by whose name its processes are found, and the command."""
+    cluster = folder / "cluster.yaml"
+    cluster.write_text(LINES)
+    command = [*KVROUTE, "demo", str(cluster), "--rate", "4", "--profile", "chatbot", "--out", str(folder / "out")]
+    return cluster, [*command, *more]
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    """Three seconds under each policy."""
+    folder = tmp_path_factory.mktemp("demo")
+    cluster, command = demo_of(folder, "--seconds", "3", "--output-max", "8")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    return Ended(folder / "out", cluster, done.stdout, done.stderr)
+
+
+def test_both_halves_are_measured_and_printed(ended: Ended) -> None:
+    """Each policy has a live and a predicted row with the saved numbers; every request is answered on both sides."""
+    assert [row["policy"] for row in ended.rows] == ["round-robin", "netkv"]
+    times, tiers = ended.out.split("Where the KV caches went")
+    for row in ended.rows:
+        for side in ("live", "predicted"):
+            half = row[side]
+            assert half["answered"] == REQUESTS
+            assert len(half["ttft_s"]) == REQUESTS
+            assert min(half["ttft_s"]) > 0
+            assert sum(half["tier_share"]) == pytest.approx(1)
+            assert sum(half["parts_s"].values()) == pytest.approx(half["ttft_mean_s"], rel=0.2)
+            cells = [f"{1e3 * half[name]:,.0f}" for name in ("ttft_p50_s", "ttft_p90_s", "ttft_mean_s")]
+            assert any(side in line and line.split()[-6:-3] == cells for line in times.splitlines())
+            assert any(side in line and line.split()[-1] == "100" for line in tiers.splitlines())
+        assert row["live"]["ttft_s"] != row["predicted"]["ttft_s"]
+    assert "The mean TTFT under netkv is" in ended.out
+
+
+def test_the_output_fits_a_terminal_and_says_what_is_next(ended: Ended) -> None:
+    """80 columns but for what is to be copied; where the page is, how to keep a gateway running; no log lines."""
+    for line in (ended.out + ended.err).splitlines():
+        assert len(line.rstrip()) <= 80 or str(ended.folder.parent) in line
+    assert str(ended.folder / "dashboard.html") in ended.out
+    assert f"kvroute serve --embedded {ended.cluster}" in ended.out
+    assert "2/2 netkv: live dashboard at http://127.0.0.1:" in ended.err
+    assert "…" not in ended.out
+
+
+def test_the_saved_page_holds_both_policies(ended: Ended) -> None:
+    """One file with its scripts inside, the last run's map, and the figures of both runs."""
+    page = (ended.folder / "dashboard.html").read_text()
+    saved = page.partition('id="saved">')[2].partition("</script>")[0]
+    snapshot = json.loads(saved)
+    assert [split["policy"] for split in snapshot["tick"]["splits"]] == ["round-robin", "netkv"]
+    assert [split["requests"] for split in snapshot["tick"]["splits"]] == [REQUESTS, REQUESTS]
+    assert snapshot["tick"]["policy"] == "netkv"
+    assert [instance["name"] for instance in snapshot["layout"]["instances"]] == [
+        *("decode0", "decode1", "prefill0", "prefill1")
+    ]
+    assert 'src="' not in page
+    assert '<link rel="stylesheet"' not in page
+
+
+def test_nothing_is_left_running(ended: Ended) -> None:
+    """Gateway and engines are gone when the command is."""
+    assert running(str(ended.cluster)) == []
+
+
+@pytest.fixture
+def under_way(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A demo whose traffic has begun, and the name of its cluster file."""
+    cluster, command = demo_of(tmp_path, "--seconds", "60", "--policy", "netkv")
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            yield process, str(cluster)
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "killed"])
+def test_broken_off_it_leaves_nothing(under_way: tuple[subprocess.Popen[str], str], number: signal.Signals) -> None:
+    """Ctrl-C ends it without a stack trace; even killed it takes gateway and engines along."""
+    process, cluster = under_way
+    assert process.stderr
+    begun = next(line for line in process.stderr if "live dashboard" in line)
+    assert begun.startswith("1/1 netkv")
+    assert len(running(cluster)) == 3  # the command, the gateway, the engines
+    process.send_signal(number)
+    said = process.stderr.read()
+    assert process.wait(60) != 0
+    assert "Traceback" not in said
+    for _ in range(POLLS if number == signal.SIGKILL else 1):
+        if not running(cluster):
+            break
+        time.sleep(0.02)
+    assert running(cluster) == []
+
+
+def refused(command: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> str:
+    """The one sentence of a command that ends with code 2."""
+    monkeypatch.setattr(sys, "argv", ["kvroute", *command[len(KVROUTE) :]])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert len(err.strip().splitlines()) == 1
+    return err.strip()
+
+
+def test_without_the_extra_it_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """One sentence and exit code 2."""
+    monkeypatch.setitem(sys.modules, "uvloop", None)
+    monkeypatch.delitem(sys.modules, "kvroute.experiments.live")
+    said = refused(demo_of(tmp_path)[1], monkeypatch, capfd)
+    assert said == "kvroute: uvloop is not installed; pip install 'kvroute[serve]'"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("--policy", "netkw"), "'netkw'"),
+        (("--profile", "ragg"), "unknown profile 'ragg'"),
+        (("--prefill", "no-such"), "'no-such'"),
+    ],
+    ids=["policy", "profile", "prefill"],
+)
+def test_wrong_words_are_found_before_anything_starts(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    arguments: tuple[str, str],
+    named: str,
+) -> None:
+    """One sentence that names them, and exit code 2."""
+    assert named in refused(demo_of(tmp_path, *arguments)[1], monkeypatch, capfd)
+    assert not (tmp_path / "out").exists()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 40), st.integers(0, 90)), max_size=30),
+    st.integers(1, 50),
+)
+def test_both_sides_get_the_same_and_no_two_at_once(asked: list[tuple[int, int, int]], output_max: int) -> None:
+    """Requests that want tokens stay, in order, at times that ascend within their steps; prompts keep their length."""
+    wanted = sorted(asked)
+    requests = tuple(
+        TracedRequest(3.0 * step, 1 + prompt, output, blocks=(), block_tokens=512) for step, prompt, output in wanted
+    )
+    made = playable(Trace("drawn", requests), output_max).requests
+    kept = [request for request in requests if request.output_tokens]
+    assert [request.input_tokens for request in made] == [request.input_tokens for request in kept]
+    assert [request.output_tokens for request in made] == [min(r.output_tokens, output_max) for r in kept]
+    assert all(earlier.at_s < later.at_s for earlier, later in pairwise(made))
+    steps = sorted({request.at_s for request in kept})
+    nexts = dict(pairwise(steps))
+    for before, after in zip(kept, made, strict=True):
+        assert before.at_s <= after.at_s < nexts.get(before.at_s, float("inf"))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(0, 20_000), min_size=1, max_size=12), st.integers(0, 99))
+def test_a_request_draws_its_own_path(requests: list[int], seed: int) -> None:
+    """Whenever and in whatever order it is asked for; every hop is one of those that the cluster offers."""
+    cluster = load(EXAMPLES / "fat-tree-64gpu.yaml")
+    source, target = cluster.index("prefill0"), cluster.index("decode11")
+    once, again = EcmpPaths(cluster, seed), EcmpPaths(cluster, seed)
+    drawn = {request: once.of(request, source, target) for request in requests}
+    for request in reversed(requests):
+        assert again.of(request, source, target) == drawn[request]
+    for paths in drawn.values():
+        assert len(paths) == cluster.flows_per_transfer(source, target)
+        for shard, path in enumerate(paths):
+            assert all(link in group for link, group in zip(path, cluster.hops(source, target, shard), strict=True))
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_the_simulated_router_hears_of_its_transfers_if_asked(tmp_path: Path, told: bool) -> None:
+    """Bytes and transfers told add up to those that landed, as engines' counters would; else none is told."""
+    cluster, log = load(EXAMPLES / "small.yaml"), tmp_path / "run.log"
+    trace = playable(Workload(generated_requests=20, rate_per_s=4.0, profile="chatbot").of_seed(1), 8)
+    assumed = SimSettings(telemetry="none", measures_transfers=told, oracle_refresh_s=0.01)
+    with EventLog(log, LogHeader(cluster=LINES, spec=ControlSpec())) as records:
+        run = simulate(cluster, trace, ControlSpec(), assumed, seed=1, log=records)
+    heard = [record.event for record in read_log(log)[1] if isinstance(record.event, TransferMeasured)]
+    assert sum(event.transfers for event in heard) == (len(trace.requests) if told else 0)
+    assert sum(event.kv_bytes for event in heard) == pytest.approx(run.outcomes.kv_bytes.sum() if told else 0)
+    assert all(event.seconds > 0 for event in heard)
+
+
+def test_a_comparison_by_hand() -> None:
+    """Medians 10 % apart, the requests themselves 10 % and 30 %; one without an answer counts in neither."""
+
+    def half(*ttft_s: float | None) -> Half:
+        known = sorted(second for second in ttft_s if second is not None)
+        return Half(
+            answered=len(known), ttft_p50_s=known[0], ttft_p90_s=known[-1], ttft_mean_s=known[0], ttft_s=ttft_s,
+            parts_s=dict.fromkeys(PARTS, 0.0), tier_share=(1.0, 0.0, 0.0, 0.0, 0.0),
+        )  # fmt: skip
+
+    compared = Comparison("netkv", live=half(1.1, 1.4, None), predicted=half(1.0, 2.0, 3.0))
+    assert compared.off == pytest.approx(0.1)
+    assert compared.apart == pytest.approx(0.2)
+
+
+def test_figures_of_other_runs_replace_the_states_own() -> None:
+    """In the order of the runs; without others the state's own stay."""
+
+    def state(policy: str, requests: int) -> bytes:
+        split = {"policy": policy, "requests": requests}
+        return json.dumps({"layout": {}, "tick": {"policy": policy, "splits": [split]}}).encode()
+
+    def splits(page: str) -> list[tuple[str, int]]:
+        saved = json.loads(page.partition('id="saved">')[2].partition("</script>")[0])
+        return [(split["policy"], split["requests"]) for split in saved["tick"]["splits"]]
+
+    assert splits(dashboard_page(state("b", 1))) == [("b", 1)]
+    assert splits(dashboard_page(state("b", 1), [state("a", 9), state("b", 8)])) == [("a", 9), ("b", 8)]
