@@ -136,7 +136,10 @@ def test_nothing_is_left_running(ended: Ended) -> None:
 def under_way(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A demo whose traffic has begun, and the name of its cluster file."""
     cluster, command = demo_of(tmp_path, "--seconds", "60", "--policy", "netkv")
+    # Whatever runs in the background ignores Ctrl-C, and so would its children.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        signal.signal(signal.SIGINT, before)
         try:
             yield process, str(cluster)
         finally:

@@ -131,6 +131,7 @@ class Engine:
     name: str
     role: Role
     protocol: KvProtocol = "vllm"
+    model: str = MODEL
     serve: Serve = tokens
     params: msgspec.Raw = field(default_factory=lambda: msgspec.Raw(b'{"do_remote_prefill":true}'))
     asked: list[Asked] = field(default_factory=list)
@@ -174,7 +175,7 @@ def deployment(engines: Sequence[Engine], section: str = "", listen: str = "{por
     """Engines that listen already, in two racks in turn, and a gateway's settings."""
     lines = [
         f'  - {{name: {engine.name}, role: {engine.role}, gpus: "{NODES[index % 2]}:{index - index % 2}-'
-        f'{index - index % 2 + 1}", endpoint: {engine.endpoint}}}\n'
+        f'{index - index % 2 + 1}", model: {engine.model}, endpoint: {engine.endpoint}}}\n'
         for index, engine in enumerate(engines)
     ]
     gateway = f"gateway:\n  listen: {listen}\n  admin: {{port: 0}}\n{section}"

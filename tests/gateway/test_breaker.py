@@ -214,8 +214,58 @@ def test_the_open_time_doubles_up_to_its_bound_and_starts_afresh() -> None:
     assert one.refuses_until(until) == until + OPEN_S
 
 
+@given(st.lists(st.sampled_from(["good", "bad", "forgiven"]), max_size=60))
+def test_what_is_forgiven_counts_as_little_as_if_it_had_not_been(ends: list[str]) -> None:
+    """The same sequence without it leads to the same state."""
+    one, other = breaker(), breaker()
+    for end in ends:
+        attempt = one.started(1.0)
+        if end == "forgiven":
+            before = one.state(1.0)
+            one.failed(attempt, 1.0)
+            if one.state(1.0) != before:
+                return  # what it has led to stays
+            one.forgiven(attempt)
+            continue
+        (one.succeeded if end == "good" else one.failed)(attempt, 1.0)
+        (other.succeeded if end == "good" else other.failed)(other.started(1.0), 1.0)
+        assert one.state(1.0) == other.state(1.0)
+
+
+def test_what_is_forgiven_does_not_count_against_later_failures_either() -> None:
+    """It leaves the window's sums at once, and not a second time with its age."""
+    one = breaker()
+    for _ in range(10):
+        attempt = one.started(0.0)
+        one.failed(attempt, 0.0)
+        one.forgiven(attempt)
+    later = 2 * WINDOW_S
+    for _ in range(2 * FAILURES):
+        assert one.state(later) == "closed"
+        one.succeeded(one.started(later), later)
+        one.failed(one.started(later), later)
+    assert one.state(later) == "open"
+
+
+def test_what_is_forgiven_too_late_changes_nothing() -> None:
+    """The breaker has opened meanwhile, or closed again."""
+    one = breaker()
+    attempts = [one.started(0.0) for _ in range(FAILURES)]
+    for attempt in attempts:
+        one.failed(attempt, 0.0)
+    one.forgiven(attempts[-1])
+    assert one.state(0.0) == "open"
+    one.succeeded(one.started(OPEN_S), OPEN_S)
+    one.failed(one.started(OPEN_S), OPEN_S)
+    one.forgiven(attempts[0])
+    for attempt in [one.started(OPEN_S) for _ in range(FAILURES - 1)]:
+        one.failed(attempt, OPEN_S)
+    assert one.state(OPEN_S) == "open"
+
+
 @pytest.mark.parametrize(
-    ("status", "failure"), [(200, False), (400, False), (404, False), (429, False), (500, True), (503, True)]
+    ("status", "failure"),
+    [(200, False), (400, False), (404, False), (429, False), (500, True), (501, False), (503, True)],
 )
 def test_a_clients_fault_is_not_the_instances(status: int, failure: bool) -> None:
     assert is_failure(status) is failure

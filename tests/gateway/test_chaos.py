@@ -39,7 +39,7 @@ TEXT = CLUSTER.replace(
 """Three of each role: one may be down and another one fail."""
 NAMES = tuple(f"{role}{number}" for role in ("prefill", "decode") for number in range(3))
 PATIENCE = """
-  timeouts: {connect: 1 s, prefill: 1 s, first_token: 1 s, between_tokens: 1 s}
+  timeouts: {connect: 1 s, prefill: 1 s, first_token: 1 s, answer: 1 s, between_tokens: 1 s}
   health: {interval: 50 ms, timeout: 5 s, failures: 2}
   breaker: {failures: 50, open: 100 ms}
   retries: {attempts: 8, floor_per_s: 1000}

@@ -73,7 +73,7 @@ def test_a_leg_that_fails_before_the_first_token_is_done_again(leg: str, status:
     """The client sees nothing of it, whichever instance fails and however."""
 
     async def run() -> None:
-        async with rig("  timeouts: {prefill: 300 ms, first_token: 300 ms}\n") as gate:
+        async with rig("  timeouts: {prefill: 300 ms, first_token: 300 ms, answer: 300 ms}\n") as gate:
             alone = await gate.direct("decode0", PROMPT)
             for name in (f"{leg}0", f"{leg}1"):
                 await gate.order(name, fail_next=1, status=status, leg=leg)

@@ -64,7 +64,7 @@ def _one_request(metrics: Metrics) -> None:
     metrics.prefill_answered(0.2, ("trace_id", "4bf92f3577b34da6a3ce929d0e0e4736"))
     metrics.decided(Decode(1, "prefill0", "decode0", 2, 3e8, 3e8, 16), 40e-6)
     metrics.transfer_started(2)
-    metrics.transfer_ended(2, 3e8, 0.05)
+    metrics.transfer_ended(2, 3e8, True, 0.05)
     metrics.decode_answered(0.07)
     metrics.first_token("vllm", Ttft(0.01, 0.2, 0.05, 0.02), ("trace_id", "4bf92f3577b34da6a3ce929d0e0e4736"))
     metrics.finished("/v1/completions", 200, 1.5, 4096)
@@ -162,9 +162,18 @@ def test_a_transfer_under_way_or_lost_is_no_bytes() -> None:
     metrics = _metrics()
     metrics.transfer_started(1)
     assert _value(metrics, "kvroute_transfers_in_flight", tier="rack") == 1
-    metrics.transfer_ended(1, 1e9, None)
+    metrics.transfer_ended(1, 1e9, False)
     assert _value(metrics, "kvroute_transfers_in_flight", tier="rack") == 0
     assert _value(metrics, "kvroute_transfer_bytes_total", tier="rack") is None
+
+
+def test_a_transfer_that_nobody_timed_is_bytes_and_no_time() -> None:
+    """What is merely expected is no measurement."""
+    metrics = _metrics()
+    metrics.transfer_started(1)
+    metrics.transfer_ended(1, 1e9, True)
+    assert _value(metrics, "kvroute_transfer_bytes_total", tier="rack") == 1e9
+    assert _value(metrics, "kvroute_transfer_seconds_count", tier="rack") is None
 
 
 def test_what_went_wrong_is_counted() -> None:

@@ -117,10 +117,12 @@ def test_logging_is_as_it_was_when_closed() -> None:
     assert logging.getLogger().handlers == before
 
 
-def test_a_reader_that_stands_still_stops_nobody(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_reader_that_stands_still_stops_nobody(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Lines beyond the buffer are dropped and counted; the others are written once it reads again."""
     stream = Stuck()
-    caplog.handler.setLevel(logging.CRITICAL)  # else pytest keeps every record
+    monkeypatch.setattr(caplog.handler, "level", logging.CRITICAL)  # else pytest keeps every record
     logs = Logs("json", stream=stream)
     note("info", "first")
     assert stream.reached.wait(10)

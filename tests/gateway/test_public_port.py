@@ -130,8 +130,9 @@ def test_what_is_passed_on_is_passed_on_as_it_is(path: str) -> None:
                 assert (answer.status, answer.body) == (203, body[::-1])
                 assert answer.headers["x-request-id"] == "my-1"
                 assert answer.headers["x-of-engine"].startswith(("prefill", "decode"))
-            for engine in prefill + decode:
-                assert len(engine.asked) == 2
+            # Prefill engines are idle sooner, so decode engines are asked only where those fail.
+            assert [len(engine.asked) for engine in prefill + decode] == [4, 4, 0, 0]
+            for engine in prefill:
                 assert all((asked.path, asked.body) == (f"{path}?a=%20b", body) for asked in engine.asked)
                 assert all(asked.headers[name.lower()] == sent[name] for asked in engine.asked for name in sent)
             assert await front.settles(), front.leftovers()

@@ -87,6 +87,19 @@ def test_splits_are_those_of_the_last_minute(
             assert split.tier_bytes[tier] == pytest.approx(sum(there))
 
 
+def test_a_whole_answer_counts_for_tiers_and_not_for_times() -> None:
+    """Nobody has seen its first token; alone, it leaves times of 0."""
+    state = _state()
+    state.whole_answer(1.0, tier=3, kv_bytes=5.0)
+    [split] = state.snapshot(1.0).tick.splits
+    assert (split.requests, split.streams, split.tier_requests[3], split.tier_bytes[3]) == (1, 0, 1, 5.0)
+    assert split.ttft_p50_s == split.ttft_p90_s == sum(split.part_mean_s.values()) == 0.0
+    state.first_token(Ttft(0.0, 0.2, 0.1), 1.0, tier=None)
+    [split] = state.snapshot(1.0).tick.splits
+    assert (split.requests, split.streams, split.local) == (2, 1, 1)
+    assert split.ttft_p50_s == split.ttft_p90_s == pytest.approx(0.3)
+
+
 def test_parts_keep_their_names() -> None:
     """Each part is shown as what it was recorded as, and the total is their sum."""
     state = _state()

@@ -9,15 +9,16 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
+from tests.gateway.foreign import completion, failing, foreign, run, sides
 
-from kvroute.gateway.tracing import PassingTracer, Tracer, tracer_of
+from kvroute.gateway.headers import Headers
+from kvroute.gateway.tracing import Attributes, LegTrace, PassingTracer, RequestTrace, Tracer, tracer_of
 from kvroute.types import InputError
 
 PARENT = b"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+NOTHING: Attributes = {}
 UNSAMPLED = b"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-00"
 
 
@@ -78,6 +79,16 @@ def _exported(share: float, drive: Callable[[Tracer], None]) -> Collector:
     return server
 
 
+def _traced(tracer: Tracer, headers: Headers, attributes: Attributes = NOTHING) -> RequestTrace:
+    request = tracer.request(headers, "POST /v1/completions", attributes)
+    assert request is not None
+    return request
+
+
+def _headers(leg: LegTrace) -> Headers:
+    return [(name, value) for name, _, value in (line.partition(b": ") for line in leg.head.splitlines())]
+
+
 def _attributes(span: Span) -> dict[str, object]:
     return {pair.key: getattr(pair.value, pair.value.WhichOneof("value") or "") for pair in span.attributes}
 
@@ -88,11 +99,11 @@ def test_a_request_with_two_legs_and_a_retry() -> None:
 
     def drive(tracer: Tracer) -> None:
         headers = [(b"host", b"x"), (b"traceparent", PARENT), (b"tracestate", b"vendor=1")]
-        request = tracer.request(headers, "POST /v1/completions", {"kvroute.request_id": "r1"})
+        request = _traced(tracer, headers, {"kvroute.request_id": "r1"})
         assert request.trace_id == "0af7651916cd43dd8448eb211c80319c"
         for name, error in (("prefill", ""), ("decode", "reset"), ("decode", "")):
             leg = request.leg(name, {"kvroute.instance": f"{name}0"})
-            sent.extend(leg.headers)
+            sent.extend(_headers(leg))
             leg.end(error, {"kvroute.kv_bytes": 3e8})
         request.end(200)
 
@@ -119,7 +130,7 @@ def test_without_a_client_context_a_trace_begins_here() -> None:
 
     def drive(tracer: Tracer) -> None:
         for _ in range(2):
-            request = tracer.request([], "POST /v1/completions")
+            request = _traced(tracer, [])
             found.append(request.trace_id)
             request.end(503, "no room")
 
@@ -134,11 +145,11 @@ def test_what_is_not_sampled_is_not_exported_and_engines_know(share: float, pare
     """The engines get a context of the same trace that says: not sampled; exemplars get no id."""
 
     def drive(tracer: Tracer) -> None:
-        request = tracer.request([(b"traceparent", parent)] if parent else [], "POST /v1/completions")
+        request = _traced(tracer, [(b"traceparent", parent)] if parent else [])
         assert request.trace_id == ""
         for name in ("prefill", "decode"):
             leg = request.leg(name)
-            [(_, value)] = leg.headers
+            [(_, value)] = _headers(leg)
             assert not int(value[-2:], 16) & 1  # the sampled flag of W3C trace context
             assert not parent or value.split(b"-")[1] == parent.split(b"-")[1]
             leg.end()
@@ -151,7 +162,7 @@ def test_a_sampled_parent_is_sampled_whatever_the_share() -> None:
     """The client has decided already."""
 
     def drive(tracer: Tracer) -> None:
-        tracer.request([(b"traceparent", PARENT)], "GET /v1/models").end(200)
+        _traced(tracer, [(b"traceparent", PARENT)]).end(200)
 
     assert len(_exported(0.0, drive).spans) == 1
 
@@ -161,23 +172,18 @@ def test_a_broken_client_context_begins_a_new_trace() -> None:
 
     def drive(tracer: Tracer) -> None:
         for value in (b"", b"00-xyz", b"\xff\xfe", PARENT + b"-more", b"00-" + b"0" * 32 + b"-" + b"0" * 16 + b"-01"):
-            tracer.request([(b"traceparent", value)], "GET /v1/models").end(200)
+            _traced(tracer, [(b"traceparent", value)]).end(200)
 
     spans = _exported(1.0, drive).spans
     assert len(spans) == 5
     assert all(not span.parent_span_id for span in spans)
 
 
-@given(st.lists(st.tuples(st.sampled_from([b"traceparent", b"tracestate", b"x-other"]), st.binary(max_size=30))))
-def test_off_the_context_goes_on_byte_for_byte(headers: list[tuple[bytes, bytes]]) -> None:
-    """Whatever the client sent, in its order, and nothing else."""
-    request = PassingTracer().request(headers, "POST /v1/completions")
-    assert request.trace_id == ""
-    for name in ("prefill", "decode"):
-        leg = request.leg(name)
-        assert leg.headers == [header for header in headers if header[0] != b"x-other"]
-        leg.end("reset")
-    request.end(502)
+def test_off_nothing_is_traced_and_no_header_is_taken_away() -> None:
+    """The client's context is a header like any other then."""
+    tracer = tracer_of(None)
+    assert tracer.request([(b"traceparent", PARENT)], "POST /v1/completions") is None
+    assert not tracer.replaced
 
 
 def test_no_exporter_is_asked_for_without_a_url() -> None:
@@ -189,3 +195,31 @@ def test_no_exporter_is_asked_for_without_a_url() -> None:
         tracer_of("127.0.0.1:4318")
     with pytest.raises(InputError, match=r"outside \[0, 1\]"):
         tracer_of("http://127.0.0.1:4318", 1.5)
+
+
+def test_a_gateway_traces_its_legs_and_what_it_passes_on() -> None:
+    """A span per leg and engine, failed ones too; each engine is told its own; after the drain none is missing."""
+    prefill, decode = sides("vllm")
+    decode[0].serve = decode[1].serve = failing(503, times=1)
+
+    async def main(url: str) -> None:
+        async with foreign(prefill + decode, f"  tracing: {{otlp: '{url}'}}\n") as front:
+            headers = {"traceparent": PARENT.decode(), "tracestate": "vendor=1"}
+            assert (await front.post(completion(stream=True), headers=headers)).status == 200
+            assert (await front.post(completion() | {"input": "x"}, "/v1/embeddings", headers=headers)).status == 200
+
+    with collector() as server:
+        run(main(server.url))
+    roots = {span.name: span for span in server.spans if span.kind == Span.SPAN_KIND_SERVER}
+    assert set(roots) == {"completions", "passed_on"}
+    assert {span.parent_span_id.hex() for span in roots.values()} == {PARENT.split(b"-")[2].decode()}
+    for name, legs in (("completions", ["prefill", "decode", "decode"]), ("passed_on", ["passed_on"])):
+        own = [span for span in server.spans if span.parent_span_id == roots[name].span_id]
+        assert sorted(span.name for span in own) == sorted(legs)
+        assert sum(span.status.code == Status.STATUS_CODE_ERROR for span in own) == (name == "completions")
+        assert _attributes(roots[name])["http.response.status_code"] == 200
+        for span in own:
+            engine = next(e for e in prefill + decode if e.name == _attributes(span)["kvroute.instance"])
+            told = f"00-{span.trace_id.hex()}-{span.span_id.hex()}-01"
+            [asked] = [asked for asked in engine.asked if asked.headers["traceparent"] == told]
+            assert asked.headers["tracestate"] == "vendor=1"

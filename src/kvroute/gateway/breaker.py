@@ -6,6 +6,7 @@ counts only in the state it was started in, so that the late ends of old request
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from typing import Literal, TypeAlias
 
@@ -19,9 +20,13 @@ _VOLUME = 4
 """A share of failures says something after so many times `failures` outcomes."""
 
 
+_NOT_IMPLEMENTED = 501
+
+
 def is_failure(status: int) -> bool:
-    """Whether an answer speaks against the instance: a 5xx does, a 4xx is the client's own and counts as a success."""
-    return status >= 500
+    """Whether an answer speaks against the instance: a 5xx does, but for one that says what the engine cannot do at
+    all (501); a 4xx is the client's own and counts as a success."""
+    return status >= 500 and status != _NOT_IMPLEMENTED
 
 
 class Breaker:
@@ -40,6 +45,7 @@ class Breaker:
         "_next",
         "_open_s",
         "_probe",
+        "_slice_until",
         "_slices",
         "_state",
         "_until",
@@ -135,6 +141,13 @@ class Breaker:
         if many or self._in_a_row >= self.failures:
             self._open(now)
 
+    def forgiven(self, attempt: Attempt) -> None:
+        """A failed attempt speaks against nobody after all; what it has led to by now stays."""
+        if self._counts(attempt) and self._state == "closed" and self._bad:
+            self._in_a_row = max(0, self._in_a_row - 1)
+            self._bad -= 1
+            next(part for part in reversed(self._slices) if part[2])[2] -= 1
+
     def cancelled(self, attempt: Attempt, now: float) -> None:
         """The client left before anybody could tell: neither a success nor a failure."""
         del now
@@ -161,15 +174,25 @@ class Breaker:
         self._in_a_row = self._good = self._bad = 0
         self._slices: deque[list[int]] = deque()
         """[number of the slice, good, bad], ascending."""
+        self._slice_until = -math.inf
+        """The newest slice takes what comes before then."""
 
     def _record(self, now: float, *, bad: bool) -> None:
+        if now >= self._slice_until:
+            self._move(now)
+        if bad:
+            self._bad += 1
+            self._slices[-1][2] += 1
+        else:
+            self._good += 1
+            self._slices[-1][1] += 1
+
+    def _move(self, now: float) -> None:
         number = int(now * _SLICES / self.window_s)
         slices = self._slices
         if not slices or slices[-1][0] < number:
             slices.append([number, 0, 0])
-        slices[-1][2 if bad else 1] += 1
-        self._bad += bad
-        self._good += not bad
+        self._slice_until = (number + 1) * self.window_s / _SLICES
         while slices[0][0] <= number - _SLICES:
             _, good, failed = slices.popleft()
             self._good -= good

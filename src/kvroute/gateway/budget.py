@@ -10,6 +10,8 @@ import math
 
 _FADES_S = 10.0
 """What requests brought fades with this time constant: a calm hour does not pay for a storm."""
+_STEP_S = 0.1
+"""Requests within this time fade together, a hundredth of their share at most too much or too little."""
 _WHOLE = 1.0 - 1e-9
 """A hundred requests at a share of 0.01 bring one retry, whatever their floating-point sum is."""
 
@@ -33,7 +35,8 @@ class RetryBudget:
 
     def request(self, now: float) -> None:
         """A client's request (not a retry) has come in."""
-        self._pass(now)
+        if now - self._at >= _STEP_S:
+            self._pass(now)
         self._brought += self.share
 
     def spend(self, now: float) -> bool:

@@ -1,13 +1,12 @@
 """How prefill and decode engines are told of each other: pure functions from a request to the body of each leg.
 
-What the client sent stays byte for byte; only the fields named here are set, and headers that belong to one
-connection do not cross.
+What the client sent stays byte for byte; only the fields named here are set.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 import msgspec
 from msgspec import Raw
@@ -15,8 +14,6 @@ from msgspec import Raw
 from kvroute.gateway.fields import Fields
 from kvroute.gateway.openai import Completion
 from kvroute.types import KvProtocol
-
-Headers: TypeAlias = list[tuple[bytes, bytes]]
 
 QUERY_PATH = b"/query"
 """Where a Mooncake bootstrap server tells its engines' ids."""
@@ -27,21 +24,6 @@ _PULL = Raw(
     b'{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,"remote_block_ids":null,'
     b'"remote_host":null,"remote_port":null}'
 )
-_HOP_BY_HOP = frozenset(
-    {
-        b"connection",
-        b"keep-alive",
-        b"proxy-authenticate",
-        b"proxy-authorization",
-        b"proxy-connection",
-        b"te",
-        b"trailer",
-        b"transfer-encoding",
-        b"upgrade",
-        b"content-length",
-    }
-)
-_OUR_OWN = _HOP_BY_HOP | {b"host", b"expect", b"accept-encoding"}
 
 _encode = msgspec.json.Encoder().encode
 
@@ -84,17 +66,21 @@ class Dialect(Protocol):
             DialectError: the meeting lacks what the engine needs.
         """
 
-    def check(self, reply: bytes) -> None:
-        """Raises DialectError if `reply`, the prefill leg's answer, lacks what the decode leg needs."""
-
-    def refetches(self, reply: bytes | None) -> bool:
-        """Whether a second decode engine may be sent for the KV that a first one had begun to fetch."""
-
-    def decode_body(self, completion: Completion, meeting: Meeting, reply: bytes | None) -> bytes:
-        """Body of the decode leg; `reply` is the body of the prefill leg's answer, None where legs are joint.
+    def handover(self, reply: bytes) -> Raw | None:
+        """What the decode leg is told of `reply`, the body of the prefill leg's answer.
 
         Raises:
-            DialectError: the reply or the meeting lacks what the decode engine needs.
+            DialectError: it lacks what the decode engine needs.
+        """
+
+    def refetches(self, handover: Raw | None) -> bool:
+        """Whether a second decode engine may be sent for the KV that a first one had begun to fetch."""
+
+    def decode_body(self, completion: Completion, meeting: Meeting, handover: Raw | None) -> bytes:
+        """Body of the decode leg; `handover` is what the prefill leg's answer gave, None where legs are joint.
+
+        Raises:
+            DialectError: the meeting or the handover lacks what the decode engine needs.
         """
 
 
@@ -113,18 +99,20 @@ class Vllm:
     def prefill_body(self, completion: Completion, meeting: Meeting) -> bytes:
         return _encode(_one_token(completion, _PULL))
 
-    def check(self, reply: bytes) -> None:
-        _transfer_params(reply)
+    def handover(self, reply: bytes) -> Raw | None:
+        return _transfer_params(reply)
 
-    def refetches(self, reply: bytes | None) -> bool:
+    def refetches(self, handover: Raw | None) -> bool:
         """Only where the connector says so: NIXL reads blocks by number, which may hold another prompt by then."""
         try:
-            return msgspec.json.decode(_transfer_params(reply), type=_Refetch).remote_refetch
-        except (msgspec.MsgspecError, UnicodeDecodeError, DialectError):
+            return handover is not None and msgspec.json.decode(handover, type=_Refetch).remote_refetch
+        except (msgspec.MsgspecError, UnicodeDecodeError):
             return False
 
-    def decode_body(self, completion: Completion, meeting: Meeting, reply: bytes | None) -> bytes:
-        return _encode({**completion.fields, "kv_transfer_params": _transfer_params(reply)})
+    def decode_body(self, completion: Completion, meeting: Meeting, handover: Raw | None) -> bytes:
+        if handover is None:
+            raise DialectError("answered nothing")
+        return _encode({**completion.fields, "kv_transfer_params": handover})
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,13 +131,14 @@ class Mooncake:
         params = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": meeting.transfer_id}
         return _encode(_one_token(completion, Raw(_encode(params))))
 
-    def check(self, reply: bytes) -> None:
+    def handover(self, reply: bytes) -> Raw | None:
         """The answer itself says nothing."""
+        return None
 
-    def refetches(self, reply: bytes | None) -> bool:
+    def refetches(self, handover: Raw | None) -> bool:
         return False
 
-    def decode_body(self, completion: Completion, meeting: Meeting, reply: bytes | None) -> bytes:
+    def decode_body(self, completion: Completion, meeting: Meeting, handover: Raw | None) -> bytes:
         if not (meeting.bootstrap and meeting.engine_id):
             raise DialectError("has no bootstrap address or engine id yet")
         params = {
@@ -181,13 +170,14 @@ class Sglang:
     def prefill_body(self, completion: Completion, meeting: Meeting) -> bytes:
         return _encode(completion.fields | _rooms(completion.n * completion.prompts, meeting))
 
-    def check(self, reply: bytes) -> None:
+    def handover(self, reply: bytes) -> Raw | None:
         """The answer is nobody's: the decode engine gives its own."""
+        return None
 
-    def refetches(self, reply: bytes | None) -> bool:
+    def refetches(self, handover: Raw | None) -> bool:
         return False
 
-    def decode_body(self, completion: Completion, meeting: Meeting, reply: bytes | None) -> bytes:
+    def decode_body(self, completion: Completion, meeting: Meeting, handover: Raw | None) -> bytes:
         return self.prefill_body(completion, meeting)
 
 
@@ -208,32 +198,6 @@ def engine_id(reply: bytes) -> str:
     if not found:
         raise DialectError("has a bootstrap server that knows no engine yet")
     return found[0]
-
-
-def forwarded(headers: Headers, request_id: bytes, traceparent: bytes | None = None) -> Headers:
-    """What a client's headers become on the way to an engine.
-
-    Authorization and X-Request-Id go along; `request_id` is for clients that send none, `traceparent` replaces the
-    client's. Left out: what belongs to one connection, and Accept-Encoding, since answers are read on the way.
-    """
-    left_out = _named(headers, _OUR_OWN)
-    if traceparent is not None:
-        left_out = left_out | {b"traceparent"}
-    kept = [header for header in headers if header[0] not in left_out]
-    names = {name for name, _ in kept}
-    if b"x-request-id" not in names:
-        kept.append((b"x-request-id", request_id))
-    if b"content-type" not in names:
-        kept.append((b"content-type", b"application/json"))
-    if traceparent is not None:
-        kept.append((b"traceparent", traceparent))
-    return kept
-
-
-def answered(headers: Headers) -> Headers:
-    """What an engine's headers become on the way to the client: without what belongs to one connection."""
-    left_out = _named(headers, _HOP_BY_HOP)
-    return [header for header in headers if header[0] not in left_out]
 
 
 class _Rank(msgspec.Struct):
@@ -270,9 +234,9 @@ def _one_token(completion: Completion, params: Raw) -> Fields:
     return fields
 
 
-def _transfer_params(reply: bytes | None) -> Raw:
+def _transfer_params(reply: bytes) -> Raw:
     try:
-        params = _REPLY.decode(reply or b"").kv_transfer_params
+        params = _REPLY.decode(reply).kv_transfer_params
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise DialectError(f"answered what is no such answer: {error}") from None
     if bytes(params)[:1] != b"{":
@@ -295,11 +259,3 @@ def _rooms(sequences: int, meeting: Meeting) -> Fields:
 
 def _rank_order(rank: str) -> tuple[int, str]:
     return (int(rank) if rank.isascii() and rank.isdigit() else ROOM_LIMIT, rank)
-
-
-def _named(headers: Headers, left_out: frozenset[bytes]) -> frozenset[bytes]:
-    """`left_out` and what a Connection header adds to it (RFC 9110, 7.6.1)."""
-    for name, value in headers:
-        if name == b"connection":
-            left_out = left_out | {word.strip().lower() for word in value.split(b",")}
-    return left_out

@@ -68,7 +68,7 @@ class Gateway:
             state=self.state,
             tracer=self._tracer,
             budget=self._budget,
-            rooms=random.Random(seed) if seed is not None else random.SystemRandom(),
+            rooms=random.Random(seed),
             deadlines=self._deadlines,
             on_end=self._ended,
         )

@@ -1,35 +1,43 @@
-"""The two ways to listen to an engine: a prefill leg is collected, an answer leg is relayed or collected."""
+"""One call to one engine for one request: counted at its station, told to its guard, and given back, each exactly once.
+
+What an answer means is for the two kinds of leg; this is what they have in common.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from kvroute.gateway.answers import sse_events, usage_tokens
-from kvroute.gateway.exchange import Headers
+from kvroute.gateway.breaker import is_failure
+from kvroute.gateway.headers import answered
 
 if TYPE_CHECKING:
     from kvroute.gateway.breaker import Attempt
     from kvroute.gateway.call import Call, Failure
+    from kvroute.gateway.headers import Headers
     from kvroute.gateway.journey import Journey
     from kvroute.gateway.station import Station
     from kvroute.gateway.tracing import LegTrace
 
 LegKind = Literal["prefill", "decode"]
 
-_STATUS = {"timeout": 504}
+ANSWER_BYTES_MAX = 64 * 2**20
+"""A collected answer that is longer is a fault of its engine."""
+TIMEOUT_STATUS = {"timeout": 504}
+FULL = frozenset((429, 503))
+"""An engine that is full or starting up has not touched the KV cache."""
 _VERBS = {
     "refused": "refused the connection",
     "reset": "broke off",
     "timeout": "took too long",
     "malformed": "did not speak HTTP",
 }
-_ERROR_START = (b'data: {"error"', b'data: {"object":"error"')
-"""How engines begin a stream that has failed before its first token."""
 
 
 class Leg:
-    """One call to one engine for one request; its station counts it from `send` to the first of close and abort, and
-    its guard hears of it once."""
+    """One call; its station counts it from `send` to the first of close and abort, and its guard hears of it once.
+
+    Its callbacks let no exception out: a mistake ends the journey, with a 500 for the client.
+    """
 
     __slots__ = (
         "_parts",
@@ -38,35 +46,39 @@ class Leg:
         "headers",
         "journey",
         "open",
+        "sent_at",
         "size",
-        "size_max",
         "station",
         "status",
         "told",
         "trace",
     )
     kind: LegKind = "prefill"
+    headers: Headers
 
-    def __init__(self, journey: Journey, station: Station, size_max: int) -> None:
-        self.journey, self.station, self.size_max = journey, station, size_max
+    def __init__(self, journey: Journey, station: Station, now: float) -> None:
+        self.journey, self.station, self.sent_at = journey, station, now
         self.call: Call | None = None
         self.trace: LegTrace | None = None
         self.attempt: Attempt = 0
-        self.status = 0
-        self.headers: Headers = []
-        self.open = False
-        self.told = False
-        """The guard has heard of it."""
+        self.status = self.size = 0
+        self.open = self.told = False
+        """`told`: the guard has heard of it."""
         self._parts: list[bytes] = []
-        self.size = 0
 
     def body(self) -> bytes:
         """What has been collected."""
-        return b"".join(self._parts) if len(self._parts) != 1 else self._parts[0]
+        parts = self._parts
+        return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    def content_type(self) -> bytes:
-        """Of the engine's answer."""
-        return next((value for name, value in self.headers if name == b"content-type"), b"application/json")
+    def send(self, body: bytes, first_byte_s: float, now: float) -> None:
+        """Begin the call."""
+        journey = self.journey
+        head = journey.head
+        if journey.trace is not None:
+            self.trace = journey.trace.leg(self.kind, {"kvroute.instance": self.station.name})
+            head += self.trace.head
+        self.station.send(self, journey.exchange.path, head, body, first_byte_s, now)
 
     def on_head(self, status: int, headers: Headers) -> None:
         """See Sink."""
@@ -76,7 +88,7 @@ class Leg:
         """Collect; False where the answer is longer than anybody should send."""
         self._parts.append(data)
         self.size += len(data)
-        return self.size <= self.size_max
+        return self.size <= ANSWER_BYTES_MAX
 
     def succeeded(self, now: float) -> None:
         """The engine has answered, be it with a client's error."""
@@ -84,17 +96,11 @@ class Leg:
             self.told = True
             self.station.guard.succeeded(self.attempt, now)
 
-    def failed(self, now: float) -> None:
-        """The engine has not, or has stopped half-way."""
-        if self.told:
-            self.attempt = self.station.guard.started(now)
-        self.told = True
-        self.station.guard.failed(self.attempt, now)
-
     def close(self, error: str = "") -> None:
         """The call is over."""
         if self.open:
             self.open = False
+            self.call = None  # which holds the leg: a cycle keeps bodies until the collector comes
             self.station.left()
             if self.trace is not None:
                 self.trace.end(error)
@@ -109,88 +115,71 @@ class Leg:
                 self.station.guard.cancelled(self.attempt, now)
             self.close("cancelled")
 
+    def failed(self, kind: str, why: str, now: float) -> None:
+        """The engine has not answered, has stopped half-way, or (`kind` "status") answers with its own error."""
+        guard = self.station.guard
+        if self.told:
+            self.attempt = guard.started(now)
+        self.told = True
+        if kind != "status" or self.status == 503:
+            guard.failed(self.attempt, now)
+        elif self.status == 429:
+            guard.succeeded(self.attempt, now)
+        else:
+            self.journey.suspicion.blame(guard, self.attempt, now)
+        self.close(why)
+        self.journey.serving.leg_failed(self.kind, self.station.name, kind, why, self.journey.request_id)
 
-class PrefillLeg(Leg):
-    """Collects the short answer of a prefill engine."""
-
-    __slots__ = ()
-
-    def on_body(self, data: bytes) -> None:
-        """See Sink. What SGLang streams beside the decode engine's answer is not kept."""
-        if self.station.dialect.joint and self.status < 400:
-            return
-        if not self.keep(data) and self.call is not None:
+    def endless(self) -> None:
+        """The engine sends more than anybody should."""
+        if self.call is not None:
             self.call.abort()
-            why = f"prefill instance {self.station.name} sent an answer without end"
-            self.journey.prefill_failed(self, "malformed", why, 502)
+        why = f"{self.kind} instance {self.station.name} sent an answer without end"
+        self.lost("malformed", why, 502, sent=True)
 
-    def on_end(self) -> None:
-        """See Sink."""
-        self.journey.prefill_answered(self)
-
-    def on_failure(self, failure: Failure) -> None:
-        """See Sink."""
-        self.journey.prefill_failed(self, failure.kind, failure_text(self, failure), _STATUS.get(failure.kind, 502))
-
-
-class AnswerLeg(Leg):
-    """Relays a streamed answer from its first token on; collects one that comes whole, so that it can be retried."""
-
-    __slots__ = ("_events", "first", "streams")
-    kind = "decode"
-
-    def __init__(self, journey: Journey, station: Station, size_max: int, *, streams: bool) -> None:
-        super().__init__(journey, station, size_max)
-        self.streams = streams
-        self.first = True
-        self._events = 0
+    def refused(self) -> None:
+        """An engine's own error: the client's fault is the client's to read, anything else is a failure."""
+        status = self.status
+        if status == 429 or is_failure(status):
+            full = status in FULL
+            why = f"{self.kind} instance {self.station.name} answered {status}"
+            self.lost("status", why, 503 if full else 502, sent=not full)
+            return
+        journey = self.journey
+        now = journey.serving.now()
+        self.succeeded(now)
+        self.close()
+        if journey.over or (self is journey.prefill and journey.computed):
+            return  # the decode leg's first token was faster
+        journey.drop_legs(now)
+        content_type, headers = answered(self.headers, journey.request_id)
+        journey.exchange.respond(status, self.body(), content_type, headers)
+        journey.end(status, now)
 
     def on_body(self, data: bytes) -> None:
         """See Sink."""
-        if not self.streams or self.status >= 400:
-            if not self.keep(data) and self.call is not None:
-                self.call.abort()
-                why = f"decode instance {self.station.name} sent an answer without end"
-                self.journey.answer_failed(self, "malformed", why, 502, sent=True)
-            return
-        if self.first:
-            if data.startswith(_ERROR_START):
-                if self.call is not None:
-                    self.call.abort()
-                why = f"decode instance {self.station.name} failed before the first token"
-                self.journey.answer_failed(self, "status", why, 502, sent=True)
-                return
-            self.first = False
-            self.journey.first_token(self)
-        self._events += sse_events(data)
-        self.size += len(data)
-        self.journey.answer_data(self, data)
+        raise NotImplementedError
 
     def on_end(self) -> None:
         """See Sink."""
-        self.journey.answered(self)
+        raise NotImplementedError
 
     def on_failure(self, failure: Failure) -> None:
         """See Sink. A call that never reached the engine leaves the KV cache where it is."""
-        status = _STATUS.get(failure.kind, 502)
-        sent = failure.phase != "connect"
-        self.journey.answer_failed(self, failure.kind, failure_text(self, failure), status, sent=sent)
+        try:
+            why = f"{self.kind} instance {self.station.name} {_VERBS[failure.kind]}"
+            status = TIMEOUT_STATUS.get(failure.kind, 502)
+            self.lost(failure.kind, why, status, sent=failure.phase != "connect")
+        except Exception as error:
+            self.journey.broke(error)
 
-    def pause(self) -> None:
-        """The client is slow: read no more from the engine."""
-        if self.call is not None and self.open:
-            self.call.pause()
+    def lost(self, kind: str, why: str, status: int, *, sent: bool) -> None:
+        """The leg came to nothing: it is tried again elsewhere, or the request ends.
 
-    def resume(self) -> None:
-        """The client has caught up."""
-        if self.call is not None and self.open:
-            self.call.resume()
-
-    def output_tokens(self) -> int | None:
-        """Length of the answer as far as it came: events of a stream, the usage of a whole answer."""
-        return self._events if self.streams else usage_tokens(self.body()) if self.status < 400 else None
-
-
-def failure_text(leg: Leg, failure: Failure) -> str:
-    """One sentence for the client and the log; the engine's name, not its address."""
-    return f"{leg.kind} instance {leg.station.name} {_VERBS[failure.kind]}"
+        Args:
+            kind: one word for the metrics.
+            why: one sentence for the client.
+            status: for the client, if this is the end.
+            sent: the engine may have fetched the KV cache, which is then gone from its source.
+        """
+        raise NotImplementedError

@@ -14,13 +14,15 @@ from prometheus_client.openmetrics import exposition as openmetrics_exposition
 
 from kvroute.gateway.exposition import Counter, Exemplar, Family, Histogram, Key, lines
 from kvroute.gateway.view import BreakerState, InstanceLoad, Load, Ttft
-from kvroute.types import TIER_COUNT, Decision, Decode, Prefill, Reject, Role
+from kvroute.types import TIER_COUNT, Decision, Decode, Prefill, Role
 
-Leg: TypeAlias = Literal["prefill", "decode"]
+Leg: TypeAlias = Literal["prefill", "decode", "passed_on"]
 
 TIER_LABELS = ("node", "rack", "pod", "datacenter", "cross_datacenter")
 """Values of the label `tier`, by tier."""
-_TIER: dict[int | None, str] = {**dict(enumerate(TIER_LABELS)), None: "local"}
+_TIER_KEYS = [(label,) for label in TIER_LABELS]
+_PREFILL, _DECODE, _REJECT = ("prefill",), ("decode",), ("reject",)
+_QUEUE, _TRANSFER, _FIRST_STEP = ("queue",), ("transfer",), ("first_step",)
 _BREAKER: dict[BreakerState, int] = {"closed": 0, "half-open": 1, "open": 2}
 _REQUEST_S = (
     *(0.001, 0.002, 0.005, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75),
@@ -48,18 +50,21 @@ class Metrics:
         self._decisions = Counter("kvroute_decisions_total", "Decisions, by what and where.", ("kind", "engine"))
         self._decision_s = Histogram("kvroute_decision_seconds", "Time to decide.", _DECISION_S, ("kind",))
         self._ttft_s = Histogram(
-            "kvroute_ttft_seconds", "Request read to first byte of the answer sent.", _REQUEST_S, ("protocol",)
+            "kvroute_ttft_seconds", "Request read to first byte of a stream sent.", _REQUEST_S, ("protocol",)
         )
-        self._part_s = Histogram("kvroute_ttft_part_seconds", "Where TTFT went.", _REQUEST_S, ("part",))
+        self._part_s = Histogram("kvroute_ttft_part_seconds", "Where the TTFT of streams went.", _REQUEST_S, ("part",))
         self._prefill_s = Histogram("kvroute_prefill_leg_seconds", "Prefill leg sent to its answer.", _REQUEST_S)
         self._decode_s = Histogram(
-            "kvroute_decode_first_byte_seconds", "Decode leg sent to its first byte.", _REQUEST_S
+            "kvroute_decode_first_byte_seconds", "Decode leg sent to its stream's first byte.", _REQUEST_S
         )
         self._request_s = Histogram(
             "kvroute_request_seconds", "Request read to end of the answer.", _REQUEST_S, ("endpoint",)
         )
         self._transfer_s = Histogram(
-            "kvroute_transfer_seconds", "KV transfer, waiting for a slot included.", _REQUEST_S, ("tier",)
+            "kvroute_transfer_seconds",
+            "KV transfer as streams show it, waiting for a slot included.",
+            _REQUEST_S,
+            ("tier",),
         )
         self._transfer_bytes = Counter("kvroute_transfer_bytes_total", "KV bytes given to the network.", ("tier",))
         self._prompt_tokens = Counter("kvroute_prompt_tokens_total", "Tokens of all prompts.")
@@ -74,18 +79,17 @@ class Metrics:
 
     def decided(self, decision: Decision, seconds: float) -> None:
         """Control answered one event with this decision in so many seconds."""
-        match decision:
-            case Prefill():
-                kind = ("prefill",)
-                self._decisions.add(("prefill", decision.instance))
-                self._hit_tokens.add(kind, decision.cached_tokens)
-            case Decode():
-                kind = ("decode",)
-                self._decisions.add(("decode", decision.target))
-                self._hit_tokens.add(kind, decision.hit_tokens)
-            case Reject():
-                kind = ("reject",)
-                self._decisions.add(("reject", ""))
+        if type(decision) is Prefill:
+            kind = _PREFILL
+            self._decisions.add(("prefill", decision.instance))
+            self._hit_tokens.add(kind, decision.cached_tokens)
+        elif type(decision) is Decode:
+            kind = _DECODE
+            self._decisions.add(("decode", decision.target))
+            self._hit_tokens.add(kind, decision.hit_tokens)
+        else:
+            kind = _REJECT
+            self._decisions.add(("reject", ""))
         self._decision_s.observe(kind, seconds)
 
     def prompt_read(self, tokens: int) -> None:
@@ -97,35 +101,37 @@ class Metrics:
         self._prefill_s.observe((), seconds, exemplar)
 
     def decode_answered(self, seconds: float, exemplar: Exemplar | None = None) -> None:
-        """The first byte of a decode leg's answer came."""
+        """The first byte of a decode leg's stream came."""
         self._decode_s.observe((), seconds, exemplar)
 
     def transfer_started(self, tier: int) -> None:
         """KV bytes leave; each start is followed by exactly one `transfer_ended` of the same tier."""
         self._transferring[tier] += 1
 
-    def transfer_ended(self, tier: int, kv_bytes: float, seconds: float | None) -> None:
-        """They have landed, or (`seconds` None) the transfer came to nothing: then no bytes are counted."""
+    def transfer_ended(self, tier: int, kv_bytes: float, landed: bool, seconds: float | None = None) -> None:
+        """They have landed, or the transfer came to nothing: then no bytes are counted. `seconds` only where a stream
+        has shown them; what is merely expected is no measurement."""
         self._transferring[tier] -= 1
-        if seconds is not None:
-            key = (_TIER[tier],)
-            self._transfer_bytes.add(key, kv_bytes)
-            self._transfer_s.observe(key, seconds)
+        if landed:
+            self._transfer_bytes.add(_TIER_KEYS[tier], kv_bytes)
+            if seconds is not None:
+                self._transfer_s.observe(_TIER_KEYS[tier], seconds)
 
     def first_token(self, protocol: str, ttft: Ttft, exemplar: Exemplar | None = None) -> None:
-        """The first byte of an answer went to the client."""
+        """The first byte of a streamed answer went to the client; nobody sees the first token of a whole one."""
         self._ttft_s.observe((protocol,), ttft.total_s, exemplar)
         observe = self._part_s.observe
-        observe(("queue",), ttft.queue_s)
-        observe(("prefill",), ttft.prefill_s)
-        observe(("transfer",), ttft.transfer_s)
-        observe(("first_step",), ttft.first_step_s)
+        observe(_QUEUE, ttft.queue_s)
+        observe(_PREFILL, ttft.prefill_s)
+        observe(_TRANSFER, ttft.transfer_s)
+        observe(_FIRST_STEP, ttft.first_step_s)
 
     def finished(self, endpoint: str, code: int, seconds: float, relayed_bytes: int = 0) -> None:
         """A request is over, by whatever end; 499: the client left before any status was sent."""
         self._requests.add((endpoint, str(code)))
         self._request_s.observe((endpoint,), seconds)
-        self._relayed_bytes.add((), relayed_bytes)
+        if relayed_bytes:
+            self._relayed_bytes.add((), relayed_bytes)
 
     def rejected(self, reason: str) -> None:
         """A request was refused; `reason` is one of a few words, never a sentence."""

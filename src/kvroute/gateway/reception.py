@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable, Coroutine, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote
@@ -22,7 +21,6 @@ from kvroute.gateway.serving import Caller
 if TYPE_CHECKING:
     from kvroute.gateway.exchange import Exchange, Headers
     from kvroute.gateway.serving import Serving
-    from kvroute.gateway.station import Station
 
 COMPLETIONS = frozenset((b"/v1/completions", b"/v1/chat/completions"))
 PASSED_ON = frozenset((b"/v1/embeddings", b"/tokenize", b"/detokenize"))
@@ -151,7 +149,7 @@ class Reception:
 
     def _complete(self, exchange: Exchange, key: str | None, completion: Completion, received_at: float) -> None:
         serving = self.serving
-        request_id = _request_id(exchange)
+        request_id = self._request_id(exchange)
         serving.state.arrived(received_at)
 
         def start(ticket: int) -> None:
@@ -184,7 +182,8 @@ class Reception:
         self._entrance.over(exchange, "models", status, 0.0, key)
 
     def _relay(self, exchange: Exchange, key: str | None, model: str, received_at: float) -> None:
-        request_id = _request_id(exchange)
+        request_id = self._request_id(exchange)
+        self._turn += 1
 
         def start(ticket: int) -> None:
             serving = self.serving
@@ -193,17 +192,9 @@ class Reception:
                 self._entrance.over(exchange, "passed_on", status, serving.now() - received_at, key, request_id)
                 self._entrance.leave(ticket)
 
-            Relay(serving, exchange, self._answerers(serving, model), request_id, end).begin()
+            Relay(serving, exchange, model, self._turn, request_id, end).begin()
 
         self._entrance.enter(exchange, "passed_on", key, start)
-
-    def _answerers(self, serving: Serving, model: str) -> Iterator[Station]:
-        """Instances of the model that are up, in turn; decode instances last, for prefill ones are idle sooner."""
-        name = serving.model_of(model)
-        stations = [s for s in serving.stations.values() if s.guard.up and name in ("", s.instance.model)]
-        self._turn += 1
-        start = self._turn % max(len(stations), 1)
-        yield from stations[start:] + stations[:start]
 
     # The gateway's own pages
 
@@ -251,6 +242,13 @@ class Reception:
         self._entrance.over(exchange, completion_kind(exchange.path), 401, 0.0, None)
         return _NOBODY
 
+    def _request_id(self, exchange: Exchange) -> bytes:
+        """The client's own, if it is one that engines and logs can bear."""
+        given = exchange.header(b"x-request-id")
+        if given and len(given) <= _ID_MOST:
+            return given
+        return b"%016x%016x" % (self.serving.draw(), self.serving.draw())
+
     def _refuse(self, exchange: Exchange, status: int, body: bytes, kind: str, key: str | None) -> None:
         exchange.respond(status, body)
         self._entrance.over(exchange, kind, status, 0.0, key)
@@ -263,15 +261,6 @@ _OWN = frozenset((b"/v1/models", b"/health", b"/ready", b"/metrics", b"/openapi.
 def completion_kind(path: bytes) -> str:
     """The endpoint as metrics name it."""
     return {b"/v1/completions": "completions", b"/v1/chat/completions": "chat"}.get(path, "passed_on")
-
-
-def _request_id(exchange: Exchange) -> bytes:
-    given = exchange.header(b"x-request-id")
-    if given and len(given) <= _ID_MOST:
-        return given
-    if given is not None:  # engines hear the id that the client does
-        exchange.headers = [header for header in exchange.headers if header[0] != b"x-request-id"]
-    return os.urandom(16).hex().encode()
 
 
 async def _show_metrics(exchange: Exchange, page: Callable[[str], tuple[str, Iterator[str]]]) -> None:

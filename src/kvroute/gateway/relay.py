@@ -2,83 +2,129 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+import asyncio
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from typing import TYPE_CHECKING, Literal
 
 from kvroute.gateway.answers import error_body
-from kvroute.gateway.dialects import forwarded
-from kvroute.gateway.exchange import Headers
-from kvroute.gateway.pool import request_bytes
+from kvroute.gateway.breaker import is_failure
+from kvroute.gateway.fields import RequestError
+from kvroute.gateway.headers import answered, forwarded, header_lines
+from kvroute.gateway.legs import FULL
+from kvroute.gateway.station import Suspicion
 
 if TYPE_CHECKING:
     from kvroute.gateway.breaker import Attempt
     from kvroute.gateway.call import Call, Failure
     from kvroute.gateway.exchange import Exchange
+    from kvroute.gateway.headers import Headers
     from kvroute.gateway.serving import Serving
     from kvroute.gateway.station import Station
+    from kvroute.gateway.tracing import LegTrace, RequestTrace
 
-_TRIES = 3
+PASSED_ON: Literal["passed_on"] = "passed_on"
+
+
+def answerers(stations: Iterable[Station], model: str, turn: int) -> Iterator[Station]:
+    """Who may answer for a model (empty: any), in the order to try them: those that are up by then, each in turn;
+    decode instances last, for prefill ones are idle sooner."""
+    of_model = [station for station in stations if model in ("", station.instance.model)]
+    for last in (False, True):
+        some = [station for station in of_model if (station.instance.role == "decode") is last]
+        start = turn % max(len(some), 1)
+        yield from (station for station in some[start:] + some[:start] if station.guard.up)
 
 
 class Relay:
-    """Listens to one engine after the other until one answers."""
+    """Listens to one engine after the other until one answers, within the retries that the settings allow."""
 
     def __init__(
         self,
         serving: Serving,
         exchange: Exchange,
-        stations: Iterator[Station],
+        model: str,
+        turn: int,
         request_id: bytes,
         on_end: Callable[[int], None],
     ) -> None:
         """
         Args:
-            stations: who may answer, in the order to try them.
+            model: as the client calls it; empty: any.
+            turn: one more for each relay, so that instances take turns.
             on_end: called once with the status of the answer.
         """
-        self._serving, self._exchange, self._stations = serving, exchange, stations
+        self._serving, self._exchange, self._model, self._turn = serving, exchange, model, turn
+        self._stations: Iterator[Station] = iter(())
+        self._trace: RequestTrace | None = None
         self._request_id, self._on_end = request_id, on_end
         self._call: Call | None = None
         self._station: Station | None = None
+        self._leg: LegTrace | None = None
         self._attempt: Attempt = 0
-        self._tries = 0
+        self._suspicion = Suspicion()
+        self._attempts = 0
         self._status = 0
         self._headers: Headers = []
+        self._over = False
 
     def begin(self) -> None:
         """Ask the first."""
-        self._exchange.on_gone = self._client_gone
-        self._next("no instance is up", 503)
+        serving, exchange = self._serving, self._exchange
+        try:
+            exchange.on_gone = self._client_gone
+            self._trace = serving.tracer.request(exchange.headers, PASSED_ON)
+            model = serving.model_of(self._model) if self._model else ""
+            self._stations = answerers(serving.stations.values(), model, self._turn)
+            serving.budget.request(serving.now())
+            self._next("no instance is up", 503)
+        except RequestError as error:
+            exchange.respond(error.status, error.body(), headers=[(b"x-request-id", self._request_id)])
+            self._end(error.status, error.message)
+        except Exception as error:
+            self._broke(error)
 
     def _next(self, why: str, status: int) -> None:
-        station = next(self._stations, None) if self._tries < _TRIES else None
-        self._tries += 1
-        exchange = self._exchange
+        station = next(self._stations, None) if self._may_try() else None
         if station is None:
             self._refuse(status, why)
             return
-        self._station = station
-        self._attempt = station.guard.started(self._serving.now())
+        self._attempts += 1
+        if self._attempts > 1:
+            self._serving.metrics.retried(PASSED_ON)
+        self._station, exchange, serving = station, self._exchange, self._serving
         station.under_way += 1
+        self._attempt = station.guard.started(serving.now())
         target = exchange.path + (b"?" + exchange.query if exchange.query else b"")
-        headers = self._serving.engine_headers(forwarded(exchange.headers, self._request_id))
+        head = header_lines(forwarded(exchange.headers, self._request_id, serving.left_out)) + serving.added
+        if self._trace is not None:
+            self._leg = self._trace.leg(PASSED_ON, {"kvroute.instance": station.name})
+            head += self._leg.head
         # Engines know no HEAD; the exchange leaves the body out.
         method = b"GET" if exchange.method == b"HEAD" else exchange.method
-        request = request_bytes(method, target, station.pool.host, headers, exchange.body)
-        timeouts = self._serving.settings.timeouts
-        self._call = station.pool.send(
-            request,
-            self,
-            first_byte_s=timeouts.prefill_s,
-            idle_s=timeouts.between_tokens_s,
-        )
+        length = b"content-length: %d\r\n" % len(exchange.body) if method == b"POST" else b""
+        start = b"%b %b HTTP/1.1\r\nhost: %b\r\n" % (method, target, station.pool.host)
+        request = b"".join((start, head, length, b"\r\n", exchange.body))
+        timeouts = serving.timeouts
+        self._call = station.pool.send(request, self, first_byte_s=timeouts.prefill_s, idle_s=timeouts.between_tokens_s)
+
+    def _may_try(self) -> bool:
+        serving = self._serving
+        if self._attempts == 0:
+            return True
+        if self._attempts >= serving.settings.retries.attempts:
+            return False
+        if serving.budget.spend(serving.now()):
+            return True
+        serving.metrics.retry_refused(PASSED_ON)
+        return False
 
     def _refuse(self, status: int, why: str) -> None:
         headers = [(b"x-request-id", self._request_id)]
         if status == 503:
             headers.append((b"retry-after", b"1"))
         self._exchange.respond(status, error_body(why, "upstream_error"), headers=headers)
-        self._over(status)
+        self._end(status, why)
 
     def on_head(self, status: int, headers: Headers) -> None:
         """See Sink."""
@@ -86,55 +132,116 @@ class Relay:
 
     def on_body(self, data: bytes) -> None:
         """See Sink."""
-        if self._status >= 500:
-            return  # another instance may do better
-        self._start()
-        self._exchange.write(data)
+        if self._refused():
+            return
+        try:
+            self._start()
+            self._exchange.write(data)
+        except Exception as error:
+            self._broke(error)
 
     def on_end(self) -> None:
         """See Sink."""
-        now, station = self._serving.now(), self._station
+        station, status = self._station, self._status
         assert station is not None
-        if self._status >= 500:
-            station.guard.failed(self._attempt, now)
-            station.left()
-            self._next(f"instance {station.name} answered {self._status}", 502)
-            return
-        station.guard.succeeded(self._attempt, now)
-        station.left()
-        self._start()
-        self._exchange.end()
-        self._over(self._status)
+        try:
+            if self._refused():
+                self._lost("status", f"instance {station.name} answered {status}", 503 if status in FULL else 502)
+                return
+            station.guard.succeeded(self._attempt, self._serving.now())
+            self._start()
+            self._exchange.end()
+            self._leave("")
+            self._end(status)
+        except Exception as error:
+            self._broke(error)
 
     def on_failure(self, failure: Failure) -> None:
         """See Sink."""
-        station = self._station
+        assert self._station is not None
+        try:
+            why = f"instance {self._station.name} gave no answer ({failure.kind})"
+            self._lost(failure.kind, why, 504 if failure.kind == "timeout" else 502)
+        except Exception as error:
+            self._broke(error)
+
+    def _refused(self) -> bool:
+        """Whether another instance may do better."""
+        return self._status == 429 or is_failure(self._status)
+
+    def _lost(self, kind: str, why: str, status: int) -> None:
+        station, serving = self._station, self._serving
         assert station is not None
-        station.guard.failed(self._attempt, self._serving.now())
-        station.left()
+        now = serving.now()
+        if kind != "status" or self._status == 503:
+            station.guard.failed(self._attempt, now)
+        elif self._status == 429:
+            station.guard.succeeded(self._attempt, now)
+        else:
+            self._suspicion.blame(station.guard, self._attempt, now)
+        self._leave(why)
+        serving.leg_failed(PASSED_ON, station.name, kind, why, self._request_id)
         if self._exchange.started:
             self._exchange.abort()
-            self._over(502)
+            self._end(502, why)
         else:
-            self._next(f"instance {station.name} gave no answer ({failure.kind})", 502)
+            self._status = 0
+            self._next(why, status)
 
     def _start(self) -> None:
-        if not self._exchange.started:
-            call = self._call
-            assert call is not None
-            self._exchange.on_pause, self._exchange.on_resume = call.pause, call.resume
-            headers = self._serving.answer_headers(self._headers, self._request_id)
-            length = next((value for name, value in self._headers if name == b"content-length"), None)
-            self._exchange.start(self._status, headers, int(length) if length is not None else None)
+        exchange, call = self._exchange, self._call
+        if exchange.started:
+            return
+        if call is not None:
+            exchange.on_pause, exchange.on_resume = call.pause, call.resume
+        content_type, headers = answered(self._headers, self._request_id)
+        length = next((value for name, value in self._headers if name == b"content-length"), None)
+        headers.append((b"content-type", content_type))
+        exchange.start(self._status, headers, int(length) if length is not None else None)
 
     def _client_gone(self) -> None:
+        if not self._over:
+            try:
+                self._drop()
+                self._end(499, "the client left")
+            except Exception as error:
+                self._broke(error)
+
+    def _leave(self, error: str) -> None:
+        """The call is over."""
+        station, leg = self._station, self._leg
+        self._station = self._leg = self._call = None
+        if station is not None:
+            station.left()
+        if leg is not None:
+            leg.end(error)
+
+    def _drop(self) -> None:
+        """Nobody waits for the answer."""
         if self._call is not None:
             self._call.abort()
         if self._station is not None:
             self._station.guard.cancelled(self._attempt, self._serving.now())
-            self._station.left()
-        self._over(499)
+        self._leave("cancelled")
 
-    def _over(self, status: int) -> None:
-        self._call = self._station = None
-        self._on_end(status)
+    def _broke(self, error: Exception) -> None:
+        """A mistake of the gateway's own: the client is told so, and everything is given back all the same."""
+        asyncio.get_running_loop().call_exception_handler({"message": "a relay broke", "exception": error})
+        with suppress(Exception):
+            self._drop()
+        with suppress(Exception):
+            if self._exchange.started:
+                self._exchange.abort()
+            else:
+                self._exchange.respond(500, error_body("the gateway failed", "server_error"))
+        if not self._over:
+            with suppress(Exception):
+                self._end(500, "the gateway failed")
+
+    def _end(self, status: int, error: str = "") -> None:
+        self._over = True
+        try:
+            if self._trace is not None:
+                self._trace.end(status, error)
+        finally:
+            self._on_end(status)

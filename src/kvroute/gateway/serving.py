@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvroute.control import Control
 from kvroute.gateway.budget import RetryBudget
-from kvroute.gateway.dialects import answered
-from kvroute.gateway.exchange import Headers
 from kvroute.gateway.fallback import Fallbacks
-from kvroute.gateway.legs import Leg
+from kvroute.gateway.fields import RequestError
+from kvroute.gateway.headers import OUR_OWN
+from kvroute.gateway.landing import Landings
 from kvroute.gateway.logs import access, note
-from kvroute.gateway.metrics import Metrics
+from kvroute.gateway.metrics import Leg, Metrics
 from kvroute.gateway.openai import Completion
 from kvroute.gateway.prompt import Prompts
 from kvroute.gateway.state import ClusterState
@@ -32,7 +32,6 @@ from kvroute.types import (
     Decision,
     Decode,
     Event,
-    FloatArray,
     InstanceDown,
     InstanceMeasured,
     InstanceUp,
@@ -46,9 +45,6 @@ if TYPE_CHECKING:
     from kvroute.gateway.journey import Journey
     from kvroute.gateway.recording import Recording
     from kvroute.gateway.settings import GatewaySettings
-
-ANSWER_BYTES_MAX = 64 * 2**20
-"""A collected answer that is longer is a fault of its engine."""
 
 
 class Caller(NamedTuple):
@@ -94,15 +90,18 @@ class Serving:
         """The last word of each engine on its load."""
         self.telemetry: CongestionMeasured | LinksMeasured | None = None
         """The last word on the network."""
-        self.answer_bytes_max = ANSWER_BYTES_MAX
-        self.reserve_output_tokens = settings.reserve_output_tokens
-        self._control, self._rooms, self._on_end, self._engine_key = control, rooms, on_end, engine_key
+        self.landings = Landings(cluster, self.journeys)
+        self.timeouts, self.reserve_output_tokens = settings.timeouts, settings.reserve_output_tokens
+        self.left_out = OUR_OWN | tracer.replaced | (frozenset() if engine_key is None else {b"authorization"})
+        """Of a client's headers: what engines do not get. A key for the gateway is no key for them."""
+        self.added = b"authorization: Bearer %b\r\n" % engine_key if engine_key else b""
+        """What they get besides, in lines."""
+        self._control, self._rooms, self._on_end = control, rooms, on_end
         self._tasks: set[asyncio.Task[None]] = set()
         self._numbers = first_number - 1
         self._fallbacks = Fallbacks(settings.constraint) if settings.constraint else None
         models = {instance.model for instance in cluster.instances}
         self._one_model = len(models) == 1
-        self._timing = {i.name: cluster.timing[i.timing].decode for i in cluster.instances}
         self._protocols: dict[str, set[KvProtocol]] = {}
         for instance in cluster.instances:
             self._protocols.setdefault(instance.model, set()).add(instance.protocol)
@@ -182,18 +181,23 @@ class Serving:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def call_later(self, seconds: float, then: Callable[[], None]) -> asyncio.TimerHandle:
-        """A timer of the loop."""
-        return asyncio.get_running_loop().call_later(seconds, then)
-
     def model_of(self, served: str) -> str:
-        """The cluster's name of a model; with one model engines judge the name themselves."""
-        return self.settings.models.get(served, "" if self._one_model else served)
+        """The cluster's name of a model; with one model engines judge the name themselves (empty).
+
+        Raises:
+            RequestError: it is none of several, or is left out.
+        """
+        name = self.settings.models.get(served, "" if self._one_model else served)
+        if self._one_model or name in self._protocols:
+            return name
+        if not served:
+            mend = "give one of those that GET /v1/models lists"
+            raise RequestError(f"model: is missing, for there are several; {mend}", param="model")
+        what = f"the model {served[:200]!r} does not exist; GET /v1/models lists those that do"
+        raise RequestError(what, status=404, param="model", code="model_not_found")
 
     def must_stay(self, completion: Completion) -> bool:
         """Whether some protocol of its model cannot hand this request's KV over: one instance must do it all then."""
-        if not completion.one_leg:
-            return False
         protocols = self._protocols.get(self.model_of(completion.model), self._any_protocol)
         return protocols != {"sglang"}
 
@@ -202,78 +206,48 @@ class Serving:
         names = sorted(self.settings.models)
         return names if names or self._one_model else sorted({i.model for i in self.cluster.instances})
 
-    def engine_headers(self, headers: Headers) -> Headers:
-        """A client's headers on the way to an engine: a key for the gateway is no key for engines."""
-        if self._engine_key is None:
-            return headers
-        kept = [header for header in headers if header[0] != b"authorization"]
-        if self._engine_key:
-            kept.append((b"authorization", b"Bearer " + self._engine_key))
-        return kept
-
-    def answer_headers(self, headers: Headers, request_id: bytes) -> Headers:
-        """An engine's headers on the way to the client."""
-        kept = [header for header in answered(headers) if header[0] not in (b"server", b"date", b"x-request-id")]
-        kept.append((b"x-request-id", request_id))
-        return kept
-
-    def steps_s(self, decision: Decode) -> tuple[float, float]:
-        """Expected seconds of the first decode step and of the wait for a slot, by the decision's own terms."""
-        parts, index = _parts(decision)
-        if parts is not None and "decode_s" in parts:
-            return float(parts["decode_s"][index]), float(parts["queue_s"][index])
-        spec = self._timing[decision.target]
-        return spec.base_s + spec.per_request_s, 0.0
-
-    def expected_landing_s(self, decision: Decode) -> float:
-        """Expected seconds until the request decodes, for answers that do not show it."""
-        step_s, queue_s = self.steps_s(decision)
-        return self.expected_transfer_s(decision) + queue_s + step_s
-
-    def expected_transfer_s(self, decision: Decode) -> float:
-        """By the decision's own terms, else by the tier alone."""
-        parts, index = _parts(decision)
-        if parts is not None and "transfer_s" in parts:
-            return float(parts["transfer_s"][index])
-        if decision.source == decision.target:
-            return 0.0
-        tier = decision.tier
-        return decision.kv_bytes / float(self.cluster.tier_bytes_per_s[tier]) + float(self.cluster.tier_latency_s[tier])
-
     # What a journey tells
 
-    def transfer_started(self, decision: Decode, now: float) -> None:
+    def transfer_started(self, decision: Decode, now: float, expected_s: float) -> None:
         """A decode leg that fetches KV was sent."""
         self.metrics.transfer_started(decision.tier)
-        self.state.transfer_started(decision, now, self.expected_transfer_s(decision))
+        self.state.transfer_started(decision, now, expected_s)
 
-    def transfer_ended(self, decision: Decode, now: float, seconds: float | None) -> None:
-        """It has landed (in so many seconds), or (None) come to nothing."""
-        self.metrics.transfer_ended(decision.tier, decision.kv_bytes, seconds)
+    def transfer_ended(self, decision: Decode, now: float, landed: bool, seconds: float | None) -> None:
+        """It has landed (in so many seconds, where they were seen), or come to nothing."""
+        self.metrics.transfer_ended(decision.tier, decision.kv_bytes, landed, seconds)
         self.state.transfer_ended(decision.request_id, now)
 
     def first_token(self, decision: Decode, ttft: Ttft, now: float, exemplar: tuple[str, str] | None) -> None:
-        """The client has its first byte."""
+        """The client has the first byte of its stream."""
         alone = decision.source == decision.target
         protocol = self.stations[decision.target].instance.protocol
         self.metrics.first_token("aggregated" if alone else protocol, ttft, exemplar)
         self.state.first_token(ttft, now, tier=None if alone else decision.tier, kv_bytes=decision.kv_bytes)
 
-    def leg_failed(self, leg: Leg, kind: str, why: str, request_id: bytes) -> None:
-        """A leg came to nothing."""
-        self.metrics.leg_failed(leg.kind, leg.station.name, kind)
-        name = request_id.decode("latin-1")
-        note("warning", "leg_failed", request_id=name, instance=leg.station.name, leg=leg.kind, kind=kind, reason=why)
+    def whole_answer(self, decision: Decode, now: float) -> None:
+        """The client has its answer, whose first token nobody has seen."""
+        alone = decision.source == decision.target
+        self.state.whole_answer(now, tier=None if alone else decision.tier, kv_bytes=decision.kv_bytes)
 
-    def ended(self, journey: Journey, kind: str, status: int, seconds: float, relayed_bytes: int) -> None:
+    def leg_failed(self, leg: Leg, instance: str, kind: str, why: str, request_id: bytes) -> None:
+        """A leg came to nothing."""
+        self.metrics.leg_failed(leg, instance, kind)
+        name = request_id.decode("latin-1")
+        note("warning", "leg_failed", request_id=name, instance=instance, leg=leg, kind=kind, reason=why)
+
+    def ended(self, journey: Journey, kind: str, status: int, now: float, relayed_bytes: int) -> None:
         """A journey is over."""
-        self.metrics.finished(kind, status, seconds, relayed_bytes)
-        self.state.finished(self.now(), status)
-        self.journeys.pop(journey.number, None)
-        if self.callers and (caller := self.callers.pop(journey.number, None)) is not None:
-            name, client, key = caller
-            access(name, kind, status, seconds, number=journey.number, client=client, key_name=key)
-        self._on_end(journey)
+        number, seconds = journey.number, now - journey.received_at
+        try:
+            self.metrics.finished(kind, status, seconds, relayed_bytes)
+            self.state.finished(now, status)
+            if self.callers and (caller := self.callers.pop(number, None)) is not None:
+                name, client, key = caller
+                access(name, kind, status, seconds, number=number, client=client, key_name=key)
+        finally:
+            self.journeys.pop(number, None)
+            self._on_end(journey)
 
     @property
     def idle(self) -> bool:
@@ -282,15 +256,10 @@ class Serving:
 
     def close(self) -> None:
         """No more requests."""
+        self.landings.close()
         for task in self._tasks:
             task.cancel()
         for station in self.stations.values():
             station.close()
         if self.events is not None:
             self.events.close()
-
-
-def _parts(decision: Decode) -> tuple[dict[str, FloatArray] | None, int]:
-    """The decision's cost parts and where its target stands among them."""
-    terms = decision.terms
-    return (None, 0) if terms is None else (terms.parts, terms.names.index(decision.target))

@@ -156,7 +156,9 @@ class TimeoutSettings(Entry, frozen=True, kw_only=True):
     connect_s: Wait = field(name="connect", default=Wait(2.0))
     prefill_s: Wait = field(name="prefill", default=Wait(300.0))
     first_token_s: Wait = field(name="first_token", default=Wait(300.0))
-    """From the decode leg's start to its first byte: transfer, queue and first step."""
+    """From the decode leg's start to the first byte of its stream: transfer, queue and first step."""
+    answer_s: Wait = field(name="answer", default=Wait(3600.0))
+    """From the decode leg's start to an answer that comes whole, of which no byte is seen before its last token."""
     between_tokens_s: Wait = field(name="between_tokens", default=Wait(60.0))
     drain_s: Wait = field(name="drain", default=Wait(120.0))
     """After SIGTERM, for the requests under way."""

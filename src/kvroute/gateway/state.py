@@ -21,9 +21,9 @@ from kvroute.topology import Cluster
 from kvroute.types import TIER_COUNT, Decision, Decode, FloatArray
 
 WINDOW_S = 60.0
-"""TTFT and tier split are those of requests whose first token came within this time."""
+"""TTFT and tier split are those of requests whose first token, or whole answer, came within this time."""
 REQUESTS_MOST = 4096
-"""First tokens remembered; above 68 a second the window is shorter than WINDOW_S."""
+"""Requests remembered; above 68 a second the window is shorter than WINDOW_S."""
 SPLITS_S = 1.0
 """Percentiles are as old as this at most: they take a millisecond, in which every stream stands still."""
 DECISIONS_MOST = 50
@@ -34,6 +34,8 @@ LINGER_S = 1.0
 RATE_S = 10
 _PARTS = ("queue", "prefill", "transfer", "first_step")
 _COLUMNS = 4 + len(_PARTS)
+_UNSEEN = -1.0
+"""In place of the first part of a TTFT that nobody has seen."""
 
 
 @dataclass(slots=True)
@@ -139,7 +141,19 @@ class ClusterState:
             self._ended.append(moving)
 
     def first_token(self, ttft: Ttft, at: float, *, tier: int | None, kv_bytes: float = 0.0, policy: str = "") -> None:
-        """The client got its first byte; `tier` None: prefill and decode on one instance."""
+        """The client got the first byte of a stream; `tier` None: prefill and decode on one instance."""
+        start = self._row(at, tier, kv_bytes, policy)
+        rows = self._rows
+        rows[start + 4] = ttft.queue_s
+        rows[start + 5] = ttft.prefill_s
+        rows[start + 6] = ttft.transfer_s
+        rows[start + 7] = ttft.first_step_s
+
+    def whole_answer(self, at: float, *, tier: int | None, kv_bytes: float = 0.0, policy: str = "") -> None:
+        """The same of an answer that came whole, whose first token nobody has seen."""
+        self._rows[self._row(at, tier, kv_bytes, policy) + 4] = _UNSEEN
+
+    def _row(self, at: float, tier: int | None, kv_bytes: float, policy: str) -> int:
         start = (self._row_count % REQUESTS_MOST) * _COLUMNS
         self._row_count += 1
         rows = self._rows
@@ -147,10 +161,7 @@ class ClusterState:
         rows[start + 1] = self._policy_number(policy or self.policy)
         rows[start + 2] = -1.0 if tier is None else tier
         rows[start + 3] = kv_bytes
-        rows[start + 4] = ttft.queue_s
-        rows[start + 5] = ttft.prefill_s
-        rows[start + 6] = ttft.transfer_s
-        rows[start + 7] = ttft.first_step_s
+        return start
 
     def finished(self, at: float, code: int) -> None:
         """The answer is complete or has failed for good; 499: the client left, 503: it was rejected."""
@@ -260,8 +271,10 @@ def _quantiles_s(ordered: FloatArray, share: float) -> list[float]:
 
 
 def _split(policy: str, rows: FloatArray) -> Split:
-    columns = np.empty((1 + len(_PARTS), len(rows)))
-    columns[1:] = rows[:, 4:].T
+    seen = rows[rows[:, 4] != _UNSEEN]
+    columns = np.zeros((1 + len(_PARTS), max(len(seen), 1)))
+    if len(seen):
+        columns[1:] = seen[:, 4:].T
     columns[0] = columns[1:].sum(axis=0)
     mean_s = [short(value) for value in columns[1:].mean(axis=1)]
     columns.sort(axis=1)
@@ -272,6 +285,7 @@ def _split(policy: str, rows: FloatArray) -> Split:
     return Split(
         policy=policy,
         requests=len(rows),
+        streams=len(seen),
         ttft_p50_s=p50_s[0],
         ttft_p90_s=p90_s[0],
         part_mean_s=dict(zip(_PARTS, mean_s, strict=True)),

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from kvroute.gateway.breaker import Attempt, Breaker
 from kvroute.gateway.call import Failure, Sink
 from kvroute.gateway.dialects import DIALECTS, QUERY_PATH, DialectError, Meeting, engine_id
-from kvroute.gateway.exchange import Headers
-from kvroute.gateway.legs import AnswerLeg, PrefillLeg
+from kvroute.gateway.headers import Headers
 from kvroute.gateway.pool import Pool, request_bytes
 from kvroute.types import Instance
+
+if TYPE_CHECKING:
+    from kvroute.gateway.legs import Leg
 
 
 class Guard:
@@ -45,6 +48,10 @@ class Guard:
         self.breaker.failed(attempt, now)
         self.look(now)
 
+    def forgiven(self, attempt: Attempt) -> None:
+        """It was not, but others would not have answered either."""
+        self.breaker.forgiven(attempt)
+
     def cancelled(self, attempt: Attempt, now: float) -> None:
         """Nobody waited for the answer."""
         self.breaker.cancelled(attempt, now)
@@ -65,6 +72,35 @@ class Guard:
             self._on_change(self.name, up, now)
 
 
+class Suspicion:
+    """Whose fault it is that engines answer one request with errors of their own (5xx).
+
+    The first such answer speaks against its instance. Should a second instance say the same, the request is to blame:
+    the first is forgiven, and neither the second nor later ones count, so that no request shuts several doors.
+    """
+
+    __slots__ = ("_attempt", "_guard")
+
+    def __init__(self) -> None:
+        self._guard: Guard | None = None
+        self._attempt: Attempt = 0
+
+    def blame(self, guard: Guard, attempt: Attempt, now: float) -> None:
+        """An instance has answered with an error; this ends its attempt."""
+        first = self._guard
+        if first is None:
+            guard.failed(attempt, now)
+            self._guard, self._attempt = guard, attempt
+            return
+        guard.cancelled(attempt, now)
+        if first is not guard:
+            first.forgiven(self._attempt)
+
+    def confirm(self) -> None:
+        """Another instance has done what the first could not: what fails now is another matter."""
+        self._guard = None
+
+
 class Station:
     """One instance with an endpoint."""
 
@@ -78,7 +114,6 @@ class Station:
         approximate: bool,
         measures: bool,
         between_s: float,
-        now: Callable[[], float],
     ) -> None:
         """
         Args:
@@ -89,7 +124,6 @@ class Station:
             approximate: nobody tells what it has cached, so that the gateway takes what it sent there for cached.
             measures: the time to an answer's first byte tells how long its transfer took.
             between_s: seconds between two bytes of an answer, at most.
-            now: the gateway's clock.
         """
         assert instance.endpoint is not None
         self.instance, self.name, self.pool, self.guard = instance, instance.name, pool, guard
@@ -98,20 +132,24 @@ class Station:
         self.measures = measures
         """Whether the gateway's own watch on transfers counts: False once the engine reports its transfers itself."""
         self.under_way = 0
-        self._bootstrap, self._between_s, self._now = bootstrap, between_s, now
+        self._bootstrap, self._between_s = bootstrap, between_s
         self._engine_id = ""
         self._meeting: list[Callable[[], None]] = []
         """Who waits for the engine's id."""
         self._host = pool.host
 
-    def send(
-        self, path: bytes, headers: Headers, body: bytes, leg: PrefillLeg | AnswerLeg, *, first_byte_s: float
-    ) -> None:
-        """Start a leg's call."""
+    def send(self, leg: Leg, path: bytes, head: bytes, body: bytes, first_byte_s: float, now: float) -> None:
+        """Start a leg's call; `head` is its headers, in lines."""
         leg.open = True
         self.under_way += 1
-        leg.attempt = self.guard.started(self._now())
-        request = request_bytes(b"POST", path, self._host, headers, body)
+        leg.attempt = self.guard.started(now)
+        request = b"POST %b HTTP/1.1\r\nhost: %b\r\n%bcontent-length: %d\r\n\r\n%b" % (
+            path,
+            self._host,
+            head,
+            len(body),
+            body,
+        )
         leg.call = self.pool.send(request, leg, first_byte_s=first_byte_s, idle_s=self._between_s)
 
     def left(self) -> None:
@@ -119,19 +157,21 @@ class Station:
         self.under_way -= 1
         assert self.under_way >= 0
 
-    def meeting(self, room: int) -> Meeting | None:
-        """Where the two legs of a request meet; None while the engine's id is not known (`meet` asks for it)."""
+    def meeting(self, draw: Callable[[], int]) -> Meeting | None:
+        """Where the two legs of a request meet; None while the engine's id is not known (`meet` asks for it).
+
+        `draw` gives 63 random bits.
+        """
         endpoint = self.instance.endpoint
         assert endpoint is not None
         if endpoint.protocol == "vllm":
             return _PLAIN
         if endpoint.protocol == "sglang":
-            return Meeting(room=room, bootstrap=endpoint.bootstrap)
+            return Meeting(room=draw(), bootstrap=endpoint.bootstrap)
         if not self._engine_id:
             return None
-        return Meeting(
-            transfer_id=uuid.UUID(int=room << 1 | 1).hex, bootstrap=endpoint.bootstrap, engine_id=self._engine_id
-        )
+        name = uuid.UUID(int=draw() << 1 | 1).hex
+        return Meeting(transfer_id=name, bootstrap=endpoint.bootstrap, engine_id=self._engine_id)
 
     def meet(self, then: Callable[[], None]) -> None:
         """Ask the bootstrap server for the engine's id, once for all who want it meanwhile; `then` is called in any

@@ -18,7 +18,6 @@ def stations_of(
     cluster: Cluster,
     settings: GatewaySettings,
     on_change: Callable[[str, bool, float], None],
-    now: Callable[[], float],
     deadlines: Deadlines,
     *,
     exact: bool,
@@ -48,7 +47,6 @@ def stations_of(
             approximate=_approximate(endpoint, settings, exact),
             measures=settings.measure != "engine",
             between_s=float(timeouts.between_tokens_s),
-            now=now,
         )
     return stations
 

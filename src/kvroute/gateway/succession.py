@@ -192,5 +192,5 @@ class Succession:
             first_number=first_number,
         )
         exact, deadlines = prompts.exact, common.deadlines
-        serving.stations = stations_of(cluster, settings, serving.changed, common.now, deadlines, exact=exact)
+        serving.stations = stations_of(cluster, settings, serving.changed, deadlines, exact=exact)
         return serving

@@ -18,9 +18,9 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode, format_trace
 from opentelemetry.trace import Tracer as _OtelTracer
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+from kvroute.gateway.headers import Headers
 from kvroute.types import InputError
 
-Headers: TypeAlias = list[tuple[bytes, bytes]]
 Attributes: TypeAlias = Mapping[str, str | int | float | bool]
 
 _CONTEXT_HEADERS = (b"traceparent", b"tracestate")
@@ -31,8 +31,8 @@ _W3C = TraceContextTextMapPropagator()
 class LegTrace(Protocol):
     """One leg of a request."""
 
-    headers: Headers
-    """To send to the engine."""
+    head: bytes
+    """To send to the engine: lines of headers."""
 
     def end(self, error: str = "", attributes: Attributes = _NOTHING) -> None:
         """The leg is over; `error` is empty if it went well."""
@@ -57,8 +57,11 @@ class RequestTrace(Protocol):
 class Tracer(Protocol):
     """What the gateway holds."""
 
-    def request(self, headers: Headers, name: str, attributes: Attributes = _NOTHING) -> RequestTrace:
-        """A request was read, with these headers."""
+    replaced: frozenset[bytes]
+    """Headers of the client's that those of its traces take the place of."""
+
+    def request(self, headers: Headers, name: str, attributes: Attributes = _NOTHING) -> RequestTrace | None:
+        """A request was read, with these headers; None: it is not traced here."""
         ...
 
     def close(self) -> None:
@@ -66,50 +69,49 @@ class Tracer(Protocol):
         ...
 
 
-class _PassingLeg:
-    __slots__ = ("headers",)
+class PassingTracer:
+    """Tracing is off: the client's trace headers go on to the engines byte for byte, as all of its headers do."""
 
-    def __init__(self, headers: Headers) -> None:
-        self.headers = headers
+    replaced: frozenset[bytes] = frozenset()
+
+    def request(self, headers: Headers, name: str, attributes: Attributes = _NOTHING) -> None:
+        """See Tracer."""
+
+    def close(self) -> None:
+        """Nothing to send."""
+
+
+class _UnsampledLeg:
+    __slots__ = ("head",)
+
+    def __init__(self, head: bytes) -> None:
+        self.head = head
 
     def end(self, error: str = "", attributes: Attributes = _NOTHING) -> None:
         """Nothing to say."""
 
 
-class _Passing:
-    """Both a request's trace and the tracer: there is nothing to tell apart."""
+class _Unsampled:
+    """Nobody will see its legs; the engines learn from the context that the trace is not sampled."""
 
     __slots__ = ("_leg",)
     trace_id = ""
 
-    def __init__(self, headers: Headers) -> None:
-        self._leg = _PassingLeg(headers)
+    def __init__(self, context: Context) -> None:
+        self._leg = _UnsampledLeg(_head_of(context))
 
-    def leg(self, name: str, attributes: Attributes = _NOTHING) -> _PassingLeg:
-        """The client's own context, unchanged."""
+    def leg(self, name: str, attributes: Attributes = _NOTHING) -> _UnsampledLeg:
+        """See RequestTrace."""
         return self._leg
 
     def end(self, code: int, error: str = "", attributes: Attributes = _NOTHING) -> None:
         """Nothing to say."""
 
 
-_NO_CONTEXT = _Passing([])
-
-
-class PassingTracer:
-    """Tracing is off: the client's trace headers go on to the engines byte for byte."""
-
-    def request(self, headers: Headers, name: str, attributes: Attributes = _NOTHING) -> RequestTrace:
-        """See Tracer."""
-        context = [header for header in headers if header[0] in _CONTEXT_HEADERS]
-        return _Passing(context) if context else _NO_CONTEXT
-
-    def close(self) -> None:
-        """Nothing to send."""
-
-
 class SpanTracer:
     """Tracing is on: every request is a span, each leg a child of it; engines see the leg's span as their parent."""
+
+    replaced = frozenset(_CONTEXT_HEADERS)
 
     def __init__(self, exporter: SpanExporter, *, share: float, version: str) -> None:
         """Args: `share` in [0, 1] of the requests without a sampling decision of their client's."""
@@ -130,8 +132,7 @@ class SpanTracer:
         context = _W3C.extract(carrier, Context()) if carrier else Context()
         span = self._tracer.start_span(name, context, SpanKind.SERVER, attributes)
         if not span.is_recording():
-            # Nobody will see its legs; the engines learn from the context that the trace is not sampled.
-            return _Passing(_headers_of(set_span_in_context(span, Context())))
+            return _Unsampled(set_span_in_context(span, Context()))
         return _RequestSpan(self._tracer, span)
 
     def close(self) -> None:
@@ -140,11 +141,11 @@ class SpanTracer:
 
 
 class _LegSpan:
-    __slots__ = ("_span", "headers")
+    __slots__ = ("_span", "head")
 
     def __init__(self, span: Span, context: Context) -> None:
         self._span = span
-        self.headers = _headers_of(context)
+        self.head = _head_of(context)
 
     def end(self, error: str = "", attributes: Attributes = _NOTHING) -> None:
         """See LegTrace."""
@@ -170,10 +171,10 @@ class _RequestSpan:
         _end(self._span, error, attributes)
 
 
-def _headers_of(context: Context) -> Headers:
+def _head_of(context: Context) -> bytes:
     carrier: dict[str, str] = {}
     _W3C.inject(carrier, context)
-    return [(name.encode("latin-1"), value.encode("latin-1")) for name, value in carrier.items()]
+    return "".join(f"{name}: {value}\r\n" for name, value in carrier.items()).encode("latin-1")
 
 
 def _end(span: Span, error: str, attributes: Attributes) -> None:

@@ -55,7 +55,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ttft(msgspec.Struct, frozen=True, gc=False):
-    """Where the time to the first token went; the sum is what the client waited, transfer included."""
+    """Where a stream's time to the first token went; the sum is what the client waited, transfer included."""
 
     queue_s: float
     """At the gateway's door."""
@@ -93,6 +93,8 @@ class Split(msgspec.Struct, frozen=True, kw_only=True):
 
     policy: str
     requests: int
+    streams: int
+    """Requests whose first token was seen; the times are theirs, and 0 where there are none."""
     ttft_p50_s: float
     ttft_p90_s: float
     part_mean_s: dict[str, float]

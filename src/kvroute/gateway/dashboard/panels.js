@@ -56,8 +56,8 @@ export class Panels {
       ["requests / s", figures(tick.arrivals_per_s), `${tick.requests} in all`],
       ["in flight", String(load.in_flight), ""],
       ["queued", String(load.queued), "", load.queued > 0],
-      ["TTFT p50", main ? seconds(main.ttft_p50_s) : "–", ""],
-      ["TTFT p90", main ? seconds(main.ttft_p90_s) : "–", ""],
+      ["TTFT p50", main && main.streams !== 0 ? seconds(main.ttft_p50_s) : "–", ""],
+      ["TTFT p90", main && main.streams !== 0 ? seconds(main.ttft_p90_s) : "–", ""],
       ["transfers", String(tick.transfers_under_way), ""],
       ["rejected / s", figures(tick.rejects_per_s), `${tick.rejects} in all`, tick.rejects_per_s > 0],
       ["errors / s", figures(tick.errors_per_s), "", tick.errors_per_s > 0],
@@ -105,7 +105,8 @@ export class Panels {
     const most = Math.max(1e-9, ...splits.map(sum));
     for (const split of splits) {
       const row = rows.get(split.policy);
-      setText(row.figures, `p50 ${seconds(split.ttft_p50_s)} · p90 ${seconds(split.ttft_p90_s)} · ${split.requests} req`);
+      const times = split.streams === 0 ? "no streams" : `p50 ${seconds(split.ttft_p50_s)} · p90 ${seconds(split.ttft_p90_s)}`;
+      setText(row.figures, `${times} · ${split.requests} req`);
       fillBar(row.bars[0], PARTS.map(([part, name, colour]) => [
         split.part_mean_s[part] / most, colour,
         `${name}: mean ${seconds(split.part_mean_s[part])}, p50 ${seconds(split.part_p50_s[part])}, p90 ${seconds(split.part_p90_s[part])}`,

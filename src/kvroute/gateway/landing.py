@@ -1,0 +1,103 @@
+"""When KV caches land, by the decision's own terms: for answers that come whole and so do not show it.
+
+One timer serves all of them, and none has to be exact: whoever is about to decide something looks first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from heapq import heappop, heappush
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvroute.topology import Cluster
+from kvroute.types import Decode
+
+if TYPE_CHECKING:
+    from kvroute.gateway.journey import Journey
+
+NEVER_S = float("inf")
+_LOOK_S = 0.05
+"""The timer looks no more often than this."""
+
+
+class Expected(NamedTuple):
+    """Seconds that a request needs on its decode instance until its first token; the sum is when it decodes."""
+
+    transfer_s: float
+    queue_s: float
+    """Wait for a slot."""
+    step_s: float
+    """First decode step."""
+
+
+class Landings:
+    """What is expected to land, and when; journeys that are over by then are passed by."""
+
+    __slots__ = ("_alone_s", "_bytes_per_s", "_due", "_journeys", "_latency_s", "_timer", "due_at")
+
+    def __init__(self, cluster: Cluster, journeys: Mapping[int, Journey]) -> None:
+        """Args: `journeys` by number, those that are not over."""
+        self._journeys = journeys
+        self._due: list[tuple[float, int]] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self.due_at = NEVER_S
+        """When the next one lands."""
+        specs = {instance.name: cluster.timing[instance.timing].decode for instance in cluster.instances}
+        self._alone_s = {name: spec.base_s + spec.per_request_s for name, spec in specs.items()}
+        self._bytes_per_s, self._latency_s = cluster.tier_bytes_per_s.tolist(), cluster.tier_latency_s.tolist()
+
+    def expected(self, decision: Decode) -> Expected:
+        """By the decision's own terms, else by tier and timing alone."""
+        terms = decision.terms
+        parts = {} if terms is None else terms.parts
+        index = -1 if terms is None else terms.names.index(decision.target)
+        if "transfer_s" in parts:
+            transfer_s = float(parts["transfer_s"][index])
+        elif decision.source == decision.target:
+            transfer_s = 0.0
+        else:
+            transfer_s = decision.kv_bytes / self._bytes_per_s[decision.tier] + self._latency_s[decision.tier]
+        if "decode_s" in parts:
+            return Expected(transfer_s, float(parts["queue_s"][index]), float(parts["decode_s"][index]))
+        return Expected(transfer_s, 0.0, self._alone_s[decision.target])
+
+    def expect(self, at: float, number: int, now: float) -> None:
+        """The KV cache of a journey lands at a time (of the gateway's clock), and the journey knows so too."""
+        heappush(self._due, (at, number))
+        self.due_at = self._due[0][0]
+        if self._timer is None:
+            self._arm(now)
+
+    def look(self, now: float) -> None:
+        """Tell the core of those whose time has come."""
+        due = self._due
+        while due and due[0][0] <= now:
+            at, number = heappop(due)
+            journey = self._journeys.get(number)
+            answer = journey.answer if journey is not None else None
+            if journey is None or answer is None or answer.lands_at != at:
+                continue
+            try:
+                answer.land(now)
+            except Exception as error:
+                journey.broke(error)
+        self.due_at = due[0][0] if due else NEVER_S
+
+    def close(self) -> None:
+        """Nothing lands any more."""
+        self._due.clear()
+        self.due_at = NEVER_S
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _arm(self, now: float) -> None:
+        delay_s = max(self.due_at - now, _LOOK_S)
+        self._timer = asyncio.get_running_loop().call_later(delay_s, self._ring, now + delay_s)
+
+    def _ring(self, now: float) -> None:
+        self._timer = None
+        self.look(now)
+        if self._due:
+            self._arm(now)

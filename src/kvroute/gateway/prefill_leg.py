@@ -1,0 +1,110 @@
+"""The leg that computes the KV cache: where it meets the decode leg, its short answer, and what follows from it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvroute.gateway.dialects import DialectError, Meeting
+from kvroute.gateway.legs import Leg
+from kvroute.types import PrefillFailed
+
+if TYPE_CHECKING:
+    from msgspec import Raw
+
+    from kvroute.gateway.journey import Journey
+    from kvroute.gateway.station import Station
+
+
+class PrefillLeg(Leg):
+    """Collects the short answer of a prefill engine; after its end it stays the journey's word on where the KV is."""
+
+    __slots__ = ("handover", "meeting")
+
+    def __init__(self, journey: Journey, station: Station, now: float) -> None:
+        super().__init__(journey, station, now)
+        self.meeting: Meeting | None = None
+        self.handover: Raw | None = None
+        """What the decode engine is to be told of the answer."""
+
+    def begin(self, now: float) -> bool:
+        """Send the leg, now or once it is known where to meet; False where it has failed already."""
+        station = self.station
+        meeting = self.meeting = station.meeting(self.journey.serving.draw)
+        if meeting is None:
+            station.meet(self._met)
+            return True
+        return self._send(meeting, now)
+
+    def _met(self) -> None:
+        """The bootstrap server has answered, or not."""
+        journey, station = self.journey, self.station
+        if journey.prefill is not self or journey.over:
+            return
+        try:
+            now = journey.serving.now()
+            meeting = self.meeting = station.meeting(journey.serving.draw)
+            if meeting is None:
+                self.attempt = station.guard.started(now)
+                why = f"the bootstrap server of prefill instance {station.name} does not answer"
+                self.lost("refused", why, 502, sent=False)
+            else:
+                self._send(meeting, now)
+        except Exception as error:
+            journey.broke(error)
+
+    def _send(self, meeting: Meeting, now: float) -> bool:
+        try:
+            body = self.station.dialect.prefill_body(self.journey.completion, meeting)
+        except DialectError as error:
+            self.attempt = self.station.guard.started(now)
+            self.lost("malformed", f"prefill instance {self.station.name} {error}", 502, sent=False)
+            return False
+        self.send(body, self.journey.serving.timeouts.prefill_s, now)
+        return True
+
+    def on_body(self, data: bytes) -> None:
+        """See Sink. What SGLang streams beside the decode engine's answer is not kept."""
+        if self.station.dialect.joint and self.status < 400:
+            return
+        try:
+            if not self.keep(data):
+                self.endless()
+        except Exception as error:
+            self.journey.broke(error)
+
+    def on_end(self) -> None:
+        """See Sink: the KV cache is complete, unless the answer says otherwise."""
+        journey, station = self.journey, self.station
+        try:
+            if self.status >= 400:
+                self.refused()
+                return
+            try:
+                self.handover = None if station.dialect.joint else station.dialect.handover(self.body())
+            except DialectError as error:
+                self.lost("malformed", f"prefill instance {station.name} {error}", 502, sent=True)
+                return
+            now = journey.serving.now()
+            self.succeeded(now)
+            self.close()
+            self._parts.clear()
+            journey.serving.metrics.prefill_answered(now - self.sent_at)
+            if not (journey.computed or journey.over):  # else the decode leg's first token was faster
+                journey.compute(station, now)
+        except Exception as error:
+            journey.broke(error)
+
+    def lost(self, kind: str, why: str, status: int, *, sent: bool) -> None:
+        """See Leg: another prefill instance, if the budget allows."""
+        journey = self.journey
+        now = journey.serving.now()
+        self.station.forget()
+        self.failed(kind, why, now)
+        if journey.computed or journey.over:
+            return  # nobody needs it any more
+        journey.prefill = None
+        journey.drop_answer(now)
+        if journey.may_retry("prefill", now):
+            journey.act(journey.serving.decide(PrefillFailed(now, journey.number)), now)
+        else:
+            journey.fail(status, why, now)

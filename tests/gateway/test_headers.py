@@ -1,0 +1,72 @@
+"""Headers on their way through the gateway: what belongs to one connection stays, the rest goes through unchanged."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvroute.gateway.headers import OUR_OWN, THEIR_OWN, Headers, answered, forwarded, header_lines
+
+names = st.sampled_from(
+    [b"x-a", b"x-b", b"authorization", b"te", b"host", b"server", b"content-type", b"date", b"close"]
+)
+plain = st.lists(st.tuples(names, st.sampled_from([b"1", b"2"])), max_size=8)
+connections = st.lists(st.sampled_from([b"keep-alive", b"Keep-Alive, X-A", b"close", b"x-a , x-b", b"X-B"]), max_size=2)
+
+
+@given(plain, connections, st.randoms())
+def test_exactly_what_belongs_to_a_connection_is_left_out(sent: Headers, values: list[bytes], shuffle: object) -> None:
+    """Wherever the Connection header stands and whatever it names; order and values of the rest stay."""
+    headers = sent + [(b"connection", value) for value in values]
+    getattr(shuffle, "shuffle")(headers)  # noqa: B009
+    named = {word.strip().lower() for value in values for word in value.split(b",")}
+    gone = named | OUR_OWN
+    there = forwarded(headers, b"id")
+    typed = any(name == b"content-type" for name, _ in headers)
+    assert there[0] == (b"x-request-id", b"id")
+    assert there[1 : None if typed else -1] == [header for header in headers if header[0] not in gone]
+    assert typed or there[-1] == (b"content-type", b"application/json")
+    _, back = answered(headers, b"id")
+    gone = named | THEIR_OWN | {b"content-type"}
+    assert back == [(b"x-request-id", b"id"), *(header for header in headers if header[0] not in gone)]
+
+
+def test_on_the_way_to_an_engine() -> None:
+    """The request id is the gateway's word, so that engine and client read the same one."""
+    sent = [
+        (b"host", b"gateway"),
+        (b"authorization", b"Bearer secret"),
+        (b"content-type", b"application/json; charset=utf-8"),
+        (b"content-length", b"7"),
+        (b"x-own", b"1"),
+        (b"connection", b"Keep-Alive, X-Own"),
+        (b"expect", b"100-continue"),
+        (b"accept-encoding", b"gzip"),
+        (b"traceparent", b"00-client"),
+        (b"x-request-id", b"theirs"),
+    ]
+    assert forwarded(sent, b"id-1") == [
+        (b"x-request-id", b"id-1"),
+        (b"authorization", b"Bearer secret"),
+        (b"content-type", b"application/json; charset=utf-8"),
+        (b"traceparent", b"00-client"),
+    ]
+    kept = forwarded(sent, b"id-1", OUR_OWN | {b"authorization", b"traceparent"})
+    assert header_lines(kept) == b"x-request-id: id-1\r\ncontent-type: application/json; charset=utf-8\r\n"
+
+
+@pytest.mark.parametrize("kind", [b"text/event-stream", None])
+def test_on_the_way_back(kind: bytes | None) -> None:
+    """The content type comes by itself; JSON where the engine names none."""
+    headers = [
+        (b"transfer-encoding", b"chunked"),
+        (b"x-hop", b"1"),
+        (b"connection", b"x-hop"),
+        (b"x-request-id", b"the engine's"),
+        (b"set-cookie", b"a"),
+        (b"set-cookie", b"b"),
+    ]
+    found, rest = answered([*headers, (b"content-type", kind)] if kind else headers, b"id-1")
+    assert found == (kind or b"application/json")
+    assert rest == [(b"x-request-id", b"id-1"), *headers[4:]]

@@ -1,0 +1,390 @@
+"""What a request does when engines, or the gateway itself, fail it: who is to blame, what is kept, what is said."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import pytest
+from aiohttp import web
+from tests.gateway.foreign import Asked, Engine, Gate, begun, completion, event, failing, foreign, run, sides, tokens
+from tests.gateway.rig import CHAT, COMPLETIONS, MODEL, Front
+
+from kvroute.gateway.headers import Headers
+from kvroute.gateway.tracing import Attributes
+
+EMBEDDINGS = "/v1/embeddings"
+NOTHING: Attributes = {}
+CALM = "  health: {interval: 1 h}\n  scrape: {interval: 1 h}\n"
+STERN = "  breaker: {failures: 2}\n  retries: {floor_per_s: 1000}\n"
+
+
+def up(front: Front) -> list[str]:
+    """Instances that take requests."""
+    return sorted(name for name, station in front.gateway.serving.stations.items() if station.guard.up)
+
+
+def asked(engines: Sequence[Engine]) -> int:
+    return sum(len(engine.asked) for engine in engines)
+
+
+async def value(front: Front, line: str) -> float | None:
+    """A sample of the metrics page by the beginning of its line."""
+    page = (await front.get("/metrics")).body.decode()
+    found = [text for text in page.splitlines() if text.startswith(line)]
+    return float(found[0].rpartition(" ")[2]) if found else None
+
+
+@pytest.mark.parametrize(("status", "prefills"), [(429, 1), (503, 1), (500, 2)])
+def test_a_full_decode_engine_leaves_the_kv_where_it_is(status: int, prefills: int) -> None:
+    """Another decode engine fetches it, without a second prefill; after a 500 it may be gone."""
+
+    async def main() -> None:
+        prefill, decode = sides("vllm")
+        left = [1]
+
+        async def once(engine: Engine, request: web.BaseRequest, asked: Asked) -> web.StreamResponse:
+            left[0] -= 1
+            return await failing(status, times=left[0] + 1)(engine, request, asked)
+
+        for engine in decode:
+            engine.serve = once
+        async with foreign(prefill + decode, CALM) as front:
+            answer = await front.post(completion())
+            assert answer.status == 200
+            assert (asked(prefill), asked(decode)) == (prefills, 2)
+            assert await front.settles(), front.leftovers()
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("path", "status"), [(COMPLETIONS, 429), (COMPLETIONS, 501), (EMBEDDINGS, 429), (EMBEDDINGS, 501)]
+)
+def test_a_full_engine_and_one_that_cannot_are_alive(path: str, status: int) -> None:
+    """However often; what an engine cannot do at all is the client's to read, at once."""
+
+    async def main() -> None:
+        prefill, decode = sides("vllm")
+        for engine in prefill + decode:
+            engine.serve = failing(status)
+        async with foreign(prefill + decode, CALM + STERN) as front:
+            for n in range(8):
+                before = asked(prefill + decode)
+                answer = await front.post(completion() | {"input": f"{n}"}, path)
+                assert answer.status == (503 if status == 429 else 501)
+                assert asked(prefill + decode) - before == (3 if status == 429 else 1)
+            assert len(up(front)) == 4
+            assert await front.settles(), front.leftovers()
+
+    run(main())
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, EMBEDDINGS])
+def test_a_request_that_every_engine_fails_shuts_no_door(path: str) -> None:
+    """Poison is to blame, not those who spit it out; what one instance alone fails, again and again, does count."""
+
+    async def main() -> None:
+        prefill, decode = sides("vllm")
+        for engine in prefill + decode:
+            engine.serve = failing(500)
+        async with foreign(prefill + decode, CALM + STERN) as front:
+            for n in range(8):
+                assert (await front.post(completion() | {"input": f"{n}"}, path)).status == 502
+            assert len(up(front)) == 4
+            for engine in prefill[1:] + decode:
+                engine.serve = Engine("", "both").serve
+            for n in range(40):
+                assert (await front.post(completion(prompt=f"{n}") | {"input": f"{n}"}, path)).status == 200
+                if len(up(front)) < 4:
+                    break
+            assert up(front) == ["decode0", "decode1", "prefill1"]
+            assert await front.settles(), front.leftovers()
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("section", "calls"),
+    [("attempts: 1", 1), ("attempts: 2", 2), ("share: 0, floor_per_s: 0", 1), ("attempts: 9", 4)],
+)
+def test_what_is_passed_on_keeps_to_the_retry_settings(section: str, calls: int) -> None:
+    """Attempts and budget are those of completions; failures and retries are counted; decode engines come last."""
+
+    async def main() -> None:
+        prefill, decode = sides("vllm")
+        for engine in prefill + decode:
+            engine.serve = failing(500)
+        async with foreign(prefill + decode, f"{CALM}  retries: {{{section}}}\n") as front:
+            answer = await front.post({"model": MODEL, "input": "x"}, EMBEDDINGS)
+            assert answer.status == 502
+            assert asked(prefill + decode) == calls
+            assert asked(prefill) == min(calls, 2)
+            failures = [
+                await value(front, f'kvroute_leg_failures_total{{leg="passed_on",engine="{engine.name}",kind="status"')
+                for engine in prefill + decode
+            ]
+            assert sum(found or 0 for found in failures) == calls
+            assert (await value(front, 'kvroute_retries_total{leg="passed_on"}') or 0) == calls - 1
+            assert await front.settles(), front.leftovers()
+
+    run(main())
+
+
+WORDS = [{"choices": [{"index": 0, "text": f"{n} \u00e4\u20ac"}]} for n in range(4)]
+
+
+@pytest.mark.parametrize("end", ["\n\n", "\r\n\r\n"], ids=["lf", "crlf"])
+@pytest.mark.parametrize("size", [1, 7, 40, 1000])
+def test_events_cut_anywhere_arrive_whole_and_complete(size: int, end: str) -> None:
+    """However the engine's pieces fall: byte for byte what it sent, the rest without an end included."""
+    text = "".join(f"data: {msgspec.json.encode(word).decode()}{end}" for word in WORDS) + "data: [DONE]"
+
+    async def pieces(engine: Engine, request: web.BaseRequest, asked: Asked) -> web.StreamResponse:
+        response = await begun(request)
+        octets = text.encode()
+        for start in range(0, len(octets), size):
+            await response.write(octets[start : start + size])
+            await asyncio.sleep(0)
+        await response.write_eof()
+        return response
+
+    async def main() -> None:
+        prefill, decode = sides("vllm")
+        for engine in decode:
+            engine.serve = pieces
+        async with foreign(prefill + decode, CALM) as front:
+            assert (await front.post(completion(stream=True))).body == text.encode()
+            assert await front.settles(), front.leftovers()
+
+    run(main())
+
+
+@pytest.mark.parametrize("extra", [b"", b'data: {"choi', event("half")[:-1]], ids=["between", "inside", "nearly-whole"])
+def test_an_engine_that_dies_within_an_event_leaves_none_that_is_half(extra: bytes) -> None:
+    """Each event that the client gets is JSON; the last one says what happened."""
+
+    async def dying(engine: Engine, request: web.BaseRequest, asked: Asked) -> web.StreamResponse:
+        response = await begun(request)
+        await response.write(event("one") + extra)
+        await asyncio.sleep(0.05)
+        assert request.transport is not None
+        request.transport.abort()
+        return response
+
+    async def main() -> None:
+        prefill, decode = sides("vllm")
+        for engine in decode:
+            engine.serve = dying
+        async with foreign(prefill + decode, CALM) as front:
+            answer = await front.post(completion(stream=True))
+            first, last = answer.events
+            assert first["choices"][0]["text"] == "one"
+            assert "broke off" in last["error"]["message"]
+            assert await front.settles(), front.leftovers()
+
+    run(main())
+
+
+def test_a_whole_answer_has_a_timeout_of_its_own() -> None:
+    """None of its bytes comes before its last token: `first_token` is not for it, `answer` is."""
+
+    async def slow(engine: Engine, request: web.BaseRequest, asked: Asked) -> web.StreamResponse:
+        await asyncio.sleep(1.2)
+        return web.json_response({"choices": [], "usage": {"completion_tokens": 1}})
+
+    async def main(section: str, status: int, calls: int) -> None:
+        prefill, decode = sides("vllm")
+        for engine in decode:
+            engine.serve = slow
+        section = f"{CALM}  retries: {{attempts: 1}}\n  timeouts: {{{section}}}\n"
+        async with foreign(prefill + decode, section) as front:
+            assert (await front.post(completion())).status == status
+            assert asked(decode) == calls
+            assert await front.settles(), front.leftovers()
+
+    run(main("first_token: 100 ms", 200, 1))
+    run(main("answer: 100 ms", 504, 1))
+
+
+def test_only_streams_have_a_time_to_the_first_token() -> None:
+    """Of a whole answer nobody knows it, nor how long its transfer took; its bytes count all the same."""
+
+    async def main() -> None:
+        prefill, decode = sides("vllm")
+        async with foreign(prefill + decode, CALM) as front:
+            assert (await front.post(completion())).status == 200
+            for name in ("ttft_seconds", "ttft_part_seconds", "transfer_seconds"):
+                assert await value(front, f"kvroute_{name}_count{{") is None
+            assert await value(front, "kvroute_decode_first_byte_seconds_count") == 0
+            assert await value(front, "kvroute_transfer_bytes_total") is not None
+            [split] = front.gateway.state.snapshot(front.gateway.now()).tick.splits
+            assert (split.requests, split.streams) == (1, 0)
+            assert (await front.post(completion(stream=True))).status == 200
+            for name in ("ttft_seconds", "ttft_part_seconds", "transfer_seconds"):
+                assert await value(front, f"kvroute_{name}_count{{") == 1
+            assert await value(front, "kvroute_decode_first_byte_seconds_count") == 1
+
+    run(main())
+
+
+def test_an_answer_that_is_due_when_it_comes_lands_once() -> None:
+    """The core is told once that a request decodes, though whoever tells it looks for what is due."""
+
+    async def later(engine: Engine, request: web.BaseRequest, asked: Asked) -> web.StreamResponse:
+        await asyncio.sleep(0.02)  # after the first step that is expected, before anybody has looked
+        return web.json_response({"choices": [], "usage": {"completion_tokens": 1}})
+
+    async def main() -> None:
+        engine = Engine("engine", "both", serve=later)
+        async with foreign([engine], CALM) as front:
+            for n in range(5):
+                assert (await front.post(completion(prompt=f"{n}"))).status == 200
+            assert await front.settles(), front.leftovers()
+
+    run(main())
+
+
+def test_a_model_that_nobody_serves_is_not_found() -> None:
+    """As OpenAI says it, and without an engine being asked; a name left out among several is a client's fault too."""
+
+    async def main() -> None:
+        prefill, decode = sides("vllm")
+        section = f"{CALM}  models: {{big: {MODEL}}}\n"
+        other = Engine("other", "both", model="llama-3-8b")
+        async with foreign([*prefill, *decode, other], section) as front:
+            for path in (COMPLETIONS, EMBEDDINGS):
+                answer = await front.post(completion(model="nobody") | {"input": "x"}, path)
+                assert (answer.status, answer.json["error"]["code"]) == (404, "model_not_found")
+                assert (await front.post(completion(model="big") | {"input": "x"}, path)).status == 200
+            missing = completion()
+            del missing["model"]
+            assert (await front.post(missing)).status == 400
+            assert await front.settles(), front.leftovers()
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "tokens"),
+    [
+        (CHAT, {}, 4096),
+        (CHAT, {"max_completion_tokens": 7}, 7),
+        (COMPLETIONS, {"max_tokens": 10_000}, 4096),
+        (COMPLETIONS, {"max_tokens": 0}, 0),
+        (COMPLETIONS, {}, 16),
+    ],
+    ids=["chat", "chat-bound", "much", "none", "default"],
+)
+def test_room_is_kept_for_what_may_come(path: str, fields: dict[str, int], tokens: int, tmp_path: Any) -> None:
+    """A chat without a bound may go on: it is booked with `reserve_output_tokens`."""
+    log = tmp_path / "events.log"
+
+    async def main() -> None:
+        prefill, decode = sides("vllm")
+        async with foreign(prefill + decode, f"{CALM}  log: {{events: {log}}}\n") as front:
+            body = {"model": MODEL, "prompt": "x", "messages": [{"role": "user", "content": "x"}], **fields}
+            assert (await front.post(body, path)).status == 200
+
+    run(main())
+    [arrived] = [line for line in log.read_text().splitlines() if '"arrived"' in line]
+    assert msgspec.json.decode(arrived)["event"]["request"].get("max_output_tokens", 0) == tokens
+
+
+class Failing:
+    """A tracer whose exporter breaks: it raises at one call of all, be it for a request or for a leg."""
+
+    replaced: frozenset[bytes] = frozenset()
+    trace_id = ""
+    head = b""
+
+    def __init__(self, left: int) -> None:
+        self.left = left
+
+    def request(self, headers: Headers, name: str, attributes: Attributes = NOTHING) -> Failing:
+        return self._count()
+
+    def leg(self, name: str, attributes: Attributes = NOTHING) -> Failing:
+        return self._count()
+
+    def end(self, *args: Any, **more: Any) -> None:
+        self._count()
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def _count(self) -> Failing:
+        self.left -= 1
+        if self.left == -1:
+            raise RuntimeError("the exporter is broken")
+        return self
+
+
+@pytest.mark.parametrize("way", ["whole", "stream", "passed-on", "sglang"])
+def test_a_mistake_of_the_gateways_own_costs_one_request_and_nothing_else(way: str) -> None:
+    """Wherever it happens: the client reads a 500 (or what it had already), and everything is given back."""
+
+    async def main() -> None:
+        prefill, decode = sides("sglang" if way == "sglang" else "vllm")
+        path = EMBEDDINGS if way == "passed-on" else COMPLETIONS
+        body = completion(stream=way in ("stream", "sglang")) | {"input": "x"}
+        async with foreign(prefill + decode, CALM) as front:
+            heard: list[str] = []
+            asyncio.get_running_loop().set_exception_handler(lambda _, context: heard.append(str(context["exception"])))
+            statuses, failures = [], 0
+            for number in range(20):
+                front.gateway.serving.tracer = tracer = Failing(number)
+                answer = await front.post(body, path)
+                statuses.append(answer.status)
+                if answer.status == 200:
+                    assert answer.body
+                assert await front.settles(), (number, front.leftovers())
+                if tracer.left >= 0:
+                    break
+                failures += 1
+            assert statuses[0] == 500
+            assert statuses[-1] == 200
+            assert failures == (4 if way == "passed-on" else 6)
+            assert heard == ["the exporter is broken"] * failures
+            assert len(up(front)) == 4
+
+    run(main())
+
+
+def test_a_mistake_leaves_no_engine_at_work() -> None:
+    """The other leg of the request is broken off."""
+
+    async def main() -> None:
+        prefill, decode = sides("sglang")
+        gate = Gate()
+        for engine in prefill:
+            engine.serve = gate.before(tokens)
+        async with foreign(prefill + decode, CALM) as front:
+            asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+            front.gateway.serving.tracer = Failing(3)  # the end of the decode leg
+            answer = await front.post(completion(stream=True))
+            assert answer.events[-1]["error"]["message"] == "the gateway failed"
+            await gate.left.wait()
+            assert gate.cancelled
+            assert await front.settles(), front.leftovers()
+
+    run(main())
+
+
+def test_a_mistake_at_the_beginning_makes_room_for_the_next() -> None:
+    """With a single place, the request after it comes in."""
+
+    async def main() -> None:
+        prefill, decode = sides("vllm")
+        async with foreign(prefill + decode, CALM + "  limits: {in_flight: 1}\n") as front:
+            asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+            for number in range(3):
+                front.gateway.serving.tracer = Failing(number)
+                answers = await asyncio.gather(*[front.post(completion()) for _ in range(3)])
+                assert sorted(answer.status for answer in answers) == [200, 200, 500]
+                assert "the gateway failed" in next(a.json["error"]["message"] for a in answers if a.status == 500)
+            assert await front.settles(), front.leftovers()
+
+    run(main())
