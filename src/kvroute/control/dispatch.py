@@ -1,0 +1,205 @@
+"""What a decision books for a request, and how it is given back; it chooses by the view and knows no events."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvroute.control.pool import DecodePool
+from kvroute.control.view import DecodePick, PoolKey, View
+from kvroute.policies import PrefillCandidates
+from kvroute.types import Candidates, Choice, Decision, Decode, Prefill, Reject, Request, Terms
+
+_JOINT_WIDTH = 4
+"""Prefill instances whose partners are priced when both legs are chosen at once."""
+
+
+@dataclass(slots=True)
+class Journey:
+    """Where a request stands: what must be given back when it leaves."""
+
+    request: Request
+    model: str
+    prefill: int = -1
+    """Position in the prefill pool, -1 once prefill is over."""
+    prefill_s: float = 0.0
+    """Booked there."""
+    source: int = -1
+    target: int = -1
+    """Indices in the cluster."""
+    pool: DecodePool | None = None
+    position: int = -1
+    """Position in the decode pool, -1 before the decision."""
+    need_bytes: float = 0.0
+    in_transfer: bool = False
+    admitted: bool = False
+    avoid: list[int] = field(default_factory=list)
+    """Instances that have failed this request, the latest last."""
+
+    def shun(self, index: int) -> None:
+        """This instance has failed it now."""
+        self.avoid = [each for each in self.avoid if each != index] + [index]
+
+
+class Dispatch:
+    """Sends requests to instances of a view. The caller keeps the journeys, and says when their steps are over."""
+
+    def __init__(self, view: View) -> None:
+        self._view = view
+
+    def route(self, journey: Journey, at: float) -> tuple[Decision, ...]:
+        """Its prefill, and its decode where both legs start at once or the instance does both; or a Reject, last."""
+        request, model, view = journey.request, journey.model, self._view
+        candidates = view.prefill_candidates(request, model, at, journey.avoid)
+        choice = view.choose_prefill(request, model, candidates)
+        if isinstance(choice, Reject):
+            return (choice,)
+        pool = view.prefill[model]
+        pick: DecodePick | Reject | None = None
+        if self._view.cluster.instances[int(pool.ids[choice.index])].protocol == "sglang":
+            choice, pick = self._jointly(journey, at, candidates, choice)
+        pool.decisions += 1
+        index = int(pool.ids[choice.index])
+        journey.prefill, journey.source = choice.index, index
+        journey.prefill_s = float(candidates.prefill_s[choice.index])
+        pool.book(choice.index, at, journey.prefill_s)
+        cached_tokens = int(candidates.hit_tokens[choice.index])
+        prefill = Prefill(request.id, pool.names[choice.index], cached_tokens, choice.terms)
+        instance = self._view.cluster.instances[index]
+        if instance.role == "both":
+            return (prefill, self._stay(journey, (model, instance.protocol), index))
+        if pick is None:
+            return (prefill,)
+        return (prefill, pick if isinstance(pick, Reject) else self._go(journey, pick))
+
+    def _jointly(
+        self, journey: Journey, at: float, candidates: PrefillCandidates, choice: Choice
+    ) -> tuple[Choice, DecodePick | Reject | None]:
+        """Both legs at once: of the few cheapest prefill instances the one whose whole way is shortest, where both
+        policies price in seconds; else the cheapest one and its best partner. One whose partners are full is passed by;
+        those who decide later have no price here, and are taken where nobody else can be."""
+        pool, terms = self._view.prefill[journey.model], choice.terms
+        usable: list[tuple[int, DecodePick]] = []
+        later: Choice | None = None
+        refused: Reject | None = None
+        in_seconds = terms.unit == "s"
+        for i in terms.cost.argsort(kind="stable").tolist():
+            if not terms.feasible[i]:
+                continue
+            pick = self._partner(journey, at, i)
+            if isinstance(pick, Reject):
+                refused = refused or pick
+                continue
+            if pick is None:
+                later = later or Choice(i, terms)
+                continue
+            usable.append((i, pick))
+            in_seconds = in_seconds and pick.choice.terms.unit == "s"
+            if len(usable) == (_JOINT_WIDTH if in_seconds else 1):
+                break
+        if not usable:
+            return (later, None) if later else (choice, refused)
+        if not in_seconds:
+            return Choice(usable[0][0], terms), usable[0][1]
+        decode_s = [float(pick.choice.terms.cost[pick.choice.index]) for _, pick in usable]
+        prefill_s = [float(candidates.pending_s[i] + candidates.prefill_s[i]) for i, _ in usable]
+        whole_s = np.array(prefill_s) + np.array(decode_s)
+        best = int(whole_s.argmin())
+        parts = {"finish_s": np.array(prefill_s), "decode_path_s": np.array(decode_s)}
+        names = tuple(pool.names[i] for i, _ in usable)
+        joint = Terms(names, whole_s, np.ones(len(usable), dtype=np.bool_), parts)
+        return Choice(usable[best][0], joint), usable[best][1]
+
+    def _partner(self, journey: Journey, at: float, position: int) -> DecodePick | Reject | None:
+        """Who would decode after this prefill instance; None where it decodes itself or decides later."""
+        index = int(self._view.prefill[journey.model].ids[position])
+        instance = self._view.cluster.instances[index]
+        if instance.role == "both" or instance.protocol != "sglang":
+            return None
+        key = (journey.model, instance.protocol)
+        return self._view.choose_decode(journey.request, key, index, at, journey.avoid)
+
+    def alone(self, journey: Journey) -> tuple[Decision, ...]:
+        """The one instance for a request of one leg, or a Reject."""
+        found = self._view.choose_alone(journey.request, journey.model, journey.avoid)
+        if isinstance(found, Reject):
+            return (found,)
+        key, pick = found
+        pool = self._view.decode[key]
+        journey.source = int(pool.ids[pick.choice.index])
+        return (self._book(journey, pool, pick.choice.index, pick.candidates, pick.tier, pick.choice.terms),)
+
+    def _stay(self, journey: Journey, key: PoolKey, index: int) -> Decode:
+        """Decode where the prefill is."""
+        pool, request = self._view.decode[key], journey.request
+        hit_tokens = np.zeros(len(pool.ids), dtype=np.int64)
+        model = self._view.models[journey.model]
+        candidates = pool.candidates(request, model, hit_tokens, self._view.settings.reserve_bytes, None)
+        candidates.kv_bytes[:] = 0.0
+        return self._book(journey, pool, pool.position[index], candidates, 0, None)
+
+    def _go(self, journey: Journey, pick: DecodePick) -> Decode:
+        """Decode on another instance than the prefill's."""
+        instance = self._view.cluster.instances[journey.source]
+        pool = self._view.decode[journey.model, instance.protocol]
+        return self._book(journey, pool, pick.choice.index, pick.candidates, pick.tier, pick.choice.terms)
+
+    def _book(
+        self,
+        journey: Journey,
+        pool: DecodePool,
+        position: int,
+        candidates: Candidates,
+        tier: int,
+        terms: Terms | None,
+    ) -> Decode:
+        pool.decisions += 1
+        journey.pool, journey.position, journey.target = pool, position, int(pool.ids[position])
+        reserve_bytes = self._view.settings.reserve_bytes
+        journey.need_bytes = float(candidates.need_bytes[position]) - reserve_bytes
+        pool.book(position, journey.need_bytes)
+        if journey.prefill < 0 and journey.source != journey.target:
+            self.start_transfer(journey)
+        return Decode(
+            request_id=journey.request.id,
+            source=self._view.cluster.instances[journey.source].name,
+            target=pool.names[position],
+            tier=tier,
+            kv_bytes=float(candidates.kv_bytes[position]),
+            need_bytes=journey.need_bytes,
+            hit_tokens=int(candidates.hit_tokens[position]),
+            terms=terms,
+        )
+
+    def choose_decode(self, journey: Journey, at: float) -> Decision:
+        """Who decodes what is complete on its source; or a Reject."""
+        request, instance = journey.request, self._view.cluster.instances[journey.source]
+        key = (journey.model, instance.protocol)
+        pick = self._view.choose_decode(request, key, journey.source, at, journey.avoid)
+        return pick if isinstance(pick, Reject) else self._go(journey, pick)
+
+    def start_transfer(self, journey: Journey) -> None:
+        """Its KV cache leaves its source."""
+        journey.in_transfer = True
+        self._view.oracle.transfer_started(journey.source, journey.target)
+
+    def end_transfer(self, journey: Journey) -> None:
+        """It has arrived, or will not; nothing happens where none was under way."""
+        if journey.in_transfer:
+            journey.in_transfer = False
+            self._view.oracle.transfer_finished(journey.source, journey.target)
+
+    def release_prefill(self, journey: Journey, at: float) -> None:
+        """Give back a prefill that has not finished."""
+        if journey.prefill >= 0:
+            self._view.prefill[journey.model].release(journey.prefill, at, journey.prefill_s)
+            journey.prefill = -1
+
+    def release_decode(self, journey: Journey) -> None:
+        """Give back its place and its memory where it decodes or would."""
+        if journey.pool is None or journey.position < 0:
+            return
+        self.end_transfer(journey)
+        journey.pool.release(journey.position, journey.need_bytes, admitted=journey.admitted)
+        journey.position, journey.admitted = -1, False
