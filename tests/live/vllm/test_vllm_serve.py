@@ -27,6 +27,7 @@ ANSWER_TOKENS = 24
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": ANSWER_TOKENS}
 TOKENS = {"return_token_ids": True, "ignore_eos": True}
 WAIT_S = 60.0
+PULLED_BYTES = "kvroute:kv_transfer_bytes_total"
 FAILURES = "kvroute:kv_transfer_failures_total"
 
 
@@ -38,6 +39,8 @@ class Gateway:
     url: str
     admin: str
     log: Path
+    pulled_bytes: float
+    """What the decode servers had pulled before it came."""
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         """Of one kind, out of the event log."""
@@ -104,6 +107,8 @@ def process(cluster: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     """It ends by SIGTERM, and ends well."""
     tmp_path = tmp_path_factory.mktemp("gateway")
     file, ready, log = (tmp_path / name for name in ("cluster.yaml", "ready.json", "events.log"))
+    cluster.revive()
+    pulled_bytes = sum(one.metric(PULLED_BYTES) for one in (cluster.decode, cluster.other))
     file.write_text(cluster_file(cluster), encoding="utf-8")
     command = [sys.executable, "-m", "kvroute.cli.app", "serve", str(file), "--port", "0", "--admin-port", "0"]
     with (tmp_path / "gateway.txt").open("wb") as output:
@@ -113,7 +118,7 @@ def process(cluster: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     try:
         until(lambda: process.poll() is not None or (ready.exists() and ready.read_bytes().endswith(b"}")))
         assert process.poll() is None, (tmp_path / "gateway.txt").read_text(encoding="utf-8")
-        yield Gateway(process, **json.loads(ready.read_bytes()), log=log)
+        yield Gateway(process, **json.loads(ready.read_bytes()), log=log, pulled_bytes=pulled_bytes)
         process.send_signal(signal.SIGTERM)
         assert process.wait(30.0) == 0, (tmp_path / "gateway.txt").read_text(encoding="utf-8")
     finally:
@@ -196,14 +201,10 @@ def test_transfers_measure_the_network(pair: Pair, gateway: Gateway) -> None:
     def measured() -> float:
         return sum(float(event["kv_bytes"]) for event in gateway.events("transfer_measured"))
 
-    def settled() -> bool:
-        return measured() - before == sum(server.metric(name) for server in (pair.decode, pair.other)) - pulled_bytes
-
-    name = "kvroute:kv_transfer_bytes_total"
-    before, pulled_bytes = measured(), sum(server.metric(name) for server in (pair.decode, pair.other))
+    before = measured()
     with gateway.client() as client:
         client.completions.create(model="tiny", prompt=prompt(640, seed=61), extra_body=TOKENS, **GREEDY)
-    until(lambda: settled() and measured() > before)
+    until(lambda: before < measured() == pulled_bytes(pair) - gateway.pulled_before)
     last = gateway.events("transfer_measured")[-1]
     assert (last["source"], last["target"]) in [("prefill0", "decode0"), ("prefill0", "decode1")]
     assert last["seconds"] > 0
