@@ -27,7 +27,6 @@ ANSWER_TOKENS = 24
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": ANSWER_TOKENS}
 TOKENS = {"return_token_ids": True, "ignore_eos": True}
 WAIT_S = 60.0
-PULLED_BYTES = "kvroute:kv_transfer_bytes_total"
 FAILURES = "kvroute:kv_transfer_failures_total"
 
 
@@ -39,8 +38,8 @@ class Gateway:
     url: str
     admin: str
     log: Path
-    pulled_bytes: float
-    """What the decode servers had pulled before it came."""
+    pulled_before: float
+    """Bytes that the decode servers had pulled before it came."""
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         """Of one kind, out of the event log."""
@@ -108,7 +107,7 @@ def process(cluster: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     tmp_path = tmp_path_factory.mktemp("gateway")
     file, ready, log = (tmp_path / name for name in ("cluster.yaml", "ready.json", "events.log"))
     cluster.revive()
-    pulled_bytes = sum(one.metric(PULLED_BYTES) for one in (cluster.decode, cluster.other))
+    before = pulled_bytes(cluster)
     file.write_text(cluster_file(cluster), encoding="utf-8")
     command = [sys.executable, "-m", "kvroute.cli.app", "serve", str(file), "--port", "0", "--admin-port", "0"]
     with (tmp_path / "gateway.txt").open("wb") as output:
@@ -118,7 +117,7 @@ def process(cluster: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     try:
         until(lambda: process.poll() is not None or (ready.exists() and ready.read_bytes().endswith(b"}")))
         assert process.poll() is None, (tmp_path / "gateway.txt").read_text(encoding="utf-8")
-        yield Gateway(process, **json.loads(ready.read_bytes()), log=log, pulled_bytes=pulled_bytes)
+        yield Gateway(process, **json.loads(ready.read_bytes()), log=log, pulled_before=before)
         process.send_signal(signal.SIGTERM)
         assert process.wait(30.0) == 0, (tmp_path / "gateway.txt").read_text(encoding="utf-8")
     finally:
@@ -211,6 +210,11 @@ def test_transfers_measure_the_network(pair: Pair, gateway: Gateway) -> None:
     assert gateway.metric("kvroute_learned_bandwidth_ratio") > 0
 
 
+def pulled_bytes(pair: Pair) -> float:
+    """Into the decode servers, by their own count."""
+    return sum(server.metric("kvroute:kv_transfer_bytes_total") for server in (pair.decode, pair.other))
+
+
 def test_many_at_once_get_their_own(pair: Pair, gateway: Gateway) -> None:
     """Transfers that cross each other end in the right blocks. Few tokens each: a batch's rounding is not the point."""
     prompts = [prompt(40 + 60 * number, seed=700 + number) for number in range(16)]
@@ -249,17 +253,12 @@ def test_kv_events_show_the_second_request_its_hit(pair: Pair, gateway: Gateway)
     with gateway.client() as client:
         client.completions.create(model="tiny", prompt=asked, extra_body=TOKENS, **GREEDY)
         until(lambda: {"prefill", "decode"} <= holders(gateway, asked))
-        nbytes = sum(server.metric("kvroute:kv_transfer_bytes_total") for server in (pair.decode, pair.other))
+        nbytes = pulled_bytes(pair)
         again = client.completions.create(model="tiny", prompt=[*asked, 5, 6, 7], extra_body=TOKENS, **GREEDY)
     for leg, before in hits.items():
         assert gateway.metric("kvroute_prefix_hit_tokens_total", leg=leg) - before == 640
     # Of 643 tokens only the last block crossed: 4 layers of 16 KiB.
-    until(
-        lambda: (
-            sum(server.metric("kvroute:kv_transfer_bytes_total") for server in (pair.decode, pair.other)) - nbytes
-            == 4 * 16384
-        )
-    )
+    until(lambda: pulled_bytes(pair) - nbytes == 4 * 16384)
     assert token_ids(again.choices[0]) == alone(pair, [*asked, 5, 6, 7])
 
 
