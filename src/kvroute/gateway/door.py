@@ -124,6 +124,12 @@ class Door:
             with suppress(OSError):  # of a system without such filters: there, some may be reset
                 _refuse_syn(listening.fileno())
         await asyncio.sleep(_HANDSHAKE_S)
+        # A loop that was late may wake here before it has looked at its sockets.
+        seen = -1
+        while seen != len(self._clients):
+            seen = len(self._clients)
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
 
     async def _until_empty(self) -> None:
         while self._clients:
