@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from kvroute.gateway.door import bound
 from kvroute.gateway.metrics import Metrics
 from kvroute.gateway.state import ClusterState
 from kvroute.types import InputError
@@ -100,7 +101,8 @@ class Admin:
         runner = web.AppRunner(self._application(), access_log=None, shutdown_timeout=2.0)
         await runner.setup()
         try:
-            await web.TCPSite(runner, host, port).start()
+            own = bound(host, port)
+            await (web.SockSite(runner, own) if own else web.TCPSite(runner, host, port)).start()
         except OSError as error:
             await runner.cleanup()
             what = f"{host}:{port} cannot be listened on ({error.strerror or error})"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import ipaddress
 import os
 import socket
 import ssl as tls
 import struct
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 from kvroute.gateway.client import Client, Guard, Handler
 from kvroute.gateway.deadlines import Deadlines
@@ -71,14 +73,15 @@ class Door:
             OSError: the address is taken, or not of this machine.
         """
         loop = asyncio.get_running_loop()
-        server = await loop.create_server(
+        make = partial(
+            loop.create_server,
             lambda: Client(self),
-            host,
-            port,
             ssl=ssl,
             backlog=_BACKLOG,
             ssl_handshake_timeout=self.limits.header_s if ssl else None,
         )
+        own = bound(host, port)
+        server = await (make(host, port) if own is None else make(sock=own))
         self._servers.append(server)
         return int(server.sockets[0].getsockname()[1])
 
@@ -150,6 +153,29 @@ class Door:
         self._deadlines.forget(client)
         if not self._clients:
             self._empty.set()
+
+
+def bound(host: str, port: int) -> socket.socket | None:
+    """A socket bound to an IP address, so that no resolver is asked for it; None where the host is a name.
+
+    Raises:
+        OSError: the address is taken, or not of this machine.
+    """
+    try:
+        version = ipaddress.ip_address(host.partition("%")[0]).version
+    except ValueError:
+        return None
+    own = socket.socket(socket.AF_INET6 if version == 6 else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if version == 6:
+            own.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        own.bind((host, port))
+    except OSError:
+        own.close()
+        raise
+    own.setblocking(False)
+    return own
 
 
 def _refuse_syn(fd: int) -> None:
