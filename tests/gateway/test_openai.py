@@ -10,7 +10,7 @@ from typing import Any
 import jsonschema_rs
 import pytest
 import schemathesis
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from schemathesis.core.result import Ok
 
@@ -115,6 +115,8 @@ SCHEMAS = {
 
 
 @given(PATHS, bodies())
+@example(COMPLETIONS, {"echo": 0, "best_of": 2, "prompt": ""})
+@example(COMPLETIONS, {"best_of": -1, "prompt": ["a", "a"]})
 def test_the_published_schema_accepts_what_the_gateway_accepts(path: bytes, body: dict[str, Any]) -> None:
     try:
         read_completion(path, json.dumps(body).encode())

@@ -122,7 +122,7 @@ def read_completion(path: bytes, body: bytes) -> Completion:
         max_tokens=max_tokens,
         n=n,
         prompts=prompts,
-        one_leg=n > 1 or prompts > 1 or not texts or _looks_back(fields, kind),
+        one_leg=_looks_back(fields, kind) or n > 1 or prompts > 1 or not texts,
         text=first if isinstance(first, bytes) else None,
         token_ids=first if isinstance(first, list) else None,
         further=tuple(texts[1:]),
@@ -226,7 +226,7 @@ def _has_media(content: Raw, index: int) -> bool:
 
 def _looks_back(fields: Fields, kind: Kind) -> bool:
     """Beams, several tries, or log-probabilities of the prompt."""
-    tries = count(fields, "best_of", 0) or 1
-    if tries > 1 or flag(fields, "use_beam_search") or given(fields, "prompt_logprobs"):
-        return True
-    return kind == "completions" and flag(fields, "echo") and given(fields, "logprobs")
+    # All of them are read, so that what is wrong is refused whatever stands beside it.
+    several, beams = (count(fields, "best_of", 0) or 1) > 1, flag(fields, "use_beam_search")
+    echo = kind == "completions" and flag(fields, "echo")
+    return several or beams or given(fields, "prompt_logprobs") or (echo and given(fields, "logprobs"))
