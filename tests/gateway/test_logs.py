@@ -86,7 +86,7 @@ def test_levels_and_the_access_log() -> None:
         note("info", "quiet")
         note("error", "loud")
         access("r1", "/v1/completions", 200, 0.5)
-        logging.getLogger("some.library").warning("it %s", "speaks")
+        logging.getLogger("some.package").warning("it %s", "speaks")
     events = [json.loads(line) for line in stream.getvalue().splitlines()]
     assert [event["event"] for event in events] == ["loud", "library"]
     assert events[1]["text"] == "it speaks"
