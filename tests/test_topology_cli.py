@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 
 from kvroute.cli.topology import app
 from kvroute.report.topology_figure import draw_topology, topology_figure
-from kvroute.topology import InstanceCounts, build, fat_tree, load
+from kvroute.topology import InstanceCounts, build, fat_tree, load, parse
+from kvroute.topology.draft import draft
 from kvroute.topology.tree import Domain, domain_tree, pair_counts
 from kvroute.types import InputError
 
@@ -146,3 +147,56 @@ def test_the_tree_holds_every_node_and_instance_once(pods: int, racks: int, node
     assert [node.name for node in tree.nodes()] == [node.name for node in cluster.places.nodes]
     assert sorted(tree.all_instances(), key=lambda instance: instance.name) == list(cluster.instances)
     assert sum(pair_counts(cluster)) == 1
+
+
+HOSTS = st.lists(st.integers(0, 3), min_size=1, max_size=8)
+
+
+@given(HOSTS, HOSTS, st.integers(1, 2))
+def test_a_draft_is_a_cluster_with_every_address_once(prefill: list[int], decode: list[int], tp: int) -> None:
+    """Engines of one host share its node, and no GPU is given twice (the check of the file says so)."""
+    ports = iter(range(8000, 9000))
+    urls = {
+        role: [f"http://10.0.0.{host}:{next(ports)}" for host in hosts]
+        for role, hosts in (("prefill", prefill), ("decode", decode))
+    }
+    text = draft("drafted", urls["prefill"], urls["decode"], model="llama-3-8b", tp=tp, gpus_per_node=32)
+    cluster = parse(text, where="draft")
+    named = {(i.role, i.endpoint.url if i.endpoint else "") for i in cluster.instances}
+    assert named == {(role, url) for role, each in urls.items() for url in each}
+    host_of: dict[str, set[str]] = {i.node: set() for i in cluster.instances}
+    for instance in cluster.instances:
+        assert instance.endpoint is not None
+        host_of[instance.node].add(instance.endpoint.url.split(":")[1])
+    assert all(len(hosts) == 1 for hosts in host_of.values())
+    assert len(host_of) == len(set(prefill) | set(decode))
+
+
+def test_new_writes_a_file_that_check_accepts_and_never_over_another(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    arguments = ["new", "--prefill", "http://10.0.0.1:8000", "--decode", "http://10.0.0.2:8000", "--out", str(path)]
+    assert runner.invoke(app, arguments).exit_code == 0
+    assert runner.invoke(app, ["check", str(path)]).exit_code == 0
+    before = path.read_bytes()
+    again = runner.invoke(app, arguments)
+    assert (str(again.exception), path.read_bytes()) == (
+        f"{path}: is there already; give another file to --out",
+        before,
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ([], "no engine is named"),
+        (["--prefill", "10.0.0.1:8000"], "'10.0.0.1:8000' is no engine's address; give it as http://host:port"),
+        (["--prefill", "http://a:1", "--decode", "http://a:1"], "an address is named twice"),
+        (["--prefill", "http://a:1", "--decode", "http://b:1", "--tp", "9"], "need more than its 8"),
+        (["--prefill", "http://a:1", "--decode", "http://b:1", "--protocol", "smoke"], "there is no protocol 'smoke'"),
+        (["--prefill", "http://a:1"], "there is no decode instance"),
+    ],
+)
+def test_new_says_what_is_wrong(arguments: list[str], sentence: str) -> None:
+    result = runner.invoke(app, ["new", *arguments])
+    assert isinstance(result.exception, InputError)
+    assert sentence in str(result.exception)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast, get_args
 
 import msgspec
 import typer
@@ -13,9 +13,11 @@ from rich.text import Text
 from rich.tree import Tree
 
 from kvroute.cli.output import console, print_json
-from kvroute.topology import Cluster, FileError, bandwidth_text, duration_text, load, size_text
+from kvroute.topology import Cluster, FileError, bandwidth_text, duration_text, load, parse, size_text
+from kvroute.topology.draft import draft
 from kvroute.topology.tree import ROLE_COLOURS, TIER_NAMES, Domain, domain_tree, tier_rows, uplinks_text
-from kvroute.types import InputError, InputErrors
+from kvroute.topology.units import bandwidth_bytes_per_s
+from kvroute.types import InputError, InputErrors, KvProtocol
 
 app = typer.Typer(name="topology", help="Check and show a cluster file.", no_args_is_help=True, rich_markup_mode="rich")
 
@@ -53,6 +55,51 @@ def check(file: File, as_json: AsJson = False) -> None:
         return
     words = (f"{count} {noun[:-1] if count == 1 and noun.endswith('s') else noun}" for noun, count in counts.items())
     typer.echo(f"OK: {cluster.name}: {', '.join(words)}")
+
+
+@app.command()
+def new(
+    prefill: Annotated[list[str] | None, typer.Option(help="Address of a prefill engine, http://host:port.")] = None,
+    decode: Annotated[list[str] | None, typer.Option(help="Address of a decode engine.")] = None,
+    both: Annotated[list[str] | None, typer.Option(help="Address of an engine that does both by itself.")] = None,
+    model: Annotated[str, typer.Option(help="A name that `kvroute llm` lists, or a config.json.")] = "llama-3-70b",
+    protocol: Annotated[str, typer.Option(help="How engines hand over KV: vllm, mooncake or sglang.")] = "vllm",
+    tp: Annotated[int, typer.Option(min=1, help="GPUs of one engine.")] = 1,
+    gpus: Annotated[int, typer.Option(min=1, max=1024, help="GPUs of one host.")] = 8,
+    nic: Annotated[str, typer.Option(help="Speed of a GPU's network card.")] = "100 Gbps",
+    name: Annotated[str, typer.Option(help="What the cluster is called.")] = "my-cluster",
+    out: Annotated[Path | None, typer.Option(help="File to write; stdout without.", show_default=False)] = None,
+) -> None:
+    """Write a first cluster file for engines that run already; it says what to mend in it.
+
+    Example: [bold]kvroute topology new --prefill http://10.0.0.1:8000 --decode http://10.0.0.2:8000[/bold]
+    """
+    if protocol not in get_args(KvProtocol):
+        mend = f"choose one of {', '.join(get_args(KvProtocol))}"
+        raise InputError(f"there is no protocol {protocol!r}", where="--protocol", mend=mend)
+    text = draft(
+        name,
+        prefill or (),
+        decode or (),
+        both or (),
+        model=model,
+        protocol=cast(KvProtocol, protocol),
+        tp=tp,
+        gpus_per_node=gpus,
+        nic_bytes_per_s=bandwidth_bytes_per_s(nic),
+    )
+    parse(text, where=str(out or name))
+    if out is None:
+        typer.echo(text, nl=False)
+        return
+    try:
+        with out.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise InputError("is there already", where=str(out), mend="give another file to --out") from None
+    except OSError as error:
+        raise InputError(f"cannot be written ({error.strerror})", where=str(out)) from None
+    typer.echo(f"wrote {out}; next: kvroute topology check {out}")
 
 
 @app.command()

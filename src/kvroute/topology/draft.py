@@ -1,0 +1,100 @@
+"""A first cluster file from engines' addresses: who runs where is known, what joins them is a guess to be mended."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from urllib.parse import urlsplit
+
+from kvroute.topology.builders import H100_LLAMA_70B_TP4
+from kvroute.topology.schema import (
+    ClusterFile,
+    EndpointEntry,
+    InstanceDefaults,
+    InstanceEntry,
+    Nic,
+    Nics,
+    Node,
+    Rack,
+)
+from kvroute.topology.units import Bandwidth, Size
+from kvroute.types import InputError, KvProtocol, Role
+
+_RACK = "rack0"
+_TODO = """\
+# A first draft: the engines and their addresses are as given, the rest is a guess. To mend, in this order:
+#  1. racks, pods and their uplinks, if the nodes are not all below one switch; `nics` as built in;
+#  2. `timing`: fit your own engines with `kvroute timing fit`;
+#  3. `kv_capacity`: KV memory of one instance; vLLM prints the tokens that fit when it starts.
+# `kvroute topology check FILE` names every fault; then `kvroute serve FILE`.
+"""
+
+
+def draft(
+    name: str,
+    prefill: Sequence[str],
+    decode: Sequence[str],
+    both: Sequence[str] = (),
+    *,
+    model: str,
+    protocol: KvProtocol = "vllm",
+    tp: int = 1,
+    gpus_per_node: int = 8,
+    nic_bytes_per_s: float = 12.5e9,
+    kv_capacity_bytes: float = 40e9,
+) -> str:
+    """A cluster file's text: one instance for each URL, one node for each host, all below one switch.
+
+    Raises:
+        InputError: no address, one without a host, one named twice, or more engines on a host than its GPUs carry.
+    """
+    addresses: list[tuple[Role, str]] = [
+        *(("prefill", url) for url in prefill),
+        *(("decode", url) for url in decode),
+        *(("both", url) for url in both),
+    ]
+    if not addresses:
+        raise InputError("no engine is named", mend="give --prefill URL and --decode URL, or --both URL")
+    places: dict[str, list[tuple[Role, str]]] = {}
+    for role, url in addresses:
+        places.setdefault(_host(url), []).append((role, url))
+    if len({url for _, url in addresses}) < len(addresses):
+        raise InputError("an address is named twice", mend="an engine that does both is --both URL")
+    for host, engines in places.items():
+        if len(engines) * tp > gpus_per_node:
+            what = f"{len(engines)} engines of {tp} GPUs on {host} need more than its {gpus_per_node}"
+            raise InputError(what, mend="give --gpus and --tp as they are")
+    nics = Nics(compute=Nic(count=gpus_per_node, bytes_per_s=Bandwidth(nic_bytes_per_s)))
+    file = ClusterFile(
+        name=name,
+        racks=[Rack(name=_RACK)],
+        nodes=[Node(name=f"node{i}", rack=_RACK, gpus=gpus_per_node, nics=nics) for i in range(len(places))],
+        timing={"default": H100_LLAMA_70B_TP4},
+        defaults=InstanceDefaults(model=model, tp=tp, kv_capacity_bytes=Size(kv_capacity_bytes)),
+        instances=_instances(places, protocol, tp),
+    )
+    return _TODO + file.to_yaml()
+
+
+def _host(url: str) -> str:
+    try:
+        host = urlsplit(url).hostname if url.startswith(("http://", "https://")) else None
+    except ValueError:
+        host = None
+    if not host:
+        raise InputError(f"{url!r} is no engine's address", mend="give it as http://host:port")
+    return host
+
+
+def _instances(places: dict[str, list[tuple[Role, str]]], protocol: KvProtocol, tp: int) -> list[InstanceEntry]:
+    """In the order of roles as given, each on the next free GPUs of its host."""
+    counts: dict[Role, int] = {}
+    entries: list[InstanceEntry] = []
+    for node, engines in enumerate(places.values()):
+        for slot, (role, url) in enumerate(engines):
+            number = counts.get(role, 0)
+            counts[role] = number + 1
+            first = slot * tp
+            gpus = f"node{node}:{first}" if tp == 1 else f"node{node}:{first}-{first + tp - 1}"
+            endpoint = EndpointEntry(url=url.rstrip("/"), protocol=protocol)
+            entries.append(InstanceEntry(name=f"{role}{number}", role=role, gpus=gpus, endpoint=endpoint))
+    return entries
