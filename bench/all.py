@@ -15,7 +15,7 @@ import msgspec
 from bench.measurement import CHILD_S, ROOT, Row, show
 
 BENCHES = (
-    *("simulate", "decision", "flows", "prefix", "evaluation"),
+    *("simulate", "decision", "flows", "prefix", "evaluation", "plan"),
     *("gateway.routers", "gateway.chaos", "gateway.scale", "gateway.live_vs_sim"),
 )
 PEERED = ("simulate", "decision", "gateway.routers")
@@ -24,6 +24,7 @@ MAYBE_PLAIN = ("flows", "prefix", "evaluation")
 QUICK = {
     "simulate": ["--repeats", "1"],
     "decision": ["--calls", "300"],
+    "plan": ["--repeats", "1"],
     "gateway.routers": ["--rounds", "1", "--seconds", "2"],
     "gateway.chaos": ["--requests", "1000", "--calm-s", "0"],
     "gateway.scale": ["--seconds", "5"],

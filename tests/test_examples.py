@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.examples import CLUSTERS
 
 from kvroute.control import ControlSpec
 from kvroute.sim.run import simulate
@@ -17,7 +18,6 @@ from kvroute.sim.workload import generate
 from kvroute.topology import load
 
 ROOT = Path(__file__).resolve().parents[1]
-CLUSTERS = sorted((ROOT / "examples").glob("*.yaml"))
 SCENARIOS = sorted((ROOT / "examples").glob("flows-*.json"))
 
 

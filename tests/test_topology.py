@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from tests.examples import CLUSTERS, EXAMPLES
 
 from kvroute.flows import FlowNetwork
 from kvroute.topology import (
@@ -33,7 +34,6 @@ from kvroute.topology.schema import Datacenter, Network, Nic, Nics, Node, Pod, R
 from kvroute.topology.units import Bandwidth, Latency
 from kvroute.types import CROSS_DATACENTER, SAME_NODE, TIER_COUNT, Endpoint, InputError
 
-EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 GBPS = 1e9 / 8
 
 uplinks = st.builds(
@@ -242,7 +242,7 @@ def test_shorthands_use_every_gpu_once_and_keep_their_promise(
         assert len(set(racks_of["prefill"])) == min(prefill, pods * racks)
 
 
-@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", CLUSTERS, ids=lambda path: path.stem)
 def test_examples_load_and_survive_their_own_dump(path: Path) -> None:
     cluster = load(path)
     assert parse(cluster.file.to_yaml()).file == cluster.file

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.examples import CLUSTERS
 
 from kvroute.topology import Cluster, FileError, load, parse
 from kvroute.types import InputError, InputErrors
 
-EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
-TEXTS = {path.name: path.read_text(encoding="utf-8") for path in sorted(EXAMPLES.glob("*.yaml"))}
+TEXTS = {path.name: path.read_text(encoding="utf-8") for path in CLUSTERS}
 
 QUANTITY = re.compile(r"\b\d+(?:\.\d+)? (?:[GMK]bps|GB/s|GB|us|ms|s)\b")
 KEY = re.compile(r"(?<=[{\s])(?!default:|fast:|slow:)[a-z_]+(?=:(?:\s|$))", re.M)

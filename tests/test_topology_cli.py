@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
+from tests.examples import CLUSTERS, EXAMPLES
 from typer.testing import CliRunner
 
 from kvroute.cli.topology import app
@@ -20,8 +21,7 @@ from kvroute.topology.draft import draft
 from kvroute.topology.tree import Domain, domain_tree, pair_counts
 from kvroute.types import InputError
 
-EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
-NAMES = [path.stem for path in sorted(EXAMPLES.glob("*.yaml"))]
+NAMES = [path.stem for path in CLUSTERS]
 NETKV = str(EXAMPLES / "fat-tree-64gpu.yaml")
 runner = CliRunner()
 

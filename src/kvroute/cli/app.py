@@ -13,6 +13,7 @@ from kvroute.cli.experiment import experiment
 from kvroute.cli.flows import flows
 from kvroute.cli.keys import app as keys
 from kvroute.cli.llm import llm
+from kvroute.cli.plan import app as plan
 from kvroute.cli.replay import explain, replay_log
 from kvroute.cli.serve import serve
 from kvroute.cli.simulate import simulate
@@ -48,6 +49,7 @@ app.command()(serve)
 app.command()(emulate)
 app.command()(demo)
 app.command()(experiment)
+app.add_typer(plan, name="plan")
 app.add_typer(topology, name="topology")
 app.add_typer(trace, name="trace")
 app.add_typer(timing, name="timing")

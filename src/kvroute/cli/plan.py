@@ -1,0 +1,128 @@
+"""`kvroute plan`: what to offload, how to split, and what bandwidth that needs, by formula."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from kvroute.cli.output import console, make_folder, print_json, remarks
+from kvroute.llm import model as find_model
+from kvroute.planner.kv_throughput import PUBLISHED_GBPS, egress_bytes_per_s, published_kv_bytes_per_s
+from kvroute.planner.plan import Plan, make_plan
+from kvroute.planner.problem import read_problem
+from kvroute.planner.search import KINDS, deployment, find
+from kvroute.report.plan_tables import grids, verdict
+from kvroute.report.tables import rich_table
+from kvroute.topology import duration_s
+from kvroute.types import InputError
+
+_TOKENS = re.compile(r"(\d{1,9})([Kk]?)", re.ASCII)
+
+app = typer.Typer(help="Plan before you build: thresholds, splits, bandwidth.", no_args_is_help=True)
+
+
+@app.command()
+def prfaas(
+    spec: Annotated[Path, typer.Argument(help="The plan's file: traffic, hardware, clusters.", show_default=False)],
+    out: Annotated[Path | None, typer.Option("--out", help="Write the page, figures and all numbers there.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
+) -> None:
+    """Find which prompts to offload to other datacenters and how to split the local cluster (PrfaaS 3.4).
+
+    Every threshold and every split is tried; the optimum, what binds it and what moves it are printed, beside the
+    homogeneous and the naive alternative. Nothing is simulated: rates are by formula, without queues.
+
+    Example: [bold]kvroute plan prfaas examples/prfaas-case-study.yaml --out plan[/bold]
+    """
+    problem = read_problem(spec)
+    if as_json and out is None:
+        print_json({kind: deployment(find(problem, kind), kind) for kind in KINDS})
+        return
+    if out is not None:
+        make_folder(out, "--out")
+    plan = make_plan(problem)
+    if as_json:
+        print_json(plan.report.deployments)
+    else:
+        _print(plan)
+    if out is not None:
+        from kvroute.report.plan_page import write_plan  # plots take a second to import
+
+        page = write_plan(plan, out, shlex.join(["kvroute", "plan", "prfaas", str(spec), "--out", str(out)]))
+        remarks().print(f"Report: {page}", highlight=False, markup=False)
+
+
+def _print(plan: Plan) -> None:
+    shown = console()
+    shown.print(verdict(plan.report), highlight=False, markup=False)
+    for grid in grids(plan.report):
+        shown.print(rich_table(grid, shown.width))
+    for choice in plan.report.choices:
+        shown.print(f"- {choice}", highlight=False, markup=False)
+
+
+@app.command()
+def egress(
+    gpus: Annotated[int, typer.Option("--gpus", min=1, help="GPUs that only prefill.", show_default=False)],
+    tokens: Annotated[str, typer.Option("--tokens", help="Mean uncached prompt, e.g. 32K (K is 1,024).")] = "32K",
+    model: Annotated[
+        list[str] | None, typer.Option("--model", help="Repeat for several; nothing: all of the published table.")
+    ] = None,
+    gpus_per_instance: Annotated[int, typer.Option("--gpus-per-instance", min=1, help="GPUs of one instance.")] = 8,
+    prefill: Annotated[
+        str, typer.Option("--prefill", help="Measured prefill time of one such prompt, e.g. '1.84 s'.")
+    ] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
+) -> None:
+    """Tell the least egress bandwidth that never holds up so many prefill GPUs (PrfaaS eq. 2).
+
+    With --prefill the KV throughput of one instance is the size of the model's KV cache (a preset or a config.json)
+    over that time; without, it is the published one of 8 H200 (PrfaaS Table 3).
+
+    Example: [bold]kvroute plan egress --gpus 512 --model minimax-m2.5 --tokens 32K[/bold]
+    """
+    if gpus % gpus_per_instance:
+        what = f"{gpus} GPUs are no whole number of instances of {gpus_per_instance}"
+        raise InputError(what, where="--gpus", mend=f"give a multiple of {gpus_per_instance}")
+    count = _token_count(tokens)
+    if not prefill and gpus_per_instance != 8:
+        mend = "measure one prompt and give --prefill"
+        raise InputError("the published table is of instances of 8 GPUs", where="--gpus-per-instance", mend=mend)
+    rows = [_egress_row(name, count, gpus, gpus_per_instance, prefill) for name in model or PUBLISHED_GBPS]
+    if as_json:
+        print_json({"gpus": gpus, "gpus_per_instance": gpus_per_instance, "tokens": count, "models": rows})
+        return
+    table = Table(title=f"Least egress of {gpus:,} GPUs that prefill {count:,} tokens each time")
+    table.add_column("model")
+    for heading in ("KV Gbps an instance", "egress Gbps"):
+        table.add_column(heading, justify="right")
+    table.add_column("KV throughput from")
+    for row in rows:
+        table.add_row(row["model"], f"{row['kv_gbps']:,.2f}", f"{row['egress_gbps']:,.1f}", row["source"])
+    console().print(table)
+
+
+def _egress_row(name: str, tokens: int, gpus: int, gpus_per_instance: int, prefill: str) -> dict[str, Any]:
+    key = name.strip().rpartition("/")[2].lower()
+    if prefill:
+        found, seconds = find_model(name), duration_s(prefill)
+        if not seconds > 0:
+            raise InputError("a prefill takes time", where="--prefill", mend="give what you measured, e.g. '1.84 s'")
+        each, key, source = found.kv_bytes(tokens) / seconds, found.name, f"KV size over {prefill.strip()}"
+    else:
+        each, source = published_kv_bytes_per_s(key, tokens), "PrfaaS Table 3, 8 H200"
+    need = egress_bytes_per_s(gpus, gpus_per_instance, each)
+    return {"model": key, "kv_gbps": each * 8 / 1e9, "egress_gbps": need * 8 / 1e9, "source": source}
+
+
+def _token_count(text: str) -> int:
+    match = _TOKENS.fullmatch(text.strip())
+    count = int(match[1]) * (1024 if match[2] else 1) if match else 0
+    if not count:
+        raise InputError(f"{text!r} is no number of tokens", where="--tokens", mend="write 32768 or 32K")
+    return count

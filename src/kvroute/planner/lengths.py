@@ -1,0 +1,92 @@
+"""Prompt lengths of a plan: a distribution or a trace, grouped in steps, and the thresholds that tell groups apart."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvroute.policies.throughput import Mix
+from kvroute.prefix import PrefixIndex
+from kvroute.sim.workload import Trace
+from kvroute.types import FloatArray, InputError
+
+_LEAST_MASS = 1e-9
+"""Of a log-normal distribution within its limits; less cannot be told from rounding."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """A mix with one length per group, the mean of the group, and what was said of where it comes from."""
+
+    mix: Mix
+    thresholds: FloatArray
+    """[T] ascending, tokens: between the groups, the first below all of them, the last above."""
+    about: str
+
+    def scaled(self, factor: float) -> Lengths:
+        """Every prompt longer by `factor`."""
+        mix = Mix(self.mix.tokens * factor, self.mix.share)
+        return Lengths(mix, self.thresholds * factor, f"{self.about}, times {factor:g}")
+
+
+def grouped(tokens: FloatArray, weights: FloatArray, step_tokens: int, about: str) -> Lengths:
+    """Lengths above 0 and their weights, grouped in (k * step, (k + 1) * step]; E[L] stays what it is.
+
+    Raises:
+        InputError: see `Mix.of`.
+    """
+    mix = Mix.of(tokens, weights)
+    group = np.maximum(np.ceil(mix.tokens / step_tokens).astype(np.int64), 1)
+    kept, where = np.unique(group, return_inverse=True)
+    share: FloatArray = np.bincount(where, weights=mix.share).astype(np.float64)
+    mean = np.bincount(where, weights=mix.tokens * mix.share) / share
+    # Rounding must not carry a mean over the edge of its own group.
+    upper = np.minimum(kept * float(step_tokens), mix.tokens[-1])
+    first = max(float(kept[0] - 1) * step_tokens, 0.0)
+    return Lengths(Mix(np.minimum(mean, upper), share), np.concatenate(([first], upper)), about)
+
+
+def log_normal(mu: float, sigma: float, least: int, most: int, step_tokens: int) -> Lengths:
+    """exp(N(mu, sigma)) between `least` and `most` tokens, with the exact mass and mean of every group.
+
+    Raises:
+        InputError: `most` is not above `least`, or hardly any mass lies between.
+    """
+    if most <= least:
+        raise InputError(f"no length lies between {least} and {most} tokens", mend="give `most` above `least`")
+    inner = np.arange(least // step_tokens + 1, -(-most // step_tokens)) * float(step_tokens)
+    edges = np.concatenate(([float(least)], inner, [float(most)]))
+    z = (np.log(edges) - mu) / sigma
+    mass = np.diff(_normal_cdf(z))
+    if mass.sum() < _LEAST_MASS:
+        what = f"log-normal prompts with mu {mu:g} and sigma {sigma:g} hardly ever have {least} to {most} tokens"
+        raise InputError(what, mend="mu is the logarithm of the median length")
+    kept = mass > 0
+    moment = math.exp(mu + sigma * sigma / 2) * np.diff(_normal_cdf(z - sigma))
+    means = np.clip(moment[kept] / mass[kept], edges[:-1][kept], edges[1:][kept])
+    about = f"log-normal, mu {mu:g}, sigma {sigma:g}, {least:,} to {most:,} tokens"
+    return grouped(means, mass[kept], step_tokens, about)
+
+
+def incremental(trace: Trace, cache_tokens: int | None) -> tuple[FloatArray, float]:
+    """Prompt tokens that one cache does not hold, [requests], and the share of all tokens that it holds.
+
+    The cache keeps `cache_tokens` (None: everything), least recently used blocks going first. At least one token of a
+    prompt is always computed.
+    """
+    block_tokens = max((request.block_tokens for request in trace.requests if request.blocks), default=1)
+    cache = PrefixIndex(1, None if cache_tokens is None else cache_tokens // block_tokens)
+    new = np.empty(len(trace.requests))
+    for number, request in enumerate(trace.requests):
+        hit_tokens = 0
+        if request.blocks:
+            hit_tokens = cache.match_one(0, request.blocks) * request.block_tokens
+            cache.store(0, request.blocks)
+        new[number] = max(request.input_tokens - hit_tokens, 1)
+    return new, 1 - float(new.sum()) / sum(request.input_tokens for request in trace.requests)
+
+
+def _normal_cdf(z: FloatArray) -> FloatArray:
+    return np.array([0.5 * math.erfc(-each / math.sqrt(2)) for each in z.tolist()])

@@ -1,0 +1,290 @@
+"""A plan's file with its meaning: curves instead of tables, instances instead of GPUs; refuses what cannot be built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from kvroute.llm import model
+from kvroute.planner.lengths import Lengths, grouped, incremental, log_normal
+from kvroute.planner.schema import (
+    ClusterEntry,
+    ConstantLengths,
+    Form,
+    HardwareEntry,
+    LogNormalLengths,
+    MeasuredPrefill,
+    ModelKv,
+    PlanFile,
+    ProfiledPrefill,
+    TableLengths,
+    TraceLengths,
+)
+from kvroute.policies.throughput import Curve, Reading, decode_per_s, kv_curve, prefill_curve
+from kvroute.sim.workload import read
+from kvroute.timing import Fit, fit_prefill, fit_profile, prefill_time, read_profile
+from kvroute.topology.document import read_mapping
+from kvroute.topology.form import Key, Lines, nearest
+from kvroute.topology.schema import DecodeEntry, TimingEntry
+from kvroute.topology.units import Duration
+from kvroute.types import InputError, PiecewisePrefill, PrefillSpec, QuadraticPrefill
+
+T = TypeVar("T")
+_BEGINS = "begin with `name: my-plan`, `traffic:`, `kv:`, `hardware:` and `clusters:`"
+_NO_DECODE = DecodeEntry(base_s=Duration(1.0))
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """One instance on one kind of GPU."""
+
+    name: str
+    prefill_s: Curve
+    decode_per_s: float
+    """Requests per second of a decode instance; 0 where it cannot decode."""
+    gpu_price: float
+    """Per GPU and hour."""
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A cluster as the planner sees it: equal instances behind one egress."""
+
+    name: str
+    hardware: Hardware
+    instances: int
+    gpus: int
+    egress_bytes_per_s: float = 0.0
+    """Of a PrfaaS cluster; a PD cluster sends nothing."""
+
+    @property
+    def price(self) -> float:
+        """Of all GPUs for an hour."""
+        return self.gpus * self.hardware.gpu_price
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What is given: traffic, model, hardware. What is sought: the threshold and the split."""
+
+    name: str
+    lengths: Lengths
+    kv_bytes: Curve
+    prfaas: tuple[Site, ...]
+    pd: tuple[Site, ...]
+    homogeneous: Site
+    gpus_per_instance: int
+    reading: Reading
+    choices: tuple[str, ...]
+    """What was chosen where the paper leaves a choice, and what to mind, in sentences."""
+
+
+def read_problem(path: Path) -> Problem:
+    """Read and check a plan's file.
+
+    Raises:
+        InputError: it cannot be read, or something in it is wrong or absurd, with file and line.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"cannot be read ({error.strerror})", where=str(path), mend="give a YAML file") from error
+    except UnicodeDecodeError as error:
+        raise InputError("is not text in UTF-8", where=str(path), mend="give a YAML file") from error
+    file, lines = read_mapping(text, str(path), PlanFile, _BEGINS)
+    return _Reader(file, lines, path.parent).problem()
+
+
+@dataclass(slots=True)
+class _Reader:
+    file: PlanFile
+    lines: Lines
+    folder: Path
+    choices: list[str] = field(default_factory=list)
+
+    def problem(self) -> Problem:
+        lengths = self._lengths()
+        kv_bytes = self._kv()
+        hardware = {name: self._hardware(name, entry, lengths) for name, entry in self.file.hardware.items()}
+        sites = [self._site(number, entry, hardware) for number, entry in enumerate(self.file.clusters)]
+        self._check_names()
+        of_role = {
+            role: tuple(site for site, entry in zip(sites, self.file.clusters, strict=True) if entry.role == role)
+            for role in ("prefill", "pd")
+        }
+        for role, what in (("prefill", "no cluster offers prefill to others"), ("pd", "no cluster decodes")):
+            if not of_role[role]:
+                raise self.lines.error(what, ("clusters",), f"give one with `role: {role}`")
+        reading = "T(E[L]) as the paper has it" if self.file.reading == "representative" else "E[T(L)], exact"
+        self.choices.append(f"cost of a stage's mean request: {reading}")
+        return Problem(
+            name=self.file.name,
+            lengths=lengths,
+            kv_bytes=kv_bytes,
+            prfaas=of_role["prefill"],
+            pd=of_role["pd"],
+            homogeneous=self._homogeneous(sites, of_role["pd"][0], hardware),
+            gpus_per_instance=self.file.gpus_per_instance,
+            reading=self.file.reading,
+            choices=tuple(self.choices),
+        )
+
+    def _lengths(self) -> Lengths:
+        entry, step, key = self.file.traffic.lengths, self.file.traffic.step_tokens, ("traffic", "lengths")
+        match entry:
+            case LogNormalLengths(mu=mu, sigma=sigma, least=least, most=most):
+                lengths = self._placed(key, lambda: log_normal(mu, sigma, least, most, step))
+            case ConstantLengths(tokens=tokens):
+                lengths = grouped(np.array([float(tokens)]), np.ones(1), step, f"every prompt {tokens:,} tokens")
+            case TableLengths(tokens=counts, shares=shares):
+                tokens_, shares_ = np.array(counts, dtype=np.float64), np.array(shares)
+                about = f"a table of {len(counts)} lengths"
+                lengths = self._placed(key, lambda: grouped(tokens_, shares_, step, about))
+            case TraceLengths():
+                lengths = self._trace(entry, step)
+        self.choices.append(f"prompt lengths: {lengths.about}; mean {lengths.mix.mean_tokens:,.0f} tokens")
+        return lengths
+
+    def _trace(self, entry: TraceLengths, step: int) -> Lengths:
+        trace = read(self.folder / entry.file, block_tokens=entry.block_tokens)
+        limits = {"infinite": None, "none": 0}
+        tokens, cached = incremental(trace, limits[entry.cache] if isinstance(entry.cache, str) else entry.cache)
+        cache = f"a cache of {entry.cache:,} tokens" if isinstance(entry.cache, int) else f"cache: {entry.cache}"
+        about = f"{len(tokens):,} requests of {trace.name}, {cached:.1%} of their prompt tokens cached ({cache})"
+        self.choices += trace.remarks
+        return grouped(tokens, np.ones_like(tokens), step, about)
+
+    def _kv(self) -> Curve:
+        entry = self.file.kv
+        if isinstance(entry, ModelKv):
+            found = self._placed(("kv", "model"), lambda: model(entry.model))
+            self.choices.append(f"KV sizes: the layers of {found.name}")
+            return kv_curve(found)
+        # A size over lengths has the same forms as a time, so the same fit and the same lines serve.
+        fit = self._placed(("kv",), lambda: _fitted(entry.tokens, [float(size) for size in entry.sizes], entry.form))
+        self.choices.append(f"KV sizes: {_how(fit, entry.form)}")
+        return prefill_curve(prefill_time(fit.spec))
+
+    def _hardware(self, name: str, entry: HardwareEntry, lengths: Lengths) -> Hardware:
+        key: Key = ("hardware", name, "prefill")
+        spec, how = self._placed(key, lambda: self._prefill(entry))
+        prefill_s = prefill_curve(self._placed(key, lambda: prefill_time(spec)))
+        self.choices.append(f"prefill on {name}: {how}{_beyond(spec, lengths)}")
+        if not prefill_s(lengths.mix.tokens).min() > 0:
+            raise self.lines.error("some prompts would take no time at all", key, "give measured times above 0")
+        rate_per_s = 0.0
+        if entry.decode is not None:
+            rate_per_s = self._decode_per_s(name, entry)
+        return Hardware(name, prefill_s, rate_per_s, entry.gpu_price)
+
+    def _prefill(self, entry: HardwareEntry) -> tuple[PrefillSpec, str]:
+        match entry.prefill:
+            case MeasuredPrefill(tokens=tokens, times_s=times, form=form):
+                fit = _fitted(tokens, [float(time) for time in times], form)
+                return fit.spec, _how(fit, form)
+            case ProfiledPrefill(file=file, form=form):
+                found, _ = fit_profile(read_profile(self.folder / file), form)
+                if found is None:
+                    raise InputError("it measures no prompts", where=file, mend="give the columns tokens,seconds")
+                return found.spec, _how(found, form)
+            case given:
+                spec = TimingEntry(prefill=given, decode=_NO_DECODE).spec().prefill
+                forms = {PiecewisePrefill: "straight lines through the given points", QuadraticPrefill: "quadratic"}
+                return spec, f"{forms.get(type(spec), 'linear')}, as given"
+
+    def _decode_per_s(self, name: str, entry: HardwareEntry) -> float:
+        assert entry.decode is not None
+        key: Key = ("hardware", name, "decode", "iteration")
+        iteration_s = float(entry.decode.iteration_s)
+        if not iteration_s > 0:
+            raise self.lines.error("an iteration takes no time", key, "give the measured time of a full batch")
+        slo = self.file.traffic.slo_tokens_per_s
+        if slo is not None and iteration_s * slo > 1 + 1e-9:
+            what = f"iterations of {iteration_s * 1e3:g} ms give {1 / iteration_s:.1f} tokens/s, the SLO wants {slo:g}"
+            raise self.lines.error(what, key, "give a smaller `batch_max` with its shorter iteration")
+        return decode_per_s(entry.decode.batch_max, iteration_s, self.file.traffic.output_tokens)
+
+    def _site(self, number: int, entry: ClusterEntry, hardware: dict[str, Hardware]) -> Site:
+        key: Key = ("clusters", number)
+        found = self._known(entry.hardware, hardware, (*key, "hardware"))
+        instances = self._instances(entry.gpus, (*key, "gpus"))
+        if entry.role == "pd":
+            self._decodes(found, (*key, "hardware"))
+            if entry.egress_bytes_per_s is not None:
+                raise self.lines.error("a pd cluster sends no KV cache", (*key, "egress"), "remove `egress`")
+            return Site(entry.name, found, instances, entry.gpus)
+        if entry.egress_bytes_per_s is None:
+            raise self.lines.error(f"{entry.name} has no egress", key, "add `egress: 100 Gbps`")
+        return Site(entry.name, found, instances, entry.gpus, float(entry.egress_bytes_per_s))
+
+    def _homogeneous(self, sites: list[Site], pd: Site, hardware: dict[str, Hardware]) -> Site:
+        entry = self.file.homogeneous
+        if entry is None:
+            gpus = sum(site.gpus for site in sites)
+            self.choices.append(f"homogeneous alternative: as many GPUs, {gpus:,}, all {pd.hardware.name}")
+            return Site("homogeneous", pd.hardware, gpus // self.file.gpus_per_instance, gpus)
+        found = self._known(entry.hardware, hardware, ("homogeneous", "hardware"))
+        self._decodes(found, ("homogeneous", "hardware"))
+        return Site("homogeneous", found, self._instances(entry.gpus, ("homogeneous", "gpus")), entry.gpus)
+
+    def _instances(self, gpus: int, key: Key) -> int:
+        each = self.file.gpus_per_instance
+        if gpus % each:
+            what = f"{gpus} GPUs are no whole number of instances of {each}"
+            raise self.lines.error(what, key, f"give a multiple of {each}, or another `gpus_per_instance`")
+        return gpus // each
+
+    def _decodes(self, found: Hardware, key: Key) -> None:
+        if not found.decode_per_s:
+            mend = f"add `decode: {{batch_max: 20, iteration: 25 ms}}` to {found.name}"
+            raise self.lines.error(f"the hardware {found.name} has no decode times", key, mend)
+
+    def _known(self, name: str, hardware: dict[str, Hardware], key: Key) -> Hardware:
+        if name not in hardware:
+            raise self.lines.error(f"there is no hardware {name!r}", key, nearest(name, sorted(hardware)))
+        return hardware[name]
+
+    def _check_names(self) -> None:
+        seen: set[str] = set()
+        for number, entry in enumerate(self.file.clusters):
+            if entry.name in seen:
+                raise self.lines.error(
+                    f"two clusters are named {entry.name!r}", ("clusters", number, "name"), "rename one"
+                )
+            seen.add(entry.name)
+
+    def _placed(self, key: Key, find: Callable[[], T]) -> T:
+        """What `find` finds; its fault gets the place in the file."""
+        try:
+            return find()
+        except InputError as error:
+            what = f"{error.where}: {error.what}" if error.where else error.what
+            raise self.lines.error(what, key, error.mend) from error
+
+
+def _fitted(tokens: list[int], values: list[float], form: Form) -> Fit[PrefillSpec]:
+    if any(after <= before for before, after in pairwise(tokens)):
+        raise InputError("the token counts do not ascend", mend="sort the points, each count once")
+    return fit_prefill(tokens, values, form)
+
+
+def _how(fit: Fit[PrefillSpec], form: Form) -> str:
+    if form == "piecewise":
+        text = f"straight lines between {fit.error.n} measured points"
+    else:
+        text = f"{form} fit of {fit.error.n} measured points, off by {fit.error.mean_abs_relative:.1%} on average"
+    return "; ".join((text, *fit.remarks))
+
+
+def _beyond(spec: PrefillSpec, lengths: Lengths) -> str:
+    """What part of the requests has lengths that nobody measured."""
+    if not isinstance(spec, PiecewisePrefill):
+        return ""
+    tokens = lengths.mix.tokens
+    outside = float(lengths.mix.share[(tokens < spec.tokens[0]) | (tokens > spec.tokens[-1])].sum())
+    return f"; {outside:.1%} of the requests are outside of the points, on prolonged lines" if outside > 0.0005 else ""

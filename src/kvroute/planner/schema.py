@@ -1,0 +1,144 @@
+"""The input file of a plan as msgspec Structs: what a user writes of traffic, hardware and clusters, uninterpreted."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, TypeAlias
+
+from msgspec import Meta, field
+
+from kvroute.policies.throughput import Reading
+from kvroute.topology.schema import (
+    Count,
+    Entry,
+    LinearPrefillEntry,
+    Name,
+    PiecewisePrefillEntry,
+    QuadraticPrefillEntry,
+)
+from kvroute.topology.units import Bandwidth, Duration, Size
+
+Tokens: TypeAlias = Annotated[int, Meta(ge=1, le=100_000_000)]
+Form: TypeAlias = Literal["linear", "quadratic", "piecewise"]
+
+
+class LogNormalLengths(Entry, frozen=True, kw_only=True, tag="log-normal", tag_field="kind"):
+    """exp(N(mu, sigma)), cut off outside of `least` to `most` tokens."""
+
+    mu: Annotated[float, Meta(ge=0, le=20)]
+    sigma: Annotated[float, Meta(gt=0, le=10)]
+    least: Tokens
+    most: Tokens
+
+
+class ConstantLengths(Entry, frozen=True, kw_only=True, tag="constant", tag_field="kind"):
+    """Every prompt has so many tokens."""
+
+    tokens: Tokens
+
+
+class TableLengths(Entry, frozen=True, kw_only=True, tag="table", tag_field="kind"):
+    """Lengths and how often each occurs; the shares need not add up to 1."""
+
+    tokens: list[Tokens]
+    shares: list[Annotated[float, Meta(ge=0)]]
+
+
+class TraceLengths(Entry, frozen=True, kw_only=True, tag="trace", tag_field="kind"):
+    """The prompts of a trace, less the prefix that a cache would hold."""
+
+    file: str
+    """Relative to the plan's own folder."""
+    cache: Literal["infinite", "none"] | Tokens = "infinite"
+    """How many tokens one cache keeps, least recently used blocks going first."""
+    block_tokens: Count = 512
+    """Behind one hash id, unless a line says otherwise."""
+
+
+class Traffic(Entry, frozen=True, kw_only=True):
+    """What is asked: incremental prompt lengths and the length of the answers."""
+
+    lengths: LogNormalLengths | ConstantLengths | TableLengths | TraceLengths
+    output_tokens: Count
+    slo_tokens_per_s: Annotated[float, Meta(gt=0)] | None = None
+    """Every request gets so many tokens per second at least: a decode iteration may not take longer."""
+    step_tokens: Annotated[int, Meta(ge=1, le=10_000)] = 100
+    """Lengths are grouped, and thresholds tried, in steps of so many tokens."""
+
+
+class ModelKv(Entry, frozen=True, kw_only=True, tag="model", tag_field="kind"):
+    """KV sizes from a model's layers: a preset or a config.json."""
+
+    model: str
+
+
+class MeasuredKv(Entry, frozen=True, kw_only=True, tag="measured", tag_field="kind"):
+    """KV sizes from measured points: lines between them, or one line (a state per request and bytes per token)."""
+
+    tokens: list[Tokens]
+    sizes: list[Size]
+    form: Literal["linear", "piecewise"] = "piecewise"
+
+
+class MeasuredPrefill(Entry, frozen=True, kw_only=True, tag="measured", tag_field="kind"):
+    """Prefill times from measured points, fitted with one of the forms of `kvroute timing fit`."""
+
+    tokens: list[Tokens]
+    times_s: list[Duration] = field(name="times")
+    form: Form = "quadratic"
+
+
+class ProfiledPrefill(Entry, frozen=True, kw_only=True, tag="profile", tag_field="kind"):
+    """As `measured`, from a CSV file with the columns tokens,seconds."""
+
+    file: str
+    """Relative to the plan's own folder."""
+    form: Form = "quadratic"
+
+
+class DecodeLimits(Entry, frozen=True, kw_only=True):
+    """A full decode batch within the SLO (BS_max and T_decode of PrfaaS eq. 5)."""
+
+    batch_max: Count
+    iteration_s: Duration = field(name="iteration")
+
+
+class HardwareEntry(Entry, frozen=True, kw_only=True):
+    """One instance of the model on one kind of GPU."""
+
+    prefill: LinearPrefillEntry | QuadraticPrefillEntry | PiecewisePrefillEntry | MeasuredPrefill | ProfiledPrefill
+    decode: DecodeLimits | None = None
+    """Absent where it only prefills."""
+    gpu_price: Annotated[float, Meta(gt=0)] = field(name="price", default=1.0)
+    """Of one GPU for an hour, in any currency."""
+
+
+class ClusterEntry(Entry, frozen=True, kw_only=True):
+    """GPUs of one kind in one place. `prefill`: a PrfaaS cluster; `pd`: prefill and decode, joined by fast links."""
+
+    name: Name
+    role: Literal["prefill", "pd"]
+    hardware: Name
+    gpus: Annotated[int, Meta(ge=1, le=10_000_000)]
+    egress_bytes_per_s: Bandwidth | None = field(name="egress", default=None)
+    """What a `prefill` cluster can send to the others, all links together."""
+
+
+class Homogeneous(Entry, frozen=True, kw_only=True):
+    """The PD-only alternative."""
+
+    hardware: Name
+    gpus: Annotated[int, Meta(ge=1, le=10_000_000)]
+
+
+class PlanFile(Entry, frozen=True, kw_only=True):
+    """A whole file of `kvroute plan prfaas`."""
+
+    name: Name
+    gpus_per_instance: Annotated[int, Meta(ge=1, le=1024)] = 8
+    reading: Reading = "representative"
+    traffic: Traffic
+    kv: ModelKv | MeasuredKv
+    hardware: dict[str, HardwareEntry]
+    clusters: list[ClusterEntry]
+    homogeneous: Homogeneous | None = None
+    """Absent: as many GPUs as all clusters have, all of the first `pd` cluster's hardware."""

@@ -1,0 +1,136 @@
+"""How the optimum moves: with egress bandwidth, with the price of PrfaaS GPUs, with the length of prompts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+
+from kvroute.planner.problem import Problem
+from kvroute.planner.search import Kind, Optimum, deployment, find, kept
+from kvroute.policies.throughput import Binding
+
+EGRESS_FACTORS = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0, 2.0)
+PRICE_FACTORS = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0)
+LENGTH_FACTORS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0)
+
+
+class EgressPoint(msgspec.Struct, frozen=True, kw_only=True):
+    """The optimum with another bandwidth out of the PrfaaS clusters."""
+
+    factor: float
+    available_gbps: float
+    threshold_tokens: int
+    n_prefill: int
+    egress_gbps: float
+    lambda_max_per_s: float
+    kept_per_s: float
+    """What the plan's own threshold and split would serve."""
+    binding: Binding
+
+
+class PricePoint(msgspec.Struct, frozen=True, kw_only=True):
+    """Requests per unit of price, if a PrfaaS GPU cost `factor` times what the plan says."""
+
+    factor: float
+    requests_per_price: dict[Kind, float]
+
+
+class LengthPoint(msgspec.Struct, frozen=True, kw_only=True):
+    """The optimum if every prompt were longer by `factor`."""
+
+    factor: float
+    mean_tokens: float
+    threshold_tokens: int
+    n_prefill: int
+    lambda_max_per_s: float
+    kept_per_s: float
+    """What the plan's own threshold and split would serve."""
+    homogeneous_per_s: float
+    """The homogeneous alternative, split anew."""
+    binding: Binding
+
+
+class Sensitivity(msgspec.Struct, frozen=True, kw_only=True):
+    """One input changed at a time, the rest as in the plan."""
+
+    egress: tuple[EgressPoint, ...]
+    price: tuple[PricePoint, ...]
+    break_even_factor: float
+    """The PrfaaS price factor at which offloading serves as many requests per price as the homogeneous alternative;
+    below it offloading is cheaper. Negative: it is dearer even for free."""
+    lengths: tuple[LengthPoint, ...]
+
+
+def sensitivity(problem: Problem, optima: dict[Kind, Optimum]) -> Sensitivity:
+    """Search anew for every changed input.
+
+    Args:
+        problem: the plan's own.
+        optima: its deployments, all three.
+    """
+    return Sensitivity(
+        egress=tuple(_egress_point(problem, optima["prfaas"], factor) for factor in EGRESS_FACTORS),
+        price=tuple(price_point(optima, factor) for factor in PRICE_FACTORS),
+        break_even_factor=break_even_factor(optima),
+        lengths=tuple(_length_point(problem, optima["prfaas"], factor) for factor in LENGTH_FACTORS),
+    )
+
+
+def with_egress(problem: Problem, factor: float) -> Problem:
+    """The same with `factor` times the egress of every PrfaaS cluster."""
+    sites = tuple(replace(site, egress_bytes_per_s=site.egress_bytes_per_s * factor) for site in problem.prfaas)
+    return replace(problem, prfaas=sites)
+
+
+def with_lengths(problem: Problem, factor: float) -> Problem:
+    """The same with every prompt longer by `factor`."""
+    return replace(problem, lengths=problem.lengths.scaled(factor))
+
+
+def price_point(optima: dict[Kind, Optimum], factor: float) -> PricePoint:
+    """Prices change no throughput, so nothing is searched anew."""
+    each: dict[Kind, float] = {}
+    for kind, optimum in optima.items():
+        price = sum(site.price for site in optimum.pd) + factor * sum(site.price for site in optimum.prfaas)
+        each[kind] = 3600 * optimum.lambda_max_per_s / price
+    return PricePoint(factor=factor, requests_per_price=each)
+
+
+def break_even_factor(optima: dict[Kind, Optimum]) -> float:
+    """Where Lambda / (price of PD + f * price of PrfaaS) equals the homogeneous alternative's Lambda / price."""
+    ours, other = optima["prfaas"], optima["homogeneous"]
+    worth = other.price * ours.lambda_max_per_s / other.lambda_max_per_s
+    return (worth - sum(site.price for site in ours.pd)) / sum(site.price for site in ours.prfaas)
+
+
+def _egress_point(problem: Problem, optimum: Optimum, factor: float) -> EgressPoint:
+    changed = with_egress(problem, factor)
+    found = deployment(find(changed))
+    assert found.threshold_tokens is not None
+    return EgressPoint(
+        factor=factor,
+        available_gbps=sum(site.egress_bytes_per_s for site in changed.prfaas) * 8 / 1e9,
+        threshold_tokens=found.threshold_tokens,
+        n_prefill=found.n_prefill,
+        egress_gbps=found.egress_gbps,
+        lambda_max_per_s=found.lambda_max_per_s,
+        kept_per_s=float(kept(changed, optimum).lambda_max_per_s[0, 0]),
+        binding=found.binding,
+    )
+
+
+def _length_point(problem: Problem, optimum: Optimum, factor: float) -> LengthPoint:
+    changed = with_lengths(problem, factor)
+    found = deployment(find(changed))
+    assert found.threshold_tokens is not None
+    return LengthPoint(
+        factor=factor,
+        mean_tokens=changed.lengths.mix.mean_tokens,
+        threshold_tokens=found.threshold_tokens,
+        n_prefill=found.n_prefill,
+        lambda_max_per_s=found.lambda_max_per_s,
+        kept_per_s=float(kept(changed, optimum).lambda_max_per_s[0, 0]),
+        homogeneous_per_s=find(changed, "homogeneous").lambda_max_per_s,
+        binding=found.binding,
+    )

@@ -1,0 +1,58 @@
+"""The page of a plan: the optimum, what binds it, what moves it, and every number; it searches nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from kvroute.planner.plan import Plan
+from kvroute.report.figures.plans import cost, egress_need, searches, sensitivity_lines
+from kvroute.report.page import picture, write_page
+from kvroute.report.plan_tables import grids, verdict
+from kvroute.types import InputError
+
+
+def write_plan(plan: Plan, out: Path, command: str) -> Path:
+    """Write `out`/report.html, `out`/plan.json and the figures as PNG and SVG in `out`/figures.
+
+    Args:
+        plan: what to show.
+        out: folder, made if need be.
+        command: how to run this again.
+
+    Returns:
+        The path of the page.
+
+    Raises:
+        InputError: the folder cannot be written.
+    """
+    captions = (
+        (searches(plan), "search", "The search (PrfaaS Figure 5): over the split, and over the threshold"),
+        (sensitivity_lines(plan), "sensitivity", "Throughput over bandwidth and over the length of prompts"),
+        (cost(plan), "cost", "Requests per unit of price over the price of a PrfaaS GPU"),
+        (egress_need(plan), "egress", "The least egress over the size of the PrfaaS cluster (eq. 2)"),
+    )
+    first, *rest = grids(plan.report)
+    page = write_page(
+        "plan.html.j2",
+        out / "report.html",
+        title=f"{plan.problem.name}: a plan for prefill across datacenters",
+        verdict=verdict(plan.report),
+        deployments=first,
+        tables=rest,
+        pictures=[picture(figure, out, name, caption) for figure, name, caption in captions],
+        choices=plan.report.choices,
+        command=command,
+    )
+    _write_numbers(plan, out / "plan.json")
+    return page
+
+
+def _write_numbers(plan: Plan, path: Path) -> None:
+    try:
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(plan.report), indent=2) + b"\n")
+    except OSError as error:
+        raise InputError(
+            f"cannot be written ({error.strerror})", where=str(path), mend="choose another folder"
+        ) from error

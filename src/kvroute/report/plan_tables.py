@@ -1,0 +1,186 @@
+"""A plan as grids of texts, for the terminal and the page: deployments, what moves the optimum, egress need."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvroute.planner.plan import PlanReport
+from kvroute.planner.search import Deployment, Kind
+from kvroute.planner.sensitivity import Sensitivity
+from kvroute.policies.throughput import Binding
+from kvroute.report.tables import UNKNOWN, Entry, Grid, Heading
+
+TITLES: dict[Kind, str] = {"prfaas": "PrfaaS-PD", "homogeneous": "homogeneous PD", "naive": "naive heterogeneous"}
+BINDING_TEXTS: dict[Binding, str] = {
+    "prfaas_compute": "PrfaaS compute",
+    "prfaas_egress": "PrfaaS egress",
+    "pd_p": "PD prefill",
+    "pd_d": "PD decode",
+}
+STAGE_TEXTS = {"prfaas": "PrfaaS", "pd_p": "PD prefill", "pd_d": "PD decode"}
+
+
+def verdict(report: PlanReport) -> str:
+    """The optimum and what binds it, in sentences."""
+    best = report.deployments["prfaas"]
+    available_gbps = sum(each.available_gbps for each in report.egress_need)
+    gains = " and ".join(f"{gain:+.1%} against {TITLES[kind]}" for kind, gain in report.gain_over.items())
+    return (
+        f"Offload {_what(best)}; "
+        f"split the PD clusters into {best.n_prefill} prefill and {best.n_decode} decode instances. "
+        f"That serves {best.lambda_max_per_s:.3g} requests/s, {gains}; "
+        f"{BINDING_TEXTS[best.binding]} binds it{_room(report)}. "
+        f"The KV cache takes {best.egress_gbps:.3g} of {available_gbps:.4g} Gbps."
+    )
+
+
+def _what(best: Deployment) -> str:
+    if best.offloaded_share in (0, 1):
+        return "every prompt" if best.offloaded_share else "nothing"
+    return f"prompts of more than {best.threshold_tokens:,} tokens ({best.offloaded_share:.1%} of the requests)"
+
+
+def _room(report: PlanReport) -> str:
+    """How far the stages are that do not bind."""
+    best = report.deployments["prfaas"]
+    above = [
+        f"{STAGE_TEXTS[stage]} {bound / best.lambda_max_per_s - 1:.1%}"
+        for stage, bound in report.bounds_per_s.items()
+        if bound is not None and not best.binding.startswith(stage)
+    ]
+    return f" ({' and '.join(above)} above)" if above else ""
+
+
+def deployment_grid(report: PlanReport) -> Grid:
+    """One row per deployment."""
+    headings = (
+        Heading("deployment"),
+        Heading("instances PrfaaS/P/D", "Prefill only, prefill and decode of the PD clusters"),
+        Heading("threshold tokens", "Longer prompts are offloaded"),
+        Heading("offloaded", "Share of the requests"),
+        Heading("Θ PrfaaS", "Requests per second of the stage (eq. 3)"),
+        Heading("Θ PD-P", "Eq. 4"),
+        Heading("Θ PD-D", "Eq. 5"),
+        Heading("Λ max /s", "Requests per second of the system (eq. 6)"),
+        Heading("bound by"),
+        Heading("egress Gbps", "KV traffic between the clusters at that rate"),
+        Heading("TTFT mean s", "Prefill alone, without queue and transfer"),
+        Heading("P90 s", "The same"),
+        Heading("GPUs"),
+        Heading("requests a price unit", "At the highest rate, by the prices of the plan"),
+    )
+    highest = max(each.lambda_max_per_s for each in report.deployments.values())
+    rows = tuple(
+        (
+            Entry(TITLES[kind]),
+            *_deployment_entries(each, highest),
+            Entry(f"{report.costs[kind].gpus:,}"),
+            Entry(f"{report.costs[kind].requests_per_price:,.1f}"),
+        )
+        for kind, each in report.deployments.items()
+    )
+    caption = "TTFT is the prefill's service time, as the paper has it: no queue, no transfer. Bold: the highest."
+    return Grid("", headings, rows, caption)
+
+
+def _deployment_entries(each: Deployment, highest: float) -> list[Entry]:
+    stages = (each.stage_per_s[name] for name in ("prfaas", "pd_p", "pd_d"))
+    return [
+        Entry(f"{each.n_prfaas}/{each.n_prefill}/{each.n_decode}"),
+        Entry(UNKNOWN if each.threshold_tokens is None else f"{each.threshold_tokens:,}"),
+        Entry(f"{each.offloaded_share:.1%}"),
+        *(Entry(f"{rate_per_s:.2f}" if rate_per_s else UNKNOWN) for rate_per_s in stages),
+        Entry(f"{each.lambda_max_per_s:.2f}", best=each.lambda_max_per_s == highest),
+        Entry(BINDING_TEXTS[each.binding]),
+        Entry(f"{each.egress_gbps:.2f}" if each.egress_gbps else UNKNOWN),
+        Entry(f"{each.ttft_s.mean:.2f}"),
+        Entry(f"{each.ttft_s.p90:.2f}"),
+    ]
+
+
+def egress_grid(found: Sensitivity) -> Grid:
+    """The optimum over bandwidth."""
+    rows = tuple(
+        (
+            Entry(f"{point.available_gbps:,.4g}"),
+            Entry(f"{point.lambda_max_per_s:.2f}"),
+            Entry(f"{point.kept_per_s:.2f}"),
+            Entry(f"{point.threshold_tokens:,}"),
+            Entry(str(point.n_prefill)),
+            Entry(f"{point.egress_gbps:.2f}"),
+            Entry(BINDING_TEXTS[point.binding]),
+        )
+        for point in found.egress
+    )
+    headings = _headings("egress Gbps", "Λ max /s", "if kept /s", "threshold tokens", "prefill instances")
+    caption = "If kept: what the threshold and the split of the plan would serve there."
+    return Grid("Bandwidth", (*headings, Heading("used Gbps"), Heading("bound by")), rows, caption)
+
+
+def length_grid(found: Sensitivity) -> Grid:
+    """The optimum over the length of prompts."""
+    rows = tuple(
+        (
+            Entry(f"{point.factor:g}"),
+            Entry(f"{point.mean_tokens:,.0f}"),
+            Entry(f"{point.lambda_max_per_s:.2f}"),
+            Entry(f"{point.kept_per_s:.2f}"),
+            Entry(f"{point.homogeneous_per_s:.2f}"),
+            Entry(f"{point.threshold_tokens:,}"),
+            Entry(str(point.n_prefill)),
+            Entry(BINDING_TEXTS[point.binding]),
+        )
+        for point in found.lengths
+    )
+    headings = _headings("lengths times", "mean tokens", "Λ max /s", "if kept /s", "homogeneous /s", "threshold tokens")
+    caption = "Every prompt longer by a factor. Homogeneous: split anew for each."
+    return Grid("Length mix", (*headings, Heading("prefill instances"), Heading("bound by")), rows, caption)
+
+
+def price_grid(found: Sensitivity) -> Grid:
+    """Requests per unit of price over the price of PrfaaS GPUs."""
+    rows = tuple(
+        (
+            Entry(f"{point.factor:g}"),
+            *(
+                Entry(f"{point.requests_per_price[kind]:,.1f}", best=_dearest(point.requests_per_price, kind))
+                for kind in TITLES
+            ),
+        )
+        for point in found.price
+    )
+    headings = _headings("PrfaaS price times", *(f"{title} requests/price" for title in TITLES.values()))
+    even = found.break_even_factor
+    text = f"at {even:.2f} times the plan's" if even > 0 else "at no price: not even for free"
+    return Grid("Price per GPU", headings, rows, f"PrfaaS GPUs and homogeneous PD are worth the same {text}.")
+
+
+def need_grid(report: PlanReport) -> Grid:
+    """Eq. 2 for every PrfaaS cluster."""
+    rows = tuple(
+        (
+            Entry(each.cluster),
+            Entry(f"{each.gpus:,}"),
+            Entry(f"{each.offloaded_gbps:,.4g}"),
+            Entry(f"{each.all_gbps:,.4g}"),
+            Entry(f"{each.available_gbps:,.4g}"),
+        )
+        for each in report.egress_need
+    )
+    headings = _headings("PrfaaS cluster", "GPUs", "needed Gbps", "all prompts Gbps", "available Gbps")
+    caption = "The least egress that never holds up prefill (eq. 2), for the offloaded prompts and for all."
+    return Grid("Egress", headings, rows, caption)
+
+
+def _headings(*titles: str) -> tuple[Heading, ...]:
+    return tuple(Heading(title) for title in titles)
+
+
+def _dearest(requests_per_price: dict[Kind, float], kind: Kind) -> bool:
+    return requests_per_price[kind] == max(requests_per_price.values())
+
+
+def grids(report: PlanReport) -> Sequence[Grid]:
+    """All of them, in the order of reading."""
+    found = report.sensitivity
+    return deployment_grid(report), egress_grid(found), length_grid(found), price_grid(found), need_grid(report)

@@ -1,0 +1,127 @@
+"""`kvroute plan`: one JSON document or one page, and exit code 2 with one sentence."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvroute.cli.app import main
+
+EXAMPLE = str(Path(__file__).resolve().parents[2] / "examples" / "prfaas-case-study.yaml")
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
+    """The command as a user starts it: exit code, stdout, stderr."""
+
+    def started(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["kvroute", "plan", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = capfd.readouterr()
+        return int(ended.value.code or 0), out, err
+
+    return started
+
+
+def document(run: Run, *arguments: str) -> Any:
+    code, out, err = run(*arguments, "--json")
+    assert (code, err) == (0, "")
+    return json.loads(out)
+
+
+def test_json_holds_the_three_deployments_and_nothing_else(run: Run) -> None:
+    found = document(run, "prfaas", EXAMPLE)
+    assert list(found) == ["prfaas", "homogeneous", "naive"]
+    for each in found.values():
+        assert set(each) == {
+            "threshold_tokens",
+            "n_prfaas",
+            "n_prefill",
+            "n_decode",
+            "offloaded_share",
+            "egress_gbps",
+            "stage_per_s",
+            "lambda_max_per_s",
+            "ttft_s",
+            "binding",
+        }
+        assert set(each["stage_per_s"]) == {"prfaas", "pd_p", "pd_d"}
+        assert set(each["ttft_s"]) == {"mean", "p90"}
+    assert isinstance(found["prfaas"]["threshold_tokens"], int)
+    assert found["homogeneous"]["threshold_tokens"] is None
+
+
+def test_people_are_told_the_optimum_what_binds_it_and_what_was_chosen(run: Run) -> None:
+    code, out, _ = run("prfaas", EXAMPLE)
+    best = document(run, "prfaas", EXAMPLE)["prfaas"]
+    assert code == 0
+    assert out.startswith(f"Offload prompts of more than {best['threshold_tokens']:,} tokens")
+    assert "binds it" in out
+    for title in ("Bandwidth", "Length mix", "Price per GPU", "Egress"):
+        assert title in out
+    assert "- prefill on h20: straight lines through the given points" in out
+    assert "no queue" in out
+
+
+def test_out_writes_a_page_its_figures_and_all_numbers(run: Run, tmp_path: Path) -> None:
+    found = run("prfaas", EXAMPLE, "--json", "--out", str(tmp_path / "plan"))
+    assert found[0] == 0
+    numbers = json.loads((tmp_path / "plan" / "plan.json").read_text())
+    assert numbers["deployments"] == json.loads(found[1])
+    assert {"egress", "price", "lengths", "break_even_factor"} <= set(numbers["sensitivity"])
+    page = (tmp_path / "plan" / "report.html").read_text()
+    assert "kvroute plan prfaas" in page
+    assert page.count("<svg") == 4
+    pictures = {path.name for path in (tmp_path / "plan" / "figures").iterdir()}
+    assert pictures == {
+        f"{name}.{kind}" for name in ("search", "sensitivity", "cost", "egress") for kind in ("png", "svg")
+    }
+
+
+def test_egress_of_the_published_models(run: Run) -> None:
+    """Eq. 2: 64 instances of 8 GPUs times Table 3, of every model or of those that are named."""
+    found = document(run, "egress", "--gpus", "512", "--tokens", "32K")
+    assert (found["gpus"], found["gpus_per_instance"], found["tokens"]) == (512, 8, 32_768)
+    assert len(found["models"]) == 6
+    for each in found["models"]:
+        assert each["egress_gbps"] == pytest.approx(64 * each["kv_gbps"])
+    named = document(run, "egress", "--gpus", "512", "--model", "MiniMaxAI/MiniMax-M2.5", "--tokens", "32768")
+    assert named["models"] == [each for each in found["models"] if each["model"] == "minimax-m2.5"]
+    code, out, _ = run("egress", "--gpus", "512")
+    assert code == 0
+    assert "3,835.5" in out
+
+
+def test_egress_of_a_measured_prefill(run: Run) -> None:
+    """S_kv of the preset, 173.9 MiB and 17,280 bytes a token, over the measured time; four instances."""
+    found = document(run, "egress", "--gpus", "32", "--model", "prfaas-1t-hybrid", "--prefill", "1.84 s")
+    each = (173.9 * 2**20 + 32_768 * 17_280) * 8 / 1.84 / 1e9
+    assert found["models"][0]["kv_gbps"] == pytest.approx(each)
+    assert found["models"][0]["egress_gbps"] == pytest.approx(4 * each)
+
+
+REFUSED = {
+    "part": (("egress", "--gpus", "500"), "500 GPUs are no whole number of instances of 8"),
+    "unpublished": (("egress", "--gpus", "512", "--model", "llama-3-70b"), "give --prefill"),
+    "too-long": (("egress", "--gpus", "512", "--tokens", "200K"), "does not reach 204,800 tokens"),
+    "no-number": (("egress", "--gpus", "512", "--tokens", "many"), "'many' is no number of tokens"),
+    "no-time": (("egress", "--gpus", "512", "--model", "llama-3-70b", "--prefill", "0 s"), "a prefill takes time"),
+    "other-instances": (("egress", "--gpus", "512", "--gpus-per-instance", "4"), "instances of 8 GPUs"),
+    "no-file": (("prfaas", "none.yaml"), "none.yaml: cannot be read"),
+    "no-plan": (("prfaas", __file__), "this is not YAML"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "what"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_planned_exits_with_2_and_one_sentence(arguments: tuple[str, ...], what: str, run: Run) -> None:
+    code, out, err = run(*arguments)
+    assert (code, out) == (2, "")
+    assert what in err
+    assert err.startswith("kvroute: ")

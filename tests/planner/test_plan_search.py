@@ -1,0 +1,289 @@
+"""The search, what moves its optimum, and the tables behind it: laws of random problems, then the published inputs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from scipy.integrate import quad
+from scipy.stats import norm
+
+from kvroute.planner.kv_throughput import (
+    PUBLISHED_TOKENS,
+    egress_bytes_per_s,
+    kv_bytes_per_s,
+    mean_kv_bytes_per_s,
+    published_kv_bytes_per_s,
+)
+from kvroute.planner.lengths import Lengths, grouped, incremental, log_normal
+from kvroute.planner.plan import make_plan, over_splits, over_thresholds
+from kvroute.planner.problem import Hardware, Problem, Site, read_problem
+from kvroute.planner.search import KINDS, deployment, find, kept
+from kvroute.planner.sensitivity import price_point, with_egress, with_lengths
+from kvroute.policies.throughput import splits, stage_rates
+from kvroute.sim.workload import generate
+from kvroute.sim.workload.trace import Trace, TracedRequest
+from kvroute.types import FloatArray, InputError
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "prfaas-case-study.yaml"
+GBPS = 1e9 / 8
+
+
+def _line(base: float, per_token: float) -> Line:
+    return Line(base=base, per_token=per_token)
+
+
+class Line(msgspec.Struct, frozen=True):
+    """base + per_token * tokens."""
+
+    base: float
+    per_token: float
+
+    def __call__(self, tokens: FloatArray) -> FloatArray:
+        return self.base + self.per_token * tokens
+
+
+hardware = st.builds(
+    Hardware,
+    st.just("gpu"),
+    st.builds(_line, st.sampled_from([0.05, 0.4]), st.sampled_from([2e-5, 1e-4])),
+    st.sampled_from([0.5, 2.0]),
+    st.sampled_from([1.0, 2.5]),
+)
+sites = st.builds(lambda kind, count: Site("pd", kind, count, 8 * count), hardware, st.integers(2, 5))
+prefill_sites = st.builds(
+    lambda kind, count, gbps: Site("prfaas", kind, count, 8 * count, gbps * GBPS),
+    hardware,
+    st.integers(1, 4),
+    st.sampled_from([1.0, 10.0, 100.0]),
+)
+lengths = st.lists(st.integers(1, 100_000), min_size=1, max_size=30).map(
+    lambda tokens: grouped(np.array(tokens, dtype=float), np.ones(len(tokens)), 100, "drawn")
+)
+problems = st.builds(
+    Problem,
+    st.just("drawn"),
+    lengths,
+    st.just(_line(1.8e8, 17_280.0)),
+    st.lists(prefill_sites, min_size=1, max_size=2).map(tuple),
+    st.lists(sites, min_size=1, max_size=2).map(tuple),
+    sites,
+    st.just(8),
+    st.sampled_from(["representative", "exact"]),
+    st.just(()),
+)
+
+
+@pytest.fixture(scope="module")
+def case() -> Problem:
+    return read_problem(EXAMPLE)
+
+
+@settings(max_examples=40)
+@given(problems)
+def test_the_optimum_is_no_worse_than_any_cell(problem: Problem) -> None:
+    """Every threshold and every split, with no neighbour better; and the naive deployment is one of the cells."""
+    best = find(problem)
+    rates = stage_rates(best.system, problem.lengths.thresholds, *splits([site.instances for site in problem.pd]))
+    assert best.lambda_max_per_s == rates.lambda_max_per_s.max()
+    assert best.lambda_max_per_s >= find(problem, "naive").lambda_max_per_s
+
+
+@settings(max_examples=40)
+@given(problems, st.sampled_from([0.1, 0.5, 2.0]))
+def test_searching_anew_is_never_worse_than_keeping(problem: Problem, factor: float) -> None:
+    best = find(problem)
+    for changed in (with_egress(problem, factor), with_lengths(problem, factor)):
+        assert find(changed).lambda_max_per_s >= kept(changed, best).lambda_max_per_s[0, 0] * (1 - 1e-12)
+
+
+@settings(max_examples=40)
+@given(problems)
+def test_bandwidth_beyond_what_the_plan_uses_does_not_matter_to_it(problem: Problem) -> None:
+    """The plan kept on a link with just its own traffic serves as much; on less, less."""
+    one = replace(problem, prfaas=problem.prfaas[:1])
+    best = find(one)
+    used = deployment(best).egress_gbps * GBPS
+    if used == 0:
+        return
+    factor = used / one.prfaas[0].egress_bytes_per_s
+    assert kept(with_egress(one, factor * (1 + 1e-9)), best).lambda_max_per_s[0, 0] == pytest.approx(
+        best.lambda_max_per_s
+    )
+    assert kept(with_egress(one, factor * 0.9), best).lambda_max_per_s[0, 0] == pytest.approx(
+        0.9 * best.lambda_max_per_s
+    )
+
+
+@settings(max_examples=40)
+@given(problems)
+def test_the_first_tokens_of_all_requests_count(problem: Problem) -> None:
+    """TTFT of a plan against a plain list of (seconds, share), cluster by cluster, sorted."""
+    for kind in KINDS:
+        best = find(problem, kind)
+        rows: list[tuple[float, float]] = []
+        mix, cell = best.system.mix, best.cell
+        for tokens, share in zip(mix.tokens.tolist(), mix.share.tolist(), strict=True):
+            is_long = tokens > best.threshold_tokens
+            places = best.prfaas if is_long else best.pd
+            rates = cell.prfaas_each_per_s[:, 0] if is_long else cell.pd_p_each_per_s[:, 0, 0]
+            for site, rate in zip(places, rates.tolist(), strict=True):
+                seconds = float(site.hardware.prefill_s(np.array([tokens]))[0])
+                rows.append((seconds, share * rate / float(rates.sum())))
+        ttft = deployment(best, kind).ttft_s
+        assert ttft.mean == pytest.approx(sum(seconds * share for seconds, share in rows))
+        assert sum(share for seconds, share in rows if seconds <= ttft.p90 * (1 + 1e-9)) >= 0.9 - 1e-6
+        assert sum(share for seconds, share in rows if seconds < ttft.p90 * (1 - 1e-9)) <= 0.9 + 1e-6
+
+
+@settings(max_examples=15)
+@given(problems)
+def test_at_the_break_even_price_both_are_worth_the_same(problem: Problem) -> None:
+    plan = make_plan(problem)
+    at = price_point(plan.optima, plan.report.sensitivity.break_even_factor).requests_per_price
+    assert at["prfaas"] == pytest.approx(at["homogeneous"])
+    now = price_point(plan.optima, 1.0).requests_per_price
+    assert now == {kind: pytest.approx(cost.requests_per_price) for kind, cost in plan.report.costs.items()}
+
+
+def test_many_splits_are_searched_in_parts(case: Problem) -> None:
+    """Two PD clusters of 31 x 31 splits and 1,311 thresholds do not fit in one part. Nothing is missed: as decode is
+    fast here, the optimum is in the last part."""
+    site = replace(case.pd[0], instances=30, hardware=replace(case.pd[0].hardware, decode_per_s=8.0))
+    large = replace(case, pd=(replace(site, name="a"), replace(site, name="b")))
+    best = find(large)
+    n_prefill, n_decode = splits([30, 30])
+    highest = max(
+        float(stage_rates(best.system, case.lengths.thresholds, n_prefill[at], n_decode[at]).lambda_max_per_s.max())
+        for at in (slice(0, 200), slice(200, 700), slice(700, None))
+    )
+    assert best.lambda_max_per_s == highest
+    assert best.cell.n_prefill.min() >= 27
+    with pytest.raises(InputError, match="too many to try"):
+        find(replace(case, pd=(site,) * 4))
+
+
+def test_what_cannot_serve_is_refused(case: Problem) -> None:
+    alone = replace(case, homogeneous=replace(case.homogeneous, instances=1))
+    with pytest.raises(InputError, match="homogeneous deployment could serve nothing"):
+        find(alone, "homogeneous")
+
+
+def test_the_case_study_is_balanced(case: Problem) -> None:
+    """Eq. 7: one step lower PrfaaS is what is short, one step higher PD-P is; every published input, no result."""
+    best = find(case)
+    rates = over_thresholds(make_plan(case))
+    row = int(np.searchsorted(case.lengths.thresholds, best.threshold_tokens))
+    assert rates.prfaas_bound_per_s[row - 1] < rates.pd_p_bound_per_s[row - 1, 0]
+    assert rates.prfaas_bound_per_s[row + 1] > rates.pd_p_bound_per_s[row + 1, 0]
+    found = {kind: deployment(find(case, kind), kind) for kind in KINDS}
+    assert found["prfaas"].lambda_max_per_s > found["naive"].lambda_max_per_s > found["homogeneous"].lambda_max_per_s
+    assert found["prfaas"].n_prefill + found["prfaas"].n_decode == 8
+    assert found["homogeneous"].n_prefill + found["homogeneous"].n_decode == 12
+    assert (found["naive"].n_prfaas, found["naive"].n_decode, found["naive"].offloaded_share) == (4, 8, 1)
+    assert 0 < found["prfaas"].egress_gbps < 100
+    assert over_splits(make_plan(case)).lambda_max_per_s.max() == best.lambda_max_per_s
+
+
+def test_the_profile_gives_the_published_kv_throughput(case: Problem) -> None:
+    """Eq. 1 with sizes and times of Table 5 gives its third row, as far as it is rounded."""
+    tokens = np.array(PUBLISHED_TOKENS, dtype=float)
+    phi = kv_bytes_per_s(case.kv_bytes, case.prfaas[0].hardware.prefill_s, tokens) / GBPS
+    assert phi == pytest.approx([3.61, 3.59, 3.19, 2.62], rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "gpus", "gbps"),
+    [
+        ("minimax-m2.5", 32_768, 512, 3_800),
+        ("qwen3-235b", 32_768, 512, 2_100),
+        ("ring-2.5-1t", 32_768, 512, 170),
+        ("ring-2.5-1t", 131_072, 10_000, 1_800),
+    ],
+    ids=["minimax", "qwen3", "ring", "ring-10000"],
+)
+def test_the_texts_egress_follows_from_table_3(name: str, tokens: int, gpus: int, gbps: float) -> None:
+    """Eq. 2 as PrfaaS 2.3 works it out; its figures are rounded."""
+    assert egress_bytes_per_s(gpus, 8, published_kv_bytes_per_s(name, tokens)) / GBPS == pytest.approx(gbps, rel=0.03)
+
+
+def test_longer_prompts_of_ring_need_less() -> None:
+    """PrfaaS 2.3: below 100 Gbps at 128K tokens. Between the table's lengths the need lies between theirs."""
+    at_128k = egress_bytes_per_s(512, 8, published_kv_bytes_per_s("ring-2.5-1t", 131_072))
+    assert at_128k < 100 * GBPS
+    assert at_128k < egress_bytes_per_s(512, 8, published_kv_bytes_per_s("ring-2.5-1t", 65_536))
+    assert published_kv_bytes_per_s("ring-2.5-1t", 65_536) == pytest.approx((2.59 + 1.46) / 2 * GBPS)
+    for tokens in (1_023, 131_073):
+        with pytest.raises(InputError, match="does not reach"):
+            published_kv_bytes_per_s("ring-2.5-1t", tokens)
+
+
+@given(problems, st.integers(0, 100_000))
+def test_the_mean_kv_throughput_is_total_bytes_over_total_seconds(problem: Problem, threshold: int) -> None:
+    """Eq. 2's first form, request by request."""
+    mix, site = problem.lengths.mix, problem.prfaas[0]
+    found = mean_kv_bytes_per_s(mix, threshold, problem.kv_bytes, site.hardware.prefill_s, "exact")
+    kept = mix.tokens > threshold
+    if not kept.any():
+        assert found == 0
+        return
+    nbytes = (problem.kv_bytes(mix.tokens) * mix.share)[kept].sum()
+    assert found == pytest.approx(nbytes / (site.hardware.prefill_s(mix.tokens) * mix.share)[kept].sum())
+
+
+@given(st.lists(st.integers(1, 5_000), min_size=1, max_size=60), st.integers(1, 700))
+def test_grouping_keeps_the_mean_and_every_share(tokens: list[int], step: int) -> None:
+    """At every threshold the groups part where the lengths do."""
+    drawn = np.array(tokens, dtype=float)
+    found = grouped(drawn, np.ones(len(tokens)), step, "drawn")
+    assert found.mix.mean_tokens == pytest.approx(drawn.mean())
+    assert (np.diff(found.thresholds) > 0).all()
+    longer = (drawn[None, :] > found.thresholds[:, None]).mean(axis=1)
+    assert found.mix.cut(found.thresholds).long_share == pytest.approx(longer)
+    assert (longer[0], longer[-1]) == (1, 0)
+
+
+@settings(max_examples=25)
+@given(st.floats(6, 11), st.floats(0.2, 2), st.integers(1, 1_000), st.integers(2_000, 200_000))
+def test_the_log_normal_is_exact_whatever_the_step(mu: float, sigma: float, least: int, most: int) -> None:
+    """Mean and tail against numerical integration of the density."""
+    low, high = (np.log(least) - mu) / sigma, (np.log(most) - mu) / sigma
+    mass = norm.cdf(high) - norm.cdf(low)
+    assume(mass > 1e-3)
+    fine, coarse = log_normal(mu, sigma, least, most, 100), log_normal(mu, sigma, least, most, 1_000)
+    mean = quad(lambda z: np.exp(mu + sigma * z) * norm.pdf(z), low, high)[0] / mass
+    for found in (fine, coarse):
+        assert found.mix.mean_tokens == pytest.approx(mean, rel=1e-5)
+        middle = found.thresholds[len(found.thresholds) // 2]
+        tail = (norm.cdf(high) - norm.cdf((np.log(middle) - mu) / sigma)) / mass
+        assert found.mix.cut(np.array([middle])).long_share[0] == pytest.approx(tail, abs=1e-6)
+
+
+def test_a_trace_without_end_of_memory_caches_what_its_statistics_say() -> None:
+    trace = generate(400, seed=3)
+    new, cached = incremental(trace, None)
+    assert cached == pytest.approx(trace.statistics().reused_token_share, abs=0.01)
+    assert new.min() >= 1
+    whole, nothing = incremental(trace, 0)
+    assert nothing == 0
+    assert whole.tolist() == [request.input_tokens for request in trace.requests]
+    assert cached > incremental(trace, 200_000)[1] > 0
+
+
+def test_a_small_cache_forgets_the_least_recently_used() -> None:
+    """Room for two blocks of 10: a, b, c, then b is there and a is not; a repeated prompt costs one token."""
+    chains = [(1,), (2,), (3,), (2,), (1,), (1,)]
+    trace = Trace("small", tuple(TracedRequest(float(at), 10, 1, chain, 10) for at, chain in enumerate(chains)))
+    assert incremental(trace, 20)[0].tolist() == [10, 10, 10, 1, 10, 1]
+    assert incremental(trace, None)[0].tolist() == [10, 10, 10, 1, 1, 1]
+
+
+def test_scaling_lengths_scales_thresholds() -> None:
+    drawn: Lengths = grouped(np.array([100.0, 900.0]), np.ones(2), 100, "two")
+    twice = drawn.scaled(2)
+    assert (twice.mix.mean_tokens, twice.thresholds.tolist()) == (1_000, [0, 200, 1_800])
