@@ -52,7 +52,7 @@ GAUGES = {
     "prefill seconds booked": "kvroute_prefill_pending_seconds",
 }
 SECTION = {
-    "timeouts": {"connect": "1 s", "prefill": "2 s", "first_token": "2 s", "between_tokens": "2 s"},
+    "timeouts": {"connect": "1 s", "prefill": "2 s", "first_token": "2 s", "between_tokens": "2 s", "answer": "2 s"},
     "health": {"interval": "500 ms", "timeout": "1 s"},
     "breaker": {"open": "1 s"},
     "log": {"events": "FOLDER/events.jsonl"},
