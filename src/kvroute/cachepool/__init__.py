@@ -1,0 +1,25 @@
+"""The hybrid prefix cache pool: full-attention blocks, request-level states and transfer blocks in one memory, the view
+of all clusters' pools, and copies between them. It has no clock, moves no bytes and routes nothing."""
+
+from kvroute.cachepool.catalogue import Evicted
+from kvroute.cachepool.clusters import CachePools, ClusterMatch, Copy, CopyUnderWay, Place
+from kvroute.cachepool.hotspots import Hotspots, HotspotSpec
+from kvroute.cachepool.layout import Layout, StateGroup
+from kvroute.cachepool.lease import BlockNumbers, Lease
+from kvroute.cachepool.pool import CachePool
+
+__all__ = [
+    "BlockNumbers",
+    "CachePool",
+    "CachePools",
+    "ClusterMatch",
+    "Copy",
+    "CopyUnderWay",
+    "Evicted",
+    "HotspotSpec",
+    "Hotspots",
+    "Layout",
+    "Lease",
+    "Place",
+    "StateGroup",
+]

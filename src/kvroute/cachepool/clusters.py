@@ -1,0 +1,138 @@
+"""The pools of all places together: what each cluster could reuse of a request, and copies of prefixes between places.
+
+It moves no bytes: a copy is a plan, then blocks held at both ends, until the caller says whether it has landed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvroute.cachepool.catalogue import Blocks
+from kvroute.cachepool.lease import Lease
+from kvroute.cachepool.pool import CachePool
+from kvroute.types import InputError
+
+
+class Place(NamedTuple):
+    """An instance within a cluster; a cluster is a datacenter."""
+
+    cluster: str
+    instance: str
+
+
+class ClusterMatch(NamedTuple):
+    """What one cluster could reuse of a request."""
+
+    cluster: str
+    tokens: int
+    """Of its best instance: PrfaaS l_prfaas or l_pd."""
+    instance: str
+    """The cache-affine instance, the first by name of equals; empty where nothing can be reused."""
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Make the prefix that ends with this chain reusable at `target` as it is at `source`."""
+
+    source: Place
+    target: Place
+    blocks: Blocks
+    tokens: int
+    """Length of the whole chain."""
+    nbytes: float
+    """What the target lacks of it."""
+
+
+@dataclass(slots=True, eq=False)
+class CopyUnderWay:
+    """A copy whose blocks are held at both ends until `CachePools.finish`."""
+
+    copy: Copy
+    source: Lease
+    target: Lease
+
+
+class CachePools:
+    """One pool for every place, all of the same layout (PrfaaS 3.2, the global KV cache manager)."""
+
+    def __init__(self, pools: Mapping[Place, CachePool]) -> None:
+        """Raises InputError for pools of different layouts, since nothing can be copied between these."""
+        self._pools = dict(sorted(pools.items()))
+        self._under_way: dict[tuple[Place, int], CopyUnderWay] = {}
+        """By target and last block."""
+        layouts = {place: pool.layout for place, pool in self._pools.items()}
+        for place, layout in layouts.items():
+            if layout != next(iter(layouts.values())):
+                what = f"{place.instance} in {place.cluster} has another layout than the first pool"
+                raise InputError(what, where="pools", mend="give every model pools of its own")
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """All places, ascending."""
+        return tuple(self._pools)
+
+    @property
+    def under_way(self) -> tuple[Copy, ...]:
+        """Copies that have started and not finished, in that order."""
+        return tuple(entry.copy for entry in self._under_way.values())
+
+    def pool(self, place: Place) -> CachePool:
+        """The pool there. Raises InputError for an unknown place."""
+        pool = self._pools.get(place)
+        if pool is None:
+            raise InputError(f"no pool {place.instance!r} in {place.cluster!r}", where="place", mend="see `places`")
+        return pool
+
+    def match_each(self, blocks: Blocks, block_tokens: int, most_tokens: int | None = None) -> dict[Place, int]:
+        """Tokens that each place could reuse, ascending by place; see `CachePool.match_tokens`."""
+        return {place: pool.match_tokens(blocks, block_tokens, most_tokens) for place, pool in self._pools.items()}
+
+    def match(self, blocks: Blocks, block_tokens: int, most_tokens: int | None = None) -> tuple[ClusterMatch, ...]:
+        """What each cluster could reuse, ascending by cluster; see `CachePool.match_tokens`."""
+        best: dict[str, ClusterMatch] = {}
+        for place, tokens in self.match_each(blocks, block_tokens, most_tokens).items():
+            known = best.setdefault(place.cluster, ClusterMatch(place.cluster, 0, ""))
+            if tokens > known.tokens:
+                best[place.cluster] = ClusterMatch(place.cluster, tokens, place.instance)
+        return tuple(best.values())
+
+    def plan(
+        self, blocks: Blocks, block_tokens: int, source: Place, target: Place, most_tokens: int | None = None
+    ) -> Copy | None:
+        """The copy that makes reusable at `target` what `source` has of this chain; None where that is no more than
+        the target has or is about to get. Nothing changes. Raises InputError as `pool` and `match_tokens` do."""
+        tokens = self.pool(source).match_tokens(blocks, block_tokens, most_tokens)
+        chain, pool = blocks[: tokens // block_tokens], self.pool(target)
+        if tokens <= pool.match_tokens(blocks, block_tokens, most_tokens) or (target, chain[-1]) in self._under_way:
+            return None
+        return Copy(source, target, chain, tokens, pool.missing_bytes(chain))
+
+    def start(self, copy: Copy) -> CopyUnderWay | None:
+        """Hold the blocks of a copy at both ends; None, and no change, where the plan is out of date (the source has
+        lost them, the target has them) or the target has no room. `copy` of the result has today's bytes."""
+        fresh = self.plan(copy.blocks, self.pool(copy.source).layout.block_tokens, copy.source, copy.target)
+        if fresh is None or fresh.tokens != copy.tokens:
+            return None
+        target = self.pool(copy.target).begin(fresh.blocks)
+        if target is None:
+            return None
+        source = self.pool(copy.source).begin(fresh.blocks)
+        assert source is not None, "what can be reused needs no new blocks"
+        entry = self._under_way[copy.target, fresh.blocks[-1]] = CopyUnderWay(fresh, source, target)
+        return entry
+
+    def finish(self, entry: CopyUnderWay, landed: bool) -> None:
+        """All bytes have landed: the prefix can be reused at the target. Or they have not: nothing of it can, and its
+        blocks are free. Raises InputError for a copy that is not under way."""
+        copy = entry.copy
+        key = (copy.target, copy.blocks[-1])
+        if self._under_way.get(key) is not entry:
+            raise InputError("the copy has finished already", where="copy", mend="finish every copy once")
+        del self._under_way[key]
+        target = self.pool(copy.target)
+        if landed:
+            target.fill(entry.target, copy.tokens)
+        target.end(entry.target)
+        self.pool(copy.source).end(entry.source)

@@ -1,0 +1,125 @@
+"""The compiled heart of `Arena`: a stack of free blocks and a list of idle entries, oldest first; no keys, no checks.
+
+An entry is one block or several that come and go together; the number of its first block, its head, stands for it.
+Every step on a block is a few reads and writes, however many blocks there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar, cast
+
+import numba
+
+from kvroute.types import IntArray
+
+HOLDERS, EXTENT, MEMBER, STORED, OLDER, NEWER, STACK = range(7)
+"""Rows of `table`, [7, blocks + 1]. Of a head: its holders, blocks of the entry, whether it is kept when nobody holds
+it, neighbours in the idle list. Of any block: the next one of its entry (-1: none). STACK: the free blocks. The last
+column is the idle list's anchor: NEWER leads to the oldest entry, OLDER to the newest."""
+FREE, IDLE = range(2)
+"""Entries of `counts`: free blocks, blocks of idle entries."""
+
+Function = TypeVar("Function", bound=Callable[..., object])
+
+
+def _compiled(function: Function) -> Function:
+    return cast(Function, numba.njit(cache=True)(function))
+
+
+@_compiled
+def _pop(table: IntArray, counts: IntArray) -> int:
+    counts[FREE] -= 1
+    return int(table[STACK, counts[FREE]])
+
+
+@_compiled
+def _give(head: int, table: IntArray, counts: IntArray) -> None:
+    """All blocks of an entry are free."""
+    block = head
+    while block >= 0:
+        table[STACK, counts[FREE]] = block
+        counts[FREE] += 1
+        block = table[MEMBER, block]
+
+
+@_compiled
+def _unlink(head: int, table: IntArray, counts: IntArray) -> None:
+    older, newer = table[OLDER, head], table[NEWER, head]
+    table[NEWER, older] = newer
+    table[OLDER, newer] = older
+    counts[IDLE] -= table[EXTENT, head]
+
+
+@_compiled
+def _link_newest(head: int, table: IntArray, counts: IntArray) -> None:
+    anchor = table.shape[1] - 1
+    newest = table[OLDER, anchor]
+    table[NEWER, newest] = head
+    table[OLDER, head] = newest
+    table[NEWER, head] = anchor
+    table[OLDER, anchor] = head
+    counts[IDLE] += table[EXTENT, head]
+
+
+@_compiled
+def take(extents: IntArray, heads: IntArray, table: IntArray, counts: IntArray) -> None:
+    """Entries of so many blocks each (1 or more), held once; their heads. There must be enough free blocks."""
+    for entry in range(len(extents)):
+        head = last = _pop(table, counts)
+        for _ in range(extents[entry] - 1):
+            block = _pop(table, counts)
+            table[MEMBER, last] = block
+            last = block
+        table[MEMBER, last] = -1
+        table[EXTENT, head] = extents[entry]
+        table[HOLDERS, head] = 1
+        table[STORED, head] = 0
+        heads[entry] = head
+
+
+@_compiled
+def hold(heads: IntArray, table: IntArray, counts: IntArray) -> None:
+    """One holder more on each; an idle entry is idle no longer."""
+    for entry in range(len(heads)):
+        head = heads[entry]
+        if table[HOLDERS, head] == 0:
+            _unlink(head, table, counts)
+        table[HOLDERS, head] += 1
+
+
+@_compiled
+def release(heads: IntArray, table: IntArray, counts: IntArray) -> None:
+    """One holder less on each, in this order: without holders a stored entry is the newest idle one, another free."""
+    for entry in range(len(heads)):
+        head = heads[entry]
+        table[HOLDERS, head] -= 1
+        if table[HOLDERS, head] == 0:
+            if table[STORED, head] == 1:
+                _link_newest(head, table, counts)
+            else:
+                _give(head, table, counts)
+
+
+@_compiled
+def evict(free_blocks: int, gone: IntArray, table: IntArray, counts: IntArray) -> int:
+    """Free idle entries, the oldest first, until so many blocks are free; heads into `gone`, and how many."""
+    anchor, count = table.shape[1] - 1, 0
+    while counts[FREE] < free_blocks and table[NEWER, anchor] != anchor:
+        head = table[NEWER, anchor]
+        _unlink(head, table, counts)
+        _give(head, table, counts)
+        table[STORED, head] = 0
+        gone[count] = head
+        count += 1
+    return count
+
+
+@_compiled
+def idle_among(heads: IntArray, table: IntArray) -> int:
+    """Blocks of those entries that are idle."""
+    blocks = 0
+    for entry in range(len(heads)):
+        if table[HOLDERS, heads[entry]] == 0:
+            blocks += table[EXTENT, heads[entry]]
+    return blocks
