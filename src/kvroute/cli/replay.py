@@ -15,13 +15,14 @@ from kvroute.control import ControlSpec, LogRecord, read_log, replay, same
 from kvroute.topology import parse
 from kvroute.types import (
     Arrived,
-    Decision,
+    Convert,
     Decode,
     DecodeFailed,
     Event,
     InputError,
     InstanceDown,
     InstanceUp,
+    Offload,
     Prefill,
     PrefillFailed,
     Reject,
@@ -103,7 +104,7 @@ class _Made:
     """A decision, what called for it, and who could not be chosen by then."""
 
     event: Event
-    decision: Decision
+    decision: Prefill | Decode | Reject
     ruled_out: dict[str, str]
     """Why, by instance."""
 
@@ -115,7 +116,9 @@ class _Made:
             return self.ruled_out[terms.names[index]]
         if "same_domain" in terms.parts and not terms.parts["same_domain"][index]:
             return "outside"
-        return "no partner" if isinstance(self.decision, Prefill) else "no room"
+        if isinstance(self.decision, Prefill):
+            return "not asked" if self.decision.offload else "no partner"
+        return "no room"
 
 
 def _about(request: int, records: Iterable[LogRecord]) -> Iterator[_Made]:
@@ -134,7 +137,7 @@ def _about(request: int, records: Iterable[LogRecord]) -> Iterator[_Made]:
             case DecodeFailed(request_id=number) if number == request:
                 failed.add(target)
         for decision in record.decisions:
-            if decision.request_id != request:
+            if isinstance(decision, Convert) or decision.request_id != request:
                 continue
             match decision:
                 case Prefill(instance=name):
@@ -144,7 +147,7 @@ def _about(request: int, records: Iterable[LogRecord]) -> Iterator[_Made]:
             yield _Made(record.event, decision, dict.fromkeys(failed, "failed") | dict.fromkeys(down, "down"))
 
 
-def _chosen(decision: Decision) -> str | None:
+def _chosen(decision: Prefill | Decode | Reject) -> str | None:
     match decision:
         case Prefill(instance=name) | Decode(target=name):
             return name
@@ -161,6 +164,7 @@ def _plain(made: _Made) -> dict[str, Any]:
         "kind": type(decision).__name__.lower(),
         "chosen": _chosen(decision),
         "reason": decision.reason if isinstance(decision, Reject) else None,
+        "offload": decision.offload if isinstance(decision, Prefill) else None,
         "unit": terms.unit if terms else None,
         "candidates": candidates,
         "left_out": terms.left_out if terms else 0,
@@ -179,6 +183,8 @@ def _show(made: _Made, spec: ControlSpec) -> None:
     terms, chosen = made.decision.terms, _chosen(made.decision)
     out = console()
     out.print(_sentence(made, spec), markup=False, highlight=False)
+    if isinstance(made.decision, Prefill) and made.decision.offload:
+        out.print(_site_table(made.decision.offload))
     if terms is None:
         return
     table = Table()
@@ -196,6 +202,24 @@ def _show(made: _Made, spec: ControlSpec) -> None:
         out.print(f"{terms.left_out} dearer candidates are not in the log (gateway.log.terms: all keeps them).")
 
 
+def _site_table(offload: Offload) -> Table:
+    """The datacenters that were compared; figures of the request itself stand in the title."""
+    own = {name: value for name, value in offload.terms.items() if "." not in name}
+    rows: dict[str, dict[str, float]] = {}
+    for name, value in offload.terms.items():
+        site, dot, figure = name.rpartition(".")
+        if dot:
+            rows.setdefault(site, {})[figure] = value
+    table = Table(title=", ".join(f"{name} {value:g}" for name, value in own.items()))
+    columns = list(dict.fromkeys(figure for row in rows.values() for figure in row))
+    for column in ("datacenter", *columns):
+        table.add_column(column, justify="left" if column == "datacenter" else "right")
+    for site, row in rows.items():
+        figures = (f"{row.get(column, 0.0):.6g}" for column in columns)
+        table.add_row(site, *figures, style="bold green" if site == offload.site else None)
+    return table
+
+
 def _sentence(made: _Made, spec: ControlSpec) -> str:
     decision = made.decision
     after = {PrefillFailed: " after a failed prefill", DecodeFailed: " after a failed decode"}.get(type(made.event), "")
@@ -203,6 +227,8 @@ def _sentence(made: _Made, spec: ControlSpec) -> str:
     match decision:
         case Reject(reason=reason):
             return f"{start}: rejected: {reason}"
+        case Prefill(instance=name, offload=Offload(site=site, reason=reason)):
+            return f"{start}: prefill on {name}, by {spec.prefill} in {site}: {reason}"
         case Prefill(instance=name):
             return f"{start}: prefill on {name}, by {spec.prefill}"
         case Decode(target=name, terms=None):

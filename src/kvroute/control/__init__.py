@@ -2,8 +2,9 @@
 
 from kvroute.control.core import Control
 from kvroute.control.log import EventLog, LogHeader, LogRecord, TermsKept, is_log, read_log, replay, same, set_aside
+from kvroute.control.settings import ControlSettings
 from kvroute.control.spec import ControlSpec
-from kvroute.control.view import ControlSettings, Load
+from kvroute.control.view import Load
 
 __all__ = [
     "Control",

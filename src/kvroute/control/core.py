@@ -6,7 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from kvroute.control.dispatch import Dispatch, Journey
-from kvroute.control.view import ControlSettings, Load, View
+from kvroute.control.offloading import Offloading
+from kvroute.control.settings import ControlSettings
+from kvroute.control.view import Load, View
 from kvroute.oracle import NetworkOracle
 from kvroute.prefix import PrefixIndex
 from kvroute.topology import Cluster
@@ -14,11 +16,13 @@ from kvroute.types import (
     Admitted,
     Arrived,
     CongestionMeasured,
+    Convert,
     Decision,
     DecodeFailed,
     Event,
     Finished,
     InputError,
+    InstanceConverted,
     InstanceDown,
     InstanceMeasured,
     InstanceUp,
@@ -29,6 +33,7 @@ from kvroute.types import (
     PrefillFailed,
     PrefillFinished,
     Reject,
+    ReviewDue,
     TransferFinished,
     TransferMeasured,
 )
@@ -50,7 +55,9 @@ class Control:
         self.oracle = oracle
         self._cluster = cluster
         self._view = View(cluster, settings, oracle)
-        self._dispatch = Dispatch(self._view)
+        self.offloading = Offloading(settings.offload, self._view) if settings.offload else None
+        """Sites, thresholds and traffic, where prefills may leave their datacenter; for people to look at."""
+        self._dispatch = Dispatch(self._view, self.offloading)
         self._journeys: dict[int, Journey] = {}
         self._handlers: dict[type, Callable[[Any], tuple[Decision, ...]]] = {
             Arrived: self._arrived,
@@ -65,6 +72,8 @@ class Control:
             KvCleared: self._kv_cleared,
             InstanceDown: self._instance_down,
             InstanceUp: self._instance_up,
+            InstanceConverted: self._instance_converted,
+            ReviewDue: self._review_due,
             InstanceMeasured: self._instance_measured,
             TransferMeasured: self._transfer_measured,
             CongestionMeasured: self._congestion_measured,
@@ -127,7 +136,7 @@ class Control:
         journey.prefill = -1
         if journey.position < 0:
             return (self._decode(journey, event.at),)
-        if journey.source != journey.target:
+        if journey.source != journey.target and not journey.early:
             self._dispatch.start_transfer(journey)
         return ()
 
@@ -143,9 +152,12 @@ class Control:
             raise InputError(f"decode of request {event.request_id} is not under way", mend=_ONCE)
         alone = journey.source == journey.target
         joint = self._cluster.instances[journey.source].protocol == "sglang"
+        if event.kv_lost and self._dispatch.away(journey):
+            journey.at_home = True  # the way is to blame, neither end of it
+            return self._again(journey, None, event.at)
         if event.kv_lost or alone or joint:
             return self._again(journey, journey.target, event.at)
-        self._dispatch.release_decode(journey)
+        self._dispatch.release_decode(journey, event.at)
         journey.shun(journey.target)
         return (self._decode(journey, event.at),)
 
@@ -155,18 +167,20 @@ class Control:
             del self._journeys[journey.request.id]
         return decision
 
-    def _again(self, journey: Journey, failed: int, at: float) -> tuple[Decision, ...]:
+    def _again(self, journey: Journey, failed: int | None, at: float) -> tuple[Decision, ...]:
         """From the start, past the instance that has failed."""
         self._dispatch.release_prefill(journey, at)
-        self._dispatch.release_decode(journey)
-        journey.shun(failed)
+        self._dispatch.release_decode(journey, at)
+        journey.early = False
+        if failed is not None:
+            journey.shun(failed)
         return self._start(journey, at)
 
     def _transfer_finished(self, event: TransferFinished) -> tuple[Decision, ...]:
         journey = self._journey(event.request_id)
         if not journey.in_transfer:
             raise InputError(f"request {event.request_id} has no transfer under way", mend=_ONCE)
-        self._dispatch.end_transfer(journey)
+        self._dispatch.end_transfer(journey, event.at, landed=True)
         if event.free_kv_bytes is not None and journey.pool is not None:
             journey.pool.free_kv_bytes[journey.position] = event.free_kv_bytes
         return ()
@@ -184,7 +198,9 @@ class Control:
         del self._journeys[event.request_id]
         self._dispatch.release_prefill(journey, event.at)
         pool, position = journey.pool, journey.position
-        self._dispatch.release_decode(journey)
+        self._dispatch.release_decode(journey, event.at)
+        if self.offloading is not None and event.output_tokens:
+            self.offloading.answered(event.at, event.output_tokens)
         if pool is not None and position >= 0 and event.free_kv_bytes is not None:
             pool.free_kv_bytes[position] = event.free_kv_bytes
         return ()
@@ -215,6 +231,26 @@ class Control:
     def _instance_up(self, event: InstanceUp) -> tuple[Decision, ...]:
         self._view.set_up(self._cluster.index(event.instance), True)
         return ()
+
+    def _instance_converted(self, event: InstanceConverted) -> tuple[Decision, ...]:
+        index = self._cluster.index(event.instance)
+        if self.offloading is None or not self.offloading.may_convert(index):
+            what = f"instance {event.instance} does not change its role"
+            raise InputError(what, mend="conversions are for the prefill and decode instances of `offload`")
+        drained = self._view.roles[index] is None
+        self._view.set_role(index, event.role)
+        if drained:
+            self.offloading.converted(event.at)
+        return ()
+
+    def _review_due(self, event: ReviewDue) -> tuple[Decision, ...]:
+        if self.offloading is None:
+            return ()
+        conversions = self.offloading.review(event.at)
+        for conversion in conversions:
+            self._view.set_role(self._cluster.index(conversion.instance), None)
+        self.offloading.converting += len(conversions)
+        return tuple(Convert(conversion.instance, conversion.role) for conversion in conversions)
 
     def _instance_measured(self, event: InstanceMeasured) -> tuple[Decision, ...]:
         self._view.measured(self._cluster.index(event.instance), event)

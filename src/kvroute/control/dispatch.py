@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
+from kvroute.control.datacenters import Egress
+from kvroute.control.offloading import Offloading, Placement
 from kvroute.control.pool import DecodePool
 from kvroute.control.view import DecodePick, PoolKey, View
 from kvroute.policies import PrefillCandidates
-from kvroute.types import Candidates, Choice, Decision, Decode, Prefill, Reject, Request, Terms
+from kvroute.types import CROSS_DATACENTER, Candidates, Choice, Decision, Decode, Prefill, Reject, Request, Terms
 
 _JOINT_WIDTH = 4
 """Prefill instances whose partners are priced when both legs are chosen at once."""
@@ -34,6 +37,12 @@ class Journey:
     need_bytes: float = 0.0
     in_transfer: bool = False
     admitted: bool = False
+    kv_bytes: float = 0.0
+    """That cross the network for it."""
+    early: bool = False
+    """Its KV cache leaves layer by layer while the prefill goes on."""
+    at_home: bool = False
+    """It has been prefilled elsewhere and the way failed: not again."""
     avoid: list[int] = field(default_factory=list)
     """Instances that have failed this request, the latest last."""
 
@@ -45,13 +54,15 @@ class Journey:
 class Dispatch:
     """Sends requests to instances of a view. The caller keeps the journeys, and says when their steps are over."""
 
-    def __init__(self, view: View) -> None:
-        self._view = view
+    def __init__(self, view: View, offloading: Offloading | None = None) -> None:
+        self._view, self._offloading = view, offloading
 
     def route(self, journey: Journey, at: float) -> tuple[Decision, ...]:
         """Its prefill, and its decode where both legs start at once or the instance does both; or a Reject, last."""
         request, model, view = journey.request, journey.model, self._view
         candidates = view.prefill_candidates(request, model, at, journey.avoid)
+        placement = self._offloading.place(request, candidates, at, journey.at_home) if self._offloading else None
+        candidates = placement.candidates if placement else candidates
         choice = view.choose_prefill(request, model, candidates)
         if isinstance(choice, Reject):
             return (choice,)
@@ -64,14 +75,34 @@ class Dispatch:
         journey.prefill, journey.source = choice.index, index
         journey.prefill_s = float(candidates.prefill_s[choice.index])
         pool.book(choice.index, at, journey.prefill_s)
-        cached_tokens = int(candidates.hit_tokens[choice.index])
-        prefill = Prefill(request.id, pool.names[choice.index], cached_tokens, choice.terms)
+        prefill = Prefill(request.id, pool.names[choice.index], int(candidates.hit_tokens[choice.index]), choice.terms)
+        if placement is not None:
+            prefill = self._placed(prefill, placement)
+            if placement.away and self._offloading and self._offloading.spec.layerwise:
+                journey.early = True
+                pick = self._partner(journey, at, choice.index, early=True)
+                if isinstance(pick, Reject):
+                    pick = None  # nobody has room now; somebody may when the prefill is over
         instance = self._view.cluster.instances[index]
         if instance.role == "both":
             return (prefill, self._stay(journey, (model, instance.protocol), index))
         if pick is None:
             return (prefill,)
         return (prefill, pick if isinstance(pick, Reject) else self._go(journey, pick))
+
+    def _placed(self, prefill: Prefill, placement: Placement) -> Prefill:
+        """The same with why it is there, and what is copied there first."""
+        lacking = placement.prefix_tokens - prefill.cached_tokens
+        if placement.copy_source < 0 or lacking <= 0 or self._offloading is None:
+            return msgspec.structs.replace(prefill, offload=placement.offload)
+        return msgspec.structs.replace(
+            prefill,
+            offload=placement.offload,
+            cached_tokens=placement.prefix_tokens,
+            copy_from=self._view.cluster.instances[placement.copy_source].name,
+            copy_tokens=lacking,
+            copy_bytes=self._offloading.copy_bytes(placement.prefix_tokens, prefill.cached_tokens),
+        )
 
     def _jointly(
         self, journey: Journey, at: float, candidates: PrefillCandidates, choice: Choice
@@ -111,11 +142,13 @@ class Dispatch:
         joint = Terms(names, whole_s, np.ones(len(usable), dtype=np.bool_), parts)
         return Choice(usable[best][0], joint), usable[best][1]
 
-    def _partner(self, journey: Journey, at: float, position: int) -> DecodePick | Reject | None:
-        """Who would decode after this prefill instance; None where it decodes itself or decides later."""
+    def _partner(
+        self, journey: Journey, at: float, position: int, *, early: bool = False
+    ) -> DecodePick | Reject | None:
+        """Who would decode after this prefill instance; None where it decodes itself or decides later (not `early`)."""
         index = int(self._view.prefill[journey.model].ids[position])
         instance = self._view.cluster.instances[index]
-        if instance.role == "both" or instance.protocol != "sglang":
+        if instance.role == "both" or (instance.protocol != "sglang" and not early):
             return None
         key = (journey.model, instance.protocol)
         return self._view.choose_decode(journey.request, key, index, at, journey.avoid)
@@ -158,19 +191,24 @@ class Dispatch:
         journey.pool, journey.position, journey.target = pool, position, int(pool.ids[position])
         reserve_bytes = self._view.settings.reserve_bytes
         journey.need_bytes = float(candidates.need_bytes[position]) - reserve_bytes
+        journey.kv_bytes = float(candidates.kv_bytes[position])
         pool.book(position, journey.need_bytes)
-        if journey.prefill < 0 and journey.source != journey.target:
+        if (journey.prefill < 0 or journey.early) and journey.source != journey.target:
             self.start_transfer(journey)
         return Decode(
             request_id=journey.request.id,
             source=self._view.cluster.instances[journey.source].name,
             target=pool.names[position],
             tier=tier,
-            kv_bytes=float(candidates.kv_bytes[position]),
+            kv_bytes=journey.kv_bytes,
             need_bytes=journey.need_bytes,
             hit_tokens=int(candidates.hit_tokens[position]),
             terms=terms,
         )
+
+    def away(self, journey: Journey) -> bool:
+        """Whether it is prefilled in another datacenter than it is decoded in."""
+        return self._egress(journey) is not None
 
     def choose_decode(self, journey: Journey, at: float) -> Decision:
         """Who decodes what is complete on its source; or a Reject."""
@@ -180,15 +218,29 @@ class Dispatch:
         return pick if isinstance(pick, Reject) else self._go(journey, pick)
 
     def start_transfer(self, journey: Journey) -> None:
-        """Its KV cache leaves its source."""
+        """Its KV cache leaves its source; nothing happens where it does already."""
+        if journey.in_transfer:
+            return
         journey.in_transfer = True
         self._view.oracle.transfer_started(journey.source, journey.target)
+        egress = self._egress(journey)
+        if egress is not None:
+            egress.started(journey.request.id, journey.kv_bytes)
 
-    def end_transfer(self, journey: Journey) -> None:
+    def end_transfer(self, journey: Journey, at: float, *, landed: bool = False) -> None:
         """It has arrived, or will not; nothing happens where none was under way."""
         if journey.in_transfer:
             journey.in_transfer = False
             self._view.oracle.transfer_finished(journey.source, journey.target)
+            egress = self._egress(journey)
+            if egress is not None:
+                egress.ended(at, journey.request.id, landed=landed)
+
+    def _egress(self, journey: Journey) -> Egress | None:
+        """The link between datacenters that its KV cache takes."""
+        if self._offloading is None or self._view.cluster.tier[journey.source, journey.target] < CROSS_DATACENTER:
+            return None
+        return self._offloading.egress.get(self._offloading.site_of(journey.source))
 
     def release_prefill(self, journey: Journey, at: float) -> None:
         """Give back a prefill that has not finished."""
@@ -196,10 +248,10 @@ class Dispatch:
             self._view.prefill[journey.model].release(journey.prefill, at, journey.prefill_s)
             journey.prefill = -1
 
-    def release_decode(self, journey: Journey) -> None:
+    def release_decode(self, journey: Journey, at: float) -> None:
         """Give back its place and its memory where it decodes or would."""
         if journey.pool is None or journey.position < 0:
             return
-        self.end_transfer(journey)
+        self.end_transfer(journey, at)
         journey.pool.release(journey.position, journey.need_bytes, admitted=journey.admitted)
         journey.position, journey.admitted = -1, False

@@ -12,7 +12,7 @@ import numpy as np
 
 from kvroute.control.core import Control
 from kvroute.control.spec import ControlSpec
-from kvroute.types import Decision, Decode, Event, InputError, Prefill, Reject, Terms
+from kvroute.types import Convert, Decision, Decode, Event, InputError, Prefill, Reject, Terms
 
 TermsKept: TypeAlias = Literal["best", "all"]
 TERMS_ALL, TERMS_BEST = 64, 16
@@ -124,7 +124,7 @@ def cheapest(decision: Decision) -> Decision:
     match decision:
         case Prefill(instance=chosen) | Decode(target=chosen):
             order.append(terms.names.index(chosen))
-        case Reject():
+        case Reject() | Convert():
             pass
     kept = sorted(set(order))
     return msgspec.structs.replace(

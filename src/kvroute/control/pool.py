@@ -60,7 +60,7 @@ class DecodePool:
             iteration_base_s=np.array([spec.base_s for spec in specs]),
             iteration_per_request_s=np.array([spec.per_request_s for spec in specs]),
             up=np.ones(count, dtype=np.bool_),
-            partner=np.array([instance.role == "decode" for _, instance in members], dtype=np.bool_),
+            partner=np.array([instance.role != "both" for _, instance in members], dtype=np.bool_),
             others_batch=np.zeros(count, dtype=np.int64),
             others_queued=np.zeros(count, dtype=np.int64),
             others_bytes=np.zeros(count),

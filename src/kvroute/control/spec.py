@@ -5,9 +5,10 @@ from __future__ import annotations
 import msgspec
 
 from kvroute.control.core import Control
-from kvroute.control.view import ControlSettings
+from kvroute.control.settings import ControlSettings
 from kvroute.oracle import NetworkOracle, OracleSettings
 from kvroute.policies import TopologyConstraint, decode_policy, prefill_policy
+from kvroute.policies.offload import OffloadSpec
 from kvroute.topology import Cluster
 from kvroute.types import Arrived, Prefill, PrefillFinished, Request
 
@@ -31,13 +32,16 @@ class ControlSpec(msgspec.Struct, frozen=True, kw_only=True):
     cache_block_tokens: int = 0
     """Above 0: the view of each instance's cached prefixes is bounded by its KV memory, in blocks of so many tokens."""
 
+    offload: OffloadSpec | None = None
+    """When a prefill leaves its datacenter; None: instances are chosen whatever datacenter they are in."""
+
     def check(self) -> None:
         """Raises InputError for an unknown policy, parameter or constraint."""
-        self._settings()
+        self._settings(frozenset())
 
     def build(self, cluster: Cluster) -> Control:
         """A fresh core. Raises InputError for an unknown policy, parameter or constraint."""
-        return Control(cluster, self._settings(), NetworkOracle.of(cluster, self.oracle))
+        return Control(cluster, self._settings(self._convertible(cluster)), NetworkOracle.of(cluster, self.oracle))
 
     def rehearse(self, cluster: Cluster) -> None:
         """One made-up request through a core of its own: what is compiled at its first use is compiled now."""
@@ -47,7 +51,18 @@ class ControlSpec(msgspec.Struct, frozen=True, kw_only=True):
         if len(decisions) == 1 and isinstance(decisions[0], Prefill):
             control.handle(PrefillFinished(0.0, 0))
 
-    def _settings(self) -> ControlSettings:
+    def _convertible(self, cluster: Cluster) -> frozenset[int]:
+        """Prefill and decode instances of the datacenters that decode, where roles may change."""
+        if self.offload is None or not self.offload.long_term.conversions:
+            return frozenset()
+        homes = {instance.datacenter for instance in cluster.instances if instance.role != "prefill"}
+        return frozenset(
+            index
+            for index, instance in enumerate(cluster.instances)
+            if instance.datacenter in homes and instance.role != "both"
+        )
+
+    def _settings(self, convertible: frozenset[int]) -> ControlSettings:
         return ControlSettings(
             decode_policy=decode_policy(self.decode, **self.parameters),
             prefill_policy=prefill_policy(self.prefill),
@@ -56,4 +71,6 @@ class ControlSpec(msgspec.Struct, frozen=True, kw_only=True):
             prefill_cache=self.prefill_cache,
             overcommit=self.overcommit,
             cache_block_tokens=self.cache_block_tokens,
+            offload=self.offload,
+            convertible=convertible,
         )

@@ -10,16 +10,10 @@ import numpy as np
 
 from kvroute import llm
 from kvroute.control.pool import DecodePool, PrefillPool
+from kvroute.control.settings import ControlSettings
 from kvroute.llm import Model
 from kvroute.oracle import NetworkOracle
-from kvroute.policies import (
-    DecodePolicy,
-    PrefillCandidates,
-    PrefillPolicy,
-    TopologyConstraint,
-    constrain,
-    prefill_mask,
-)
+from kvroute.policies import PrefillCandidates, constrain, prefill_mask
 from kvroute.prefix import PrefixIndex
 from kvroute.timing import prefill_time
 from kvroute.topology import Cluster
@@ -36,28 +30,11 @@ from kvroute.types import (
     NetworkCosts,
     Reject,
     Request,
+    Role,
 )
 
 PoolKey = tuple[str, KvProtocol]
 """Model and protocol: those who can hand KV to each other."""
-
-
-@dataclass(frozen=True, slots=True)
-class ControlSettings:
-    """What the operator decides once."""
-
-    decode_policy: DecodePolicy
-    prefill_policy: PrefillPolicy
-    constraint: TopologyConstraint | None = None
-    reserve_bytes: float = 0.0
-    """KV memory held back on every decode instance (NetKV m_min)."""
-    prefill_cache: bool = True
-    """Whether prefill instances reuse cached prefixes."""
-    overcommit: bool = False
-    """Where no instance has room by the router's count, choose as if all had: live engines queue by themselves."""
-    cache_block_tokens: int = 0
-    """Above 0: what is known of an instance's cached prefixes is bounded by its KV memory, in blocks of so many tokens;
-    for a view without an engine's word on what it has dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,20 +67,25 @@ class View:
         }
         self.prefix = PrefixIndex(len(members), [self._capacity(instance) for _, instance in members])
         times = {name: prefill_time(spec.prefill) for name, spec in cluster.timing.items()}
+        turns = settings.convertible
+        prefills = [m for m in members if m[1].role != "decode" or m[0] in turns]
+        decodes = [m for m in members if m[1].role != "prefill" or m[0] in turns]
         self.prefill = {
-            name: PrefillPool.of([m for m in members if m[1].model == name and m[1].role != "decode"], times)
-            for name in self.models
+            name: PrefillPool.of([m for m in prefills if m[1].model == name], times) for name in self.models
         }
-        keys = sorted({(i.model, i.protocol) for _, i in members if i.role != "prefill"})
+        keys = sorted({(i.model, i.protocol) for _, i in decodes})
         self.decode: dict[PoolKey, DecodePool] = {
-            key: DecodePool.of(
-                [m for m in members if (m[1].model, m[1].protocol) == key and m[1].role != "prefill"], cluster.timing
-            )
+            key: DecodePool.of([m for m in decodes if (m[1].model, m[1].protocol) == key], cluster.timing)
             for key in keys
         }
+        self._healthy = [True] * len(members)
+        self.roles: list[Role | None] = [instance.role for _, instance in members]
+        """What each serves now; None: it is being drained, to serve another role."""
         self._only_model = next(iter(self.models)) if len(self.models) == 1 else ""
         self._served = {name for name, _ in self.decode}
         self._allowed: dict[str, BoolArray | None] = {name: self._allowed_prefill(name) for name in self.models}
+        for index in sorted(turns):
+            self._settle(index)
 
     def _capacity(self, instance: Instance) -> int | None:
         tokens = self.settings.cache_block_tokens
@@ -119,12 +101,22 @@ class View:
 
     def set_up(self, index: int, up: bool) -> None:
         """Whether an instance takes requests."""
-        instance = self.cluster.instances[index]
+        self._healthy[index] = up
+        self._settle(index)
+
+    def set_role(self, index: int, role: Role | None) -> None:
+        """What a convertible instance serves from now on; None: nothing new, while it is drained."""
+        self.roles[index] = role
+        self._settle(index)
+
+    def _settle(self, index: int) -> None:
+        """Open the pools of its role to an instance that is up, and no others."""
+        instance, role, up = self.cluster.instances[index], self.roles[index], self._healthy[index]
         prefill, decode = self.prefill[instance.model], self.decode.get((instance.model, instance.protocol))
         if index in prefill.position:
-            prefill.up[prefill.position[index]] = up
+            prefill.up[prefill.position[index]] = up and role in ("prefill", "both")
         if decode is not None and index in decode.position:
-            decode.set_up(decode.position[index], up)
+            decode.set_up(decode.position[index], up and role in ("decode", "both"))
         self._allowed[instance.model] = self._allowed_prefill(instance.model)
 
     def loads(self, at: float) -> dict[str, Load]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from kvroute.types import Decision, Decode, Prefill, Reject, Terms
+from kvroute.types import Convert, Decision, Decode, Prefill, Reject, Terms
 
 CANDIDATES_MOST = 8
 
@@ -50,11 +50,13 @@ def judgement_of(number: int, at: float, policy: str, decision: Decision) -> Jud
             kind = "decode"
         case Reject():
             kind = "reject"
+        case Convert(instance=chosen):
+            kind = "convert"
     candidates = _candidates(terms, chosen) if terms is not None else ()
     return Judgement(
         id=number,
         at=round(at, 3),
-        request_id=decision.request_id,
+        request_id=-1 if isinstance(decision, Convert) else decision.request_id,
         kind=kind,
         policy=policy,
         chosen=chosen,
@@ -73,7 +75,7 @@ def _hit_tokens(decision: Decision) -> int:
     match decision:
         case Prefill(cached_tokens=tokens) | Decode(hit_tokens=tokens):
             return tokens
-        case Reject():
+        case Reject() | Convert():
             return 0
 
 

@@ -157,6 +157,11 @@ class NetworkOracle:
         """What is believed of others' traffic, [TIER_COUNT] in [0, 1)."""
         return self._congestion.at(at)
 
+    @property
+    def separates_own_traffic(self) -> bool:
+        """Whether telemetry leaves out our own transfers."""
+        return self._settings.separates_own_traffic
+
     def learned_ratio(self, at: float) -> tuple[float | None, ...]:
         """Measured over promised bandwidth by tier; None where nothing was measured."""
         return (None,) * TIER_COUNT if self._learned is None else self._learned.tier_ratio(at)

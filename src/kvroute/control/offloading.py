@@ -1,0 +1,262 @@
+"""Which datacenter prefills each request, live: the offload policy with what this core knows of sites and links.
+
+It books nothing in the pools; it keeps the thresholds, the traffic they follow and the bytes between datacenters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from kvroute.control.datacenters import Datacenters, Egress
+from kvroute.control.pool import PrefillPool
+from kvroute.control.stages import Stages
+from kvroute.control.view import View
+from kvroute.policies import PrefillCandidates
+from kvroute.policies.allocation import Allocation, Capacity, Conversion, Review
+from kvroute.policies.offload import HOME, OffloadSpec, SiteCandidates, choose_site, longest
+from kvroute.types import (
+    CROSS_DATACENTER,
+    BoolArray,
+    FloatArray,
+    InputError,
+    IntArray,
+    Offload,
+    Request,
+)
+
+_DOWN_SHARE = 0.985
+"""A link that others fill so far carries nothing worth waiting for; telemetry reports a cut one as full."""
+_RATE_MEMORY_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A site for one request, and what its prefill instance is told."""
+
+    offload: Offload
+    away: bool
+    candidates: PrefillCandidates
+    """Those of the site alone may be chosen; times count a copied prefix."""
+    copy_source: int = -1
+    """Index in the cluster of the instance whose longer prefix is copied; -1: none is."""
+    prefix_tokens: int = 0
+    """Tokens that are cached once the copy is there."""
+
+
+class Offloading:
+    """Thresholds and traffic of one model's requests over several datacenters."""
+
+    def __init__(self, spec: OffloadSpec, view: View) -> None:
+        """Raises InputError where the cluster serves several models, or has no site to offload to."""
+        if len(view.models) > 1:
+            what = f"offloading knows one model, and the cluster serves {', '.join(view.models)}"
+            raise InputError(what, where=view.cluster.name, mend="use a cluster file for each model")
+        if len(view.decode) > 1:
+            what = "offloading knows one KV protocol, and the instances speak several"
+            raise InputError(what, where=view.cluster.name, mend="use a cluster file for each protocol")
+        self.spec, self._view = spec, view
+        self._model = next(iter(view.models.values()))
+        self.datacenters = Datacenters.of_cluster(view.cluster)
+        self.thresholds = {site: spec.threshold() for site in self.datacenters.prfaas}
+        self._scarcity = {site: spec.scarcity() for site in self.datacenters.prfaas}
+        self.egress = {
+            site: Egress(self.datacenters.egress_bytes_per_s[site], _RATE_MEMORY_S) for site in self.datacenters.prfaas
+        }
+        self.allocation = Allocation(spec.long_term)
+        self.last_review: Review | None = None
+        self.converting = 0
+        self._pool: PrefillPool = view.prefill[self._model.name]
+        self._members = self.datacenters.members(self._pool.ids)
+        self._stages = Stages(view, self.datacenters, self._pool, next(iter(view.decode.values())), self._model)
+
+    def site_of(self, instance: int) -> int:
+        """The site of an instance of the cluster."""
+        return int(self.datacenters.of[instance])
+
+    def may_convert(self, instance: int) -> bool:
+        """Whether an instance of the cluster may change its role."""
+        return instance in self._view.settings.convertible
+
+    def utilisation(self, site: int, at: float) -> tuple[float, float]:
+        """Of the egress of a PrfaaS site: by others (as far as telemetry parts them), and in all, each 0 to 1."""
+        others = float(self._view.oracle.congestion(at)[CROSS_DATACENTER])
+        own = self.egress[site].own_share(at) if self._view.oracle.separates_own_traffic else 0.0
+        return others, min(others + own, 1.0)
+
+    def observe(self, at: float) -> None:
+        """Let thresholds and the judgement of bandwidth follow what is known at this time."""
+        pending_s = self._pool.pending_s(at)
+        home_queue_s = min((self._least(pending_s, self._members[site]) for site in self.datacenters.pd), default=0.0)
+        back = False
+        for site, threshold in self.thresholds.items():
+            others, utilisation = self.utilisation(site, at)
+            queue_s = max(self._least(pending_s, self._members[site]), self.egress[site].queue_s(others))
+            carries = self._carries(site, others)
+            back = back or (carries and not threshold.up)
+            threshold.set_up(carries)
+            threshold.observe(at, utilisation, queue_s, home_queue_s)
+            self._scarcity[site].observe(utilisation)
+        if back:
+            self._search(at)
+
+    def _carries(self, site: int, others: float) -> bool:
+        if not self._pool.up[self._members[site]].any():
+            return False
+        # Telemetry that counts our own bytes cannot tell a link that we fill from one that is cut.
+        return not (self._view.oracle.separates_own_traffic and others >= _DOWN_SHARE)
+
+    def _least(self, pending_s: FloatArray, members: IntArray) -> float:
+        up = members[self._pool.up[members]]
+        return float(pending_s[up].min()) if len(up) else 0.0
+
+    def place(self, request: Request, candidates: PrefillCandidates, at: float, at_home: bool) -> Placement | None:
+        """The site for a request and the candidates there; None where nobody is up anywhere. `at_home`: it has been
+        away once and the way failed."""
+        self.observe(at)
+        allowed = np.ones(len(candidates.names), dtype=np.bool_) if candidates.allowed is None else candidates.allowed
+        home = self._home(candidates, allowed)
+        order = (home, *self.datacenters.prfaas)
+        sites, holders = self._sites(request, candidates, allowed, order, at, at_home)
+        choice = choose_site(self.spec, request.input_tokens, sites)
+        if choice.reason == "nobody_up":
+            return None
+        if not at_home:
+            self.allocation.traffic.arrived(at, choice.incremental_tokens)
+        chosen = order[choice.index]
+        members = np.zeros(len(candidates.names), dtype=np.bool_)
+        members[self._members[chosen]] = True
+        narrowed = replace(candidates, allowed=members & allowed)
+        if choice.copy_from is None:
+            return Placement(choice.offload(), chosen != home, narrowed)
+        copies = np.maximum(candidates.hit_tokens, choice.cached_tokens)
+        warm_s = self._pool.prefill_s(request.input_tokens, copies)
+        narrowed = replace(narrowed, prefill_s=warm_s)
+        return Placement(choice.offload(), chosen != home, narrowed, holders[choice.copy_from], choice.cached_tokens)
+
+    def _home(self, candidates: PrefillCandidates, allowed: BoolArray) -> int:
+        """The PD site that would be done first by itself; ties by name."""
+        pd = self.datacenters.pd
+        if len(pd) == 1:
+            return pd[0]
+        finish_s = np.where(allowed, candidates.pending_s + candidates.prefill_s, np.inf)
+        return min(pd, key=lambda site: float(finish_s[self._members[site]].min(initial=np.inf)))
+
+    def _sites(
+        self,
+        request: Request,
+        candidates: PrefillCandidates,
+        allowed: BoolArray,
+        order: Sequence[int],
+        at: float,
+        at_home: bool,
+    ) -> tuple[SiteCandidates, list[int]]:
+        """The sites as the policy wants them, and on which instance each holds its longest prefix."""
+        count = len(order)
+        up, queue_s, prefill_s = np.zeros(count, dtype=np.bool_), np.zeros(count), np.zeros(count)
+        cached, holders = np.zeros(count, dtype=np.int64), [-1] * count
+        finish_s = np.where(allowed, candidates.pending_s + candidates.prefill_s, np.inf)
+        for position, site in enumerate(order):
+            members = self._members[site]
+            here = members[allowed[members]]
+            if not len(here):
+                continue
+            up[position] = position == HOME or (self.thresholds[site].up and not at_home)
+            soonest = int(here[finish_s[here].argmin()])
+            longest_here = int(here[candidates.hit_tokens[here].argmax()])
+            queue_s[position], prefill_s[position] = candidates.pending_s[soonest], candidates.prefill_s[soonest]
+            cached[position] = candidates.hit_tokens[longest_here]
+            holders[position] = int(self._pool.ids[longest_here])
+        away = order[1:]
+        scarce = np.array([True, *(self._scarcity[site].scarce for site in away)])
+        _, prefix_tokens = longest(up, scarce, cached)
+        warm_s = self._warm_s(request, prefix_tokens, cached, prefill_s, order)
+        transfer_s, copy_s = self._crossing_s(request, prefix_tokens, cached, away, at)
+        return SiteCandidates(
+            names=tuple(self.datacenters.names[site] for site in order),
+            up=up,
+            scarce=scarce,
+            threshold_tokens=np.array([0.0, *(self.thresholds[site].tokens for site in away)]),
+            utilisation=np.array([0.0, *(self.utilisation(site, at)[1] for site in away)]),
+            cached_tokens=cached,
+            queue_s=queue_s,
+            prefill_s=prefill_s,
+            warm_prefill_s=warm_s,
+            transfer_s=transfer_s,
+            copy_s=copy_s,
+        ), holders
+
+    def _warm_s(
+        self, request: Request, prefix_tokens: int, cached: IntArray, prefill_s: FloatArray, order: Sequence[int]
+    ) -> FloatArray:
+        if prefix_tokens <= int(cached.min()):
+            return prefill_s
+        everywhere = np.full(len(self._pool.ids), prefix_tokens, dtype=np.int64)
+        seconds = self._pool.prefill_s(request.input_tokens, everywhere)
+        return np.array([float(seconds[self._members[site]].min(initial=np.inf)) for site in order])
+
+    def _crossing_s(
+        self, request: Request, prefix_tokens: int, cached: IntArray, away: Sequence[int], at: float
+    ) -> tuple[FloatArray, FloatArray]:
+        """Seconds for what home lacks to come home from each site, behind what is on its way; and for the longest
+        prefix to come to each site (bandwidth is the same both ways)."""
+        kv_bytes = float(self._model.kv_bytes(request.input_tokens, int(cached[HOME])))
+        transfer_s, copy_s = [0.0], [0.0]
+        for position, site in enumerate(away, start=1):
+            others, _ = self.utilisation(site, at)
+            egress = self.egress[site]
+            free_bytes_per_s = egress.bytes_per_s * max(1.0 - others, 0.01)
+            transfer_s.append(egress.queue_s(others) + kv_bytes / free_bytes_per_s)
+            lacking = int(cached[position])
+            copy_s.append(float(self._model.kv_bytes(prefix_tokens, min(lacking, prefix_tokens))) / free_bytes_per_s)
+            home_lacks = float(self._model.kv_bytes(prefix_tokens, min(int(cached[HOME]), prefix_tokens)))
+            copy_s[HOME] = max(copy_s[HOME], home_lacks / free_bytes_per_s)
+        return np.array(transfer_s), np.array(copy_s)
+
+    def copy_bytes(self, prefix_tokens: int, hit_tokens: int) -> float:
+        """KV bytes of a prefix beyond what is there."""
+        return float(self._model.kv_bytes(prefix_tokens, hit_tokens))
+
+    def answered(self, at: float, output_tokens: int) -> None:
+        """The length of an answer, for reviews."""
+        self.allocation.traffic.answered(at, output_tokens)
+
+    def converted(self, at: float) -> None:
+        """A conversion is over: the best threshold may be another one."""
+        self.converting -= 1
+        self._search(at)
+
+    def review(self, at: float) -> tuple[Conversion, ...]:
+        """Search thresholds and roles anew if it is time; the conversions that are due now."""
+        self.observe(at)
+        if not self.allocation.due(at):
+            return ()
+        loads = self._stages.loads(at, self.allocation.traffic.output_tokens(at) or 0.0)
+        review = self.allocation.review(at, self._capacity(at), loads, self.converting, self._base_tokens())
+        if review is None:
+            return ()
+        self.last_review = review
+        self._rebase(review.threshold_tokens)
+        return review.conversions
+
+    def _search(self, at: float) -> None:
+        """The best threshold for what there is now, between reviews."""
+        self._rebase(self.allocation.threshold_tokens(at, self._capacity(at), self._base_tokens()))
+
+    def _rebase(self, tokens: float | None) -> None:
+        if tokens is not None and self.spec.threshold_tokens is None:
+            for threshold in self.thresholds.values():
+                threshold.rebase(tokens)
+
+    def _base_tokens(self) -> float:
+        return min(threshold.base_tokens for threshold in self.thresholds.values())
+
+    def _capacity(self, at: float) -> Capacity:
+        free_bytes_per_s = {
+            site: self.egress[site].bytes_per_s * max(1.0 - self.utilisation(site, at)[0], 0.0)
+            for site, threshold in self.thresholds.items()
+            if threshold.up
+        }
+        return self._stages.capacity(at, free_bytes_per_s)

@@ -1,0 +1,199 @@
+"""How many instances prefill and how many decode: the long-term half of PrfaaS 3.4.3, from observed traffic.
+
+It proposes; the caller drains and converts. The throughput model is `throughput`'s, applied to what has come in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import product
+from typing import TypeAlias
+
+import msgspec
+import numpy as np
+
+from kvroute.policies.conversion import (
+    Conversion,
+    Home,
+    LongTerm,
+    Stage,
+    StageLoad,
+    Verdict,
+    busy_stages,
+    judge,
+)
+from kvroute.policies.throughput import (
+    BINDINGS,
+    Binding,
+    Curve,
+    Mix,
+    PdCluster,
+    PrfaasCluster,
+    StageRates,
+    System,
+    decode_per_s,
+    stage_rates,
+)
+from kvroute.policies.traffic import Traffic
+from kvroute.types import FloatArray, IntArray
+
+__all__ = ["Allocation", "Capacity", "Conversion", "Home", "LongTerm", "Review", "Stage", "StageLoad"]
+
+Seen: TypeAlias = tuple[Mix, FloatArray, float]
+"""Lengths, thresholds that part them, mean length of an answer."""
+_SPLITS_MAX = 4096
+"""Splits that a review looks at, about."""
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What the system can do now; `prfaas` holds the sites that are up, with the egress they have now."""
+
+    kv_bytes: Curve
+    prfaas: tuple[PrfaasCluster, ...]
+    homes: tuple[Home, ...]
+
+
+class Review(msgspec.Struct, frozen=True, kw_only=True, tag="review"):
+    """What the observed traffic asks for, and what that rests on."""
+
+    at: float
+    verdict: Verdict
+    conversions: tuple[Conversion, ...]
+    threshold_tokens: float | None
+    """Best threshold of the present split, or the one in use where that is about as good; None while no PrfaaS site is
+    up: keep the old one for its return."""
+    rate_per_s: float
+    """Arrivals."""
+    lambda_max_per_s: float
+    """Throughput of the present split at its best threshold (PrfaaS eq. 6)."""
+    best_per_s: float
+    """The same of the best split."""
+    gain: float
+    """Share of the best split's throughput that the present one misses, 0 to 1."""
+    binding: Binding
+    """What limits the present split by the model."""
+    busy: tuple[Stage, ...]
+    """Stages that bind as observed."""
+    n_prefill: tuple[int, ...]
+    """Best split, by home."""
+    n_decode: tuple[int, ...]
+
+
+class Allocation:
+    """Watches traffic and, every `review_s`, searches threshold and split anew."""
+
+    __slots__ = ("_reviewed_at", "_spec", "traffic")
+
+    def __init__(self, spec: LongTerm) -> None:
+        self._spec = spec
+        self.traffic = Traffic(spec.window_s)
+        self._reviewed_at: float | None = None
+
+    def due(self, at: float) -> bool:
+        """Whether a review would look at the traffic; cheap, so that a driver may ask often."""
+        if self._reviewed_at is not None and at - self._reviewed_at < self._spec.review_s:
+            return False
+        return self.traffic.requests(at) >= self._spec.requests_min and self.traffic.output_tokens(at) is not None
+
+    def threshold_tokens(self, at: float, capacity: Capacity, base_tokens: float | None = None) -> float | None:
+        """The best threshold for the present split: after a change of capacity. None where traffic or capacity give
+        none; `base_tokens` itself, the one in use, where it is about as good."""
+        seen = self._seen(at)
+        if seen is None or not capacity.homes or not capacity.prfaas:
+            return None
+        return self._threshold(seen, capacity, _rates(self._spec, seen, capacity, _present(capacity)), base_tokens)
+
+    def review(
+        self,
+        at: float,
+        capacity: Capacity,
+        loads: Mapping[Stage, StageLoad],
+        converting: int = 0,
+        base_tokens: float | None = None,
+    ) -> Review | None:
+        """Search threshold and split; None where no review is due, or no home is up.
+
+        Args:
+            at: seconds, never falling.
+            capacity: as it is now; instances under conversion belong to neither role.
+            loads: what is observed at each stage; one that is missing is idle.
+            converting: conversions that have been started and are not over.
+            base_tokens: the threshold in use, which stays where the best one is hardly better; None: there is none.
+        """
+        seen = self._seen(at) if self.due(at) and capacity.homes else None
+        if seen is None:
+            return None
+        self._reviewed_at = at
+        present, best = (
+            _rates(self._spec, seen, capacity, n_prefill)
+            for n_prefill in (_present(capacity), _splits(self._spec, capacity))
+        )
+        here, there = present.best(), best.best()
+        now_per_s, best_per_s = float(present.lambda_max_per_s[here]), float(best.lambda_max_per_s[there])
+        gain = max(1.0 - now_per_s / best_per_s, 0.0) if best_per_s else 0.0
+        target = best.n_prefill[there[1]]
+        verdict, conversions = judge(self._spec, capacity.homes, target, gain, loads, converting)
+        return Review(
+            at=at,
+            verdict=verdict,
+            conversions=conversions,
+            threshold_tokens=self._threshold(seen, capacity, present, base_tokens) if capacity.prfaas else None,
+            rate_per_s=self.traffic.rate_per_s(at),
+            lambda_max_per_s=now_per_s,
+            best_per_s=best_per_s,
+            gain=gain,
+            binding=BINDINGS[present.binding[here]],
+            busy=busy_stages(self._spec, loads),
+            n_prefill=tuple(target.tolist()),
+            n_decode=tuple(best.n_decode[there[1]].tolist()),
+        )
+
+    def _threshold(self, seen: Seen, capacity: Capacity, present: StageRates, base_tokens: float | None) -> float:
+        """The best of the present split's, or the one in use."""
+        best = present.best()
+        if base_tokens is not None:
+            mix, _, output_tokens = seen
+            alone = (mix, np.array([base_tokens]), output_tokens)
+            kept = _prefill_per_s(_rates(self._spec, alone, capacity, _present(capacity)))[0, 0]
+            if kept > _prefill_per_s(present)[best] * (1.0 - self._spec.threshold_gain_min):
+                return base_tokens
+        return float(present.thresholds[best[0]])
+
+    def _seen(self, at: float) -> Seen | None:
+        mix, output_tokens = self.traffic.mix(at), self.traffic.output_tokens(at)
+        return None if mix is None or output_tokens is None else (*mix, output_tokens)
+
+
+def _rates(spec: LongTerm, seen: Seen, capacity: Capacity, n_prefill: IntArray) -> StageRates:
+    """The model over the observed lengths and these splits, [S, homes]."""
+    mix, thresholds, output_tokens = seen
+    pd = tuple(
+        PdCluster(home.prefill_s, decode_per_s(home.batch_max, home.iteration_s, output_tokens))
+        for home in capacity.homes
+    )
+    instances = np.array([home.instances for home in capacity.homes])
+    return stage_rates(
+        System(mix, capacity.kv_bytes, capacity.prfaas, pd, spec.reading), thresholds, n_prefill, instances - n_prefill
+    )
+
+
+def _prefill_per_s(rates: StageRates) -> FloatArray:
+    """[T, S] what the two prefill stages could serve: all that a threshold decides."""
+    return np.minimum(rates.prfaas_bound_per_s[:, None], rates.pd_p_bound_per_s)
+
+
+def _present(capacity: Capacity) -> IntArray:
+    return np.array([[len(home.prefill) for home in capacity.homes]], dtype=np.int64)
+
+
+def _splits(spec: LongTerm, capacity: Capacity) -> IntArray:
+    """The present split, then all that keep the least of each role; with many homes, only those near the present."""
+    reach = max(int(_SPLITS_MAX ** (1 / len(capacity.homes))) // 2, 1)
+    ranges = []
+    for home in capacity.homes:
+        here = len(home.prefill)
+        first, last = max(spec.prefill_min, here - reach), min(home.instances - spec.decode_min, here + reach)
+        ranges.append(range(first, last + 1) if first <= last else range(here, here + 1))
+    return np.concatenate([_present(capacity), np.array(list(product(*ranges)), dtype=np.int64)])

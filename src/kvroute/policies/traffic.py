@@ -1,0 +1,88 @@
+"""The lengths of recent requests and answers, counted: what a scheduler of roles searches by; it decides nothing."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+
+import numpy as np
+
+from kvroute.policies.throughput import Mix
+from kvroute.types import FloatArray
+
+_EDGES: list[float] = [2.0 ** (step / 16) for step in range(16 * 24 + 1)]
+"""Upper edges of the bins of lengths, tokens, an edge belonging to its bin as a threshold belongs to the short."""
+_SLOTS = 8
+"""Parts of a window: whole parts are forgotten."""
+
+
+class Traffic:
+    """Lengths of the last `window_s`, in bins of a sixteenth of an octave: bounded memory whatever comes in.
+
+    Within a bin the mean is exact. Time comes in order.
+    """
+
+    __slots__ = ("_answers", "_began", "_count", "_slot", "_slot_s", "_tokens")
+
+    def __init__(self, window_s: float) -> None:
+        self._slot_s = window_s / _SLOTS
+        self._count = np.zeros((_SLOTS, len(_EDGES)))
+        self._tokens = np.zeros((_SLOTS, len(_EDGES)))
+        self._answers = np.zeros((_SLOTS, 2))
+        self._began: float | None = None
+        self._slot = 0
+
+    def arrived(self, at: float, incremental_tokens: int) -> None:
+        """One request, with what of its prompt is cached nowhere at hand: at least its last token is computed."""
+        tokens = max(incremental_tokens, 1)
+        row, column = self._row(at), min(bisect_left(_EDGES, tokens), len(_EDGES) - 1)
+        self._count[row, column] += 1.0
+        self._tokens[row, column] += tokens
+
+    def answered(self, at: float, output_tokens: int) -> None:
+        """One answer of so many tokens."""
+        self._answers[self._row(at)] += (1.0, output_tokens)
+
+    def requests(self, at: float) -> int:
+        """Arrivals within the window."""
+        self._forget(at)
+        return int(self._count.sum())
+
+    def rate_per_s(self, at: float) -> float:
+        """Arrivals per second of the window, or of the time since the first event."""
+        requests = self.requests(at)
+        if self._began is None or at <= self._began:
+            return 0.0
+        oldest = (self._slot - _SLOTS + 1) * self._slot_s
+        return requests / (at - max(self._began, oldest))
+
+    def output_tokens(self, at: float) -> float | None:
+        """Mean length of an answer; None where none was seen."""
+        self._forget(at)
+        count, tokens = self._answers.sum(axis=0).tolist()
+        return tokens / count if count and tokens else None
+
+    def mix(self, at: float) -> tuple[Mix, FloatArray] | None:
+        """Lengths with their shares, and the thresholds that part them, ascending from 0; None without traffic."""
+        self._forget(at)
+        count, tokens = self._count.sum(axis=0), self._tokens.sum(axis=0)
+        filled = np.flatnonzero(count)
+        if not len(filled):
+            return None
+        thresholds = np.concatenate(([0.0], np.array(_EDGES)[filled]))
+        return Mix.of(tokens[filled] / count[filled], count[filled]), thresholds
+
+    def _row(self, at: float) -> int:
+        """Where what happens at this time is counted."""
+        if self._began is None:
+            self._began, self._slot = at, math.floor(at / self._slot_s)
+        self._forget(at)
+        return self._slot % _SLOTS
+
+    def _forget(self, at: float) -> None:
+        """Empty the slots that are over."""
+        slot = math.floor(at / self._slot_s)
+        for gone in range(max(self._slot + 1, slot - _SLOTS + 1), slot + 1):
+            for array in (self._count, self._tokens, self._answers):
+                array[gone % _SLOTS] = 0.0
+        self._slot = max(self._slot, slot)

@@ -1,0 +1,69 @@
+"""What the control core orders."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+from kvroute.types.instances import Role
+from kvroute.types.snapshots import Terms
+
+
+class Reject(msgspec.Struct, frozen=True, tag="reject"):
+    """No instance can take the request now: normal in operation, hence a value."""
+
+    request_id: int
+    reason: str
+    terms: Terms | None = None
+
+
+class Offload(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Why a prefill is sent to another datacenter or kept at home (PrfaaS 3.4.3)."""
+
+    site: str
+    """The datacenter that prefills."""
+    reason: str
+    """short, long, home_down, away_down, not_worth_it or nobody_up (`policies.offload.Reason`)."""
+    terms: dict[str, float] = {}
+    """The figures it followed from: tokens, seconds and shares, by name."""
+
+
+class Prefill(msgspec.Struct, frozen=True, tag="prefill", omit_defaults=True):
+    """Compute the request's KV cache on `instance`; `cached_tokens` of it are there already, or will be once
+    `copy_tokens` of them have been copied from another site."""
+
+    request_id: int
+    instance: str
+    cached_tokens: int = 0
+    terms: Terms | None = None
+    copy_from: str = ""
+    """The instance whose cached prefix is copied to this one before the prefill; empty: none is."""
+    copy_tokens: int = 0
+    copy_bytes: float = 0.0
+    offload: Offload | None = None
+    """Why it is prefilled in this datacenter, where there is a choice."""
+
+
+class Decode(msgspec.Struct, frozen=True, tag="decode"):
+    """Send `kv_bytes` from `source` to `target` and decode there."""
+
+    request_id: int
+    source: str
+    target: str
+    tier: int
+    kv_bytes: float
+    need_bytes: float
+    hit_tokens: int
+    terms: Terms | None = None
+
+
+class Convert(msgspec.Struct, frozen=True, tag="convert"):
+    """Drain `instance`, then let it serve `role`; the driver reports InstanceConverted when it does."""
+
+    instance: str
+    role: Role
+    terms: Terms | None = None
+
+
+Decision: TypeAlias = Prefill | Decode | Reject | Convert

@@ -1,0 +1,25 @@
+"""Wrong input: the only exceptions that a user sees."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class InputError(ValueError):
+    """Wrong input in one sentence: where it is, what is wrong, how to mend it. A command exits with 2."""
+
+    def __init__(self, what: str, *, where: str = "", mend: str = "") -> None:
+        self.what, self.where, self.mend = what, where, mend
+        super().__init__((f"{where}: " if where else "") + what + (f"; {mend}" if mend else ""))
+
+
+class InputErrors(InputError):
+    """Several faults of one file, so that all can be mended in one go; `problems` keeps them in file order."""
+
+    def __init__(self, problems: Sequence[InputError]) -> None:
+        assert problems
+        self.problems = tuple(problems)
+        super().__init__("\n".join(str(problem) for problem in problems))
+
+    def __reduce__(self) -> tuple[type[InputErrors], tuple[tuple[InputError, ...]]]:
+        return type(self), (self.problems,)

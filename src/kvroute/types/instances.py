@@ -1,0 +1,99 @@
+"""Serving engines: role, place, limits, how they are reached and how long they compute."""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+import msgspec
+
+Role: TypeAlias = Literal["prefill", "decode", "both"]
+KvProtocol: TypeAlias = Literal["vllm", "mooncake", "sglang"]
+"""How prefill and decode are told of each other over HTTP: the decode leg after the prefill leg has answered with
+`kv_transfer_params` (vllm), after it with a `transfer_id` that the router made up (mooncake), or both legs at once
+(sglang)."""
+
+SAME_NODE, SAME_RACK, SAME_POD, SAME_DATACENTER, CROSS_DATACENTER = range(5)
+TIER_COUNT = 5
+"""Locality tiers 0-3 as in NetKV III-A; tier 4 joins datacenters."""
+
+
+class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a live engine is reached; simulations need none."""
+
+    url: str
+    """`http://host:port` or `https://host:port`, without a path."""
+    protocol: KvProtocol = "vllm"
+    bootstrap: str = ""
+    """`host:port` of a prefill engine's bootstrap server (mooncake, sglang)."""
+    kv_events: str = ""
+    """ZMQ endpoint that publishes KV events, e.g. `tcp://10.0.0.1:5557`; empty: none."""
+    kv_replay: str = ""
+    """ZMQ endpoint that repeats missed KV events; empty: none."""
+
+
+class Instance(msgspec.Struct, frozen=True, kw_only=True):
+    """One serving engine: its role, its model, its place and its limits. Role `both` computes a request's prefill and
+    decode on itself."""
+
+    name: str
+    role: Role
+    model: str
+    node: str
+    rack: str
+    pod: str
+    datacenter: str
+    gpus: tuple[str, ...]
+    """GPU names `node/index`, tp * pp of them, shard by shard."""
+    tp: int = 1
+    pp: int = 1
+    timing: str = "default"
+    batch_max: int = 64
+    """Requests in one decode iteration at most (NetKV beta_max)."""
+    kv_capacity_bytes: float = 0.0
+    """KV memory of the whole instance, all shards together."""
+    endpoint: Endpoint | None = None
+
+    @property
+    def protocol(self) -> KvProtocol:
+        """What a partner of this instance must speak too."""
+        return self.endpoint.protocol if self.endpoint else "vllm"
+
+
+class LinearPrefill(msgspec.Struct, frozen=True, tag="linear", kw_only=True):
+    """T(l) = per_token_s * l + base_s (NetKV VI-A)."""
+
+    per_token_s: float
+    base_s: float = 0.0
+
+
+class QuadraticPrefill(msgspec.Struct, frozen=True, tag="quadratic", kw_only=True):
+    """T(l) = base_s + per_token_s * l + per_token2_s * l^2 (DistServe's form)."""
+
+    base_s: float
+    per_token_s: float
+    per_token2_s: float
+
+
+class PiecewisePrefill(msgspec.Struct, frozen=True, tag="piecewise", kw_only=True):
+    """Straight lines through measured points, prolonged at both ends; tokens ascend."""
+
+    tokens: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+
+PrefillSpec: TypeAlias = LinearPrefill | QuadraticPrefill | PiecewisePrefill
+
+
+class DecodeSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """t(beta, context) = base_s + per_request_s * beta + per_context_token_s * (sum of context tokens)."""
+
+    base_s: float
+    per_request_s: float
+    per_context_token_s: float = 0.0
+
+
+class TimingSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """How long an instance computes; `timing` turns it into functions."""
+
+    prefill: PrefillSpec
+    decode: DecodeSpec

@@ -1,0 +1,306 @@
+"""Prefill across datacenters in the core: which site, what is booked, how roles change, and that all comes back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvroute.control import Control, ControlSpec
+from kvroute.policies.allocation import LongTerm
+from kvroute.policies.offload import OffloadSpec
+from kvroute.topology import Cluster, build, parse, two_datacenters
+from kvroute.types import (
+    Admitted,
+    Arrived,
+    CongestionMeasured,
+    Convert,
+    Decision,
+    Decode,
+    DecodeFailed,
+    Event,
+    Finished,
+    InputError,
+    InstanceConverted,
+    InstanceDown,
+    InstanceUp,
+    KvStored,
+    Prefill,
+    PrefillFailed,
+    PrefillFinished,
+    Reject,
+    Request,
+    ReviewDue,
+    TransferFinished,
+)
+
+AWAY, HOME = "prefill-site", "local-site"
+CUT = (0.0, 0.0, 0.0, 0.0, 0.99)
+FREE = (0.0,) * 5
+
+
+def cluster(prefill: int = 2, local: int = 2, decode: int = 2) -> Cluster:
+    """A site that only prefills and a home, 100 Gbps between them."""
+    return build(two_datacenters(prefill_nodes=prefill, local_prefill_nodes=local, decode_nodes=decode))
+
+
+def core(sites: Cluster | None = None, **offload: Any) -> Control:
+    """Requests of more than 20,000 uncached tokens leave, unless told otherwise."""
+    settings: dict[str, Any] = {"threshold_tokens": 20_000.0, "rule": "scarce"} | offload
+    spec = OffloadSpec(**settings)
+    return ControlSpec(prefill="cache-aware", offload=spec).build(sites or cluster())
+
+
+def arrive(
+    control: Control, number: int, tokens: int, at: float = 0.0, blocks: tuple[int, ...] = ()
+) -> tuple[Decision, ...]:
+    """One request at the door."""
+    request = Request(id=number, input_tokens=tokens, blocks=blocks, block_tokens=1_000, max_output_tokens=100)
+    return control.handle(Arrived(at, request))
+
+
+def site(sites: Cluster, name: str) -> str:
+    """The datacenter of an instance."""
+    return sites.instances[sites.index(name)].datacenter
+
+
+def prefill_of(decisions: tuple[Decision, ...]) -> Prefill:
+    """The first decision, which must be a prefill."""
+    first = decisions[0]
+    assert isinstance(first, Prefill)
+    return first
+
+
+@given(st.integers(1, 60_000), st.floats(1_000.0, 50_000.0), st.booleans())
+def test_what_is_longer_than_the_threshold_leaves_and_nothing_else(
+    tokens: int, threshold: float, layerwise: bool
+) -> None:
+    """A prefill that leaves layer by layer is told at once where to; every other one learns it when it is over."""
+    sites = cluster()
+    decisions = arrive(core(sites, threshold_tokens=threshold, layerwise=layerwise), 1, tokens)
+    prefill = prefill_of(decisions)
+    assert prefill.offload is not None
+    away = tokens > threshold
+    assert (site(sites, prefill.instance), prefill.offload.site) == ((AWAY,) * 2 if away else (HOME,) * 2)
+    assert [type(decision) for decision in decisions[1:]] == ([Decode] if away and layerwise else [])
+
+
+def test_a_cached_prefix_keeps_a_long_prompt_at_home() -> None:
+    sites = cluster()
+    control = core(sites)
+    blocks = tuple(range(1, 31))
+    home = next(i.name for i in sites.instances if i.datacenter == HOME and i.role == "prefill")
+    control.handle(KvStored(0.0, home, blocks[:15], 1_000))
+    kept = prefill_of(arrive(control, 1, 30_000, blocks=blocks))
+    assert (kept.instance, kept.cached_tokens) == (home, 15_000)
+    assert kept.offload is not None
+    assert kept.offload.terms["incremental_tokens"] == 15_000
+
+
+def test_with_bandwidth_to_spare_the_longer_prefix_is_copied_to_where_the_prefill_is() -> None:
+    sites = cluster()
+    control = core(sites, rule="abundant")
+    blocks = tuple(range(1, 61))
+    home = next(i.name for i in sites.instances if i.datacenter == HOME and i.role == "prefill")
+    control.handle(KvStored(0.0, home, blocks[:30], 1_000))
+    prefill = prefill_of(arrive(control, 1, 60_000, blocks=blocks))
+    assert site(sites, prefill.instance) == AWAY
+    assert (prefill.copy_from, prefill.copy_tokens, prefill.cached_tokens) == (home, 30_000, 30_000)
+    assert prefill.copy_bytes == 30_000 * 327_680.0
+
+
+def test_a_link_that_is_cut_sends_everything_home_until_it_is_back() -> None:
+    sites = cluster()
+    control = core(sites)
+    control.handle(CongestionMeasured(0.0, CUT))
+    assert site(sites, prefill_of(arrive(control, 1, 40_000)).instance) == HOME
+    control.handle(CongestionMeasured(1.0, FREE))
+    assert site(sites, prefill_of(arrive(control, 2, 40_000, at=1.0)).instance) == AWAY
+
+
+def test_a_request_whose_way_failed_is_prefilled_again_at_home() -> None:
+    sites = cluster()
+    control = core(sites)
+    prefill, decode = arrive(control, 1, 40_000)
+    assert isinstance(prefill, Prefill)
+    assert isinstance(decode, Decode)
+    control.handle(PrefillFinished(5.0, 1))
+    again = prefill_of(control.handle(DecodeFailed(6.0, 1, kv_lost=True)))
+    assert site(sites, again.instance) == HOME
+    assert site(sites, prefill_of(arrive(control, 2, 40_000, at=6.0)).instance) == AWAY
+
+
+def serve(control: Control, number: int, tokens: int, at: float) -> None:
+    """A whole request, in no time, with an answer of 1,000 tokens."""
+    decisions = arrive(control, number, tokens, at)
+    decisions += control.handle(PrefillFinished(at, number))
+    assert any(isinstance(decision, Decode) for decision in decisions)
+    control.handle(TransferFinished(at, number))
+    control.handle(Admitted(at, number))
+    control.handle(Finished(at, number, None, 1_000))
+
+
+def test_roles_follow_the_traffic_and_an_instance_under_conversion_gets_nothing() -> None:
+    """Three quarters of home decode, and the traffic is long prompts with short answers: prefill is what lacks."""
+    sites = cluster(prefill=1, local=1, decode=3)
+    control = core(sites, long_term=LongTerm(requests_min=20, busy_above=0.5), threshold_tokens=None)
+    for number in range(50):
+        serve(control, number, 15_000, at=number * 0.1)
+    for number in range(100, 140):
+        arrive(control, number, 15_000, at=5.0)
+    (convert,) = control.handle(ReviewDue(5.0))
+    assert isinstance(convert, Convert)
+    assert convert.role == "prefill"
+    for number in range(200, 230):
+        assert prefill_of(arrive(control, number, 1_000, at=6.0)).instance != convert.instance
+    control.handle(InstanceConverted(7.0, convert.instance, convert.role))
+    chosen = {prefill_of(arrive(control, number, 1_000, at=7.0)).instance for number in range(300, 310)}
+    assert convert.instance in chosen
+
+
+def test_an_instance_of_the_prefill_site_never_converts() -> None:
+    sites = cluster()
+    away = next(i.name for i in sites.instances if i.datacenter == AWAY)
+    with pytest.raises(InputError, match="does not change its role"):
+        core(sites).handle(InstanceConverted(0.0, away, "decode"))
+
+
+def test_a_cluster_without_a_site_to_offload_to_is_refused() -> None:
+    one = parse(
+        "name: one\nnodes: [{name: n0}]\ndefaults: {model: llama-3-8b, kv_capacity: 10 GB}\n"
+        "timing: {default: {prefill: {kind: linear, per_token: 1 us}, decode: {base: 1 ms}}}\n"
+        "instances: [{name: p, role: prefill, gpus: 'n0:0'}, {name: d, role: decode, gpus: 'n0:1'}]\n"
+    )
+    with pytest.raises(InputError, match="no datacenter prefills only"):
+        core(one)
+
+
+class Anything(RuleBasedStateMachine):
+    """Requests, failures, cuts, conversions in any order: what was booked on links and instances comes back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sites = cluster()
+        self.spec = ControlSpec(
+            prefill="cache-aware",
+            offload=OffloadSpec(rule="auto", long_term=LongTerm(requests_min=2, window_s=50.0, review_s=1.0)),
+        )
+        self.control = self.spec.build(self.sites)
+        self.events: list[Event] = []
+        self.made: list[tuple[Decision, ...]] = []
+        self.stage: dict[int, str] = {}
+        self.converting: dict[str, Any] = {}
+        self.now, self.number = 0.0, 0
+
+    def tell(self, event: Event) -> tuple[Decision, ...]:
+        """Hand an event to the core, and keep both."""
+        decisions = self.control.handle(event)
+        self.events.append(event)
+        self.made.append(decisions)
+        return decisions
+
+    def follow(self, number: int, decisions: tuple[Decision, ...]) -> None:
+        """Where a request stands after new decisions about it."""
+        match decisions:
+            case (Reject(),):
+                self.stage.pop(number, None)
+            case (Prefill(),):
+                self.stage[number] = "prefill"
+            case (Prefill(), Decode()):
+                self.stage[number] = "early"
+            case (Decode(),):
+                self.stage[number] = "transfer"
+            case _:
+                raise AssertionError(decisions)
+
+    def of(self, *stages: str) -> list[int]:
+        """Requests that stand there."""
+        return [number for number, stage in self.stage.items() if stage in stages]
+
+    @rule(tokens=st.sampled_from([500, 5_000, 30_000, 90_000]), step=st.floats(0.0, 3.0), shared=st.integers(0, 3))
+    def arrival(self, tokens: int, step: float, shared: int) -> None:
+        self.now += step
+        self.number += 1
+        blocks = tuple(1_000 * shared + k for k in range(tokens // 1_000))
+        request = Request(id=self.number, input_tokens=tokens, blocks=blocks, block_tokens=1_000, max_output_tokens=9)
+        self.follow(self.number, self.tell(Arrived(self.now, request)))
+
+    @precondition(lambda self: self.of("prefill", "early"))
+    @rule(data=st.data(), fails=st.booleans())
+    def prefilled(self, data: st.DataObject, fails: bool) -> None:
+        number = data.draw(st.sampled_from(self.of("prefill", "early")))
+        if fails:
+            self.follow(number, self.tell(PrefillFailed(self.now, number)))
+        elif self.stage[number] == "early":
+            assert self.tell(PrefillFinished(self.now, number)) == ()
+            self.stage[number] = "transfer"
+        else:
+            self.follow(number, self.tell(PrefillFinished(self.now, number)))
+
+    @precondition(lambda self: self.of("transfer"))
+    @rule(data=st.data(), fails=st.booleans(), lost=st.booleans())
+    def transferred(self, data: st.DataObject, fails: bool, lost: bool) -> None:
+        number = data.draw(st.sampled_from(self.of("transfer")))
+        if fails:
+            self.follow(number, self.tell(DecodeFailed(self.now, number, lost)))
+        else:
+            self.tell(TransferFinished(self.now, number))
+            self.tell(Admitted(self.now, number))
+            self.stage[number] = "decode"
+
+    @precondition(lambda self: self.stage)
+    @rule(data=st.data(), answer=st.sampled_from([None, 10, 1_000]))
+    def finished(self, data: st.DataObject, answer: int | None) -> None:
+        number = data.draw(st.sampled_from(sorted(self.stage)))
+        self.tell(Finished(self.now, number, None, answer))
+        del self.stage[number]
+
+    @rule(full=st.sampled_from([0.0, 0.6, 0.9, 0.99]), step=st.floats(0.0, 2.0))
+    def congestion(self, full: float, step: float) -> None:
+        self.now += step
+        self.tell(CongestionMeasured(self.now, (0.0, 0.0, 0.0, 0.0, full)))
+
+    @rule(data=st.data(), up=st.booleans())
+    def health(self, data: st.DataObject, up: bool) -> None:
+        name = data.draw(st.sampled_from([instance.name for instance in self.sites.instances]))
+        self.tell(InstanceUp(self.now, name) if up else InstanceDown(self.now, name))
+
+    @rule(step=st.floats(0.0, 30.0))
+    def review(self, step: float) -> None:
+        self.now += step
+        for decision in self.tell(ReviewDue(self.now)):
+            assert isinstance(decision, Convert)
+            assert decision.instance not in self.converting
+            self.converting[decision.instance] = decision.role
+
+    @precondition(lambda self: self.converting)
+    @rule()
+    def converted(self) -> None:
+        name, role = self.converting.popitem()
+        self.tell(InstanceConverted(self.now, name, role))
+
+    @invariant()
+    def nothing_new_goes_to_an_instance_under_conversion(self) -> None:
+        if self.made:
+            for decision in self.made[-1]:
+                chosen = {Prefill: "instance", Decode: "target"}.get(type(decision))
+                assert chosen is None or getattr(decision, chosen) not in self.converting
+
+    def teardown(self) -> None:
+        for number in sorted(self.stage):
+            self.tell(Finished(self.now, number))
+        assert self.control.offloading is not None
+        assert [egress.backlog_bytes for egress in self.control.offloading.egress.values()] == [0.0]
+        assert self.control.in_flight == 0
+        assert all((load.queued, load.pending_s) == (0, 0.0) for load in self.control.loads(self.now).values())
+        again = self.spec.build(self.sites)
+        for event, decisions in zip(self.events, self.made, strict=True):
+            repeated = again.handle(event)
+            assert [str(each) for each in repeated] == [str(each) for each in decisions]
+
+
+TestAnything = Anything.TestCase
+TestAnything.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

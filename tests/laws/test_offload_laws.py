@@ -1,0 +1,438 @@
+"""Laws of offloading: the published rule, thresholds that settle, counts that are exact, conversions that end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvroute.policies.allocation import Allocation, Capacity, Home, LongTerm, Review, Stage, StageLoad
+from kvroute.policies.offload import HOME, OffloadSpec, SiteCandidates, choose_site, longest
+from kvroute.policies.threshold import Scarcity, ShortTerm, Threshold
+from kvroute.policies.throughput import (
+    Mix,
+    PdCluster,
+    PrfaasCluster,
+    Reading,
+    System,
+    decode_per_s,
+    splits,
+    stage_rates,
+)
+from kvroute.policies.traffic import Traffic
+from kvroute.types import FloatArray
+
+shares = st.floats(0, 1.2)
+queues_s = st.floats(0, 30)
+
+
+@st.composite
+def situations(draw: st.DrawFn, most: int = 4) -> tuple[int, SiteCandidates]:
+    """A prompt and 1 to `most` sites; few distinct lengths, so that ties and equalities are common."""
+    n = draw(st.integers(1, most))
+    random = np.random.default_rng(draw(st.integers(0, 2**32)))
+    total = draw(st.sampled_from([1, 1_000, 60_000]))
+    cached = np.minimum(random.choice([0, 1, 500, 30_000, 59_999], n), total)
+    transfer_s = random.choice([0.0, 0.5, 20.0], n)
+    transfer_s[HOME] = 0.0
+    prefill_s = random.choice([0.0, 1.0, 2.0], n)
+    return total, SiteCandidates(
+        names=("home", *(f"prfaas{index}" for index in range(1, n))),
+        up=random.random(n) < 0.8,
+        scarce=random.random(n) < 0.5,
+        threshold_tokens=random.choice([1.0, 500.0, 30_000.0, 1e6], n),
+        utilisation=random.random(n),
+        cached_tokens=cached,
+        queue_s=random.choice([0.0, 1.0, 7.0], n),
+        prefill_s=prefill_s,
+        warm_prefill_s=prefill_s / 2,
+        transfer_s=transfer_s,
+        copy_s=random.choice([0.0, 0.5, 3.0], n),
+    )
+
+
+@given(situations(2))
+def test_one_link_follows_the_publication(situation: tuple[int, SiteCandidates]) -> None:
+    """PrfaaS 3.4.3 word by word, for one home and one PrfaaS site that is up."""
+    total, sites = situation
+    if len(sites.names) == 1:
+        return
+    sites = replace(sites, up=np.ones(2, dtype=np.bool_))
+    l_pd, l_prfaas = sites.cached_tokens.tolist()
+    scarce, threshold = bool(sites.scarce[1]), float(sites.threshold_tokens[1])
+    l_prefix = l_pd if scarce else max(l_prfaas, l_pd)
+    choice = choose_site(OffloadSpec(), total, sites)
+    assert choice.index == (0 if total - l_prefix <= threshold else 1)
+    own, other = (l_pd, l_prfaas) if choice.index == 0 else (l_prfaas, l_pd)
+    if not scarce and other > own:
+        assert (choice.copy_from, choice.copied_tokens) == (1 - choice.index, other - own)
+        assert choice.cached_tokens == other
+    else:
+        assert (choice.copy_from, choice.copied_tokens, choice.cached_tokens) == (None, 0, own)
+    assert (choice.decisive, choice.scarce, choice.threshold_tokens) == (1, scarce, threshold)
+
+
+@given(situations(), st.none() | st.floats(0.1, 10), st.booleans())
+def test_a_site_is_up_and_its_terms_add_up(
+    situation: tuple[int, SiteCandidates], stay_factor: float | None, layerwise: bool
+) -> None:
+    """Only sites that are up get work, if any is; a finish is at least its longest part and at most their sum; of the
+    sites above their threshold nobody would have finished earlier, and none of those before it as early."""
+    total, sites = situation
+    choice = choose_site(OffloadSpec(stay_factor=stay_factor, layerwise=layerwise), total, sites)
+    assert sites.up[choice.index] or not sites.up.any()
+    parts = np.array([choice.terms.parts[name] for name in ("queue_s", "copy_s", "prefill_s", "transfer_s")])
+    assert (choice.terms.cost >= parts.max(axis=0)).all()
+    assert (choice.terms.cost <= parts.sum(axis=0)).all()
+    assert choice.copied_tokens >= 0
+    assert choice.cached_tokens <= total
+    if choice.copy_from is not None:
+        assert choice.copy_from != choice.index
+        assert sites.cached_tokens[choice.copy_from] == choice.cached_tokens
+        assert not sites.scarce[[index for index in (choice.copy_from, choice.index) if index != HOME]].any()
+    if choice.reason == "long":
+        away = [i for i in range(1, len(sites.names)) if sites.up[i]]
+        rivals = [i for i in away if choice.incremental_tokens > sites.threshold_tokens[i]]
+        if stay_factor is not None:
+            limit_s = stay_factor * float(choice.terms.cost[HOME])
+            rivals = [i for i in rivals if sites.transfer_s[i] <= limit_s]
+        assert choice.index == min(rivals, key=lambda i: (choice.terms.cost[i], i))
+    record = choice.offload()
+    assert record.site == sites.names[choice.index]
+    assert all(math.isfinite(value) for value in record.terms.values())
+    if choice.copy_from is not None:
+        assert sites.up[choice.copy_from], "nothing is copied from who is down"
+
+
+@given(situations())
+def test_a_dead_link_keeps_everything_at_home(situation: tuple[int, SiteCandidates]) -> None:
+    total, sites = situation
+    up = np.zeros(len(sites.names), dtype=np.bool_)
+    up[HOME] = True
+    choice = choose_site(OffloadSpec(), total, replace(sites, up=up))
+    assert (choice.index, choice.copy_from, choice.reason) == (HOME, None, "away_down")
+    assert longest(up, sites.scarce, sites.cached_tokens) == (HOME, sites.cached_tokens[HOME])
+
+
+@given(situations(), st.integers(1, 100_000))
+def test_a_longer_prompt_never_comes_back_home(situation: tuple[int, SiteCandidates], more: int) -> None:
+    """What leaves at some length leaves at any greater one, all else equal."""
+    total, sites = situation
+    before, after = (choose_site(OffloadSpec(), length, sites) for length in (total, total + more))
+    assert before.index == HOME or after.index != HOME
+
+
+@st.composite
+def short_terms(draw: st.DrawFn) -> ShortTerm:
+    """A dwell of one second, so that time counts moves."""
+    utilisation_low = draw(st.floats(0.1, 0.8))
+    queue_low_s = draw(st.floats(0, 5))
+    return ShortTerm(
+        utilisation_low=utilisation_low,
+        utilisation_high=draw(st.floats(utilisation_low + 0.01, 1.0)),
+        queue_low_s=queue_low_s,
+        queue_high_s=queue_low_s + draw(st.floats(0.1, 10)),
+        step=draw(st.floats(1.1, 3.0)),
+        dwell_s=1.0,
+        remember_s=draw(st.sampled_from([0.0, 5.0, 20.0])),
+        threshold_min_tokens=1_000.0,
+        threshold_max_tokens=200_000.0,
+    )
+
+
+measurements = st.lists(st.tuples(shares, queues_s, queues_s), max_size=30)
+bases = st.floats(0, 300_000)
+
+
+def after(spec: ShortTerm, base: float, history: list[tuple[float, float, float]]) -> tuple[Threshold, float]:
+    """A threshold with a past, and the time since which nothing has been measured."""
+    threshold = Threshold(spec, base)
+    for at, measured in enumerate(history):
+        threshold.observe(float(at), *measured)
+    return threshold, float(len(history))
+
+
+def most_moves(spec: ShortTerm) -> int:
+    """From bound to bound, with every mistake forgotten on the way."""
+    span = math.log(spec.threshold_max_tokens / spec.threshold_min_tokens) / math.log(spec.step)
+    return 2 * math.ceil(span) + math.ceil(16 * spec.remember_s) + 2
+
+
+@given(short_terms(), bases, measurements, shares, queues_s, queues_s)
+def test_a_constant_input_settles_for_good(
+    spec: ShortTerm,
+    base: float,
+    history: list[tuple[float, float, float]],
+    utilisation: float,
+    queue_s: float,
+    home_queue_s: float,
+) -> None:
+    """Whatever came before: one direction only, then no change any more; and nothing at all within the band."""
+    threshold, start = after(spec, base, history)
+    before, moves = threshold.tokens, most_moves(spec)
+    path = [threshold.observe(start + at, utilisation, queue_s, home_queue_s) for at in range(2 * moves)]
+    assert path[: moves + 1] in (sorted(path[: moves + 1]), sorted(path[: moves + 1], reverse=True))
+    assert set(path[moves:]) == {threshold.tokens}
+    surges = utilisation >= spec.utilisation_high or queue_s >= spec.queue_high_s
+    if surges and home_queue_s <= spec.queue_low_s:
+        assert threshold.tokens == spec.threshold_max_tokens
+    elif (utilisation <= spec.utilisation_low and queue_s <= spec.queue_low_s) or home_queue_s >= spec.queue_high_s:
+        assert threshold.tokens == threshold.base_tokens
+    else:
+        assert set(path) == {before}
+
+
+@given(short_terms(), bases, measurements, bases, st.integers(0, 30))
+def test_it_stays_within_bounds_and_waits_between_moves(
+    spec: ShortTerm, base: float, history: list[tuple[float, float, float]], other: float, when: int
+) -> None:
+    """Half a dwell apart, never two measurements in a row move it; it depends on nothing but its inputs."""
+    first, second = Threshold(spec, base), Threshold(spec, base)
+    path = [first.tokens]
+    for step, measured in enumerate(history):
+        if step == when:
+            for threshold in (first, second):
+                threshold.rebase(other)
+            assert first.base_tokens == min(max(other, spec.threshold_min_tokens), spec.threshold_max_tokens)
+            path = [first.tokens]
+        path.append(first.observe(step / 2, *measured))
+        assert spec.threshold_min_tokens <= first.base_tokens <= first.tokens <= spec.threshold_max_tokens
+        assert second.observe(step / 2 + 4_096, *measured) == first.tokens, "only differences of times count"
+        assert len(set(path[-3:])) < 3
+
+
+@given(short_terms(), bases, measurements, measurements)
+def test_a_link_that_was_down_starts_again_from_its_base(
+    spec: ShortTerm,
+    base: float,
+    history: list[tuple[float, float, float]],
+    then: list[tuple[float, float, float]],
+) -> None:
+    """Nothing is learned from a dead link, and nothing of what came before counts once it is back."""
+    threshold, start = after(spec, base, history)
+    before = threshold.tokens
+    threshold.set_up(False)
+    assert threshold.observe(start + 100.0, 1.0, 30.0) == before
+    threshold.set_up(True)
+    fresh = Threshold(spec, base)
+    assert threshold.tokens == fresh.tokens
+    for at, measured in enumerate(then):
+        assert threshold.observe(start + 101.0 + at, *measured) == fresh.observe(float(at), *measured)
+
+
+def live(spec: ShortTerm, base: float, load: Callable[[float], float], moves: int) -> list[float]:
+    """A link whose utilisation answers to the threshold at once."""
+    threshold = Threshold(spec, base)
+    return [threshold.observe(float(at), load(threshold.tokens), 0.0) for at in range(moves)]
+
+
+@given(st.floats(0.1, 0.6), st.floats(1.05, 1.5), st.floats(0.2, 1.0), st.floats(0.05, 20), st.floats(1e3, 1e5))
+def test_traffic_that_gives_way_gently_comes_to_rest(
+    low: float, gap: float, softness: float, load: float, base: float
+) -> None:
+    """Closed loop: where one step changes the utilisation by less than the band is wide, the threshold stops."""
+    high = low * gap
+    step = gap**softness
+    spec = ShortTerm(utilisation_low=low, utilisation_high=high, step=step, dwell_s=1.0)
+    moves = 2 * math.ceil(math.log(1e6 / 1e3) / math.log(step)) + 2
+    path = live(spec, base, lambda tokens: min(load * (base / tokens) ** 0.99, 1.2), 2 * moves)
+    assert len(set(path[moves:])) == 1
+
+
+@given(st.floats(1.1, 3.0), st.floats(1e3, 1e5), st.floats(1.01, 50))
+def test_traffic_in_lumps_is_probed_ever_more_rarely(step: float, base: float, height: float) -> None:
+    """Closed loop: prompts of one length only, so that no threshold gives a utilisation within the band. Without a
+    memory the threshold would move at every measurement and half of the time would be crowded."""
+    cliff = base * height
+    spec = ShortTerm(step=step, dwell_s=1.0, remember_s=10.0, threshold_max_tokens=1e8)
+    path = live(spec, base, lambda tokens: 0.99 if tokens < cliff else 0.1, 2_000)
+    late = path[1_000:]
+    moves = sum(before != after for before, after in pairwise(late))
+    assert moves <= 20
+    assert sum(tokens < cliff for tokens in late) <= 10
+
+
+@given(st.floats(0.1, 0.9), st.floats(0.01, 0.09), st.lists(shares, min_size=1), shares)
+def test_scarcity_changes_only_outside_its_band(low: float, gap: float, history: list[float], last: float) -> None:
+    scarcity = Scarcity("auto", low + gap, low)
+    assert scarcity.scarce
+    for utilisation in history:
+        before = scarcity.scarce
+        after = scarcity.observe(utilisation)
+        assert after == (before if low < utilisation <= low + gap else utilisation > low)
+    settled = scarcity.observe(last)
+    assert {scarcity.observe(last) for _ in range(5)} == {settled}
+    assert {Scarcity("scarce", 0.7, 0.5).observe(each) for each in history} == {True}
+    assert {Scarcity("abundant", 0.7, 0.5).observe(each) for each in history} == {False}
+
+
+events = st.lists(
+    st.tuples(st.floats(0, 5), st.integers(0, 9) | st.integers(0, 2**21), st.integers(1, 4096)), min_size=1, max_size=60
+)
+
+
+@given(events)
+def test_traffic_counts_what_a_list_would(steps: list[tuple[float, int, int]]) -> None:
+    """A window of 16 s in slots of 2 s: whole slots are forgotten; shares at every threshold are exact."""
+    traffic, at = Traffic(16.0), 0.0
+    seen: list[tuple[float, int, int]] = []
+    for wait_s, tokens, output in steps:
+        at += wait_s
+        traffic.arrived(at, tokens)
+        traffic.answered(at, output)
+        seen.append((at, tokens, output))
+    kept = [each for each in seen if math.floor(each[0] / 2) > math.floor(at / 2) - 8]
+    assert traffic.requests(at) == len(kept)
+    lengths = np.array([max(tokens, 1) for _, tokens, _ in kept], dtype=np.float64)
+    answered = traffic.output_tokens(at)
+    assert answered is not None
+    assert math.isclose(answered, sum(output for _, _, output in kept) / len(kept))
+    found = traffic.mix(at)
+    assert found is not None
+    mix, thresholds = found
+    assert math.isclose(mix.mean_tokens, lengths.mean(), rel_tol=1e-9, abs_tol=1e-9)
+    for threshold, share in zip(thresholds, mix.cut(thresholds).long_share, strict=True):
+        assert math.isclose(share, (lengths > threshold).mean(), abs_tol=1e-9)
+    assert traffic.requests(at + 18.0) == 0
+    assert traffic.mix(at + 18.0) is None
+
+
+def bent(per_token_s: float) -> Callable[[FloatArray], FloatArray]:
+    """Attention makes long prompts dearer, so that the mean cost is not the cost of the mean."""
+    return lambda tokens: 0.1 + per_token_s * tokens * (1.0 + tokens / 50_000)
+
+
+def linear(base_s: float, per_token_s: float) -> Callable[[FloatArray], FloatArray]:
+    return lambda tokens: base_s + per_token_s * tokens
+
+
+@st.composite
+def capacities(draw: st.DrawFn) -> Capacity:
+    """One or two homes and up to two PrfaaS sites."""
+    homes = []
+    for letter in draw(st.sampled_from(["a", "ab"])):
+        total = draw(st.integers(2, 9))
+        prefill = draw(st.integers(1, total - 1))
+        homes.append(
+            Home(
+                prefill=[f"{letter}{index}" for index in range(prefill)],
+                decode=[f"{letter}{index}" for index in range(prefill, total)],
+                prefill_s=bent(draw(st.floats(1e-5, 3e-4))),
+                batch_max=draw(st.integers(1, 64)),
+                iteration_s=0.025,
+            )
+        )
+    prfaas = tuple(
+        PrfaasCluster(draw(st.integers(1, 8)), linear(0.1, 2e-5), draw(st.floats(1e7, 1e10)))
+        for _ in range(draw(st.integers(0, 2)))
+    )
+    return Capacity(linear(2e8, 2e4), prfaas, tuple(homes))
+
+
+lengths = st.lists(st.sampled_from([100, 2_000, 9_000, 30_000, 120_000]), min_size=1, max_size=12)
+ALL_BUSY: dict[Stage, StageLoad] = {"prfaas": StageLoad(1.0), "prefill": StageLoad(1.0), "decode": StageLoad(1.0)}
+
+
+def observed(spec: LongTerm, tokens: list[int]) -> Allocation:
+    """An allocation that has seen so many requests at time 0."""
+    allocation = Allocation(spec)
+    for each in tokens:
+        allocation.traffic.arrived(0.0, each)
+        allocation.traffic.answered(0.0, 200)
+    return allocation
+
+
+def applied(capacity: Capacity, review: Review) -> Capacity:
+    """The capacity after the conversions are over."""
+    moved = {conversion.instance for conversion in review.conversions}
+    homes = []
+    for home in capacity.homes:
+        leaving, joining = moved & set(home.prefill), moved & set(home.decode)
+        prefill = [name for name in home.prefill if name not in leaving] + sorted(joining)
+        decode = [name for name in home.decode if name not in joining] + sorted(leaving)
+        homes.append(replace(home, prefill=prefill, decode=decode))
+    return replace(capacity, homes=tuple(homes))
+
+
+@given(capacities(), lengths, st.integers(1, 3), st.floats(0.001, 0.5))
+def test_conversions_end_at_a_split_that_is_about_the_best(
+    capacity: Capacity, tokens: list[int], at_once: int, gain_min: float
+) -> None:
+    """Under constant traffic and with everybody busy: each review proposes a few that exist, in the order given; soon
+    none, and then never again; what is missed in the end is less than `gain_min`."""
+    spec = LongTerm(requests_min=1, review_s=1.0, window_s=1e4, at_once=at_once, gain_min=gain_min)
+    allocation = observed(spec, tokens)
+    idle, quiet, missed = False, 0, 1.0
+    for step in range(30):
+        review = allocation.review(float(step), capacity, ALL_BUSY)
+        assert review is not None
+        assert len(review.conversions) <= at_once
+        for role in ("prefill", "decode"):
+            names = [each.instance for each in review.conversions if each.role == role]
+            pools = [home.decode if role == "prefill" else home.prefill for home in capacity.homes]
+            assert all(set(names) & set(pool) == set(pool[: len(set(names) & set(pool))]) for pool in pools)
+        assert 0.0 <= review.gain <= 1.0
+        assert not (idle and review.conversions)
+        idle = not review.conversions
+        capacity = applied(capacity, review)
+        assert all(home.prefill and home.decode for home in capacity.homes)
+        missed = review.gain
+        quiet += idle
+        if quiet == 3:
+            break
+    assert idle
+    assert missed < gain_min
+
+
+@given(capacities(), lengths, st.sampled_from(["exact", "representative"]))
+def test_a_review_finds_what_the_model_finds(capacity: Capacity, tokens: list[int], reading: Reading) -> None:
+    """The best split by the whole grid over the true lengths; the threshold is the best of the present split."""
+    spec = LongTerm(requests_min=1, prefill_min=0, decode_min=0, reading=reading)
+    review = observed(spec, tokens).review(0.0, capacity, {})
+    assert review is not None
+    pd = tuple(
+        PdCluster(home.prefill_s, decode_per_s(home.batch_max, home.iteration_s, 200)) for home in capacity.homes
+    )
+    mix = Mix.of(tokens)
+    system = System(mix, capacity.kv_bytes, capacity.prfaas, pd, reading)
+    grid = stage_rates(system, mix.thresholds(), *splits([home.instances for home in capacity.homes]))
+    assert math.isclose(review.best_per_s, float(grid.lambda_max_per_s.max()), rel_tol=1e-9)
+    here = np.array([[len(home.prefill) for home in capacity.homes]])
+    there = np.array([[len(home.decode) for home in capacity.homes]])
+    present = stage_rates(system, mix.thresholds(), here, there)
+    assert math.isclose(review.lambda_max_per_s, float(present.lambda_max_per_s.max()), rel_tol=1e-9)
+    assert (review.threshold_tokens is None) == (not capacity.prfaas)
+    if review.threshold_tokens is not None:
+        routed = stage_rates(system, np.array([review.threshold_tokens]), here, there)
+        assert math.isclose(float(routed.lambda_max_per_s[0, 0]), review.lambda_max_per_s, rel_tol=1e-9)
+
+
+loads = st.builds(StageLoad, st.floats(0, 1), queues_s)
+
+
+@given(capacities(), lengths, loads, loads, st.booleans(), st.integers(0, 1))
+def test_only_a_busy_role_grows(
+    capacity: Capacity, tokens: list[int], prefill: StageLoad, decode: StageLoad, conversions: bool, converting: int
+) -> None:
+    """And none at all while another conversion is under way, or where they are off."""
+    spec = LongTerm(requests_min=1, conversions=conversions)
+    measured: dict[Stage, StageLoad] = {"prefill": prefill, "decode": decode}
+    review = observed(spec, tokens).review(0.0, capacity, measured, converting)
+    assert review is not None
+    assert bool(review.conversions) == (review.verdict in ("convert", "relieve"))
+    if converting or not conversions:
+        assert not review.conversions
+    for conversion in review.conversions:
+        grows = measured[conversion.role]
+        assert grows.utilisation >= spec.busy_above or grows.queue_s >= spec.queue_high_s
+    if review.verdict == "relieve":
+        (conversion,) = review.conversions
+        giver = decode if conversion.role == "prefill" else prefill
+        homes = capacity.homes
+        count = sum(len(home.decode if conversion.role == "prefill" else home.prefill) for home in homes)
+        assert giver.utilisation * count < spec.busy_above * (count - 1), "else it would be converted back"
