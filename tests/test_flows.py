@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import random
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +13,14 @@ import pytest
 from typer.testing import CliRunner
 
 from kvroute.cli.flows import app
-from kvroute.flows import FlowNetwork, completion_times, max_min_rates, parse_scenario, read_scenario
+from kvroute.flows import (
+    FlowNetwork,
+    completion_times,
+    connection_bytes_per_s,
+    max_min_rates,
+    parse_scenario,
+    read_scenario,
+)
 from kvroute.types import InputError, InputErrors
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
@@ -102,6 +111,72 @@ def test_a_link_without_capacity_stalls_and_resumes() -> None:
     assert net.next_finish() == (22.0, 1)
 
 
+def test_a_flow_at_its_ceiling_leaves_the_rest_to_others() -> None:
+    """Of 10 bytes/s a flow held to 2 takes 2 and its neighbour 8; let go, both have 5; held to 0, it waits."""
+    net = FlowNetwork(np.array([10.0]))
+    net.start(1, [0], 100.0, ceiling_bytes_per_s=2.0)
+    net.start(2, [0], 100.0)
+    assert (net.rate(1), net.rate(2)) == (2.0, 8.0)
+    net.advance(5.0)
+    net.set_ceiling(1, math.inf)
+    assert (net.rate(1), net.rate(2), net.sent_bytes(1)) == (5.0, 5.0, 10.0)
+    net.set_ceiling(1, 0.0)
+    assert net.next_finish() == (11.0, 2)
+    assert net.advance(20.0) == [2]
+    assert net.next_finish() is None
+    net.set_ceiling(1, 45.0)
+    assert net.next_finish() == (29.0, 1)
+    assert net.advance(29.0) == [1]
+    assert net.link_bytes.tolist() == [200.0]
+
+
+def test_without_links_a_ceiling_is_all_that_holds_a_flow() -> None:
+    """100 bytes at 4 bytes/s take 25 s; let go after 5 s, the rest is there at once."""
+    net = FlowNetwork(np.array([], np.float64))
+    net.start(1, [], 100.0, ceiling_bytes_per_s=4.0)
+    assert net.next_finish() == (25.0, 1)
+    assert net.transfer_s([], 100.0, ceiling_bytes_per_s=10.0) == 10.0
+    net.advance(5.0)
+    net.set_ceiling(1, math.inf)
+    assert net.next_finish() == (5.0, 1)
+    assert net.advance(5.0) == [1]
+
+
+def test_capped_flows_one_after_the_other_need_the_memory_of_one() -> None:
+    """The private link of a flow that has left serves the next one."""
+    net = FlowNetwork(np.array([10.0]))
+
+    def play(flows: range) -> None:
+        for flow in flows:
+            net.start(flow, [0], 1.0, ceiling_bytes_per_s=5.0)
+            net.advance(net.now + 1.0)
+
+    play(range(100))
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        play(range(100, 2_100))
+        assert tracemalloc.get_traced_memory()[0] - before < 10_000
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    ("rtt_s", "window_bytes", "loss", "gbps"),
+    [
+        (0.02, 1_250_000.0, 0.0, 0.5),
+        (0.02, 1e12, 0.001, 0.0225),
+        (0.02, 1e12, 0.0, 400_000.0),
+        (0.0, 1.0, 0.5, math.inf),
+    ],
+    ids=["window", "loss", "wide", "near"],
+)
+def test_what_one_connection_carries(rtt_s: float, window_bytes: float, loss: float, gbps: float) -> None:
+    """By hand: 1.25 MB each 20 ms is 0.5 Gbps; 1460 bytes * 1.22 / sqrt(0.001) each 20 ms is 22.5 Mbps."""
+    found = connection_bytes_per_s(rtt_s, window_bytes, loss)
+    assert found * 8 / 1e9 == pytest.approx(gbps, rel=2e-3)
+
+
 def test_nothing_to_send_finishes_at_once() -> None:
     """No bytes, or no link to cross, end at `now`, even beside a stalled link."""
     net = FlowNetwork(np.array([0.0]))
@@ -113,17 +188,22 @@ def test_nothing_to_send_finishes_at_once() -> None:
 
 
 def test_grows_with_flows_and_paths() -> None:
-    """Hundreds of flows and long paths need no announcement: rates stay those of progressive filling."""
+    """Hundreds of flows, long paths and ceilings need no announcement: rates stay those of progressive filling, and
+    what links have carried before is not forgotten."""
     draw = random.Random(5)
     capacities = [draw.uniform(1.0, 9.0) for _ in range(50)]
     net = FlowNetwork(np.array(capacities))
+    net.start(1_000, range(50), 7.0)
+    assert net.advance(10.0) == [1_000]
     paths = [draw.sample(range(50), draw.randint(1, 3 + flow // 8)) for flow in range(300)]
+    ceilings = [draw.choice([math.inf, draw.uniform(0.001, 0.1)]) for _ in range(300)]
     for flow, path in enumerate(paths):
-        net.start(flow, path, 1e6)
+        net.start(flow, path, 1e6, ceiling_bytes_per_s=ceilings[flow])
         if flow % 50 == 0:
             net.next_finish()
-    expected = max_min_rates(paths, [1.0] * 300, capacities)
+    expected = max_min_rates(paths, [1.0] * 300, capacities, ceilings)
     assert [net.rate(flow) for flow in range(300)] == pytest.approx(expected, rel=1e-9)
+    assert net.link_bytes.tolist() == [7.0] * 50
 
 
 @pytest.mark.parametrize("nbytes", [1.0, 1e15])
@@ -167,6 +247,15 @@ def test_what_the_network_refuses() -> None:
         net.rate(9)
     with pytest.raises(InputError, match=r"link 0: capacity -1\.0"):
         net.set_capacity(0, -1.0)
+    with pytest.raises(InputError, match="flow 9 is not in flight"):
+        net.set_ceiling(9, 1.0)
+    for ceiling in (-1.0, math.nan):
+        with pytest.raises(InputError, match=f"a ceiling of {ceiling} bytes"):
+            net.start(1, [0], 1.0, ceiling_bytes_per_s=ceiling)
+        with pytest.raises(InputError, match=f"a ceiling of {ceiling} bytes"):
+            net.transfer_s([0], 1.0, ceiling_bytes_per_s=ceiling)
+    with pytest.raises(InputError, match="a flow without links"):
+        max_min_rates([[]], [1.0], [], [math.inf])
     with pytest.raises(InputError, match="not one of 0 to 0"):
         net.set_capacity(3, 1.0)
     with pytest.raises(InputError, match="link 1: capacity nan"):

@@ -25,6 +25,7 @@ from kvroute.emulator.prompt import Prompt
 from kvroute.flows import FlowNetwork
 from kvroute.prefix import Evicted, block_hashes
 from kvroute.sim import network as sim_network
+from kvroute.sim.capacity import Capacity
 from kvroute.sim.settings import Background
 from kvroute.timing import IterationTime
 from kvroute.types import DecodeSpec, Instance, LinearPrefill, TimingSpec
@@ -406,7 +407,8 @@ def _drain(bare: FlowNetwork, ends: dict[int, float], to: float) -> None:
 def test_traced_requests_have_the_simulators_luck(requests: list[int], seed: int) -> None:
     """Across pods, where uplinks are drawn, transfers that start together end when the simulator says."""
     clock = VirtualClock()
-    fabric, simulated = Fabric(PODS, clock, kv_scale=1e-3, seed=seed), sim_network.Fabric(PODS, Background(), seed)
+    fabric = Fabric(PODS, clock, kv_scale=1e-3, seed=seed)
+    simulated = sim_network.Fabric(PODS, Capacity(PODS, Background(), seed), seed)
     pair = PODS.index("prefill0"), PODS.index("decode11")
     buckets = {request: Bucket(clock) for request in requests}
     for request, bucket in buckets.items():

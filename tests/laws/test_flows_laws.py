@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -26,6 +26,7 @@ class Case:
     weights: tuple[float, ...]
     sizes: tuple[float, ...]
     starts_s: tuple[float, ...]
+    ceilings: tuple[float, ...]
 
     def network(self) -> FlowNetwork:
         return FlowNetwork(np.array(self.capacities))
@@ -38,7 +39,8 @@ class Case:
         return net
 
     def start(self, net: FlowNetwork, flow: int) -> None:
-        net.start(flow, self.paths[flow], self.sizes[flow], self.weights[flow])
+        ceiling = self.ceilings[flow]
+        net.start(flow, self.paths[flow], self.sizes[flow], self.weights[flow], ceiling_bytes_per_s=ceiling)
 
 
 @st.composite
@@ -50,10 +52,11 @@ def cases(draw: st.DrawFn, flows_max: int = 25) -> Case:
         st.sampled_from([1.0, 1.0, 2.0]) | st.floats(0.1, 10.0),
         st.sampled_from([1.0, 1e6, 1e9, 1e15]) | st.floats(1.0, 1e15),
         st.sampled_from([0.0, 0.0, 1.0]) | st.floats(0.0, 20.0),
+        st.sampled_from([math.inf, math.inf, 1e9]) | st.floats(1e3, 1e10),
     )
     flows = draw(st.lists(flow, min_size=1, max_size=flows_max))
-    paths, weights, sizes, starts_s = zip(*flows, strict=True)
-    return Case(tuple(capacities), tuple(map(tuple, paths)), weights, sizes, starts_s)
+    paths, weights, sizes, starts_s, ceilings = zip(*flows, strict=True)
+    return Case(tuple(capacities), tuple(map(tuple, paths)), weights, sizes, starts_s, ceilings)
 
 
 def _run(net: FlowNetwork) -> dict[int, float]:
@@ -66,8 +69,11 @@ def _run(net: FlowNetwork) -> dict[int, float]:
     return ends_s
 
 
-def _check_bottlenecks(net: FlowNetwork, paths: dict[int, tuple[int, ...]], weights: dict[int, float]) -> None:
-    """Every flow has a full link where no flow has more per weight: necessary and sufficient for max-min."""
+def _check_bottlenecks(
+    net: FlowNetwork, paths: dict[int, tuple[int, ...]], weights: dict[int, float], ceilings: dict[int, float]
+) -> None:
+    """Every flow is at its ceiling, or has a full link where no flow has more per weight: necessary and sufficient for
+    max-min."""
     capacity, load = net.capacity_bytes_per_s, net.link_rate_bytes_per_s
     assert (load <= capacity * (1.0 + 1e-9)).all(), "no link above capacity"
     share = {flow: net.rate(flow) / weights[flow] for flow in paths}
@@ -76,7 +82,8 @@ def _check_bottlenecks(net: FlowNetwork, paths: dict[int, tuple[int, ...]], weig
         for link in path:
             top[link] = max(top[link], share[flow])
     for flow, path in paths.items():
-        assert any(
+        assert net.rate(flow) <= ceilings[flow] * (1.0 + 1e-9)
+        assert net.rate(flow) >= ceilings[flow] * (1.0 - 1e-9) or any(
             load[link] >= capacity[link] * (1.0 - 1e-9) and share[flow] >= top[link] * (1.0 - 1e-9) for link in path
         ), f"flow {flow} could go faster"
 
@@ -86,7 +93,7 @@ def _check_bottlenecks(net: FlowNetwork, paths: dict[int, tuple[int, ...]], weig
 def test_rates_equal_progressive_filling(case: Case) -> None:
     """The kernel's rates are the definition's, relative 1e-9."""
     net = case.started()
-    expected = max_min_rates(case.paths, case.weights, case.capacities)
+    expected = max_min_rates(case.paths, case.weights, case.capacities, case.ceilings)
     assert [net.rate(flow) for flow in range(len(case.paths))] == pytest.approx(expected, rel=1e-9, abs=0.0)
 
 
@@ -94,7 +101,7 @@ def test_rates_equal_progressive_filling(case: Case) -> None:
 @given(cases())
 def test_completion_times_equal_the_reference(case: Case) -> None:
     """Over time too: with starts and finishes, every flow takes as long as in the plain event loop."""
-    expected = fill_to_the_end(case.paths, case.weights, case.capacities, case.sizes, case.starts_s)
+    expected = fill_to_the_end(case.paths, case.weights, case.capacities, case.sizes, case.starts_s, case.ceilings)
     net = case.network()
     ends_s: dict[int, float] = {}
     for flow in sorted(range(len(case.paths)), key=lambda flow: case.starts_s[flow]):
@@ -111,16 +118,26 @@ def test_completion_times_equal_the_reference(case: Case) -> None:
 @LAW
 @given(st.integers(0, 2**32 - 1))
 def test_every_flow_has_a_bottleneck_after_any_history(seed: int) -> None:
-    """Starts, finishes, cancels and capacity changes in any order leave max-min rates, and time never goes back."""
+    """Starts, finishes, cancels and changes of capacities and ceilings in any order leave max-min rates, and time never
+    goes back."""
     draw = random.Random(seed)
     capacities = [draw.choice([1.0, 2.0, draw.uniform(0.1, 50.0)]) for _ in range(draw.randint(1, 30))]
     net = FlowNetwork(np.array(capacities))
     paths: dict[int, tuple[int, ...]] = {}
     weights: dict[int, float] = {}
+    ceilings: dict[int, float] = {}
+    held = [0.0, 1.0, draw.uniform(0.1, 50.0), math.inf, math.inf]
     for flow in range(draw.randint(1, 80)):
-        paths[flow] = tuple(draw.choices(range(len(capacities)), k=draw.randint(1, 6)))
+        paths[flow] = tuple(draw.choices(range(len(capacities)), k=draw.randint(1, 9)))
         weights[flow] = draw.choice([1.0, 1.0, draw.uniform(0.2, 5.0)])
-        net.start(flow, paths[flow], draw.choice([10.0, draw.uniform(1.0, 100.0)]), weights[flow])
+        ceilings[flow] = draw.choice(held)
+        if draw.random() < 0.3:
+            changed = draw.choice(list(paths)[:-1] or [flow])
+            if changed != flow:
+                ceilings[changed] = draw.choice(held)
+                net.set_ceiling(changed, ceilings[changed])
+        size = draw.choice([10.0, draw.uniform(1.0, 100.0)])
+        net.start(flow, paths[flow], size, weights[flow], ceiling_bytes_per_s=ceilings[flow])
         if draw.random() < 0.3:
             net.set_capacity(draw.randrange(len(capacities)), draw.choice([0.0, 1.0, draw.uniform(0.1, 50.0)]))
         gone = []
@@ -136,7 +153,7 @@ def test_every_flow_has_a_bottleneck_after_any_history(seed: int) -> None:
         assert set(net.active) == set(paths)
         upcoming = net.next_finish()
         assert upcoming is None or upcoming[0] >= net.now
-        _check_bottlenecks(net, paths, weights)
+        _check_bottlenecks(net, paths, weights, ceilings)
 
 
 @LAW
@@ -209,7 +226,8 @@ def test_cancel_returns_the_rest(case: Case, part: float) -> None:
     sent = net.sent_bytes(flow)
     assert sent + net.cancel(flow) == pytest.approx(case.sizes[flow], rel=1e-12)
     rest = net.active
-    expected = max_min_rates([case.paths[k] for k in rest], [case.weights[k] for k in rest], case.capacities)
+    held = [case.ceilings[k] for k in rest]
+    expected = max_min_rates([case.paths[k] for k in rest], [case.weights[k] for k in rest], case.capacities, held)
     assert [net.rate(k) for k in rest] == pytest.approx(expected, rel=1e-9, abs=0.0)
 
 
@@ -221,7 +239,8 @@ def test_what_if_tells_the_truth_and_leaves_no_trace(case: Case) -> None:
     for flow in range(last):
         case.start(net, flow)
         case.start(twin, flow)
-    promised_s = net.transfer_s(case.paths[last], case.sizes[last], case.weights[last])
+    ceiling = case.ceilings[last]
+    promised_s = net.transfer_s(case.paths[last], case.sizes[last], case.weights[last], ceiling_bytes_per_s=ceiling)
     assert (net.active, net.next_finish()) == (twin.active, twin.next_finish())
     case.start(net, last)
     assert _run(net)[last] == pytest.approx(promised_s, rel=1e-9)
@@ -237,3 +256,27 @@ def test_stops_on_the_way_change_nothing(case: Case, stops: list[float]) -> None
     piecewise = [flow for stop in [*sorted(stops), 1.0] for flow in stopping.advance(end_s * stop)]
     assert finished == piecewise
     assert sorted(finished) == list(range(len(case.paths)))
+
+
+@LAW
+@given(cases(), st.floats(0.0, 0.999), st.randoms(use_true_random=False))
+def test_a_ceiling_that_is_lifted_leaves_no_trace(case: Case, part: float, draw: random.Random) -> None:
+    """Held back and let go at one instant: rates, and the times from there on, are those of flows never held."""
+    free = replace(case, ceilings=(math.inf,) * len(case.paths))
+    net, twin = free.started(), free.started()
+    upcoming = net.next_finish()
+    assert upcoming is not None
+    for each in (net, twin):
+        each.advance(upcoming[0] * part)
+    for flow in draw.sample(net.active, len(net.active)):
+        net.set_ceiling(flow, draw.choice([0.0, 1.0, 1e12]))
+        if draw.random() < 0.5:
+            net.next_finish()
+    for flow in draw.sample(net.active, len(net.active)):
+        net.set_ceiling(flow, math.inf)
+    assert [net.rate(flow) for flow in net.active] == pytest.approx(
+        [twin.rate(flow) for flow in twin.active], rel=1e-9, abs=0.0
+    )
+    ends_s, twin_s = _run(net), _run(twin)
+    assert ends_s == pytest.approx(twin_s, rel=1e-9)
+    assert net.link_bytes == pytest.approx(twin.link_bytes, rel=1e-9)

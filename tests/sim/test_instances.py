@@ -130,7 +130,8 @@ operations = st.lists(
 
 @given(operations)
 def test_memory_is_never_overcommitted_and_all_comes_back(asked: list[tuple[int, int, int, int]]) -> None:
-    """Requests that fit are taken, land and leave; what is used stays within 32 blocks, and nothing stays reserved."""
+    """Requests that fit are taken, land and leave, or are given up on the way; what is used stays within 32 blocks, and
+    nothing stays reserved."""
     index = PrefixIndex(1, [32])
     memory = KvMemory(index, [32], [0])
     dispatched: list[tuple[tuple[int, ...], int, int]] = []
@@ -148,6 +149,8 @@ def test_memory_is_never_overcommitted_and_all_comes_back(asked: list[tuple[int,
             hit = min(index.match_one(0, blocks), len(blocks))
             memory.reserve(0, blocks, hit, total)
             dispatched.append((blocks, hit, total))
+        if answer == 3 and dispatched:
+            memory.give_up(0, *dispatched.pop())
         if len(dispatched) > 2:
             land()
         if len(landed) > 2:

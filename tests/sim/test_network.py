@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvroute.sim.capacity import Capacity
 from kvroute.sim.network import Fabric
 from kvroute.sim.settings import Background
 from kvroute.topology import Cluster, parse
@@ -46,7 +45,7 @@ shares = st.sampled_from([0.0, 0.25, 0.5, 0.9])
 
 def fabric(cluster: Cluster, background: Background | None = None, seed: int = 0) -> Fabric:
     """Idle links."""
-    return Fabric(cluster, background or Background(), seed)
+    return Fabric(cluster, Capacity(cluster, background or Background(), seed), seed)
 
 
 def transfer_s(cluster: Cluster, links: Fabric, target: str, nbytes: float, request: int = 0) -> float:
@@ -164,25 +163,6 @@ def test_telemetry_hears_others_and_own_traffic_only_if_asked(
             assert np.average(by_link[members], weights=whole[members]) == pytest.approx(heard[tier])
 
 
-@settings(max_examples=15, deadline=None)
-@given(st.integers(0, 100))
-def test_bursts_toggle_and_are_the_seeds(seed: int) -> None:
-    """On, off, on: the share follows, and so do the rates; times are drawn from the seed alone, with the given mean."""
-    cluster = CLUSTERS["transfer"]
-    background = Background(per_tier=(0, 0.2, 0.2, 0.2, 0.2), burst_per_tier=(0, 0, 0.5, 0.5, 0), burst_every_s=2.0)
-    one, two = fabric(cluster, background, seed), fabric(cluster, background, seed)
-    gaps = [one.next_change_s(), *(one.toggle_burst() for _ in range(150))]
-    assert gaps == [two.next_change_s(), *(two.toggle_burst() for _ in range(150))]
-    assert all(0 < gap < math.inf for gap in gaps)
-    assert np.mean(gaps) == pytest.approx(2.0, rel=0.5)
-    before = one.background_share().tolist()
-    one.toggle_burst()
-    during = one.background_share().tolist()
-    one.toggle_burst()
-    assert before == one.background_share().tolist() == [0, 0.2, 0.2, 0.2, 0.2]
-    assert during == [0, 0.2, 0.7, 0.7, 0.2]
-
-
 def test_a_burst_slows_what_is_under_way() -> None:
     """Half of a transfer at 80 % of 50 Gbps, the other half at 30 %."""
     cluster = CLUSTERS["transfer"]
@@ -190,5 +170,5 @@ def test_a_burst_slows_what_is_under_way() -> None:
     links = fabric(cluster, background)
     links.send(0, cluster.index("p"), cluster.index("d2"), 10e9)
     links.advance(1.0)
-    links.toggle_burst()
+    links.change()
     assert links.next_finish_s() == pytest.approx(1.0 + 5e9 / (6.25e9 * 0.3))

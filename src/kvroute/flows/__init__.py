@@ -3,6 +3,7 @@
 from kvroute.flows.fairness import fill_to_the_end, max_min_rates
 from kvroute.flows.network import FlowId, FlowNetwork, LinkId
 from kvroute.flows.scenario import Scenario, completion_times, parse_scenario, read_scenario
+from kvroute.flows.tcp import connection_bytes_per_s
 
 __all__ = [
     "FlowId",
@@ -10,6 +11,7 @@ __all__ = [
     "LinkId",
     "Scenario",
     "completion_times",
+    "connection_bytes_per_s",
     "fill_to_the_end",
     "max_min_rates",
     "parse_scenario",

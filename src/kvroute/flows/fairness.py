@@ -8,16 +8,23 @@ from collections.abc import Sequence
 from kvroute.types import InputError
 
 
-def max_min_rates(paths: Sequence[Sequence[int]], weights: Sequence[float], capacities: Sequence[float]) -> list[float]:
+def max_min_rates(
+    paths: Sequence[Sequence[int]],
+    weights: Sequence[float],
+    capacities: Sequence[float],
+    ceilings: Sequence[float] | None = None,
+) -> list[float]:
     """Weighted max-min rates of flows over links, bytes per second, in the order of `paths`.
 
     Progressive filling (Bertsekas and Gallager, Data Networks, 6.5.2): every rate rises in proportion to its weight;
-    where a link fills, its flows stop. `paths` holds link numbers (a repeated link counts once), `capacities` bytes
-    per second by link number. Raises InputError for an empty path: nothing would stop its flow.
+    where a link fills, its flows stop, and so does a flow at its ceiling. `paths` holds link numbers (a repeated link
+    counts once), `capacities` bytes per second by link number, `ceilings` by flow (inf: none). Raises InputError for a
+    flow with neither links nor a ceiling: nothing would stop it.
     """
     links = [frozenset(path) for path in paths]
+    at_most = [math.inf] * len(links) if ceilings is None else ceilings
     for flow, path in enumerate(links):
-        if not path:
+        if not path and at_most[flow] == math.inf:
             raise InputError("a flow without links has no rate", where=f"paths[{flow}]", mend="name at least one link")
     rates = [0.0] * len(paths)
     room = list(capacities)
@@ -25,16 +32,22 @@ def max_min_rates(paths: Sequence[Sequence[int]], weights: Sequence[float], capa
     for flow, path in enumerate(links):
         for link in path:
             rising[link].add(flow)
-    while rising:
+    going = set(range(len(links)))
+    while going:
         shares = {
             link: max(room[link], 0.0) / math.fsum(weights[flow] for flow in flows) for link, flows in rising.items()
         }
-        full = min(shares, key=lambda link: (shares[link], link))
-        for flow in sorted(rising[full]):
-            rates[flow] = weights[flow] * shares[full]
+        full = min(shares, key=lambda link: (shares[link], link), default=-1)
+        first = min(going, key=lambda flow: (at_most[flow] / weights[flow], flow))
+        share, stopped = at_most[first] / weights[first], [first]
+        if shares and shares[full] <= share:
+            share, stopped = shares[full], sorted(rising[full])
+        for flow in stopped:
+            rates[flow] = weights[flow] * share
             for link in links[flow]:
                 room[link] -= rates[flow]
                 rising[link].remove(flow)
+        going.difference_update(stopped)
         rising = {link: flows for link, flows in rising.items() if flows}
     return rates
 
@@ -45,6 +58,7 @@ def fill_to_the_end(
     capacities: Sequence[float],
     sizes_bytes: Sequence[float],
     starts_s: Sequence[float],
+    ceilings: Sequence[float] | None = None,
 ) -> list[float]:
     """Finish times in seconds of flows that start at `starts_s`, re-solved by `max_min_rates` at each start and finish.
 
@@ -56,7 +70,8 @@ def fill_to_the_end(
     active: list[int] = []
     now = 0.0
     while waiting or active:
-        rates = max_min_rates([paths[flow] for flow in active], [weights[flow] for flow in active], capacities)
+        held = None if ceilings is None else [ceilings[flow] for flow in active]
+        rates = max_min_rates([paths[flow] for flow in active], [weights[flow] for flow in active], capacities, held)
         if active and not min(rates) > 0.0:
             raise InputError("a flow has no bandwidth and never finishes", mend="give every link a capacity above zero")
         ends = [now + left[flow] / rate for flow, rate in zip(active, rates, strict=True)]

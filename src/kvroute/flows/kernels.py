@@ -35,6 +35,7 @@ class State(NamedTuple):
     """A flow sits in a slot (a row of `flow`), a link is a row of `link`.
 
     Hop `slot * P + k` is the k-th link of a slot's path, chained into a doubly linked list of the flows on that link.
+    The last rows of `link`, one for each slot, are private: a flow under a ceiling crosses its slot's as its last hop.
     """
 
     flow: FloatArray
@@ -62,6 +63,32 @@ def _touch(link: int, net: State) -> None:
 
 
 @_compiled
+def _chain(hop: int, slot: int, link: int, net: State) -> None:
+    """Put a hop of a slot's path on its link."""
+    after = net.link_int[link, HEAD]
+    net.hop[hop, LINK], net.hop[hop, SLOT], net.hop[hop, NEXT], net.hop[hop, PREV] = link, slot, after, -1
+    if after >= 0:
+        net.hop[after, PREV] = hop
+    net.link_int[link, HEAD] = hop
+    _touch(link, net)
+
+
+@_compiled
+def _unchain(hop: int, net: State) -> int:
+    """Take a hop off its link; returns the link."""
+    link, before, after = net.hop[hop, LINK], net.hop[hop, PREV], net.hop[hop, NEXT]
+    if before >= 0:
+        net.hop[before, NEXT] = after
+    else:
+        net.link_int[link, HEAD] = after
+    if after >= 0:
+        net.hop[after, PREV] = before
+    _touch(link, net)
+    left: int = link
+    return left
+
+
+@_compiled
 def _insert(
     now: float,
     net: State,
@@ -86,13 +113,7 @@ def _insert(
         net.lists[ORDER, net.counts[ACTIVE]] = slot
         net.counts[ACTIVE] += 1
         for j in range(length):
-            hop, link = slot * longest + j, si[at + 2 + j]
-            after = net.link_int[link, HEAD]
-            net.hop[hop, LINK], net.hop[hop, SLOT], net.hop[hop, NEXT], net.hop[hop, PREV] = link, slot, after, -1
-            if after >= 0:
-                net.hop[after, PREV] = hop
-            net.link_int[link, HEAD] = hop
-            _touch(link, net)
+            _chain(slot * longest + j, slot, si[at + 2 + j], net)
         at += 2 + si[at + 1]
 
 
@@ -101,15 +122,7 @@ def _remove(slot: int, sent: float, net: State) -> None:
     """Take a flow off its links, which carried `sent` bytes of it; its place in ORDER is the caller's."""
     longest = net.hop.shape[0] // net.flow.shape[0]
     for hop in range(slot * longest, slot * longest + net.flow_int[slot, HOPS]):
-        link, before, after = net.hop[hop, LINK], net.hop[hop, PREV], net.hop[hop, NEXT]
-        if before >= 0:
-            net.hop[before, NEXT] = after
-        else:
-            net.link_int[link, HEAD] = after
-        if after >= 0:
-            net.hop[after, PREV] = before
-        net.link[link, CARRIED] += sent
-        _touch(link, net)
+        net.link[_unchain(hop, net), CARRIED] += sent
 
 
 @_compiled
@@ -420,6 +433,28 @@ def set_capacities(links: IntArray, values: FloatArray, net: State) -> None:
         if net.link[links[k], CAPACITY] != values[k]:
             net.link[links[k], CAPACITY] = values[k]
             _touch(links[k], net)
+
+
+@_compiled
+def set_ceiling(now: float, slot: int, bytes_per_s: float, net: State) -> None:
+    """Hold an unfinished flow to a rate by its private link; inf takes it off that link. A hop must be free for it."""
+    longest, hops = net.hop.shape[0] // net.flow.shape[0], net.flow_int[slot, HOPS]
+    private, last = net.link.shape[0] - net.flow.shape[0] + slot, slot * longest + hops - 1
+    held = hops > 0 and net.hop[last, LINK] == private
+    if held and bytes_per_s == np.inf:
+        _unchain(last, net)
+        net.flow_int[slot, HOPS], net.flow_int[slot, LIMIT] = hops - 1, -1
+        if hops == 1:
+            net.flow[slot, FINISH] = now
+        else:
+            _touch(net.hop[last - 1, LINK], net)
+    elif bytes_per_s < np.inf:
+        net.link[private, CAPACITY] = bytes_per_s
+        if held:
+            _touch(private, net)
+        else:
+            net.flow_int[slot, HOPS] = hops + 1
+            _chain(last + 1, slot, private, net)
 
 
 @_compiled

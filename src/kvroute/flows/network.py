@@ -13,7 +13,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvroute.flows import kernels
+from kvroute.flows import arrays, kernels
 from kvroute.types import FloatArray, InputError, IntArray
 
 LinkId: TypeAlias = int
@@ -29,8 +29,9 @@ _NO_FLOATS: FloatArray = np.empty(0, np.float64)
 class FlowNetwork:
     """Transfers in flight over shared links. The caller owns time: `advance(to)` moves bytes.
 
-    Rates are weighted max-min per link, re-solved on every start, finish, cancel and change of capacity. Seconds and
-    bytes throughout. Base latency is the caller's.
+    Rates are weighted max-min per link, re-solved on every start, finish, cancel and change of capacity or ceiling. A
+    flow under a ceiling gets no more, and the others what it leaves. Seconds and bytes throughout. Base latency is the
+    caller's.
     """
 
     def __init__(self, capacity_bytes_per_s: FloatArray, classes: Mapping[str, float] | None = None) -> None:
@@ -47,11 +48,9 @@ class FlowNetwork:
         for name, weight in self._classes.items():
             _check_weight(weight, f"traffic class {name!r}")
         self._links = len(capacity)
-        link, link_int = np.zeros((self._links, 6)), np.zeros((self._links, 6), np.int64)
-        link[:, kernels.CAPACITY] = capacity
-        link_int[:, kernels.HEAD] = -1
         self._longest = 8
-        self._make_slots(64, link, link_int, np.zeros(3, np.int64))
+        self._state = arrays.idle(capacity, 64, self._longest)
+        self._out: IntArray = np.zeros(64, np.int64)
         self._ids: list[FlowId] = [0] * 64
         self._free = list(range(63, -1, -1))
         self._slot: dict[FlowId, int] = {}
@@ -66,15 +65,20 @@ class FlowNetwork:
         nbytes: float,
         weight: float = 1.0,
         traffic_class: str = "kv",
+        ceiling_bytes_per_s: float = math.inf,
     ) -> None:
-        """Start a transfer at `now`. A repeated link counts once; no bytes, or no links, and it finishes at once.
+        """Start a transfer at `now`, never faster than its ceiling. A repeated link counts once; no bytes, or neither
+        links nor a ceiling, and it finishes at once.
 
         Raises InputError for an id that is in flight, an unknown link or class, or numbers out of range.
         """
         if flow in self._slot:
             raise InputError(f"flow {flow} is in flight already", mend="give every active flow its own number")
         links, effective = self._checked(path, nbytes, weight, traffic_class)
-        self._make_room(len(links))
+        if ceiling_bytes_per_s != math.inf:
+            links = self._held(links, ceiling_bytes_per_s)
+        else:
+            self._make_room(len(links))
         slot = self._free.pop()
         self._slot[flow] = slot
         self._ids[slot] = flow
@@ -90,10 +94,11 @@ class FlowNetwork:
         nbytes: Sequence[float],
         weight: float = 1.0,
         traffic_class: str = "kv",
+        ceiling_bytes_per_s: float = math.inf,
     ) -> None:
-        """`start` for several flows of one weight and class; the n-th flow takes the n-th path and bytes."""
+        """`start` for several flows of one weight, class and ceiling (each); the n-th takes the n-th path and bytes."""
         for flow, path, size in zip(flows, paths, nbytes, strict=True):
-            self.start(flow, path, size, weight, traffic_class)
+            self.start(flow, path, size, weight, traffic_class, ceiling_bytes_per_s)
 
     def cancel(self, flow: FlowId) -> float:
         """Stop a transfer at `now`; returns the bytes that it has left. Raises InputError when it is not in flight."""
@@ -103,6 +108,19 @@ class FlowNetwork:
         self._release(slot)
         self._next_slot = _UNKNOWN
         return left
+
+    def set_ceiling(self, flow: FlowId, bytes_per_s: float) -> None:
+        """Hold a flow to this rate from `now` on; inf holds it no longer, 0 stalls it.
+
+        Raises InputError when it is not in flight, or for a rate that is negative or no number.
+        """
+        slot = self._known(flow)
+        _check_ceiling(bytes_per_s)
+        self._flush()
+        if int(self._state.flow_int[slot, kernels.HOPS]) == self._longest:
+            self._lengthen(self._longest + 1)
+        kernels.set_ceiling(self.now, slot, bytes_per_s, self._state)
+        self._next_slot = _UNKNOWN
 
     def advance(self, to: float) -> list[FlowId]:
         """Move time to `to` (seconds, not before `now`); returns what finished, by finish time, then start order.
@@ -142,7 +160,12 @@ class FlowNetwork:
         self._next_slot = _UNKNOWN
 
     def transfer_s(
-        self, path: Sequence[LinkId], nbytes: float, weight: float = 1.0, traffic_class: str = "kv"
+        self,
+        path: Sequence[LinkId],
+        nbytes: float,
+        weight: float = 1.0,
+        traffic_class: str = "kv",
+        ceiling_bytes_per_s: float = math.inf,
     ) -> float:
         """What if: seconds until a transfer that starts now would finish, if nothing else started; state is untouched.
 
@@ -150,7 +173,10 @@ class FlowNetwork:
         """
         links, effective = self._checked(path, nbytes, weight, traffic_class)
         self._flush()
-        self._make_room(len(links))
+        if ceiling_bytes_per_s != math.inf:
+            links = self._held(links, ceiling_bytes_per_s)
+        else:
+            self._make_room(len(links))
         slot = self._free[-1]
         starts = np.array([slot, len(links), *links], np.int64), np.array([nbytes, effective], np.float64)
         return kernels.finish_of(slot, self.now, self._state, *starts) - self.now
@@ -180,21 +206,21 @@ class FlowNetwork:
     @property
     def capacity_bytes_per_s(self) -> FloatArray:
         """Capacity by link now (a copy)."""
-        return self._state.link[:, kernels.CAPACITY].copy()
+        return self._state.link[: self._links, kernels.CAPACITY].copy()
 
     @property
     def link_rate_bytes_per_s(self) -> FloatArray:
         """Rate carried by link now."""
         self.next_finish()
         rates = kernels.link_loads(self.now, self._state)[0]
-        return rates
+        return rates[: self._links]
 
     @property
     def link_bytes(self) -> FloatArray:
         """Bytes carried by link since the beginning, until `now`."""
         self._flush()
         carried = kernels.link_loads(self.now, self._state)[1]
-        return carried
+        return carried[: self._links]
 
     def _checked(
         self, path: Sequence[LinkId], nbytes: float, weight: float, traffic_class: str
@@ -239,52 +265,28 @@ class FlowNetwork:
         count, self._next_s, self._next_slot = kernels.drive(self.now, to, *self._state, ints, floats, self._out)
         return int(count)
 
-    def _make_slots(self, slots: int, link: FloatArray, link_int: IntArray, counts: IntArray) -> None:
-        self._state = kernels.State(
-            flow=np.zeros((slots, 8)),
-            flow_int=np.zeros((slots, 3), np.int64),
-            link=link,
-            link_int=link_int,
-            hop=np.full((slots * self._longest, 4), -1, np.int64),
-            lists=np.zeros((4, max(slots, self._links)), np.int64),
-            counts=counts,
-        )
-        self._out: IntArray = np.zeros(slots, np.int64)
-
     def _make_room(self, hops: int) -> None:
         """Have a free slot and paths of `hops` links at least."""
         if not self._free:
-            self._grow_slots()
+            slots = len(self._ids)
+            self._state = arrays.widened(self._state, 2 * slots)
+            self._out = np.zeros(2 * slots, np.int64)
+            self._free = list(range(2 * slots - 1, slots - 1, -1))
+            self._ids += [0] * slots
         if hops > self._longest:
             self._lengthen(hops)
 
-    def _grow_slots(self) -> None:
-        old, slots = self._state, len(self._ids)
-        self._make_slots(2 * slots, old.link, old.link_int, old.counts)
-        for was, grown in ((old.flow, self._state.flow), (old.hop, self._state.hop)):
-            grown[: len(was)] = was
-        self._state.flow_int[:slots] = old.flow_int
-        self._state.lists[:, : old.lists.shape[1]] = old.lists
-        self._free = list(range(2 * slots - 1, slots - 1, -1))
-        self._ids += [0] * slots
+    def _lengthen(self, hops: int) -> None:
+        self._longest = 2 ** math.ceil(math.log2(hops))
+        self._state = arrays.lengthened(self._state, self._longest)
 
-    def _lengthen(self, longest: int) -> None:
-        """Make room for longer paths: hop `slot * P + k` moves to a wider row, and so do the numbers that name it."""
-        old, new = self._longest, 2 ** math.ceil(math.log2(longest))
-        narrow = self._state.hop.reshape(-1, old, 4)
-        wide = np.full((len(narrow), new, 4), -1, np.int64)
-        wide[:, :old] = narrow
-        for column in (kernels.NEXT, kernels.PREV):
-            wide[:, :old, column] = _renumbered(narrow[:, :, column], old, new)
-        heads = self._state.link_int[:, kernels.HEAD]
-        heads[:] = _renumbered(heads, old, new)
-        self._state = self._state._replace(hop=wide.reshape(-1, 4))
-        self._longest = new
-
-
-def _renumbered(hops: IntArray, old: int, new: int) -> IntArray:
-    moved: IntArray = np.where(hops < 0, -1, hops // old * new + hops % old)
-    return moved
+    def _held(self, links: tuple[LinkId, ...], bytes_per_s: float) -> tuple[LinkId, ...]:
+        """A path over the private link of the slot that is next to be taken; there is room for it."""
+        _check_ceiling(bytes_per_s)
+        self._make_room(len(links) + 1)
+        private = self._links + self._free[-1]
+        self._state.link[private, kernels.CAPACITY] = bytes_per_s
+        return (*links, private)
 
 
 def _check_weight(weight: float, where: str) -> None:
@@ -303,3 +305,8 @@ def _check_capacities(links: Sequence[LinkId], capacity: npt.NDArray[np.float64]
             where=f"link {links[at]}",
             mend="give a finite capacity of 0 or more",
         )
+
+
+def _check_ceiling(bytes_per_s: float) -> None:
+    if not bytes_per_s >= 0.0:
+        raise InputError(f"a ceiling of {bytes_per_s} bytes per second", mend="give 0 or more, inf for none")

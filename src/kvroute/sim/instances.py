@@ -167,6 +167,13 @@ class KvMemory:
             self.index.unpin(instance, blocks, hit)  # the whole chain has its own pin now
         return evicted + self._fit(instance)
 
+    def give_up(self, instance: int, blocks: tuple[int, ...], hit: int, total: int) -> list[Evicted]:
+        """The KV will not come: what was reserved is free, and the cached blocks may go."""
+        if hit:
+            self.index.unpin(instance, blocks, hit)
+        self.reserved_blocks[instance] -= total - hit
+        return self._fit(instance)
+
     def release(self, instance: int, blocks: tuple[int, ...], total: int) -> list[Evicted]:
         """The request is answered: its prefix stays cached, the room for its answer is free."""
         self.index.unpin(instance, blocks, len(blocks))

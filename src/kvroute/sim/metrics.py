@@ -10,10 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvroute.sim.link_load import LinkLoad, LinkShare
+from kvroute.sim.network import Moved
 from kvroute.sim.settings import SimSettings
 from kvroute.types import TIER_COUNT, FloatArray, IntArray
 
 IN_FLIGHT, FINISHED, REJECTED, NOT_ARRIVED = 0, 1, 2, 3
+NOTHING = Moved()
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +133,12 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     link_load: dict[str, LinkLoad]
     busiest_links: tuple[LinkShare, ...] = ()
     """The ten links that carried most of what they could."""
+    failed_transfers: Moved = NOTHING
+    """Of the whole run: what had left when a transfer came to nothing; its request started again."""
+    copied_prefixes: Moved = NOTHING
+    """Of the whole run: cached prefixes that went from one instance to another ahead of a prefill."""
+    conversions: int = 0
+    """Of the whole run: changes of role that were completed."""
     decision_s: float | None = None
     """Median wall time of one decode decision."""
     wall_s: float
@@ -155,6 +163,9 @@ def summarise(
     link_load: dict[str, LinkLoad],
     busiest_links: tuple[LinkShare, ...],
     reject_reason: str | None = None,
+    failed: Moved = NOTHING,
+    copied: Moved = NOTHING,
+    conversions: int = 0,
     decision_s: float | None,
     wall_s: float,
     cpu_s: float,
@@ -190,6 +201,9 @@ def summarise(
         link_load=link_load,
         busiest_links=busiest_links,
         reject_reason=reject_reason,
+        failed_transfers=failed,
+        copied_prefixes=copied,
+        conversions=conversions,
         decision_s=decision_s,
         wall_s=wall_s,
         cpu_s=cpu_s,

@@ -1,49 +1,84 @@
-"""KV transfers as flows on drawn paths, with the traffic of others and the operator's view of both."""
+"""KV transfers and copies of cached prefixes as flows on drawn paths, and the operator's view of the links."""
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
 from kvroute.flows import FlowNetwork
-from kvroute.sim.settings import Background
+from kvroute.sim.capacity import Capacity
+from kvroute.sim.settings import WanTransport
 from kvroute.topology import Cluster
 from kvroute.topology.ecmp import EcmpPaths
-from kvroute.types import TIER_COUNT, FloatArray, IntArray
+from kvroute.types import CROSS_DATACENTER, TIER_COUNT, FloatArray, IntArray
 
 CONGESTION_MAX = 0.99
+UNBOUNDED = float("inf")
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Transfer:
-    """The flows of one request's KV cache that are still under way."""
+    """The flows of one request's KV cache, or of a prefix copied for it, that are still under way."""
 
     request: int
     latency_s: float
     flows_left: int
+    flow_bytes: float
+    first_flow: int
+    paths: list[list[int]]
+    ceiling_bytes_per_s: float
+    """Of each flow, by its connection alone."""
+    is_copy: bool
+    sent_s: float
+    """When its first byte could leave."""
+    stalled_s: float | None = None
+    """Since when one of its flows has had no way through."""
+
+
+class Moved(msgspec.Struct, frozen=True, kw_only=True):
+    """Transfers that count apart: `kv_bytes` of them went, over all hops `network_bytes`."""
+
+    transfers: int = 0
+    kv_bytes: float = 0.0
+    network_bytes: float = 0.0
+
+    def plus(self, kv_bytes: float, network_bytes: float) -> Moved:
+        """One more."""
+        return Moved(
+            transfers=self.transfers + 1,
+            kv_bytes=self.kv_bytes + kv_bytes,
+            network_bytes=self.network_bytes + network_bytes,
+        )
 
 
 @dataclass(slots=True)
 class Fabric:
-    """The cluster's links in virtual time. One transfer is `flows_per_transfer` flows of equal size.
+    """The cluster's links in virtual time. One transfer is `flows_per_transfer` flows of equal size; between
+    datacenters it is the connections that `wan` says, each under its ceiling.
 
     ECMP draws belong to the request, so that every policy sees the same luck for the same request.
     """
 
     cluster: Cluster
-    background: Background
+    capacity: Capacity
     seed: int
+    wan: WanTransport | None = None
     network: FlowNetwork = field(init=False)
-    _transfers: dict[int, Transfer] = field(default_factory=dict)
-    _next_flow: int = 0
-    _bursting: bool = False
+    failed: Moved = field(default_factory=Moved)
+    """What had left of transfers that came to nothing."""
+    copied: Moved = field(default_factory=Moved)
+    """Copies of cached prefixes, whole or given up."""
     tier_links: list[IntArray] = field(default_factory=list)
+    _transfers: dict[int, Transfer] = field(default_factory=dict)
+    """By flow."""
+    _next_flow: int = 0
+    _dead: frozenset[int] = frozenset()
+    """Links without any capacity now."""
     _link_bin: IntArray = field(init=False)
     """Tier by link; storage links, which carry no KV between instances, go to one bin more."""
     _tier_bytes_per_s: FloatArray = field(init=False)
-    _bursts: random.Random = field(init=False)
     _paths: EcmpPaths = field(init=False)
 
     def __post_init__(self) -> None:
@@ -54,19 +89,56 @@ class Fabric:
             self._link_bin[links] = tier
         whole = np.bincount(self._link_bin, self.cluster.capacity_bytes_per_s, TIER_COUNT + 1)[:TIER_COUNT]
         self._tier_bytes_per_s = np.where(whole > 0, whole, 1.0)  # a tier without links carries nothing
-        self._bursts = random.Random(f"bursts {self.seed}")
-        self._paths = EcmpPaths(self.cluster, self.seed)
-        self._apply_background()
+        self._paths = EcmpPaths(self.cluster, self.seed, flows_max=self.wan.connections if self.wan else 1)
+        self._apply_capacity()
 
-    def send(self, request: int, source: int, target: int, nbytes: float) -> None:
-        """Start a transfer now; nothing to send is a transfer that ends at once."""
-        flows = self.cluster.flows_per_transfer(source, target)
-        transfer = Transfer(request, self.cluster.latency_s(source, target), flows)
-        paths = self._paths.of(request, source, target)
+    def send(
+        self,
+        request: int,
+        source: int,
+        target: int,
+        nbytes: float,
+        *,
+        produced_bytes_per_s: float = UNBOUNDED,
+        is_copy: bool = False,
+    ) -> Transfer:
+        """Start a transfer now; nothing to send is a transfer that ends at once.
+
+        Args:
+            produced_bytes_per_s: no faster than this until `release`: the KV cache is still being computed.
+            is_copy: of a cached prefix; counted apart.
+        """
+        latency_s = self.cluster.latency_s(source, target)
+        flows, ceiling = self.cluster.flows_per_transfer(source, target), UNBOUNDED
+        if self.wan is not None and self.cluster.tier[source, target] == CROSS_DATACENTER:
+            flows, ceiling = self.wan.connections, self.wan.ceiling_bytes_per_s(latency_s)
+        paths = self._paths.of(request, source, target, flows)
+        first, sent_s = self._next_flow, self.network.now
+        transfer = Transfer(request, latency_s, flows, nbytes / flows, first, paths, ceiling, is_copy, sent_s)
         numbers = range(self._next_flow, self._next_flow + flows)
         self._next_flow += flows
         self._transfers |= dict.fromkeys(numbers, transfer)
-        self.network.start_many(numbers, paths, [nbytes / flows] * flows)
+        bound = min(ceiling, produced_bytes_per_s / flows)
+        self.network.start_many(numbers, paths, [nbytes / flows] * flows, ceiling_bytes_per_s=bound)
+        return transfer
+
+    def release(self, transfer: Transfer) -> None:
+        """The KV cache is complete: its rest goes as fast as the network lets it."""
+        for flow in self._under_way(transfer):
+            self.network.set_ceiling(flow, transfer.ceiling_bytes_per_s)
+
+    def give_up(self, transfer: Transfer) -> None:
+        """Stop a transfer now; what has left of it is accounted apart."""
+        sent_bytes = network_bytes = 0.0
+        for position, path in enumerate(transfer.paths):
+            flow = transfer.first_flow + position
+            rest = self.network.cancel(flow) if self._transfers.pop(flow, None) else 0.0
+            sent_bytes += transfer.flow_bytes - rest
+            network_bytes += (transfer.flow_bytes - rest) * len(path)
+        if transfer.is_copy:
+            self.copied = self.copied.plus(sent_bytes, network_bytes)
+        else:
+            self.failed = self.failed.plus(sent_bytes, network_bytes)
 
     def advance(self, to: float) -> list[Transfer]:
         """Move bytes up to `to`; returns the transfers whose last flow has ended, in order."""
@@ -76,6 +148,10 @@ class Fabric:
             transfer.flows_left -= 1
             if not transfer.flows_left:
                 ended.append(transfer)
+                if transfer.is_copy:
+                    hops = sum(map(len, transfer.paths))
+                    size = transfer.flow_bytes
+                    self.copied = self.copied.plus(size * len(transfer.paths), size * hops)
         return ended
 
     def next_finish_s(self) -> float:
@@ -83,20 +159,31 @@ class Fabric:
         finish = self.network.next_finish()
         return finish[0] if finish else float("inf")
 
-    def toggle_burst(self) -> float:
-        """A burst of background traffic starts or ends; returns seconds until the next change."""
-        self._bursting = not self._bursting
-        self._apply_background()
-        return self.next_change_s()
+    def change(self) -> None:
+        """Make the change of capacity that is due; the caller has moved bytes up to it."""
+        self.capacity.step()
+        self._apply_capacity()
 
-    def next_change_s(self) -> float:
-        """Drawn time to the next start or end of a burst."""
-        return self._bursts.expovariate(1 / self.background.burst_every_s)
+    def stalled(self, at: float) -> list[Transfer]:
+        """Those in flight that have no way through from now on, and had until now; marks them, and whoever has one
+        again."""
+        fresh = []
+        for transfer in dict.fromkeys(self._transfers.values()):
+            if not self._stuck(transfer):
+                transfer.stalled_s = None
+            elif transfer.stalled_s is None:
+                transfer.stalled_s = at
+                fresh.append(transfer)
+        return fresh
 
-    def background_share(self) -> FloatArray:
-        """What others take of each tier now, length TIER_COUNT."""
-        share = np.array(self.background.per_tier)
-        return share + np.array(self.background.burst_per_tier) if self._bursting else share
+    def _stuck(self, transfer: Transfer) -> bool:
+        return bool(self._dead) and any(
+            not self._dead.isdisjoint(transfer.paths[flow - transfer.first_flow]) for flow in self._under_way(transfer)
+        )
+
+    def _under_way(self, transfer: Transfer) -> list[int]:
+        flows = range(transfer.first_flow, transfer.first_flow + len(transfer.paths))
+        return [flow for flow in flows if flow in self._transfers]
 
     def own_share(self) -> FloatArray:
         """What own transfers take of each tier's capacity now, length TIER_COUNT."""
@@ -104,22 +191,20 @@ class Fabric:
         return carried[:TIER_COUNT] / self._tier_bytes_per_s
 
     def congestion(self, separates_own_traffic: bool) -> tuple[float, ...]:
-        """The operator's telemetry per tier: others only, or others and own together."""
-        share = self.background_share()
+        """The operator's telemetry per tier: what is missing, or that and own transfers together."""
+        share = self.capacity.missing_per_tier()
         if not separates_own_traffic:
             share = share + self.own_share()
         return tuple(np.minimum(share, CONGESTION_MAX).tolist())
 
     def utilisation(self, separates_own_traffic: bool) -> tuple[float, ...]:
-        """The operator's telemetry per link, in the cluster's order: others only, or others and own together."""
-        share = np.append(self.background_share(), 0.0)[self._link_bin]
+        """The operator's telemetry per link, in the cluster's order: what is missing, or that and own transfers."""
+        share = self.capacity.missing_per_link()
         if not separates_own_traffic:
             share = share + self.network.link_rate_bytes_per_s / self.cluster.capacity_bytes_per_s
         return tuple(np.minimum(share, CONGESTION_MAX).tolist())
 
-    def _apply_background(self) -> None:
-        left = np.ones(len(self.cluster.capacity_bytes_per_s))
-        for links, share in zip(self.tier_links, self.background_share(), strict=True):
-            left[links] = 1.0 - share
-        capacity = self.cluster.capacity_bytes_per_s * left
+    def _apply_capacity(self) -> None:
+        capacity = self.capacity.bytes_per_s
+        self._dead = frozenset(np.flatnonzero(capacity == 0.0).tolist())
         self.network.set_capacities(np.arange(len(capacity), dtype=np.int64), capacity)

@@ -6,9 +6,11 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from kvroute.flows import connection_bytes_per_s
 from kvroute.types import TIER_COUNT, InputError
 
 Telemetry: TypeAlias = Literal["tier", "link", "none"]
+TransferMode: TypeAlias = Literal["serial", "layerwise"]
 
 
 class Background(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,6 +36,64 @@ class Background(msgspec.Struct, frozen=True, kw_only=True):
     def uniform(cls, share: float) -> Background:
         """The same share on every network tier (1 and up); NVLink inside a node is nobody else's."""
         return cls(per_tier=(0.0,) + (share,) * (TIER_COUNT - 1))
+
+
+class CapacityChange(msgspec.Struct, frozen=True, kw_only=True):
+    """From `at_s` on a link has this share of its nominal capacity, until its next change."""
+
+    at_s: float
+    link: str
+    """A link's name; `A to B` for all links from A to B, one direction; `wan` for every link between datacenters."""
+    share: float
+    """0: cut."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.at_s < float("inf"):
+            raise InputError(f"changes.at_s is {self.at_s}", mend="give finite seconds, 0 or more")
+        if not 0 <= self.share <= 1:
+            raise InputError(f"changes.share is {self.share}", mend="give a share of the nominal capacity, 0 to 1")
+
+
+class Fluctuation(msgspec.Struct, frozen=True, kw_only=True):
+    """A link's capacity moves at random times to a random share of what it would be, uniform between two bounds."""
+
+    link: str
+    """As in `CapacityChange`; all links so named move together."""
+    every_s: float
+    """Mean time between moves (exponential, seeded)."""
+    share_min: float
+    share_max: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.every_s < float("inf"):
+            raise InputError(f"fluctuations.every_s is {self.every_s}", mend="give finite seconds above 0")
+        if not 0 < self.share_min <= self.share_max <= 1:
+            what = f"fluctuations move between {self.share_min} and {self.share_max}"
+            raise InputError(what, mend="give 0 < share_min <= share_max <= 1; cuts belong to `changes`")
+
+
+class WanTransport(msgspec.Struct, frozen=True, kw_only=True):
+    """A transfer between datacenters is so many TCP connections, each bounded by its window and its losses."""
+
+    connections: int = 8
+    window_bytes: float = 4 * 2**20
+    """The lesser of the sender's and the receiver's buffer."""
+    loss: float = 0.0
+    """Share of segments lost on the way, in [0, 1)."""
+    mss_bytes: float = 1460.0
+
+    def __post_init__(self) -> None:
+        if self.connections < 1:
+            raise InputError(f"wan.connections is {self.connections}", mend="give 1 or more")
+        for name, size in (("window_bytes", self.window_bytes), ("mss_bytes", self.mss_bytes)):
+            if not 0 < size < float("inf"):
+                raise InputError(f"wan.{name} is {size}", mend="give bytes above 0")
+        if not 0 <= self.loss < 1:
+            raise InputError(f"wan.loss is {self.loss}", mend="give a share of segments in [0, 1)")
+
+    def ceiling_bytes_per_s(self, latency_s: float) -> float:
+        """What one connection carries at most over a way of this one-way latency; inf where nothing bounds it."""
+        return connection_bytes_per_s(2 * latency_s, self.window_bytes, self.loss, self.mss_bytes)
 
 
 class Slo(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,6 +124,20 @@ class SimSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What the operator reports: utilisation by tier, by link, or nothing (the background is there all the same)."""
     measures_transfers: bool = False
     """At every refresh the router also hears what its own transfers took, as a gateway does from engines' counters."""
+    transfer: TransferMode = "serial"
+    """A KV cache leaves when its prefill has ended; or layer by layer while it runs, where the target is known then."""
+    wan: WanTransport | None = None
+    """How transfers between datacenters are carried; None: like any other."""
+    changes: tuple[CapacityChange, ...] = ()
+    """Cuts, degradations and their ends; in any order."""
+    fluctuations: tuple[Fluctuation, ...] = ()
+    stall_s: float | None = None
+    """A transfer without progress for so long has failed, and its request starts again; None: it waits."""
+    convert_s: float = 30.0
+    """From the last request of an instance that changes its role to the first of the new one: it starts afresh, with
+    nothing cached."""
+    review_s: float | None = None
+    """The router is asked so often how instances should be split between prefill and decode; None: never."""
     slo: Slo = Slo()
     warmup_s: float = 0.0
     """Requests that arrive earlier are simulated and not counted."""
@@ -79,5 +153,10 @@ class SimSettings(msgspec.Struct, frozen=True, kw_only=True):
         if not (0 <= self.warmup_s < float("inf") and 0 < measure_s < float("inf")):
             mend = "give finite warmup_s >= 0 and measure_s > 0"
             raise InputError("the measurement window is empty or has no end", mend=mend)
+        for name, period_s in (("stall_s", self.stall_s), ("review_s", self.review_s)):
+            if period_s is not None and not 0 < period_s < float("inf"):
+                raise InputError(f"{name} is {period_s}", mend="give finite seconds above 0, or null")
+        if not 0 <= self.convert_s < float("inf"):
+            raise InputError(f"convert_s is {self.convert_s}", mend="give finite seconds, 0 or more")
         if self.until_s is not None and not self.until_s >= 0:
             raise InputError(f"until_s is {self.until_s}", mend="give seconds, 0 or more")

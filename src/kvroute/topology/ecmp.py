@@ -18,23 +18,24 @@ class EcmpPaths:
     """Paths of a cluster's transfers. Draws belong to the request, so that every policy sees the same luck for the same
     request, simulated or live."""
 
-    def __init__(self, cluster: Cluster, seed: int) -> None:
+    def __init__(self, cluster: Cluster, seed: int, *, flows_max: int = 1) -> None:
+        """`flows_max`: flows that a transfer may ask for beyond the cluster's own number."""
         self._cluster, self._seed = cluster, seed
         instances = range(len(cluster.instances))
         flows = max((cluster.flows_per_transfer(index, index) for index in instances), default=1)
-        self._drawn_flows = 1 if cluster.ecmp == "transfer" else flows
+        self._drawn_flows = 1 if cluster.ecmp == "transfer" else max(flows, flows_max)
         self._draws: dict[int, FloatArray] = {}
         """The chunks drawn last: [CHUNK, flows, hops] in [0, 1)."""
 
-    def of(self, request: int, source: int, target: int) -> list[list[int]]:
-        """Links of each flow of a transfer between two instances (indices), `flows_per_transfer` of them.
+    def of(self, request: int, source: int, target: int, flows: int = 0) -> list[list[int]]:
+        """Links of each flow of a transfer between two instances (indices), `flows_per_transfer` of them by default.
 
         Raises:
             InputError: the two cannot reach each other.
         """
         draws = self._drawn(request)
         paths = []
-        for shard in range(self._cluster.flows_per_transfer(source, target)):
+        for shard in range(flows or self._cluster.flows_per_transfer(source, target)):
             drawn = draws[shard % len(draws)]
             paths.append(
                 [

@@ -1,0 +1,62 @@
+"""The kernels' arrays: made for so many slots, and moved into larger ones when flows or their paths outgrow them.
+
+Behind the rows of the network's own links there is one row of a private link for each slot: a flow under a ceiling
+crosses it, nobody else does, and a slot's next flow has it again.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvroute.flows import kernels
+from kvroute.flows.kernels import State
+from kvroute.types import FloatArray, IntArray
+
+
+def idle(capacity_bytes_per_s: FloatArray, slots: int, longest: int) -> State:
+    """No flow yet; room for `slots` flows of `longest` links each, private ones included."""
+    links = len(capacity_bytes_per_s)
+    link, link_int = np.zeros((links + slots, 6)), np.zeros((links + slots, 6), np.int64)
+    link[:links, kernels.CAPACITY] = capacity_bytes_per_s
+    link_int[:, kernels.HEAD] = -1
+    return State(
+        flow=np.zeros((slots, 8)),
+        flow_int=np.zeros((slots, 3), np.int64),
+        link=link,
+        link_int=link_int,
+        hop=np.full((slots * longest, 4), -1, np.int64),
+        lists=np.zeros((4, links + slots), np.int64),
+        counts=np.zeros(3, np.int64),
+    )
+
+
+def widened(old: State, slots: int) -> State:
+    """The same flows in `slots` slots; theirs, and the links' rows, keep their numbers."""
+    before = len(old.flow)
+    links = len(old.link) - before
+    new = idle(old.link[:links, kernels.CAPACITY], slots, len(old.hop) // before)
+    for was, grown in zip(old, new, strict=True):
+        if was.ndim == 2 and was is not old.lists:
+            grown[: len(was)] = was
+    new.lists[:, : old.lists.shape[1]] = old.lists
+    new.counts[:] = old.counts
+    return new
+
+
+def lengthened(old: State, longest: int) -> State:
+    """The same flows with room for paths of `longest` links: hop `slot * P + k` moves to a wider row, and so do the
+    numbers that name it."""
+    before = len(old.hop) // len(old.flow)
+    narrow = old.hop.reshape(-1, before, 4)
+    wide = np.full((len(narrow), longest, 4), -1, np.int64)
+    wide[:, :before] = narrow
+    for column in (kernels.NEXT, kernels.PREV):
+        wide[:, :before, column] = _renumbered(narrow[:, :, column], before, longest)
+    heads = old.link_int[:, kernels.HEAD]
+    heads[:] = _renumbered(heads, before, longest)
+    return old._replace(hop=wide.reshape(-1, 4))
+
+
+def _renumbered(hops: IntArray, old: int, new: int) -> IntArray:
+    moved: IntArray = np.where(hops < 0, -1, hops // old * new + hops % old)
+    return moved

@@ -1,0 +1,114 @@
+"""KV caches on their way from prefill to decode: room booked at the target, bytes sent, and transfers that fail.
+
+It knows what is true of memory and links and tells nobody: what had to be evicted for it is returned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvroute.prefix import Evicted
+from kvroute.sim.fleet import Fleet
+from kvroute.sim.metrics import Outcomes
+from kvroute.sim.network import UNBOUNDED, Fabric, Transfer
+from kvroute.sim.workload import TracedRequest
+from kvroute.topology import Cluster
+from kvroute.types import Decode
+
+
+class Delivery:
+    """A request is booked, sent, landed and released, in this order; or given up once it is booked."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        fabric: Fabric,
+        fleet: Fleet,
+        outcomes: Outcomes,
+        trace: Sequence[TracedRequest],
+        *,
+        decode_cache: bool,
+    ) -> None:
+        """`decode_cache`: decode instances keep the KV of finished requests."""
+        self._cluster, self.fabric, self._fleet = cluster, fabric, fleet
+        self._outcomes, self._trace, self._decode_cache = outcomes, trace, decode_cache
+        self._total_blocks = [0] * len(trace)
+        self._pinned_hit = [0] * len(trace)
+        self.next_s = UNBOUNDED
+        """When the next flow ends if nothing changes."""
+        self.transfers: dict[int, Transfer] = {}
+        """Started and not landed, by request; a request's copy of a cached prefix comes before its KV cache."""
+        self.streaming: set[int] = set()
+        """Requests whose KV cache is being sent while it is computed."""
+
+    def cached(self, request: int) -> tuple[int, ...]:
+        """The blocks of a request that a decode instance keeps."""
+        return self._trace[request].blocks if self._decode_cache else ()
+
+    def book(self, request: int, decision: Decode) -> list[Evicted]:
+        """Hold room at the target from now on; what had to go for it."""
+        outcomes, target = self._outcomes, self._cluster.index(decision.target)
+        outcomes.target[request], outcomes.tier[request] = target, decision.tier
+        outcomes.hit_tokens[request], outcomes.kv_bytes[request] = decision.hit_tokens, decision.kv_bytes
+        hit = -(-decision.hit_tokens // self._trace[request].block_tokens)
+        blocks = self.cached(request)
+        total = max(int(np.ceil(decision.need_bytes / self._fleet.block_bytes[target])), len(blocks))
+        self._total_blocks[request], self._pinned_hit[request] = total, hit
+        self._fleet.take(target)
+        return self._fleet.memory.reserve(target, blocks, hit, total)
+
+    def send(self, request: int, *, produced_bytes_per_s: float = UNBOUNDED) -> None:
+        """Start a booked transfer now; below an unbounded rate of production it streams until `complete`."""
+        outcomes = self._outcomes
+        source, target = int(outcomes.source[request]), int(outcomes.target[request])
+        if produced_bytes_per_s < UNBOUNDED:
+            self.streaming.add(request)
+        size = float(outcomes.kv_bytes[request])
+        sent = self.fabric.send(request, source, target, size, produced_bytes_per_s=produced_bytes_per_s)
+        self.transfers[request] = sent
+        self.next_s = self.fabric.next_finish_s()
+
+    def complete(self, request: int) -> None:
+        """The prefill of a streaming request has ended."""
+        self.streaming.remove(request)
+        self.fabric.release(self.transfers[request])
+        self.next_s = self.fabric.next_finish_s()
+
+    def copy(self, request: int, source: int, target: int, nbytes: float) -> None:
+        """Start to copy a cached prefix for a request now."""
+        self.transfers[request] = self.fabric.send(request, source, target, nbytes, is_copy=True)
+        self.next_s = self.fabric.next_finish_s()
+
+    def look_ahead(self) -> None:
+        """Note when the next flow ends, after bytes have moved or capacities changed."""
+        self.next_s = self.fabric.next_finish_s()
+
+    def land(self, request: int) -> list[Evicted]:
+        """All bytes of a KV cache are there."""
+        target = int(self._outcomes.target[request])
+        return self._fleet.memory.land(target, self.cached(request), self._pinned_hit[request])
+
+    def release(self, request: int) -> list[Evicted]:
+        """The request is answered."""
+        target = int(self._outcomes.target[request])
+        return self._fleet.memory.release(target, self.cached(request), self._total_blocks[request])
+
+    def give_up(self, request: int) -> list[Evicted]:
+        """Stop the transfer, if it has started, and free what was booked; the row says nothing of it any more."""
+        outcomes = self._outcomes
+        self.stop(request)
+        target, hit = int(outcomes.target[request]), self._pinned_hit[request]
+        evicted = self._fleet.memory.give_up(target, self.cached(request), hit, self._total_blocks[request])
+        outcomes.target[request] = outcomes.tier[request] = -1
+        outcomes.hit_tokens[request], outcomes.kv_bytes[request] = 0, np.nan
+        return evicted
+
+    def stop(self, request: int) -> None:
+        """Stop a request's transfer or copy, if there is one; what has left of it is accounted apart."""
+        transfer = self.transfers.pop(request, None)
+        self.streaming.discard(request)
+        if transfer is not None and transfer.flows_left:
+            self.fabric.give_up(transfer)
+            self.next_s = self.fabric.next_finish_s()

@@ -1,0 +1,251 @@
+"""The way of every request through the engines: prefill, handing over, decode; and again where a transfer fails."""
+
+from __future__ import annotations
+
+import time
+
+from kvroute.sim.agenda import Agenda
+from kvroute.sim.delivery import Delivery
+from kvroute.sim.fleet import Fleet
+from kvroute.sim.metrics import FINISHED, IN_FLIGHT, REJECTED, Outcomes
+from kvroute.sim.router import Router
+from kvroute.sim.settings import SimSettings
+from kvroute.sim.telemetry import Telemetry
+from kvroute.sim.workload import Trace
+from kvroute.topology import Cluster
+from kvroute.types import (
+    Admitted,
+    Arrived,
+    Decision,
+    Decode,
+    DecodeFailed,
+    Finished,
+    Prefill,
+    PrefillFinished,
+    Reject,
+    Request,
+    TransferFinished,
+)
+
+
+class Journeys:
+    """Each step is due at its time on the agenda; what a step costs is the engines' and the network's truth."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        trace: Trace,
+        settings: SimSettings,
+        *,
+        agenda: Agenda,
+        router: Router,
+        fleet: Fleet,
+        delivery: Delivery,
+        telemetry: Telemetry,
+        outcomes: Outcomes,
+        prefill_cache: bool,
+    ) -> None:
+        """`prefill_cache`: prefill instances keep the KV of their prompts."""
+        self._cluster, self._trace, self._settings = cluster, trace.requests, settings
+        self._agenda, self._router, self._fleet = agenda, router, fleet
+        self._delivery, self._telemetry, self._outcomes = delivery, telemetry, outcomes
+        self._prefill_cache = prefill_cache
+        self._booked: set[int] = set()
+        """Requests whose target is known while they are prefilled."""
+        self._produced_bytes_per_s: dict[int, float] = {}
+        """Of requests whose KV will be sent while it is computed, until the first layer is there."""
+        self._awaiting_copy: dict[int, Prefill] = {}
+        self.reject_reason: str | None = None
+        """Why the first rejected request was rejected."""
+        self.decisions_s: list[float] = []
+        """Wall time of every decode decision."""
+
+    def arrive(self, request: int) -> None:
+        """A request of the trace is at the door now."""
+        traced = self._trace[request]
+        self._outcomes.state[request] = IN_FLIGHT
+        arrived = Request(
+            id=request,
+            input_tokens=traced.input_tokens,
+            blocks=traced.blocks,
+            block_tokens=traced.block_tokens,
+            max_output_tokens=traced.output_tokens,
+        )
+        self._begin(request, self._router.tell(Arrived(self._agenda.now, arrived)))
+
+    def advance(self) -> None:
+        """Move bytes up to now; the caller looks ahead, or changes what flows."""
+        now = self._agenda.now
+        for transfer in self._delivery.fabric.advance(now):
+            step = self._copied if transfer.is_copy else self._landed
+            self._agenda.at(now + transfer.latency_s, step, transfer.request)
+
+    def watch_stalls(self) -> None:
+        """Note which transfers have no way through from now on."""
+        if self._settings.stall_s is not None:
+            for transfer in self._delivery.fabric.stalled(self._agenda.now):
+                self._agenda.at(self._agenda.now + self._settings.stall_s, self._stalled, transfer.request)
+
+    def _begin(self, request: int, decisions: tuple[Decision, ...]) -> None:
+        """What was decided for a request that has arrived, or starts again: its prefill, perhaps its target too."""
+        prefill, *others = decisions
+        if not isinstance(prefill, Prefill):
+            self._reject(request, prefill)
+            return
+        source = self._cluster.index(prefill.instance)
+        self._outcomes.source[request], self._outcomes.cached_tokens[request] = source, prefill.cached_tokens
+        self._fleet.take(source)
+        for decode in others:
+            assert isinstance(decode, Decode)
+            self._router.evicted(self._delivery.book(request, decode))
+            self._booked.add(request)
+        if not prefill.copy_from:
+            self._submit(request)
+            return
+        self._awaiting_copy[request] = prefill
+        self.advance()
+        self._delivery.copy(request, self._cluster.index(prefill.copy_from), source, prefill.copy_bytes)
+        self.watch_stalls()
+
+    def _copied(self, request: int, _: int) -> None:
+        """The prefix is there: it is cached, and the prompt's rest can be computed."""
+        prefill, traced = self._awaiting_copy.pop(request), self._trace[request]
+        del self._delivery.transfers[request]
+        blocks = traced.blocks[: prefill.cached_tokens // traced.block_tokens]
+        if self._prefill_cache and blocks:
+            source = int(self._outcomes.source[request])
+            self._router.stored(source, blocks, self._fleet.memory.index.store(source, blocks))
+        self._submit(request)
+
+    def _submit(self, request: int) -> None:
+        """Into the queue of its prefill instance."""
+        traced, outcomes, source = self._trace[request], self._outcomes, int(self._outcomes.source[request])
+        cached_tokens = int(outcomes.cached_tokens[request])
+        start, finish = self._fleet.prefill[source].submit(self._agenda.now, traced.input_tokens, cached_tokens)
+        outcomes.prefill_started_s[request] = start
+        if self._settings.transfer == "layerwise" and request in self._booked and traced.output_tokens:
+            self._plan_stream(request, start, finish, self._fleet.layers[source])
+        self._agenda.at(finish, self._prefilled, request)
+
+    def _plan_stream(self, request: int, start: float, finish: float, layers: int) -> None:
+        """Bytes will leave from the end of the first layer on, where there are several and something to send."""
+        kv_bytes = float(self._outcomes.kv_bytes[request])
+        if layers > 1 and finish > start and kv_bytes > 0:
+            self._produced_bytes_per_s[request] = kv_bytes / (finish - start)
+            self._agenda.at(start + (finish - start) / layers, self._stream, request)
+
+    def _stream(self, request: int, _: int) -> None:
+        """The first layer's KV is there, and the others follow at an even rate."""
+        self.advance()
+        self._delivery.send(request, produced_bytes_per_s=self._produced_bytes_per_s.pop(request))
+        self.watch_stalls()
+
+    def _prefilled(self, request: int, _: int) -> None:
+        traced, outcomes, now = self._trace[request], self._outcomes, self._agenda.now
+        outcomes.prefill_finished_s[request] = now
+        source = int(outcomes.source[request])
+        if self._prefill_cache and traced.blocks:
+            self._router.stored(source, traced.blocks, self._fleet.memory.index.store(source, traced.blocks))
+        if not traced.output_tokens:  # a prompt that wants no tokens needs no decoder and has no first token
+            self._end_unanswered(request, source)
+            return
+        started_s = time.perf_counter()
+        decisions = self._router.tell(PrefillFinished(now, request))
+        if request in self._booked:
+            self._booked.remove(request)
+            self._hand_over(request)
+            return
+        self.decisions_s.append(time.perf_counter() - started_s)
+        (decision,) = decisions
+        if isinstance(decision, Reject):
+            self._reject(request, decision)
+            self._router.give_back(source)
+            return
+        assert isinstance(decision, Decode)
+        self._router.evicted(self._delivery.book(request, decision))
+        self._hand_over(request)
+
+    def _end_unanswered(self, request: int, source: int) -> None:
+        if request in self._booked:
+            self._booked.remove(request)
+            target = int(self._outcomes.target[request])
+            self._router.evicted(self._delivery.give_up(request))
+            self._router.give_back(target)
+        self._finish(request, None)
+        self._router.give_back(source)
+
+    def _hand_over(self, request: int) -> None:
+        """The KV cache is complete: all of it leaves now, or the rest of it as fast as it can."""
+        self.advance()
+        if request in self._delivery.streaming:
+            self._delivery.complete(request)
+            self._stalled(request, 0)
+        else:
+            self._delivery.send(request)
+            self.watch_stalls()
+
+    def _landed(self, request: int, _: int) -> None:
+        traced, outcomes, now = self._trace[request], self._outcomes, self._agenda.now
+        outcomes.landed_s[request] = now
+        target = int(outcomes.target[request])
+        self._telemetry.landed(request, self._delivery.transfers.pop(request).sent_s)
+        evicted = self._delivery.land(request)
+        self._router.tell(TransferFinished(now, request, self._fleet.free_bytes(target)))
+        blocks = self._delivery.cached(request)
+        if blocks:
+            self._router.stored(target, blocks, evicted)
+        self._router.give_back(int(outcomes.source[request]))
+        decode = self._fleet.decode[target]
+        wake_s = decode.land(now, request, traced.input_tokens, traced.output_tokens)
+        if wake_s is not None:
+            self._agenda.at(wake_s, self._step, target, decode.version)
+
+    def _stalled(self, request: int, _: int) -> None:
+        """A transfer that has had no way through for so long has failed: its request starts again; one that waits for
+        a copy does without. What still streams is looked at again when its prefill has ended."""
+        transfer, stall_s = self._delivery.transfers.get(request), self._settings.stall_s
+        if stall_s is None or transfer is None or transfer.stalled_s is None or request in self._delivery.streaming:
+            return
+        if transfer.stalled_s + stall_s > self._agenda.now:
+            return
+        self.advance()
+        if transfer.is_copy:
+            self._delivery.stop(request)
+            self._outcomes.cached_tokens[request] -= self._awaiting_copy.pop(request).copy_tokens
+            self._submit(request)
+            return
+        source, target = int(self._outcomes.source[request]), int(self._outcomes.target[request])
+        self._router.evicted(self._delivery.give_up(request))
+        decisions = self._router.tell(DecodeFailed(self._agenda.now, request, kv_lost=True))
+        self._router.give_back(source)
+        self._router.give_back(target)
+        self._begin(request, decisions)
+
+    def _step(self, target: int, version: int) -> None:
+        decode = self._fleet.decode[target]
+        if version != decode.version:
+            return
+        now, outcomes = self._agenda.now, self._outcomes
+        step, wake_s = decode.step(now)
+        for request in step.finished:
+            self._router.evicted(self._delivery.release(request))
+            self._finish(request, self._fleet.free_bytes(target))
+            self._router.give_back(target)
+        for request in step.admitted:
+            outcomes.admitted_s[request] = now
+            outcomes.first_token_s[request] = step.first_token_s
+            outcomes.entry_iteration_s[request] = step.iteration_s
+            self._router.tell(Admitted(now, request))
+        if wake_s is not None:
+            self._agenda.at(wake_s, self._step, target, decode.version)
+
+    def _finish(self, request: int, free_kv_bytes: float | None) -> None:
+        now = self._agenda.now
+        self._outcomes.state[request] = FINISHED
+        self._outcomes.finished_s[request] = now
+        self._router.tell(Finished(now, request, free_kv_bytes, self._trace[request].output_tokens))
+
+    def _reject(self, request: int, decision: Decision) -> None:
+        assert isinstance(decision, Reject)
+        self._outcomes.state[request] = REJECTED
+        self.reject_reason = self.reject_reason or decision.reason

@@ -1,0 +1,54 @@
+"""What the router hears of the network at every refresh, and what the run's timeline keeps of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from kvroute.sim.metrics import Outcomes, Timeline
+from kvroute.sim.network import Fabric
+from kvroute.sim.settings import SimSettings
+from kvroute.types import TIER_COUNT, CongestionMeasured, Event, LinksMeasured, TransferMeasured
+
+
+class Telemetry:
+    """Reads the fabric and the run's rows; changes neither."""
+
+    def __init__(self, fabric: Fabric, settings: SimSettings, outcomes: Outcomes) -> None:
+        self._fabric, self._settings, self._outcomes = fabric, settings, outcomes
+        self._names = [instance.name for instance in fabric.cluster.instances]
+        self._samples: list[tuple[float, list[float]]] = []
+        self._unmeasured: dict[tuple[int, int], list[tuple[int, float]]] = {}
+        """Requests whose KV has landed since the last refresh, and when it set out, by source and target."""
+
+    def landed(self, request: int, sent_s: float) -> None:
+        """A KV cache that set out at `sent_s` is there."""
+        outcomes = self._outcomes
+        if self._settings.measures_transfers and outcomes.kv_bytes[request] > 0:
+            pair = int(outcomes.source[request]), int(outcomes.target[request])
+            self._unmeasured.setdefault(pair, []).append((request, sent_s))
+
+    def refresh(self, at: float) -> Iterator[Event]:
+        """What the router is told now. Bytes have been moved up to `at`."""
+        separate = self._settings.separates_own_traffic
+        if self._settings.telemetry == "tier":
+            yield CongestionMeasured(at, self._fabric.congestion(separate))
+        elif self._settings.telemetry == "link":
+            yield LinksMeasured(at, self._fabric.utilisation(separate))
+        yield from self._transfers(at)
+        self._samples.append((at, self._fabric.own_share().tolist()))
+
+    def _transfers(self, at: float) -> Iterator[Event]:
+        names, outcomes = self._names, self._outcomes
+        for (source, target), sent in sorted(self._unmeasured.items()):
+            requests = [request for request, _ in sent]
+            seconds = float((outcomes.landed_s[requests] - np.array([sent_s for _, sent_s in sent])).sum())
+            kv_bytes = float(outcomes.kv_bytes[requests].sum())
+            yield TransferMeasured(at, names[source], names[target], kv_bytes, seconds, transfers=len(requests))
+        self._unmeasured.clear()
+
+    def timeline(self) -> Timeline:
+        """Own traffic at every refresh so far."""
+        at_s, shares = tuple(at for at, _ in self._samples), [share for _, share in self._samples]
+        return Timeline(at_s=at_s, tier={str(tier): tuple(s[tier] for s in shares) for tier in range(TIER_COUNT)})

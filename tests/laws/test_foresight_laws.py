@@ -1,0 +1,433 @@
+"""Laws of foresight: its table equals a slow one, its what-if the fluid definition, its choice `cla`'s where nothing
+binds."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, fields, replace
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from kvroute.flows import fill_to_the_end, max_min_rates
+from kvroute.policies import CacheAndLoadAware
+from kvroute.policies.foresight import Foresight, ForesightJoint, Pair, Way
+from kvroute.policies.foresight_flight import InFlight, Learned
+from kvroute.policies.foresight_kernels import collided
+from kvroute.policies.foresight_links import LinkModel
+from kvroute.policies.foresight_spec import ForesightSpec
+from kvroute.policies.prefill import PrefillCandidates
+from kvroute.types import Candidates, Choice, FloatArray, IntArray, NetworkCosts, Reject, Request, TierArray
+
+N = 12
+"""Instances: two to a rack, four to a pod, the last pod in another datacenter; 0 and 1 share a node."""
+NIC, CABLE, CABLES = 12.5e9, 10e9, 3
+LATENCY_S = np.array([1e-6, 3e-6, 8e-6, 15e-6, 1e-3])
+ALL: IntArray = np.arange(N)
+REQUEST = Request(id=1, input_tokens=10_000)
+
+
+def fabric(hashed_paths: int = 1, scale: float = 1.0, uplinks: bool = True) -> LinkModel:
+    """A small fabric of every tier, with links as a cluster's would be, or with NICs alone."""
+    tier: TierArray = np.full((N, N), 4, dtype=np.int8)
+    for a in range(N):
+        for b in range(N):
+            level = [a == b or a + b == 1, a // 2 == b // 2, a // 4 == b // 4, (a < 8) == (b < 8)]
+            tier[a, b] = level.index(True) if True in level else 4
+    bytes_per_s = np.array([1e11, NIC, CABLE, CABLE, 2e9]) * scale
+    if not uplinks:
+        return LinkModel.of_tiers(tier, bytes_per_s, hashed_paths=hashed_paths)
+    rows: list[tuple[float, float, int, int]] = [(NIC, NIC, 1, 1)] * (2 * N)
+    ways: IntArray = np.full((N, 7), -1, dtype=np.int64)
+    for a in range(N):
+        ways[a] = (2 * a, 2 * a + 1, 24 + 2 * (a // 2), 25 + 2 * (a // 2), 36 + 2 * (a // 4), 37 + 2 * (a // 4), a // 8)
+    rows += [(CABLES * CABLE, CABLE, CABLES, 2)] * 12 + [(2 * CABLE, CABLE, 2, 3)] * 6 + [(2e9, 2e9, 1, 4)] * 2
+    table = np.array(rows)
+    return LinkModel(
+        tier=tier,
+        tier_bytes_per_s=bytes_per_s,
+        ways=ways,
+        wan=np.array([[-1, 42], [43, -1]], dtype=np.int64),
+        capacity_bytes_per_s=table[:, 0] * scale,
+        cable_bytes_per_s=table[:, 1] * scale,
+        cables=table[:, 2].astype(np.int64),
+        link_tier=table[:, 3].astype(np.int64),
+        hashed_paths=hashed_paths,
+    )
+
+
+def way_of(links: LinkModel, source: int, target: int) -> list[int]:
+    """The path by its definition: up to the switch that joins the two, and down."""
+    tier, here, there = int(links.tier[source, target]), links.ways[source].tolist(), links.ways[target].tolist()
+    path = [here[0], there[1]] if tier >= 1 else []
+    path += [here[2], there[3]] if tier >= 2 else []
+    path += [here[4], there[5]] if tier >= 3 else []
+    path += [int(links.wan[here[6], there[6]])] if tier >= 4 else []
+    return [link for link in path if link >= 0]
+
+
+def mean_seconds(cable: float, rivals: float, hashed: int, mean: float) -> float:
+    """h / E[1 / share(M)] by summing over the Poisson distribution, far beyond its mean."""
+    mass, below, total = math.exp(-rivals), 0.0, 0.0
+    for x in range(600):
+        before, below = below, below + mass
+        total += (below**hashed - before**hashed) / max(cable / (1 + x), cable - x * mean)
+        mass *= rivals / (x + 1)
+    return hashed / total
+
+
+@dataclass
+class Obvious:
+    """The table as it is defined, with lists, and rates by progressive filling from scratch."""
+
+    links: LinkModel
+    spec: ForesightSpec
+    now: float = 0.0
+    left: dict[int, float] = field(default_factory=dict)
+    size: dict[int, float] = field(default_factory=dict)
+    sent: dict[int, float] = field(default_factory=dict)
+    limited: dict[int, float] = field(default_factory=dict)
+    paths: dict[int, list[int]] = field(default_factory=dict)
+    tiers: dict[int, int] = field(default_factory=dict)
+    ceilings: dict[int, float] = field(default_factory=dict)
+    rates: dict[int, float] = field(default_factory=dict)
+    congestion: FloatArray = field(default_factory=lambda: np.zeros(5))
+    learned: Learned = field(default_factory=lambda: Learned(ForesightSpec()))
+
+    def advance(self, at: float) -> None:
+        for each, rate in self.rates.items():
+            sent = rate * (at - self.now)
+            self.sent[each] += sent
+            self.limited[each] += sent if rate >= self.ceilings[each] * (1 - 1e-9) else 0.0
+            self.left[each] = max(self.left[each] - sent, self.spec.left_floor_share * self.size[each])
+        self.now = at
+
+    def solve(self) -> None:
+        capacity = self.links.capacities(self.congestion).tolist()
+        order = list(self.left)
+        paths, held = [self.paths[each] for each in order], [self.ceilings[each] for each in order]
+        self.rates = dict(zip(order, max_min_rates(paths, [1.0] * len(order), capacity, held), strict=True))
+
+    def crowd(self, link: int) -> int:
+        return sum(link in path for path in self.paths.values())
+
+    def ceiling(self, source: int, target: int) -> float:
+        links, tier = self.links, int(self.links.tier[source, target])
+        if tier == 1:
+            return math.inf
+        h = links.hashed_paths
+        mean = sum(self.rates.values()) / (len(self.rates) * h) if self.rates else 0.0
+        here, there = links.ways[source].tolist(), links.ways[target].tolist()
+        groups = [(here[2], there[3]), (here[4], there[5]), (int(links.wan[here[6], there[6]]),)][: tier - 1]
+        found = []
+        for group in groups:
+            cables = [link for link in group if link >= 0]
+            if not cables:
+                found.append(float(links.tier_bytes_per_s[tier]) * (1 - self.congestion[tier]))
+                continue
+            rivals = sum(h * self.crowd(k) / int(links.cables[k]) for k in cables if links.cables[k] > 1)
+            least = min(float(links.cable_bytes_per_s[k]) * (1 - self.congestion[links.link_tier[k]]) for k in cables)
+            found.append(mean_seconds(least, rivals, h, mean))
+        return float(self.learned.factor[tier]) * min(found)
+
+    def start(self, at: float, each: int, source: int, target: int, size: float) -> None:
+        if not self.links.tier[source, target]:
+            return
+        self.advance(at)
+        self.ceilings[each] = self.ceiling(source, target)
+        self.tiers[each] = int(self.links.tier[source, target])
+        self.paths[each] = way_of(self.links, source, target)
+        self.left[each] = self.size[each] = size
+        self.sent[each] = self.limited[each] = 0.0
+        self.solve()
+
+    def end(self, at: float, each: int, *, landed: bool) -> None:
+        if each not in self.left:
+            return
+        self.advance(at)
+        if landed:
+            self.learned.ended(self.tiers[each], self.size[each], self.sent[each], self.limited[each])
+        for kept in (self.left, self.size, self.paths, self.ceilings, self.rates, self.tiers):
+            del kept[each]
+        self.solve()
+
+
+pairs = st.tuples(st.integers(0, N - 1), st.integers(0, N - 1))
+sizes = st.floats(1e8, 2e10)
+steps = st.lists(
+    st.one_of(
+        st.tuples(st.just("start"), pairs, sizes, st.floats(0, 0.5)),
+        st.tuples(st.just("end"), st.integers(0, 30), st.booleans(), st.floats(0, 0.5)),
+        st.tuples(st.just("congestion"), st.integers(0, 9), st.just(0), st.floats(0, 0.5)),
+    ),
+    max_size=25,
+)
+
+
+@given(steps, st.sampled_from([1, 4]), st.booleans())
+def test_the_table_equals_the_obvious_one(
+    actions: list[tuple[str, object, object, float]], hashed: int, uplinks: bool
+) -> None:
+    """After any sequence of calls: bytes left, rates, and what the ends have taught."""
+    links = fabric(hashed, uplinks=uplinks)
+    table, slow = InFlight(links), Obvious(links, ForesightSpec())
+    now, started = 0.0, 0
+    for kind, what, more, pause_s in actions:
+        now += pause_s
+        match kind, what, more:
+            case "start", (int(source), int(target)), float(size):
+                table.started(now, started, source, target, size)
+                slow.start(now, started, source, target, size)
+                started += 1
+            case "end", int(each), bool(landed):
+                table.finished(now, each, landed=landed)
+                slow.end(now, each, landed=landed)
+            case _, int(tenths), _:
+                congestion = np.array([0.0, 0.0, 0.05, 0.1, 0.02]) * tenths
+                table.congested(now, congestion)
+                slow.advance(now)
+                slow.congestion = congestion
+                slow.solve()
+        assert table.rates_bytes_per_s == pytest.approx(slow.rates, rel=1e-6)
+        slow.advance(now)
+        assert table.left_bytes(now) == pytest.approx(slow.left, rel=1e-6)
+        assert table.learned.factor == pytest.approx(slow.learned.factor, rel=1e-5)
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> tuple[InFlight, Obvious]:
+    """A table with up to 16 transfers some way under way, and the slow one."""
+    links = fabric(draw(st.sampled_from([1, 4])), uplinks=draw(st.booleans()))
+    table, slow = InFlight(links), Obvious(links, ForesightSpec())
+    for each, ((source, target), size) in enumerate(draw(st.lists(st.tuples(pairs, sizes), max_size=16))):
+        table.started(each * 0.01, each, source, target, size)
+        slow.start(each * 0.01, each, source, target, size)
+    slow.advance(table.now)
+    return table, slow
+
+
+@st.composite
+def crowds(draw: st.DrawFn, alike: bool = False) -> Candidates:
+    """One candidate on each of the N instances; few distinct values, so that ties are common."""
+    random = np.random.default_rng(draw(st.integers(0, 2**32)))
+    hit_tokens = random.choice([0, 0, 5_000, 10_000], N) * (not alike)
+    batch_max = np.full(N, 8) if alike else random.choice([1, 8, 64], N)
+    return Candidates(
+        names=tuple(f"decode{index:02}" for index in range(N)),
+        batch=random.integers(0, batch_max + 1),
+        queued=random.integers(0, 3, N),
+        batch_max=batch_max,
+        free_kv_bytes=random.choice([1e9, 200e9, 200e9], N),
+        hit_tokens=hit_tokens,
+        kv_bytes=327_680.0 * (10_000 - hit_tokens),
+        need_bytes=np.full(N, 3.2768e9),
+        iteration_base_s=np.full(N, 0.0125) if alike else random.choice([0.0, 0.0125], N),
+        iteration_per_request_s=np.full(N, 1e-4) if alike else random.choice([0.0, 1e-4], N),
+    )
+
+
+def costs_of(links: LinkModel, source: int) -> NetworkCosts:
+    nobody = np.zeros(5, dtype=np.int64)
+    return NetworkCosts(links.tier[source], links.tier_bytes_per_s, LATENCY_S, np.zeros(5), nobody)
+
+
+def choice_of(table: InFlight, source: int, pool: Candidates, starts_s: float = 0.0, **spec: float) -> Choice | Reject:
+    """With all instances as candidates, in the table's order."""
+    policy = Foresight(ForesightSpec(**spec), table.sight(table.now, source, ALL, starts_s))  # type: ignore[arg-type]
+    return policy.choose(REQUEST, pool, costs_of(table.links, source), 0)
+
+
+sources = st.integers(0, N - 1)
+widths = st.integers(0, 4)
+
+
+@given(tables(), sources, crowds(), st.sampled_from([0.0, 0.3]))
+def test_the_what_if_is_the_fluid_model(
+    flying: tuple[InFlight, Obvious], source: int, pool: Candidates, starts_s: float
+) -> None:
+    """Seconds and delay imposed of every candidate that was played, against the definition from scratch."""
+    table, slow = flying
+    choice = choice_of(table, source, pool, starts_s, width=N, near_max=1_000)
+    assume(isinstance(choice, Choice))
+    assert isinstance(choice, Choice)
+    order, capacity = list(slow.left), table.links.capacity_bytes_per_s.tolist()
+    paths, held = [slow.paths[k] for k in order], [slow.ceilings[k] for k in order]
+    left, starts = [slow.left[k] for k in order], [0.0] * len(order)
+    base = fill_to_the_end(paths, [1.0] * len(order), capacity, left, starts, held)
+    for index in np.flatnonzero(choice.terms.parts["played"]).tolist():
+        kv_bytes, path = float(pool.kv_bytes[index]), way_of(table.links, source, index)
+        if not path or not kv_bytes:
+            continue
+        after = fill_to_the_end(
+            [*paths, path],
+            [1.0] * (len(order) + 1),
+            capacity,
+            [*left, kv_bytes],
+            [*starts, starts_s],
+            [*held, slow.ceiling(source, index)],
+        )
+        seconds = after[-1] - starts_s + LATENCY_S[table.links.tier[source, index]]
+        assert choice.terms.parts["transfer_s"][index] == pytest.approx(seconds, rel=1e-6)
+        imposed_s = max(sum(after[:-1]) - sum(base), 0.0)
+        assert choice.terms.parts["imposed_s"][index] == pytest.approx(imposed_s, rel=1e-5, abs=1e-6)
+
+
+@given(tables(), sources, crowds(), widths, st.integers(1, 20))
+def test_the_choice_follows_its_terms(
+    flying: tuple[InFlight, Obvious], source: int, pool: Candidates, width: int, near_max: int
+) -> None:
+    """The first cheapest with room; costs and parts are finite, zero or more, and the parts add up to the cost of who
+    was played; a part of the cost is never less than it would be on an idle network. Nothing given is written to."""
+    table, slow = flying
+    given_arrays = [getattr(pool, item.name) for item in fields(pool) if item.name != "names"]
+    before = [array.copy() for array in given_arrays]
+    choice = choice_of(table, source, pool, width=width, near_max=near_max)
+    assert all((array == copy).all() for array, copy in zip(given_arrays, before, strict=True))
+    assert table.left_bytes(table.now) == pytest.approx(slow.left, rel=1e-6)
+    assert table.rates_bytes_per_s == pytest.approx(slow.rates, rel=1e-6)
+    has_room = (pool.need_bytes <= pool.free_kv_bytes).tolist()
+    assert isinstance(choice, Choice) == any(has_room)
+    if isinstance(choice, Reject):
+        return
+    cost, parts = choice.terms.cost, choice.terms.parts
+    assert choice.terms.feasible.tolist() == has_room
+    assert all(np.isfinite(part).all() and (part >= 0).all() for part in (cost, *parts.values()))
+    assert choice.index == min((value, index) for index, value in enumerate(cost.tolist()) if has_room[index])[1]
+    whole = sum(parts[name] for name in ("transfer_s", "imposed_s", "wait_s", "step_s", "slot_s"))
+    sure = parts["played"] == 1 if width else np.ones(N, dtype=np.bool_)
+    assert cost[sure] == pytest.approx(whole[sure], rel=1e-12)
+    assert (cost >= whole * (1 - 1e-12)).all()
+    assert int(parts["played"].sum()) <= width
+    assert not width or parts["played"][choice.index] == 1
+    nic = (table.links.tier[source] > 0) * pool.kv_bytes / NIC
+    assert (parts["transfer_s"] >= nic).all()
+
+
+@given(tables(), sources, crowds(), widths, st.sampled_from([2.0**-20, 4.0, 2.0**20]))
+def test_bytes_have_no_scale(
+    flying: tuple[InFlight, Obvious], source: int, pool: Candidates, width: int, scale: float
+) -> None:
+    """All bytes and bandwidths times the same power of two: same choice, same cost."""
+    table, slow = flying
+    scaled = fabric(table.links.hashed_paths, scale, uplinks=len(table.links.cables) > 2 * N)
+    large = InFlight(scaled)
+    small = InFlight(table.links)
+    for each, (kv_bytes, path) in enumerate(zip(slow.size.values(), slow.paths.values(), strict=True)):
+        ends = (
+            int(np.flatnonzero(scaled.ways[:, 0] == path[0])[0]),
+            int(np.flatnonzero(scaled.ways[:, 1] == path[1])[0]),
+        )
+        small.started(0.0, each, *ends, kv_bytes)
+        large.started(0.0, each, *ends, kv_bytes * scale)
+    bigger = replace(
+        pool,
+        free_kv_bytes=pool.free_kv_bytes * scale,
+        kv_bytes=pool.kv_bytes * scale,
+        need_bytes=pool.need_bytes * scale,
+    )
+    first, second = choice_of(small, source, pool, width=width), choice_of(large, source, bigger, width=width)
+    if isinstance(first, Choice):
+        assert isinstance(second, Choice)
+        assert (first.index, first.terms.cost.tolist()) == (second.index, second.terms.cost.tolist())
+    else:
+        assert isinstance(second, Reject)
+
+
+@given(crowds(alike=True), sources, widths, st.booleans(), st.floats(0, 1))
+def test_where_nothing_in_the_network_binds_it_decides_as_cla_does(
+    pool: Candidates, source: int, width: int, sighted: bool, starts_s: float
+) -> None:
+    """Alike candidates over equal, unshared paths: the very same choice as the cache and load score."""
+    flat: TierArray = np.full((N, N), 3, dtype=np.int8)
+    links = LinkModel.of_tiers(flat, np.full(5, 1e10))
+    costs = costs_of(links, source)
+    sight = InFlight(links).sight(0.0, source, ALL, starts_s) if sighted else None
+    mine = Foresight(ForesightSpec(width=width), sight).choose(REQUEST, pool, costs, 0)
+    cla = CacheAndLoadAware().choose(REQUEST, pool, costs, 0)
+    if isinstance(cla, Choice):
+        assert isinstance(mine, Choice)
+        assert mine.index == cla.index
+    else:
+        assert isinstance(mine, Reject)
+
+
+@given(tables(), crowds(alike=True), sources, widths)
+def test_an_unbounded_network_leaves_load_to_decide(
+    flying: tuple[InFlight, Obvious], pool: Candidates, source: int, width: int
+) -> None:
+    """However much is in flight: where links are a million times faster the least loaded with room is chosen."""
+    table = InFlight(fabric(uplinks=len(flying[0].links.cables) > 2 * N, scale=1e12))
+    for each, kv_bytes in flying[1].size.items():
+        table.started(0.0, each, each % N, (5 * each + 7) % N, kv_bytes)
+    policy = Foresight(ForesightSpec(width=width), table.sight(0.0, source, ALL))
+    flat = replace(costs_of(table.links, source), latency_s=np.zeros(5))
+    choice, load = policy.choose(REQUEST, pool, flat, 0), pool.batch + pool.queued
+    if isinstance(choice, Choice):
+        assert load[choice.index] == load[pool.need_bytes <= pool.free_kv_bytes].min()
+
+
+@given(tables(), sources, crowds())
+def test_the_idle_network_needs_no_playing(flying: tuple[InFlight, Obvious], source: int, pool: Candidates) -> None:
+    """With nothing in flight the closed form and the fluid model agree."""
+    idle = InFlight(flying[0].links)
+    closed, fluid = choice_of(idle, source, pool, width=0), choice_of(idle, source, pool, width=4)
+    if isinstance(closed, Choice):
+        assert isinstance(fluid, Choice)
+        assert fluid.index == closed.index
+        assert fluid.terms.cost == pytest.approx(closed.terms.cost, rel=1e-12)
+
+
+@given(st.floats(1e6, 1e12), st.floats(0, 300), st.sampled_from([1, 2, 4, 8]), st.floats(0, 1))
+def test_collisions_cost_what_the_distribution_says(cable: float, rivals: float, hashed: int, share: float) -> None:
+    """The expected seconds on the fullest of h cables, cut off where nothing is left; never above h idle cables."""
+    found = collided(cable, rivals, hashed, share * cable)
+    assert found == pytest.approx(mean_seconds(cable, rivals, hashed, share * cable), rel=1e-6)
+    assert found <= hashed * cable * (1 + 1e-12)
+
+
+ends = st.lists(st.tuples(st.sampled_from([2, 3, 4]), st.floats(1e-3, 1e3), st.floats(0, 1)), max_size=40)
+
+
+@given(ends)
+def test_what_is_learned_stays_within_its_bounds(transfers: list[tuple[int, float, float]]) -> None:
+    """And between 1 and what the transfers said, with the truth as its fixed point."""
+    learned = Learned(ForesightSpec())
+    for tier, ratio, limited in transfers:
+        learned.ended(tier, 1e9 * ratio, 1e9, 1e9 * limited)
+        assert ((learned.factor >= 0.05) & (learned.factor <= 8.0)).all()
+    assert (learned.factor[:2] == 1).all()
+    true = Learned(ForesightSpec())
+    for tier, _, limited in transfers:
+        true.ended(tier, 1e9, 1e9, 1e9 * limited)
+    assert true.factor.tolist() == [1.0] * 5
+
+
+@given(tables(), st.lists(crowds(), min_size=3, max_size=3), st.lists(st.floats(0, 5), min_size=3, max_size=3))
+def test_the_pair_is_the_one_that_ends_first_of_those_played(
+    flying: tuple[InFlight, Obvious], pools: list[Candidates], start_s: list[float]
+) -> None:
+    """With every prefill instance in play the pair is the cheapest of all; refused only if nobody has room."""
+    table, spec = flying[0], ForesightSpec(joint_width=3)
+    nothing = np.zeros(3, dtype=np.int64)
+    prefill = PrefillCandidates(("p0", "p1", "p2"), np.array(start_s), nothing, np.zeros(3), None)
+    ways = [
+        Way(pool, costs_of(table.links, each), table.sight(table.now, each, ALL, start_s[each]))
+        for each, pool in enumerate(pools)
+    ]
+    pair = ForesightJoint(spec).choose(REQUEST, prefill, ways, 0)
+    found = [Foresight(spec, way.sight, at_arrival=True).choose(REQUEST, way.candidates, way.costs, 0) for way in ways]
+    paid = [
+        (start_s[each] + float(choice.terms.cost[choice.index]), each)
+        for each, choice in enumerate(found)
+        if isinstance(choice, Choice)
+    ]
+    assert isinstance(pair, Pair) == bool(paid)
+    if isinstance(pair, Pair):
+        assert (float(pair.prefill.terms.cost[pair.prefill.index]), pair.prefill.index) == min(paid)
+        chosen = found[pair.prefill.index]
+        assert isinstance(chosen, Choice)
+        assert pair.decode.index == chosen.index
+        msgspec.json.encode({part: values.tolist() for part, values in pair.prefill.terms.parts.items()})

@@ -1,0 +1,86 @@
+"""Engines and their roles: drained, converted, and nothing lost on the way."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvroute.sim.fleet import Fleet
+from kvroute.topology import parse
+from kvroute.types import InputError, Role
+
+TEXT = """
+name: fleet
+racks: [{name: rack0}]
+nodes:
+  - {name: node0, rack: rack0, gpus: 8, nics: {compute: {count: 8, capacity: 100 Gbps}}}
+timing: {default: {prefill: {kind: linear, per_token: 90 us}, decode: {base: 12 ms}}}
+defaults: {model: prfaas-1t-hybrid, tp: 4, kv_capacity: 2 GB}
+instances:
+  - {name: a, role: prefill, gpus: "node0:0-3"}
+  - {name: b, role: decode, gpus: "node0:4-7"}
+"""
+
+
+def fleet(text: str = TEXT) -> Fleet:
+    """Idle."""
+    return Fleet(parse(text), block_tokens=512, prefill_queueing=True)
+
+
+@given(st.lists(st.sampled_from(["take", "give back", "prefill", "decode", "convert"]), max_size=40))
+def test_an_instance_converts_once_it_has_nothing_left_and_no_sooner(steps: list[str]) -> None:
+    """The end of the draining is told exactly once, whatever roles are asked for meanwhile; it serves the last one."""
+    engines, busy, due = fleet(), 0, False
+    wanted: Role | None = None
+    for step in steps:
+        over = False
+        if step == "take" and wanted is None:
+            engines.take(0)
+            busy += 1
+        elif step == "give back" and busy:
+            busy -= 1
+            over = engines.give_back(0)
+        elif step in ("prefill", "decode"):
+            wanted = "prefill" if step == "prefill" else "decode"
+            over = engines.drain(0, wanted)
+        elif step == "convert" and due:
+            assert engines.convert(0) == wanted
+            wanted, due = None, False
+        assert over == (wanted is not None and not busy and not due)
+        due = due or over
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_converted_instance_starts_with_nothing_cached_and_can_serve_both_in_turn(role: Role) -> None:
+    """Either way and back; its memory is whole again."""
+    engines = fleet()
+    back: Role = "decode" if role == "prefill" else "prefill"
+    index = 1 if role == "prefill" else 0
+    engines.memory.index.store(index, (1, 2, 3))
+    assert engines.free_bytes(index) == engines.memory.capacity_blocks[index] * engines.block_bytes[index]
+    assert engines.drain(index, role)
+    assert engines.convert(index) == role
+    assert engines.memory.index.used_blocks(index) == 0
+    assert index in engines.prefill
+    assert index in engines.decode
+    before = engines.prefill[index], engines.decode[index]
+    assert engines.drain(index, back)
+    assert engines.convert(index) == back
+    assert (engines.prefill[index], engines.decode[index]) == before
+    assert engines.conversions == 2
+
+
+def test_layers_and_blocks_are_the_models() -> None:
+    """60 layers; a block is 512 tokens of the 15 that keep every token."""
+    engines = fleet()
+    assert engines.layers == [60, 60]
+    assert engines.block_bytes == [512 * 15 * 576 * 2.0] * 2
+
+
+def test_what_a_fleet_refuses() -> None:
+    """An engine that does both, and two models."""
+    with pytest.raises(InputError, match="instance b has role 'both'"):
+        fleet(TEXT.replace("{name: b, role: decode", "{name: b, role: both"))
+    with pytest.raises(InputError, match="serves llama-3-8b, prfaas-1t-hybrid"):
+        fleet(TEXT.replace("{name: a,", "{name: a, model: llama-3-8b,"))
