@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 import typer
 
 from kvroute.cli.output import console, make_folder, print_json, progress_bar, remarks
+from kvroute.cli.scenario import Scenario, read_scenario
 from kvroute.control import ControlSpec, EventLog, LogHeader
 from kvroute.experiments.runner import encode
 from kvroute.experiments.simulation import Question, Workload, compare
@@ -115,6 +116,12 @@ def simulate(
     separate_own: Annotated[
         bool, typer.Option(help="Whether telemetry leaves out the router's own transfers.", rich_help_panel=NETWORK)
     ] = True,
+    scenario: Annotated[
+        Path | None,
+        typer.Option(
+            help="YAML: cuts and changes of links, TCP between datacenters, what is offloaded.", rich_help_panel=NETWORK
+        ),
+    ] = None,
     slo_ttft: Annotated[
         float,
         typer.Option(min=1e-6, help="A good request has its first token in so many seconds.", rich_help_panel=OUTPUT),
@@ -165,6 +172,7 @@ def simulate(
         raise InputError(
             f"there is no profile {profile!r}", where="--profile", mend=f"choose one of {_names(PROFILES)}"
         )
+    played = read_scenario(scenario) if scenario else Scenario()
     question = Question(
         cluster=str(cluster),
         workload=Workload(
@@ -177,20 +185,23 @@ def simulate(
             p_share=p_share,
             requests=requests,
         ),
-        settings=SimSettings(
-            prefill_queueing=prefill_queueing,
-            background=Background.uniform(background),
-            oracle_refresh_s=oracle_refresh,
-            separates_own_traffic=separate_own,
-            telemetry=telemetry,
-            slo=Slo(ttft_s=slo_ttft),
-            warmup_s=warmup,
+        settings=played.settings(
+            SimSettings(
+                prefill_queueing=prefill_queueing,
+                background=Background.uniform(background),
+                oracle_refresh_s=oracle_refresh,
+                separates_own_traffic=separate_own,
+                telemetry=telemetry,
+                slo=Slo(ttft_s=slo_ttft),
+                warmup_s=warmup,
+            )
         ),
         spec=ControlSpec(
             parameters=_weights(cla_weights),
             prefill=prefill_policy,
             constraint=constraint,
             prefill_cache=prefill_cache,
+            offload=played.offload_spec(),
             oracle=OracleSettings(
                 separates_own_traffic=separate_own,
                 prediction=None if prediction == "none" else prediction,

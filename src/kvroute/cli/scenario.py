@@ -1,0 +1,128 @@
+"""`kvroute simulate --scenario FILE`: what happens to links in a run, how KV crosses them, what is offloaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, field
+
+from kvroute.gateway.offload_settings import OffloadSection
+from kvroute.policies.offload import OffloadSpec
+from kvroute.policies.threshold import Rule
+from kvroute.sim.settings import CapacityChange, Fluctuation, SimSettings, TransferMode, WanTransport
+from kvroute.topology.document import read_mapping
+from kvroute.topology.schema import Entry
+from kvroute.topology.units import Duration, Size
+from kvroute.types import InputError
+
+_BEGIN = "begin with `changes:`, `wan:`, `transfer:` or `offload:`"
+Share = Annotated[float, Meta(ge=0, le=1)]
+_WAN = WanTransport()
+
+
+class ChangeEntry(Entry, frozen=True, kw_only=True):
+    """From a time on a link has this share of its capacity; 0 is a cut."""
+
+    at_s: Duration = field(name="at")
+    link: str
+    share: Share
+
+
+class FluctuationEntry(Entry, frozen=True, kw_only=True):
+    """A link's capacity moves at random."""
+
+    link: str
+    every_s: Duration = field(name="every")
+    share_min: Share
+    share_max: Share = 1.0
+
+
+class WanEntry(Entry, frozen=True, kw_only=True):
+    """How a transfer between datacenters is carried."""
+
+    connections: Annotated[int, Meta(ge=1, le=1024)] = _WAN.connections
+    window_bytes: Size = field(name="window", default=Size(_WAN.window_bytes))
+    loss: Share = _WAN.loss
+    mss_bytes: Size = field(name="mss", default=Size(_WAN.mss_bytes))
+
+
+class Scenario(Entry, frozen=True, kw_only=True):
+    """The whole file; an empty one changes nothing."""
+
+    transfer: TransferMode = "serial"
+    wan: WanEntry | None = None
+    changes: list[ChangeEntry] = field(default_factory=list)
+    fluctuations: list[FluctuationEntry] = field(default_factory=list)
+    stall_s: Duration | None = field(name="stall", default=None)
+    convert_s: Duration = field(name="convert", default=Duration(30.0))
+    review_s: Duration | None = field(name="review", default=None)
+    offload: OffloadSection | None = None
+    """As `gateway.offload` in a cluster file; here `rule` may also be `auto` or `abundant`."""
+    conversions: bool = False
+    """Whether a review may turn prefill instances into decode instances, or back."""
+
+    def settings(self, settings: SimSettings) -> SimSettings:
+        """A run's assumptions with these. Raises InputError for values that do not go together."""
+        wan = self.wan
+        return msgspec.structs.replace(
+            settings,
+            transfer=self.transfer,
+            wan=None
+            if wan is None
+            else WanTransport(
+                connections=wan.connections,
+                window_bytes=float(wan.window_bytes),
+                loss=wan.loss,
+                mss_bytes=float(wan.mss_bytes),
+            ),
+            changes=tuple(
+                CapacityChange(at_s=float(change.at_s), link=change.link, share=change.share) for change in self.changes
+            ),
+            fluctuations=tuple(
+                Fluctuation(
+                    link=each.link, every_s=float(each.every_s), share_min=each.share_min, share_max=each.share_max
+                )
+                for each in self.fluctuations
+            ),
+            stall_s=None if self.stall_s is None else float(self.stall_s),
+            convert_s=float(self.convert_s),
+            review_s=self._review_s(),
+        )
+
+    def _review_s(self) -> float | None:
+        """Thresholds that are searched need somebody to ask for a search."""
+        if self.review_s is not None:
+            return float(self.review_s)
+        return None if self.offload is None else float(self.offload.look_s)
+
+    def offload_spec(self) -> OffloadSpec | None:
+        """The offload policy. Raises InputError for values that do not go together."""
+        if self.offload is None:
+            return None
+        live: Rule = "scarce"  # what a live engine cannot do is refused there; a simulated one can
+        spec = msgspec.structs.replace(self.offload, rule=live, layerwise=False).spec()
+        long_term = msgspec.structs.replace(spec.long_term, conversions=self.conversions)
+        layerwise = self.transfer == "layerwise"
+        return msgspec.structs.replace(spec, rule=self.offload.rule, layerwise=layerwise, long_term=long_term)
+
+
+def read_scenario(path: Path) -> Scenario:
+    """Read a scenario file.
+
+    Raises:
+        InputError: it cannot be read; InputErrors: every fault of form, each with its line and field.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no text in UTF-8"
+        raise InputError(f"cannot be read ({why})", where=str(path), mend="give a YAML file") from None
+    scenario, _ = read_mapping(text, str(path), Scenario, _BEGIN)
+    try:
+        scenario.settings(SimSettings())
+        scenario.offload_spec()
+    except InputError as error:
+        raise InputError(error.what, where=f"{path}: {error.where}".removesuffix(": "), mend=error.mend) from None
+    return scenario

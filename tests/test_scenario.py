@@ -1,0 +1,92 @@
+"""`kvroute simulate --scenario`: the file's form, what it does to a run, and what it says of a wrong one."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.examples import EXAMPLES
+from typer.testing import CliRunner
+
+from kvroute.cli.app import app
+from kvroute.cli.scenario import read_scenario
+from kvroute.sim.settings import SimSettings
+from kvroute.types import InputError
+
+runner = CliRunner()
+SITES = str(EXAMPLES / "two-datacenters.yaml")
+
+
+def of(tmp_path: Path, text: str) -> Path:
+    """A scenario file of this text."""
+    path = tmp_path / "scenario.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
+    scenario = read_scenario(of(tmp_path, "{}"))
+    assert scenario.settings(SimSettings()) == SimSettings()
+    assert scenario.offload_spec() is None
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 10_000), st.floats(0, 1)), max_size=5), st.sampled_from(["serial", "layerwise"])
+)
+def test_what_is_written_is_what_is_simulated(changes: list[tuple[int, float]], transfer: str) -> None:
+    entries = [f"  - {{at: {at_s} s, link: wan, share: {share:.9f}}}" for at_s, share in changes]
+    text = "\n".join([f"transfer: {transfer}", "changes:" + ("" if entries else " []"), *entries])
+    with tempfile.TemporaryDirectory() as folder:
+        settings = read_scenario(of(Path(folder), text)).settings(SimSettings())
+    assert settings.transfer == transfer
+    assert [(change.at_s, change.share) for change in settings.changes] == [
+        (at_s, round(each, 9)) for at_s, each in changes
+    ]
+
+
+def test_the_example_offloads_and_loses_nothing(tmp_path: Path) -> None:
+    """Every request of a run with a cut in it ends once; long prompts leave, and the log replays."""
+    log = tmp_path / "run.log"
+    arguments = ["--requests", "300", "--rate", "1.5", "--seeds", "1", "--policy", "netkv", "--json", "--log", str(log)]
+    scenario = str(EXAMPLES / "scenarios" / "wan-cut.yaml")
+    out = runner.invoke(app, ["simulate", SITES, "--scenario", scenario, *arguments])
+    assert out.exit_code == 0, out.output
+    (run,) = json.loads(out.stdout)["runs"]
+    counts = run["requests"]
+    assert counts["arrived"] == counts["finished"] + counts["rejected"] == 300
+    assert run["tier_share"]["4"] > 0
+    again = runner.invoke(app, ["replay", str(log)])
+    assert "bit for bit" in again.stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("foo: 1", ":1: foo: the key 'foo' is unknown; known are changes"),
+        ("changes:\n  - {at: 3, link: wan, share: 0}", ":2: changes[0].at: 3 is not a duration"),
+        ("changes:\n  - {at: 3 s, link: wan, share: 1.5}", ":2: changes[0].share"),
+        ("offload: {threshold: -4}", "offload.threshold"),
+        ("offload: {short_term: {utilisation_low: 0.9, utilisation_high: 0.5}}", "leave no band between them"),
+        ("wan: {loss: 1}", "wan.loss is 1"),
+        ("- 1", "begin with `changes:`"),
+    ],
+)
+def test_a_wrong_file_is_named_with_its_field(tmp_path: Path, text: str, sentence: str) -> None:
+    with pytest.raises(InputError) as caught:
+        read_scenario(of(tmp_path, text))
+    assert sentence in str(caught.value)
+
+
+def test_a_file_that_is_not_there_is_said(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="cannot be read"):
+        read_scenario(tmp_path / "nothing.yaml")
+
+
+def test_offloading_needs_a_second_site(tmp_path: Path) -> None:
+    scenario = str(of(tmp_path, "offload: {}"))
+    out = runner.invoke(app, ["simulate", str(EXAMPLES / "small.yaml"), "--scenario", scenario, "--seeds", "1"])
+    assert "no datacenter prefills only" in str(out.exception)
