@@ -16,7 +16,8 @@ from bench.measurement import CHILD_S, ROOT, Row, show
 
 BENCHES = (
     *("simulate", "decision", "flows", "prefix", "cachepool", "evaluation", "plan"),
-    *("gateway.routers", "gateway.chaos", "gateway.scale", "gateway.live_vs_sim"),
+    *("gateway.routers", "gateway.chaos", "gateway.scale", "gateway.live_vs_sim", "gateway.two_datacenters"),
+    *("wan.connections", "wan.layerwise"),
 )
 PEERED = ("simulate", "decision", "gateway.routers")
 MAYBE_PLAIN = ("flows", "prefix", "evaluation")
@@ -29,6 +30,9 @@ QUICK = {
     "gateway.chaos": ["--requests", "1000", "--calm-s", "0"],
     "gateway.scale": ["--seconds", "5"],
     "gateway.live_vs_sim": ["--requests", "50"],
+    "gateway.two_datacenters": ["--speed", "8"],
+    "wan.connections": ["--rounds", "1"],
+    "wan.layerwise": ["--rounds", "1"],
 }
 
 

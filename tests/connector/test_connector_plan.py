@@ -3,21 +3,38 @@
 from __future__ import annotations
 
 import json
+from dataclasses import astuple
+from functools import partial
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.connector.holds import Holds
-from kvroute.connector.options import Options, fault_of, read_options
-from kvroute.connector.scheduler import Scheduler, Step
-from kvroute.connector.stats import add, count_failure, count_transfer, is_empty, no_counts, summary
+from kvroute.connector.congestion import Gauges, Sent
+from kvroute.connector.faults import fault_of
+from kvroute.connector.holds import Computing, Hold, Holds
+from kvroute.connector.options import Options, read_options
+from kvroute.connector.scheduler import Ending, Held, Scheduler, Step
+from kvroute.connector.stats import (
+    Counts,
+    add,
+    count_early,
+    count_failure,
+    count_link,
+    count_transfer,
+    is_empty,
+    link,
+    no_counts,
+    summary,
+)
 from kvroute.types import InputError
 
 BLOCK_TOKENS = 16
 REQUESTS = st.sampled_from(["a", "b", "c"])
 ASK = {"do_remote_decode": True}
+NOTHING = Ending(False, None)
+"""Of a request that nobody fetches."""
 
 
 def scheduler(**arguments: Any) -> Scheduler:
@@ -30,8 +47,10 @@ def scheduler(**arguments: Any) -> Scheduler:
 def handover(tokens: list[int], **arguments: Any) -> dict[str, Any]:
     """What a prefill instance says of a prompt that it has computed, as it crosses the router."""
     blocks = range(100, 100 - (-len(tokens) // BLOCK_TOKENS))
-    told = scheduler(**arguments).finished(
-        "p", ASK, tokens, completed=True, computed_tokens=len(tokens), blocks=list(blocks)
+    told = (
+        scheduler(**arguments)
+        .finished("p", ASK, tokens, completed=True, computed_tokens=len(tokens), blocks=list(blocks))
+        .told
     )
     crossed: dict[str, Any] = json.loads(json.dumps(told))
     return crossed
@@ -78,7 +97,7 @@ def test_every_handover_ends_in_one_pull_or_one_release(data: st.DataObject) -> 
             case ("take", _):
                 steps.append(decode.take())
     for request in arrived:
-        assert decode.finished(request, {}, [], completed=True, computed_tokens=40, blocks=[1]) is None
+        assert decode.finished(request, {}, [], completed=True, computed_tokens=40, blocks=[1]) == NOTHING
     steps.append(decode.take())
     ended = [pull.request_id for step in steps for pull in step.pulls]
     ended += [handed.remote_request_id for step in steps for handed in step.releases]
@@ -89,8 +108,9 @@ def test_a_worked_example() -> None:
     """40 tokens are three blocks, the last one half full; the first is cached here."""
     prompt = list(range(40))
     prefill = scheduler()
-    told = prefill.finished("p", ASK, prompt, completed=True, computed_tokens=40, blocks=[4, 9, 2])
-    assert prefill.take().holds == [("p", (4, 9, 2))]
+    keep, told = prefill.finished("p", ASK, prompt, completed=True, computed_tokens=40, blocks=[4, 9, 2])
+    assert prefill.take().holds == [Held("p", "p", (4, 9, 2))]
+    assert keep
     assert told is not None
     assert (told["do_remote_prefill"], told["do_remote_decode"]) == (True, False)
     assert (told["remote_host"], told["remote_port"], told["remote_instance"]) == ("10.0.0.1", 7001, "prefill0")
@@ -140,7 +160,7 @@ def test_what_cannot_be_believed_is_not_pulled(change: dict[str, Any]) -> None:
 )
 def test_blocks_are_held_only_for_a_fetch(params: dict[str, Any] | None, completed: bool, producer: bool) -> None:
     one = scheduler(producer=producer)
-    assert one.finished("p", params, [1], completed=completed, computed_tokens=1, blocks=[1]) is None
+    assert one.finished("p", params, [1], completed=completed, computed_tokens=1, blocks=[1]) == NOTHING
     assert not one.take().holds
 
 
@@ -159,6 +179,130 @@ def test_every_rank_has_its_own_port() -> None:
     assert one.matched("d", 3, 0) == 0
 
 
+EARLY = {"do_remote_prefill": True, "transfer_id": "t", "remote_host": "10.0.0.1", "remote_port": 7001}
+
+
+@given(
+    actions=st.lists(
+        st.tuples(st.sampled_from(["schedule", "preempt", "finish", "abort"]), REQUESTS, st.integers(1, 40)),
+        max_size=20,
+    )
+)
+def test_every_prompt_that_is_computed_under_a_name_is_held_or_dropped_once(
+    actions: list[tuple[str, str, int]],
+) -> None:
+    """In any order of vLLM's calls. vLLM keeps the blocks of exactly those; who waits for another is refused."""
+    prefill = layerwise()
+    for request in ("a", "b", "c"):
+        prefill.arrived(request, ASK | {"transfer_id": f"t-{request}"}, list(range(40)))
+    kept, begun, over = set(), set(), set[str]()
+    steps: list[Step] = []
+    everything = [*actions, *(("abort", request, 1) for request in ("a", "b", "c"))]
+    for action, request, tokens in everything:
+        if request in over:
+            continue
+        match action:
+            case "schedule":
+                (watched,) = prefill.watched({request: tokens, "other": 1})
+                prefill.scheduled(watched[0], [5, 6, 7], watched[1])
+                begun.add(request)
+            case "preempt":
+                prefill.preempted(request)
+                begun.discard(request)
+            case _:
+                ending = prefill.finished(
+                    request, ASK, range(40), completed=action == "finish", computed_tokens=40, blocks=[5, 6, 7]
+                )
+                over.add(request)
+                if ending.keep:
+                    kept.add(request)
+                assert ending.keep == (action == "finish" or request in begun)
+                assert (ending.told is not None) == (action == "finish")
+        steps.append(prefill.take())
+    held = [one.owner for step in steps for one in step.holds]
+    dropped = [owner for step in steps for _, owner in step.drops]
+    refused = [name for step in steps for name in step.refusals]
+    assert sorted(held + dropped) == sorted(kept)
+    assert sorted([*(f"t-{request}" for request in kept), *refused]) == ["t-a", "t-b", "t-c"]
+    open_now: set[str] = set()
+    for step in steps:  # what a worker sees: taken back only what was told of, and nothing told of is forgotten
+        assert set(step.withdrawn) <= open_now
+        open_now.difference_update(step.withdrawn)
+        open_now.update(one.name for one in step.computing)
+        assert {name for name, _ in step.drops} <= open_now
+        open_now.difference_update(name for name, _ in step.drops)
+        open_now.difference_update(one.name for one in step.holds)
+    assert not open_now
+
+
+def layerwise(**options: Any) -> Scheduler:
+    """One that tells what it computes."""
+    made = Scheduler(Options(layerwise=True, **options), engine_id="engine", block_tokens=BLOCK_TOKENS)
+    made.listening({0: ("10.0.0.1", 7001)})
+    return made
+
+
+def test_a_prompt_is_asked_for_before_it_is_computed() -> None:
+    """40 tokens, computed in two steps of 20: one whole block after the first, all three after the second."""
+    prompt, prefill, decode = list(range(40)), layerwise(), scheduler()
+    decode.arrived("d", EARLY | {"connections": 16}, prompt)
+    assert decode.matched("d", 40, 16) == 24
+    decode.allocated("d", 40, [30, 31, 32], 24)
+    (pull,) = decode.take().pulls
+    assert (pull.first, pull.blocks) == (1, (31, 32))
+    assert (pull.handover.early, pull.handover.remote_request_id, pull.handover.connections) == (True, "t", 16)
+    assert pull.handover.port(1) == 7002
+    prefill.arrived("p", ASK | {"transfer_id": "t"}, prompt)
+    prefill.scheduled("p", [4, 9], 20)
+    (first,) = prefill.take().computing
+    prefill.scheduled("p", [4, 9, 2], 40)
+    (second,) = prefill.take().computing
+    assert [(one.name, one.owner, one.ready) for one in (first, second)] == [("t", "p", 1), ("t", "p", 3)]
+    assert first.prompt == second.prompt == pull.prompt != ""
+    told = prefill.finished("p", ASK, prompt, completed=True, computed_tokens=40, blocks=[4, 9, 2]).told
+    assert told is not None
+    assert told["remote_request_id"] == "t"
+    assert prefill.take().holds == [Held("t", "p", (4, 9, 2))]
+    decode.finished("d", EARLY, prompt, completed=True, computed_tokens=40, blocks=[30, 31, 32])
+    assert decode.take().cancels == ["d"]
+
+
+def test_a_name_serves_once() -> None:
+    """A second prompt under it would be taken for the first; without a name it is held under vLLM's own."""
+    prefill = layerwise()
+    prefill.arrived("p", ASK | {"transfer_id": "t"}, [1])
+    prefill.arrived("q", ASK | {"transfer_id": "t"}, [2])
+    assert prefill.watched({"p": 1, "q": 1}) == [("p", 1)]
+    told = prefill.finished("q", ASK, [2], completed=True, computed_tokens=1, blocks=[3]).told
+    assert told is not None
+    assert told["remote_request_id"] == "q"
+
+
+def test_without_the_option_a_named_prompt_is_held_when_it_is_done() -> None:
+    """Who waits for it gets it then."""
+    prefill = scheduler()
+    prefill.arrived("p", ASK | {"transfer_id": "t"}, [1])
+    assert prefill.watched({"p": 1}) == []
+    assert prefill.finished("p", ASK, [1], completed=True, computed_tokens=1, blocks=[3]).keep
+    assert prefill.take().holds == [Held("t", "p", (3,))]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param({"remote_port": "x"}, id="malformed"),
+        pytest.param({"connections": 65}, id="too-many-connections"),
+        pytest.param({"tp_size": 2}, id="other-tp"),
+    ],
+)
+def test_an_announcement_that_cannot_be_believed_is_not_followed(change: dict[str, Any]) -> None:
+    decode = scheduler()
+    decode.arrived("d", EARLY | change, [1, 2])
+    assert decode.matched("d", 2, 0) == 0
+    assert decode.finished("d", EARLY, [1, 2], completed=True, computed_tokens=2, blocks=[1]) == NOTHING
+    assert not decode.take().cancels
+
+
 @given(
     actions=st.lists(
         st.tuples(st.sampled_from(["hold", "read", "leave", "release", "pass"]), REQUESTS, st.integers(1, 9))
@@ -167,7 +311,7 @@ def test_every_rank_has_its_own_port() -> None:
 def test_held_blocks_are_freed_once_and_never_under_a_reader(actions: list[tuple[str, str, int]]) -> None:
     """Whatever the order; at the end, when readers have left and time is over, nothing is held."""
     holds, now = Holds(), 0
-    readers: dict[str, int] = {}
+    readers: dict[str, list[Hold]] = {}
     held: set[str] = set()
     until: dict[str, int] = {}
     released: set[str] = set()
@@ -179,11 +323,12 @@ def test_held_blocks_are_freed_once_and_never_under_a_reader(actions: list[tuple
                 until[request] = now + amount
             case "read" if holds.state(request) == "held":
                 assert holds.read(request, 0, 4) is None
-                assert holds.read(request, 1, 2) == (1, 2)
-                readers[request] = readers.get(request, 0) + 1
+                hold = holds.read(request, 1, 2)
+                assert hold is not None
+                assert hold.blocks == (0, 1, 2)
+                readers.setdefault(request, []).append(hold)
             case "leave" if readers.get(request):
-                holds.leave(request)
-                readers[request] -= 1
+                holds.leave(readers[request].pop())
             case "release":
                 holds.release(request)
                 released.add(request)
@@ -200,6 +345,26 @@ def test_held_blocks_are_freed_once_and_never_under_a_reader(actions: list[tuple
     assert len(holds) == len(held)
 
 
+@given(steps=st.lists(st.tuples(st.integers(0, 1), st.integers(0, 5)), min_size=1, max_size=8))
+def test_what_is_computed_stays_computed(steps: list[tuple[int, int]]) -> None:
+    """By region, and the fence is that of the step which computed it last; later steps say the same again."""
+    holds, passed = Holds(), list[int]()
+    best, fences = [0, 0], dict[int, int]()
+    for number, (region, ready) in enumerate(steps):
+        holds.computed(Computing("t", "p", tuple(range(ready)), ready), 2, [region], partial(passed.append, number))
+        if ready > best[region]:
+            best[region], fences[region] = ready, number
+    hold = holds.read("t", 0, 9)
+    assert hold is not None
+    assert (hold.ready, hold.blocks, hold.owner) == (best, tuple(range(max(ready for _, ready in steps))), "p")
+    for region in sorted(fences):
+        hold.fences[region]()
+    assert passed == [fences[region] for region in sorted(fences)]
+    assert holds.freed(1e9) == []
+    holds.hold("t", [7], 5.0, "p")
+    assert (hold.ready, hold.blocks, hold.fences) == (None, (7,), {})
+
+
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
@@ -209,6 +374,7 @@ def test_held_blocks_are_freed_once_and_never_under_a_reader(actions: list[tuple
         pytest.param({"host": "0.0.0.0"}, "give token_env", id="open-without-token"),
         pytest.param({"token": "a", "token_env": "B"}, "keep one", id="two-tokens"),
         pytest.param({"hold_s": "long"}, "hold_s", id="wrong-type"),
+        pytest.param({"congestion_control": "telepathy"}, "tcp_available_congestion_control", id="no-such-control"),
     ],
 )
 def test_wrong_options_are_refused_with_the_mend(extra: dict[str, Any], message: str) -> None:
@@ -232,7 +398,9 @@ def test_options() -> None:
 
 
 COUNTS = st.lists(
-    st.tuples(st.sampled_from(["p0", "p1"]), st.sampled_from(["", "reset", "checksum"]), st.integers(1, 1000)),
+    st.tuples(
+        st.sampled_from(["p0", "p1"]), st.sampled_from(["", "early", "link", "reset", "checksum"]), st.integers(1, 1000)
+    ),
     max_size=8,
 )
 
@@ -243,16 +411,45 @@ def test_counts_add_up_in_whatever_parts_they_come(parts: list[list[tuple[str, s
     total, single = no_counts(), no_counts()
     for part in parts:
         counts = no_counts()
-        for source, failure, nbytes in part:
+        for source, kind, nbytes in part:
             for target in (counts, single):
-                if failure:
-                    count_failure(target, source, failure)
-                else:
-                    count_transfer(target, source, nbytes, nbytes / 8)
+                count(target, source, kind, nbytes)
         assert is_empty(counts) == (not part)
         add(total, counts)
     assert total == single
-    good = [nbytes for part in parts for _, failure, nbytes in part if not failure]
     told = summary(total)
-    assert (told["transfers"], told["bytes"], told["bytes_per_s"]) == (len(good), sum(good), 8 if good else 0)
-    assert told["failures"] == sum(len(part) for part in parts) - len(good)
+    each = {kind: [n for part in parts for _, one, n in part if one == kind] for kind in ("", "early", "link")}
+    assert (told["transfers"], told["bytes"], told["bytes_per_s"]) == (
+        len(each[""]),
+        sum(each[""]),
+        8 if each[""] else 0,
+    )
+    assert told["early"] == len(each["early"])
+    assert (told["sent_bytes"], told["sent_again_bytes"]) == (sum(each["link"]), sum(n // 2 for n in each["link"]))
+    assert told["failures"] == sum(map(len, parts)) - sum(map(len, each.values()))
+
+
+def count(counts: Counts, source: str, kind: str, nbytes: int) -> None:
+    """One event of a kind."""
+    match kind:
+        case "":
+            count_transfer(counts, source, nbytes, nbytes / 8)
+        case "early":
+            count_early(counts, source, nbytes)
+        case "link":
+            sent = Sent(nbytes=nbytes, segments=2, again_bytes=nbytes // 2, again_segments=1)
+            count_link(counts, source, nbytes % 2, sent, Gauges(connections=nbytes % 3, rtt_s=nbytes / 1e3))
+        case reason:
+            count_failure(counts, source, reason)
+
+
+def test_the_ranks_connections_are_one_link() -> None:
+    """Windows, queues and rates add up; round trips are the connections' mean, and the last word of a rank counts."""
+    counts = no_counts()
+    for rank, gauges in enumerate(
+        (Gauges(1, 0.02, 0.01, 10.0, 5.0, 3.0), Gauges(3, 0.04, 0.02, 1.0, 1.0, 1.0), Gauges())
+    ):
+        count_link(counts, "d0", rank, Sent(), Gauges(9, 9.0, 9.0, 9.0, 9.0, 9.0))
+        count_link(counts, "d0", rank, Sent(), gauges)
+    assert astuple(link(counts["links"]["d0"])) == pytest.approx((4, 0.035, 0.01, 11.0, 6.0, 4.0))
+    assert link({}) == Gauges()

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import socket
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,20 +12,24 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.connector.loopback import BLOCKS, TOKEN, WAIT_S, Cache, Clock, ends, played, pull, pulling, welcome
 
-from kvroute.connector.blocks import ByteArray, HostRegion, Layout, runs, shares
-from kvroute.connector.client import Client, Peer, Result, Transfer
+from kvroute.connector.blocks import runs
+from kvroute.connector.client import Client, Result
 from kvroute.connector.handover import Handover
+from kvroute.connector.lanes import Transfer
 from kvroute.connector.options import Options
+from kvroute.connector.pool import Peer
 from kvroute.connector.scheduler import Pull, Scheduler, Step
 from kvroute.connector.server import Server
 from kvroute.connector.wire import (
     BUFFER_BYTES,
+    VERSION,
     Challenge,
     Channel,
     Fetch,
     Hello,
-    Layer,
+    Part,
     Welcome,
     WireError,
     mark,
@@ -37,64 +37,6 @@ from kvroute.connector.wire import (
     tune,
 )
 from kvroute.connector.worker import Worker
-
-BLOCKS = 24
-WAIT_S = 30.0
-TOKEN = Options(token="secret", timeout_s=5.0)
-
-
-class Cache:
-    """An instance's KV cache: `layers` regions of `BLOCKS` blocks with a gap behind each block."""
-
-    def __init__(self, layers: int, block_bytes: int, gap_bytes: int = 0, seed: int | None = None) -> None:
-        stride = block_bytes + gap_bytes
-        draw = np.random.default_rng(seed)
-        shape = (layers, BLOCKS * stride)
-        self.memory: ByteArray = np.zeros(shape, np.uint8) if seed is None else draw.integers(0, 256, shape, np.uint8)
-        self.regions = [HostRegion.of(layer, block_bytes, stride) for layer in self.memory]
-        self.layout = Layout(model="tiny", dtype="bfloat16", block_tokens=32, region_bytes=(block_bytes,) * layers)
-
-    def block(self, layer: int, block: int) -> bytes:
-        """Its bytes."""
-        (view,) = self.regions[layer].outgoing([block])
-        return bytes(view)
-
-
-class Clock:
-    """Time that passes when it is told to."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@contextmanager
-def ends(
-    source: Cache, target: Cache, server: Options = TOKEN, client: Options = TOKEN, **arguments: Any
-) -> Iterator[tuple[Server, Client, Peer]]:
-    """A server and a client, closed at the end; no thread and no descriptor of theirs is left."""
-    threads, descriptors = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
-    serving = Server(source.regions, source.layout, server, environ={}, **arguments)
-    pulling = Client(target.regions, target.layout, client, environ={})
-    try:
-        yield serving, pulling, Peer(*serving.address, "prefill0")
-    finally:
-        pulling.close()
-        serving.close()
-    assert set(threading.enumerate()) == threads
-    assert len(os.listdir("/proc/self/fd")) == descriptors
-
-
-def pull(
-    client: Client, peer: Peer, blocks: Sequence[int], *, first: int = 0, checksum: bool = True, request: str = "p"
-) -> Result:
-    """Positions `first`... of a request on the peer into `blocks` here."""
-    client.start(Transfer("d", peer, request, first, tuple(blocks), checksum))
-    result = client.wait(WAIT_S)
-    assert result is not None, "the transfer hangs"
-    return result
 
 
 @settings(deadline=None, max_examples=60)
@@ -222,13 +164,13 @@ def test_a_client_that_cannot_prove_the_token_is_told_so_and_left() -> None:
         nonce = channel.expect(Challenge).nonce
         guess = proof("guess", "client", nonce, b"c" * 16)
         channel.send(
-            Hello(version=1, nonce=b"c" * 16, proof=guess, layout=source.layout, traffic_class="kv", instance="x")
+            Hello(version=VERSION, nonce=b"c" * 16, proof=guess, layout=source.layout, traffic_class="kv", instance="x")
         )
-        channel.send(Fetch(request_id="p", first=0, count=1))
+        channel.send(Fetch(request_id="p", first=0, count=1, transfer="t"))
         with pytest.raises(WireError, match="another token"):
-            channel.expect(Layer)
+            channel.expect(Part)
         with pytest.raises(ConnectionError):
-            channel.expect(Layer)
+            channel.expect(Part)
 
 
 def test_a_server_that_cannot_prove_the_token_is_not_believed() -> None:
@@ -237,7 +179,7 @@ def test_a_server_that_cannot_prove_the_token_is_not_believed() -> None:
     heard: list[bytes] = []
 
     def impostor(channel: Channel) -> None:
-        channel.send(Challenge(1, b"n" * 16))
+        channel.send(Challenge(VERSION, b"n" * 16))
         hello = channel.expect(Hello)
         heard.append(msgspec.msgpack.encode(hello))
         channel.send(Welcome(hello.proof))
@@ -246,43 +188,6 @@ def test_a_server_that_cannot_prove_the_token_is_not_believed() -> None:
         assert pull(client, peer, [0]).failure == "token"
     assert b"secret" not in heard[0]
     assert not target.memory.any()
-
-
-@contextmanager
-def pulling(target: Cache, options: Options) -> Iterator[Client]:
-    """A client alone."""
-    client = Client(target.regions, target.layout, options, environ={})
-    try:
-        yield client
-    finally:
-        client.close()
-
-
-@contextmanager
-def played(part: Any) -> Iterator[Peer]:
-    """A peer that plays `part` on each connection, and hangs up."""
-    listener = socket.create_server(("127.0.0.1", 0))
-
-    def play() -> None:
-        while True:
-            try:
-                sock, _ = listener.accept()
-            except OSError:
-                return
-            with sock:
-                try:
-                    part(Channel(sock, WAIT_S))
-                except OSError:
-                    continue  # the client has had enough
-
-    thread = threading.Thread(target=play)
-    thread.start()
-    try:
-        yield Peer("127.0.0.1", listener.getsockname()[1])
-    finally:
-        listener.shutdown(socket.SHUT_RDWR)
-        listener.close()
-        thread.join()
 
 
 @pytest.mark.parametrize("sent", [0, 1, 63, 64, 100, 127])
@@ -295,7 +200,7 @@ def test_a_peer_that_dies_midway_is_a_failure(sent: int) -> None:
         channel.expect(Fetch)
         for layer in range(2):
             rest = memoryview(source.block(layer, 0))[: max(0, sent - 64 * layer)]
-            channel.send(Layer(region=layer, nbytes=64), [rest])
+            channel.send(Part(region=layer, first=0, count=1, number=layer, nbytes=64), [rest])
             if len(rest) < 64:
                 return
 
@@ -303,31 +208,28 @@ def test_a_peer_that_dies_midway_is_a_failure(sent: int) -> None:
         assert pull(client, peer, [0], checksum=False).failure == "reset"
 
 
-def welcome(channel: Channel) -> None:
-    """Greet as a server without a token does."""
-    channel.send(Challenge(1, b"n" * 16))
-    hello = channel.expect(Hello)
-    channel.send(Welcome(proof("", "server", b"n" * 16, hello.nonce)))
-
-
 @pytest.mark.parametrize(
-    "layer",
+    "part",
     [
-        pytest.param(Layer(region=1, nbytes=64), id="other-layer"),
-        pytest.param(Layer(region=0, nbytes=65), id="other-size"),
+        pytest.param(Part(region=1, first=4, count=1, number=0, nbytes=64), id="other-layer"),
+        pytest.param(Part(region=-1, first=4, count=1, number=0, nbytes=64), id="no-layer"),
+        pytest.param(Part(region=0, first=4, count=1, number=0, nbytes=65), id="other-size"),
+        pytest.param(Part(region=0, first=3, count=1, number=0, nbytes=64), id="before"),
+        pytest.param(Part(region=0, first=4, count=2, number=0, nbytes=128), id="behind"),
+        pytest.param(Part(region=0, first=4, count=0, number=0, nbytes=0), id="nothing"),
     ],
 )
-def test_a_layer_that_was_not_asked_for_is_malformed(layer: Layer) -> None:
+def test_a_part_that_was_not_asked_for_is_malformed(part: Part) -> None:
     """Nothing is written."""
     target = Cache(1, 64)
 
     def confused(channel: Channel) -> None:
         welcome(channel)
         channel.expect(Fetch)
-        channel.send(layer, [memoryview(bytes([255]) * layer.nbytes)])
+        channel.send(part, [memoryview(bytes([255]) * part.nbytes)])
 
     with played(confused) as peer, pulling(target, Options()) as client:
-        assert pull(client, peer, [0]).failure == "malformed"
+        assert pull(client, peer, [0], first=4).failure == "malformed"
     assert not target.memory.any()
 
 
@@ -431,14 +333,6 @@ def test_noise_does_not_take_the_server_down(noise: bytes, framed: bool) -> None
         assert pull(client, peer, [0]).failure == ""
 
 
-@given(count=st.integers(0, 200), parts=st.integers(1, 20))
-def test_shares_cover_all_once_and_are_nearly_equal(count: int, parts: int) -> None:
-    found = shares(count, parts)
-    assert [block for first, length in found for block in range(first, first + length)] == list(range(count))
-    lengths = [length for _, length in found]
-    assert not lengths or max(lengths) - min(lengths) <= 1 <= min(lengths)
-
-
 @given(blocks=st.lists(st.integers(0, 12)), joined=st.booleans())
 def test_runs_are_the_blocks_again(blocks: list[int], joined: bool) -> None:
     found = list(runs(blocks, joined))
@@ -461,6 +355,15 @@ def test_packets_carry_their_classs_mark(family: int, host: str, level: int, opt
         assert sock.getsockopt(level, option) == 40
 
 
+@pytest.mark.parametrize("control", ["reno", ""])
+def test_congestion_control_is_as_asked(control: str) -> None:
+    """By the kernel's name; every kernel has reno."""
+    with socket.socket() as untouched, socket.socket() as sock:
+        tune(sock, 0, control=control)
+        plain, tuned = (one.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16) for one in (untouched, sock))
+    assert tuned.rstrip(b"\0") == (control.encode() or plain.rstrip(b"\0"))
+
+
 @pytest.mark.parametrize("limit", [None, 212_992, BUFFER_BYTES], ids=["unknown", "small", "large"])
 def test_buffers_are_fixed_only_where_the_kernel_gives_what_is_asked(tmp_path: Path, limit: int | None) -> None:
     """A request that is cut down would end the growth that TCP does by itself."""
@@ -469,7 +372,7 @@ def test_buffers_are_fixed_only_where_the_kernel_gives_what_is_asked(tmp_path: P
         for name in ("wmem_max", "rmem_max"):
             (tmp_path / name).write_text(f"{limit}\n", encoding="ascii")
     with socket.socket() as untouched, socket.socket() as sock:
-        tune(sock, 0, tmp_path)
+        tune(sock, 0, limits=tmp_path)
         plain, tuned = ([one.getsockopt(socket.SOL_SOCKET, b) for b in buffers] for one in (untouched, sock))
         assert (tuned == plain) == (limit != BUFFER_BYTES)
 
@@ -490,7 +393,7 @@ def test_both_halves_of_two_instances_together(tokens: int, cached_blocks: int) 
         there.listening({0: prefill.address})
         told = there.finished(
             "p", {"do_remote_decode": True}, prompt, completed=True, computed_tokens=tokens, blocks=held
-        )
+        ).told
         prefill.begin(there.take())
         here = Scheduler(options, engine_id="d", block_tokens=16)
         here.arrived("d", msgspec.json.decode(msgspec.json.encode(told)), prompt)

@@ -16,8 +16,9 @@ import pytest
 import uvloop
 from aiohttp import web
 
+from kvroute.gateway.amounts import Wait
 from kvroute.gateway.prometheus import PrometheusSource
-from kvroute.gateway.settings import LinkQuery, PrometheusSettings, Wait
+from kvroute.gateway.settings import LinkQuery, PrometheusSettings
 from kvroute.topology import load
 from kvroute.types import CongestionMeasured, Event, LinksMeasured
 

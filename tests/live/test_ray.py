@@ -9,8 +9,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvroute.experiments.cells import Record
-from kvroute.experiments.netkv import EXPERIMENTS, cells
+from kvroute.experiments.cells import Record, cells
+from kvroute.experiments.netkv import EXPERIMENTS
 from kvroute.experiments.readings import reading
 from kvroute.experiments.runner import run_cells
 from kvroute.experiments.setup import Study, run_cell

@@ -90,10 +90,3 @@ def runs(blocks: Sequence[int], joined: bool = True) -> Iterator[tuple[int, int]
         if index == len(blocks) or not joined or blocks[index] != blocks[index - 1] + 1:
             yield blocks[start], index - start
             start = index
-
-
-def shares(count: int, parts: int) -> list[tuple[int, int]]:
-    """`count` blocks in at most `parts` stretches (first, length) of nearly equal length, none empty."""
-    parts = min(count, parts)
-    cuts = [count * part // parts for part in range(parts + 1)] if parts else [0]
-    return [(cuts[part], cuts[part + 1] - cuts[part]) for part in range(parts)]

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvroute.connector.blocks import HostRegion, Region
+from kvroute.connector.holds import Fence
 from kvroute.types import InputError
 
 try:
@@ -44,6 +45,16 @@ class StagedRegion:
 
     def _index(self, blocks: Sequence[int]) -> Any:
         return torch.tensor(blocks, dtype=torch.int64, device=self._tensor.device)
+
+
+def fence_of(tensor: Any) -> Fence | None:
+    """Behind what the current stream of a tensor's device has been told; None where orders are carried out at once."""
+    if tensor.device.type == "cpu":
+        return None
+    event = torch.Event(tensor.device)
+    event.record()
+    wait: Fence = event.synchronize
+    return wait
 
 
 def regions_of(layer: str, tensor: Any, blocks: int, *, staging: bool = False) -> list[Region]:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
-from kvroute.connector.options import KV_CLASS
+from kvroute.connector.options import CONNECTIONS_MAX, KV_CLASS
+
+NOT_YET = -1
+"""Instead of a number of tokens: nobody knows yet."""
 
 
 class Handover(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,9 +42,18 @@ class Handover(msgspec.Struct, frozen=True, kw_only=True):
     """May be set by the router: how the packets are marked."""
     checksum: bool | None = None
     """May be set by the router: instead of the decode instance's own option."""
+    connections: Annotated[int, msgspec.Meta(ge=0, le=CONNECTIONS_MAX)] = 0
+    """May be set by the router, in place of the decode instance's own option if not 0: more for a longer way."""
+
+    @property
+    def early(self) -> bool:
+        """Whether the prompt may still be to be computed."""
+        return self.remote_num_tokens == NOT_YET
 
     def port(self, rank: int) -> int:
         """Where rank `rank` listens."""
+        if self.early and not self.remote_ports:
+            return self.remote_port + rank
         return self.remote_ports[rank] if self.remote_ports else self.remote_port
 
     def params(self) -> dict[str, Any]:
@@ -50,9 +62,48 @@ class Handover(msgspec.Struct, frozen=True, kw_only=True):
         return {key: value for key, value in params.items() if value is not None}
 
 
-def read_handover(params: Mapping[str, Any]) -> Handover | str:
+class Announcement(msgspec.Struct, frozen=True, kw_only=True):
+    """What a router tells a decode instance while the prompt is being computed: ask there, under that name.
+
+    The prefill instance is told the name, too: `{"do_remote_decode": true, "transfer_id": ...}`.
+    """
+
+    transfer_id: Annotated[str, msgspec.Meta(min_length=1)]
+    """Made up by the router, another one for every attempt."""
+    remote_host: str
+    remote_port: int
+    """Of rank 0; rank r listens r ports above unless `remote_ports` says otherwise."""
+    remote_ports: tuple[int, ...] = ()
+    remote_instance: str = ""
+    tp_size: int = 0
+    """0: as here; the connection's greeting compares it anyway."""
+    traffic_class: str = KV_CLASS
+    checksum: bool | None = None
+    connections: Annotated[int, msgspec.Meta(ge=0, le=CONNECTIONS_MAX)] = 0
+
+    def handover(self, tp: int) -> Handover:
+        """As if the prompt had been computed; `tp` is the tensor parallelism here."""
+        return Handover(
+            remote_engine_id="",
+            remote_request_id=self.transfer_id,
+            remote_host=self.remote_host,
+            remote_port=self.remote_port,
+            remote_ports=self.remote_ports,
+            remote_num_tokens=NOT_YET,
+            remote_prompt="",
+            remote_instance=self.remote_instance,
+            tp_size=self.tp_size or tp,
+            traffic_class=self.traffic_class,
+            checksum=self.checksum,
+            connections=self.connections,
+        )
+
+
+def read_handover(params: Mapping[str, Any], tp: int = 1) -> Handover | str:
     """The handover in a decode request's `kv_transfer_params`, or in words what is wrong with it."""
     try:
+        if params.get("transfer_id") and "remote_request_id" not in params:
+            return msgspec.convert(dict(params), Announcement).handover(tp)
         return msgspec.convert(dict(params), Handover)
     except msgspec.ValidationError as error:
         return str(error)

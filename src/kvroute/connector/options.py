@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ipaddress
 import os
-import re
 import socket
 from collections.abc import Mapping
 from difflib import get_close_matches
@@ -17,7 +16,7 @@ from kvroute.types import InputError
 Dscp = Annotated[int, msgspec.Meta(ge=0, le=63)]
 KV_CLASS = "kv"
 """Traffic class of a transfer whose request names none."""
-_FAULT = re.compile(r"(corrupt|stall)-layer-(\d+)(?:-block-(\d+))?")
+CONNECTIONS_MAX = 64
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -29,8 +28,14 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Rank r of data-parallel replica d listens on `port + d * tp + r`; 0: the system chooses."""
     advertised_host: str = ""
     """Address that decode instances are told; empty: `host`, or this machine's own where `host` is a wildcard."""
-    connections: Annotated[int, msgspec.Meta(ge=1, le=64)] = 4
-    """TCP connections of one transfer at most; each carries a share of the blocks."""
+    connections: Annotated[int, msgspec.Meta(ge=1, le=CONNECTIONS_MAX)] = 4
+    """TCP connections of one transfer at most; whichever has room carries the next piece."""
+    congestion_control: str = ""
+    """TCP congestion control by the kernel's name, `cubic` or `bbr`; empty: the system's. The sender's counts."""
+    buffer_bytes: Annotated[int, msgspec.Meta(ge=0)] = 4 << 20
+    """Of each socket buffer, if the kernel allows so many; 0: as TCP sees fit."""
+    layerwise: bool = False
+    """A prefill instance sends a layer's blocks to who waits for them while later layers are still being computed."""
     token: str = ""
     """Secret shared by all instances; it never crosses the network."""
     token_env: str = ""
@@ -97,13 +102,22 @@ def read_options(extra: Mapping[str, Any]) -> Options:
             where="kv_connector_extra_config.host",
             mend="give token_env (or token), the same on all instances",
         )
+    if options.congestion_control and not _congestion_control(options.congestion_control):
+        raise InputError(
+            f"this system has no congestion control {options.congestion_control!r}",
+            where="kv_connector_extra_config.congestion_control",
+            mend="see /proc/sys/net/ipv4/tcp_available_congestion_control",
+        )
     return options
 
 
-def fault_of(text: str) -> tuple[str, int, int | None] | None:
-    """`corrupt-layer-2-block-5` as ("corrupt", 2, 5), None for every block; None for anything else."""
-    found = _FAULT.fullmatch(text.strip())
-    return (found[1], int(found[2]), int(found[3]) if found[3] else None) if found else None
+def _congestion_control(name: str) -> bool:
+    with socket.socket() as trial:
+        try:
+            trial.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name.encode())
+        except OSError:
+            return False
+    return True
 
 
 def _loopback(host: str) -> bool:

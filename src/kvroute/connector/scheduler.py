@@ -6,14 +6,18 @@ Whatever is wrong with a handover costs time, never correctness: vLLM then compu
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvroute.connector.handover import Handover, prompt_digest, read_handover
+from kvroute.connector.holds import Computing
 from kvroute.connector.options import Options
 
 log = logging.getLogger(__name__)
+NAMES_MAX = 4096
+"""Names of the router's that are remembered: one that serves twice would mix two prompts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,19 +28,60 @@ class Pull:
     handover: Handover
     first: int
     blocks: tuple[int, ...]
+    prompt: str = ""
+    """Digest of the prompt, where only the prefill instance can compare it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Blocks of a finished prompt, which peers ask for by `name`."""
+
+    name: str
+    owner: str
+    """vLLM's name of the request."""
+    blocks: tuple[int, ...]
 
 
 @dataclass(slots=True)
 class Step:
-    """What the workers are to begin in this step."""
+    """What the workers are to do in this step: give up and note before the model runs, the rest when it likes."""
 
-    holds: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
+    withdrawn: list[str] = field(default_factory=list)
+    """Their blocks have been given to others."""
+    computing: list[Computing] = field(default_factory=list)
+    holds: list[Held] = field(default_factory=list)
+    drops: list[tuple[str, str]] = field(default_factory=list)
+    """Name and owner of what vLLM has given up while it was being computed."""
+    refusals: list[str] = field(default_factory=list)
+    """What will never be computed."""
     pulls: list[Pull] = field(default_factory=list)
+    cancels: list[str] = field(default_factory=list)
+    """Pulls, by the request's name here, that nobody wants any more."""
     releases: list[Handover] = field(default_factory=list)
 
 
+class Ending(NamedTuple):
+    """What vLLM must know of a request that is over."""
+
+    keep: bool
+    """Its blocks stay until the workers free them."""
+    told: dict[str, Any] | None
+    """For its decode instance."""
+
+
+@dataclass(slots=True)
+class _Named:
+    """A prompt here that somebody asks for by a name of the router's, and perhaps before it is computed."""
+
+    name: str
+    prompt_tokens: int
+    digest: str
+    begun: bool = False
+
+
 class Scheduler:
-    """Called by vLLM in the order: arrived, matched (any number of times), allocated, finished; `take` every step."""
+    """Called by vLLM in the order: arrived, matched (any number of times), allocated, scheduled (in every step that
+    computes some of the prompt), finished; `take` every step."""
 
     def __init__(
         self,
@@ -52,6 +97,12 @@ class Scheduler:
         self._tp, self._producer, self._consumer = tp, producer, consumer
         self._addresses: list[tuple[str, int]] = []
         self._handovers: dict[str, Handover] = {}
+        self._digests: dict[str, str] = {}
+        """Of the prompts of early handovers."""
+        self._early: set[str] = set()
+        """Requests whose pull began before their prompt was computed."""
+        self._named: dict[str, _Named] = {}
+        self._names_used: OrderedDict[str, None] = OrderedDict()
         self._step = Step()
 
     def listening(self, addresses: Mapping[int, tuple[str, int]]) -> None:
@@ -59,10 +110,12 @@ class Scheduler:
         self._addresses = [addresses[rank] for rank in sorted(addresses)]
 
     def arrived(self, request_id: str, params: Mapping[str, Any] | None, prompt: Sequence[int] | None) -> None:
-        """Remember where the prompt's KV is, if the request says so and can be believed."""
+        """Remember where the prompt's KV is, if the request says so and can be believed; or who will ask for it."""
+        if self._producer and params and params.get("do_remote_decode") and params.get("transfer_id"):
+            self._name(request_id, str(params["transfer_id"]), prompt or ())
         if not (self._consumer and params and params.get("do_remote_prefill")):
             return
-        handover = read_handover(params)
+        handover = read_handover(params, self._tp)
         if isinstance(handover, str):
             log.warning(
                 "request %s computes its own prompt: kv_transfer_params are of no use, %s", request_id, handover
@@ -74,6 +127,8 @@ class Scheduler:
                 self._step.releases.append(handover)
             return
         self._handovers[request_id] = handover
+        if handover.early:
+            self._digests[request_id] = prompt_digest(prompt)
 
     def matched(self, request_id: str, prompt_tokens: int, computed_tokens: int) -> int:
         """Tokens to pull beyond `computed_tokens`. Changes nothing."""
@@ -87,13 +142,37 @@ class Scheduler:
         handover = self._handovers.pop(request_id, None)
         if handover is None:
             return
+        digest = self._digests.pop(request_id, "")
         if not pulled_tokens:
             self._step.releases.append(handover)
             return
         end = self._end(handover, prompt_tokens)
         first = (end - pulled_tokens) // self._block_tokens
         mine = tuple(blocks[first : -(-end // self._block_tokens)])
-        self._step.pulls.append(Pull(request_id, handover, first, mine))
+        self._step.pulls.append(Pull(request_id, handover, first, mine, digest))
+        if handover.early:
+            self._early.add(request_id)
+
+    def watched(self, computed: Mapping[str, int]) -> list[tuple[str, int]]:
+        """Of the requests in a step with their computed tokens, those that `scheduled` wants to hear of."""
+        if not (self._named and self._options.layerwise):
+            return []
+        return [(request_id, tokens) for request_id, tokens in computed.items() if request_id in self._named]
+
+    def scheduled(self, request_id: str, blocks: Sequence[int], computed_tokens: int) -> None:
+        """This step computes the prompt up to `computed_tokens`, into `blocks`."""
+        named = self._named[request_id]
+        named.begun = True
+        whole = computed_tokens // self._block_tokens
+        ready = -(-named.prompt_tokens // self._block_tokens) if computed_tokens >= named.prompt_tokens else whole
+        self._step.computing.append(Computing(named.name, request_id, tuple(blocks), ready, named.digest))
+
+    def preempted(self, request_id: str) -> None:
+        """vLLM has taken the request's blocks, and will compute it anew."""
+        named = self._named.get(request_id)
+        if named and named.begun:
+            self._step.withdrawn.append(named.name)
+            named.begun = False
 
     def finished(
         self,
@@ -104,17 +183,23 @@ class Scheduler:
         completed: bool,
         computed_tokens: int,
         blocks: Sequence[int],
-    ) -> dict[str, Any] | None:
-        """The request is over. What its decode instance must be told, if its blocks are to be held, else None."""
+    ) -> Ending:
+        """The request is over, with so many tokens computed into `blocks`."""
         if handover := self._handovers.pop(request_id, None):
+            self._digests.pop(request_id, None)
             self._step.releases.append(handover)
+        if request_id in self._early:
+            self._early.remove(request_id)
+            self._step.cancels.append(request_id)
+        named = self._named.pop(request_id, None)
         if not (params and params.get("do_remote_decode") and self._producer and completed and blocks):
-            return None
+            return self._given_up(request_id, named)
+        name = named.name if named else request_id
+        self._step.holds.append(Held(name, request_id, tuple(blocks)))
         host, port = self._addresses[0]
-        self._step.holds.append((request_id, tuple(blocks)))
         told = Handover(
             remote_engine_id=self._engine_id,
-            remote_request_id=request_id,
+            remote_request_id=name,
             remote_host=host,
             remote_port=port,
             remote_ports=tuple(port for _, port in self._addresses) if self._tp > 1 else (),
@@ -124,22 +209,42 @@ class Scheduler:
             remote_instance=self._options.instance,
             tp_size=self._tp,
         )
-        return told.params()
+        return Ending(True, told.params())
 
     def take(self) -> Step:
         """What has come together since the last call."""
         step, self._step = self._step, Step()
         return step
 
+    def _name(self, request_id: str, name: str, prompt: Sequence[int]) -> None:
+        if name in self._names_used:
+            log.warning("request %s: transfer_id %s has served before, and is ignored", request_id, name)
+            return
+        self._names_used[name] = None
+        if len(self._names_used) > NAMES_MAX:
+            self._names_used.popitem(last=False)
+        self._named[request_id] = _Named(name, len(prompt), prompt_digest(prompt))
+
+    def _given_up(self, request_id: str, named: _Named | None) -> Ending:
+        if named and named.begun:
+            self._step.drops.append((named.name, request_id))
+            return Ending(True, None)
+        if named:
+            self._step.refusals.append(named.name)
+        return Ending(False, None)
+
     def _end(self, handover: Handover, prompt_tokens: int) -> int:
         """Prompt tokens whose KV is there; all of them, or whole blocks."""
-        if handover.remote_num_tokens >= prompt_tokens:
+        if handover.early or handover.remote_num_tokens >= prompt_tokens:
             return prompt_tokens
         return handover.remote_num_tokens // self._block_tokens * self._block_tokens
 
     def _problem(self, handover: Handover, prompt: Sequence[int] | None) -> str:
-        if handover.tp_size != self._tp or len(handover.remote_ports or (0,)) < self._tp:
+        ports = len(handover.remote_ports) or (self._tp if handover.early else 1)
+        if handover.tp_size != self._tp or ports < self._tp:
             return f"tensor parallelism is {handover.tp_size} on its prefill instance and {self._tp} here"
+        if handover.early:
+            return "" if prompt else "it has no tokens"
         if handover.remote_prompt != prompt_digest(prompt) or not handover.remote_prompt:
             return "its prompt has other tokens here than on its prefill instance"
         return ""

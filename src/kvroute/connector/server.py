@@ -1,7 +1,7 @@
 """The prefill instance's side: serves held blocks to whoever knows the token, one thread per connection.
 
 A peer names a request and positions in its prompt, never block numbers: it can read nothing that was not held for a
-fetch.
+fetch. All connections of a transfer draw on one heap of pieces: who has room in its socket takes the next one.
 """
 
 from __future__ import annotations
@@ -10,31 +10,28 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from kvroute.connector.blocks import Layout, Region
-from kvroute.connector.holds import Freed, Holds
-from kvroute.connector.options import Options, fault_of
+from kvroute.connector.congestion import Gauges, Links, Sent
+from kvroute.connector.faults import spoil
+from kvroute.connector.gate import admitted
+from kvroute.connector.holds import Computing, Fence, Freed, Hold, Holds
+from kvroute.connector.options import Options
+from kvroute.connector.stripes import Piece, Stripe
 from kvroute.connector.wire import (
-    VERSION,
-    Challenge,
     Channel,
+    End,
     Fetch,
-    Hello,
-    Layer,
+    Part,
     Refused,
     Release,
     Released,
-    Welcome,
+    Waiting,
     WireError,
     crc32,
-    fresh_nonce,
-    mark,
-    proof,
-    proven,
     shut,
-    tune,
 )
 
 log = logging.getLogger(__name__)
@@ -63,8 +60,12 @@ class Server:
         self._clock = clock
         patience_s = min(UNKNOWN_WAIT_S, options.timeout_s / 2)
         self._unknown_wait_s = patience_s if unknown_wait_s is None else unknown_wait_s
+        self._beat_s = options.timeout_s / 4
+        """A waiting peer hears from us so often, lest it take us for dead."""
         self._holds = Holds()
         self._changed = threading.Condition()
+        self._reading: dict[Channel, Hold] = {}
+        self._links = Links()
         self._connections: dict[Channel, threading.Thread] = {}
         self._closed = False
         self._ending = threading.Event()
@@ -85,11 +86,48 @@ class Server:
         with self._changed:
             return len(self._holds)
 
-    def hold(self, request_id: str, blocks: Sequence[int]) -> None:
-        """Keep `blocks` (the prompt's, in order) for fetching until released or expired."""
+    def hold(self, request_id: str, blocks: Sequence[int], owner: str = "") -> None:
+        """Keep `blocks` (the prompt's, in order, all computed) for fetching until released or expired.
+
+        `owner` is vLLM's name of the request, where peers know it by another: `freed` says that one.
+        """
         with self._changed:
-            self._holds.hold(request_id, blocks, self._clock() + self._options.hold_s)
+            self._holds.hold(request_id, blocks, self._clock() + self._options.hold_s, owner)
             self._changed.notify_all()
+
+    def computed(self, step: Computing, regions: Iterable[int], fence: Fence | None = None) -> None:
+        """What the step computes of `regions` may leave, once `fence` is passed; told in the order of the steps."""
+        with self._changed:
+            self._holds.computed(step, len(self._regions), regions, fence)
+            self._changed.notify_all()
+
+    def drop(self, request_id: str, owner: str) -> None:
+        """vLLM has given up a request that is being computed; `freed` says when its blocks are free."""
+        with self._changed:
+            self._holds.drop(request_id, owner)
+            self._changed.notify_all()
+
+    def forget(self, request_id: str) -> None:
+        """The request will never be computed: who waits for it is refused."""
+        with self._changed:
+            self._holds.release(request_id)
+            self._changed.notify_all()
+
+    def withdraw(self, request_id: str) -> None:
+        """vLLM is about to overwrite the request's blocks; nobody reads them any more when this returns."""
+        with self._changed:
+            hold = self._holds.withdraw(request_id)
+            if hold is None:
+                return
+            self._changed.notify_all()
+            for channel, read in self._reading.items():
+                if read is hold:
+                    channel.abort()
+            self._changed.wait_for(lambda: not hold.readers)
+
+    def links(self) -> dict[str, tuple[Sent, Gauges]]:
+        """By decode instance: what was sent to it since the last call, and how its connections are; see `Links`."""
+        return self._links.read()
 
     def freed(self) -> list[Freed]:
         """Requests whose blocks vLLM may use again; each once."""
@@ -130,7 +168,9 @@ class Server:
 
     def _serve(self, channel: Channel, peer: str) -> None:
         try:
-            if self._greet(channel):
+            hello = admitted(channel, self._token, self._layout, self._options)
+            if hello:
+                self._links.opened(channel.sock, hello.instance or peer)
                 # An idle peer may stay as long as it likes; a dead one is found by TCP's keep-alive.
                 while (message := self._next(channel)) is not None:
                     self._answer(channel, message)
@@ -138,6 +178,7 @@ class Server:
             if not self._closed:
                 log.warning("KV connection from %s ended: %s", peer, error)
         finally:
+            self._links.closing(channel.sock)
             channel.close()
             with self._changed:
                 self._connections.pop(channel, None)
@@ -150,93 +191,108 @@ class Server:
             return message
         raise WireError("malformed", f"{type(message).__name__} instead of Fetch or Release")
 
-    def _greet(self, channel: Channel) -> bool:
-        tune(channel.sock, 0)
-        nonce = fresh_nonce()
-        channel.send(Challenge(VERSION, nonce))
-        hello = channel.expect(Hello)
-        refusal = self._refusal(hello, nonce)
-        if refusal:
-            log.warning("refused KV connection of %s: %s", hello.instance or "a peer without a name", refusal.reason)
-            channel.send(refusal)
-            return False
-        mark(channel.sock, self._options.dscp.get(hello.traffic_class, 0))
-        channel.send(Welcome(proof(self._token, "server", nonce, hello.nonce)))
-        return True
-
-    def _refusal(self, hello: Hello, nonce: bytes) -> Refused | None:
-        if hello.version != VERSION:
-            return Refused("version", f"this side speaks version {VERSION}, the peer {hello.version}")
-        if not proven(hello.proof, proof(self._token, "client", nonce, hello.nonce)):
-            return Refused("token", "the peer has another token")
-        if hello.layout != self._layout:
-            return Refused("layout", f"KV caches differ: {difference(self._layout, hello.layout)}")
-        return None
-
     def _answer(self, channel: Channel, message: Fetch | Release) -> None:
         if isinstance(message, Release):
             with self._changed:
                 self._holds.release(message.request_id)
             channel.send(Released(message.request_id))
             return
-        found = self._find(message)
+        found = self._find(channel, message)
         if isinstance(found, Refused):
             channel.send(found)
             return
         try:
-            self._send_layers(channel, message, found)
+            self._send_parts(channel, message, found)
         finally:
             with self._changed:
-                self._holds.leave(message.request_id)
+                del self._reading[channel]
+                self._holds.leave(found)
+                self._changed.notify_all()
 
-    def _find(self, fetch: Fetch) -> tuple[int, ...] | Refused:
+    def _find(self, channel: Channel, fetch: Fetch) -> Hold | Refused:
+        left_s = min(fetch.wait_s, self._options.hold_s) or self._unknown_wait_s
+        while True:
+            pause_s = min(left_s, self._beat_s)
+            left_s -= pause_s
+            with self._changed:
+                known = self._changed.wait_for(lambda: self._known(fetch.request_id), pause_s)
+                if known or left_s <= 0:
+                    return self._enter(channel, fetch)
+            channel.send(Waiting())
+
+    def _known(self, request_id: str) -> bool:
+        return self._closed or self._holds.state(request_id) != "unknown"
+
+    def _enter(self, channel: Channel, fetch: Fetch) -> Hold | Refused:
+        name = fetch.request_id
+        match self._holds.state(name):
+            case "gone":
+                return Refused("gone", f"the blocks of request {name} have expired or were released")
+            case "unknown":
+                return Refused("unknown", f"no request {name} is held here")
+        hold = self._holds.read(name, fetch.first, fetch.count)
+        if hold is None:
+            return Refused("range", f"request {name} holds fewer blocks than asked for")
+        self._reading[channel] = hold
+        return hold
+
+    def _send_parts(self, channel: Channel, fetch: Fetch, hold: Hold) -> None:
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._closed or self._holds.state(fetch.request_id) != "unknown", self._unknown_wait_s
-            )
-            state = self._holds.state(fetch.request_id)
-            if state == "held":
-                found = self._holds.read(fetch.request_id, fetch.first, fetch.count)
-                return found or Refused("range", f"request {fetch.request_id} holds fewer blocks than asked for")
-        if state == "gone":
-            return Refused("gone", f"the blocks of request {fetch.request_id} have expired or were released")
-        return Refused("unknown", f"no request {fetch.request_id} is held here")
+            refusal = _mismatch(fetch, hold)
+            stripe, turn = self._begin(fetch, hold)
+        if refusal:
+            channel.send(refusal)
+            return
+        while True:
+            with self._changed:
+                dealt = self._changed.wait_for(lambda: self._deal(fetch, hold, stripe, turn), self._beat_s)
+            if isinstance(dealt, Piece):
+                self._send_part(channel, fetch, hold, dealt)
+            else:
+                channel.send(dealt or Waiting())
+                if dealt:
+                    return
 
-    def _send_layers(self, channel: Channel, fetch: Fetch, blocks: Sequence[int]) -> None:
-        for index, region in enumerate(self._regions):
-            views = region.outgoing(blocks)
-            checksum = crc32(views) if fetch.checksum else None
-            if self._options.fault_file:
-                views = self._spoil(index, fetch.first, len(blocks), views)
-            channel.send(Layer(region=index, nbytes=len(blocks) * region.block_bytes, crc32=checksum), views)
+    def _begin(self, fetch: Fetch, hold: Hold) -> tuple[Stripe, int]:
+        stripe = hold.stripes.get(fetch.transfer)
+        if stripe is None:
+            region_bytes = [region.block_bytes for region in self._regions]
+            stripe = hold.stripes[fetch.transfer] = Stripe(region_bytes, fetch.first, fetch.count)
+        return stripe, stripe.begin(fetch.lane, fetch.after)
 
-    def _spoil(self, layer: int, first: int, count: int, views: list[memoryview]) -> list[memoryview]:
-        """What the fault file asks for: other bytes than the cache's, or none at all until we are closed."""
-        path = Path(self._options.fault_file)
-        match fault_of(path.read_text(encoding="utf-8")) if path.exists() else None:
-            case ("corrupt", spoilt, block) if spoilt == layer:
-                return [memoryview(_damaged(b"".join(views), count, None if block is None else block - first))]
-            case ("stall", stalled, _) if stalled == layer:
-                while path.exists() and fault_of(path.read_text(encoding="utf-8")) and not self._ending.wait(0.05):
-                    pass
-        return views
+    def _deal(self, fetch: Fetch, hold: Hold, stripe: Stripe, turn: int) -> Piece | End | Refused | None:
+        if self._closed:
+            raise WireError("reset", "closed")
+        if hold.stopped:
+            return Refused("gone", f"request {fetch.request_id} was given up")
+        if stripe.turn(fetch.lane) != turn:
+            raise WireError("reset", "the peer has given up this connection")
+        if not hold.computing and fetch.first + fetch.count > len(hold.blocks):
+            return Refused("range", f"request {fetch.request_id} holds fewer blocks than asked for")
+        return stripe.take(fetch.lane, hold.ready) or (End() if stripe.dealt else None)
+
+    def _send_part(self, channel: Channel, fetch: Fetch, hold: Hold, piece: Piece) -> None:
+        with self._changed:
+            blocks, fence = hold.blocks[piece.first : piece.end], hold.fences.get(piece.region)
+        if fence:
+            fence()
+        region = self._regions[piece.region]
+        views = region.outgoing(blocks)
+        checksum = crc32(views) if fetch.checksum else None
+        if self._options.fault_file:
+            views = spoil(Path(self._options.fault_file), piece, views, self._ending)
+        part = Part(
+            region=piece.region,
+            first=piece.first,
+            count=piece.count,
+            number=piece.number,
+            nbytes=piece.count * region.block_bytes,
+            crc32=checksum,
+        )
+        channel.send(part, views)
 
 
-def _damaged(data: bytes, count: int, block: int | None) -> bytes:
-    """`data` is `count` blocks, of which block number `block`, or each, is turned into something else."""
-    size = len(data) // count
-    spoilt = range(count) if block is None else [block] if 0 <= block < count else []
-    damaged = bytearray(data)
-    for number in spoilt:
-        here = slice(number * size, (number + 1) * size)
-        damaged[here] = bytes(byte ^ 0x15 for byte in data[here])
-    return bytes(damaged)
-
-
-def difference(ours: Layout, theirs: Layout) -> str:
-    """The first field in which two layouts differ, in words."""
-    for field in ours.__struct_fields__:
-        here, there = getattr(ours, field), getattr(theirs, field)
-        if here != there:
-            return f"{field} is {here} here and {there} there"
-    return "nothing"
+def _mismatch(fetch: Fetch, hold: Hold) -> Refused | None:
+    if fetch.prompt and hold.prompt and fetch.prompt != hold.prompt:
+        return Refused("prompt", f"request {fetch.request_id} has other tokens here than on the decode instance")
+    return None

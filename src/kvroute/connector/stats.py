@@ -2,65 +2,117 @@
 
 from __future__ import annotations
 
-from typing import TypedDict
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import TypedDict, TypeVar
+
+from kvroute.connector.congestion import Gauges, Sent
+
+N = TypeVar("N", int, float)
 
 
 class Counts(TypedDict):
     """One interval. Every tensor-parallel rank counts its own share of a transfer."""
 
     transfers: dict[str, int]
-    """By source instance, as the four below."""
+    """By source instance, as the six below."""
     nbytes: dict[str, float]
     seconds: dict[str, float]
     failures: dict[str, dict[str, int]]
     """By source instance and reason."""
+    early: dict[str, int]
+    """Transfers that began before their prompt was computed; their seconds would be the prefill's."""
+    early_bytes: dict[str, float]
     expired: int
     """Requests held here whose blocks nobody fetched in time."""
+    sent: dict[str, dict[str, float]]
+    """By target instance and field of `congestion.Sent`."""
+    links: dict[str, dict[str, dict[str, float]]]
+    """By target instance, tensor-parallel rank and field of `congestion.Gauges`; the last word counts."""
 
 
 def no_counts() -> Counts:
     """Nothing has happened."""
-    return Counts(transfers={}, nbytes={}, seconds={}, failures={}, expired=0)
+    return Counts(
+        transfers={}, nbytes={}, seconds={}, failures={}, early={}, early_bytes={}, expired=0, sent={}, links={}
+    )
 
 
 def is_empty(counts: Counts) -> bool:
     """Whether there is nothing to tell."""
-    return not (counts["transfers"] or counts["failures"] or counts["expired"])
+    return not any(counts.values())
 
 
 def count_transfer(counts: Counts, source: str, nbytes: float, seconds: float) -> None:
     """A transfer that went well."""
-    counts["transfers"][source] = counts["transfers"].get(source, 0) + 1
-    counts["nbytes"][source] = counts["nbytes"].get(source, 0.0) + nbytes
-    counts["seconds"][source] = counts["seconds"].get(source, 0.0) + seconds
+    _add(counts["transfers"], {source: 1})
+    _add(counts["nbytes"], {source: nbytes})
+    _add(counts["seconds"], {source: seconds})
+
+
+def count_early(counts: Counts, source: str, nbytes: float) -> None:
+    """A transfer that went well while its prompt was being computed."""
+    _add(counts["early"], {source: 1})
+    _add(counts["early_bytes"], {source: nbytes})
 
 
 def count_failure(counts: Counts, source: str, reason: str) -> None:
     """A transfer that did not; vLLM computes the prompt instead."""
-    reasons = counts["failures"].setdefault(source, {})
-    reasons[reason] = reasons.get(reason, 0) + 1
+    _add(counts["failures"].setdefault(source, {}), {reason: 1})
+
+
+def count_link(counts: Counts, target: str, rank: int, sent: Sent, gauges: Gauges) -> None:
+    """What rank `rank` has sent to `target`, and how its connections are."""
+    _add(counts["sent"].setdefault(target, {}), asdict(sent))
+    counts["links"].setdefault(target, {})[str(rank)] = asdict(gauges)
 
 
 def add(counts: Counts, more: Counts) -> None:
-    """Add `more` into `counts`."""
-    for source, transfers in more["transfers"].items():
-        counts["transfers"][source] = counts["transfers"].get(source, 0) + transfers
-        counts["nbytes"][source] = counts["nbytes"].get(source, 0.0) + more["nbytes"][source]
-        counts["seconds"][source] = counts["seconds"].get(source, 0.0) + more["seconds"][source]
+    """Add `more`, which is the later one, into `counts`."""
+    _add(counts["transfers"], more["transfers"])
+    _add(counts["early"], more["early"])
+    for floats in ("nbytes", "seconds", "early_bytes"):
+        _add(counts[floats], more[floats])
     for source, reasons in more["failures"].items():
-        mine = counts["failures"].setdefault(source, {})
-        for reason, failures in reasons.items():
-            mine[reason] = mine.get(reason, 0) + failures
+        _add(counts["failures"].setdefault(source, {}), reasons)
     counts["expired"] += more["expired"]
+    for target, fields in more["sent"].items():
+        _add(counts["sent"].setdefault(target, {}), fields)
+    for target, ranks in more["links"].items():
+        counts["links"].setdefault(target, {}).update(ranks)
+
+
+def link(ranks: Mapping[str, Mapping[str, float]]) -> Gauges:
+    """All ranks' connections to one target together."""
+    each = [Gauges(**gauges) for gauges in ranks.values()]  # type: ignore[arg-type]
+    busy = [one for one in each if one.connections]
+    connections = sum(one.connections for one in busy)
+    return Gauges(
+        connections=connections,
+        rtt_s=sum(one.rtt_s * one.connections for one in busy) / connections if busy else 0.0,
+        min_rtt_s=min((one.min_rtt_s for one in busy), default=0.0),
+        cwnd_bytes=sum(one.cwnd_bytes for one in busy),
+        queue_bytes=sum(one.queue_bytes for one in busy),
+        delivery_bytes_per_s=sum(one.delivery_bytes_per_s for one in busy),
+    )
 
 
 def summary(counts: Counts) -> dict[str, int | float]:
     """For a log line."""
     nbytes, seconds = sum(counts["nbytes"].values()), sum(counts["seconds"].values())
+    sent = sum((Sent(**fields) for fields in counts["sent"].values()), Sent())  # type: ignore[arg-type]
     return {
         "transfers": sum(counts["transfers"].values()),
         "bytes": nbytes,
         "bytes_per_s": round(nbytes / seconds) if seconds else 0,
+        "early": sum(counts["early"].values()),
         "failures": sum(sum(reasons.values()) for reasons in counts["failures"].values()),
         "expired": counts["expired"],
+        "sent_bytes": sent.nbytes,
+        "sent_again_bytes": sent.again_bytes,
     }
+
+
+def _add(counts: dict[str, N], more: Mapping[str, N]) -> None:
+    for key, number in more.items():
+        counts[key] = counts[key] + number if key in counts else number

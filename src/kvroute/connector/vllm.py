@@ -1,31 +1,28 @@
 """`KvrouteConnector`, which vLLM loads by `kv_connector_module_path`: translates vLLM's hooks, decides nothing itself.
 
-The prefill instance serves a finished prompt's blocks out of its cache, so prompts that are computed in several chunks
-need no care; the decode instance loads them between its steps, while others decode.
+The prefill instance serves blocks out of its cache, those of a finished prompt or, layer by layer, of one that is being
+computed; the decode instance loads them between its steps, while others decode.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from kvroute.connector.blocks import Layout
 from kvroute.connector.options import Options, read_options
 from kvroute.connector.scheduler import Scheduler, Step
-from kvroute.connector.stats import Counts, add, is_empty, no_counts, summary
 from kvroute.connector.worker import Worker
 from kvroute.types import InputError
 
 try:
-    from prometheus_client import Counter
     from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # type: ignore[import-not-found]
         KVConnectorBase_V1,
         KVConnectorHandshakeMetadata,
         KVConnectorMetadata,
         KVConnectorRole,
     )
-    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats  # type: ignore[import-not-found]
     from vllm.logger import init_logger  # type: ignore[import-not-found]
     from vllm.v1.request import RequestStatus  # type: ignore[import-not-found]
 except ModuleNotFoundError as error:
@@ -33,7 +30,8 @@ except ModuleNotFoundError as error:
         f"kvroute.connector.vllm is loaded by vLLM (0.32) and needs it: {error.name} is not installed here"
     ) from None
 
-from kvroute.connector.device import regions_of
+from kvroute.connector.device import fence_of, regions_of
+from kvroute.connector.vllm_metrics import KvrouteMetrics, KvrouteStats
 
 # vLLM shows the log lines of its own loggers only; ours join them.
 init_logger("kvroute")
@@ -52,69 +50,6 @@ class Listening(KVConnectorHandshakeMetadata):  # type: ignore[misc]
     """From a worker to the scheduler, once."""
 
     address: tuple[str, int]
-
-
-class KvrouteStats(KVConnectorStats):  # type: ignore[misc]
-    """`stats.Counts` in vLLM's wrapping."""
-
-    def __init__(self, data: dict[str, Any] | None = None) -> None:
-        super().__init__(data or dict(no_counts()))
-
-    @property
-    def counts(self) -> Counts:
-        """The data by its right type."""
-        return cast(Counts, self.data)
-
-    def reset(self) -> None:
-        """Forget all."""
-        self.data = dict(no_counts())
-
-    def aggregate(self, other: KVConnectorStats) -> KvrouteStats:
-        """Add another worker's or another step's."""
-        add(self.counts, KvrouteStats(other.data).counts)
-        return self
-
-    def reduce(self) -> dict[str, int | float]:
-        """For vLLM's log line."""
-        return summary(self.counts)
-
-    def is_empty(self) -> bool:
-        """Whether there is nothing to tell."""
-        return is_empty(self.counts)
-
-
-class KvrouteMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """The counters on vLLM's own /metrics page."""
-
-    def __init__(
-        self,
-        vllm_config: Any,
-        metric_types: dict[Any, Any],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> None:
-        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._transfers = self._counter("kv_transfers", "KV transfers pulled, by source instance", "source")
-        self._bytes = self._counter("kv_transfer_bytes", "Bytes of KV pulled, by source instance", "source")
-        self._seconds = self._counter("kv_transfer_seconds", "Seconds that transfers took", "source")
-        self._failures = self._counter("kv_transfer_failures", "KV transfers that failed", "source", "reason")
-        self._expired = self._counter("kv_expired", "Requests whose KV nobody fetched in time")
-
-    def _counter(self, name: str, text: str, *labels: str) -> Any:
-        return self._counter_cls(name=f"kvroute:{name}", documentation=text, labelnames=[*self._labelnames, *labels])
-
-    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add one interval's counts."""
-        counts = KvrouteStats(transfer_stats_data).counts
-        engine = self.per_engine_labelvalues[engine_idx]
-        for source, transfers in counts["transfers"].items():
-            self._transfers.labels(*engine, source).inc(transfers)
-            self._bytes.labels(*engine, source).inc(counts["nbytes"][source])
-            self._seconds.labels(*engine, source).inc(counts["seconds"][source])
-        for source, reasons in counts["failures"].items():
-            for reason, failures in reasons.items():
-                self._failures.labels(*engine, source, reason).inc(failures)
-        self._expired.labels(*engine).inc(counts["expired"])
 
 
 class KvrouteConnector(KVConnectorBase_V1):  # type: ignore[misc]
@@ -175,11 +110,16 @@ class KvrouteConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         """This step's plan."""
+        for request_id in scheduler_output.preempted_req_ids or ():
+            self._plan.preempted(request_id)
+        for request_id, computed in self._plan.watched(_computed(scheduler_output)):
+            (blocks,) = scheduler_output.kv_connector_block_state.get_block_ids(request_id)
+            self._plan.scheduled(request_id, blocks, computed)
         return StepMetadata(self._plan.take())
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Whether the blocks are held, and what the decode instance must be told."""
-        told = self._plan.finished(
+        return self._plan.finished(
             request.request_id,
             request.kv_transfer_params,
             request.prompt_token_ids,
@@ -187,7 +127,6 @@ class KvrouteConnector(KVConnectorBase_V1):  # type: ignore[misc]
             computed_tokens=request.num_computed_tokens,
             blocks=block_ids,
         )
-        return told is not None, told
 
     # Worker's half
 
@@ -200,11 +139,9 @@ class KvrouteConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """Where the blocks lie."""
         config, transfer = self._vllm_config, self._vllm_config.kv_transfer_config
         blocks, staging = self._kv_cache_config.num_blocks, self._options.staging
-        regions = [
-            region
-            for layer, tensor in kv_caches.items()
-            for region in regions_of(layer, tensor, blocks, staging=staging)
-        ]
+        by_layer = {layer: regions_of(layer, tensor, blocks, staging=staging) for layer, tensor in kv_caches.items()}
+        regions = [region for own in by_layer.values() for region in own]
+        numbers = iter(range(len(regions)))
         layout = Layout(
             model=str(config.model_config.served_model_name),
             dtype=str(next(iter(kv_caches.values())).dtype),
@@ -220,6 +157,7 @@ class KvrouteConnector(KVConnectorBase_V1):  # type: ignore[misc]
             producer=transfer.is_kv_producer,
             consumer=transfer.is_kv_consumer,
             replica=config.parallel_config.data_parallel_index,
+            layers={layer: [next(numbers) for _ in own] for layer, own in by_layer.items()},
         )
 
     def get_handshake_metadata(self) -> Listening | None:
@@ -236,8 +174,15 @@ class KvrouteConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing is loaded inside a step."""
 
+    def handle_preemptions(self, kv_connector_metadata: StepMetadata) -> None:
+        """Before this step's model runs: nobody reads any more what it may overwrite."""
+        self._work.overwrites(kv_connector_metadata.step)
+
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing is saved inside a step: blocks are served from the cache."""
+        """A layer's blocks may leave; nothing is copied, they are served from the cache."""
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, StepMetadata)
+        self._work.computed(metadata.step, layer_name, lambda: fence_of(kv_layer))
 
     def wait_for_save(self) -> None:
         """Nothing to wait for."""
@@ -263,6 +208,11 @@ class KvrouteConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self._worker.close()
 
     @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """A graph of the whole model would not say when a layer is done."""
+        return read_options(extra_config).layerwise
+
+    @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvrouteStats:
         """For vLLM's log line."""
         return KvrouteStats(data)
@@ -276,5 +226,12 @@ class KvrouteConnector(KVConnectorBase_V1):  # type: ignore[misc]
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KvrouteMetrics:
         """For vLLM's metrics page."""
-        assert Counter in metric_types
         return KvrouteMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def _computed(output: Any) -> dict[str, int]:
+    """Tokens of every request in a step that will be computed after it."""
+    cached = output.scheduled_cached_reqs
+    before = {request.req_id: request.num_computed_tokens for request in output.scheduled_new_reqs}
+    before.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    return {request_id: tokens + output.num_scheduled_tokens[request_id] for request_id, tokens in before.items()}

@@ -21,13 +21,15 @@ import msgspec
 
 from kvroute.connector.blocks import Layout
 
-VERSION = 1
+VERSION = 2
 HEADER_BYTES_MAX = 1 << 20
 BUFFER_BYTES = 4 << 20
+UNSENT_BYTES_MAX = 128 << 10
+SYSCTL_CORE = Path("/proc/sys/net/core")
 _IOV_MAX = 512
 _LENGTH = struct.Struct("!I")
 
-Code: TypeAlias = Literal["version", "token", "layout", "unknown", "gone", "range", "busy", "malformed"]
+Code: TypeAlias = Literal["version", "token", "layout", "prompt", "unknown", "gone", "range", "busy", "malformed"]
 
 
 class Challenge(msgspec.Struct, frozen=True, tag="challenge"):
@@ -55,20 +57,41 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
 
 
 class Fetch(msgspec.Struct, frozen=True, tag="fetch", kw_only=True):
-    """Send `count` blocks from position `first` of the request's prompt, layer by layer."""
+    """Send my part of `count` blocks from position `first` of the request's prompt, as they are computed."""
 
     request_id: str
     first: int
     count: int
+    transfer: str
+    """All fetches of one transfer share its blocks: each is sent over one of their connections."""
+    lane: int = 0
+    after: int = -1
+    """Number of the last piece that has arrived over the lane's earlier connections: what followed is sent anew."""
     checksum: bool = False
+    prompt: str = ""
+    """Digest of the prompt, for the server to compare; empty: it has been compared already."""
+    wait_s: float = 0.0
+    """For so long a request may be unknown; 0: as the server likes."""
 
 
-class Layer(msgspec.Struct, frozen=True, tag="layer", kw_only=True):
-    """`nbytes` raw bytes follow: the blocks of one region."""
+class Part(msgspec.Struct, frozen=True, tag="part", kw_only=True):
+    """`nbytes` raw bytes follow: `count` blocks of one region from position `first` on."""
 
     region: int
+    first: int
+    count: int
+    number: int
+    """Ascends over a lane, whichever connection carries it."""
     nbytes: int
     crc32: int | None = None
+
+
+class Waiting(msgspec.Struct, frozen=True, tag="waiting"):
+    """Nothing to send yet, but I am here."""
+
+
+class End(msgspec.Struct, frozen=True, tag="end"):
+    """Nothing is left for this lane."""
 
 
 class Release(msgspec.Struct, frozen=True, tag="release"):
@@ -90,7 +113,7 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     reason: str
 
 
-Message: TypeAlias = Challenge | Hello | Welcome | Fetch | Layer | Release | Released | Refused
+Message: TypeAlias = Challenge | Hello | Welcome | Fetch | Part | Waiting | End | Release | Released | Refused
 M = TypeVar("M", bound=Message)
 _DECODER = msgspec.msgpack.Decoder(Message)
 
@@ -136,19 +159,29 @@ class Channel:
             raise WireError("malformed", str(error)) from None
         return message
 
+    def heard(self) -> Message:
+        """The next header, if it is not the end.
+
+        Raises:
+            WireError: the peer has left, or refuses: then with the refusal's own code and reason.
+        """
+        message = self.receive()
+        if message is None:
+            raise WireError("reset", "the peer has left")
+        if isinstance(message, Refused):
+            raise WireError(message.code, message.reason)
+        return message
+
     def expect(self, kind: type[M]) -> M:
         """The next header, which must be a `kind`.
 
         Raises:
-            WireError: it is another one; a refusal's own code and reason.
+            WireError: it is another one, or as `heard`.
         """
-        message = self.receive()
-        if isinstance(message, kind):
-            return message
-        if isinstance(message, Refused):
-            raise WireError(message.code, message.reason)
-        what = "the end" if message is None else type(message).__name__
-        raise WireError("reset" if message is None else "malformed", f"{what} instead of {kind.__name__}")
+        message = self.heard()
+        if not isinstance(message, kind):
+            raise WireError("malformed", f"{type(message).__name__} instead of {kind.__name__}")
+        return message
 
     def receive_into(self, views: Iterable[memoryview]) -> None:
         """Fill `views`, one after the other."""
@@ -158,6 +191,11 @@ class Channel:
                 if not got:
                     raise WireError("reset", "the peer left in the middle of a layer")
                 view = view[got:]
+
+    def abort(self) -> None:
+        """Wake whoever waits in this channel: it finds it broken, and closes it."""
+        with suppress(OSError):  # the peer was faster
+            self.sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Wake whoever waits in this channel, and let go."""
@@ -193,18 +231,26 @@ def shut(sock: socket.socket) -> None:
     sock.close()
 
 
-def tune(sock: socket.socket, dscp: int, limits: Path = Path("/proc/sys/net/core")) -> None:
+def tune(
+    sock: socket.socket, dscp: int, *, control: str = "", buffer_bytes: int = BUFFER_BYTES, limits: Path = SYSCTL_CORE
+) -> None:
     """No delay, large buffers, dead peers noticed, and the traffic class's mark on every packet.
 
     Args:
+        control: TCP congestion control by the kernel's name; empty: the system's.
+        buffer_bytes: of each socket buffer; 0: as TCP sees fit.
         limits: folder where the kernel says how large a buffer (`wmem_max`, `rmem_max`) it lets anybody ask for.
     """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    # What is written and not yet sent can no longer be given to a faster connection.
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES_MAX)
+    if control:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, control.encode())
     for buffer, limit in ((socket.SO_SNDBUF, "wmem_max"), (socket.SO_RCVBUF, "rmem_max")):
         # Asking for more than the limit gives the limit and ends TCP's own growth, which may go much further.
-        if _number(limits / limit) >= BUFFER_BYTES:
-            sock.setsockopt(socket.SOL_SOCKET, buffer, BUFFER_BYTES)
+        if 0 < buffer_bytes <= _number(limits / limit):
+            sock.setsockopt(socket.SOL_SOCKET, buffer, buffer_bytes)
     mark(sock, dscp)
 
 

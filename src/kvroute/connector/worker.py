@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 from kvroute.connector.blocks import Layout, Region
-from kvroute.connector.client import Client, Peer, Result, Transfer
+from kvroute.connector.client import Client, Result
 from kvroute.connector.handover import Handover
+from kvroute.connector.holds import Fence
+from kvroute.connector.lanes import Transfer
 from kvroute.connector.options import Options
+from kvroute.connector.pool import Peer
 from kvroute.connector.scheduler import Pull, Step
 from kvroute.connector.server import Server
-from kvroute.connector.stats import Counts, count_failure, count_transfer, no_counts
+from kvroute.connector.stats import Counts, count_early, count_failure, count_link, count_transfer, no_counts
 
 log = logging.getLogger(__name__)
+LOOK_S = 0.5
+"""The kernel is asked for its view of the connections at most so often."""
 
 
 class Worker:
@@ -28,14 +35,18 @@ class Worker:
         producer: bool = True,
         consumer: bool = True,
         replica: int = 0,
+        layers: Mapping[str, Sequence[int]] = MappingProxyType({}),
+        clock: Callable[[], float] = time.monotonic,
         environ: Mapping[str, str] | None = None,
     ) -> None:
-        self._options, self._rank = options, layout.rank
+        """Args: numbers of the regions that hold a layer's KV, by the layer's name."""
+        self._options, self._rank, self._layers, self._clock = options, layout.rank, layers, clock
         offset = replica * layout.tp + layout.rank
         self._server = Server(regions, layout, options, port_offset=offset, environ=environ) if producer else None
         self._client = Client(regions, layout, options, environ=environ) if consumer else None
         self._failed_blocks: set[int] = set()
         self._counts = no_counts()
+        self._looked_at = clock()
 
     @property
     def address(self) -> tuple[str, int] | None:
@@ -45,13 +56,32 @@ class Worker:
     def begin(self, step: Step) -> None:
         """Hold, pull and release; returns at once."""
         if self._server:
-            for request_id, blocks in step.holds:
-                self._server.hold(request_id, blocks)
+            for held in step.holds:
+                self._server.hold(held.name, held.blocks, held.owner)
+            for name, owner in step.drops:
+                self._server.drop(name, owner)
+            for name in step.refusals:
+                self._server.forget(name)
         if self._client:
+            for request_id in step.cancels:
+                self._client.cancel(request_id)
             for pull in step.pulls:
                 self._client.start(self._transfer(pull))
             for handover in step.releases:
                 self._client.release(self._peer(handover), handover.remote_request_id)
+
+    def overwrites(self, step: Step) -> None:
+        """vLLM is about to write over blocks that it has taken back; nobody reads them when this returns."""
+        if self._server:
+            for name in step.withdrawn:
+                self._server.withdraw(name)
+
+    def computed(self, step: Step, layer: str, fence: Callable[[], Fence | None]) -> None:
+        """The model has passed `layer`, on a device at least its orders have; `fence` makes one behind them."""
+        if self._server and step.computing:
+            passed = fence()
+            for one in step.computing:
+                self._server.computed(one, self._layers.get(layer, ()), passed)
 
     def ended(self) -> tuple[set[str], set[str]]:
         """Requests whose blocks may be freed, and requests whose blocks have been pulled, well or not."""
@@ -73,6 +103,11 @@ class Worker:
 
     def counts(self) -> Counts:
         """Since the last call."""
+        now = self._clock()
+        if self._server and now >= self._looked_at + LOOK_S:
+            self._looked_at = now
+            for target, (sent, gauges) in self._server.links().items():
+                count_link(self._counts, target, self._rank, sent, gauges)
         counts, self._counts = self._counts, no_counts()
         return counts
 
@@ -86,8 +121,17 @@ class Worker:
     def _transfer(self, pull: Pull) -> Transfer:
         handover = pull.handover
         checksum = self._options.checksum if handover.checksum is None else handover.checksum
-        peer = self._peer(handover)
-        return Transfer(pull.request_id, peer, handover.remote_request_id, pull.first, pull.blocks, checksum)
+        return Transfer(
+            request_id=pull.request_id,
+            peer=self._peer(handover),
+            remote_request_id=handover.remote_request_id,
+            first=pull.first,
+            blocks=pull.blocks,
+            checksum=checksum,
+            prompt=pull.prompt,
+            wait_s=self._options.hold_s if handover.early else 0.0,
+            connections=handover.connections,
+        )
 
     def _peer(self, handover: Handover) -> Peer:
         port = handover.port(self._rank)
@@ -98,5 +142,7 @@ class Worker:
         if result.failure:
             self._failed_blocks.update(result.transfer.blocks)
             count_failure(self._counts, source, result.failure)
+        elif result.transfer.wait_s:
+            count_early(self._counts, source, result.nbytes)
         else:
             count_transfer(self._counts, source, result.nbytes, result.seconds)

@@ -175,6 +175,7 @@ def start_member(role: str, name: str, model: Path, folder: Path, ports: list[in
             "hold_s": HOLD_S,
             "dscp": {"kv": 10},
             "fault_file": str(folder / f"{name}.fault"),
+            "layerwise": role == "kv_producer",
         },
     }
     publisher = {

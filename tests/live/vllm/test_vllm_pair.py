@@ -8,6 +8,7 @@ import socket
 import struct
 import subprocess
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,6 +82,56 @@ def test_tokens_equal_those_of_one_server(pair: Pair, tokens: int, checksum: boo
     transfers, nbytes, failures = (now - then for now, then in zip(pulled(pair.decode), before, strict=True))
     assert (transfers, nbytes, failures) == (1, 4 * blocks * LAYER_BYTES, 0)
     assert pair.decode.metric("kvroute:kv_transfer_seconds_total", source="prefill0") > seconds
+    assert answer(reply) == alone(pair, asked)
+
+
+def announced(pair: Pair, name: str) -> dict[str, Any]:
+    """What a router tells the decode server while the prompt is being computed."""
+    other = prompt(8, seed=1)
+    told = handover(pair, other)
+    complete(pair.decode, other, 1, told)  # nothing of it stays held
+    where = {field: told[field] for field in ("remote_host", "remote_port", "remote_instance")}
+    return {"do_remote_prefill": True, "do_remote_decode": False, "transfer_id": name, **where}
+
+
+@pytest.mark.parametrize("tokens", [20, 200, 3500])
+def test_a_prompt_is_pulled_while_it_is_computed(pair: Pair, tokens: int) -> None:
+    """Both servers are asked at once; the tokens are those of one server, and no transfer is measured: it waited."""
+    asked, name = prompt(tokens, seed=10_000 + tokens), f"early-{tokens}"
+    told, before = announced(pair, name), pulled(pair.decode)
+    early = [pair.decode.metric(f"kvroute:kv_early{what}_total", source="prefill0") for what in ("", "_bytes")]
+    with ThreadPoolExecutor(1) as pool:
+        reply = pool.submit(complete, pair.decode, asked, ANSWER_TOKENS, told)
+        complete(pair.prefill, asked, 1, ASK | {"transfer_id": name})
+        tokens_decoded = answer(reply.result())
+    assert tokens_decoded == alone(pair, asked)
+    blocks = -(-tokens // BLOCK_TOKENS)
+    after = [pair.decode.metric(f"kvroute:kv_early{what}_total", source="prefill0") for what in ("", "_bytes")]
+    assert [now - then for now, then in zip(after, early, strict=True)] == [1, 4 * blocks * LAYER_BYTES]
+    assert pulled(pair.decode) == before
+    complete(pair.prefill, prompt(8, seed=2), 1)  # an engine without work does not tell what it has sent
+    assert pair.prefill.metric("kvroute:kv_sent_bytes_total", target="decode0") >= 4 * blocks * LAYER_BYTES
+
+
+def test_a_layer_leaves_before_the_prompt_is_computed(pair: Pair) -> None:
+    """3,500 tokens are two chunks; when the prefill server answers, most blocks of the first have crossed already."""
+    asked = prompt(3500, seed=20_000)
+    told = announced(pair, "overlap")
+    with ThreadPoolExecutor(1) as pool, overhear() as device:
+        reply = pool.submit(complete, pair.decode, asked, ANSWER_TOKENS, told)
+        complete(pair.prefill, asked, 1, ASK | {"transfer_id": "overlap"})
+        crossed = sum(packet.payload for packet in packets(device) if packet.source == told["remote_port"])
+        tokens = answer(reply.result())
+    assert crossed > 2048 // BLOCK_TOKENS * 4 * LAYER_BYTES / 2
+    assert tokens == alone(pair, asked)
+
+
+def test_a_prompt_that_nobody_begins_is_computed(pair: Pair) -> None:
+    """The decode server waits for `hold_s`, then helps itself."""
+    asked = prompt(150, seed=20_001)
+    failed = pair.decode.metric("kvroute:kv_transfer_failures_total", reason="unknown")
+    reply = complete(pair.decode, asked, ANSWER_TOKENS, announced(pair, "never-begun"))
+    assert pair.decode.metric("kvroute:kv_transfer_failures_total", reason="unknown") == failed + 1
     assert answer(reply) == alone(pair, asked)
 
 

@@ -1,0 +1,1 @@
+"""The KV connector over a wide-area link of network namespaces, measured."""

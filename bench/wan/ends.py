@@ -1,0 +1,79 @@
+"""The connector's two ends on the two sides of a wide-area link, with a KV cache each and nothing of vLLM."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+from bench.wan.network import LEFT, Network
+
+from kvroute.connector.blocks import ByteArray, HostRegion, Layout
+from kvroute.connector.client import Client, Result
+from kvroute.connector.lanes import Transfer
+from kvroute.connector.options import Options
+from kvroute.connector.pool import Peer
+from kvroute.connector.server import Server
+
+LAYERS = 32
+BLOCK_BYTES = 32 << 10
+"""Of one layer: 16 tokens of 2 KiB, as of a model with 4 KV heads of 128 numbers in bfloat16."""
+WAIT_S = 300.0
+
+
+@dataclass
+class Ends:
+    """A prefill instance's server on the left, a decode instance's client on the right."""
+
+    network: Network
+    server: Server
+    client: Client
+    peer: Peer
+    source: ByteArray
+    target: ByteArray
+
+    @property
+    def blocks(self) -> int:
+        """Of the prompt."""
+        return int(self.source.shape[1]) // BLOCK_BYTES
+
+    @property
+    def nbytes(self) -> int:
+        """Of its whole KV."""
+        return int(self.source.nbytes)
+
+    def start(self, name: str, wait_s: float = 0.0) -> float:
+        """Begin to pull request `name`; when that was."""
+        with self.network.right():
+            began = time.monotonic()
+            blocks = tuple(range(self.blocks))
+            self.client.start(Transfer("d", self.peer, name, 0, blocks, wait_s=wait_s))
+        return began
+
+    def wait(self) -> Result:
+        """For the end; the bytes must be those of the source."""
+        result = self.client.wait(WAIT_S)
+        assert result is not None, "the transfer hangs"
+        assert not result.failure, result.failure
+        assert np.array_equal(self.source, self.target), "the bytes have changed on their way"
+        return result
+
+
+@contextmanager
+def ends(network: Network, nbytes: int, connections: int, control: str = "") -> Iterator[Ends]:
+    """Fresh ones, without a connection yet; about `nbytes` of KV."""
+    blocks = max(nbytes // (LAYERS * BLOCK_BYTES), 1)
+    source = np.random.default_rng(1).integers(0, 256, (LAYERS, blocks * BLOCK_BYTES), np.uint8)
+    target: ByteArray = np.zeros_like(source)
+    layout = Layout(model="wan", dtype="bfloat16", block_tokens=16, region_bytes=(BLOCK_BYTES,) * LAYERS)
+    options = Options(host=LEFT, token="bench", connections=connections, congestion_control=control)
+    with network.left():
+        server = Server([HostRegion.of(layer, BLOCK_BYTES, BLOCK_BYTES) for layer in source], layout, options)
+    client = Client([HostRegion.of(layer, BLOCK_BYTES, BLOCK_BYTES) for layer in target], layout, options)
+    try:
+        yield Ends(network, server, client, Peer(*server.address, "prefill0"), source, target)
+    finally:
+        client.close()
+        server.close()

@@ -1,0 +1,41 @@
+"""Faults on purpose, for tests: what a file says is done to the bytes between the cache and the wire."""
+
+from __future__ import annotations
+
+import re
+import threading
+from pathlib import Path
+
+from kvroute.connector.stripes import Piece
+
+_FAULT = re.compile(r"(corrupt|stall)-layer-(\d+)(?:-block-(\d+))?")
+_LOOK_S = 0.05
+
+
+def fault_of(text: str) -> tuple[str, int, int | None] | None:
+    """`corrupt-layer-2-block-5` as ("corrupt", 2, 5), None for every block; None for anything else."""
+    found = _FAULT.fullmatch(text.strip())
+    return (found[1], int(found[2]), int(found[3]) if found[3] else None) if found else None
+
+
+def spoil(path: Path, piece: Piece, views: list[memoryview], ending: threading.Event) -> list[memoryview]:
+    """What the file asks for: other bytes than the cache's, or none at all until it is gone or `ending`."""
+    match fault_of(path.read_text(encoding="utf-8")) if path.exists() else None:
+        case ("corrupt", region, block) if region == piece.region:
+            struck = range(piece.count) if block is None else [block - piece.first]
+            return [memoryview(_damaged(b"".join(views), piece.count, struck))]
+        case ("stall", region, _) if region == piece.region:
+            while path.exists() and fault_of(path.read_text(encoding="utf-8")) and not ending.wait(_LOOK_S):
+                pass
+    return views
+
+
+def _damaged(data: bytes, count: int, struck: range | list[int]) -> bytes:
+    """`data` is `count` blocks, of which those that are `struck` are turned into something else."""
+    size = len(data) // count
+    damaged = bytearray(data)
+    for number in struck:
+        if 0 <= number < count:
+            here = slice(number * size, (number + 1) * size)
+            damaged[here] = bytes(byte ^ 0x15 for byte in data[here])
+    return bytes(damaged)

@@ -1,0 +1,179 @@
+"""One lane of a transfer: parts that come over a connection, or over another when that breaks, land in the cache."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvroute.connector.blocks import Region
+from kvroute.connector.pool import Peer, Pool
+from kvroute.connector.wire import Channel, End, Fetch, Message, Part, Waiting, WireError, crc32
+
+log = logging.getLogger(__name__)
+_BARREN_MAX = {"reset": 3, "checksum": 3, "timeout": 1}
+"""By failure: a lane gives up after so many connections in a row during which nothing of the transfer has landed, over
+whichever lane; after any other failure at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Blocks from position `first` of a request on `peer`, and the blocks here that they land in, in order."""
+
+    request_id: str
+    """The request's name here."""
+    peer: Peer
+    remote_request_id: str
+    first: int
+    blocks: tuple[int, ...]
+    checksum: bool = False
+    prompt: str = ""
+    """Digest of the prompt, for the peer to compare."""
+    wait_s: float = 0.0
+    """The prompt need not be computed yet, and for so long not even be begun; 0: it is computed."""
+    connections: int = 0
+    """At most; 0: as the options say."""
+
+
+class Progress:
+    """What has landed of a transfer, and who carries it; its threads share it."""
+
+    def __init__(self, transfer: Transfer, regions: Sequence[Region], name: str, began: float) -> None:
+        """Args: the transfer's name to the peer, another one for every transfer; when it began, in seconds."""
+        self.transfer, self.regions, self.name, self.began = transfer, regions, name, began
+        self.lock = threading.Lock()
+        self.lanes = 0
+        """Begun so far."""
+        self.lanes_left = 0
+        self.nbytes = 0
+        self.failure = ""
+        self.cancelled = False
+        self._channels: set[Channel] = set()
+        self._landed = [bytearray(len(transfer.blocks)) for _ in regions]
+
+    def cancel(self) -> None:
+        """Break all lanes, now and later."""
+        with self.lock:
+            self.cancelled = True
+            for channel in self._channels:
+                channel.abort()
+
+    def enter(self, channel: Channel) -> None:
+        """A lane uses `channel`."""
+        with self.lock:
+            self._channels.add(channel)
+            if self.cancelled:
+                channel.abort()
+
+    def leave(self, channel: Channel) -> None:
+        """It does so no longer."""
+        with self.lock:
+            self._channels.discard(channel)
+
+    def land(self, channel: Channel, part: Part) -> None:
+        """Read a part's bytes from `channel` into their places.
+
+        Raises:
+            WireError: nobody asked for them, or they are damaged.
+        """
+        start, count = part.first - self.transfer.first, part.count
+        regions, blocks = self.regions, self.transfer.blocks
+        known = 0 <= part.region < len(regions) and 0 <= start < start + count <= len(blocks)
+        if not known or part.nbytes != count * regions[part.region].block_bytes:
+            what = f"{part.nbytes} bytes as {count} blocks from position {part.first} of region {part.region}"
+            raise WireError("malformed", what)
+        region, here = regions[part.region], blocks[start : start + count]
+        views = region.landing(here)
+        channel.receive_into(views)
+        if part.crc32 is not None and crc32(views) != part.crc32:
+            raise WireError("checksum", f"blocks of region {part.region} were damaged on their way")
+        region.landed(here, views)
+        landed = self._landed[part.region]
+        with self.lock:
+            # A peer that sends the same again and again makes no progress.
+            self.nbytes += landed[start : start + count].count(0) * region.block_bytes
+            landed[start : start + count] = b"\1" * count
+
+    @property
+    def complete(self) -> bool:
+        """Whether every block of every region has landed."""
+        return all(all(region) for region in self._landed)
+
+
+class Lane:
+    """One connection of a transfer, and whatever replaces it when it breaks. One thread's."""
+
+    def __init__(self, number: int, progress: Progress, pool: Pool, first_part: Callable[[], None]) -> None:
+        """Args: what to call when the first part has landed."""
+        self._number, self._progress, self._pool, self._first_part = number, progress, pool, first_part
+        self._after = -1
+
+    def carry(self) -> str:
+        """Land parts until the peer has none left for this lane; empty, or in one word why not."""
+        barren = 0
+        while not self._progress.cancelled:
+            landed = self._progress.nbytes
+            try:
+                self._fetch()
+            except OSError as error:
+                failure = _word(error)
+                barren = barren + 1 if self._progress.nbytes == landed else 0
+                if not self._progress.cancelled and (failure not in _BARREN_MAX or barren >= _BARREN_MAX[failure]):
+                    transfer = self._progress.transfer
+                    log.warning(
+                        "KV transfer of %s from %s failed: %s", transfer.request_id, transfer.peer.source, error
+                    )
+                    return failure
+            else:
+                return ""
+        return "cancelled"
+
+    def _fetch(self) -> None:
+        progress, transfer = self._progress, self._progress.transfer
+        fetch = Fetch(
+            request_id=transfer.remote_request_id,
+            first=transfer.first,
+            count=len(transfer.blocks),
+            transfer=progress.name,
+            lane=self._number,
+            after=self._after,
+            checksum=transfer.checksum,
+            prompt=transfer.prompt,
+            wait_s=transfer.wait_s,
+        )
+        channel, heard = self._pool.ask(transfer.peer, fetch)
+        progress.enter(channel)
+        try:
+            self._listen(channel, heard)
+        except BaseException:
+            self._pool.drop(channel)
+            raise
+        finally:
+            progress.leave(channel)
+        self._pool.keep(transfer.peer, channel)
+
+    def _listen(self, channel: Channel, heard: Message) -> None:
+        while not isinstance(heard, End):
+            if isinstance(heard, Part):
+                self._progress.land(channel, heard)
+                if self._after < 0:
+                    self._first_part()
+                self._after = heard.number
+            elif not isinstance(heard, Waiting):
+                raise WireError("malformed", f"{type(heard).__name__} instead of Part")
+            heard = channel.heard()
+
+
+def _word(error: OSError) -> str:
+    match error:
+        case WireError():
+            return error.code
+        case ConnectionRefusedError():
+            return "refused"
+        case TimeoutError():
+            return "timeout"
+        case ConnectionError():
+            return "reset"
+        case _:
+            return "unreachable"

@@ -1,0 +1,145 @@
+"""Connections to prefill instances' servers: opened, greeted, kept for the next transfer, closed."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from dataclasses import dataclass
+
+from kvroute.connector.blocks import Layout
+from kvroute.connector.options import KV_CLASS, Options
+from kvroute.connector.wire import (
+    VERSION,
+    Challenge,
+    Channel,
+    Fetch,
+    Hello,
+    Message,
+    Release,
+    Welcome,
+    WireError,
+    fresh_nonce,
+    proof,
+    proven,
+    tune,
+)
+
+IDLE_MAX = 64
+"""Kept connections to one peer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A prefill instance's server and how its packets are marked."""
+
+    host: str
+    port: int
+    instance: str = ""
+    traffic_class: str = KV_CLASS
+
+    @property
+    def source(self) -> str:
+        """Its name in metrics."""
+        return self.instance or f"{self.host}:{self.port}"
+
+
+class Pool:
+    """Every connection is with one thread, or idle; `close` breaks them all."""
+
+    def __init__(self, layout: Layout, options: Options, token: str) -> None:
+        self._layout, self._options, self._token = layout, options, token
+        self._idle: dict[Peer, list[Channel]] = {}
+        self._open: set[Channel] = set()
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def ask(self, peer: Peer, message: Fetch | Release) -> tuple[Channel, Message]:
+        """Send on a kept connection or, where that has died meanwhile, on a new one; the answer's head.
+
+        Raises:
+            OSError: nobody there, or not one of us; `WireError` as `Channel.heard`.
+        """
+        while (channel := self._kept(peer)) is not None:
+            try:
+                channel.send(message)
+                return channel, channel.heard()
+            except OSError as error:
+                self.drop(channel)
+                if not _died_idle(error):
+                    raise
+        channel = self._connect(peer)
+        try:
+            channel.send(message)
+            return channel, channel.heard()
+        except BaseException:
+            self.drop(channel)
+            raise
+
+    def keep(self, peer: Peer, channel: Channel) -> None:
+        """The answer has been read to its end."""
+        with self._lock:
+            idle = self._idle.setdefault(peer, [])
+            if not self._closed and len(idle) < IDLE_MAX:
+                idle.append(channel)
+                return
+        self.drop(channel)
+
+    def drop(self, channel: Channel) -> None:
+        """It is of no further use."""
+        channel.close()
+        with self._lock:
+            self._open.discard(channel)
+
+    def close(self) -> None:
+        """Break what is under way (it fails with `reset`); nothing is opened any more."""
+        with self._lock:
+            self._closed = True
+            channels = list(self._open)
+        for channel in channels:
+            channel.close()
+
+    def _kept(self, peer: Peer) -> Channel | None:
+        with self._lock:
+            idle = self._idle.get(peer)
+            return idle.pop() if idle else None
+
+    def _connect(self, peer: Peer) -> Channel:
+        sock = socket.create_connection((peer.host, peer.port), self._options.timeout_s)
+        channel = Channel(sock, self._options.timeout_s)
+        with self._lock:
+            if self._closed:
+                channel.close()
+                raise WireError("reset", "closed")
+            self._open.add(channel)
+        try:
+            dscp = self._options.dscp.get(peer.traffic_class, 0)
+            control, buffer_bytes = self._options.congestion_control, self._options.buffer_bytes
+            tune(sock, dscp, control=control, buffer_bytes=buffer_bytes)
+            self._greet(channel, peer)
+        except BaseException:
+            self.drop(channel)
+            raise
+        return channel
+
+    def _greet(self, channel: Channel, peer: Peer) -> None:
+        challenge = channel.expect(Challenge)
+        if challenge.version != VERSION:
+            raise WireError("version", f"this side speaks version {VERSION}, {peer.source} {challenge.version}")
+        nonce = fresh_nonce()
+        hello = Hello(
+            version=VERSION,
+            nonce=nonce,
+            proof=proof(self._token, "client", challenge.nonce, nonce),
+            layout=self._layout,
+            traffic_class=peer.traffic_class,
+            instance=self._options.instance,
+        )
+        channel.send(hello)
+        welcome = channel.expect(Welcome)
+        if not proven(welcome.proof, proof(self._token, "server", challenge.nonce, nonce)):
+            raise WireError("token", f"{peer.source} has another token")
+
+
+def _died_idle(error: OSError) -> bool:
+    """Whether a kept connection failed because its peer had restarted, not because it refuses or hangs."""
+    return error.code == "reset" if isinstance(error, WireError) else isinstance(error, ConnectionError)

@@ -1,0 +1,106 @@
+"""How a transfer's bytes are dealt to its connections: whoever has room takes the next piece. Pure; the caller locks.
+
+A lane is one connection of a transfer, and whatever replaces it when it breaks. Pieces are numbered per lane, so that
+the last number that has arrived says which of them must be dealt anew.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+PIECE_BYTES_MIN, PIECE_BYTES_MAX = 64 << 10, 1 << 20
+"""Large pieces spare headers; towards the end they are smaller, so that no slow connection is left with a large one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """`count` blocks of one region from position `first` of the prompt; the lane's `number`-th."""
+
+    region: int
+    first: int
+    count: int
+    number: int = 0
+
+    @property
+    def end(self) -> int:
+        """Position behind the last block."""
+        return self.first + self.count
+
+
+@dataclass(slots=True)
+class _Lane:
+    turn: int = 0
+    next_number: int = 0
+    under_way: list[Piece] = field(default_factory=list)
+
+
+class Stripe:
+    """One transfer's pieces, region by region; every piece is with one lane at a time."""
+
+    def __init__(
+        self,
+        region_bytes: Sequence[int],
+        first: int,
+        count: int,
+        *,
+        least: int = PIECE_BYTES_MIN,
+        most: int = PIECE_BYTES_MAX,
+    ) -> None:
+        """Args: bytes of one block in every region; the blocks' positions in the prompt; bytes of a piece."""
+        self._region_bytes, self._end, self._least, self._most = region_bytes, first + count, least, most
+        self._next = [first] * len(region_bytes)
+        """Position of the first block that has not been dealt, by region."""
+        self._rest_bytes = count * sum(region_bytes)
+        self._lost: deque[Piece] = deque()
+        self._lanes: dict[int, _Lane] = {}
+
+    def begin(self, lane: int, after: int = -1) -> int:
+        """A connection takes up `lane`, whose pieces have arrived up to number `after`; the others are dealt anew.
+
+        Returns:
+            The lane's turn: who has an older one must stop, its peer has given it up.
+        """
+        state = self._lanes.setdefault(lane, _Lane())
+        self._lost.extend(piece for piece in state.under_way if piece.number > after)
+        state.under_way.clear()
+        state.turn += 1
+        return state.turn
+
+    def turn(self, lane: int) -> int:
+        """Of the connection that carries the lane now."""
+        return self._lanes[lane].turn
+
+    def take(self, lane: int, ready: Sequence[int] | None = None) -> Piece | None:
+        """The next piece for `lane`; None if none is left, or none is ready.
+
+        Args:
+            ready: blocks of the prompt that are computed, by region; None: all.
+        """
+        found = self._lost.popleft() if self._lost else self._cut(ready)
+        if found is None:
+            return None
+        state = self._lanes[lane]
+        piece = Piece(found.region, found.first, found.count, state.next_number)
+        state.next_number += 1
+        state.under_way.append(piece)
+        return piece
+
+    @property
+    def dealt(self) -> bool:
+        """Whether every piece is with a lane, or has arrived."""
+        return not self._lost and not self._rest_bytes
+
+    def _cut(self, ready: Sequence[int] | None) -> Piece | None:
+        """From the first region that has something to give: a lane's share of half of what is left."""
+        wanted = min(max(self._rest_bytes // (2 * len(self._lanes)), self._least), self._most)
+        for region, first in enumerate(self._next):
+            end = self._end if ready is None else min(ready[region], self._end)
+            if first < end:
+                block_bytes = self._region_bytes[region]
+                count = min(max(wanted // block_bytes, 1), end - first)
+                self._next[region] += count
+                self._rest_bytes -= count * block_bytes
+                return Piece(region, first, count)
+        return None

@@ -1,0 +1,116 @@
+"""The connector's counters in vLLM's wrapping, and on its own metrics page. Imports vllm."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from kvroute.connector.stats import Counts, add, is_empty, link, no_counts, summary
+
+try:
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (  # type: ignore[import-not-found]
+        KVConnectorPromMetrics,
+        KVConnectorStats,
+    )
+except ModuleNotFoundError as error:
+    raise ImportError(f"kvroute.connector.vllm_metrics needs vLLM (0.32): {error.name} is not installed here") from None
+
+
+class KvrouteStats(KVConnectorStats):  # type: ignore[misc]
+    """`stats.Counts` in vLLM's wrapping."""
+
+    def __init__(self, data: dict[str, Any] | None = None) -> None:
+        super().__init__(data or dict(no_counts()))
+
+    @property
+    def counts(self) -> Counts:
+        """The data by its right type."""
+        return cast(Counts, self.data)
+
+    def reset(self) -> None:
+        """Forget all."""
+        self.data = dict(no_counts())
+
+    def aggregate(self, other: KVConnectorStats) -> KvrouteStats:
+        """Add another worker's or another step's."""
+        add(self.counts, KvrouteStats(other.data).counts)
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """For vLLM's log line."""
+        return summary(self.counts)
+
+    def is_empty(self) -> bool:
+        """Whether there is nothing to tell."""
+        return is_empty(self.counts)
+
+
+class KvrouteMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
+    """The counters on vLLM's own /metrics page."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._transfers = self._counter("kv_transfers", "KV transfers pulled, by source instance", "source")
+        self._bytes = self._counter("kv_transfer_bytes", "Bytes of KV pulled, by source instance", "source")
+        self._seconds = self._counter("kv_transfer_seconds", "Seconds that transfers took", "source")
+        self._failures = self._counter("kv_transfer_failures", "KV transfers that failed", "source", "reason")
+        self._expired = self._counter("kv_expired", "Requests whose KV nobody fetched in time")
+        self._early = self._counter("kv_early", "KV transfers that began before their prompt was computed", "source")
+        self._early_bytes = self._counter("kv_early_bytes", "Bytes of KV that they pulled", "source")
+        self._sent = {
+            field: self._counter(f"kv_{name}", text, "target")
+            for field, name, text in (
+                ("nbytes", "sent_bytes", "Bytes sent to decode instances, those sent again included"),
+                ("segments", "sent_segments", "TCP segments sent to decode instances, those sent again included"),
+                ("again_bytes", "sent_again_bytes", "Bytes that had to be sent again"),
+                ("again_segments", "sent_again_segments", "TCP segments that had to be sent again"),
+            )
+        }
+        self._links = {
+            field: self._gauge(f"kv_link_{name}", text, "target")
+            for field, name, text in (
+                ("connections", "connections", "Connections to a decode instance that carry something now"),
+                ("rtt_s", "rtt_seconds", "Their smoothed round trip on average"),
+                ("min_rtt_s", "min_rtt_seconds", "Shortest round trip that one of them has seen"),
+                ("cwnd_bytes", "cwnd_bytes", "Their congestion windows together"),
+                ("queue_bytes", "queue_bytes", "Bytes in their send queues, not yet acknowledged"),
+                ("delivery_bytes_per_s", "delivery_bytes_per_second", "Their delivery rates together"),
+            )
+        }
+
+    def _gauge(self, name: str, text: str, *labels: str) -> Any:
+        names = [*self._labelnames, *labels]
+        return self._gauge_cls(
+            name=f"kvroute:{name}", documentation=text, labelnames=names, multiprocess_mode="mostrecent"
+        )
+
+    def _counter(self, name: str, text: str, *labels: str) -> Any:
+        return self._counter_cls(name=f"kvroute:{name}", documentation=text, labelnames=[*self._labelnames, *labels])
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Add one interval's counts."""
+        counts = KvrouteStats(transfer_stats_data).counts
+        engine = self.per_engine_labelvalues[engine_idx]
+        for source, transfers in counts["transfers"].items():
+            self._transfers.labels(*engine, source).inc(transfers)
+            self._bytes.labels(*engine, source).inc(counts["nbytes"][source])
+            self._seconds.labels(*engine, source).inc(counts["seconds"][source])
+        for source, reasons in counts["failures"].items():
+            for reason, failures in reasons.items():
+                self._failures.labels(*engine, source, reason).inc(failures)
+        self._expired.labels(*engine).inc(counts["expired"])
+        for source, transfers in counts["early"].items():
+            self._early.labels(*engine, source).inc(transfers)
+            self._early_bytes.labels(*engine, source).inc(counts["early_bytes"][source])
+        for target, fields in counts["sent"].items():
+            for field, number in fields.items():
+                self._sent[field].labels(*engine, target).inc(number)
+        for target, ranks in counts["links"].items():
+            now = link(ranks)
+            for field, gauge in self._links.items():
+                gauge.labels(*engine, target).set(getattr(now, field))

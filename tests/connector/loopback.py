@@ -1,0 +1,122 @@
+"""The connector's two ends over loopback, with caches in host memory, and peers that only play a part."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from kvroute.connector.blocks import ByteArray, HostRegion, Layout
+from kvroute.connector.client import Client, Result
+from kvroute.connector.lanes import Transfer
+from kvroute.connector.options import Options
+from kvroute.connector.pool import Peer
+from kvroute.connector.server import Server
+from kvroute.connector.wire import VERSION, Challenge, Channel, Hello, Welcome, proof
+
+BLOCKS = 24
+WAIT_S = 30.0
+TOKEN = Options(token="secret", timeout_s=5.0)
+
+
+class Cache:
+    """An instance's KV cache: `layers` regions of `BLOCKS` blocks with a gap behind each block."""
+
+    def __init__(self, layers: int, block_bytes: int, gap_bytes: int = 0, seed: int | None = None) -> None:
+        stride = block_bytes + gap_bytes
+        draw = np.random.default_rng(seed)
+        shape = (layers, BLOCKS * stride)
+        self.memory: ByteArray = np.zeros(shape, np.uint8) if seed is None else draw.integers(0, 256, shape, np.uint8)
+        self.regions = [HostRegion.of(layer, block_bytes, stride) for layer in self.memory]
+        self.layout = Layout(model="tiny", dtype="bfloat16", block_tokens=32, region_bytes=(block_bytes,) * layers)
+
+    def block(self, layer: int, block: int) -> bytes:
+        """Its bytes."""
+        (view,) = self.regions[layer].outgoing([block])
+        return bytes(view)
+
+
+class Clock:
+    """Time that passes when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@contextmanager
+def ends(
+    source: Cache, target: Cache, server: Options = TOKEN, client: Options = TOKEN, **arguments: Any
+) -> Iterator[tuple[Server, Client, Peer]]:
+    """A server and a client, closed at the end; no thread and no descriptor of theirs is left."""
+    threads, descriptors = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
+    serving = Server(source.regions, source.layout, server, environ={}, **arguments)
+    pulling = Client(target.regions, target.layout, client, environ={})
+    try:
+        yield serving, pulling, Peer(*serving.address, "prefill0")
+    finally:
+        pulling.close()
+        serving.close()
+    assert set(threading.enumerate()) == threads
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def pull(
+    client: Client, peer: Peer, blocks: Sequence[int], *, first: int = 0, checksum: bool = True, request: str = "p"
+) -> Result:
+    """Positions `first`... of a request on the peer into `blocks` here."""
+    client.start(Transfer("d", peer, request, first, tuple(blocks), checksum))
+    result = client.wait(WAIT_S)
+    assert result is not None, "the transfer hangs"
+    return result
+
+
+@contextmanager
+def pulling(target: Cache, options: Options) -> Iterator[Client]:
+    """A client alone."""
+    client = Client(target.regions, target.layout, options, environ={})
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+@contextmanager
+def played(part: Any) -> Iterator[Peer]:
+    """A peer that plays `part` on each connection, and hangs up."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def play() -> None:
+        while True:
+            try:
+                sock, _ = listener.accept()
+            except OSError:
+                return
+            with sock:
+                try:
+                    part(Channel(sock, WAIT_S))
+                except OSError:
+                    continue  # the client has had enough
+
+    thread = threading.Thread(target=play)
+    thread.start()
+    try:
+        yield Peer("127.0.0.1", listener.getsockname()[1])
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        thread.join()
+
+
+def welcome(channel: Channel) -> None:
+    """Greet as a server without a token does."""
+    channel.send(Challenge(VERSION, b"n" * 16))
+    hello = channel.expect(Hello)
+    channel.send(Welcome(proof("", "server", b"n" * 16, hello.nonce)))

@@ -1,0 +1,444 @@
+"""KV that leaves while it is being computed, and connections that break: over loopback, with real bytes."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.connector.loopback import BLOCKS, WAIT_S, Cache, ends, played, pull, pulling, welcome
+
+from kvroute.connector.client import Client, Result
+from kvroute.connector.congestion import Sent
+from kvroute.connector.holds import Computing
+from kvroute.connector.lanes import Transfer
+from kvroute.connector.options import Options
+from kvroute.connector.pool import Peer
+from kvroute.connector.server import Server
+from kvroute.connector.wire import VERSION, Challenge, Channel, Fetch, Hello, Part, Waiting, Welcome, proof
+
+ALL = tuple(range(BLOCKS))
+
+
+def early(peer: Peer, prompt: str = "") -> Transfer:
+    """All blocks of a prompt that nobody has begun to compute."""
+    return Transfer("d", peer, "p", 0, ALL, prompt=prompt, wait_s=WAIT_S)
+
+
+def ended(client: Client) -> Result:
+    """The only transfer's end."""
+    result = client.wait(WAIT_S)
+    assert result is not None, "the transfer hangs"
+    return result
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    layers=st.integers(1, 4),
+    chunks=st.lists(st.integers(1, BLOCKS), min_size=1, max_size=3, unique=True).map(sorted),
+    asked_first=st.booleans(),
+    checksum=st.booleans(),
+)
+def test_what_is_not_computed_never_leaves(layers: int, chunks: list[int], asked_first: bool, checksum: bool) -> None:
+    """A block's bytes are written just before it is said to be computed; whoever reads earlier reads zeros.
+
+    The prompt is computed in chunks, each layer by layer. All arrives as it was written.
+    """
+    source, target = Cache(layers, 64), Cache(layers, 64)
+    wanted = np.random.default_rng(1).integers(1, 256, source.memory.shape, np.uint8)
+    if chunks[-1] < BLOCKS:
+        chunks = [*chunks, BLOCKS]
+    with ends(source, target, Options(), Options()) as (server, client, peer):
+        transfer = Transfer("d", peer, "p", 0, ALL, checksum, wait_s=WAIT_S)
+        if asked_first:
+            client.start(transfer)
+        done = 0
+        for chunk in chunks:
+            for layer in range(layers):
+                source.memory[layer, done * 64 : chunk * 64] = wanted[layer, done * 64 : chunk * 64]
+                server.computed(Computing("p", "vllm-p", ALL[:chunk], chunk), [layer])
+            done = chunk
+        if not asked_first:
+            client.start(transfer)
+        server.hold("p", ALL, "vllm-p")
+        result = ended(client)
+        assert (result.failure, result.nbytes) == ("", wanted.size)
+        freed: list[tuple[str, bool]] = []
+        while not freed:
+            freed = [(one.request_id, one.expired) for one in server.freed()]
+    assert np.array_equal(target.memory, wanted)
+    assert freed == [("vllm-p", False)]
+
+
+def test_a_layer_arrives_before_the_next_one_is_computed() -> None:
+    """The overlap itself: layer 0 is here while layer 1 does not exist yet."""
+    source, target = Cache(2, 64, seed=1), Cache(2, 64)
+    with ends(source, target, Options(), Options()) as (server, client, peer):
+        client.start(early(peer))
+        server.computed(Computing("p", "p", ALL, BLOCKS), [0])
+        while not np.array_equal(target.memory[0], source.memory[0]):
+            assert client.results() == []
+        assert not target.memory[1].any()
+        server.computed(Computing("p", "p", ALL, BLOCKS), [1])
+        assert ended(client).failure == ""
+        assert server.freed() == []  # vLLM has not finished with the request
+        server.hold("p", ALL)
+        while not server.freed():
+            assert server.held
+    assert np.array_equal(target.memory, source.memory)
+
+
+def test_a_fence_is_passed_before_a_layer_is_read() -> None:
+    """On a device the bytes are there only then."""
+    source, target = Cache(1, 64), Cache(1, 64)
+
+    def fence() -> None:
+        source.memory[:] = 7
+
+    with ends(source, target, Options(), Options()) as (server, client, peer):
+        client.start(early(peer))
+        server.computed(Computing("p", "p", ALL, BLOCKS), [0], fence)
+        assert ended(client).failure == ""
+        server.hold("p", ALL)
+    assert (target.memory == 7).all()
+
+
+def test_blocks_that_vllm_takes_back_are_not_read_any_more() -> None:
+    """After `withdraw` returns, whatever is written into them does not get out; the pull fails."""
+    source, target = Cache(2, 64, seed=2), Cache(2, 64)
+    with ends(source, target, Options(), Options()) as (server, client, peer):
+        client.start(early(peer))
+        server.computed(Computing("p", "p", ALL, BLOCKS), [0])
+        while not np.array_equal(target.memory[0], source.memory[0]):
+            assert client.results() == []
+        wanted = source.memory[0].copy()
+        server.withdraw("p")
+        source.memory[:] = 0
+        server.computed(Computing("p", "p", ALL, BLOCKS), [0, 1])  # computed anew: too late for this name
+        assert ended(client).failure in ("gone", "reset")
+        server.hold("p", ALL)
+        while server.held:
+            server.freed()
+    assert np.array_equal(target.memory[0], wanted)
+    assert not target.memory[1].any()
+
+
+def test_taking_back_waits_for_who_reads() -> None:
+    """A thread of the server is about to read a block: `withdraw` returns when it has let go, not before."""
+    source, target = Cache(1, 64, seed=2), Cache(1, 64)
+    reading, go = threading.Event(), threading.Event()
+
+    def fence() -> None:
+        reading.set()
+        go.wait(WAIT_S)
+
+    with ends(source, target, Options(), Options()) as (server, client, peer):
+        client.start(early(peer))
+        server.computed(Computing("p", "p", ALL, BLOCKS), [0], fence)
+        reading.wait(WAIT_S)
+        taking = threading.Thread(target=server.withdraw, args=("p",))
+        taking.start()
+        assert ended(client).failure == "gone"
+        assert taking.is_alive()
+        go.set()
+        taking.join()
+    assert not target.memory.any()
+
+
+def test_a_connection_that_was_given_up_takes_no_more_pieces() -> None:
+    """The server stands still for longer than the client's patience, then goes on: nothing is dealt to the old one."""
+    source, target = Cache(10, 64, seed=8), Cache(10, 64)
+    calls: list[int] = []
+    go = threading.Event()
+
+    def fence() -> None:
+        calls.append(1)
+        if len(calls) == 1:
+            go.wait(WAIT_S)
+
+    with ends(source, target, Options(timeout_s=2.0), Options(timeout_s=2.0)) as (server, client, peer):
+        client.start(early(peer))
+        server.computed(Computing("p", "p", ALL, BLOCKS), [0])
+        server.computed(Computing("p", "p", ALL, BLOCKS), [1], fence)
+        while not np.array_equal(target.memory[1], source.memory[1]):
+            assert client.results() == []
+        go.set()
+        for region in range(2, 10):
+            server.computed(Computing("p", "p", ALL, BLOCKS), [region])
+        assert ended(client).failure == ""
+    assert len(calls) == 2
+    assert np.array_equal(target.memory, source.memory)
+
+
+def test_a_prompt_that_is_given_up_half_computed_is_refused() -> None:
+    """What has not been computed never leaves; the blocks are vLLM's again as soon as nobody reads them."""
+    source, target = Cache(2, 64, seed=3), Cache(2, 64)
+    with ends(source, target, Options(), Options()) as (server, client, peer):
+        client.start(early(peer))
+        server.computed(Computing("p", "vllm-p", ALL, BLOCKS), [0])
+        while not np.array_equal(target.memory[0], source.memory[0]):
+            assert client.results() == []
+        server.drop("p", "vllm-p")
+        assert ended(client).failure == "gone"
+        freed: list[tuple[str, bool]] = []
+        while not freed:
+            freed = [(one.request_id, one.expired) for one in server.freed()]
+        assert freed == [("vllm-p", False)]
+    assert not target.memory[1].any()
+
+
+def test_a_prompt_that_is_never_computed_is_refused() -> None:
+    """Whether vLLM has begun with it, so that it waits for its blocks, or not."""
+    source, target = Cache(1, 64, seed=3), Cache(1, 64)
+    with ends(source, target, Options(), Options()) as (server, client, peer):
+        client.start(early(peer))
+        server.forget("p")
+        assert ended(client).failure == "gone"
+        server.drop("q", "vllm-q")
+        assert [(one.request_id, one.expired) for one in server.freed()] == [("vllm-q", False)]
+
+
+def test_another_prompt_under_the_name_is_refused() -> None:
+    """The router has mixed up two requests."""
+    source, target = Cache(1, 64, seed=4), Cache(1, 64)
+    with ends(source, target, Options(), Options()) as (server, client, peer):
+        server.computed(Computing("p", "p", ALL, BLOCKS, prompt="theirs"), [0])
+        client.start(early(peer, prompt="ours"))
+        assert ended(client).failure == "prompt"
+        server.hold("p", ALL)
+    assert not target.memory.any()
+
+
+def test_a_prompt_that_turns_out_shorter_is_refused() -> None:
+    """The decode instance has asked for more blocks than the prompt has."""
+    source, target = Cache(1, 64, seed=4), Cache(1, 64)
+    with ends(source, target, Options(), Options()) as (server, client, peer):
+        server.computed(Computing("p", "p", ALL[:3], 3), [0])
+        client.start(early(peer))
+        server.hold("p", ALL[:3])
+        assert ended(client).failure == "range"
+
+
+@pytest.mark.parametrize("begun", [False, True], ids=["not-begun", "half-computed"])
+def test_who_waits_hears_that_the_peer_is_alive(begun: bool) -> None:
+    """Several times within the server's own patience, before a prompt is begun and while it is computed."""
+    source = Cache(2, 64, seed=5)
+    with (
+        ends(source, Cache(2, 64), Options(timeout_s=0.2), Options()) as (server, _, peer),
+        socket.create_connection((peer.host, peer.port), WAIT_S) as sock,
+    ):
+        if begun:
+            server.computed(Computing("p", "p", (4,), 1), [0])
+        channel, own = Channel(sock, WAIT_S), b"c" * 16
+        shown = proof("", "client", channel.expect(Challenge).nonce, own)
+        layout = source.layout
+        channel.send(Hello(version=VERSION, nonce=own, proof=shown, layout=layout, traffic_class="kv", instance="x"))
+        channel.expect(Welcome)
+        channel.send(Fetch(request_id="p", first=0, count=1, transfer="t", wait_s=WAIT_S))
+        if begun:
+            part = channel.expect(Part)
+            channel.receive_into([memoryview(bytearray(part.nbytes))])
+        assert [channel.expect(Waiting) for _ in range(3)] == [Waiting()] * 3
+        server.forget("p")
+
+
+def test_a_transfer_that_nobody_wants_any_more_ends() -> None:
+    """Its prompt is never begun; a second word changes nothing."""
+    with ends(Cache(1, 64), Cache(1, 64), Options(timeout_s=0.2), Options()) as (server, client, peer):
+        client.start(early(peer))
+        client.cancel("d")
+        assert ended(client).failure == "cancelled"
+        client.cancel("d")
+        assert server.held == 0
+
+
+def test_what_was_sent_is_told_though_the_connection_has_gone() -> None:
+    """The counters are read a last time before it is closed."""
+    source, target = Cache(1, 64 << 10, seed=9), Cache(1, 64 << 10)
+    with serving(source) as (server, peer):
+        with pulling(target, Options(connections=1, instance="decode0")) as client:
+            server.hold("p", ALL)
+            assert pull(client, peer, ALL).failure == ""
+        told, deadline = Sent(), time.monotonic() + WAIT_S
+        while told.nbytes - told.again_bytes < source.memory.size and time.monotonic() < deadline:
+            told = sum((sent for sent, _ in server.links().values()), told)
+    assert told.nbytes - told.again_bytes >= source.memory.size
+
+
+class Relay:
+    """Between client and server: connection k carries `cuts[k]` bytes to the client and is then cut, or held up."""
+
+    def __init__(self, target: Peer, cuts: list[int], stall: bool) -> None:
+        self._target, self._cuts, self._stall = target, cuts, stall
+        self._stack = ExitStack()
+        self._listener = self._stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        self._threads = [threading.Thread(target=self._accept)]
+        self._sockets: list[socket.socket] = []
+        self._threads[0].start()
+        self.peer = Peer("127.0.0.1", self._listener.getsockname()[1])
+        self.cut = 0
+        self.accepted = 0
+
+    def close(self) -> None:
+        """End all threads."""
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._threads[0].join()
+        for sock in self._sockets:
+            shutdown(sock)
+        for thread in self._threads[1:]:
+            thread.join()
+        for sock in self._sockets:
+            sock.close()
+        self._stack.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, _ = self._listener.accept()
+            except OSError:
+                return
+            self.accepted += 1
+            far = socket.create_connection((self._target.host, self._target.port))
+            limit = self._cuts.pop(0) if self._cuts else None
+            self._sockets += [near, far]
+            for source, sink, most in ((near, far, None), (far, near, limit)):
+                self._threads.append(threading.Thread(target=self._carry, args=(source, sink, most)))
+                self._threads[-1].start()
+
+    def _carry(self, source: socket.socket, sink: socket.socket, limit: int | None) -> None:
+        try:
+            while limit is None or limit > 0:
+                data = source.recv(min(limit or 65536, 65536))
+                if not data:
+                    break
+                sink.sendall(data)
+                limit = None if limit is None else limit - len(data)
+        except OSError:
+            pass  # one side has gone
+        if limit == 0:
+            self.cut += 1
+            if self._stall:
+                return
+        shutdown(source)
+        shutdown(sink)
+
+
+def shutdown(sock: socket.socket) -> None:
+    """If it is still connected."""
+    try:
+        sock.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        return
+
+
+@contextmanager
+def relayed(peer: Peer, cuts: list[int], stall: bool = False) -> Iterator[Relay]:
+    """A relay in front of `peer`."""
+    relay = Relay(peer, cuts, stall)
+    try:
+        yield relay
+    finally:
+        relay.close()
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    cuts=st.lists(st.integers(2_500, 12_000), max_size=6),
+    connections=st.integers(1, 3),
+    layerwise=st.booleans(),
+)
+def test_what_a_broken_connection_has_not_delivered_comes_over_another(
+    cuts: list[int], connections: int, layerwise: bool
+) -> None:
+    """Connections break anywhere behind their first part; every byte arrives as it was."""
+    source, target = Cache(12, 2 << 10, seed=6), Cache(12, 2 << 10)
+    with (
+        pulling(target, Options(connections=connections)) as client,
+        serving(source) as (server, peer),
+        relayed(peer, [60_000 + cut for cut in cuts]) as relay,
+    ):
+        transfer = Transfer("d", relay.peer, "p", 0, ALL, checksum=True, wait_s=WAIT_S * layerwise)
+        client.start(transfer)
+        for region in range(12 * layerwise):
+            server.computed(Computing("p", "p", ALL, BLOCKS), [region])
+        server.hold("p", ALL)
+        result = ended(client)
+        assert (result.failure, result.nbytes) == ("", target.memory.size)
+        client.close()
+    assert np.array_equal(source.memory, target.memory)
+
+
+def test_an_early_transfer_gets_all_its_connections_when_something_comes() -> None:
+    """Each of three is opened, whoever of them carries the most."""
+    source, target = Cache(12, 4 << 10, seed=6), Cache(12, 4 << 10)
+    with (
+        pulling(target, Options(connections=3)) as client,
+        serving(source) as (server, peer),
+        relayed(peer, []) as relay,
+    ):
+        client.start(Transfer("d", relay.peer, "p", 0, ALL, wait_s=WAIT_S))
+        server.hold("p", ALL)
+        assert ended(client).failure == ""
+        client.close()
+        assert relay.accepted == 3
+    assert np.array_equal(source.memory, target.memory)
+
+
+def test_who_waits_in_vain_waits_with_one_connection() -> None:
+    """However many a transfer may have: most of the time nothing comes."""
+    source = Cache(12, 4 << 10, seed=6)
+    with (
+        pulling(Cache(12, 4 << 10), Options(connections=3)) as client,
+        serving(source) as (server, peer),
+        relayed(peer, []) as relay,
+    ):
+        client.start(Transfer("d", relay.peer, "p", 0, ALL, wait_s=WAIT_S))
+        server.forget("p")
+        assert ended(client).failure == "gone"
+        client.close()
+        assert relay.accepted == 2  # and one to say that nobody waits any more
+
+
+def test_a_connection_that_stands_still_does_not_hold_the_rest() -> None:
+    """One of two carries a few bytes and then nothing: the other carries what it can, and the piece comes again."""
+    source, target = Cache(12, 32 << 10, seed=7), Cache(12, 32 << 10)
+    with (
+        pulling(target, Options(connections=2, timeout_s=2.0)) as client,
+        serving(source) as (server, peer),
+        relayed(peer, [100_000], stall=True) as relay,
+    ):
+        server.hold("p", ALL)
+        client.start(Transfer("d", relay.peer, "p", 0, ALL))
+        assert ended(client).failure == ""
+        client.close()
+        assert relay.cut == 1
+    assert np.array_equal(source.memory, target.memory)
+
+
+@contextmanager
+def serving(source: Cache) -> Iterator[tuple[Server, Peer]]:
+    """A server alone."""
+    server = Server(source.regions, source.layout, Options(), environ={})
+    try:
+        yield server, Peer(*server.address)
+    finally:
+        server.close()
+
+
+def test_a_peer_that_breaks_off_again_and_again_is_left() -> None:
+    """Three connections in a row without a part are enough."""
+    knocks: list[Fetch] = []
+
+    def barren(channel: Channel) -> None:
+        welcome(channel)
+        knocks.append(channel.expect(Fetch))
+
+    with played(barren) as peer, pulling(Cache(1, 64), Options()) as client:
+        assert pull(client, peer, [0]).failure == "reset"
+    assert len(knocks) == 3

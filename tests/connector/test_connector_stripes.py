@@ -1,0 +1,104 @@
+"""Dealing pieces to lanes: whatever breaks, and however blocks are computed, all arrives and nothing too early."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvroute.connector.stripes import Piece, Stripe
+
+LANES = 3
+
+
+def covered(pieces: list[Piece]) -> list[tuple[int, int]]:
+    """Region and position of every block, in order."""
+    return sorted((piece.region, place) for piece in pieces for place in range(piece.first, piece.end))
+
+
+@given(
+    region_bytes=st.lists(st.sampled_from([1, 3, 10, 100]), min_size=1, max_size=4),
+    first=st.integers(0, 5),
+    count=st.integers(1, 20),
+    piece_bytes=st.sampled_from([1, 10, 45]),
+    data=st.data(),
+)
+def test_every_block_arrives_once_however_lanes_break(
+    region_bytes: list[int], first: int, count: int, piece_bytes: int, data: st.DataObject
+) -> None:
+    """A lane that breaks has delivered a prefix of its pieces; the others are dealt anew, to whoever asks."""
+    stripe = Stripe(region_bytes, first, count, least=1, most=piece_bytes)
+    ready = [0] * len(region_bytes)
+    under_way: dict[int, list[Piece]] = {lane: [] for lane in range(LANES)}
+    after = dict.fromkeys(under_way, -1)
+    arrived: list[Piece] = []
+    for lane in under_way:
+        assert stripe.begin(lane) == 1
+
+    def settle(lane: int, delivered: int) -> None:
+        arrived.extend(under_way[lane][:delivered])
+        if delivered:
+            after[lane] = under_way[lane][delivered - 1].number
+        under_way[lane] = []
+
+    def take(lane: int, ready: list[int] | None) -> bool:
+        piece = stripe.take(lane, ready)
+        if piece:
+            assert piece.number > max([after[lane], *(one.number for one in under_way[lane])])
+            assert piece.count == 1 or piece.count * region_bytes[piece.region] <= piece_bytes
+            assert ready is None or piece.end <= ready[piece.region]
+            under_way[lane].append(piece)
+        return piece is not None
+
+    for action, lane in data.draw(
+        st.lists(st.tuples(st.sampled_from(["take", "break", "compute"]), st.integers(0, LANES - 1)), max_size=60)
+    ):
+        match action:
+            case "take":
+                take(lane, ready)
+            case "break":
+                turn = stripe.turn(lane)
+                settle(lane, data.draw(st.integers(0, len(under_way[lane]))))
+                assert stripe.begin(lane, after[lane]) == stripe.turn(lane) > turn
+            case "compute":
+                region = data.draw(st.integers(0, len(ready) - 1))
+                ready[region] = data.draw(st.integers(ready[region], first + count))
+    while not stripe.dealt:
+        assert take(data.draw(st.integers(0, LANES - 1)), None)
+    assert stripe.dealt
+    for lane in under_way:
+        settle(lane, len(under_way[lane]))
+    assert covered(arrived) == [(region, first + place) for region in range(len(ready)) for place in range(count)]
+
+
+def test_pieces_shrink_towards_the_end() -> None:
+    """A lane gets its share of half of what is left: 4 lanes and 100 blocks of 1 byte, between 3 and 10 bytes."""
+    stripe = Stripe([1], 0, 100, least=3, most=10)
+    for lane in range(4):
+        stripe.begin(lane)
+    sizes = []
+    while piece := stripe.take(0):
+        sizes.append(piece.count)
+    assert sizes == [10, 10, 10, 8, 7, 6, 6, 5, 4, 4, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3]
+
+
+def test_a_worked_example() -> None:
+    """Two regions of three blocks, two blocks a piece; the second region is computed later, and lane 0 breaks."""
+    stripe = Stripe([10, 10], 4, 3, least=20, most=20)
+    stripe.begin(0)
+    stripe.begin(1)
+    ready = [7, 0]
+    assert stripe.take(0, ready) == Piece(region=0, first=4, count=2, number=0)
+    assert stripe.take(0, ready) == Piece(region=0, first=6, count=1, number=1)
+    assert stripe.take(1, ready) is None
+    assert not stripe.dealt
+    ready[1] = 5
+    assert stripe.take(1, ready) == Piece(region=1, first=4, count=1, number=0)
+    assert stripe.take(1, ready) is None  # its other blocks are not computed yet
+    assert stripe.begin(0, after=0) == 2
+    assert stripe.take(1, ready) == Piece(region=0, first=6, count=1, number=1)
+    assert stripe.take(0) == Piece(region=1, first=5, count=2, number=2)
+    assert stripe.dealt
+    stripe.begin(0)
+    assert not stripe.dealt  # what lane 0 has lost a second time
+    assert stripe.take(1, ready) == Piece(region=1, first=5, count=2, number=2)
+    assert stripe.dealt

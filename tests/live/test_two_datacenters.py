@@ -1,0 +1,21 @@
+"""Two datacenters end to end: `kvroute serve --embedded` under load while the link between them is cut and mended."""
+
+from __future__ import annotations
+
+import pytest
+import uvloop
+from bench.gateway.two_datacenters import Course, run
+
+pytestmark = pytest.mark.live
+
+
+def test_a_link_that_is_cut_under_load_loses_no_request() -> None:
+    """Long prompts leave by a searched threshold, are prefilled at home while the link is dead, and leave again; every
+    client gets each of its tokens once, and nothing is held when all is over."""
+    outcome = uvloop.run(run(Course(speed=8.0, cut_s=16.0)))
+    assert outcome.requests > 150
+    assert (outcome.lost, outcome.errors) == (0, ())
+    assert outcome.left == {}
+    assert outcome.offloaded_share["before"] > 0.1
+    assert outcome.fallen_back > 0
+    assert outcome.offloaded_share["after"] > 0.1

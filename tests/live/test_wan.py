@@ -1,0 +1,107 @@
+"""Live: KV over a lossy wide-area link of network namespaces, the kernel's TCP and tc: bytes arrive as they were."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from bench.wan.ends import Ends, ends
+from bench.wan.layerwise import prefill
+from bench.wan.network import Network, Unavailable, Wan
+
+from kvroute.connector.congestion import Gauges
+
+pytestmark = pytest.mark.live
+ROOT = Path(__file__).parents[2]
+NBYTES = 4 << 20
+WAN = Wan(rate_bits_per_s=100e6, rtt_s=0.02, loss=0.01)
+
+
+@contextmanager
+def network(wan: Wan = WAN) -> Iterator[Network]:
+    """Or the reason why this machine cannot have one."""
+    try:
+        made = Network(wan).__enter__()
+    except Unavailable as reason:
+        if os.environ.get("KVROUTE_REQUIRE_LIVE") == "1":
+            pytest.fail(str(reason))
+        pytest.skip(str(reason))
+    with made:
+        yield made
+
+
+@pytest.mark.parametrize("connections", [1, 8])
+@pytest.mark.parametrize("layerwise", [False, True], ids=["afterwards", "layerwise"])
+def test_bytes_arrive_as_they_were_in_spite_of_loss(connections: int, layerwise: bool) -> None:
+    """1 % of the packets are lost, and sent again; the kernel's counters say so, `wait` compares the bytes."""
+    with network() as wan, ends(wan, NBYTES, connections, "cubic") as both:
+        if layerwise:
+            both.start("p", wait_s=60.0)
+            prefill(both, "p", 0.0, tell=True)
+        else:
+            both.server.hold("p", range(both.blocks))
+            both.start("p")
+        assert both.wait().nbytes == both.nbytes
+        ((sent, _),) = both.server.links().values()
+        crossed, lost, full = wan.lost()
+    assert sent.nbytes - sent.again_bytes >= both.nbytes
+    assert 0 < lost < crossed / 20
+    assert sent.again_segments >= (lost + full) / 2
+    assert sent.segments <= crossed + lost + full
+
+
+def test_the_round_trip_is_the_links() -> None:
+    """What the connector would tell the gateway of a link is what the link is made of."""
+    with network(Wan(rate_bits_per_s=50e6, rtt_s=0.02)) as wan, ends(wan, NBYTES, 4) as both:
+        both.server.hold("p", range(both.blocks))
+        both.start("p")
+        seen = [gauges for gauges in watched(both) if gauges.connections]
+    assert seen
+    for gauges in seen:
+        assert gauges.min_rtt_s >= 0.02
+        assert gauges.rtt_s >= gauges.min_rtt_s
+        assert gauges.connections <= 4
+        assert 0 < gauges.queue_bytes <= both.nbytes
+        assert gauges.cwnd_bytes > 0
+
+
+def watched(both: Ends) -> Iterator[Gauges]:
+    """How its connections are, again and again until the transfer has ended."""
+    while not (ended := both.client.results()):
+        for _, gauges in both.server.links().values():
+            yield gauges
+    assert [result.failure for result in ended] == [""]
+
+
+def test_nothing_is_left_behind_by_a_kill() -> None:
+    """A process that has a network is killed; its delay line dies with it, and so do the namespaces, without names."""
+    with network():
+        pass
+    code = "from bench.wan.network import Network, Wan\nwith Network(Wan(1e7, 0.02)): print('up', flush=True); input()"
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}"}
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+    ) as holder:
+        assert holder.stdout
+        assert holder.stdout.readline() == b"up\n"
+        (line,) = map(int, Path(f"/proc/{holder.pid}/task/{holder.pid}/children").read_text("ascii").split())
+        there = namespace(line)
+        holder.kill()
+    assert there is not None
+    assert there != namespace(os.getpid())
+    while namespace(line) is not None:
+        assert holder.returncode
+    assert there not in {namespace(int(folder.name)) for folder in Path("/proc").iterdir() if folder.name.isdigit()}
+
+
+def namespace(process: int) -> str | None:
+    """Its network namespace; None of a process that has ended."""
+    try:
+        return os.readlink(f"/proc/{process}/ns/net")
+    except OSError:
+        return None
