@@ -15,8 +15,17 @@ from prometheus_client.parser import text_string_to_metric_families as read_plai
 
 from kvroute.gateway.exposition import KEYS_MOST, Counter, Family, Histogram, lines
 from kvroute.gateway.metrics import TIER_LABELS, Metrics
-from kvroute.gateway.view import InstanceLoad, Load, OracleLoad, Ttft
-from kvroute.types import Decode, Prefill, Reject
+from kvroute.gateway.view import (
+    ConversionLoad,
+    InstanceLoad,
+    Load,
+    OffloadLoad,
+    OracleLoad,
+    ReviewLoad,
+    SiteLoad,
+    Ttft,
+)
+from kvroute.types import Convert, Decode, Offload, Prefill, Reject
 
 ROOT = Path(__file__).parents[2]
 OPENMETRICS = "application/openmetrics-text; version=1.0.0; q=0.5, text/plain;version=0.0.4;q=0.2"
@@ -25,8 +34,41 @@ label_values = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 amounts = st.floats(0, 1e12)
 
 
+OFFLOAD = OffloadLoad(
+    sites=(
+        SiteLoad(
+            name="far",
+            threshold_tokens=24_000.0,
+            base_tokens=19_400.0,
+            open=True,
+            way="half-open",
+            utilisation=0.5,
+            others=0.25,
+            bytes_per_s=1e9,
+            backlog_bytes=2e9,
+            backlog_s=2.5,
+        ),
+    ),
+    converts=True,
+    conversions=(ConversionLoad(instance="decode0", role="prefill", stage="hook"),),
+    roles={"decode1": "prefill"},
+    review=ReviewLoad(
+        at=1.0,
+        verdict="convert",
+        rate_per_s=3.0,
+        lambda_max_per_s=2.5,
+        best_per_s=3.25,
+        gain=0.25,
+        binding="pd_p",
+        n_prefill=(3,),
+        n_decode=(5,),
+    ),
+)
+
+
 def _load() -> Load:
     return Load(
+        offload=OFFLOAD,
         in_flight=3,
         queued=2,
         connections=7,
@@ -201,6 +243,45 @@ def test_what_went_wrong_is_counted() -> None:
     assert _value(metrics, "kvroute_kv_event_gaps_total", engine="decode0") == 1
     assert _value(metrics, "kvroute_log_bytes_total") == 100
     assert _value(metrics, "kvroute_reloads_total", outcome="refused") == 1
+
+
+def test_prefill_across_datacenters_is_counted_and_shown() -> None:
+    """Where prefills went and why, what became of conversions, and how full each way home is."""
+    metrics = _metrics()
+    for reason in ("long", "long", "home_down"):
+        metrics.decided(Prefill(1, "prefill0", offload=Offload("far", reason)), 1e-5)
+    metrics.decided(Prefill(1, "prefill0"), 1e-5)
+    metrics.decided(Convert("decode0", "prefill"), 1e-5)
+    metrics.reviewed("convert")
+    metrics.converted("failed")
+    expected: list[tuple[float, str, dict[str, str]]] = [
+        (2, "kvroute_offload_decisions_total", {"site": "far", "reason": "long"}),
+        (1, "kvroute_offload_decisions_total", {"site": "far", "reason": "home_down"}),
+        (1, "kvroute_decisions_total", {"kind": "convert", "engine": "decode0"}),
+        (1, "kvroute_reviews_total", {"verdict": "convert"}),
+        (1, "kvroute_conversions_total", {"outcome": "failed"}),
+        (24_000, "kvroute_offload_threshold_tokens", {"site": "far"}),
+        (19_400, "kvroute_offload_base_tokens", {"site": "far"}),
+        (0.5, "kvroute_egress_used_ratio", {"site": "far"}),
+        (2e9, "kvroute_egress_backlog_bytes", {"site": "far"}),
+        (2.5, "kvroute_egress_backlog_seconds", {"site": "far"}),
+        (1, "kvroute_way_state", {"site": "far"}),
+        (1, "kvroute_conversions_under_way", {}),
+        (2.5, "kvroute_review_requests_per_second", {"split": "present", "binding": "pd_p"}),
+        (3.25, "kvroute_review_requests_per_second", {"split": "best", "binding": "pd_p"}),
+        (0.25, "kvroute_review_gain_ratio", {}),
+    ]
+    found = _samples(metrics)
+    assert [(found.get((name, frozenset(labels.items()))), name) for _, name, labels in expected] == [
+        (value, name) for value, name, _ in expected
+    ]
+
+
+def test_a_gateway_of_one_datacenter_has_no_samples_of_others() -> None:
+    """The families are there, without a value."""
+    metrics = Metrics(Load, {}, version="1", policy="netkv")
+    names = ("offload", "egress", "way", "review", "conversion")
+    assert [sample for sample in _samples(metrics) if any(f"kvroute_{name}" in sample[0] for name in names)] == []
 
 
 def test_gauges_are_the_load_now() -> None:

@@ -15,10 +15,10 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvroute.gateway.amounts import Wait as WaitTime
 from kvroute.gateway.prometheus import LinkReader, PrometheusSource, TelemetryError, read_reply, tier_value
 from kvroute.gateway.push import read_push
 from kvroute.gateway.settings import TIERS, LinkQuery, PrometheusSettings
-from kvroute.gateway.settings import Wait as WaitTime
 from kvroute.topology import Cluster, load
 from kvroute.types import CongestionMeasured, Event, InputError, LinksMeasured, TransferMeasured
 

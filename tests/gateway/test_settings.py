@@ -12,9 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvroute.gateway.amounts import Wait
 from kvroute.gateway.keys import hash_text
+from kvroute.gateway.offload_settings import ConversionSection, OffloadSection
 from kvroute.gateway.preflight import deployment_of, settings_of, tls_context
-from kvroute.gateway.settings import GatewaySettings, TlsSettings, Wait
+from kvroute.gateway.settings import GatewaySettings, TlsSettings
+from kvroute.policies.allocation import LongTerm
+from kvroute.policies.offload import OffloadSpec
+from kvroute.policies.threshold import ShortTerm
 from kvroute.topology import FileError
 from kvroute.topology.document import read_section
 from kvroute.topology.units import quantity
@@ -24,6 +29,8 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTED, KEYED, ASKED = re.findall(
     r"```yaml\n(gateway:\n.*?)```", (ROOT / "docs" / "cluster-file.md").read_text(encoding="utf-8"), re.S
 )
+SERVE = (ROOT / "docs" / "serve.md").read_text(encoding="utf-8")
+OFFLOADED, OBSERVED, CONVERTED = re.findall(r"```yaml\n(gateway:\n.*?)```", SERVE, re.S)
 FULL = f"""\
 gateway:
   listen: {{host: 0.0.0.0, port: 8443}}
@@ -55,6 +62,14 @@ gateway:
   tracing: {{otlp: "http://otel:4318/v1/traces", share: 0.1}}
   log: {{level: debug, format: json, access: true}}
   measure: engine
+  offload:
+    threshold: 19.4K tokens
+    stay_factor: 3
+    look: 500 ms
+    short_term: {{enabled: false, utilisation_high: 0.9, queue_low: 0 s, step: 1.5, dwell: 1 s, threshold_max: 2M}}
+    long_term: {{review: 5 s, window: 1 min, requests_min: 7, gain_min: 0.1, at_once: 2, prefill_min: 0}}
+    way: {{failures: 9, open: 1 s}}
+    conversion: {{url: "http://hook:8000/convert", drain: 1 s, timeout: 2 s, back_off: 3 s}}
 """
 ENVIRON = {"ENGINE_KEY": "x"}
 MACHINES = """\
@@ -87,7 +102,7 @@ def refused(text: str, *, embedded: bool = False) -> list[FileError]:
 def test_the_documented_defaults_are_the_defaults() -> None:
     assert settings_of(DOCUMENTED, "f") == GatewaySettings() == settings_of("name: a\n", "f")
     keys = re.findall(r"^  (\w+):", DOCUMENTED, re.M)
-    assert set(keys) | {"reserve", "upstream_key_env"} == {
+    assert set(keys) | {"reserve", "upstream_key_env", "offload"} == {
         field.encode_name for field in msgspec.structs.fields(GatewaySettings)
     }
 
@@ -115,6 +130,98 @@ def test_a_full_section_says_what_it_says() -> None:
     assert (spec.constraint, spec.reserve_bytes) == ("pod:preferred:0.5", 2e9)
     oracle = spec.oracle
     assert (oracle.stale_after_s, oracle.self_measured, oracle.prediction) == (60.0, False, "trend")
+
+
+def test_what_is_said_of_offloading_is_what_the_core_gets(tmp_path: Path) -> None:
+    program = "gateway: {offload: {conversion: {command: [./convert, now]}}}"
+    named = settings_of(program, str(tmp_path / "cluster.yaml")).offload
+    assert named is not None
+    assert named.conversion is not None
+    assert named.conversion.command == [str(tmp_path / "convert"), "now"]
+    read = settings_of(FULL, "f", ENVIRON)
+    spec = read.control_spec().offload
+    assert spec is not None
+    assert (spec.threshold_tokens, spec.rule, spec.layerwise, spec.stay_factor) == (19_400.0, "scarce", False, 3.0)
+    short = ShortTerm(
+        enabled=False, utilisation_high=0.9, queue_low_s=0.0, step=1.5, dwell_s=1.0, threshold_max_tokens=2e6
+    )
+    long = LongTerm(review_s=5.0, window_s=60.0, requests_min=7, gain_min=0.1, at_once=2, prefill_min=0)
+    assert (spec.short_term, spec.long_term) == (short, long)
+
+
+def test_the_documented_defaults_of_offloading_are_the_defaults() -> None:
+    """Those of the settings, and those of the policy but for what live engines cannot do."""
+    read = settings_of(OFFLOADED, "f").offload
+    assert settings_of("gateway: {offload: {}}", "f").offload == OffloadSection()
+    assert read is not None
+    assert msgspec.structs.replace(read, short_term=OffloadSection().short_term) == OffloadSection()
+    assert msgspec.to_builtins(read.spec()) == msgspec.to_builtins(
+        OffloadSpec(rule="scarce", layerwise=False, long_term=LongTerm(conversions=False))
+    )
+    assert settings_of(OBSERVED, "f").oracle.prometheus is not None
+    converted = settings_of(CONVERTED, "f")
+    assert converted.offload is not None
+    assert converted.offload.conversion == ConversionSection(url="http://10.0.0.9:8000/convert")
+    spec = converted.control_spec().offload
+    assert spec is not None
+    assert spec.long_term.conversions
+
+
+@pytest.mark.parametrize(
+    ("written", "number"),
+    [("19400", 19_400.0), ("19.4K tokens", 19_400.0), ("19.4K", 19_400.0), ("2M", 2e6), ("512 tokens", 512.0)],
+)
+def test_lengths_are_numbers_or_text(written: str, number: float) -> None:
+    read = settings_of(f"gateway: {{offload: {{short_term: {{threshold_max: {written}, threshold_min: 1}}}}}}", "f")
+    assert read.offload is not None
+    assert read.offload.spec().short_term.threshold_max_tokens == number
+
+
+OFFLOAD_FAULTS = {
+    "rule": ("rule: abundant", "gateway.offload.rule", "copies cached prefixes between datacenters"),
+    "auto": ("rule: auto", "gateway.offload.rule", "write `rule: scarce`"),
+    "layerwise": ("layerwise: true", "gateway.offload.layerwise", "when it is complete"),
+    "no hook": ("conversion: {drain: 1 s}", "gateway.offload.conversion", "neither is given"),
+    "two hooks": ('conversion: {url: "http://a/b", command: [c]}', "gateway.offload.conversion", "not both"),
+    "hook of nowhere": ('conversion: {url: "ftp://a"}', "gateway.offload.conversion.url", "http://"),
+    "unknown place": ('conversion: {url: "http://a/{instance}"}', "gateway.offload.conversion.url", "http://"),
+    "no command": ("conversion: {command: []}", "gateway.offload.conversion.command", "length >= 1"),
+    "tokens": ("threshold: 19 bananas", "gateway.offload.threshold", "19.4K tokens"),
+    "below the bounds": ("threshold: 10", "gateway.offload.threshold", "outside [1000, 1e+06]"),
+    "no band": ("short_term: {utilisation_low: 0.99}", "gateway.offload.short_term", "leave no band"),
+    "no factor": ("short_term: {step: 1}", "gateway.offload.short_term.step", "no factor above 1"),
+    "bounds": ("short_term: {threshold_min: 2M}", "gateway.offload.short_term", "no range above 0"),
+    "share": ("long_term: {gain_min: 1}", "gateway.offload.long_term.gain_min", "a share between 0 and 1"),
+    "unknown": ("long_term: {reviews: 5 s}", "gateway.offload.long_term.reviews", "did you mean 'review'"),
+}
+
+
+@pytest.mark.parametrize(("line", "field", "said_of_it"), OFFLOAD_FAULTS.values(), ids=OFFLOAD_FAULTS)
+def test_faults_of_offloading_are_told_with_their_line(line: str, field: str, said_of_it: str) -> None:
+    (problem,) = said(f"gateway:\n  policy: netkv\n  offload:\n    {line}\n")
+    assert (problem.line, problem.field) == (4, field)
+    assert said_of_it in str(problem)
+
+
+def test_a_cluster_that_cannot_offload_is_told_so() -> None:
+    (problem,) = refused(LIVE + "gateway:\n  offload: {}\n")
+    assert problem.field == "gateway.offload"
+    assert "no datacenter prefills only" in str(problem)
+
+
+def test_a_decode_instance_that_may_come_to_prefill_needs_its_bootstrap_server() -> None:
+    text = (ROOT / "examples" / "two-datacenters.yaml").read_text(encoding="utf-8")
+    ports = iter(range(8000, 9000))
+
+    def reached(match: re.Match[str]) -> str:
+        port, bootstrap = next(ports), ', bootstrap: "h:1"' if match[1] == "prefill" else ""
+        return f'{match[0][:-1]}, endpoint: {{url: "http://h:{port}", protocol: mooncake{bootstrap}}}}}'
+
+    text = re.sub(r"\{name: \S+, role: (\w+), gpus: .*\}", reached, text)
+    assert deployment_of(text, "f", environ={})
+    problems = refused(text + "    conversion: {command: [convert]}\n")
+    assert {problem.field for problem in problems} == {f"instances[{k}].endpoint" for k in range(7, 12)}
+    assert all("bootstrap" in str(problem) for problem in problems)
 
 
 def test_the_defaults_make_a_core() -> None:

@@ -18,17 +18,16 @@ from kvroute.gateway.layout import Place
 from kvroute.gateway.state import (
     DECISIONS_MOST,
     LINGER_S,
-    RATE_S,
     REQUESTS_MOST,
     TICK_DECISIONS_MOST,
     TRANSFERS_SHOWN_MOST,
     WINDOW_S,
     ClusterState,
-    Rate,
 )
+from kvroute.gateway.traffic import RATE_S, Rate
 from kvroute.gateway.view import InstanceLoad, Load, Snapshot, Ttft
 from kvroute.topology import Cluster, InstanceCounts, build, fat_tree, two_datacenters
-from kvroute.types import Arrived, Decode, Prefill, PrefillFinished, Reject, Request, Terms
+from kvroute.types import Arrived, Decode, Offload, Prefill, PrefillFinished, Reject, Request, Terms
 
 CLUSTER = build(
     fat_tree(
@@ -257,6 +256,69 @@ def test_every_instance_is_on_the_map_once(cluster: Cluster) -> None:
     state = ClusterState(cluster, Load, policy="netkv", version="")
     assert sorted(_leaves(state.layout.root)) == list(range(len(state.layout.instances)))
     assert state.layout.root.kind == "cluster"
+
+
+FAR = build(two_datacenters(prefill_nodes=2, local_prefill_nodes=1, decode_nodes=2))
+steps = st.tuples(
+    st.floats(0, 4), st.integers(0, 4), st.integers(0, 4), st.floats(1e6, 1e10), st.sampled_from(["landed", "lost", ""])
+)
+
+
+@settings(max_examples=50)
+@given(st.lists(steps, max_size=30))
+def test_bytes_on_the_wan_are_those_of_transfers_between_its_ends(
+    moves: list[tuple[float, int, int, float, str]],
+) -> None:
+    """Each way by itself: what is under way, and what has landed over the last seconds that are complete."""
+    state = ClusterState(FAR, Load, policy="netkv", version="")
+    at, landed = 0.0, list[tuple[float, bool, float]]()
+    moving = dict[int, tuple[bool, float]]()
+    sites = [instance.datacenter for instance in FAR.instances]
+    for number, (step_s, source, target, kv_bytes, end) in enumerate(moves):
+        at += step_s
+        names = FAR.instances[source].name, FAR.instances[target].name
+        state.transfer_started(Decode(number, *names, 4, kv_bytes, kv_bytes, 0), at)
+        forward = sites[source] == "prefill-site"
+        across = sites[source] != sites[target]
+        if end:
+            state.transfer_ended(number, at, landed=end == "landed")
+            landed += [(at, forward, kv_bytes)] * (across and end == "landed")
+        elif across:
+            moving[number] = (forward, kv_bytes)
+    (wan,) = state.tick(at).wan
+    seconds = min(RATE_S, int(at))
+    for way, forward in enumerate((True, False)):
+        sizes = [size for ahead, size in moving.values() if ahead is forward]
+        assert wan.in_flight[way] == len(sizes)
+        assert wan.in_flight_bytes[way] == pytest.approx(sum(sizes))
+        recent = [size for when, ahead, size in landed if ahead is forward and int(at) - seconds <= int(when) < int(at)]
+        assert wan.utilisation[way] == pytest.approx(sum(recent) / seconds / 12.5e9 if seconds else 0.0)
+
+
+def test_the_page_knows_sites_links_and_the_share_that_leaves() -> None:
+    """Who only prefills, what joins them, and how many of the last minute's prefills went there."""
+    state = ClusterState(FAR, Load, policy="netkv", version="")
+    layout = state.layout
+    assert [(site.name, site.role) for site in layout.sites] == [("local-site", "home"), ("prefill-site", "prefill")]
+    assert [(link.source, link.target, link.bytes_per_s) for link in layout.wan] == [
+        ("prefill-site", "local-site", 12.5e9)
+    ]
+    assert state.tick(1.0).offloaded_share is None
+    away = next(i.name for i in FAR.instances if i.datacenter == "prefill-site")
+    for number in range(4):
+        site = "prefill-site" if number == 0 else "local-site"
+        state.decided(Prefill(number, away, offload=Offload(site, "long")), 2.0)
+    state.decided(Prefill(9, away), 2.0)
+    assert state.tick(3.0).offloaded_share == 0.25
+    assert state.tick(3.0 + WINDOW_S).offloaded_share is None
+
+
+def test_a_converted_instance_is_coloured_by_what_it_does_now() -> None:
+    """A decode instance that prefills is as full as its prefill queue."""
+    name = DECODES[0]
+    load = Load(instances=(InstanceLoad(name=name, prefill_pending_s=0.5, requests=0, role="prefill"),))
+    place = [instance.name for instance in CLUSTER.instances].index(name)
+    assert _state(load).tick(1.0).instances[place].load == 0.5
 
 
 def test_tiles_follow_the_layout_and_say_how_loaded_an_instance_is() -> None:

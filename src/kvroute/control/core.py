@@ -34,6 +34,7 @@ from kvroute.types import (
     PrefillFinished,
     Reject,
     ReviewDue,
+    ThresholdKnown,
     TransferFinished,
     TransferMeasured,
 )
@@ -74,6 +75,7 @@ class Control:
             InstanceUp: self._instance_up,
             InstanceConverted: self._instance_converted,
             ReviewDue: self._review_due,
+            ThresholdKnown: self._threshold_known,
             InstanceMeasured: self._instance_measured,
             TransferMeasured: self._transfer_measured,
             CongestionMeasured: self._congestion_measured,
@@ -106,7 +108,7 @@ class Control:
     @property
     def prefix(self) -> PrefixIndex:
         """What is known of cached prefixes, by index in the cluster."""
-        return self._view.prefix
+        return self._view.caches.prefix
 
     def _arrived(self, event: Arrived) -> tuple[Decision, ...]:
         request = event.request
@@ -213,15 +215,15 @@ class Control:
         return journey
 
     def _kv_stored(self, event: KvStored) -> tuple[Decision, ...]:
-        self.prefix.store(self._cluster.index(event.instance), event.blocks)
+        self._view.caches.stored(self._cluster.index(event.instance), event.blocks)
         return ()
 
     def _kv_evicted(self, event: KvEvicted) -> tuple[Decision, ...]:
-        self.prefix.evict(self._cluster.index(event.instance), event.blocks, event.keep)
+        self._view.caches.evicted(self._cluster.index(event.instance), event.blocks, event.keep)
         return ()
 
     def _kv_cleared(self, event: KvCleared) -> tuple[Decision, ...]:
-        self.prefix.clear(self._cluster.index(event.instance))
+        self._view.caches.cleared(self._cluster.index(event.instance))
         return ()
 
     def _instance_down(self, event: InstanceDown) -> tuple[Decision, ...]:
@@ -251,6 +253,11 @@ class Control:
             self._view.set_role(self._cluster.index(conversion.instance), None)
         self.offloading.converting += len(conversions)
         return tuple(Convert(conversion.instance, conversion.role) for conversion in conversions)
+
+    def _threshold_known(self, event: ThresholdKnown) -> tuple[Decision, ...]:
+        if self.offloading is None or not self.offloading.know(event.site, event.tokens, event.base_tokens):
+            raise InputError(f"{event.site} is no datacenter to offload to", mend="name one that only prefills")
+        return ()
 
     def _instance_measured(self, event: InstanceMeasured) -> tuple[Decision, ...]:
         self._view.measured(self._cluster.index(event.instance), event)

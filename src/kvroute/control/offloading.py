@@ -228,6 +228,14 @@ class Offloading:
         self.converting -= 1
         self._search(at)
 
+    def know(self, site: str, tokens: float, base_tokens: float) -> bool:
+        """Go on from another core's threshold, but for a base that is given; False where there is no such site."""
+        for number in self.datacenters.prfaas:
+            if self.datacenters.names[number] == site:
+                self.thresholds[number].resume(tokens, base_tokens if self.spec.threshold_tokens is None else None)
+                return True
+        return False
+
     def review(self, at: float) -> tuple[Conversion, ...]:
         """Search thresholds and roles anew if it is time; the conversions that are due now."""
         self.observe(at)

@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from kvroute import llm
+from kvroute.control.caches import Caches
 from kvroute.control.pool import DecodePool, PrefillPool
 from kvroute.control.settings import ControlSettings
 from kvroute.llm import Model
 from kvroute.oracle import NetworkOracle
 from kvroute.policies import PrefillCandidates, constrain, prefill_mask
-from kvroute.prefix import PrefixIndex
 from kvroute.timing import prefill_time
 from kvroute.topology import Cluster
 from kvroute.types import (
@@ -23,9 +23,7 @@ from kvroute.types import (
     BoolArray,
     Candidates,
     Choice,
-    Instance,
     InstanceMeasured,
-    IntArray,
     KvProtocol,
     NetworkCosts,
     Reject,
@@ -65,7 +63,7 @@ class View:
         self.models: dict[str, Model] = {
             name: llm.model(name) for name in sorted({instance.model for _, instance in members})
         }
-        self.prefix = PrefixIndex(len(members), [self._capacity(instance) for _, instance in members])
+        self.caches = Caches(cluster.instances, self.models, settings.cache_block_tokens)
         times = {name: prefill_time(spec.prefill) for name, spec in cluster.timing.items()}
         turns = settings.convertible
         prefills = [m for m in members if m[1].role != "decode" or m[0] in turns]
@@ -86,13 +84,6 @@ class View:
         self._allowed: dict[str, BoolArray | None] = {name: self._allowed_prefill(name) for name in self.models}
         for index in sorted(turns):
             self._settle(index)
-
-    def _capacity(self, instance: Instance) -> int | None:
-        tokens = self.settings.cache_block_tokens
-        if not tokens:
-            return None
-        block_bytes = float(self.models[instance.model].kv_bytes(tokens))
-        return int(instance.kv_capacity_bytes // block_bytes) if block_bytes else None
 
     def model_name(self, request: Request) -> str | None:
         """The model that serves a request; None where nobody does, or it names none and there are several."""
@@ -167,7 +158,7 @@ class View:
         pool = self.prefill[model]
         if self.settings.prefill_cache and request.blocks:
             # The last token is always computed: its output is the first logits.
-            hit_tokens = self._hit_tokens(request, pool.ids, max(request.input_tokens - 1, 0))
+            hit_tokens = self.caches.reusable_tokens(request, model, pool.ids, max(request.input_tokens - 1, 0))
         else:
             hit_tokens = np.zeros(len(pool.ids), dtype=np.int64)
         allowed = self._allowed[model]
@@ -195,7 +186,7 @@ class View:
         usable = None if pool.open and not avoid else self._usable(pool, source, avoid)
         if usable is not None and not usable.any():
             return Reject(request.id, "no decode instance is up")
-        hit_tokens = self._hit_tokens(request, pool.ids, request.input_tokens)
+        hit_tokens = self.caches.hit_tokens(request, pool.ids, request.input_tokens)
         reserve_bytes = self.settings.reserve_bytes
         candidates = pool.candidates(request, self.models[key[0]], hit_tokens, reserve_bytes, usable)
         costs = self.oracle.costs(source, pool.ids, at)
@@ -214,7 +205,7 @@ class View:
                 usable &= ~pool.partner  # SGLang's decode engines cannot prefill.
             if not usable.any():
                 continue
-            hit_tokens = self._hit_tokens(request, pool.ids, request.input_tokens)
+            hit_tokens = self.caches.hit_tokens(request, pool.ids, request.input_tokens)
             candidates = pool.candidates(request, self.models[model], hit_tokens, self.settings.reserve_bytes, usable)
             candidates = replace(candidates, kv_bytes=np.zeros(len(pool.ids)))
             choice = self._roomy(request, candidates, _at_home(len(pool.ids)), pool.decisions, usable)
@@ -222,14 +213,6 @@ class View:
                 return key, DecodePick(choice, candidates, SAME_NODE)
             refused = choice
         return refused
-
-    def _hit_tokens(self, request: Request, ids: IntArray, most: int) -> IntArray:
-        """Longest cached prefix on each of `ids`, at most `most` tokens."""
-        if not request.blocks:
-            return np.zeros(len(ids), dtype=np.int64)
-        hit_tokens: IntArray = self.prefix.match(request.blocks).take(ids) * request.block_tokens
-        # Blocks are whole, so that they seldom reach the end of the prompt.
-        return hit_tokens if len(request.blocks) * request.block_tokens <= most else np.minimum(hit_tokens, most)
 
     def _usable(self, pool: DecodePool, source: int, avoid: Sequence[int]) -> BoolArray:
         """Those who are up and take KV; those to avoid only where nobody else may have it."""

@@ -215,7 +215,7 @@ class Completion:
         asked_s = engine.clock.now()
         order = Order(ticket.key, engine.instance.name, job.cached_tokens, ticket.awaited)
         try:
-            parcel = await pull(ticket.host, ticket.port, order)
+            parcel = await pull(ticket.host, ticket.port, order, patience_s=engine.kv_patience_s)
         except Broken:
             engine.counters.kv_failed += 1
             raise

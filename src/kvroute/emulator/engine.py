@@ -6,6 +6,7 @@ A request is a `Job` that its owner takes from stage to stage: `prefill`, then `
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -61,6 +62,8 @@ class Engine:
     block_tokens: int
     on_kv: OnKv
     kv_expiry_s: float = 480.0
+    kv_patience_s: float = math.inf
+    """A transfer to here that stands still for so long is given up."""
     counters: Counters = field(default_factory=Counters)
     held: dict[str, Held] = field(default_factory=dict)
     on_held: Callable[[str], None] | None = None

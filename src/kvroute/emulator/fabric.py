@@ -17,7 +17,7 @@ from kvroute.emulator.clock import EARLY_S, Alarm, Clock
 from kvroute.flows import FlowNetwork
 from kvroute.topology import Cluster
 from kvroute.topology.ecmp import EcmpPaths
-from kvroute.types import TIER_COUNT
+from kvroute.types import TIER_COUNT, InputError
 
 SLICE_S = 4e-3
 """Bytes are handed over so often; the last ones when the transfer ends."""
@@ -65,7 +65,12 @@ class Fabric:
         left = np.ones(len(cluster.links))
         for tier, share in enumerate(background or (0.0,) * TIER_COUNT):
             left[list(cluster.links_of_tier(tier))] = 1.0 - share
-        self._network = FlowNetwork(cluster.capacity_bytes_per_s * left)
+        self._capacity = cluster.capacity_bytes_per_s * left
+        self._wan = {
+            f"{wan.source}/{wan.target}": [*forward, *backward]
+            for wan, (forward, backward) in zip(cluster.file.wan, cluster.cables.wan, strict=True)
+        }
+        self._network = FlowNetwork(self._capacity)
         self._warm_up()
         self._owner: dict[int, Transfer] = {}
         self._transfers: dict[Transfer, None] = {}
@@ -83,6 +88,27 @@ class Fabric:
     def in_flight(self) -> int:
         """Transfers that have not ended."""
         return len(self._transfers)
+
+    @property
+    def wan(self) -> tuple[str, ...]:
+        """The ways between datacenters, `from/to` as the cluster file has them."""
+        return tuple(self._wan)
+
+    def degrade(self, way: str, share: float) -> None:
+        """Leave so much of a way between datacenters, in both directions; 0 cuts it: what is on it stands still.
+
+        Raises:
+            InputError: there is no such way, or the share is not within [0, 1].
+        """
+        links = self._wan.get(way)
+        if links is None:
+            known = f"known: {', '.join(self._wan)}" if self._wan else "the cluster file has no `wan`"
+            raise InputError(f"there is no way {way!r} between datacenters", mend=known)
+        if not 0.0 <= share <= 1.0:
+            raise InputError(f"{share} is no share", mend="give 0 (cut) to 1 (as the file says)")
+        self._advance()
+        self._network.set_capacities(links, self._capacity[links] * share)
+        self._set_alarm()
 
     def send(self, source: int, target: int, kv_bytes: float, carrier: Carrier, request: int | None = None) -> Transfer:
         """Start a transfer of modelled `kv_bytes` between two instances of the cluster (indices) now.

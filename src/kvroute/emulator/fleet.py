@@ -42,6 +42,8 @@ class FleetSettings:
     block_tokens: int = 16
     kv_events: bool = True
     kv_expiry_s: float = 480.0
+    kv_patience_s: float = 10.0
+    """A KV transfer that stands still for so long is given up by its receiver, and the request fails."""
     background: tuple[float, ...] = (0.0,) * TIER_COUNT
     """Share of every link of a tier that others use."""
     endpoints_from_file: bool = False
@@ -55,6 +57,8 @@ class FleetSettings:
             raise InputError(f"block_tokens is {self.block_tokens}", mend="give 1 or more")
         if not 0 < self.kv_expiry_s < float("inf"):
             raise InputError(f"kv_expiry_s is {self.kv_expiry_s}", mend="give seconds above 0")
+        if not self.kv_patience_s > 0:
+            raise InputError(f"kv_patience_s is {self.kv_patience_s}", mend="give seconds above 0")
         if len(self.background) != TIER_COUNT or any(not 0 <= share < 1 for share in self.background):
             raise InputError(f"background is {self.background}", mend=f"give {TIER_COUNT} shares in [0, 1)")
 
@@ -126,11 +130,12 @@ class Fleet:
                 block_tokens=settings.block_tokens,
                 on_kv=on_kv,
                 kv_expiry_s=settings.kv_expiry_s,
+                kv_patience_s=settings.kv_patience_s,
             )
 
         faulty = partial(_strikes_transfer, faults)
         door = KvDoor(Shelf(name, self._cluster, clock, fabric, faulty))
-        return InstanceServer(host, port, kv_port, answer, new_engine, door, publisher, faults)
+        return InstanceServer(host, port, kv_port, answer, new_engine, door, publisher, faults, instance.role)
 
     def _addresses(self, instance: Instance) -> tuple[str, int, int, str, str]:
         """(host, HTTP port, KV port, KV events, their replay); port 0 and `*` are chosen by the system."""

@@ -7,6 +7,7 @@ then the bytes, which are zeros. A `GET /query` on the same port answers as Moon
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import cast
@@ -22,6 +23,8 @@ from kvroute.types import InputError
 
 LINE_MAX = 1 << 16
 ZEROS = bytes(1 << 18)
+_LOOKS = 4
+"""Within the time after which a transfer that stands still is given up."""
 AWAIT_S = 60.0
 """How long a source waits for KV that it has been told will come."""
 
@@ -225,11 +228,19 @@ class _Intake(asyncio.Protocol):
         self._head = b""
         self._parcel: Parcel | None = None
         self._left = 0
+        self.pieces = 0
+        """So many have come."""
+
+    @property
+    def counts(self) -> bool:
+        """Whether bytes are to come that show how far the transfer is."""
+        return self._left > 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         cast(asyncio.Transport, transport).write(msgspec.json.encode(self._order) + b"\n")
 
     def data_received(self, data: bytes) -> None:
+        self.pieces += 1
         if self._parcel is None:
             self._head += data
             line, found, rest = self._head.partition(b"\n")
@@ -253,19 +264,39 @@ class _Intake(asyncio.Protocol):
             self._done.set_result(self._parcel)
 
 
-async def pull(host: str, port: int, order: Order) -> Parcel:
+async def pull(host: str, port: int, order: Order, *, patience_s: float = math.inf) -> Parcel:
     """Fetch KV from `host:port`; returns what has come once all of it is here.
 
+    Args:
+        host: where the source hands out KV.
+        port: of its door.
+        order: what is wanted.
+        patience_s: bytes that are due and stay away for so long do not come any more, or a quarter longer.
+
     Raises:
-        PullFailed: nobody there, no such KV, or the connection broke before the end.
+        PullFailed: nobody there, no such KV, the connection broke before the end, or the transfer stands still.
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Parcel] = loop.create_future()
     try:
-        transport, _ = await loop.create_connection(lambda: _Intake(done, order), host, port)
+        transport, intake = await loop.create_connection(lambda: _Intake(done, order), host, port)
     except OSError as error:
         raise PullFailed(f"no KV source at {host}:{port} ({error})") from None
     try:
-        return await done
+        return await (done if patience_s == math.inf else _watched(done, intake, order.key, patience_s))
     finally:
+        done.cancel()  # what happens to the connection from now on is nobody's news
         transport.abort()
+
+
+async def _watched(done: asyncio.Future[Parcel], intake: _Intake, key: str, patience_s: float) -> Parcel:
+    """Look a few times within the patience, in place of winding up a clock at every piece."""
+    pieces, looks = -1, 0
+    while not done.done():
+        if intake.pieces != pieces or not intake.counts:
+            pieces, looks = intake.pieces, 0
+        elif looks > _LOOKS:
+            raise PullFailed(f"the KV transfer of {key} has stood still for {patience_s:g} s")
+        looks += 1
+        await asyncio.wait((done,), timeout=patience_s / _LOOKS)
+    return done.result()

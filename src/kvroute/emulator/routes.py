@@ -17,6 +17,7 @@ from kvroute.emulator.kv_events import AllBlocksCleared
 from kvroute.emulator.prompt import chat_prompt, completion_prompts
 from kvroute.emulator.refusal import Broken, Refusal
 from kvroute.emulator.server import InstanceServer
+from kvroute.types import InputError, Role
 
 EMBEDDING_NUMBERS = 8
 DOWN_MAX_S = 3600.0
@@ -35,6 +36,21 @@ class Slow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     factor: float = 1.0
     """Of all times of the model; 1 is normal again."""
+
+
+class Turn(msgspec.Struct, frozen=True):
+    """The body of POST /emulator/role, as a gateway's conversion hook sends it; what else it says is not needed."""
+
+    role: Role
+
+
+class Way(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of POST /emulator/wan."""
+
+    way: str = ""
+    """`from/to` as under the cluster file's `wan`; empty: the only one."""
+    share: float = 1.0
+    """Of its capacity that is left; 0 cuts it, 1 mends it."""
 
 
 class Inputs(msgspec.Struct, frozen=True):
@@ -62,7 +78,7 @@ async def answer(server: InstanceServer, request: web.BaseRequest) -> web.Stream
 async def _completion(server: InstanceServer, request: web.BaseRequest, kind: Kind) -> web.StreamResponse:
     engine, data = server.engine, await request.read()
     instance = engine.instance
-    ask = read_ask(kind, data, model=instance.model, role=instance.role, block_tokens=engine.block_tokens)
+    ask = read_ask(kind, data, model=instance.model, role=server.role, block_tokens=engine.block_tokens)
     return await complete(request, ask, engine, server.faults, server.origin)
 
 
@@ -154,6 +170,27 @@ async def _slow(server: InstanceServer, request: web.BaseRequest) -> web.StreamR
     return _json({})
 
 
+async def _role(server: InstanceServer, request: web.BaseRequest) -> web.StreamResponse:
+    """Another role, as after a restart: idle, and with nothing cached."""
+    turn = await _read(request, Turn)
+    if server.engine.running or server.engine.waiting:
+        raise Broken("requests are under way; drain the instance first", status=409)
+    await _reset_prefix_cache(server, request)
+    server.role = turn.role
+    return _json({"role": turn.role})
+
+
+async def _wan(server: InstanceServer, request: web.BaseRequest) -> web.StreamResponse:
+    """One order, at any instance, holds for the whole process."""
+    order, fabric = await _read(request, Way), server.kv_door.shelf.fabric
+    only = fabric.wan[0] if len(fabric.wan) == 1 else ""
+    try:
+        fabric.degrade(order.way or only, order.share)
+    except InputError as error:
+        raise Refusal(str(error), param="way") from None
+    return _json({})
+
+
 def _json(document: Any) -> web.Response:
     return web.Response(body=msgspec.json.encode(document), content_type=JSON)
 
@@ -178,4 +215,6 @@ ROUTES: dict[tuple[str, str], Callable[[InstanceServer, web.BaseRequest], Awaita
     ("POST", "/emulator/fault"): _fault,
     ("POST", "/emulator/restart"): _restart,
     ("POST", "/emulator/slow"): _slow,
+    ("POST", "/emulator/role"): _role,
+    ("POST", "/emulator/wan"): _wan,
 }

@@ -21,7 +21,7 @@ from kvroute.emulator.faults import Faults
 from kvroute.emulator.kv_events import KvPublisher
 from kvroute.emulator.kv_wire import KvDoor
 from kvroute.emulator.refusal import Refusal
-from kvroute.types import InputError
+from kvroute.types import InputError, Role
 
 BODY_MAX = 1 << 28
 BACKLOG = 1024
@@ -61,6 +61,8 @@ class InstanceServer:
     kv_door: KvDoor
     publisher: KvPublisher | None
     faults: Faults
+    role: Role
+    """That it serves now; another one by order."""
     engine: Engine = field(init=False)
     started_s: float = 0.0
     """Of the engine, seconds since the epoch."""

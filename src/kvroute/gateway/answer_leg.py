@@ -8,7 +8,7 @@ from kvroute.gateway.answers import error_event, sse_events, usage_tokens
 from kvroute.gateway.dialects import DialectError
 from kvroute.gateway.headers import answered
 from kvroute.gateway.landing import NEVER_S
-from kvroute.gateway.legs import Leg
+from kvroute.gateway.legs import FULL, Leg
 from kvroute.gateway.view import Ttft
 from kvroute.types import Admitted, Decode, DecodeFailed, KvStored, TransferFinished, TransferMeasured
 
@@ -174,6 +174,8 @@ class AnswerLeg(Leg):
         now = journey.serving.now()
         self.succeeded(now)
         decode_s = now - self.sent_at
+        if journey.passage is not None:
+            journey.passage.arrived(now)
         step_s = min(self.expected.step_s, decode_s)
         crossed_s = max(0.0, now - self.crossing_at - step_s) if self.crossing else None
         self._measure(now)
@@ -209,6 +211,8 @@ class AnswerLeg(Leg):
                 serving, exchange = journey.serving, journey.exchange
                 now = serving.now()
                 self.succeeded(now)
+                if journey.passage is not None:
+                    journey.passage.arrived(now)
                 self.land(now)
                 serving.whole_answer(self.decision, now)
                 content_type, headers = answered(self.headers, journey.request_id)
@@ -261,6 +265,17 @@ class AnswerLeg(Leg):
         handover = prefill.handover if prefill is not None else None
         kept = kind == "reset" and computed and self.station.dialect.refetches(handover)
         journey.act(serving.decide(DecodeFailed(now, journey.number, kv_lost=sent and not kept)), now)
+
+    def blame(self, kind: str, now: float) -> None:
+        """See Leg. Where the KV cache comes from another datacenter, an engine that has no answer, though it is there,
+        most likely has no KV cache: then the way is to blame."""
+        passage = self.journey.passage
+        silent = kind == "timeout" or (kind == "status" and self.status not in FULL)
+        if passage is None or not passage.open or not silent:
+            super().blame(kind, now)
+            return
+        self.station.guard.cancelled(self.attempt, now)
+        passage.lost(now)
 
     def break_off(self, why: str, kind: str = UPSTREAM) -> None:
         """End the stream with an event that says why; what has come of the event under way is left out."""

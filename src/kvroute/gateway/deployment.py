@@ -10,6 +10,7 @@ import msgspec
 
 from kvroute.control import Control, ControlSpec, LogHeader
 from kvroute.gateway.admission import AdmissionLimits
+from kvroute.gateway.offload_settings import EMULATED_HOOK, ConversionSection
 from kvroute.gateway.preflight import deployment_of
 from kvroute.gateway.prompt import Prompts
 from kvroute.gateway.reading import Limits
@@ -69,7 +70,7 @@ class Deployment:
         """The same from the file's text; `source` names it in errors."""
         cluster, settings = deployment_of(text, source, embedded=endpoints is not None)
         if endpoints is not None:
-            cluster = _emulated(cluster, endpoints, source)
+            cluster, settings = _emulated(cluster, endpoints, source), _convertible(settings)
         return cls(text, cluster, adjust(settings))
 
     @property
@@ -126,6 +127,15 @@ class Deployment:
         for name, value in _NEEDS_RESTART:
             if value(self.settings) != value(before.settings):
                 yield name
+
+
+def _convertible(settings: GatewaySettings) -> GatewaySettings:
+    """Emulated engines take another role when they are told to; a hook that the file names goes first."""
+    offload = settings.offload
+    if offload is None or offload.conversion is not None:
+        return settings
+    conversion = ConversionSection(url=EMULATED_HOOK)
+    return msgspec.structs.replace(settings, offload=msgspec.structs.replace(offload, conversion=conversion))
 
 
 def _emulated(cluster: Cluster, endpoints: Mapping[str, Endpoint], source: str) -> Cluster:

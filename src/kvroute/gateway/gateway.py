@@ -139,7 +139,7 @@ class Gateway:
         self._checked = self._checked or self._succession.all_checked
         if not self._checked:
             return "the engines have yet to say that they live"
-        up = [station.instance.role for station in self.serving.stations.values() if station.guard.up]
+        up = [station.role for station in self.serving.stations.values() if station.guard.up]
         missing = [role for role in ("prefill", "decode") if role not in up and "both" not in up]
         return f"no {missing[0]} instance is up" if missing else ""
 
@@ -150,6 +150,8 @@ class Gateway:
         self._draining = True
         note("info", "draining", count=self._admission.in_flight)
         assert self._door is not None
+        assert self._succession is not None
+        self._succession.conversions.stop()
         await self._door.drain(float(self.serving.settings.timeouts.drain_s))
 
     async def close(self) -> None:
@@ -250,7 +252,10 @@ class Gateway:
         clusters = self._succession.clusters if self._succession is not None else ()
         connections = self._door.connections if self._door is not None else 0
         ready, draining = not self.ready(), self._draining
-        return load_of(clusters, self._admission, connections, self.now(), ready=ready, draining=draining)
+        conversions = self._succession.conversions if self._succession is not None else None
+        return load_of(
+            clusters, self._admission, connections, self.now(), ready=ready, draining=draining, conversions=conversions
+        )
 
     async def _tick(self) -> None:
         assert self._succession is not None

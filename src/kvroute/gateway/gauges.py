@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvroute.control import Load as CoreLoad
+from kvroute.control.offloading import Offloading
 from kvroute.gateway.admission import Admission
+from kvroute.gateway.conversions import Conversions
 from kvroute.gateway.serving import Serving
 from kvroute.gateway.station import Station
-from kvroute.gateway.view import InstanceLoad, Load, OracleLoad
+from kvroute.gateway.view import ConversionLoad, InstanceLoad, Load, OffloadLoad, OracleLoad, ReviewLoad, SiteLoad
+from kvroute.policies.allocation import Review
 from kvroute.types import InstanceMeasured
 
 
@@ -20,6 +23,7 @@ def load_of(
     *,
     ready: bool,
     draining: bool,
+    conversions: Conversions | None = None,
 ) -> Load:
     """The gauges at one time. Args: `clusters` that have requests, the current one first; none: not started yet."""
     queued, in_flight = admission.queued, admission.in_flight
@@ -39,7 +43,56 @@ def load_of(
         ready=ready,
         draining=draining,
         oracle=_oracle(serving, now),
+        offload=_offload(serving, conversions, now),
         instances=instances,
+    )
+
+
+def _offload(serving: Serving, conversions: Conversions | None, now: float) -> OffloadLoad | None:
+    offloading, section = serving.control.offloading, serving.settings.offload
+    if offloading is None or section is None:
+        return None
+    under_way = conversions.under_way.values() if conversions is not None else ()
+    stations = serving.stations.values()
+    return OffloadLoad(
+        sites=tuple(_site(serving, offloading, site, now) for site in offloading.datacenters.prfaas),
+        converts=section.conversion is not None,
+        conversions=tuple(ConversionLoad(instance=c.instance, role=c.role, stage=c.stage) for c in under_way),
+        roles={station.name: station.role for station in stations if station.role != station.instance.role},
+        review=_review(offloading.last_review),
+    )
+
+
+def _site(serving: Serving, offloading: Offloading, site: int, now: float) -> SiteLoad:
+    name, threshold, egress = offloading.datacenters.names[site], offloading.thresholds[site], offloading.egress[site]
+    others, utilisation = offloading.utilisation(site, now)
+    return SiteLoad(
+        name=name,
+        threshold_tokens=threshold.tokens,
+        base_tokens=threshold.base_tokens,
+        open=threshold.up,
+        way=serving.ways.state(name, now) if serving.ways is not None else "closed",
+        utilisation=utilisation,
+        others=others,
+        bytes_per_s=egress.bytes_per_s,
+        backlog_bytes=egress.backlog_bytes,
+        backlog_s=egress.queue_s(others),
+    )
+
+
+def _review(review: Review | None) -> ReviewLoad | None:
+    if review is None:
+        return None
+    return ReviewLoad(
+        at=review.at,
+        verdict=review.verdict,
+        rate_per_s=review.rate_per_s,
+        lambda_max_per_s=review.lambda_max_per_s,
+        best_per_s=review.best_per_s,
+        gain=review.gain,
+        binding=review.binding,
+        n_prefill=review.n_prefill,
+        n_decode=review.n_decode,
     )
 
 
@@ -60,6 +113,7 @@ def _instance(
         prefill_pending_s=core.pending_s,
         kv_used_share=measured.kv_used_share if measured else None,
         scrape_age_s=now - measured.at if measured else None,
+        role=station.role,
     )
 
 

@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Sequence
 
 from kvroute.gateway.serving import Serving
-from kvroute.types import Event, InstanceMeasured, KvCleared, KvEvicted, KvStored
+from kvroute.types import Event, InstanceMeasured, KvCleared, KvEvicted, KvStored, ThresholdKnown
 
 
 def stays(name: str, old: Serving, new: Serving) -> bool:
@@ -41,7 +41,7 @@ class Handover:
         return not self._to_tell and not any(self._told.values())
 
     def at_once(self) -> None:
-        """How the network is, who is up, whose transfers are measured by whom, and how much is under way."""
+        """How network and ways are, who is up, whose transfers are measured by whom, and how much is under way."""
         old, new, now = self._old, self._new, self._new.now()
         telemetry = old.telemetry
         if telemetry is not None and [link.name for link in old.cluster.links] == [
@@ -60,7 +60,21 @@ class Handover:
                 new.measured[name] = measured
                 running = max(measured.running, self._under_way(name) - measured.waiting)
                 new.tell(InstanceMeasured(now, name, running, measured.waiting, measured.kv_used_share))
+        if old.ways is not None and new.ways is not None:
+            new.ways.inherit(old.ways, now)
+        self._thresholds()
         self.look()
+
+    def _thresholds(self) -> None:
+        """Of the sites that both have; a base that the file gives is the file's."""
+        old, new = self._old.control.offloading, self._new.control.offloading
+        if old is None or new is None:
+            return
+        there = {new.datacenters.names[site] for site in new.thresholds}
+        for site, threshold in old.thresholds.items():
+            name = old.datacenters.names[site]
+            if name in there:
+                self._new.tell(ThresholdKnown(self._new.now(), name, threshold.tokens, threshold.base_tokens))
 
     def look(self) -> None:
         """Where an engine does not tell its load, old requests there are to the core as those of others."""

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from kvroute.gateway.station import Station
     from kvroute.gateway.tracing import RequestTrace
     from kvroute.gateway.view import Ttft
+    from kvroute.gateway.ways import Passage
 
 UNAVAILABLE, OURS = "service_unavailable", "server_error"
 _GONE = 499
@@ -51,6 +52,7 @@ class Journey:
         "model",
         "number",
         "over",
+        "passage",
         "prefill",
         "received_at",
         "request",
@@ -75,6 +77,8 @@ class Journey:
         self.prefill: PrefillLeg | None = None
         """The leg that computes the KV cache, or has."""
         self.answer: AnswerLeg | None = None
+        self.passage: Passage | None = None
+        """Its way through another datacenter."""
         self.trace: RequestTrace | None = None
         self._suspicion: Suspicion | None = None
         self._attempts = 1
@@ -156,8 +160,15 @@ class Journey:
         serving = self.serving
         self.computed = False
         serving.state.decided(decision, now)
+        self._depart(decision, now)
         leg = self.prefill = PrefillLeg(self, serving.stations[decision.instance], now)
         return leg.begin(now)
+
+    def _depart(self, decision: Prefill, now: float) -> None:
+        """What becomes of a passage that is not over says nothing of its way."""
+        if self.passage is not None:
+            self.passage.given_up(now)
+        self.passage = self.serving.ways.depart(decision, now) if self.serving.ways is not None else None
 
     def _send_answer(self, decision: Decode, now: float) -> None:
         self.serving.state.decided(decision, now)
@@ -292,6 +303,8 @@ class Journey:
         self.prefill = self.answer = None
         serving = self.serving
         try:
+            if self.passage is not None:
+                self.passage.given_up(now)
             if self.arrived:
                 serving.tell(Finished(now, self.number, output_tokens=output_tokens))
             if self.trace is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from kvroute.topology import Cluster
@@ -28,6 +30,26 @@ class LayoutInstance(msgspec.Struct, frozen=True, kw_only=True):
     gpus: int
     protocol: str
     batch_max: int
+    url: str
+    """Where it is reached; empty in a simulation."""
+
+
+class Site(msgspec.Struct, frozen=True, kw_only=True):
+    """A datacenter by what it does."""
+
+    name: str
+    role: Literal["prefill", "home"]
+    """prefill: it has prefill instances alone, by the cluster file; home: it also decodes."""
+
+
+class WanLink(msgspec.Struct, frozen=True, kw_only=True):
+    """All links of one entry of the cluster file's `wan`."""
+
+    source: str
+    target: str
+    bytes_per_s: float
+    """In each direction."""
+    latency_s: float
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,6 +59,9 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     root: Place
     instances: tuple[LayoutInstance, ...]
+    sites: tuple[Site, ...]
+    """Ascending by name."""
+    wan: tuple[WanLink, ...]
     tiers: tuple[str, ...]
     tier_bytes_per_s: tuple[float, ...]
 
@@ -57,12 +82,29 @@ def layout_of(cluster: Cluster, number: int) -> Layout:
                 gpus=len(instance.gpus),
                 protocol=instance.protocol,
                 batch_max=instance.batch_max,
+                url=instance.endpoint.url if instance.endpoint is not None else "",
             )
             for instance in cluster.instances
+        ),
+        sites=_sites(cluster),
+        wan=tuple(
+            WanLink(
+                source=entry.source,
+                target=entry.target,
+                bytes_per_s=float(entry.bytes_per_s) * entry.count,
+                latency_s=float(entry.latency_s),
+            )
+            for entry in cluster.file.wan
         ),
         tiers=TIER_NAMES,
         tier_bytes_per_s=tuple(cluster.tier_bytes_per_s.tolist()),
     )
+
+
+def _sites(cluster: Cluster) -> tuple[Site, ...]:
+    homes = {instance.datacenter for instance in cluster.instances if instance.role != "prefill"}
+    names = sorted({instance.datacenter for instance in cluster.instances})
+    return tuple(Site(name=name, role="home" if name in homes else "prefill") for name in names)
 
 
 def _place(domain: Domain, positions: dict[str, int]) -> Place:

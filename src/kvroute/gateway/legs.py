@@ -117,18 +117,22 @@ class Leg:
 
     def failed(self, kind: str, why: str, now: float) -> None:
         """The engine has not answered, has stopped half-way, or (`kind` "status") answers with its own error."""
-        guard = self.station.guard
         if self.told:
-            self.attempt = guard.started(now)
+            self.attempt = self.station.guard.started(now)
         self.told = True
+        self.blame(kind, now)
+        self.close(why)
+        self.journey.serving.leg_failed(self.kind, self.station.name, kind, why, self.journey.request_id)
+
+    def blame(self, kind: str, now: float) -> None:
+        """Tell the guard of a failure, which ends its attempt."""
+        guard = self.station.guard
         if kind != "status" or self.status == 503:
             guard.failed(self.attempt, now)
         elif self.status == 429:
             guard.succeeded(self.attempt, now)
         else:
             self.journey.suspicion.blame(guard, self.attempt, now)
-        self.close(why)
-        self.journey.serving.leg_failed(self.kind, self.station.name, kind, why, self.journey.request_id)
 
     def endless(self) -> None:
         """The engine sends more than anybody should."""

@@ -13,15 +13,16 @@ from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, CollectorRegistry, Proce
 from prometheus_client.openmetrics import exposition as openmetrics_exposition
 
 from kvroute.gateway.exposition import Counter, Exemplar, Family, Histogram, Key, lines
+from kvroute.gateway.offload_gauges import offload_gauges
 from kvroute.gateway.view import BreakerState, InstanceLoad, Load, Ttft
-from kvroute.types import TIER_COUNT, Decision, Decode, Prefill, Role
+from kvroute.types import TIER_COUNT, Convert, Decision, Decode, Prefill, Role
 
 Leg: TypeAlias = Literal["prefill", "decode", "passed_on"]
 
 TIER_LABELS = ("node", "rack", "pod", "datacenter", "cross_datacenter")
 """Values of the label `tier`, by tier."""
 _TIER_KEYS = [(label,) for label in TIER_LABELS]
-_PREFILL, _DECODE, _REJECT = ("prefill",), ("decode",), ("reject",)
+_PREFILL, _DECODE, _REJECT, _CONVERT = ("prefill",), ("decode",), ("reject",), ("convert",)
 _QUEUE, _TRANSFER, _FIRST_STEP = ("queue",), ("transfer",), ("first_step",)
 _BREAKER: dict[BreakerState, int] = {"closed": 0, "half-open": 1, "open": 2}
 _REQUEST_S = (
@@ -75,6 +76,13 @@ class Metrics:
         self._log_bytes = Counter("kvroute_log_bytes_total", "Bytes written to the event log.")
         self._logs_lost = Counter("kvroute_logs_lost_total", "Event logs that could not be written any more.")
         self._reloads = Counter("kvroute_reloads_total", "Cluster file read again, by outcome.", ("outcome",))
+        self._offloads = Counter(
+            "kvroute_offload_decisions_total",
+            "Prefills, by where they were sent and why.",
+            ("site", "reason"),
+        )
+        self._reviews = Counter("kvroute_reviews_total", "Searches of threshold and roles.", ("verdict",))
+        self._conversions = Counter("kvroute_conversions_total", "Roles changed, or not.", ("outcome",))
         self._transferring = [0] * TIER_COUNT
 
     def decided(self, decision: Decision, seconds: float) -> None:
@@ -83,10 +91,15 @@ class Metrics:
             kind = _PREFILL
             self._decisions.add(("prefill", decision.instance))
             self._hit_tokens.add(kind, decision.cached_tokens)
+            if decision.offload is not None:
+                self._offloads.add((decision.offload.site, decision.offload.reason))
         elif type(decision) is Decode:
             kind = _DECODE
             self._decisions.add(("decode", decision.target))
             self._hit_tokens.add(kind, decision.hit_tokens)
+        elif type(decision) is Convert:
+            kind = _CONVERT
+            self._decisions.add(("convert", decision.instance))
         else:
             kind = _REJECT
             self._decisions.add(("reject", ""))
@@ -177,6 +190,14 @@ class Metrics:
         """The cluster file was read again."""
         self._reloads.add((outcome,))
 
+    def reviewed(self, verdict: str) -> None:
+        """Threshold and roles were searched anew; `verdict` is one of a few words."""
+        self._reviews.add((verdict,))
+
+    def converted(self, outcome: Literal["converted", "failed", "declined", "abandoned"]) -> None:
+        """A conversion is over."""
+        self._conversions.add((outcome,))
+
     def page(self, accept: str = "") -> tuple[str, Iterator[str]]:
         """Content type and text, family by family, so that a server can let others run in between.
 
@@ -207,6 +228,7 @@ class Metrics:
         yield _CONGESTION, [((label,), share) for label, share in zip(TIER_LABELS, oracle.congestion, strict=True)]
         ratios = zip(TIER_LABELS, oracle.learned_ratio, strict=True)
         yield _LEARNED, [((label,), ratio) for label, ratio in ratios if ratio is not None]
+        yield from offload_gauges(load.offload)
         for family, value in _INSTANCE_GAUGES:
             yield family, self._per_instance(family, value, load.instances)
 
@@ -218,7 +240,8 @@ class Metrics:
             sample = value(instance)
             if sample is not None:
                 name = instance.name
-                yield ((name, self.roles.get(name, "")) if with_role else (name,)), sample
+                role = instance.role or self.roles.get(name) or ""
+                yield ((name, role) if with_role else (name,)), sample
 
 
 _INFO = Family("gauge", "kvroute_info", "Always 1; version and policy are labels.", ("version", "policy"))

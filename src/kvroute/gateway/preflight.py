@@ -13,6 +13,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from kvroute.gateway.keys import Keys
+from kvroute.gateway.offload_checks import offload_faults, site_faults
 from kvroute.gateway.settings import GatewaySettings, TlsSettings
 from kvroute.policies import DECODE_POLICIES, TopologyConstraint, decode_policy, prefill_policy
 from kvroute.topology import Cluster, FileError, InstanceEntry, parse
@@ -50,6 +51,7 @@ def deployment_of(
     if cluster is not None and settings is not None:
         lines = _section(text, source)[1]
         problems += model_faults(cluster, settings, lines)
+        problems += site_faults(cluster, settings, lines, _places(cluster, lines))
         if not embedded:
             problems += live_faults(cluster, settings, lines)
     if cluster is None or settings is None or problems:
@@ -102,7 +104,11 @@ def _placed(settings: GatewaySettings, folder: Path) -> GatewaySettings:
     def path(text: str | None) -> str | None:
         return text if text is None else os.path.abspath(folder / Path(text).expanduser())
 
-    tls = settings.listen.tls
+    tls, offload = settings.listen.tls, settings.offload
+    conversion = offload.conversion if offload is not None else None
+    if offload is not None and conversion is not None and conversion.command and os.sep in conversion.command[0]:
+        program, *rest = conversion.command
+        offload = replace(offload, conversion=replace(conversion, command=[path(program), *rest]))
     if tls is not None:
         tls = replace(tls, certificate=path(tls.certificate), key=path(tls.key))
     return replace(
@@ -111,12 +117,14 @@ def _placed(settings: GatewaySettings, folder: Path) -> GatewaySettings:
         prompt=replace(settings.prompt, tokenizer=path(settings.prompt.tokenizer)),
         keys=replace(settings.keys, file=path(settings.keys.file)),
         log=replace(settings.log, events=path(settings.log.events)),
+        offload=offload,
     )
 
 
 def _faults(settings: GatewaySettings, lines: Lines, environ: Mapping[str, str]) -> Iterator[InputError]:
     yield from _policy_faults(settings, lines)
     yield from _oracle_faults(settings, lines)
+    yield from offload_faults(settings, lines)
     yield from _file_faults(settings, lines)
     yield from _key_faults(settings, lines, environ)
     listen, admin = settings.listen, settings.admin

@@ -31,7 +31,7 @@ def answerers(stations: Iterable[Station], model: str, turn: int) -> Iterator[St
     decode instances last, for prefill ones are idle sooner."""
     of_model = [station for station in stations if model in ("", station.instance.model)]
     for last in (False, True):
-        some = [station for station in of_model if (station.instance.role == "decode") is last]
+        some = [station for station in of_model if (station.role == "decode") is last]
         start = turn % max(len(some), 1)
         yield from (station for station in some[start:] + some[:start] if station.guard.up)
 

@@ -25,6 +25,7 @@ from kvroute.gateway.state import ClusterState
 from kvroute.gateway.station import Station
 from kvroute.gateway.tracing import Tracer
 from kvroute.gateway.view import Ttft
+from kvroute.gateway.ways import Ways
 from kvroute.topology import Cluster
 from kvroute.types import (
     Arrived,
@@ -83,6 +84,8 @@ class Serving:
         self.prompts, self.budget, self.metrics, self.state = prompts, budget, metrics, state
         self.tracer, self.events = tracer, events
         self.stations: dict[str, Station] = {}
+        self.ways: Ways | None = None
+        """Where prefills may leave their datacenter."""
         self.journeys: dict[int, Journey] = {}
         self.callers: dict[int, Caller] = {}
         """By journey, where somebody logs them."""
@@ -138,7 +141,9 @@ class Serving:
 
     def changed(self, name: str, up: bool, now: float) -> None:
         """A guard's word."""
-        note("warning", "instance_up" if up else "instance_down", instance=name)
+        if self.ways is None or not self.ways.changing:  # which says so once, for all instances behind it
+            reason = {} if up else {"reason": self.stations[name].guard.why or "breaker"}
+            note("warning", "instance_up" if up else "instance_down", instance=name, **reason)
         self.tell(InstanceUp(now, name) if up else InstanceDown(now, name))
 
     def heard(self, event: Event) -> None:
@@ -216,7 +221,7 @@ class Serving:
     def transfer_ended(self, decision: Decode, now: float, landed: bool, seconds: float | None) -> None:
         """It has landed (in so many seconds, where they were seen), or come to nothing."""
         self.metrics.transfer_ended(decision.tier, decision.kv_bytes, landed, seconds)
-        self.state.transfer_ended(decision.request_id, now)
+        self.state.transfer_ended(decision.request_id, now, landed=landed)
 
     def first_token(self, decision: Decode, ttft: Ttft, now: float, exemplar: tuple[str, str] | None) -> None:
         """The client has the first byte of its stream."""

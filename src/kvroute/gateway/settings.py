@@ -6,15 +6,30 @@ together, and whether the files they name are there, is for `preflight`.
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 from msgspec import Meta, field
 
 from kvroute.control import ControlSpec, TermsKept
+from kvroute.gateway.amounts import (
+    Host,
+    Limit,
+    LimitOrNone,
+    Number,
+    Path,
+    Port,
+    Secret,
+    Share,
+    ShareAboveZero,
+    Url,
+    Wait,
+    Word,
+)
 from kvroute.gateway.keys import KeySettings
+from kvroute.gateway.offload_settings import OffloadSection
 from kvroute.oracle import OracleSettings
 from kvroute.topology.schema import Entry
-from kvroute.topology.units import Duration, Size
+from kvroute.topology.units import Size
 
 Tier: TypeAlias = Literal["node", "rack", "pod", "datacenter", "wan"]
 TIERS: tuple[Tier, ...] = ("node", "rack", "pod", "datacenter", "wan")
@@ -22,30 +37,6 @@ TIERS: tuple[Tier, ...] = ("node", "rack", "pod", "datacenter", "wan")
 OracleSource: TypeAlias = Literal["static", "prometheus", "push"]
 PrefixSource: TypeAlias = Literal["auto", "events", "approximate"]
 Measure: TypeAlias = Literal["auto", "first-byte", "engine"]
-
-Host: TypeAlias = Annotated[str, Meta(pattern=r"^[^\s/]+\Z", examples=["127.0.0.1"])]
-Port: TypeAlias = Annotated[int, Meta(ge=0, le=65_535)]
-Path: TypeAlias = Annotated[str, Meta(pattern=r"^/[!-~]*\Z", examples=["/health"])]
-Url: TypeAlias = Annotated[str, Meta(pattern=r"^https?://[^\s/?#]+[^\s]*\Z", examples=["http://10.0.0.9:9090"])]
-Secret: TypeAlias = Annotated[
-    str, Meta(pattern=r"^[!-~]{16,1000}\Z", examples=["16 or more random letters"], extra={"secret": True})
-]
-Word: TypeAlias = Annotated[str, Meta(pattern=r"\S", examples=["rack"])]
-"""Not blank."""
-Share: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
-ShareAboveZero: TypeAlias = Annotated[float, Meta(gt=0, le=1)]
-Number: TypeAlias = Annotated[float, Meta(ge=0, le=1e6)]
-Limit: TypeAlias = Annotated[int, Meta(ge=1, le=1_000_000)]
-LimitOrNone: TypeAlias = Annotated[int, Meta(ge=0, le=1_000_000)]
-
-
-class Wait(Duration):
-    """Seconds to wait; never none, and never for ever."""
-
-    # A power of two just below 1 ms, so that "1 ms" itself is not lost to rounding.
-    least: ClassVar[float] = 2.0**-10
-    most: ClassVar[float] = 86_400.0
-    range_text: ClassVar[str] = "between 1 ms and 24 h"
 
 
 class TlsSettings(Entry, frozen=True, kw_only=True):
@@ -255,6 +246,8 @@ class GatewaySettings(Entry, frozen=True, kw_only=True):
     log: LogSettings = LogSettings()
     measure: Measure = "auto"
     """What times transfers: the `engine`'s own counters, the `first-byte` of its answer, or whichever there is."""
+    offload: OffloadSection | None = None
+    """When a prefill leaves its datacenter; None: instances are chosen whatever datacenter they are in."""
 
     def control_spec(self) -> ControlSpec:
         """What makes a core decide as this section says: the event log's first line."""
@@ -267,4 +260,5 @@ class GatewaySettings(Entry, frozen=True, kw_only=True):
             reserve_bytes=float(self.reserve_bytes or 0.0),
             overcommit=True,
             cache_block_tokens=0 if self.prefix == "events" else self.prompt.block_tokens,
+            offload=self.offload.spec() if self.offload is not None else None,
         )

@@ -16,9 +16,10 @@ import numpy as np
 
 from kvroute.gateway.judgement import judgement_of, short
 from kvroute.gateway.layout import LayoutInstance, layout_of
+from kvroute.gateway.traffic import Rate, WanTraffic
 from kvroute.gateway.view import BreakerState, InstanceLoad, Load, Snapshot, Split, Tick, Tile, Transfer, Ttft
 from kvroute.topology import Cluster
-from kvroute.types import TIER_COUNT, Decision, Decode, FloatArray
+from kvroute.types import TIER_COUNT, Decision, Decode, FloatArray, Prefill
 
 WINDOW_S = 60.0
 """TTFT and tier split are those of requests whose first token, or whole answer, came within this time."""
@@ -31,7 +32,6 @@ TICK_DECISIONS_MOST = 12
 TRANSFERS_SHOWN_MOST = 200
 LINGER_S = 1.0
 """Ended transfers stay in the picture this long: most are shorter than the time between two looks."""
-RATE_S = 10
 _PARTS = ("queue", "prefill", "transfer", "first_step")
 _COLUMNS = 4 + len(_PARTS)
 _UNSEEN = -1.0
@@ -49,37 +49,6 @@ class _Moving:
     started_s: float
     expected_s: float
     ended_s: float = -1.0
-
-
-class Rate:
-    """Events per second over the last RATE_S whole seconds; constant memory."""
-
-    __slots__ = ("_counts", "_second", "total")
-
-    def __init__(self) -> None:
-        self.total = 0
-        self._counts = [0] * (RATE_S + 1)
-        self._second = 0
-
-    def add(self, at: float) -> None:
-        """One more."""
-        second = int(at)
-        if second > self._second:
-            self._forward(second)
-        self._counts[self._second % (RATE_S + 1)] += 1
-        self.total += 1
-
-    def per_s(self, at: float) -> float:
-        """Mean over the seconds that are complete, fewer after a start."""
-        self._forward(int(at))
-        seconds = min(RATE_S, self._second)
-        whole = sum(self._counts) - self._counts[self._second % (RATE_S + 1)]
-        return whole / seconds if seconds else 0.0
-
-    def _forward(self, second: int) -> None:
-        for passed in range(max(self._second + 1, second - RATE_S), second + 1):
-            self._counts[passed % (RATE_S + 1)] = 0
-        self._second = max(self._second, second)
 
 
 class ClusterState:
@@ -109,6 +78,9 @@ class ClusterState:
         self._positions = {instance.name: k for k, instance in enumerate(cluster.instances)}
         self._moving: dict[int, _Moving] = {}
         self._ended = deque(maxlen=TRANSFERS_SHOWN_MOST)
+        self._traffic = WanTraffic(cluster)
+        self._away = frozenset(site.name for site in self.layout.sites if site.role == "prefill")
+        self._prefills, self._offloaded = Rate(int(WINDOW_S)), Rate(int(WINDOW_S))
 
     def arrived(self, at: float) -> None:
         """A request was read."""
@@ -118,6 +90,10 @@ class ClusterState:
         """A decision was made; its arrays are kept, not copied."""
         self._decided += 1
         self._decisions.append((self._decided, at, self.policy, decision))
+        if type(decision) is Prefill and decision.offload is not None:
+            self._prefills.add(at)
+            if decision.offload.site in self._away:
+                self._offloaded.add(at)
 
     def rejected(self, at: float) -> None:
         """A request got no instance, or never came past the door."""
@@ -133,12 +109,14 @@ class ClusterState:
             self._moved, decision.request_id, source, target, decision.tier, decision.kv_bytes, at, expected_s
         )
 
-    def transfer_ended(self, request_id: int, at: float) -> None:
+    def transfer_ended(self, request_id: int, at: float, *, landed: bool = True) -> None:
         """It has landed or failed; nothing happens if none is under way."""
         moving = self._moving.pop(request_id, None)
         if moving is not None:
             moving.ended_s = at
             self._ended.append(moving)
+            if landed:
+                self._traffic.landed(moving.source, moving.target, moving.kv_bytes, at)
 
     def first_token(self, ttft: Ttft, at: float, *, tier: int | None, kv_bytes: float = 0.0, policy: str = "") -> None:
         """The client got the first byte of a stream; `tier` None: prefill and decode on one instance."""
@@ -189,14 +167,20 @@ class ClusterState:
             finishes_per_s=self._finishes.per_s(at),
             rejects_per_s=self._rejects.per_s(at),
             errors_per_s=self._errors.per_s(at),
-            requests=self._arrivals.total,
-            rejects=self._rejects.total,
+            requests=int(self._arrivals.total),
+            rejects=int(self._rejects.total),
             transfers_under_way=len(self._moving),
             transfers=self._transfers(at),
             decisions=tuple(judgement_of(*entry) for entry in newest),
             window_s=WINDOW_S,
             splits=self._splits(at),
+            wan=self._traffic.load(((each.source, each.target, each.kv_bytes) for each in self._moving.values()), at),
+            offloaded_share=self._offloaded_share(at),
         )
+
+    def _offloaded_share(self, at: float) -> float | None:
+        prefills = self._prefills.recent(at)
+        return short(self._offloaded.recent(at) / prefills) if prefills else None
 
     def _policy_number(self, policy: str) -> int:
         if policy not in self._policies:
@@ -234,7 +218,8 @@ def _tile(instance: LayoutInstance, load: InstanceLoad) -> Tile:
     # A second of pending prefill, or a full batch, is a full tile: what a request that comes now would feel.
     batch = max(load.requests, load.running + load.waiting) / (instance.batch_max or 1)
     pending_s = load.prefill_pending_s
-    share = batch if instance.role == "decode" else pending_s if instance.role == "prefill" else max(batch, pending_s)
+    role = load.role or instance.role
+    share = batch if role == "decode" else pending_s if role == "prefill" else max(batch, pending_s)
     return Tile(
         int(load.up),
         _BREAKER[load.breaker],

@@ -11,14 +11,15 @@ from kvroute.gateway.call import Failure, Sink
 from kvroute.gateway.dialects import DIALECTS, QUERY_PATH, DialectError, Meeting, engine_id
 from kvroute.gateway.headers import Headers
 from kvroute.gateway.pool import Pool, request_bytes
-from kvroute.types import Instance
+from kvroute.types import Instance, Role
 
 if TYPE_CHECKING:
     from kvroute.gateway.legs import Leg
 
 
 class Guard:
-    """Whether an instance is to be given requests: what health checks say, and what its breaker makes of its answers.
+    """Whether an instance is to be given requests: what health checks say, what its breaker makes of its answers, and
+    whether somebody holds it back.
 
     `on_change` is told of every change; a half-open breaker lets one request through and is closed to others meanwhile.
     """
@@ -26,6 +27,7 @@ class Guard:
     def __init__(self, name: str, breaker: Breaker, on_change: Callable[[str, bool, float], None]) -> None:
         self.name, self.breaker, self.healthy = name, breaker, True
         self.up = True
+        self._held: set[str] = set()
         self._tried = False
         """Whether its breaker is anything but closed, so that every word counts."""
         self._on_change = on_change
@@ -63,10 +65,25 @@ class Guard:
         self.healthy = healthy
         self.look(now)
 
+    def hold(self, why: str, now: float) -> None:
+        """Hold it back, for this reason among others, until `let_go`."""
+        self._held.add(why)
+        self.look(now)
+
+    def let_go(self, why: str, now: float) -> None:
+        """This reason is over; nothing if there was none."""
+        self._held.discard(why)
+        self.look(now)
+
+    @property
+    def why(self) -> str:
+        """Why it is given nothing; empty: nothing speaks against it but its breaker."""
+        return ", ".join(["unhealthy"] * (not self.healthy) + sorted(self._held))
+
     def look(self, now: float) -> None:
         """See whether anything has changed; called now and then too, for a breaker opens its door with time."""
         self._tried = self.breaker.state(now) != "closed"
-        up = self.healthy and (not self._tried or self.breaker.allows(now))
+        up = self.healthy and not self._held and (not self._tried or self.breaker.allows(now))
         if up != self.up:
             self.up = up
             self._on_change(self.name, up, now)
@@ -127,6 +144,8 @@ class Station:
         """
         assert instance.endpoint is not None
         self.instance, self.name, self.pool, self.guard = instance, instance.name, pool, guard
+        self.role: Role = instance.role
+        """That it serves now; conversions change it."""
         self.dialect = DIALECTS[instance.protocol]
         self.approximate = approximate
         self.measures = measures

@@ -38,7 +38,8 @@ def stations_of(
             open_s=float(limits.open_s),
         )
         connect_s = float(timeouts.connect_s)
-        asks = endpoint.protocol == "mooncake" and instance.role != "decode" and endpoint.bootstrap
+        # A decode instance that has one may come to prefill.
+        asks = endpoint.protocol == "mooncake" and endpoint.bootstrap
         stations[instance.name] = Station(
             instance,
             Pool(endpoint.url, connect_s=connect_s, tls=tls, deadlines=deadlines),

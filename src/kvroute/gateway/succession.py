@@ -11,6 +11,7 @@ from pathlib import Path
 
 from kvroute.control import Control
 from kvroute.gateway.budget import RetryBudget
+from kvroute.gateway.conversions import Conversions
 from kvroute.gateway.deadlines import Deadlines
 from kvroute.gateway.deployment import Deployment
 from kvroute.gateway.handover import Handover
@@ -26,6 +27,7 @@ from kvroute.gateway.state import ClusterState
 from kvroute.gateway.stations import stations_of
 from kvroute.gateway.tracing import Tracer
 from kvroute.gateway.watchers import Watchers
+from kvroute.gateway.ways import Ways
 from kvroute.types import Event, InputError
 
 
@@ -67,6 +69,7 @@ class Succession:
             self._prompts.close()
             raise
         self._watchers = Watchers(self.serving, self._heard)
+        self.conversions = Conversions(self.serving, self._heard)
         self._retired: list[Serving] = []
         self._handover: Handover | None = None
 
@@ -116,6 +119,7 @@ class Succession:
         self._retired.append(old)
         self._handover = Handover(old, serving, self._retired)
         self._handover.at_once()
+        self.conversions.take_over(old, serving)
         self._watchers = Watchers(serving, self._heard, watchers)
         self.serving, self.deployment, self._prompts = serving, prepared.deployment, prepared.prompts
         return watchers
@@ -137,10 +141,13 @@ class Succession:
         for serving in self.clusters:
             for station in serving.stations.values():
                 station.guard.look(now)
+            if serving.ways is not None:
+                serving.ways.look(now)
             if serving.events is not None:
                 serving.events.flush()
         if self._handover is not None:
             self._handover.look()
+        self.conversions.look(self.clusters)
         for serving in [each for each in self._retired if each.idle]:
             self._retired.remove(serving)
             serving.close()
@@ -156,7 +163,8 @@ class Succession:
                 journey.stop()
 
     async def unwatch(self) -> None:
-        """Hear nothing any more."""
+        """Hear nothing any more, and change no roles."""
+        await self.conversions.close()
         await self._watchers.close()
 
     def close(self) -> None:
@@ -193,4 +201,6 @@ class Succession:
         )
         exact, deadlines = prompts.exact, common.deadlines
         serving.stations = stations_of(cluster, settings, serving.changed, deadlines, exact=exact)
+        if settings.offload is not None:
+            serving.ways = Ways(cluster, serving.stations, settings.offload.way)
         return serving

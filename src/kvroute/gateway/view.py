@@ -8,7 +8,7 @@ import msgspec
 
 from kvroute.gateway.judgement import Judgement
 from kvroute.gateway.layout import Layout
-from kvroute.types import TIER_COUNT
+from kvroute.types import TIER_COUNT, Role
 
 BreakerState: TypeAlias = Literal["closed", "half-open", "open"]
 
@@ -29,6 +29,8 @@ class InstanceLoad(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     kv_used_share: float | None = None
     scrape_age_s: float | None = None
     """None: never scraped."""
+    role: Role | None = None
+    """That it serves now; None: the layout's."""
 
 
 class OracleLoad(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,6 +44,67 @@ class OracleLoad(msgspec.Struct, frozen=True, kw_only=True):
     """Measured over static bandwidth; None: nothing measured."""
 
 
+class SiteLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """A datacenter that only prefills: who is sent there, and how full its way home is."""
+
+    name: str
+    threshold_tokens: float
+    """Prompts with a longer part that is not cached are prefilled there."""
+    base_tokens: float
+    """Where the threshold is when all is quiet, as searched or given."""
+    open: bool
+    """Something is up there and the way carries something."""
+    way: BreakerState
+    """What own transfers say of the way."""
+    utilisation: float
+    """Of the way home, 0 to 1, by own bytes of late and by what telemetry says of others."""
+    others: float
+    """By others alone."""
+    bytes_per_s: float
+    """What the way carries, by the cluster file."""
+    backlog_bytes: float
+    """Own KV bytes booked and not landed."""
+    backlog_s: float
+
+
+class ReviewLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """What the last search of threshold and roles found."""
+
+    at: float
+    verdict: str
+    rate_per_s: float
+    """Arrivals."""
+    lambda_max_per_s: float
+    """What the present split could serve at its best threshold."""
+    best_per_s: float
+    gain: float
+    """Share of the best split's throughput that the present one misses."""
+    binding: str
+    n_prefill: tuple[int, ...]
+    """Of the best split, by datacenter that decodes."""
+    n_decode: tuple[int, ...]
+
+
+class ConversionLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """An instance on its way to another role."""
+
+    instance: str
+    role: Role
+    stage: Literal["draining", "hook"]
+
+
+class OffloadLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """Prefill across datacenters, now."""
+
+    sites: tuple[SiteLoad, ...]
+    converts: bool
+    """A hook is there."""
+    conversions: tuple[ConversionLoad, ...] = ()
+    roles: dict[str, Role] = {}
+    """Of instances that serve another role than the cluster file says."""
+    review: ReviewLoad | None = None
+
+
 class Load(msgspec.Struct, frozen=True, kw_only=True):
     """The gauges of the whole gateway at one time."""
 
@@ -51,6 +114,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     ready: bool = True
     draining: bool = False
     oracle: OracleLoad = OracleLoad()
+    offload: OffloadLoad | None = None
+    """None: prefills do not leave their datacenter by plan."""
     instances: tuple[InstanceLoad, ...] = ()
 
 
@@ -106,6 +171,16 @@ class Split(msgspec.Struct, frozen=True, kw_only=True):
     local: int
 
 
+class WanLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """Own KV bytes on one link between datacenters, in the order of `Layout.wan`; (forward, backward) as it stands."""
+
+    in_flight: tuple[int, int]
+    """Transfers."""
+    in_flight_bytes: tuple[float, float]
+    utilisation: tuple[float, float]
+    """By own bytes that have landed of late, 0 to about 1."""
+
+
 class Tile(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """What moves about one instance; sent as a list, for there may be hundreds."""
 
@@ -145,6 +220,9 @@ class Tick(msgspec.Struct, frozen=True, kw_only=True):
     """The newest, oldest first."""
     window_s: float
     splits: tuple[Split, ...]
+    wan: tuple[WanLoad, ...]
+    offloaded_share: float | None
+    """Of the prefills of the last `window_s`, those sent to a datacenter that only prefills; None: there were none."""
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):

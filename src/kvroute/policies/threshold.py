@@ -74,11 +74,13 @@ class Threshold:
     """The routing threshold of one PrfaaS site, tokens: requests with a longer uncached part may go there.
 
     It rises by `step` when the link or the site's queue reaches a high-water mark, and falls back to its base when both
-    are at a low-water mark or below. In between it holds. Two rules beyond the publication keep it from doing harm:
+    are at a low-water mark or below. In between it holds. Three rules beyond the publication keep it from doing harm:
 
     - it does not rise where the home has a queue above its low-water mark, and falls when that surges: a long prompt
       takes the home longest, so that an overload of everything would else be made worse (with `home_queue_s` left at
       0 neither ever happens);
+    - while the home surges and the site is quiet it falls on, below its base, and returns when the home is quiet or the
+      site surges: after an outage the home has a backlog that only the site can take new work from;
     - where traffic is so lumpy that one step jumps over the whole band, a step down that proved wrong is taken back
       and remembered: the gap is halved instead (in the logarithm), and at last left alone for a while.
     """
@@ -125,22 +127,38 @@ class Threshold:
             home_queue_s: prefill work that waits at home; 0 follows the publication.
         """
         if self.up and self._spec.enabled and (self._moved_at is None or at - self._moved_at >= self._spec.dwell_s):
-            if self._surges(utilisation, queue_s) and home_queue_s <= self._spec.queue_low_s:
+            surges, quiet = self._surges(utilisation, queue_s), self._quiet(utilisation, queue_s)
+            home_surges = home_queue_s >= self._spec.queue_high_s
+            if self.tokens < self._base:
+                self._return(at, surges or home_queue_s <= self._spec.queue_low_s, relieve=quiet and home_surges)
+            elif surges and home_queue_s <= self._spec.queue_low_s:
                 self._rise(at)
-            elif self._quiet(utilisation, queue_s) or home_queue_s >= self._spec.queue_high_s:
+            elif quiet and home_surges and self.tokens == self._base:
+                self._move(at, self._spec.clamp(self.tokens / self._spec.step))
+            elif quiet or home_surges:
                 self._fall(at)
         return self.tokens
 
     def rebase(self, tokens: float) -> float:
         """A new search has found this base; the threshold from now on.
 
-        A threshold that stood at its base follows it, one that had risen stays where it is, but for a higher base.
+        A threshold that stood at its base follows it; one that had risen, or fallen below, stays where it is, but for
+        a base beyond it.
         """
         before, self._base = self._base, self._spec.clamp(tokens)
-        self.tokens = self._base if self.tokens == before else max(self.tokens, self._base)
+        if self.tokens == before:
+            self.tokens = self._base
+        else:
+            self.tokens = (min if self.tokens < before else max)(self.tokens, self._base)
         if max(self._base, before) >= _RESOLUTION * min(self._base, before):
             self._mistake, self._patience = 0.0, 1
         return self.tokens
+
+    def resume(self, tokens: float, base_tokens: float | None) -> None:
+        """Go on where another one was: at `tokens`, with its base or, None, with the own one."""
+        if base_tokens is not None:
+            self._base = self._spec.clamp(base_tokens)
+        self.tokens = max(self._spec.clamp(tokens), self._base)
 
     def set_up(self, up: bool) -> None:
         """The link or the site is down, or back: then it starts again from its base."""
@@ -154,6 +172,13 @@ class Threshold:
 
     def _quiet(self, utilisation: float, queue_s: float) -> bool:
         return utilisation <= self._spec.utilisation_low and queue_s <= self._spec.queue_low_s
+
+    def _return(self, at: float, back: bool, *, relieve: bool) -> None:
+        """Below the base: towards it, or on."""
+        if back:
+            self._move(at, min(self.tokens * self._spec.step, self._base))
+        elif relieve:
+            self._move(at, self._spec.clamp(self.tokens / self._spec.step))
 
     def _rise(self, at: float) -> None:
         target = self.tokens * self._spec.step

@@ -24,6 +24,7 @@ from kvroute.types.events import (
     PrefillFailed,
     PrefillFinished,
     ReviewDue,
+    ThresholdKnown,
     TransferFinished,
     TransferMeasured,
 )
@@ -97,6 +98,7 @@ __all__ = [
     "ReviewDue",
     "Role",
     "Terms",
+    "ThresholdKnown",
     "TierArray",
     "TimingSpec",
     "TransferFinished",

@@ -94,6 +94,15 @@ class ReviewDue(msgspec.Struct, frozen=True, tag="review_due"):
     at: float
 
 
+class ThresholdKnown(msgspec.Struct, frozen=True, tag="threshold_known"):
+    """Another core's routing threshold for a PrfaaS site: this one goes on from there."""
+
+    at: float
+    site: str
+    tokens: float
+    base_tokens: float
+
+
 class InstanceMeasured(msgspec.Struct, frozen=True, tag="instance_measured"):
     """An engine's own word on its load, other routers' requests included."""
 
@@ -167,6 +176,7 @@ Event: TypeAlias = (
     | InstanceUp
     | InstanceConverted
     | ReviewDue
+    | ThresholdKnown
     | InstanceMeasured
     | TransferMeasured
     | KvStored

@@ -1,0 +1,335 @@
+"""The embedded two-datacenter example under load while the link between its sites is cut and mended.
+
+`python -m bench.gateway.two_datacenters`. Requests come at a steady pace with the lengths of PrfaaS 4.1 (log-normal),
+the same lengths again and again in another order, so that a median before the cut and one after it compare. Every
+client counts its own tokens. `--speed 8` makes everything eight times as fast: engines, link, arrivals and reviews, but
+not the time after which an engine gives a transfer up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import uvloop
+from bench.gateway.program import Program
+from bench.measurement import ROOT, Failed, Row, show
+
+from kvroute import topology
+from kvroute.emulator.player import Answer, Play, play
+from kvroute.topology.schema import PiecewisePrefillEntry
+from kvroute.topology.units import Bandwidth, Duration
+
+EXAMPLE = ROOT / "examples" / "two-datacenters.yaml"
+MU, SIGMA, LEAST, MOST = 9.90, 1.00, 128, 131_072
+"""Of prompt lengths, tokens (PrfaaS 4.1)."""
+GROUP = 12
+"""Requests whose lengths stand for the whole distribution, at equal steps of probability."""
+TOKENS = 32
+TARGET_S = 10.0
+READY_S = 60.0
+NEAR = 1.2
+"""Of the median before: recovered."""
+GAUGES = ("kvroute_requests_in_flight", "kvroute_transfers_in_flight", "kvroute_prefill_pending_seconds")
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """What happens when: seconds since the first request, at speed 1."""
+
+    rate_per_s: float = 0.8
+    warm_s: float = 40.0
+    """Until then a threshold has been found."""
+    before_s: float = 30.0
+    cut_s: float = 20.0
+    after_s: float = 45.0
+    speed: float = 1.0
+    seed: int = 0
+
+    @property
+    def cut_at_s(self) -> float:
+        """Wall time of the cut."""
+        return (self.warm_s + self.before_s) / self.speed
+
+    @property
+    def mended_at_s(self) -> float:
+        """The cut lasts as long at any speed, as do the engines' patience and the gateway's probes."""
+        return self.cut_at_s + self.cut_s
+
+    @property
+    def end_s(self) -> float:
+        """The last request has left by then."""
+        return self.mended_at_s + self.after_s / self.speed
+
+    @property
+    def group_s(self) -> float:
+        """Time in which every length comes once."""
+        return GROUP / (self.rate_per_s * self.speed)
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What clients and gateway say of a course."""
+
+    requests: int
+    lost: int
+    errors: tuple[str, ...]
+    """The first few."""
+    before_s: float
+    """Median TTFT."""
+    during_s: float
+    recovered_s: float | None
+    """From the link's return to the first moment from which on a group's median is near that of before; None: never."""
+    offloaded_share: dict[str, float]
+    """Of the prefills sent before, during and after the cut."""
+    fallen_back: float
+    """Prefills that stayed at home because the way was shut."""
+    threshold_tokens: tuple[float, float]
+    """Before the cut and at the end."""
+    conversions: dict[str, float]
+    left: dict[str, float]
+    """What the gateway still holds when all is over."""
+
+
+def lengths() -> list[int]:
+    """GROUP prompt lengths, ascending, in the middle of equal parts of the distribution."""
+    normal = statistics.NormalDist(MU, SIGMA)
+    first, last = normal.cdf(math.log(LEAST)), normal.cdf(math.log(MOST))
+    return [round(math.exp(normal.inv_cdf(first + (k + 0.5) * (last - first) / GROUP))) for k in range(GROUP)]
+
+
+def requests(course: Course) -> Iterator[Play]:
+    """Every group has all lengths, shuffled; no two prompts share a prefix."""
+    draw, kinds, number = random.Random(course.seed), lengths(), 0
+    while (at_s := number / (course.rate_per_s * course.speed)) < course.end_s:
+        if number % GROUP == 0:
+            draw.shuffle(kinds)
+        prompt = (f"{number:07} " + "lorem ipsum dolor sit amet " * (kinds[number % GROUP] // 6))[
+            : 4 * kinds[number % GROUP]
+        ]
+        asked = {"model": "prfaas-1t-hybrid", "prompt": prompt, "max_tokens": TOKENS, "stream": True}
+        yield Play(at_s, msgspec.json.encode(asked))
+        number += 1
+
+
+def faster(speed: float, folder: Path) -> Path:
+    """The example with all of its times divided; at speed 1 the example itself."""
+    if speed == 1.0:
+        return EXAMPLE
+    file, replace = topology.load(EXAMPLE).file, msgspec.structs.replace
+    timing = {}
+    for name, entry in file.timing.items():
+        prefill, decode = entry.prefill, entry.decode
+        assert isinstance(prefill, PiecewisePrefillEntry)
+        timing[name] = replace(
+            entry,
+            prefill=replace(prefill, times_s=[Duration(seconds / speed) for seconds in prefill.times_s]),
+            decode=replace(
+                decode, base_s=Duration(decode.base_s / speed), per_request_s=Duration(decode.per_request_s / speed)
+            ),
+        )
+    wan = [replace(link, bytes_per_s=Bandwidth(link.bytes_per_s * speed)) for link in file.wan]
+    offload = file.gateway["offload"]
+    long_term = offload["long_term"] | {"review": f"{10 / speed:g} s", "window": f"{120 / speed:g} s"}
+    gateway = file.gateway | {"offload": offload | {"long_term": long_term}}
+    path = folder / "faster.yaml"
+    path.write_text(replace(file, timing=timing, wan=wan, gateway=gateway).to_yaml(), encoding="utf-8")
+    return path
+
+
+async def run(course: Course) -> Outcome:
+    """One course against a gateway of its own. Raises Failed where that does not come up."""
+    with tempfile.TemporaryDirectory() as folder:
+        ready, file = Path(folder, "ready.json"), faster(course.speed, Path(folder))
+        command = [str(Path(sys.executable).with_name("kvroute")), "serve", "--embedded", str(file)]
+        command += ["--port", "0", "--admin-port", "0", "--ready-file", str(ready)]
+        with Program(command, name="kvroute") as program:
+            addresses = await _addresses(ready, program)
+            async with aiohttp.ClientSession() as session:
+                return await _played(course, addresses["url"], addresses["admin"], session)
+
+
+async def _addresses(ready: Path, program: Program) -> dict[str, str]:
+    deadline = time.monotonic() + READY_S
+    while time.monotonic() < deadline and program.alive:
+        if ready.exists() and (text := ready.read_text()):
+            return dict(json.loads(text))
+        await asyncio.sleep(0.05)
+    raise Failed(f"kvroute does not serve: {program.errors()}")
+
+
+async def _played(course: Course, url: str, admin: str, session: aiohttp.ClientSession) -> Outcome:
+    plays = list(requests(course))
+    looks: list[dict[str, float]] = []
+    async with asyncio.TaskGroup() as group:
+        answering = group.create_task(play(url, plays, timeout_s=300.0))
+        group.create_task(_weather(course, admin, session, looks))
+    answers = answering.result()
+    await asyncio.sleep(1.0)
+    looks.append(await _sent(session, admin))
+    wrong = [answer.error or f"{len(answer.token_s)} tokens" for answer in answers if not _whole(answer)]
+    state = await _json(session, f"{admin}/state")
+    page = await _metrics(session, admin)
+    before_s = _median_s(answers, course.cut_at_s - course.before_s / course.speed, course.cut_at_s)
+    return Outcome(
+        requests=len(answers),
+        lost=len(wrong),
+        errors=tuple(error[:200] for error in wrong[:3]),
+        before_s=before_s,
+        during_s=_median_s(answers, course.cut_at_s, course.mended_at_s),
+        recovered_s=_recovered_s(course, answers, before_s),
+        offloaded_share={
+            name: _away_share(first, last)
+            for name, first, last in zip(("before", "during", "after"), looks, looks[1:], strict=False)
+        },
+        fallen_back=looks[-1].get("away_down", 0.0),
+        threshold_tokens=(looks[1]["threshold"], state["tick"]["load"]["offload"]["sites"][0]["threshold_tokens"]),
+        conversions={name: value for name, value in page.items() if name.startswith("kvroute_conversions_total")},
+        left={name: value for name, value in page.items() if name.startswith(GAUGES) and value},
+    )
+
+
+async def _weather(course: Course, admin: str, session: aiohttp.ClientSession, looks: list[dict[str, float]]) -> None:
+    """Cut and mend the link, and look at what was sent where at every change."""
+    started = time.monotonic()
+    engine = (await _json(session, f"{admin}/state"))["layout"]["instances"][0]["url"]
+    for at_s, share in (
+        (course.cut_at_s - course.before_s / course.speed, None),
+        (course.cut_at_s, 0.0),
+        (course.mended_at_s, 1.0),
+    ):
+        await asyncio.sleep(max(0.0, started + at_s - time.monotonic()))
+        looks.append(await _sent(session, admin))
+        if share is not None:
+            async with session.post(f"{engine}/emulator/wan", json={"share": share}) as answer:
+                if answer.status != 200:
+                    raise Failed(f"the link cannot be changed: {await answer.text()}")
+
+
+async def _json(session: aiohttp.ClientSession, url: str) -> Any:
+    async with session.get(url) as answer:
+        return await answer.json()
+
+
+async def _metrics(session: aiohttp.ClientSession, admin: str) -> dict[str, float]:
+    async with session.get(f"{admin}/metrics") as answer:
+        text = await answer.text()
+    return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in text.splitlines() if line[0] != "#"}
+
+
+async def _sent(session: aiohttp.ClientSession, admin: str) -> dict[str, float]:
+    """Prefills so far, by datacenter, those that a shut way kept at home, and the threshold."""
+    sent: dict[str, float] = {}
+    page = await _metrics(session, admin)
+    for name, value in page.items():
+        if name.startswith("kvroute_offload_decisions_total"):
+            site = name.partition('site="')[2].partition('"')[0]
+            sent[site] = sent.get(site, 0.0) + value
+            if 'reason="away_down"' in name:
+                sent["away_down"] = value
+        elif name.startswith("kvroute_offload_threshold_tokens"):
+            sent["threshold"] = value
+    return sent
+
+
+def _away_share(first: dict[str, float], last: dict[str, float]) -> float:
+    made = {site: last[site] - first.get(site, 0.0) for site in last if site.endswith("-site")}
+    return made.get("prefill-site", 0.0) / max(sum(made.values()), 1.0)
+
+
+def _whole(answer: Answer) -> bool:
+    return answer.ok and len(answer.token_s) == TOKENS
+
+
+def _median_s(answers: Sequence[Answer], start_s: float, end_s: float) -> float:
+    """Of the TTFT of requests due within a time; lost ones took for ever."""
+    times = [
+        answer.ttft_s if answer.ttft_s is not None else math.inf
+        for answer in answers
+        if start_s <= answer.due_s < end_s
+    ]
+    return statistics.median(times) if times else math.inf
+
+
+def _recovered_s(course: Course, answers: Sequence[Answer], before_s: float) -> float | None:
+    for answer in answers:
+        since_s = answer.due_s - course.mended_at_s
+        whole_group = answer.due_s + course.group_s <= course.end_s
+        if (
+            since_s >= 0
+            and whole_group
+            and _median_s(answers, answer.due_s, answer.due_s + course.group_s) <= NEAR * before_s
+        ):
+            return since_s
+    return None
+
+
+def rows(outcome: Outcome) -> list[Row]:
+    """The bench's figures."""
+    shares = ", ".join(f"{name} {share:.0%}" for name, share in outcome.offloaded_share.items())
+    thresholds = " then ".join(f"{tokens:,.0f}" for tokens in outcome.threshold_tokens)
+    converted = f"{sum(outcome.conversions.values()):g} conversions"
+    stayed = f"{outcome.fallen_back:g} prefills kept at home"
+    return [
+        Row(
+            measure=f"link cut under load: requests lost of {outcome.requests}",
+            unit="requests",
+            better="lower",
+            ours=outcome.lost,
+            target=0,
+            note="; ".join(outcome.errors),
+        ),
+        Row(
+            measure="link cut under load: until the median TTFT is back within 20 %",
+            unit="s",
+            better="lower",
+            ours=outcome.recovered_s,
+            target=TARGET_S,
+            note=f"median TTFT {outcome.before_s:.2f} s before, {outcome.during_s:.2f} s during the cut",
+        ),
+        Row(
+            measure="link cut under load: offloaded share before the cut",
+            unit="of prefills",
+            better="higher",
+            ours=outcome.offloaded_share.get("before"),
+            note=f"{shares}; {stayed}; threshold {thresholds} tokens; {converted}",
+        ),
+        Row(
+            measure="link cut under load: held afterwards",
+            unit="gauges above 0",
+            better="lower",
+            ours=len(outcome.left),
+            target=0,
+            note=", ".join(outcome.left),
+        ),
+    ]
+
+
+def main() -> None:
+    """One course, as rows or as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    course = Course()
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--rate", type=float, default=course.rate_per_s, help="requests per second at speed 1")
+    parser.add_argument("--cut-s", type=float, default=course.cut_s)
+    parser.add_argument("--speed", type=float, default=course.speed)
+    parser.add_argument("--seed", type=int, default=course.seed)
+    given = parser.parse_args()
+    course = Course(rate_per_s=given.rate, cut_s=given.cut_s, speed=given.speed, seed=given.seed)
+    show(rows(uvloop.run(run(course))), given.json)
+
+
+if __name__ == "__main__":
+    main()

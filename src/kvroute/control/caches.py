@@ -1,0 +1,62 @@
+"""What the instances have cached, as the router knows it, and how much of it a request can reuse."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from kvroute.llm import Model
+from kvroute.prefix import PrefixIndex, StateIndex
+from kvroute.types import Instance, IntArray, Request
+
+
+class Caches:
+    """Block prefixes by instance, and where prompts have ended, for models that can only go on from there."""
+
+    def __init__(self, instances: Sequence[Instance], models: Mapping[str, Model], block_tokens: int) -> None:
+        """`block_tokens` above 0: each view is bounded by the instance's KV memory, in blocks of so many tokens."""
+        self._models = models
+        self.prefix = PrefixIndex(len(instances), [self._capacity(instance, block_tokens) for instance in instances])
+        hybrid = any(model.request_state_bytes for model in models.values())
+        self._states = StateIndex(len(instances)) if hybrid else None
+
+    def _capacity(self, instance: Instance, block_tokens: int) -> int | None:
+        if not block_tokens:
+            return None
+        block_bytes = float(self._models[instance.model].kv_bytes(block_tokens))
+        return int(instance.kv_capacity_bytes // block_bytes) if block_bytes else None
+
+    def stored(self, index: int, blocks: tuple[int, ...]) -> None:
+        """An instance has cached this chain."""
+        self.prefix.store(index, blocks)
+        if self._states is not None:
+            self._states.store(index, blocks)
+
+    def evicted(self, index: int, blocks: tuple[int, ...], keep: int) -> None:
+        """It has dropped the chain from position `keep` on."""
+        self.prefix.evict(index, blocks, keep)
+        if self._states is not None:
+            self._states.evict(index, blocks, keep)
+
+    def cleared(self, index: int) -> None:
+        """It has dropped all."""
+        self.prefix.clear(index)
+        if self._states is not None:
+            self._states.clear(index)
+
+    def reusable_tokens(self, request: Request, model: str, ids: IntArray, most: int) -> IntArray:
+        """`hit_tokens` that a prefill can go on from: of a hybrid model where a cached prompt has ended."""
+        if self._states is None or not self._models[model].request_state_bytes:
+            return self.hit_tokens(request, ids, most)
+        depths = np.minimum(self.prefix.match(request.blocks), most // request.block_tokens)
+        found: IntArray = self._states.match(request.blocks, depths).take(ids) * request.block_tokens
+        return found
+
+    def hit_tokens(self, request: Request, ids: IntArray, most: int) -> IntArray:
+        """Longest cached prefix on each of `ids`, at most `most` tokens."""
+        if not request.blocks:
+            return np.zeros(len(ids), dtype=np.int64)
+        hit_tokens: IntArray = self.prefix.match(request.blocks).take(ids) * request.block_tokens
+        # Blocks are whole, so that they seldom reach the end of the prompt.
+        return hit_tokens if len(request.blocks) * request.block_tokens <= most else np.minimum(hit_tokens, most)

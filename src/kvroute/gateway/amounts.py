@@ -1,0 +1,50 @@
+"""What a value of the `gateway:` section may be: times with a unit, shares, counts, tokens, addresses."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, ClassVar, TypeAlias
+
+from msgspec import Meta
+
+from kvroute.topology.units import Duration
+
+Host: TypeAlias = Annotated[str, Meta(pattern=r"^[^\s/]+\Z", examples=["127.0.0.1"])]
+Port: TypeAlias = Annotated[int, Meta(ge=0, le=65_535)]
+Path: TypeAlias = Annotated[str, Meta(pattern=r"^/[!-~]*\Z", examples=["/health"])]
+Url: TypeAlias = Annotated[str, Meta(pattern=r"^https?://[^\s/?#]+[^\s]*\Z", examples=["http://10.0.0.9:9090"])]
+Secret: TypeAlias = Annotated[
+    str, Meta(pattern=r"^[!-~]{16,1000}\Z", examples=["16 or more random letters"], extra={"secret": True})
+]
+Word: TypeAlias = Annotated[str, Meta(pattern=r"\S", examples=["rack"])]
+"""Not blank."""
+Share: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
+ShareAboveZero: TypeAlias = Annotated[float, Meta(gt=0, le=1)]
+Number: TypeAlias = Annotated[float, Meta(ge=0, le=1e6)]
+Limit: TypeAlias = Annotated[int, Meta(ge=1, le=1_000_000)]
+LimitOrNone: TypeAlias = Annotated[int, Meta(ge=0, le=1_000_000)]
+
+_TOKENS = r"^(\d{1,12}(?:\.\d{1,12})?)\s?([KM]?)(?: ?tokens?)?\Z"
+_FACTORS = {"": 1.0, "K": 1e3, "M": 1e6}
+Tokens: TypeAlias = (
+    Annotated[float, Meta(gt=0, le=1e9)] | Annotated[str, Meta(pattern=_TOKENS, examples=["19.4K tokens"])]
+)
+"""A length: a number, or text such as "19.4K tokens"."""
+
+
+class Wait(Duration):
+    """Seconds to wait; never none, and never for ever."""
+
+    # A power of two just below 1 ms, so that "1 ms" itself is not lost to rounding.
+    least: ClassVar[float] = 2.0**-10
+    most: ClassVar[float] = 86_400.0
+    range_text: ClassVar[str] = "between 1 ms and 24 h"
+
+
+def tokens(length: Tokens) -> float:
+    """The number of tokens; K is 1,000."""
+    if not isinstance(length, str):
+        return length
+    match = re.match(_TOKENS, length)
+    assert match is not None, "checked where the file was read"
+    return float(match[1]) * _FACTORS[match[2]]

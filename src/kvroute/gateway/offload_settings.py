@@ -1,0 +1,160 @@
+"""The `gateway.offload:` section: when a prefill leaves its datacenter, and how instances change their roles.
+
+What is searched for and what is fixed is `policies.offload`'s; here it has units, and the names that people write.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+from msgspec import Meta, field
+
+from kvroute.gateway.amounts import Limit, LimitOrNone, Share, Tokens, Wait, tokens
+from kvroute.policies.allocation import LongTerm
+from kvroute.policies.offload import OffloadSpec
+from kvroute.policies.threshold import Rule, ShortTerm
+from kvroute.topology.schema import Entry
+from kvroute.topology.units import Duration
+from kvroute.types import InputError
+
+_ENDPOINT = "{endpoint}"
+_SHORT, _LONG = ShortTerm(), LongTerm()
+"""Defaults are the policy's own."""
+Factor = Annotated[float, Meta(gt=0, le=1e6)]
+HookUrl = Annotated[
+    str, Meta(pattern=r"^(\{endpoint\}|https?://[^\s/?#{}]+)[^\s{}]*\Z", examples=["http://10.0.0.9:8000/convert"])
+]
+EMULATED_HOOK = f"{_ENDPOINT}/emulator/role"
+
+
+class ShortTermSection(Entry, frozen=True, kw_only=True):
+    """How the threshold follows the link, within seconds."""
+
+    enabled: bool = _SHORT.enabled
+    utilisation_high: Share = _SHORT.utilisation_high
+    utilisation_low: Share = _SHORT.utilisation_low
+    queue_high_s: Wait = field(name="queue_high", default=Wait(_SHORT.queue_high_s))
+    queue_low_s: Duration = field(name="queue_low", default=Duration(_SHORT.queue_low_s))
+    step: Factor = _SHORT.step
+    dwell_s: Duration = field(name="dwell", default=Duration(_SHORT.dwell_s))
+    remember_s: Duration = field(name="remember", default=Duration(_SHORT.remember_s))
+    threshold_min: Tokens = _SHORT.threshold_min_tokens
+    threshold_max: Tokens = _SHORT.threshold_max_tokens
+
+    def spec(self) -> ShortTerm:
+        """The same as the policy takes it. Raises InputError for values that do not go together."""
+        return ShortTerm(
+            enabled=self.enabled,
+            utilisation_high=self.utilisation_high,
+            utilisation_low=self.utilisation_low,
+            queue_high_s=float(self.queue_high_s),
+            queue_low_s=float(self.queue_low_s),
+            step=self.step,
+            dwell_s=float(self.dwell_s),
+            remember_s=float(self.remember_s),
+            threshold_min_tokens=tokens(self.threshold_min),
+            threshold_max_tokens=tokens(self.threshold_max),
+        )
+
+
+class LongTermSection(Entry, frozen=True, kw_only=True):
+    """How threshold and roles follow the traffic, within minutes."""
+
+    review_s: Wait = field(name="review", default=Wait(_LONG.review_s))
+    window_s: Wait = field(name="window", default=Wait(_LONG.window_s))
+    requests_min: Limit = _LONG.requests_min
+    gain_min: Share = _LONG.gain_min
+    at_once: Limit = _LONG.at_once
+    prefill_min: LimitOrNone = _LONG.prefill_min
+    decode_min: LimitOrNone = _LONG.decode_min
+    busy_above: Share = _LONG.busy_above
+    queue_high_s: Wait = field(name="queue_high", default=Wait(_LONG.queue_high_s))
+
+    def spec(self, *, conversions: bool) -> LongTerm:
+        """The same as the policy takes it. Raises InputError for values that do not go together."""
+        return LongTerm(
+            conversions=conversions,
+            review_s=float(self.review_s),
+            window_s=float(self.window_s),
+            requests_min=self.requests_min,
+            gain_min=self.gain_min,
+            at_once=self.at_once,
+            prefill_min=self.prefill_min,
+            decode_min=self.decode_min,
+            busy_above=self.busy_above,
+            queue_high_s=float(self.queue_high_s),
+        )
+
+
+class WaySection(Entry, frozen=True, kw_only=True):
+    """When the way from another datacenter counts as cut by what has failed on it."""
+
+    failures: Annotated[int, Meta(ge=1, le=10_000)] = 3
+    """KV transfers in a row."""
+    open_s: Wait = field(name="open", default=Wait(3.0))
+    """Then nothing is sent there for so long; one request tries."""
+
+
+class ConversionSection(Entry, frozen=True, kw_only=True):
+    """What makes an engine serve another role: a URL or a program, not both."""
+
+    url: HookUrl | None = None
+    """Gets a POST; `{endpoint}` stands for the instance's own URL."""
+    command: Annotated[list[str], Meta(min_length=1)] | None = None
+    """Program and arguments; INSTANCE, ENDPOINT, ROLE and FROM are in its environment."""
+    drain_s: Wait = field(name="drain", default=Wait(120.0))
+    """Requests of before have so long to leave."""
+    timeout_s: Wait = field(name="timeout", default=Wait(600.0))
+    """The hook has so long to answer, or to end."""
+    back_off_s: Wait = field(name="back_off", default=Wait(60.0))
+    """After a failure nothing is converted for so long; twice as long after the next, up to 16 times."""
+
+
+class OffloadSection(Entry, frozen=True, kw_only=True):
+    """The whole section; an empty one serves."""
+
+    threshold: Tokens | None = None
+    """A base for good; None: searched from the observed traffic."""
+    rule: Rule = "scarce"
+    layerwise: bool = False
+    stay_factor: Factor | None = None
+    look_s: Wait = field(name="look", default=Wait(2.0))
+    """The thresholds follow the links, and reviews are due, at least so often."""
+    short_term: ShortTermSection = ShortTermSection()
+    long_term: LongTermSection = LongTermSection()
+    way: WaySection = WaySection()
+    conversion: ConversionSection | None = None
+    """None: roles stay, and a review only says what it would change."""
+
+    def spec(self) -> OffloadSpec:
+        """The same as the core takes it.
+
+        Raises:
+            InputError: values that do not go together, or what live engines cannot do.
+        """
+        if self.rule != "scarce":
+            what = f"`rule: {self.rule}` copies cached prefixes between datacenters, and engines have no order for that"
+            raise InputError(what, where="offload.rule", mend="write `rule: scarce`, or leave it out")
+        if self.layerwise:
+            what = "`layerwise` sends the KV cache while it is computed, and engines hand it over when it is complete"
+            raise InputError(what, where="offload.layerwise", mend="leave it out")
+        return OffloadSpec(
+            threshold_tokens=None if self.threshold is None else tokens(self.threshold),
+            rule=self.rule,
+            layerwise=self.layerwise,
+            stay_factor=self.stay_factor,
+            short_term=self.short_term.spec(),
+            long_term=self.long_term.spec(conversions=self.conversion is not None),
+        )
+
+
+def written(where: str) -> tuple[str, ...]:
+    """The key in the file for a field of the policy's settings: `offload.short_term.dwell_s` is `dwell` there."""
+    parts = re.split(r"[.,]", where)
+    return tuple(re.sub(r"_(s|tokens)$", "", part) for part in parts if " " not in part)
+
+
+def hook_url(template: str, endpoint: str) -> str:
+    """Where the hook of one instance is."""
+    return template.replace(_ENDPOINT, endpoint.rstrip("/"))

@@ -1,0 +1,351 @@
+"""Roles that change while requests are served: drained first, by the operator's hook, and back where it fails."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import uvloop
+from aiohttp import web
+from tests.gateway.rig import Rig
+from tests.gateway.two_sites import LONG, TEXT, comes, metric, reaches, two_sites
+
+from kvroute.control import read_log, replay, same
+from kvroute.gateway.gateway import Deployment
+from kvroute.gateway.hooks import convert
+from kvroute.gateway.offload_settings import ConversionSection, hook_url
+from kvroute.topology import parse
+from kvroute.topology.units import Duration
+from kvroute.types import Endpoint, InstanceConverted
+
+EAGER = "review: 50 ms, requests_min: 5, window: 10 s, busy_above: 0.01, prefill_min: 1, decode_min: 1"
+OUTCOMES = "kvroute_conversions_total"
+
+
+def offload(conversion: str = "", long_term: str = EAGER) -> str:
+    """Nothing leaves; home has one prefill instance and three that decode, which is wrong for long prompts."""
+    hook = f"    conversion: {conversion}\n" if conversion else ""
+    return (
+        "  offload:\n    threshold: 100K\n    look: 20 ms\n    short_term: {enabled: false}\n"
+        f"    long_term: {{{long_term}}}\n{hook}"
+    )
+
+
+@asynccontextmanager
+async def hook(statuses: list[int], gate: asyncio.Event | None = None) -> AsyncIterator[tuple[str, list[Any]]]:
+    """A hook's URL and what it was told; it answers with these statuses, the last one again and again, and waits for
+    `gate` before it does."""
+    told: list[Any] = []
+
+    async def answer(request: web.BaseRequest) -> web.Response:
+        told.append(await request.json())
+        if gate is not None:
+            await gate.wait()
+        return web.Response(status=statuses[min(len(told), len(statuses)) - 1])
+
+    runner = web.ServerRunner(web.Server(answer))
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}/convert", told
+    finally:
+        if gate is not None:
+            gate.set()
+        await runner.cleanup()
+
+
+class Load:
+    """Clients that ask again and again, and want every answer whole."""
+
+    def __init__(self, gate: Rig, clients: int = 4, tokens: int = 4) -> None:
+        self._gate, self._over, self._count = gate, False, tokens
+        self.answers = 0
+        self._tasks = [asyncio.create_task(self._client(number)) for number in range(clients)]
+
+    async def _client(self, number: int) -> None:
+        turn = 0
+        while not self._over:
+            answer = await self._gate.ask(f"{number} {turn} {LONG}", stream=True, tokens=self._count)
+            assert answer.status == 200, answer.body
+            assert len(answer.events) == self._count
+            self.answers, turn = self.answers + 1, turn + 1
+
+    async def end(self) -> None:
+        """Let them finish."""
+        self._over = True
+        await asyncio.gather(*self._tasks)
+
+
+def _replays(log: Path) -> bool:
+    header, records = read_log(log)
+    return all(same(record.decisions, again) for record, again in replay(header.spec.build(parse(TEXT)), records))
+
+
+def _converted(log: Path) -> list[tuple[str, str]]:
+    events = [record.event for record in read_log(log)[1]]
+    return [(event.instance, event.role) for event in events if isinstance(event, InstanceConverted)]
+
+
+def test_emulated_engines_change_their_roles_under_load(tmp_path: Path) -> None:
+    """No hook is written: engines of the same process are told. The log decides all of it again."""
+    log = tmp_path / "events.log"
+
+    async def run() -> None:
+        async with two_sites(offload() + f"  log: {{events: {log}}}\n") as gate:
+            load = Load(gate)
+            await reaches(gate, OUTCOMES, 1, outcome="converted")
+            (name,) = [n for n, s in gate.fleet.servers.items() if n.startswith("decode") and s.role == "prefill"][:1]
+            stations = gate.gateway.serving.stations
+            assert stations[name].role == "prefill"
+            await comes(lambda: stations[name].under_way > 0)
+            assert await metric(gate, "kvroute_instance_up", engine=name, role="prefill") == 1
+            async with gate.session.get(gate.admin + "/state") as response:
+                offloaded = (await response.json())["tick"]["load"]["offload"]
+            assert offloaded["roles"][name] == "prefill"
+            assert offloaded["review"]["n_prefill"] == [3]
+            await load.end()
+            assert await gate.settles(), gate.leftovers()
+
+    uvloop.run(run())
+    assert _replays(log)
+    assert _converted(log)
+
+
+def test_a_hook_is_called_when_the_requests_have_left_and_told_who_and_what() -> None:
+    async def run() -> None:
+        gone = asyncio.Event()
+        async with hook([204], gone) as (url, told):
+            section = offload(f'{{url: "{url}"}}') + "  policy: round-robin\n"
+            async with two_sites(section) as gate:
+                await converted(gate, told, gone)
+
+    async def converted(gate: Rig, told: list[Any], gone: asyncio.Event) -> None:
+        for name in ("decode0", "decode1", "decode2"):
+            await gate.order(name, "slow", factor=10)
+        load = Load(gate, clients=9, tokens=30)  # two thirds of a second each, on every decode instance
+        await comes(lambda: bool(told))
+        name = told[0]["instance"]
+        stations = gate.gateway.serving.stations
+        assert stations[name].under_way == 0
+        assert told == [{"instance": name, "role": "prefill", "from": "decode"}]
+        before = load.answers
+        await comes(lambda: load.answers > before + 10)
+        assert stations[name].under_way == 0
+        assert stations[name].guard.why == "converting"
+        assert await metric(gate, "kvroute_conversions_under_way") == 1
+        gone.set()
+        await reaches(gate, OUTCOMES, 1, outcome="converted")
+        await comes(lambda: stations[name].under_way > 0)
+        await load.end()
+        assert await gate.settles(), gate.leftovers()
+
+    uvloop.run(run())
+
+
+def test_a_request_that_does_not_leave_is_not_waited_for_for_ever() -> None:
+    """Every decode instance has some that hang; after the drain's time the hook is called all the same."""
+    slow = EAGER.replace("requests_min: 5", "requests_min: 12")
+    section = offload('{url: "{endpoint}/nowhere", drain: 100 ms, back_off: 1 h}', slow) + "  policy: round-robin\n"
+
+    async def run() -> None:
+        async with two_sites(section) as gate:
+            assert (await gate.ask(LONG, stream=True)).status == 200
+            names = ("decode0", "decode1", "decode2")
+            for name in names:
+                await gate.order(name, "slow", factor=1000)
+            tasks = [asyncio.create_task(gate.ask(f"{n} {LONG}", stream=True, tokens=3)) for n in range(30)]
+            await reaches(gate, OUTCOMES, 1, outcome="failed")
+            stations = gate.gateway.serving.stations
+            assert all(stations[name].under_way for name in names)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            assert await gate.settles(), gate.leftovers()
+
+    uvloop.run(run())
+
+
+def test_a_hook_that_fails_gives_the_instance_back_and_is_left_alone_for_a_while(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = tmp_path / "events.log"
+
+    async def run() -> None:
+        async with hook([500]) as (url, told):
+            section = offload(f'{{url: "{url}", back_off: 1 h}}') + f"  log: {{events: {log}}}\n"
+            async with two_sites(section) as gate:
+                load = Load(gate)
+                await reaches(gate, OUTCOMES, 1, outcome="failed")
+                name = told[0]["instance"]
+                stations = gate.gateway.serving.stations
+                assert (stations[name].role, stations[name].guard.why) == ("decode", "")
+                await reaches(gate, OUTCOMES, 1, outcome="declined")
+                assert len(told) == 1
+                await load.end()
+                assert await gate.settles(), gate.leftovers()
+
+    uvloop.run(run())
+    (said,) = [record.__dict__["fields"] for record in caplog.records if record.message == "conversion_failed"]
+    assert said["reason"] == "the hook answered 500"
+    assert {role for _, role in _converted(log)} == {"decode"}
+    assert _replays(log)
+
+
+def test_an_engine_that_dies_while_it_is_converted_stays_away_until_it_is_back() -> None:
+    async def run() -> None:
+        gone = asyncio.Event()
+        async with hook([200], gone) as (url, told):
+            section = offload(f'{{url: "{url}"}}') + "  health: {interval: 20 ms, timeout: 1 s, failures: 1}\n"
+            async with two_sites(section) as gate:
+                load = Load(gate)
+                await comes(lambda: bool(told))
+                name = told[0]["instance"]
+                guard = gate.gateway.serving.stations[name].guard
+                await gate.order(name, "restart", down_s=0.5)
+                await comes(lambda: not guard.healthy)
+                gone.set()
+                await reaches(gate, OUTCOMES, 1, outcome="converted")
+                assert not guard.up
+                await comes(lambda: guard.up)
+                stations = gate.gateway.serving.stations
+                await comes(lambda: stations[name].under_way > 0)
+                await load.end()
+                assert await gate.settles(), gate.leftovers()
+
+    uvloop.run(run())
+
+
+@pytest.mark.parametrize("change", ["same", "no-hook", "another-engine"])
+def test_a_reload_during_a_conversion(tmp_path: Path, change: str) -> None:
+    """It goes on where the file still has it; where it may not convert any more, the file's role holds."""
+    log = tmp_path / "events.log"
+
+    async def run() -> str:
+        gone = asyncio.Event()
+        async with hook([200], gone) as (url, told):
+            logged = f"  log: {{events: {log}}}\n"
+            section = offload(f'{{url: "{url}"}}') + logged
+            async with two_sites(section) as gate:
+                load = Load(gate)
+                await comes(lambda: bool(told))
+                name = str(told[0]["instance"])
+                endpoints = dict(gate.fleet.ready().instances)
+                text = TEXT + (logged if change == "no-hook" else section)
+                if change == "another-engine":
+                    endpoints[name] = Endpoint(url="http://127.0.0.1:9")
+                assert await gate.gateway.reload(lambda: Deployment.of(text, "new.yaml", endpoints=endpoints))
+                station = gate.gateway.serving.stations[name]
+                assert station.guard.why.endswith("converting") is (change == "same")
+                gone.set()
+                await reaches(gate, OUTCOMES, 1, outcome="converted" if change == "same" else "abandoned")
+                assert station.role == ("prefill" if change == "same" else "decode")
+                await load.end()
+                assert await gate.settles(), gate.leftovers()
+            return name
+
+    name = uvloop.run(run())
+    assert _replays(tmp_path / "events.log.1")
+    assert _replays(log)
+    assert ((name, "prefill") in _converted(log)) is (change == "same")
+
+
+def test_a_reload_keeps_the_roles_of_before(tmp_path: Path) -> None:
+    log = tmp_path / "events.log"
+    section = offload() + f"  log: {{events: {log}}}\n"
+
+    async def run() -> None:
+        async with two_sites(section) as gate:
+            load = Load(gate)
+            await reaches(gate, OUTCOMES, 1, outcome="converted")
+            await load.end()
+            roles = {name: station.role for name, station in gate.gateway.serving.stations.items()}
+            endpoints = gate.fleet.ready().instances
+            assert await gate.gateway.reload(lambda: Deployment.of(TEXT + section, "new.yaml", endpoints=endpoints))
+            assert {n: s.role for n, s in gate.gateway.serving.stations.items()} == roles
+            assert (await gate.ask(LONG, stream=True)).status == 200
+            assert await gate.settles(), gate.leftovers()
+
+    uvloop.run(run())
+    assert "prefill" in {role for _, role in _converted(log)}
+    assert _replays(log)
+
+
+def test_a_gateway_that_drains_converts_nothing_more() -> None:
+    """What is being drained serves on in its role; a hook that was called is given up at the end."""
+
+    async def run() -> None:
+        never = asyncio.Event()
+        async with hook([200], never) as (url, told), two_sites(offload(f'{{url: "{url}"}}')) as gate:
+            load = Load(gate)
+            await comes(lambda: bool(told))
+            await load.end()
+            await gate.gateway.drain()
+            await gate.gateway.close()
+            metrics = "".join(gate.gateway.metrics.page()[1])
+            assert f'{OUTCOMES}{{outcome="abandoned"}} 1\n' in metrics
+            assert len(told) == 1
+
+    uvloop.run(run())
+
+
+def test_without_a_hook_a_review_only_says_what_it_would_do(caplog: pytest.LogCaptureFixture) -> None:
+    """The settings of engines that are not emulated: nothing converts, and the best split is said and shown."""
+    caplog.set_level("INFO", logger="kvroute")
+
+    async def run() -> None:
+        async with two_sites(offload()) as gate:
+            endpoints = gate.fleet.ready().instances
+            plain = Deployment.of(TEXT + offload(), "new.yaml", endpoints=endpoints)
+            assert plain.settings.offload is not None
+            section = msgspec.structs.replace(plain.settings.offload, conversion=None)
+            settings = msgspec.structs.replace(plain.settings, offload=section)
+            assert await gate.gateway.reload(lambda: Deployment(plain.text, plain.cluster, settings))
+            load = Load(gate)
+            await reaches(gate, "kvroute_reviews_total", 1, verdict="off")
+            await load.end()
+            gain = await metric(gate, "kvroute_review_gain_ratio")
+            assert gain is not None
+            assert gain > 0.5
+            assert all(station.role == station.instance.role for station in gate.gateway.serving.stations.values())
+
+    uvloop.run(run())
+    said = [record.__dict__["fields"]["reason"] for record in caplog.records if record.message == "review"]
+    assert "best split: 3 prefill, 1 decode (no hook: roles stay)" in said
+
+
+COMMANDS = {
+    "done": ("import os; assert os.environ['ROLE'] == 'prefill' and os.environ['FROM'] == 'decode'", ""),
+    "told who": (
+        "import os; assert os.environ['INSTANCE'] + os.environ['ENDPOINT'] == 'decode0http://127.0.0.1:1'",
+        "",
+    ),
+    "fails": ("raise SystemExit(3)", "the hook ended with 3"),
+    "dies": ("import os; os.kill(os.getpid(), 9)", "the hook was ended by signal 9"),
+    "hangs": ("import time; time.sleep(600)", "the hook took longer than 0.5 s"),
+}
+
+
+@pytest.mark.parametrize(("code", "why"), COMMANDS.values(), ids=COMMANDS)
+def test_a_program_as_hook(code: str, why: str) -> None:
+    instance = msgspec.structs.replace(
+        next(i for i in parse(TEXT).instances if i.name == "decode0"), endpoint=Endpoint(url="http://127.0.0.1:1")
+    )
+    timeout_s = Duration(0.5 if "took" in why else 60.0)
+    section = msgspec.structs.replace(ConversionSection(command=[sys.executable, "-c", code]), timeout_s=timeout_s)
+    assert uvloop.run(convert(section, instance, "decode", "prefill")) == why
+
+
+def test_a_hook_that_is_not_there() -> None:
+    instance = msgspec.structs.replace(parse(TEXT).instances[0], endpoint=Endpoint(url="http://127.0.0.1:9/"))
+    missing = uvloop.run(convert(ConversionSection(command=["/no/such/program"]), instance, "decode", "prefill"))
+    assert missing == "/no/such/program cannot be run (No such file or directory)"
+    nobody = uvloop.run(convert(ConversionSection(url="{endpoint}/convert"), instance, "decode", "prefill"))
+    assert nobody.startswith("the hook cannot be reached (")
+    assert hook_url("{endpoint}/convert", "http://a:1/") == "http://a:1/convert"

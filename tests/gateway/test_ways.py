@@ -1,0 +1,223 @@
+"""A way between datacenters that is cut: who is blamed, who serves meanwhile, when it is tried again; nothing lost."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import uvloop
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.gateway.rig import LOOKS, Rig
+from tests.gateway.two_sites import AWAY, HOME, LONG, OFFLOAD, SHORT, TEXT, comes, metric, two_sites, until
+
+from kvroute.control import read_log, replay, same
+from kvroute.gateway.breaker import Breaker
+from kvroute.gateway.gateway import Deployment
+from kvroute.gateway.station import Guard
+from kvroute.gateway.ways import Passage
+from kvroute.topology import parse
+from kvroute.types import Prefill
+
+WAY = "kvroute_way_state"
+
+
+async def _placed(gate: Rig, site: str, reason: str) -> float:
+    return await metric(gate, "kvroute_offload_decisions_total", site=site, reason=reason) or 0.0
+
+
+@given(st.lists(st.tuples(st.sampled_from(["arrived", "lost", "given_up"]), st.booleans()), max_size=40))
+def test_only_losses_in_a_row_shut_a_way_and_each_passage_counts_once(ends: list[tuple[str, bool]]) -> None:
+    """Whatever is told of a passage after its end changes nothing."""
+    guard = Guard("site", Breaker(failures=3, share=1.0, open_s=1e6), lambda name, up, now: None)
+    in_a_row, shut = 0, False
+    for end, again in ends:
+        passage = Passage(guard, 0.0)
+        getattr(passage, end)(0.0)
+        assert not passage.open
+        if again:
+            passage.lost(0.0)
+            passage.arrived(0.0)
+        in_a_row = in_a_row + 1 if end == "lost" else 0 if end == "arrived" else in_a_row
+        shut = shut or in_a_row == 3
+        assert guard.up is not shut
+
+
+@given(st.lists(st.sampled_from(["+a", "-a", "+b", "-b", "ill", "well"]), max_size=20))
+def test_an_instance_is_up_when_it_is_well_and_nobody_holds_it(steps: list[str]) -> None:
+    """Reasons do not count twice, and every change is told once."""
+    told: list[bool] = []
+    guard = Guard("instance", Breaker(), lambda name, up, now: told.append(up))
+    held, healthy = set[str](), True
+    for step in steps:
+        if step in ("ill", "well"):
+            healthy = step == "well"
+            guard.set_healthy(healthy, 0.0)
+        elif step.startswith("+"):
+            held.add(step[1:])
+            guard.hold(step[1:], 0.0)
+        else:
+            held.discard(step[1:])
+            guard.let_go(step[1:], 0.0)
+        assert guard.up is (healthy and not held)
+        assert set(guard.why.split(", ")) - {""} == held | ({"unhealthy"} if not healthy else set())
+    assert all(now is not before for before, now in zip([True, *told], told, strict=False))
+
+
+def test_long_prompts_leave_and_short_ones_stay() -> None:
+    async def run() -> None:
+        async with two_sites() as gate:
+            for prompt in (LONG, SHORT, LONG + "!", SHORT + "!"):
+                assert (await gate.ask(prompt)).status == 200
+            assert (await _placed(gate, AWAY, "long"), await _placed(gate, HOME, "short")) == (2, 2)
+            assert await metric(gate, "kvroute_offload_threshold_tokens", site=AWAY) == 1_000
+            assert (await metric(gate, "kvroute_egress_used_ratio", site=AWAY) or 0.0) > 0.0
+            assert await gate.settles(), gate.leftovers()
+
+    uvloop.run(run())
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["streams", "whole"])
+def test_a_cut_way_loses_nothing_and_blames_neither_end(tmp_path: Path, stream: bool) -> None:
+    """What was on it is prefilled again at home; then all is, until one request finds the way mended. The log of it
+    all decides the same again."""
+    log = tmp_path / "events.log"
+    section = OFFLOAD + f"  log: {{events: {log}}}\n"
+
+    async def run() -> None:
+        async with two_sites(section) as gate:
+            assert (await gate.ask(LONG)).status == 200
+            await gate.order("far0", "wan", share=0)
+            answers = await asyncio.gather(*[gate.ask(f"{n} {LONG}", stream=stream) for n in range(6)])
+            assert [answer.status for answer in answers] == [200] * 6
+            assert all(answer.text for answer in answers)
+            assert await _placed(gate, HOME, "away_down") == 6
+            stations = gate.gateway.serving.stations
+            assert all(stations[name].guard.breaker.state(1e6) == "closed" for name in stations)
+            assert await metric(gate, "kvroute_transfers_in_flight", tier="cross_datacenter") == 0
+            assert await gate.settles(), gate.leftovers()
+            await gate.order("far0", "wan", share=1)
+            before = await _placed(gate, AWAY, "long")
+            for n in range(1_000):
+                assert (await gate.ask(f"{n} again {LONG}", stream=stream)).status == 200
+                if await metric(gate, WAY, site=AWAY) == 0:
+                    break
+            assert await _placed(gate, AWAY, "long") > before
+            assert (await gate.ask(f"last {LONG}", stream=stream)).status == 200
+            assert await gate.settles(), gate.leftovers()
+
+    uvloop.run(run())
+    header, read = read_log(log)
+    records = list(read)
+    again = replay(header.spec.build(parse(TEXT)), iter(records))
+    assert all(same(record.decisions, decisions) for record, decisions in again)
+    sites = [d.offload.site for r in records for d in r.decisions if isinstance(d, Prefill) and d.offload]
+    assert set(sites) == {AWAY, HOME}
+
+
+def test_an_engine_that_is_gone_is_blamed_itself() -> None:
+    """A decode leg whose connection is cut speaks against the engine, not against the way."""
+
+    async def run() -> None:
+        async with two_sites() as gate:
+            for name in ("decode0", "decode1", "decode2"):
+                await gate.order(name, leg="decode", fail_next=1, status="reset")
+            answers = await asyncio.gather(*[gate.ask(f"{n} {LONG}", stream=True) for n in range(4)])
+            assert [answer.status for answer in answers] == [200] * 4
+            assert await metric(gate, WAY, site=AWAY) == 0
+            assert await gate.settles(), gate.leftovers()
+
+    uvloop.run(run())
+
+
+def test_a_client_that_leaves_says_nothing_of_the_way() -> None:
+    async def run() -> None:
+        async with two_sites() as gate:
+            await gate.order("far0", "wan", share=0)
+            tasks = [asyncio.create_task(gate.ask(f"{n} {LONG}", stream=True)) for n in range(4)]
+            await comes(lambda: sum(journey.computed for journey in gate.gateway.serving.journeys.values()) == 4)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            assert await gate.settles(), gate.leftovers()
+            assert await metric(gate, WAY, site=AWAY) == 0
+
+    uvloop.run(run())
+
+
+def test_a_client_that_leaves_while_it_tries_the_way_makes_room_for_the_next() -> None:
+    """Who comes then tries it at once, and finds it mended."""
+
+    async def run() -> None:
+        async with two_sites(OFFLOAD.replace("open: 200 ms", "open: 1 ms")) as gate:
+            await gate.order("far0", "wan", share=0)
+            answers = await asyncio.gather(*[gate.ask(f"{n} {LONG}", stream=True) for n in range(3)])
+            assert [answer.status for answer in answers] == [200] * 3
+            before = await _placed(gate, AWAY, "long")
+            journeys = gate.gateway.serving.journeys
+            for n in range(LOOKS):
+                trying = asyncio.create_task(gate.ask(f"{n} tries {LONG}", stream=True))
+                await comes(lambda: bool(journeys) and all(each.answer is not None for each in journeys.values()))
+                if any(each.passage is not None for each in journeys.values()):
+                    break
+                await trying
+            assert await _placed(gate, AWAY, "long") == before + 1
+            trying.cancel()
+            await asyncio.gather(trying, return_exceptions=True)
+            assert await gate.settles(), gate.leftovers()
+            await gate.order("far0", "wan", share=1)
+            await comes(lambda: gate.gateway.serving.stations["far0"].guard.up)
+            assert (await gate.ask(f"next {LONG}", stream=True)).status == 200
+            assert await metric(gate, WAY, site=AWAY) == 0
+
+    uvloop.run(run())
+
+
+def test_a_reload_knows_that_a_way_is_shut() -> None:
+    shut_long = OFFLOAD.replace("open: 200 ms", "open: 1 h")
+
+    async def run() -> None:
+        async with two_sites(shut_long) as gate:
+            await gate.order("far0", "wan", share=0)
+            answers = await asyncio.gather(*[gate.ask(f"{n} {LONG}", stream=True) for n in range(3)])
+            assert [answer.status for answer in answers] == [200] * 3
+            await until(gate, WAY, 2, site=AWAY)
+            endpoints = gate.fleet.ready().instances
+            text = TEXT + shut_long
+            assert await gate.gateway.reload(lambda: Deployment.of(text, "new.yaml", endpoints=endpoints))
+            assert await metric(gate, WAY, site=AWAY) == 2
+            before = await _placed(gate, AWAY, "long")
+            assert (await gate.ask(f"later {LONG}", stream=True)).status == 200
+            assert await _placed(gate, AWAY, "long") == before
+            assert await gate.settles(), gate.leftovers()
+
+    uvloop.run(run())
+
+
+def test_a_reload_goes_on_from_the_threshold_that_was_searched(tmp_path: Path) -> None:
+    """A base that the file gives is the file's; the log that begins with the reload decides the same again."""
+    log = tmp_path / "events.log"
+    searched = OFFLOAD.replace("    threshold: 1000 tokens\n", "    long_term: {requests_min: 5, review: 50 ms}\n")
+    section = f"  log: {{events: {log}}}\n"
+
+    async def run() -> None:
+        async with two_sites(searched + section) as gate:
+            for n in range(8):
+                assert (await gate.ask(f"{n} {LONG if n % 2 else SHORT}", stream=True)).status == 200
+            await comes(lambda: gate.gateway.serving.control.offloading.last_review is not None)  # type: ignore[union-attr]
+            before = await metric(gate, "kvroute_offload_threshold_tokens", site=AWAY)
+            endpoints = gate.fleet.ready().instances
+            text = TEXT + searched.replace("requests_min: 5", "requests_min: 1000") + section
+            assert await gate.gateway.reload(lambda: Deployment.of(text, "new.yaml", endpoints=endpoints))
+            assert await metric(gate, "kvroute_offload_threshold_tokens", site=AWAY) == before != 1e6
+            assert (await gate.ask(f"later {LONG}", stream=True)).status == 200
+            given = TEXT + OFFLOAD + section
+            assert await gate.gateway.reload(lambda: Deployment.of(given, "new.yaml", endpoints=endpoints))
+            assert await metric(gate, "kvroute_offload_base_tokens", site=AWAY) == 1_000
+
+    uvloop.run(run())
+    for path in (log, tmp_path / "events.log.1"):
+        header, read = read_log(path)
+        again = replay(header.spec.build(parse(TEXT)), read)
+        assert all(same(record.decisions, decisions) for record, decisions in again)

@@ -1,0 +1,106 @@
+"""A datacenter that only prefills beside one that does both, thin Ethernet between them, small enough for a test."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import aiohttp
+from tests.gateway.rig import LOOKS, Rig
+
+from kvroute import topology
+from kvroute.emulator import Fleet, FleetSettings
+from kvroute.gateway.gateway import Deployment, Gateway
+
+AWAY, HOME = "away-site", "home-site"
+NODE = "gpus: 8, nics: {compute: {count: 8, capacity: 100 Gbps}}"
+UPLINKS = "uplinks: {count: 8, capacity: 100 Gbps}"
+TEXT = f"""
+name: two-sites
+datacenters: [{{name: {AWAY}}}, {{name: {HOME}}}]
+racks:
+  - {{name: rack0, datacenter: {AWAY}, {UPLINKS}}}
+  - {{name: rack1, datacenter: {HOME}, {UPLINKS}}}
+nodes:
+  - {{name: node0, rack: rack0, {NODE}}}
+  - {{name: node1, rack: rack1, {NODE}}}
+wan: [{{from: {AWAY}, to: {HOME}, capacity: 40 Gbps, latency: 1 ms}}]
+timing:
+  fast: {{prefill: {{kind: linear, per_token: 2 us, base: 1 ms}}, decode: {{base: 2 ms, per_request: 10 us}}}}
+  slow: {{prefill: {{kind: linear, per_token: 10 us, base: 1 ms}}, decode: {{base: 2 ms, per_request: 10 us}}}}
+defaults: {{model: llama-3-70b, tp: 2, kv_capacity: 60 GB, timing: slow}}
+instances:
+  - {{name: far0, role: prefill, gpus: "node0:0-1", timing: fast}}
+  - {{name: far1, role: prefill, gpus: "node0:2-3", timing: fast}}
+  - {{name: prefill0, role: prefill, gpus: "node1:0-1"}}
+  - {{name: decode0, role: decode, gpus: "node1:2-3"}}
+  - {{name: decode1, role: decode, gpus: "node1:4-5"}}
+  - {{name: decode2, role: decode, gpus: "node1:6-7"}}
+gateway:
+  listen: {{port: 0}}
+  admin: {{port: 0}}
+  measure: engine
+"""
+THRESHOLD = 1_000
+LONG, SHORT = "A long prompt indeed. " * 500, "A short prompt. "
+"""2,750 and 4 tokens."""
+OFFLOAD = f"""  offload:
+    threshold: {THRESHOLD} tokens
+    look: 20 ms
+    short_term: {{enabled: false}}
+    way: {{failures: 2, open: 200 ms}}
+"""
+PATIENCE_S = 0.4
+
+
+@asynccontextmanager
+async def two_sites(section: str = OFFLOAD, text: str = TEXT, *, kv_scale: float = 1e-3) -> AsyncIterator[Rig]:
+    """Engines of both sites, and a gateway with `section` in its settings."""
+    settings = FleetSettings(kv_patience_s=PATIENCE_S, kv_scale=kv_scale)
+    async with Fleet(topology.parse(text), settings) as fleet:
+        deployment = Deployment.of(text + section, "two.yaml", endpoints=fleet.ready().instances)
+        gateway = Gateway(deployment, seed=1)
+        try:
+            await gateway.start()
+            async with aiohttp.ClientSession() as session:
+                yield Rig(gateway, session, fleet)
+        finally:
+            await gateway.close()
+
+
+async def until(gate: Rig, name: str, value: float, **labels: str) -> None:
+    """A metric comes to be so, sooner or later."""
+    await _until(gate, name, lambda now: now == value, labels)
+
+
+async def reaches(gate: Rig, name: str, least: float, **labels: str) -> None:
+    """A counter gets there, or beyond, sooner or later."""
+    await _until(gate, name, lambda now: now is not None and now >= least, labels)
+
+
+async def _until(gate: Rig, name: str, true: Callable[[float | None], bool], labels: dict[str, str]) -> None:
+    for _ in range(LOOKS // 4):
+        if true(await metric(gate, name, **labels)):
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError(f"{name} {labels} is {await metric(gate, name, **labels)}")
+
+
+async def metric(gate: Rig, name: str, **labels: str) -> float | None:
+    """One sample of the gateway's page."""
+    pairs = ",".join(f'{label}="{value}"' for label, value in labels.items())
+    wanted = f"{name}{{{pairs}}} " if pairs else f"{name} "
+    for line in (await gate.get("/metrics")).body.decode().splitlines():
+        if line.startswith(wanted):
+            return float(line.removeprefix(wanted))
+    return None
+
+
+async def comes(true: Callable[[], bool]) -> None:
+    """Something comes to be so, sooner or later."""
+    for _ in range(LOOKS):
+        if true():
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError("it never came true")
