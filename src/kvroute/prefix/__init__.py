@@ -3,5 +3,6 @@
 from kvroute.prefix.hashing import block_hashes
 from kvroute.prefix.holdings import Evicted
 from kvroute.prefix.index import PrefixIndex
+from kvroute.prefix.states import StateIndex
 
-__all__ = ["Evicted", "PrefixIndex", "block_hashes"]
+__all__ = ["Evicted", "PrefixIndex", "StateIndex", "block_hashes"]

@@ -1,0 +1,53 @@
+"""Where the request-level states of hybrid models are kept: of use at exactly the length at which they were kept."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvroute.prefix.tree import Blocks
+from kvroute.types import IntArray
+
+
+class StateIndex:
+    """The ends of cached prompts by instance (PrfaaS 3.2). Chains are those of `PrefixIndex`, told in the same calls.
+
+    A linear-attention layer keeps one state for a whole prefix: a prompt that shares only a part of it can reuse its
+    full-attention blocks and not the state, so nothing of it.
+    """
+
+    def __init__(self, instances: int) -> None:
+        self._holders: dict[int, set[int]] = {}
+        self._ends: list[set[int]] = [set() for _ in range(instances)]
+
+    def store(self, instance: int, blocks: Blocks) -> None:
+        """`instance` has the state at the end of this chain."""
+        if blocks:
+            self._holders.setdefault(blocks[-1], set()).add(instance)
+            self._ends[instance].add(blocks[-1])
+
+    def evict(self, instance: int, blocks: Blocks, keep: int) -> None:
+        """`instance` has dropped the chain from position `keep` on, and the states there."""
+        for block in self._ends[instance].intersection(blocks[keep:]):
+            self._drop(instance, block)
+
+    def clear(self, instance: int) -> None:
+        """`instance` holds nothing any more."""
+        for block in list(self._ends[instance]):
+            self._drop(instance, block)
+
+    def match(self, blocks: Blocks, depths: IntArray) -> IntArray:
+        """Of each instance: the deepest end of a chain in these blocks that is no deeper than `depths`, [n], in
+        blocks. O(blocks)."""
+        found = np.zeros(len(depths), dtype=np.int64)
+        for depth in range(int(depths.max(initial=0)), 0, -1):
+            for instance in self._holders.get(blocks[depth - 1], ()):
+                if not found[instance] and depth <= depths[instance]:
+                    found[instance] = depth
+        return found
+
+    def _drop(self, instance: int, block: int) -> None:
+        self._ends[instance].discard(block)
+        holders = self._holders[block]
+        holders.discard(instance)
+        if not holders:
+            del self._holders[block]
