@@ -68,6 +68,7 @@ class Offloading:
         self.allocation = Allocation(spec.long_term)
         self.last_review: Review | None = None
         self.converting = 0
+        self._searched = spec.threshold_tokens is not None
         self._pool: PrefillPool = view.prefill[self._model.name]
         self._members = self.datacenters.members(self._pool.ids)
         self._stages = Stages(view, self.datacenters, self._pool, next(iter(view.decode.values())), self._model)
@@ -232,6 +233,7 @@ class Offloading:
         """Go on from another core's threshold, but for a base that is given; False where there is no such site."""
         for number in self.datacenters.prfaas:
             if self.datacenters.names[number] == site:
+                self._searched = self._searched or base_tokens < self.spec.short_term.threshold_max_tokens
                 self.thresholds[number].resume(tokens, base_tokens if self.spec.threshold_tokens is None else None)
                 return True
         return False
@@ -255,11 +257,13 @@ class Offloading:
 
     def _rebase(self, tokens: float | None) -> None:
         if tokens is not None and self.spec.threshold_tokens is None:
+            self._searched = True
             for threshold in self.thresholds.values():
                 threshold.rebase(tokens)
 
-    def _base_tokens(self) -> float:
-        return min(threshold.base_tokens for threshold in self.thresholds.values())
+    def _base_tokens(self) -> float | None:
+        """The base in use; None: none has been searched, so that there is none to stay with."""
+        return min(threshold.base_tokens for threshold in self.thresholds.values()) if self._searched else None
 
     def _capacity(self, at: float) -> Capacity:
         free_bytes_per_s = {
