@@ -1,29 +1,64 @@
-"""Joins the commands into `kvroute` and turns wrong input into one sentence on stderr and exit code 2."""
+"""Joins the commands into `kvroute` and turns wrong input into one sentence on stderr and exit code 2.
+
+A command's module is imported when it is asked for: some take a second, and nobody waits for another one's.
+"""
 
 from __future__ import annotations
 
 import sys
+from importlib import import_module
+from typing import Any
 
 import typer
+from typer.core import TyperGroup
 
 from kvroute import __version__
-from kvroute.cli.demo import demo
-from kvroute.cli.emulate import emulate
-from kvroute.cli.experiment import experiment
-from kvroute.cli.flows import flows
-from kvroute.cli.keys import app as keys
-from kvroute.cli.llm import llm
-from kvroute.cli.plan import app as plan
-from kvroute.cli.replay import explain, replay_log
-from kvroute.cli.serve import serve
-from kvroute.cli.simulate import simulate
-from kvroute.cli.timing import app as timing
-from kvroute.cli.topology import app as topology
-from kvroute.cli.workload import app as trace
 from kvroute.types import InputError
+
+COMMANDS = {
+    "simulate": "simulate:simulate",
+    "serve": "serve:serve",
+    "emulate": "emulate:emulate",
+    "demo": "demo:demo",
+    "experiment": "experiment:experiment",
+    "plan": "plan:app",
+    "topology": "topology:app",
+    "trace": "workload:app",
+    "timing": "timing:app",
+    "key": "keys:app",
+    "llm": "llm:llm",
+    "flows": "flows:flows",
+    "replay": "replay:replay_log",
+    "explain": "replay:explain",
+}
+"""Where each command is, as `module:name` in this room: a function, or a Typer app of several."""
+
+
+class Commands(TyperGroup):
+    """The table as a group."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Their names, in the table's order."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Import one; None where there is none of that name."""
+        place = COMMANDS.get(cmd_name)
+        if place is None:
+            return None
+        module, _, attribute = place.partition(":")
+        found = getattr(import_module(f"kvroute.cli.{module}"), attribute)
+        alone = typer.Typer(rich_markup_mode="rich", add_completion=False)
+        if isinstance(found, typer.Typer):
+            alone.add_typer(found, name=cmd_name)
+            return typer.main.get_group(alone).commands[cmd_name]
+        alone.command(cmd_name)(found)
+        return typer.main.get_command(alone)
+
 
 app = typer.Typer(
     name="kvroute",
+    cls=Commands,
     help="Network-aware control plane for prefill/decode-disaggregated LLM inference.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -42,22 +77,6 @@ def _root(
     version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
 ) -> None:
     """Simulate, plan and serve prefill/decode-disaggregated clusters with the same decision code."""
-
-
-app.command()(simulate)
-app.command()(serve)
-app.command()(emulate)
-app.command()(demo)
-app.command()(experiment)
-app.add_typer(plan, name="plan")
-app.add_typer(topology, name="topology")
-app.add_typer(trace, name="trace")
-app.add_typer(timing, name="timing")
-app.add_typer(keys, name="key")
-app.command()(llm)
-app.command()(flows)
-app.command("replay")(replay_log)
-app.command()(explain)
 
 
 def main() -> None:
