@@ -15,7 +15,7 @@ import msgspec
 from bench.measurement import CHILD_S, ROOT, Row, show
 
 BENCHES = (
-    *("simulate", "decision", "flows", "prefix", "cachepool", "evaluation", "plan"),
+    *("simulate", "decision", "foresight", "flows", "prefix", "cachepool", "evaluation", "plan"),
     *("gateway.routers", "gateway.chaos", "gateway.scale", "gateway.live_vs_sim", "gateway.two_datacenters"),
     *("wan.connections", "wan.layerwise"),
 )

@@ -154,6 +154,20 @@ def test_a_home_that_has_a_queue_is_not_given_more() -> None:
     assert threshold.observe(10.0, 0.99, 80.0, home_queue_s=5.0) == 20_000
 
 
+def test_a_home_with_a_backlog_sends_more_to_a_site_that_is_quiet() -> None:
+    """Below the base for as long as it lasts; back when the backlog is gone, at once if the site surges."""
+    threshold = Threshold(COARSE, 20_000)
+    assert [threshold.observe(at, 0.1, 0.0, home_queue_s=60.0) for at in (0.0, 4.9, 5.0)] == [16_000, 16_000, 12_800]
+    assert threshold.observe(10.0, 0.1, 0.0, home_queue_s=4.9) == 12_800
+    assert [threshold.observe(at, 0.1, 0.0, home_queue_s=1.0) for at in (15.0, 20.0, 25.0)] == [16_000, 20_000, 20_000]
+    assert threshold.observe(30.0, 0.1, 0.0, home_queue_s=5.0) == 16_000
+    assert threshold.rebase(15_000) == 15_000
+    assert threshold.observe(36.0, 0.1, 0.0, home_queue_s=5.0) == 12_000
+    assert threshold.rebase(14_000) == 12_000
+    assert threshold.observe(41.0, 0.95, 6.0, home_queue_s=9.0) == 14_000
+    assert threshold.rebase(30_000) == 30_000
+
+
 def test_a_step_down_that_was_wrong_is_halved_and_then_left_alone() -> None:
     """Prompts of 24,000 tokens only: 20,000 floods the link, 25,000 empties it."""
     threshold = Threshold(ShortTerm(step=1.25, dwell_s=1.0), 20_000)

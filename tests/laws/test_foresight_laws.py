@@ -69,14 +69,14 @@ def way_of(links: LinkModel, source: int, target: int) -> list[int]:
     return [link for link in path if link >= 0]
 
 
-def mean_seconds(cable: float, rivals: float, hashed: int, mean: float) -> float:
+def hashed_bytes_per_s(cable: float, rivals: float, hashed: int, mean: float) -> float:
     """h / E[1 / share(M)] by summing over the Poisson distribution, far beyond its mean."""
     mass, below, total = math.exp(-rivals), 0.0, 0.0
     for x in range(600):
         before, below = below, below + mass
-        total += (below**hashed - before**hashed) / max(cable / (1 + x), cable - x * mean)
+        total += float(below**hashed - before**hashed) / max(cable / (1 + x), cable - x * mean)
         mass *= rivals / (x + 1)
-    return hashed / total
+    return float(hashed / total)
 
 
 @dataclass
@@ -128,10 +128,14 @@ class Obvious:
             if not cables:
                 found.append(float(links.tier_bytes_per_s[tier]) * (1 - self.congestion[tier]))
                 continue
-            rivals = sum(h * self.crowd(k) / int(links.cables[k]) for k in cables if links.cables[k] > 1)
+            hashed_onto = [k for k in cables if links.cables[k] > 1]
+            rivals = sum(h * self.crowd(k) / int(links.cables[k]) for k in hashed_onto)
+            siblings = sum((h - 1) / int(links.cables[k]) for k in hashed_onto)
             least = min(float(links.cable_bytes_per_s[k]) * (1 - self.congestion[links.link_tier[k]]) for k in cables)
-            found.append(mean_seconds(least, rivals, h, mean))
-        return float(self.learned.factor[tier]) * min(found)
+            both = rivals + siblings
+            pace = (rivals * mean + siblings * least) / both if both else 0.0
+            found.append(hashed_bytes_per_s(least, both, h, pace))
+        return float(self.learned.factor[tier] * min(found))
 
     def start(self, at: float, each: int, source: int, target: int, size: float) -> None:
         if not self.links.tier[source, target]:
@@ -296,14 +300,14 @@ def test_the_choice_follows_its_terms(
     assert choice.terms.feasible.tolist() == has_room
     assert all(np.isfinite(part).all() and (part >= 0).all() for part in (cost, *parts.values()))
     assert choice.index == min((value, index) for index, value in enumerate(cost.tolist()) if has_room[index])[1]
-    whole = sum(parts[name] for name in ("transfer_s", "imposed_s", "wait_s", "step_s", "slot_s"))
+    whole = np.sum([parts[name] for name in ("transfer_s", "imposed_s", "wait_s", "step_s", "slot_s")], axis=0)
     sure = parts["played"] == 1 if width else np.ones(N, dtype=np.bool_)
     assert cost[sure] == pytest.approx(whole[sure], rel=1e-12)
     assert (cost >= whole * (1 - 1e-12)).all()
     assert int(parts["played"].sum()) <= width
     assert not width or parts["played"][choice.index] == 1
     nic = (table.links.tier[source] > 0) * pool.kv_bytes / NIC
-    assert (parts["transfer_s"] >= nic).all()
+    assert (parts["transfer_s"] >= nic * (1 - 1e-9)).all()
 
 
 @given(tables(), sources, crowds(), widths, st.sampled_from([2.0**-20, 4.0, 2.0**20]))
@@ -384,7 +388,7 @@ def test_the_idle_network_needs_no_playing(flying: tuple[InFlight, Obvious], sou
 def test_collisions_cost_what_the_distribution_says(cable: float, rivals: float, hashed: int, share: float) -> None:
     """The expected seconds on the fullest of h cables, cut off where nothing is left; never above h idle cables."""
     found = collided(cable, rivals, hashed, share * cable)
-    assert found == pytest.approx(mean_seconds(cable, rivals, hashed, share * cable), rel=1e-6)
+    assert found == pytest.approx(hashed_bytes_per_s(cable, rivals, hashed, share * cable), rel=1e-6)
     assert found <= hashed * cable * (1 + 1e-12)
 
 

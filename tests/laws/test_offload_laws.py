@@ -179,10 +179,18 @@ def test_a_constant_input_settles_for_good(
     assert path[: moves + 1] in (sorted(path[: moves + 1]), sorted(path[: moves + 1], reverse=True))
     assert set(path[moves:]) == {threshold.tokens}
     surges = utilisation >= spec.utilisation_high or queue_s >= spec.queue_high_s
-    if surges and home_queue_s <= spec.queue_low_s:
+    quiet = utilisation <= spec.utilisation_low and queue_s <= spec.queue_low_s
+    home_surges, home_quiet = home_queue_s >= spec.queue_high_s, home_queue_s <= spec.queue_low_s
+    if surges and home_quiet:
         assert threshold.tokens == spec.threshold_max_tokens
-    elif (utilisation <= spec.utilisation_low and queue_s <= spec.queue_low_s) or home_queue_s >= spec.queue_high_s:
+    elif quiet and home_surges:
+        assert threshold.tokens == spec.threshold_min_tokens
+    elif (surges and home_surges) or (quiet and home_quiet):
         assert threshold.tokens == threshold.base_tokens
+    elif surges or home_quiet:
+        assert threshold.tokens == max(before, threshold.base_tokens)
+    elif quiet or home_surges:
+        assert threshold.tokens == min(before, threshold.base_tokens)
     else:
         assert set(path) == {before}
 
@@ -201,7 +209,10 @@ def test_it_stays_within_bounds_and_waits_between_moves(
             assert first.base_tokens == min(max(other, spec.threshold_min_tokens), spec.threshold_max_tokens)
             path = [first.tokens]
         path.append(first.observe(step / 2, *measured))
-        assert spec.threshold_min_tokens <= first.base_tokens <= first.tokens <= spec.threshold_max_tokens
+        for tokens in (first.base_tokens, first.tokens):
+            assert spec.threshold_min_tokens <= tokens <= spec.threshold_max_tokens
+        if all(home_queue_s < spec.queue_high_s for _, _, home_queue_s in history):
+            assert first.base_tokens <= first.tokens
         assert second.observe(step / 2 + 4_096, *measured) == first.tokens, "only differences of times count"
         assert len(set(path[-3:])) < 3
 

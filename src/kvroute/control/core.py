@@ -122,7 +122,7 @@ class Control:
 
     def _start(self, journey: Journey, at: float) -> tuple[Decision, ...]:
         """Choose the first leg, and the second where both are due; the journey is kept unless it is rejected."""
-        decisions = self._dispatch.alone(journey) if journey.request.one_leg else self._dispatch.route(journey, at)
+        decisions = self._dispatch.alone(journey, at) if journey.request.one_leg else self._dispatch.route(journey, at)
         if isinstance(decisions[-1], Reject):
             self._dispatch.release_prefill(journey, at)
             self._journeys.pop(journey.request.id, None)
@@ -139,7 +139,7 @@ class Control:
         if journey.position < 0:
             return (self._decode(journey, event.at),)
         if journey.source != journey.target and not journey.early:
-            self._dispatch.start_transfer(journey)
+            self._dispatch.start_transfer(journey, event.at)
         return ()
 
     def _prefill_failed(self, event: PrefillFailed) -> tuple[Decision, ...]:
@@ -201,8 +201,11 @@ class Control:
         self._dispatch.release_prefill(journey, event.at)
         pool, position = journey.pool, journey.position
         self._dispatch.release_decode(journey, event.at)
-        if self.offloading is not None and event.output_tokens:
-            self.offloading.answered(event.at, event.output_tokens)
+        if event.output_tokens:
+            if self.offloading is not None:
+                self.offloading.answered(event.at, event.output_tokens)
+            if self._view.flight is not None:
+                self._view.flight.table.answers.finished(event.output_tokens)
         if pool is not None and position >= 0 and event.free_kv_bytes is not None:
             pool.free_kv_bytes[position] = event.free_kv_bytes
         return ()

@@ -85,10 +85,10 @@ class Dispatch:
                     pick = None  # nobody has room now; somebody may when the prefill is over
         instance = self._view.cluster.instances[index]
         if instance.role == "both":
-            return (prefill, self._stay(journey, (model, instance.protocol), index))
+            return (prefill, self._stay(journey, at, (model, instance.protocol), index))
         if pick is None:
             return (prefill,)
-        return (prefill, pick if isinstance(pick, Reject) else self._go(journey, pick))
+        return (prefill, pick if isinstance(pick, Reject) else self._go(journey, at, pick))
 
     def _placed(self, prefill: Prefill, placement: Placement) -> Prefill:
         """The same with why it is there, and what is copied there first."""
@@ -153,7 +153,7 @@ class Dispatch:
         key = (journey.model, instance.protocol)
         return self._view.choose_decode(journey.request, key, index, at, journey.avoid)
 
-    def alone(self, journey: Journey) -> tuple[Decision, ...]:
+    def alone(self, journey: Journey, at: float) -> tuple[Decision, ...]:
         """The one instance for a request of one leg, or a Reject."""
         found = self._view.choose_alone(journey.request, journey.model, journey.avoid)
         if isinstance(found, Reject):
@@ -161,26 +161,27 @@ class Dispatch:
         key, pick = found
         pool = self._view.decode[key]
         journey.source = int(pool.ids[pick.choice.index])
-        return (self._book(journey, pool, pick.choice.index, pick.candidates, pick.tier, pick.choice.terms),)
+        return (self._book(journey, at, pool, pick.choice.index, pick.candidates, pick.tier, pick.choice.terms),)
 
-    def _stay(self, journey: Journey, key: PoolKey, index: int) -> Decode:
+    def _stay(self, journey: Journey, at: float, key: PoolKey, index: int) -> Decode:
         """Decode where the prefill is."""
         pool, request = self._view.decode[key], journey.request
         hit_tokens = np.zeros(len(pool.ids), dtype=np.int64)
         model = self._view.models[journey.model]
         candidates = pool.candidates(request, model, hit_tokens, self._view.settings.reserve_bytes, None)
         candidates.kv_bytes[:] = 0.0
-        return self._book(journey, pool, pool.position[index], candidates, 0, None)
+        return self._book(journey, at, pool, pool.position[index], candidates, 0, None)
 
-    def _go(self, journey: Journey, pick: DecodePick) -> Decode:
+    def _go(self, journey: Journey, at: float, pick: DecodePick) -> Decode:
         """Decode on another instance than the prefill's."""
         instance = self._view.cluster.instances[journey.source]
         pool = self._view.decode[journey.model, instance.protocol]
-        return self._book(journey, pool, pick.choice.index, pick.candidates, pick.tier, pick.choice.terms)
+        return self._book(journey, at, pool, pick.choice.index, pick.candidates, pick.tier, pick.choice.terms)
 
     def _book(
         self,
         journey: Journey,
+        at: float,
         pool: DecodePool,
         position: int,
         candidates: Candidates,
@@ -194,7 +195,7 @@ class Dispatch:
         journey.kv_bytes = float(candidates.kv_bytes[position])
         pool.book(position, journey.need_bytes)
         if (journey.prefill < 0 or journey.early) and journey.source != journey.target:
-            self.start_transfer(journey)
+            self.start_transfer(journey, at)
         return Decode(
             request_id=journey.request.id,
             source=self._view.cluster.instances[journey.source].name,
@@ -215,14 +216,16 @@ class Dispatch:
         request, instance = journey.request, self._view.cluster.instances[journey.source]
         key = (journey.model, instance.protocol)
         pick = self._view.choose_decode(request, key, journey.source, at, journey.avoid)
-        return pick if isinstance(pick, Reject) else self._go(journey, pick)
+        return pick if isinstance(pick, Reject) else self._go(journey, at, pick)
 
-    def start_transfer(self, journey: Journey) -> None:
+    def start_transfer(self, journey: Journey, at: float) -> None:
         """Its KV cache leaves its source; nothing happens where it does already."""
         if journey.in_transfer:
             return
         journey.in_transfer = True
         self._view.oracle.transfer_started(journey.source, journey.target)
+        if self._view.flight is not None:
+            self._view.flight.table.started(at, journey.request.id, journey.source, journey.target, journey.kv_bytes)
         egress = self._egress(journey)
         if egress is not None:
             egress.started(journey.request.id, journey.kv_bytes)
@@ -232,6 +235,8 @@ class Dispatch:
         if journey.in_transfer:
             journey.in_transfer = False
             self._view.oracle.transfer_finished(journey.source, journey.target)
+            if self._view.flight is not None:
+                self._view.flight.table.finished(at, journey.request.id, landed=landed)
             egress = self._egress(journey)
             if egress is not None:
                 egress.ended(at, journey.request.id, landed=landed)

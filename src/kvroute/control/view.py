@@ -10,16 +10,22 @@ import numpy as np
 
 from kvroute import llm
 from kvroute.control.caches import Caches
+from kvroute.control.flight import Flight
 from kvroute.control.pool import DecodePool, PrefillPool
 from kvroute.control.settings import ControlSettings
 from kvroute.llm import Model
-from kvroute.oracle import NetworkOracle
-from kvroute.policies import PrefillCandidates, constrain, prefill_mask
+from kvroute.oracle import NetworkOracle, at_home
+from kvroute.policies import (
+    DecodePolicy,
+    Foresight,
+    PrefillCandidates,
+    constrain,
+    prefill_mask,
+)
 from kvroute.timing import prefill_time
 from kvroute.topology import Cluster
 from kvroute.types import (
     SAME_NODE,
-    TIER_COUNT,
     BoolArray,
     Candidates,
     Choice,
@@ -59,6 +65,8 @@ class View:
 
     def __init__(self, cluster: Cluster, settings: ControlSettings, oracle: NetworkOracle) -> None:
         self.oracle, self.cluster, self.settings = oracle, cluster, settings
+        policy = settings.decode_policy
+        self.flight = Flight(cluster, policy, oracle) if isinstance(policy, Foresight) else None
         members = list(enumerate(cluster.instances))
         self.models: dict[str, Model] = {
             name: llm.model(name) for name in sorted({instance.model for _, instance in members})
@@ -190,7 +198,8 @@ class View:
         reserve_bytes = self.settings.reserve_bytes
         candidates = pool.candidates(request, self.models[key[0]], hit_tokens, reserve_bytes, usable)
         costs = self.oracle.costs(source, pool.ids, at)
-        choice = self._constrained(request, candidates, costs, pool.decisions, usable)
+        policy = self.flight.policy(source, pool.ids, costs, at) if self.flight else self.settings.decode_policy
+        choice = self._constrained(policy, request, candidates, costs, pool.decisions, usable)
         return choice if isinstance(choice, Reject) else DecodePick(choice, candidates, int(costs.tier[choice.index]))
 
     def choose_alone(self, request: Request, model: str, avoid: Sequence[int]) -> tuple[PoolKey, DecodePick] | Reject:
@@ -208,7 +217,8 @@ class View:
             hit_tokens = self.caches.hit_tokens(request, pool.ids, request.input_tokens)
             candidates = pool.candidates(request, self.models[model], hit_tokens, self.settings.reserve_bytes, usable)
             candidates = replace(candidates, kv_bytes=np.zeros(len(pool.ids)))
-            choice = self._roomy(request, candidates, _at_home(len(pool.ids)), pool.decisions, usable)
+            policy = self.settings.decode_policy
+            choice = self._roomy(policy, request, candidates, at_home(len(pool.ids)), pool.decisions, usable)
             if not isinstance(choice, Reject):
                 return key, DecodePick(choice, candidates, SAME_NODE)
             refused = choice
@@ -227,12 +237,18 @@ class View:
         return usable
 
     def _constrained(
-        self, request: Request, candidates: Candidates, costs: NetworkCosts, turn: int, usable: BoolArray | None
+        self,
+        policy: DecodePolicy,
+        request: Request,
+        candidates: Candidates,
+        costs: NetworkCosts,
+        turn: int,
+        usable: BoolArray | None,
     ) -> Choice | Reject:
         constraint = self.settings.constraint
         if constraint is None:
-            return self._roomy(request, candidates, costs, turn, usable)
-        choice = constrain(self.settings.decode_policy, constraint, request, candidates, costs, turn)
+            return self._roomy(policy, request, candidates, costs, turn, usable)
+        choice = constrain(policy, constraint, request, candidates, costs, turn)
         if not isinstance(choice, Reject):
             return choice
         inside = costs.tier <= constraint.tier_max
@@ -243,15 +259,21 @@ class View:
         if not self.settings.overcommit:
             return choice
         room = _with_room(candidates, usable)
-        return constrain(self.settings.decode_policy, constraint, request, room, costs, turn)
+        return constrain(policy, constraint, request, room, costs, turn)
 
     def _roomy(
-        self, request: Request, candidates: Candidates, costs: NetworkCosts, turn: int, usable: BoolArray | None
+        self,
+        policy: DecodePolicy,
+        request: Request,
+        candidates: Candidates,
+        costs: NetworkCosts,
+        turn: int,
+        usable: BoolArray | None,
     ) -> Choice | Reject:
-        choice = self.settings.decode_policy.choose(request, candidates, costs, turn)
+        choice = policy.choose(request, candidates, costs, turn)
         if not isinstance(choice, Reject) or not self.settings.overcommit:
             return choice
-        return self.settings.decode_policy.choose(request, _with_room(candidates, usable), costs, turn)
+        return policy.choose(request, _with_room(candidates, usable), costs, turn)
 
 
 def _rounds(avoid: Sequence[int]) -> Iterator[Sequence[int]]:
@@ -264,15 +286,3 @@ def _with_room(candidates: Candidates, usable: BoolArray | None) -> Candidates:
     """As if every usable instance had room."""
     needs = np.minimum(candidates.need_bytes, candidates.free_kv_bytes)
     return replace(candidates, need_bytes=needs if usable is None else np.where(usable, needs, np.inf))
-
-
-def _at_home(count: int) -> NetworkCosts:
-    """The network of a request that stays where it is."""
-    nothing = np.zeros(TIER_COUNT)
-    return NetworkCosts(
-        tier=np.full(count, SAME_NODE, dtype=np.int8),
-        bytes_per_s=np.ones(TIER_COUNT),
-        latency_s=nothing,
-        congestion=nothing,
-        in_flight=np.zeros(TIER_COUNT, dtype=np.int64),
-    )

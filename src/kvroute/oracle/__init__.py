@@ -2,7 +2,7 @@
 
 from kvroute.oracle.formulas import effective_bytes_per_s, network_wins, staleness_bound
 from kvroute.oracle.links import LinkView
-from kvroute.oracle.network import NetworkOracle
+from kvroute.oracle.network import NetworkOracle, at_home
 from kvroute.oracle.telemetry import CONGESTION_MAX, OracleSettings
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "LinkView",
     "NetworkOracle",
     "OracleSettings",
+    "at_home",
     "effective_bytes_per_s",
     "network_wins",
     "staleness_bound",

@@ -10,7 +10,7 @@ from kvroute.oracle.learned import Learned
 from kvroute.oracle.links import LinkView
 from kvroute.oracle.telemetry import Congestion, OracleSettings, utilisation_array
 from kvroute.topology import Cluster
-from kvroute.types import TIER_COUNT, FloatArray, InputError, IntArray, NetworkCosts, TierArray
+from kvroute.types import SAME_NODE, TIER_COUNT, FloatArray, InputError, IntArray, NetworkCosts, TierArray
 
 
 class NetworkOracle:
@@ -180,3 +180,15 @@ def _per_tier(values: FloatArray, where: str, *, above_zero: bool) -> FloatArray
         raise InputError(f"{array.tolist()} are not all finite and {bound}", where=where, mend="mend the tier's value")
     array.flags.writeable = False
     return array
+
+
+def at_home(count: int) -> NetworkCosts:
+    """The network of a request that stays where it is."""
+    nothing = np.zeros(TIER_COUNT)
+    return NetworkCosts(
+        tier=np.full(count, SAME_NODE, dtype=np.int8),
+        bytes_per_s=np.ones(TIER_COUNT),
+        latency_s=nothing,
+        congestion=nothing,
+        in_flight=np.zeros(TIER_COUNT, dtype=np.int64),
+    )

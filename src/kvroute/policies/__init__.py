@@ -2,33 +2,46 @@
 
 from kvroute.policies.constraint import Enforcement, Level, TopologyConstraint, constrain, prefill_mask
 from kvroute.policies.decode import (
-    DECODE_POLICIES,
     CacheAndLoadAware,
     CacheAware,
     DecodePolicy,
     LoadAware,
     NetKV,
     RoundRobin,
-    decode_policy,
 )
+from kvroute.policies.foresight import FORESIGHT_POLICIES, Foresight, ForesightJoint, Pair, Way, foresight_policy
+from kvroute.policies.foresight_flight import InFlight, Sight
+from kvroute.policies.foresight_links import LinkModel
+from kvroute.policies.foresight_spec import ForesightSpec
+from kvroute.policies.names import DECODE_POLICIES, decode_policy
 from kvroute.policies.prefill import PREFILL_POLICIES, PrefillCandidates, PrefillPolicy, prefill_policy
 
 __all__ = [
     "DECODE_POLICIES",
+    "FORESIGHT_POLICIES",
     "PREFILL_POLICIES",
     "CacheAndLoadAware",
     "CacheAware",
     "DecodePolicy",
     "Enforcement",
+    "Foresight",
+    "ForesightJoint",
+    "ForesightSpec",
+    "InFlight",
     "Level",
+    "LinkModel",
     "LoadAware",
     "NetKV",
+    "Pair",
     "PrefillCandidates",
     "PrefillPolicy",
     "RoundRobin",
+    "Sight",
     "TopologyConstraint",
+    "Way",
     "constrain",
     "decode_policy",
+    "foresight_policy",
     "prefill_mask",
     "prefill_policy",
 ]

@@ -224,36 +224,19 @@ class NetKV:
         return Choice(index, Terms(candidates.names, terms[COST], feasible, parts))
 
 
-def _netkv() -> NetKV:
+def netkv() -> NetKV:
+    """All of NetKV."""
     return NetKV()
 
 
-def _netkv_static() -> NetKV:
+def netkv_static() -> NetKV:
+    """NetKV without telemetry."""
     return NetKV(congestion=False)
 
 
-def _netkv_topo() -> NetKV:
+def netkv_topo() -> NetKV:
+    """NetKV by the tier map alone."""
     return NetKV(congestion=False, in_flight=False)
-
-
-DECODE_POLICIES: dict[str, Callable[..., DecodePolicy]] = {
-    "round-robin": RoundRobin,
-    "load-aware": LoadAware,
-    "cache-aware": CacheAware,
-    "cla": CacheAndLoadAware,
-    "netkv-topo": _netkv_topo,
-    "netkv-static": _netkv_static,
-    "netkv": _netkv,
-}
-
-
-def decode_policy(name: str, **parameters: float) -> DecodePolicy:
-    """The decode policy of that name; only `cla` takes parameters (`cache_weight`, `load_weight`).
-
-    Raises:
-        InputError: unknown name or parameter, or a parameter out of bounds.
-    """
-    return policy_of(DECODE_POLICIES, "decode policy", name, parameters)
 
 
 def policy_of(

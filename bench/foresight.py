@@ -1,0 +1,180 @@
+"""Latency of one foresight decision, beside playing every candidate through: `python -m bench.foresight`.
+
+Timed is `InFlight.sight` and `choose`: the model's bytes moved on, the closed form of every candidate, the what-if of
+the best, all terms. Booking (one transfer starts, one ends, rates solved again after each) is a row of its own. The
+bound is the same solver without closed form, pruning and neighbourhood: `FlowNetwork.transfer_s` of each candidate over
+all transfers in flight, and nothing for the delay imposed on them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+
+import numpy as np
+from bench.measurement import Row, fresh, show
+from bench.prompts import quantiles_us
+
+SIZES = ((128, 50), (1_024, 400))
+"""Decode instances, transfers in flight."""
+TARGETS_US = {128: 150.0, 1_024: 1_000.0}
+CALLS, PLAIN_CALLS = 2_000, 3
+WARM = 50
+POLICIES = ("foresight", "foresight-closed")
+
+
+class Driver:
+    """A table of transfers that is kept at so many, and decisions over it; a clock that only counts."""
+
+    def __init__(self, decode: int, in_flight: int) -> None:
+        from kvroute.oracle import NetworkOracle
+        from kvroute.policies.foresight_flight import InFlight
+        from kvroute.policies.foresight_links import LinkModel
+        from kvroute.topology import InstanceCounts, build, fat_tree
+
+        prefill, pods, nodes_per_rack = max(4, min(decode // 3, 256)), 8, 8
+        racks_per_pod = -(-(decode + prefill) // (2 * nodes_per_rack * pods))
+        cluster = build(
+            fat_tree(
+                pods=pods,
+                racks_per_pod=racks_per_pod,
+                nodes_per_rack=nodes_per_rack,
+                oversubscription=(2.0, 4.0),
+                instances=InstanceCounts(prefill=prefill, decode=decode, placement="spread"),
+            )
+        )
+        roles = [instance.role for instance in cluster.instances]
+        self.sources = [index for index, role in enumerate(roles) if role == "prefill"]
+        self.targets = np.array([index for index, role in enumerate(roles) if role == "decode"])
+        self.names = tuple(cluster.instances[index].name for index in self.targets)
+        self.oracle, self.links = NetworkOracle.of(cluster), LinkModel.of(cluster)
+        self.table, self.in_flight, self.now, self.next = InFlight(self.links), in_flight, 0.0, 0
+        self.draw, self.random = random.Random(decode), np.random.default_rng(decode)
+        for _ in range(in_flight):
+            self.start(self.draw.choice(self.sources), self.draw.randrange(decode), self.draw.uniform(1e9, 6e9))
+
+    def start(self, source: int, position: int, kv_bytes: float) -> None:
+        """One more transfer, after a millisecond."""
+        self.now += 1e-3
+        self.table.started(self.now, self.next, source, int(self.targets[position]), kv_bytes)
+        self.next += 1
+
+    def candidates(self) -> object:
+        """Half-full decode instances, a tenth of the prompt cached on some."""
+        from kvroute.types import Candidates
+
+        count = len(self.names)
+        return Candidates(
+            names=self.names,
+            batch=self.random.integers(0, 40, count),
+            queued=self.random.integers(0, 3, count),
+            batch_max=np.full(count, 64),
+            free_kv_bytes=np.full(count, 2e11),
+            hit_tokens=np.zeros(count, dtype=np.int64),
+            kv_bytes=4e9 * self.random.choice([1.0, 0.9], count),
+            need_bytes=np.full(count, 5e9),
+            iteration_base_s=np.full(count, 0.0125),
+            iteration_per_request_s=np.full(count, 1e-4),
+        )
+
+
+def decisions(decode: int, in_flight: int, name: str, calls: int) -> dict[str, object]:
+    """Figures of one size and policy, in this process."""
+    from dataclasses import replace
+
+    from kvroute.policies.foresight import foresight_policy
+    from kvroute.types import Choice, Request
+
+    driver, policy = Driver(decode, in_flight), foresight_policy(name)
+    request, pools = Request(id=1, input_tokens=32_768), [driver.candidates() for _ in range(20)]
+    choose_ns, book_ns, played = [], [], 0.0
+    for call in range(calls + WARM):
+        source, pool = driver.draw.choice(driver.sources), pools[call % len(pools)]
+        costs = driver.oracle.costs(source, driver.targets, driver.now)
+        start = time.perf_counter_ns()
+        choice = replace(policy, sight=driver.table.sight(driver.now, source, driver.targets)).choose(
+            request,
+            pool,  # type: ignore[arg-type]
+            costs,
+            call,
+        )
+        choose_ns.append(time.perf_counter_ns() - start)
+        assert isinstance(choice, Choice)
+        played += float(choice.terms.parts["played"].sum())
+        left = driver.table.left_bytes(driver.now)
+        ended = min(left, key=lambda each: (left[each], each))
+        start = time.perf_counter_ns()
+        driver.table.finished(driver.now, ended)
+        driver.start(source, choice.index, float(pool.kv_bytes[choice.index]))  # type: ignore[attr-defined]
+        book_ns.append(time.perf_counter_ns() - start)
+        while len(driver.table.rates_bytes_per_s) < in_flight:  # one inside a node is not kept
+            driver.start(driver.draw.choice(driver.sources), driver.draw.randrange(decode), 4e9)
+    figures: dict[str, object] = {"choose": quantiles_us(choose_ns[WARM:]), "book": quantiles_us(book_ns[WARM:])}
+    return figures | {"played": played / (calls + WARM), "plain": _plain_us(driver)}
+
+
+def _plain_us(driver: Driver) -> float:
+    """Median microseconds of playing every candidate through a network of all transfers."""
+    from kvroute.flows import FlowNetwork
+    from kvroute.policies.foresight_kernels import HOPS_MAX, path_of
+
+    links, scratch = driver.links, np.zeros(HOPS_MAX, dtype=np.int64)
+    network = FlowNetwork(links.capacity_bytes_per_s)
+
+    def path(source: int, target: int) -> list[int]:
+        hops = path_of(source, target, int(links.tier[source, target]), links.ways, links.wan, scratch)
+        return [int(link) for link in scratch[:hops]]
+
+    for each in range(driver.in_flight):
+        ends = driver.draw.choice(driver.sources), int(driver.draw.choice(driver.targets))
+        network.start(each, path(*ends), driver.draw.uniform(1e9, 6e9))
+    taken = []
+    for _ in range(PLAIN_CALLS):
+        source = driver.draw.choice(driver.sources)
+        start = time.perf_counter_ns()
+        for target in driver.targets.tolist():
+            network.transfer_s(path(source, target), 4e9)
+        taken.append((time.perf_counter_ns() - start) / 1e3)
+    return sorted(taken)[PLAIN_CALLS // 2]
+
+
+def rows(calls: int) -> list[Row]:
+    """Every size and policy, each in a fresh process."""
+    found = []
+    for decode, in_flight in SIZES:
+        for name in POLICIES:
+            figures = fresh("bench.foresight", "--one", decode, in_flight, name, "--calls", calls)
+            where = f"{name}, {decode:,} instances, {in_flight} in flight"
+
+            def row(measure: str, ours: float, **more: float | str | None) -> Row:
+                return Row(measure=measure, unit="us", better="lower", ours=ours, **more)  # type: ignore[arg-type]
+
+            played = f"{figures['played']:.2f} candidates played in the mean" if figures["played"] else ""
+            bound = {"peer": figures["plain"], "peer_name": "each candidate played"}
+            target = TARGETS_US[decode] if name == "foresight" else None
+            note = f"{where}: {played}" if played else ""
+            found.append(row(f"{where}, median", figures["choose"]["p50_us"], target=target, note=note, **bound))
+            found.append(row(f"{where}, p99", figures["choose"]["p99_us"]))
+            if name == "foresight":
+                found.append(row(f"booking a start and an end, {in_flight} in flight", figures["book"]["p50_us"]))
+    return found
+
+
+def main() -> None:
+    """Print the rows, or one size's figures for the process that asked."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true", help="one JSON document")
+    parser.add_argument("--calls", type=int, default=CALLS, help="decisions of each size")
+    parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.one:
+        decode, in_flight, name = given.one
+        print(json.dumps(decisions(int(decode), int(in_flight), name, given.calls)))
+        return
+    show(rows(given.calls), given.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,251 @@
+"""foresight: a decode instance by what the transfer there would really cost, its own seconds and others'; pure.
+
+It refuses to keep anything: the table of transfers in flight is `foresight_flight.InFlight`'s, the rates are `flows`'.
+Without a table it prices by tiers alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import msgspec
+import numpy as np
+
+from kvroute.policies.decode import no_room, policy_of
+from kvroute.policies.foresight_flight import Sight
+from kvroute.policies.foresight_kernels import (
+    COST,
+    IMPOSED_S,
+    NOBODY,
+    PACE,
+    PLAYED,
+    ROWS,
+    SLOT_S,
+    STEP_S,
+    TRANSFER_S,
+    WAIT_S,
+    foresee,
+    price_all,
+)
+from kvroute.policies.foresight_spec import ForesightSpec
+from kvroute.policies.prefill import PrefillCandidates
+from kvroute.types import BoolArray, Candidates, Choice, FloatArray, NetworkCosts, Reject, Request, Terms
+
+
+@dataclass(frozen=True, slots=True)
+class Foresight:
+    """Where transfer, delay imposed on others, slot wait, first step and slot price come to the least.
+
+    The closed form ranks all candidates; the transfers of the best `spec.width` are played through in the fluid model.
+    Where nothing in the network binds, alike candidates are ranked by load, as `cla` does.
+    """
+
+    spec: ForesightSpec = field(default_factory=ForesightSpec)
+    sight: Sight | None = None
+    """What is known of the network at this decision; None: what `NetworkCosts` says of the tiers, and no more."""
+    at_arrival: bool = False
+    """Whether the prefill is still to come: load then counts by `spec.arrival_load_weight`."""
+
+    def choose(self, request: Request, candidates: Candidates, costs: NetworkCosts, turn: int) -> Choice | Reject:
+        """See DecodePolicy. Terms: transfer_s (latency included), imposed_s, wait_s, step_s, slot_s; and what the
+        transfer gets in the mean (pace_bytes_per_s), its tier, and whether it was played through (1) or estimated in
+        closed form (0)."""
+        count = len(candidates.names)
+        feasible: BoolArray = np.empty(count, dtype=np.bool_)
+        terms = np.empty((ROWS, count))
+        index = self._by_tiers(candidates, costs, feasible, terms) if self.sight is None else NOBODY
+        if self.sight is not None:
+            index = self._by_links(candidates, costs, self.sight, feasible, terms)
+        if index == NOBODY:
+            return no_room(request, candidates)
+        return Choice(index, Terms(candidates.names, terms[COST], feasible, _parts(terms, costs)))
+
+    def _by_links(
+        self, candidates: Candidates, costs: NetworkCosts, sight: Sight, feasible: BoolArray, terms: FloatArray
+    ) -> int:
+        links = sight.links
+        return foresee(
+            candidates.need_bytes,
+            candidates.free_kv_bytes,
+            candidates.kv_bytes,
+            candidates.batch,
+            candidates.queued,
+            candidates.batch_max,
+            candidates.iteration_base_s,
+            candidates.iteration_per_request_s,
+            costs.tier,
+            costs.latency_s,
+            sight.source,
+            sight.targets,
+            sight.starts_s,
+            self._numbers(sight.output_tokens),
+            links.ways,
+            links.wan,
+            sight.cable_bytes_per_s,
+            links.cables,
+            sight.crowd,
+            links.hashed_paths,
+            self.spec.sibling_weight * (links.hashed_paths - 1),
+            sight.mean_bytes_per_s,
+            sight.factor,
+            sight.tier_bytes_per_s,
+            int(self.spec.width),
+            int(self.spec.near_max),
+            *sight.state,
+            feasible,
+            terms,
+        )
+
+    def _by_tiers(self, candidates: Candidates, costs: NetworkCosts, feasible: BoolArray, terms: FloatArray) -> int:
+        """NetKV eq. 4 for the transfer; nothing is known of NICs, uplinks and other sources."""
+        np.less_equal(candidates.need_bytes, candidates.free_kv_bytes, out=feasible)
+        alone = costs.bytes_per_s.take(costs.tier) if costs.pair_bytes_per_s is None else costs.pair_bytes_per_s
+        pace = alone * ((1.0 - costs.congestion) / (1.0 + costs.in_flight)).take(costs.tier)
+        price_all(
+            candidates.kv_bytes / pace + costs.latency_s.take(costs.tier),
+            candidates.batch,
+            candidates.queued,
+            candidates.batch_max,
+            candidates.iteration_base_s,
+            candidates.iteration_per_request_s,
+            costs.tier,
+            0.0,
+            self._numbers(self.spec.output_tokens),
+            terms,
+        )
+        terms[PACE] = pace
+        index = int(np.where(feasible, terms[COST], np.inf).argmin()) if len(feasible) else NOBODY
+        return index if index != NOBODY and feasible[index] else NOBODY
+
+    def _numbers(self, output_tokens: float) -> FloatArray:
+        spec = self.spec
+        load_weight = spec.arrival_load_weight if self.at_arrival else 1.0
+        weights = (spec.imposed_weight, spec.slot_weight, spec.answer_weight, load_weight, spec.step_floor_s)
+        return np.array((*weights, output_tokens))
+
+
+def _parts(terms: FloatArray, costs: NetworkCosts) -> dict[str, FloatArray]:
+    return {
+        "transfer_s": terms[TRANSFER_S],
+        "imposed_s": terms[IMPOSED_S],
+        "wait_s": terms[WAIT_S],
+        "step_s": terms[STEP_S],
+        "slot_s": terms[SLOT_S],
+        "pace_bytes_per_s": terms[PACE],
+        "played": terms[PLAYED],
+        "tier": costs.tier.astype(np.float64),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """The decode side as one prefill instance would see it, its transfer starting when that prefill ends
+    (`sight.starts_s`: `pending_s + prefill_s`)."""
+
+    candidates: Candidates
+    costs: NetworkCosts
+    sight: Sight
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A prefill instance (index into `PrefillCandidates`) with its decode instance, chosen at arrival."""
+
+    prefill: Choice
+    decode: Choice
+
+
+@dataclass(frozen=True, slots=True)
+class ForesightJoint:
+    """At arrival, the pair whose transfer would be over soonest, the delay imposed on others added; `decode` chooses
+    again when the prefill has ended."""
+
+    spec: ForesightSpec = field(default_factory=ForesightSpec)
+
+    def choose(
+        self, request: Request, prefill: PrefillCandidates, ways: Sequence[Way | None], turn: int
+    ) -> Pair | Reject:
+        """Choose among the n prefill instances that have a way (None: not allowed, or nobody to hand the KV to).
+
+        The closed form ranks them; the best pair of each of the first `spec.joint_width` is played through. The terms
+        of the prefill choice hold, for those in play, `start_s` and `decode_s`, the cost of its best decode instance;
+        the others keep the closed form, behind.
+        """
+        closed = Foresight(msgspec.structs.replace(self.spec, width=0), at_arrival=True)
+        found: dict[int, Choice] = {}
+        refused: Reject | None = None
+        for index, way in enumerate(ways):
+            if way is None:
+                continue
+            choice = _seeing(closed, way).choose(request, way.candidates, way.costs, turn)
+            if isinstance(choice, Reject):
+                refused = refused or choice
+            else:
+                found[index] = choice
+        if not found:
+            return refused or Reject(request.id, "no prefill instance has a decode instance to hand its KV cache to")
+        start_s = prefill.pending_s + prefill.prefill_s
+        order = sorted(found, key=lambda index: (start_s[index] + _paid(found[index]), index))
+        return self._played(request, prefill, ways, turn, found, order, start_s)
+
+    def _played(
+        self,
+        request: Request,
+        prefill: PrefillCandidates,
+        ways: Sequence[Way | None],
+        turn: int,
+        found: dict[int, Choice],
+        order: list[int],
+        start_s: FloatArray,
+    ) -> Pair | Reject:
+        fluid = Foresight(self.spec, at_arrival=True)
+        decode_s, feasible = np.zeros(len(ways)), np.zeros(len(ways), dtype=np.bool_)
+        shift_s = 0.0
+        for place, index in enumerate(order):
+            way = ways[index]
+            assert way is not None, "found says so"
+            if place < self.spec.joint_width:
+                choice = _seeing(fluid, way).choose(request, way.candidates, way.costs, turn)
+                assert isinstance(choice, Choice), "room has nothing to do with the fluid model"
+                shift_s = max(shift_s, _paid(choice) - _paid(found[index]))
+                found[index] = choice
+                decode_s[index] = _paid(choice)
+            else:
+                decode_s[index] = _paid(found[index]) + shift_s
+            feasible[index] = True
+        cost = start_s + decode_s
+        index = int(np.where(feasible, cost, np.inf).argmin())
+        parts = {"start_s": start_s, "decode_s": decode_s, "hit_tokens": prefill.hit_tokens.astype(np.float64)}
+        return Pair(Choice(index, Terms(prefill.names, cost, feasible, parts)), found[index])
+
+
+def _seeing(policy: Foresight, way: Way) -> Foresight:
+    return replace(policy, sight=way.sight)
+
+
+def _paid(choice: Choice) -> float:
+    return float(choice.terms.cost[choice.index])
+
+
+def _fluid(spec: ForesightSpec) -> Foresight:
+    return Foresight(spec)
+
+
+def _closed_form(spec: ForesightSpec) -> Foresight:
+    return Foresight(msgspec.structs.replace(spec, width=0))
+
+
+FORESIGHT_POLICIES = {"foresight": _fluid, "foresight-closed": _closed_form}
+"""Decode policies by name; `foresight-joint` is `ForesightJoint` at arrival and `foresight-closed` at the decision."""
+
+
+def foresight_policy(name: str, **parameters: float) -> Foresight:
+    """The policy of that name; parameters are the fields of `ForesightSpec`.
+
+    Raises:
+        InputError: unknown name or parameter, or a parameter out of bounds.
+    """
+    known = dict.fromkeys(FORESIGHT_POLICIES, ForesightSpec)
+    spec = policy_of(known, "decode policy", name, parameters)
+    return FORESIGHT_POLICIES[name](spec)

@@ -1,0 +1,246 @@
+"""The transfers in flight as foresight models them, and what their ends have taught; it has no clock and sees no end by
+itself.
+
+A caller says when a transfer starts and when its end was observed. Between these the model's rates move its bytes; how
+far the model was off is what a tier learns from.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvroute.flows import arrays, kernels
+from kvroute.flows.kernels import State
+from kvroute.oracle.telemetry import CONGESTION_MAX
+from kvroute.policies.foresight_kernels import HOPS_MAX, ceiling_of, pass_time, path_of
+from kvroute.policies.foresight_links import LinkModel
+from kvroute.policies.foresight_spec import ForesightSpec
+from kvroute.types import SAME_NODE, SAME_POD, TIER_COUNT, FloatArray, InputError, IntArray
+
+_SLOTS = 64
+_NO_INTS: IntArray = np.empty(0, np.int64)
+_NO_FLOATS: FloatArray = np.empty(0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sight:
+    """What one decision may know of the network: live arrays, which a policy reads and keeps nothing of."""
+
+    links: LinkModel
+    state: State
+    """Transfers in flight, their bytes left and their model rates, now."""
+    crowd: IntArray
+    """[m] transfers on each link."""
+    cable_bytes_per_s: FloatArray
+    """[m] what others leave of one cable."""
+    tier_bytes_per_s: FloatArray
+    """[TIER_COUNT] what others leave of a tier."""
+    factor: FloatArray
+    """[TIER_COUNT] measured over promised capacity."""
+    mean_bytes_per_s: float
+    """Mean model rate of a hashed path."""
+    output_tokens: float
+    """Mean answer."""
+    source: int
+    targets: IntArray
+    """[n] index of each candidate in the tier map."""
+    starts_s: float = 0.0
+    """From now until the transfer would start."""
+
+
+class Learned:
+    """Capacity of the tiers beyond the rack as measured by ended transfers: a factor on what the map promised.
+
+    Each tier keeps a fading mean of log factors, drawn to the mean of all tiers, and that one to 1, the map as given.
+    """
+
+    def __init__(self, spec: ForesightSpec) -> None:
+        self._spec = spec
+        self._log: FloatArray = np.zeros(TIER_COUNT)
+        self._weight: FloatArray = np.zeros(TIER_COUNT)
+        self.factor: FloatArray = np.ones(TIER_COUNT)
+
+    def ended(self, tier: int, kv_bytes: float, predicted_bytes: float, limited_bytes: float) -> None:
+        """A transfer of `kv_bytes` has landed when the model had sent `predicted_bytes` of it (of any size: the model
+        goes on), `limited_bytes` of these at its path's ceiling."""
+        spec = self._spec
+        if tier < SAME_POD or not (kv_bytes > 0 and predicted_bytes > 0):
+            return
+        surprise = min(max(math.log(kv_bytes / predicted_bytes), -spec.surprise_max), spec.surprise_max)
+        if limited_bytes <= spec.path_limited_share * predicted_bytes and surprise >= spec.late_log:
+            return  # a NIC or a crowded uplink set the pace: that says nothing of the paths
+        target = math.log(self.factor[tier]) + surprise
+        self._log[tier] = spec.remembered * self._log[tier] + target
+        self._weight[tier] = spec.remembered * self._weight[tier] + 1.0
+        pooled = float(self._log.sum()) / (float(self._weight.sum()) + spec.pooled_prior_transfers)
+        for each in range(SAME_POD, TIER_COUNT):
+            log = (self._log[each] + spec.prior_transfers * pooled) / (self._weight[each] + spec.prior_transfers)
+            self.factor[each] = min(max(math.exp(log), spec.factor_min), spec.factor_max)
+
+    @property
+    def weight(self) -> tuple[float, ...]:
+        """Transfers that each tier's factor rests on, faded; 0 where nothing was learned."""
+        return tuple(self._weight.tolist())
+
+
+class Answers:
+    """Mean length of the last answers; the prior stands in for those not seen yet."""
+
+    def __init__(self, spec: ForesightSpec) -> None:
+        window = int(spec.output_window)
+        self._last = deque([float(spec.output_tokens)] * window, maxlen=window)
+        self._sum = float(spec.output_tokens) * window
+
+    def finished(self, output_tokens: int) -> None:
+        """One more answer."""
+        self._sum += output_tokens - self._last[0]
+        self._last.append(float(output_tokens))
+
+    @property
+    def mean_tokens(self) -> float:
+        """At least one token."""
+        return max(self._sum / len(self._last), 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Under:
+    """One transfer under way."""
+
+    slot: int
+    tier: int
+    kv_bytes: float
+    path: tuple[int, ...]
+
+
+class InFlight:
+    """The table of transfers in flight on the aggregated links, kept from calls; times may repeat and never go back."""
+
+    def __init__(self, links: LinkModel, spec: ForesightSpec | None = None) -> None:
+        """Nothing in flight, nothing learned, no congestion known."""
+        self.links, self.spec = links, spec or ForesightSpec()
+        self.learned, self.answers = Learned(self.spec), Answers(self.spec)
+        self._told: FloatArray = np.zeros(TIER_COUNT)
+        self._cable, self._tier_left = links.cable_bytes_per_s, links.tier_bytes_per_s
+        self._all: IntArray = np.arange(len(links.capacity_bytes_per_s))
+        self._crowd: IntArray = np.zeros(len(self._all), dtype=np.int64)
+        self._state = arrays.idle(links.capacity_bytes_per_s, _SLOTS, HOPS_MAX)
+        self._predicted: FloatArray = np.zeros(_SLOTS)
+        self._limited: FloatArray = np.zeros(_SLOTS)
+        self._out: IntArray = np.zeros(_SLOTS, dtype=np.int64)
+        self._free = list(range(_SLOTS - 1, -1, -1))
+        self._under: dict[int, _Under] = {}
+        self._path: IntArray = np.zeros(HOPS_MAX, dtype=np.int64)
+        self.now = 0.0
+
+    def started(self, at: float, transfer: int, source: int, target: int, kv_bytes: float) -> None:
+        """A transfer leaves. One inside a node or of no bytes is nobody's rival and is not kept.
+
+        Raises:
+            InputError: it is in flight already, or its bytes are negative or not finite.
+        """
+        if transfer in self._under:
+            raise InputError(f"transfer {transfer} is in flight already", mend="give each its own number")
+        if not 0.0 <= kv_bytes < math.inf:
+            raise InputError(f"a transfer of {kv_bytes} bytes", where="kv_bytes", mend="give a size of zero or more")
+        tier = int(self.links.tier[source, target])
+        if tier == SAME_NODE or kv_bytes == 0.0:
+            return
+        mean = self._pass(at)
+        ceiling = self._ceiling(source, target, tier, mean)
+        path = self._path[: path_of(source, target, tier, self.links.ways, self.links.wan, self._path)].tolist()
+        if not self._free:
+            self._widen()
+        slot = self._free.pop()
+        self._under[transfer] = _Under(slot, tier, kv_bytes, tuple(path))
+        self._crowd[path] += 1
+        self._predicted[slot] = self._limited[slot] = 0.0
+        if ceiling < math.inf:
+            private = len(self._all) + slot
+            self._state.link[private, kernels.CAPACITY] = ceiling
+            path.append(private)
+        self._solve(np.array([slot, len(path), *path], dtype=np.int64), np.array([kv_bytes, 1.0]))
+
+    def finished(self, at: float, transfer: int, *, landed: bool = True) -> None:
+        """Its end was observed: it has `landed`, or is given up and teaches nothing. One that is not in flight changes
+        nothing: an engine may report the same end twice."""
+        under = self._under.pop(transfer, None)
+        if under is None:
+            return
+        self._pass(at)
+        if landed:
+            slot = under.slot
+            predicted, limited = float(self._predicted[slot]), float(self._limited[slot])
+            self.learned.ended(under.tier, under.kv_bytes, predicted, limited)
+        kernels.cancel(self.now, under.slot, self._state)
+        self._crowd[list(under.path)] -= 1
+        self._free.append(under.slot)
+        self._solve(_NO_INTS, _NO_FLOATS)
+
+    def congested(self, at: float, congestion: FloatArray) -> None:
+        """What others take of each tier, [TIER_COUNT] in [0, 1), from `at` on."""
+        if (congestion == self._told).all():
+            return
+        self._pass(at)
+        self._told = congestion.copy()
+        congestion = np.minimum(congestion, CONGESTION_MAX)
+        left = self.links.left(congestion)
+        self._cable = self.links.cable_bytes_per_s * left
+        self._tier_left = self.links.tier_bytes_per_s * (1.0 - congestion)
+        kernels.set_capacities(self._all, self.links.capacity_bytes_per_s * left, self._state)
+        self._solve(_NO_INTS, _NO_FLOATS)
+
+    def sight(self, at: float, source: int, targets: IntArray, starts_s: float = 0.0) -> Sight:
+        """What a decision at `at` may know, for a transfer from `source` that starts `starts_s` later."""
+        return Sight(
+            links=self.links,
+            mean_bytes_per_s=self._pass(at),
+            state=self._state,
+            crowd=self._crowd,
+            cable_bytes_per_s=self._cable,
+            tier_bytes_per_s=self._tier_left,
+            factor=self.learned.factor,
+            output_tokens=self.answers.mean_tokens,
+            source=source,
+            targets=targets,
+            starts_s=starts_s,
+        )
+
+    def left_bytes(self, at: float) -> dict[int, float]:
+        """Bytes that each transfer in flight has left in the model, by its number."""
+        self._pass(at)
+        return {each: float(self._state.flow[under.slot, kernels.LEFT]) for each, under in self._under.items()}
+
+    @property
+    def rates_bytes_per_s(self) -> dict[int, float]:
+        """Model rate of each transfer in flight, by its number."""
+        return {each: float(self._state.flow[under.slot, kernels.RATE]) for each, under in self._under.items()}
+
+    def _ceiling(self, source: int, target: int, tier: int, mean: float) -> float:
+        links, factor = self.links, self.learned.factor
+        crowd, hashed, left = self._crowd, links.hashed_paths, self._tier_left
+        kin = self.spec.sibling_weight * (hashed - 1)
+        ways, wan, cables = links.ways, links.wan, links.cables
+        return ceiling_of(source, target, tier, ways, wan, self._cable, cables, crowd, hashed, kin, mean, factor, left)
+
+    def _pass(self, at: float) -> float:
+        """Move the model's bytes; returns the mean rate of a hashed path."""
+        self.now = max(at, self.now)
+        net, share = self._state, self.spec.left_floor_share
+        total = pass_time(self.now, share, net.flow, net.link, net.lists, net.counts, self._predicted, self._limited)
+        return total / max(len(self._under) * self.links.hashed_paths, 1)
+
+    def _solve(self, ints: IntArray, floats: FloatArray) -> None:
+        """Start what is staged and make the rates max-min again; -inf: no finish is acted upon."""
+        kernels.drive(self.now, -math.inf, *self._state, ints, floats, self._out)
+
+    def _widen(self) -> None:
+        slots = len(self._predicted)
+        self._state = arrays.widened(self._state, 2 * slots)
+        self._predicted = np.concatenate([self._predicted, np.zeros(slots)])
+        self._limited = np.concatenate([self._limited, np.zeros(slots)])
+        self._out = np.zeros(2 * slots, dtype=np.int64)
+        self._free = list(range(2 * slots - 1, slots - 1, -1))

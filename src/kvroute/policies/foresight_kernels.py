@@ -1,0 +1,559 @@
+"""foresight's arithmetic, compiled: the closed form of every candidate, and the fluid what-if of the best of them.
+
+Rates come from `flows.kernels`, never from a solver of its own. The functions refuse to know requests and instances;
+`kvroute.policies.foresight` says what the numbers mean. numba's cache notices a change of this file only: after one of
+`flows/kernels.py` touch this file, too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar, cast
+
+import numba
+import numpy as np
+
+from kvroute.flows import kernels as flows
+from kvroute.flows.kernels import State
+from kvroute.types import (
+    CROSS_DATACENTER,
+    SAME_DATACENTER,
+    SAME_NODE,
+    SAME_POD,
+    SAME_RACK,
+    BoolArray,
+    FloatArray,
+    IntArray,
+    TierArray,
+)
+
+TRANSFER_S, IMPOSED_S, WAIT_S, STEP_S, SLOT_S, PACE, PLAYED, BOUND, COST = range(9)
+"""Rows of `terms`; BOUND is what a candidate costs at least, for nobody to look at."""
+ROWS = COST + 1
+NOBODY = -1
+HOPS_MAX = 8
+"""Links of a path, the private one that holds the ceiling included."""
+NIC_UP, NIC_DOWN, RACK_UP, RACK_DOWN, POD_UP, POD_DOWN, SITE = range(7)
+"""As in `foresight_links`: numba reads globals of its own file only when it compiles."""
+TAIL = 1e-9
+"""Probability beyond which the number of rivals on a cable is not followed; and a share that is rounding."""
+
+
+class Fabric(NamedTuple):
+    """The aggregated links, and how they are taken: `LinkModel` after congestion, and the table of transfers."""
+
+    ways: IntArray
+    wan: IntArray
+    cable: FloatArray
+    """[m] what others leave of one cable, bytes per second."""
+    cables: IntArray
+    crowd: IntArray
+    """[m] own transfers on each link."""
+    hashed: int
+    siblings: float
+    """Other flows of the same transfer, as far as they count."""
+    mean: float
+    """Mean model rate of a hashed path."""
+    factor: FloatArray
+    """Measured over promised, by tier."""
+    tier_bytes_per_s: FloatArray
+    """What others leave of a tier."""
+
+
+class Asked(NamedTuple):
+    """The candidates, and what the request needs of them (`Candidates`, and their places)."""
+
+    kv_bytes: FloatArray
+    batch: IntArray
+    queued: IntArray
+    batch_max: IntArray
+    base_s: FloatArray
+    per_request_s: FloatArray
+    tier: TierArray
+    latency_s: FloatArray
+    """[n]"""
+    source: int
+    targets: IntArray
+    starts_s: float
+    numbers: FloatArray
+    """imposed_weight, slot_weight, answer_weight, load_weight, step_floor_s, output_tokens."""
+
+
+Function = TypeVar("Function", bound=Callable[..., object])
+
+
+def _compiled(function: Function) -> Function:
+    return cast(Function, numba.njit(cache=True, error_model="numpy")(function))
+
+
+@_compiled
+def path_of(source: int, target: int, tier: int, ways: IntArray, wan: IntArray, path: IntArray) -> int:
+    """Fill `path` with the links from `source` to `target`; how many. None inside a node."""
+    count = 0
+    if tier > SAME_NODE:
+        path[0], path[1] = ways[source, NIC_UP], ways[target, NIC_DOWN]
+        count = 2
+    if tier >= SAME_POD:
+        path[count], path[count + 1] = ways[source, RACK_UP], ways[target, RACK_DOWN]
+        count += 2
+    if tier >= SAME_DATACENTER:
+        path[count], path[count + 1] = ways[source, POD_UP], ways[target, POD_DOWN]
+        count += 2
+    if tier >= CROSS_DATACENTER:
+        path[count] = wan[ways[source, SITE], ways[target, SITE]]
+        count += 1
+    kept = 0
+    for k in range(count):
+        if path[k] >= 0:
+            path[kept] = path[k]
+            kept += 1
+    return kept
+
+
+@_compiled
+def collided(cable_bytes_per_s: float, rivals: float, hashed_paths: int, mean_bytes_per_s: float) -> float:
+    """What a transfer of `hashed_paths` equal parts gets where each draws a cable, bytes per second.
+
+    `rivals` flows are expected on a cable, Poisson distributed; each leaves it a fair share or what it does not use, if
+    that is more. The part on the fullest cable sets the pace: h / E[1 / share(max of h draws)].
+    """
+    if rivals <= 0.0:
+        alone: float = hashed_paths * cable_bytes_per_s
+        return alone
+    x = 0
+    if rivals > 30.0:
+        x = max(int(rivals - 7.0 * math.sqrt(rivals)), 0)
+    mass = math.exp(x * math.log(rivals) - rivals - math.lgamma(x + 1.0))
+    below, before, seconds = 0.0, 0.0, 0.0
+    while True:
+        share = max(cable_bytes_per_s / (1.0 + x), cable_bytes_per_s - x * mean_bytes_per_s)
+        below += mass
+        if below >= 1.0 - TAIL or x > rivals + 12.0 * math.sqrt(rivals) + 12.0:
+            in_parts: float = hashed_paths / (seconds + (1.0 - before) / share)
+            return in_parts
+        reached = below**hashed_paths
+        seconds += (reached - before) / share
+        before = reached
+        x += 1
+        mass *= rivals / x
+
+
+@_compiled
+def _drawn(up: int, down: int, otherwise: float, fabric: Fabric) -> float:
+    """Capacity of the hashed paths over a group going up and one coming down; `otherwise` where both are unknown.
+
+    A transfer's other flows may draw the same cable, too; they take all that they can get.
+    """
+    width, rivals, siblings = np.inf, 0.0, 0.0
+    for link in (up, down):
+        if link >= 0:
+            width = min(width, fabric.cable[link])
+            if fabric.cables[link] > 1:
+                rivals += fabric.hashed * fabric.crowd[link] / fabric.cables[link]
+                siblings += fabric.siblings / fabric.cables[link]
+    if width == np.inf:
+        return otherwise
+    both = rivals + siblings
+    mean = (rivals * fabric.mean + siblings * width) / both if both > 0.0 else 0.0
+    return collided(width, both, fabric.hashed, mean)
+
+
+@_compiled
+def _ceiling(source: int, target: int, tier: int, fabric: Fabric) -> float:
+    far, ways = fabric.tier_bytes_per_s[tier], fabric.ways
+    if tier <= SAME_NODE:
+        inside: float = far
+        return inside
+    if tier == SAME_RACK:
+        return np.inf
+    ceiling = _drawn(ways[source, RACK_UP], ways[target, RACK_DOWN], far, fabric)
+    if tier >= SAME_DATACENTER:
+        ceiling = min(ceiling, _drawn(ways[source, POD_UP], ways[target, POD_DOWN], far, fabric))
+    if tier >= CROSS_DATACENTER:
+        ceiling = min(ceiling, _drawn(fabric.wan[ways[source, SITE], ways[target, SITE]], -1, far, fabric))
+    learned: float = fabric.factor[tier] * ceiling
+    return learned
+
+
+@_compiled
+def ceiling_of(
+    source: int,
+    target: int,
+    tier: int,
+    ways: IntArray,
+    wan: IntArray,
+    cable: FloatArray,
+    cables: IntArray,
+    crowd: IntArray,
+    hashed: int,
+    siblings: float,
+    mean: float,
+    factor: FloatArray,
+    tier_bytes_per_s: FloatArray,
+) -> float:
+    """What the hashed paths of a tier allow one more transfer, as learned; inf in a rack, where the NICs decide.
+
+    The arguments behind `tier` are those of `Fabric`.
+    """
+    fabric = Fabric(ways, wan, cable, cables, crowd, hashed, siblings, mean, factor, tier_bytes_per_s)
+    return _ceiling(source, target, tier, fabric)
+
+
+@_compiled
+def pass_time(
+    now: float,
+    floor_share: float,
+    flow: FloatArray,
+    link: FloatArray,
+    lists: IntArray,
+    counts: IntArray,
+    predicted: FloatArray,
+    limited: FloatArray,
+) -> float:
+    """Let the transfers in flight send until `now` at their rates; returns the sum of these.
+
+    `predicted` and `limited` grow by the bytes that the model sends, in all and at the path's ceiling (void for one
+    without a ceiling). Nothing ends: that is observed, not predicted.
+    """
+    first_private, total = link.shape[0] - flow.shape[0], 0.0
+    for k in range(counts[flows.ACTIVE]):
+        slot = lists[flows.ORDER, k]
+        rate = flow[slot, flows.RATE]
+        total += rate
+        sent = rate * (now - flow[slot, flows.SINCE])
+        if sent <= 0.0:
+            continue
+        predicted[slot] += sent
+        if rate >= (1.0 - TAIL) * link[first_private + slot, flows.CAPACITY]:
+            limited[slot] += sent
+        left = max(flow[slot, flows.LEFT] - sent, floor_share * flow[slot, flows.SIZE])
+        flow[slot, flows.LEFT], flow[slot, flows.SINCE] = left, now
+        flow[slot, flows.FINISH] = now + left / rate
+    return total
+
+
+@_compiled
+def _near(
+    path: IntArray, near_max: int, live: State, links: IntArray, link_at: IntArray, slots: IntArray, slot_at: IntArray
+) -> tuple[int, int]:
+    """The transfers nearest to a path by shared links, at most `near_max`, and all their links; how many of each.
+
+    `link_at` and `slot_at` give each one's position in `links` and `slots`; the path's own links come first.
+    """
+    longest = live.hop.shape[0] // live.flow.shape[0]
+    n_links = n_slots = at = 0
+    for link in path:
+        link_at[link], links[n_links] = n_links, link
+        n_links += 1
+    while at < n_links and n_slots < near_max:
+        hop = live.link_int[links[at], flows.HEAD]
+        at += 1
+        while hop >= 0 and n_slots < near_max:
+            slot = live.hop[hop, flows.SLOT]
+            hop = live.hop[hop, flows.NEXT]
+            if slot_at[slot] >= 0:
+                continue
+            slot_at[slot], slots[n_slots] = n_slots, slot
+            n_slots += 1
+            for other in range(slot * longest, slot * longest + live.flow_int[slot, flows.HOPS]):
+                link = live.hop[other, flows.LINK]
+                if link_at[link] < 0:
+                    link_at[link], links[n_links] = n_links, link
+                    n_links += 1
+    return n_links, n_slots
+
+
+@_compiled
+def _room(link: int, slot_at: IntArray, live: State) -> float:
+    """What the transfers that are left out leave of a link, at their present rates."""
+    capacity = live.link[link, flows.CAPACITY]
+    room = capacity
+    hop = live.link_int[link, flows.HEAD]
+    while hop >= 0:
+        slot = live.hop[hop, flows.SLOT]
+        hop = live.hop[hop, flows.NEXT]
+        if slot_at[slot] < 0:
+            room -= live.flow[slot, flows.RATE]
+    left: float = max(room, 1e-6 * capacity)
+    return left
+
+
+@_compiled
+def _idle(slots: int, links: int) -> State:
+    net = State(
+        np.zeros((slots, 8)),
+        np.zeros((slots, 3), np.int64),
+        np.zeros((links, 6)),
+        np.zeros((links, 6), np.int64),
+        np.full((slots * HOPS_MAX, 4), -1, np.int64),
+        np.zeros((4, max(slots, links)), np.int64),
+        np.zeros(3, np.int64),
+    )
+    net.link_int[:, flows.HEAD] = -1
+    return net
+
+
+@_compiled
+def _run(now: float, to: float, net: State, ints: IntArray, floats: FloatArray) -> None:
+    """Start the staged flows at `now` and let the network run; a flow that has ended keeps its finish time."""
+    out = np.empty(net.flow.shape[0], np.int64)
+    flows.drive(
+        now, to, net.flow, net.flow_int, net.link, net.link_int, net.hop, net.lists, net.counts, ints, floats, out
+    )
+
+
+@_compiled
+def _excerpt(path: IntArray, near_max: int, ceiling: float, live: State) -> State:
+    """A network of the nearest transfers and their links alone, with a free slot and, last, the newcomer's ceiling."""
+    near_max = min(near_max, live.counts[flows.ACTIVE])
+    links = np.empty(len(path) + near_max * HOPS_MAX, np.int64)
+    link_at = np.full(live.link.shape[0], -1, np.int64)
+    slots = np.empty(near_max, np.int64)
+    slot_at = np.full(live.flow.shape[0], -1, np.int64)
+    n_links, n_slots = _near(path, near_max, live, links, link_at, slots, slot_at)
+    net = _idle(n_slots + 1, n_links + 1)
+    for k in range(n_links):
+        net.link[k, flows.CAPACITY] = _room(links[k], slot_at, live)
+    net.link[n_links, flows.CAPACITY] = ceiling
+    longest = live.hop.shape[0] // live.flow.shape[0]
+    ints, floats = np.empty(n_slots * (HOPS_MAX + 2), np.int64), np.empty(2 * n_slots)
+    at = 0
+    for k in range(n_slots):
+        slot = slots[k]
+        hops = live.flow_int[slot, flows.HOPS]
+        ints[at], ints[at + 1] = k, hops
+        for j in range(hops):
+            ints[at + 2 + j] = link_at[live.hop[slot * longest + j, flows.LINK]]
+        at += 2 + hops
+        floats[2 * k], floats[2 * k + 1] = live.flow[slot, flows.LEFT], live.flow[slot, flows.WEIGHT]
+    _run(0.0, -np.inf, net, ints[:at], floats)
+    return net
+
+
+@_compiled
+def _copied(net: State) -> State:
+    return State(
+        net.flow.copy(),
+        net.flow_int.copy(),
+        net.link.copy(),
+        net.link_int.copy(),
+        net.hop.copy(),
+        net.lists.copy(),
+        net.counts.copy(),
+    )
+
+
+@_compiled
+def played(
+    kv_bytes: float, starts_s: float, path: IntArray, ceiling: float, near_max: int, imposed: bool, live: State
+) -> tuple[float, float]:
+    """Play a transfer through that starts `starts_s` from now: its seconds, and those by which it delays the others.
+
+    The state is left alone, and must hold the bytes left now. Others come neither to start nor to speed up beyond the
+    `near_max` nearest.
+    """
+    net = _excerpt(path, near_max, ceiling, live)
+    slot, own = net.flow.shape[0] - 1, net.link.shape[0] - 1
+    nothing, none = np.empty(0, np.int64), np.empty(0)
+    if starts_s > 0.0:
+        _run(0.0, starts_s, net, nothing, none)
+    rest = _copied(net) if imposed else net
+    ints = np.empty(2 + HOPS_MAX, np.int64)
+    hops = len(path)
+    for k in range(hops):
+        ints[2 + k] = k
+    if ceiling < np.inf:
+        ints[2 + hops] = own
+        hops += 1
+    ints[0], ints[1] = slot, hops
+    _run(starts_s, np.inf, net, ints[: 2 + hops], np.array([kv_bytes, 1.0]))
+    delay_s = 0.0
+    if imposed:
+        _run(starts_s, np.inf, rest, nothing, none)
+        for k in range(slot):
+            delay_s += net.flow[k, flows.FINISH] - rest.flow[k, flows.FINISH]
+    return net.flow[slot, flows.FINISH] - starts_s, max(delay_s, 0.0)
+
+
+@_compiled
+def _price(i: int, transfer_s: float, imposed_s: float, asked: Asked, terms: FloatArray) -> float:
+    """Fill candidate i's terms and return its cost; everything but the transfer and what it imposes is its load's.
+
+    Requests under way and waiting count as in the batch: by the time that this one decodes they are.
+    """
+    imposed_weight, slot_weight, answer_weight, load_weight, floor_s, output_tokens = asked.numbers
+    base_s, per_request_s, batch_max = asked.base_s[i], asked.per_request_s[i], asked.batch_max[i]
+    load = asked.batch[i] + asked.queued[i]
+    gap_s = output_tokens * max(base_s + per_request_s * min(load, batch_max), floor_s) / batch_max
+    wait_s = max(max(load + 1 - batch_max, 0) * gap_s - asked.starts_s - transfer_s, 0.0)
+    step_s = max(base_s + per_request_s * min(load + 1, batch_max), floor_s)
+    taken = (load + 1) / batch_max
+    slot_s = slot_weight * gap_s * taken * taken + answer_weight * per_request_s * load * output_tokens
+    terms[TRANSFER_S, i], terms[IMPOSED_S, i], terms[WAIT_S, i] = transfer_s, imposed_s, wait_s
+    terms[STEP_S, i], terms[SLOT_S, i] = step_s, slot_s
+    cost: float = transfer_s + imposed_weight * imposed_s + load_weight * (wait_s + step_s + slot_s)
+    terms[COST, i] = cost
+    return cost
+
+
+@_compiled
+def _closed(asked: Asked, fabric: Fabric, link: FloatArray, ceilings: FloatArray, terms: FloatArray) -> None:
+    """The closed form: the path's ceiling, or its most crowded link shared evenly, whichever is slower."""
+    path = np.empty(HOPS_MAX, np.int64)
+    known, known_tier = np.empty(len(fabric.crowd)), np.full(len(fabric.crowd), -1, np.int64)
+    for i in range(len(asked.tier)):
+        tier, target = asked.tier[i], asked.targets[i]
+        rack = fabric.ways[target, RACK_DOWN]
+        if rack >= 0 and known_tier[rack] == tier:
+            ceilings[i] = known[rack]
+        else:
+            ceilings[i] = _ceiling(asked.source, target, tier, fabric)
+            if rack >= 0:
+                known[rack], known_tier[rack] = ceilings[i], tier
+        pace = alone = ceilings[i]
+        for k in range(path_of(asked.source, target, tier, fabric.ways, fabric.wan, path)):
+            capacity = link[path[k], flows.CAPACITY]
+            alone = min(alone, capacity)
+            pace = min(pace, capacity / (1.0 + fabric.crowd[path[k]]))
+        bound_s = _price(i, asked.kv_bytes[i] / alone + asked.latency_s[i], 0.0, asked, terms)
+        _price(i, asked.kv_bytes[i] / pace + asked.latency_s[i], 0.0, asked, terms)
+        terms[PACE, i], terms[PLAYED, i], terms[BOUND, i] = pace, 0.0, bound_s
+
+
+@_compiled
+def _play(i: int, asked: Asked, fabric: Fabric, ceiling: float, near_max: int, live: State, terms: FloatArray) -> float:
+    """Put the fluid what-if in the place of candidate i's closed form; its cost."""
+    path = np.empty(HOPS_MAX, np.int64)
+    hops = path_of(asked.source, asked.targets[i], asked.tier[i], fabric.ways, fabric.wan, path)
+    seconds, imposed_s = asked.kv_bytes[i] / ceiling, 0.0
+    if hops > 0 and asked.kv_bytes[i] > 0.0:
+        imposed = asked.numbers[0] > 0.0
+        seconds, imposed_s = played(asked.kv_bytes[i], asked.starts_s, path[:hops], ceiling, near_max, imposed, live)
+    if seconds > 0.0:
+        terms[PACE, i] = asked.kv_bytes[i] / seconds
+    terms[PLAYED, i] = 1.0
+    return _price(i, seconds + asked.latency_s[i], imposed_s, asked, terms)
+
+
+@_compiled
+def _first_least(cost: FloatArray, among: BoolArray) -> int:
+    best = NOBODY
+    for i in range(len(cost)):
+        if among[i] and (best == NOBODY or cost[i] < cost[best]):
+            best = i
+    return best
+
+
+@_compiled
+def _play_best(
+    asked: Asked,
+    fabric: Fabric,
+    ceilings: FloatArray,
+    width: int,
+    near_max: int,
+    live: State,
+    feasible: BoolArray,
+    terms: FloatArray,
+) -> None:
+    """Play the best by the closed form; who is not played keeps its place behind them.
+
+    Passed over is who could not win alone on the network. Who is not played is put as far above its closed form as the
+    worst of those played, so that the order among the rest stays.
+    """
+    going = feasible.copy()
+    best_s, shift_s, runs = np.inf, 0.0, 0
+    for _ in range(2 * width):
+        i = _first_least(terms[COST], going)
+        if i == NOBODY or runs == width:
+            break
+        going[i] = False
+        bound_s, closed_s = terms[BOUND, i], terms[COST, i]
+        if bound_s >= best_s:
+            continue
+        cost = _play(i, asked, fabric, ceilings[i], near_max, live, terms)
+        runs += 1
+        best_s, shift_s = min(best_s, cost), max(shift_s, cost - closed_s)
+    for i in range(len(feasible)):
+        if terms[PLAYED, i] == 0.0:
+            terms[COST, i] = max(terms[COST, i] + shift_s, terms[BOUND, i])
+
+
+@_compiled
+def foresee(
+    need_bytes: FloatArray,
+    free_kv_bytes: FloatArray,
+    kv_bytes: FloatArray,
+    batch: IntArray,
+    queued: IntArray,
+    batch_max: IntArray,
+    base_s: FloatArray,
+    per_request_s: FloatArray,
+    tier: TierArray,
+    tier_latency_s: FloatArray,
+    source: int,
+    targets: IntArray,
+    starts_s: float,
+    numbers: FloatArray,
+    ways: IntArray,
+    wan: IntArray,
+    cable: FloatArray,
+    cables: IntArray,
+    crowd: IntArray,
+    hashed: int,
+    siblings: float,
+    mean: float,
+    factor: FloatArray,
+    tier_bytes_per_s: FloatArray,
+    width: int,
+    near_max: int,
+    flow: FloatArray,
+    flow_int: IntArray,
+    link: FloatArray,
+    link_int: IntArray,
+    hop: IntArray,
+    lists: IntArray,
+    counts: IntArray,
+    feasible: BoolArray,
+    terms: FloatArray,
+) -> int:
+    """Fill `feasible` [n] and `terms` [ROWS, n]; the feasible candidate of least cost, the first of equals, or NOBODY.
+
+    Takes the arrays of `Asked`, `Fabric` and `State` one by one, which costs a call half as much as the tuples.
+    """
+    latency_s = tier_latency_s[tier]
+    asked = Asked(
+        kv_bytes, batch, queued, batch_max, base_s, per_request_s, tier, latency_s, source, targets, starts_s, numbers
+    )
+    fabric = Fabric(ways, wan, cable, cables, crowd, hashed, siblings, mean, factor, tier_bytes_per_s)
+    for i in range(len(tier)):
+        feasible[i] = need_bytes[i] <= free_kv_bytes[i]
+    ceilings = np.empty(len(tier))
+    _closed(asked, fabric, link, ceilings, terms)
+    if width > 0:
+        live = State(flow, flow_int, link, link_int, hop, lists, counts)
+        _play_best(asked, fabric, ceilings, width, near_max, live, feasible, terms)
+    return _first_least(terms[COST], feasible)
+
+
+@_compiled
+def price_all(
+    transfer_s: FloatArray,
+    batch: IntArray,
+    queued: IntArray,
+    batch_max: IntArray,
+    base_s: FloatArray,
+    per_request_s: FloatArray,
+    tier: TierArray,
+    starts_s: float,
+    numbers: FloatArray,
+    terms: FloatArray,
+) -> None:
+    """Fill `terms` [ROWS, n] where the transfers' seconds are known from elsewhere, [n]."""
+    nobody = np.empty(0, np.int64)
+    asked = Asked(
+        transfer_s, batch, queued, batch_max, base_s, per_request_s, tier, transfer_s, 0, nobody, starts_s, numbers
+    )
+    for i in range(len(tier)):
+        terms[BOUND, i] = _price(i, transfer_s[i], 0.0, asked, terms)
+        terms[PLAYED, i] = 0.0

@@ -1,0 +1,167 @@
+"""The network as foresight sees it: one link for all uplinks of a rack or pod, and each instance's NIC both ways.
+
+It holds no traffic. Everything but the tier map may be unknown: an unknown uplink limits nobody, an unknown NIC has the
+speed of its rack's tier, which errs on the low side.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvroute.topology import Cluster
+from kvroute.topology.place import card_of
+from kvroute.types import (
+    CROSS_DATACENTER,
+    SAME_DATACENTER,
+    SAME_POD,
+    SAME_RACK,
+    TIER_COUNT,
+    FloatArray,
+    InputError,
+    IntArray,
+    TierArray,
+)
+
+NIC_UP, NIC_DOWN, RACK_UP, RACK_DOWN, POD_UP, POD_DOWN, SITE = range(7)
+"""Columns of `LinkModel.ways`."""
+UNKNOWN = -1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LinkModel:
+    """Aggregated links by number, and who crosses which; n instances, m links."""
+
+    tier: TierArray
+    """[n, n] tier of each ordered pair."""
+    tier_bytes_per_s: FloatArray
+    """[TIER_COUNT] what a lone transfer gets."""
+    ways: IntArray
+    """[n, 7] an instance's links (UNKNOWN where there is none) and the number of its datacenter."""
+    wan: IntArray
+    """[sites, sites] link of each ordered pair of datacenters, or UNKNOWN."""
+    capacity_bytes_per_s: FloatArray
+    """[m] all cables of the link together."""
+    cable_bytes_per_s: FloatArray
+    """[m] one cable of it: what one hashed path can have."""
+    cables: IntArray
+    """[m] equal cables that a path is hashed onto; 1 where there is no choice."""
+    link_tier: IntArray
+    """[m] the tier whose congestion takes from it; SAME_RACK (the NICs): none does."""
+    hashed_paths: int
+    """Flows of one transfer that are hashed on their own."""
+
+    @classmethod
+    def of(cls, cluster: Cluster) -> LinkModel:
+        """The links of a loaded cluster; an instance over several nodes counts as being in its first GPU's rack."""
+        made = _Links()
+        count = len(cluster.instances)
+        ways = np.full((count, 7), UNKNOWN, dtype=np.int64)
+        places, cables = cluster.places, cluster.cables
+        sites = {site: number for number, site in enumerate(sorted(set(places.datacenters)))}
+        for instance in range(count):
+            first = cluster.shards[instance][0][0]
+            ways[instance, SITE] = sites[places.datacenters[first]]
+            hops = [_nics(cluster, instance, down) for down in (False, True)]
+            for column, links in zip((NIC_UP, NIC_DOWN), hops, strict=True):
+                ways[instance, column] = made.link(cluster, links, SAME_RACK) if links else made.free(cluster)
+            rack, pod = places.racks[first], places.pods[first]
+            if rack is not None and rack.name in cables.rack:
+                ways[instance, RACK_UP : RACK_DOWN + 1] = made.pair(cluster, cables.rack[rack.name], SAME_POD)
+            if pod is not None and pod.name in cables.pod:
+                ways[instance, POD_UP : POD_DOWN + 1] = made.pair(cluster, cables.pod[pod.name], SAME_DATACENTER)
+        wan = np.full((len(sites), len(sites)), UNKNOWN, dtype=np.int64)
+        for (source, target), route in sorted(cluster.routes.items()):
+            groups = [cables.wan[entry][0 if forward else 1] for entry, forward in route]
+            capacity = [float(cluster.capacity_bytes_per_s[list(group)].sum()) for group in groups]
+            if groups and source != target:
+                narrowest = groups[int(np.argmin(capacity))]
+                wan[sites[source], sites[target]] = made.link(cluster, narrowest, CROSS_DATACENTER)
+        flows = [cluster.flows_per_transfer(instance, instance) for instance in range(count)]
+        hashed = 1 if cluster.ecmp == "transfer" else int(np.median(flows))
+        return made.model(cluster.tier, cluster.tier_bytes_per_s, ways, wan, hashed)
+
+    @classmethod
+    def of_tiers(
+        cls, tier: TierArray, bytes_per_s: FloatArray, nic_bytes_per_s: float = 0.0, hashed_paths: int = 1
+    ) -> LinkModel:
+        """What follows from a tier map alone: a NIC for each instance, and no uplinks.
+
+        Raises InputError for a tier map that is not square, or numbers out of range.
+        """
+        count = len(tier)
+        if tier.shape != (count, count):
+            raise InputError(f"the tier map has shape {tier.shape}", where="tier", mend="give an [n, n] array")
+        nic = nic_bytes_per_s or float(bytes_per_s[SAME_RACK])
+        if not (0 < nic < np.inf and hashed_paths >= 1):
+            raise InputError(f"a NIC of {nic} bytes per second", where="nic_bytes_per_s", mend="give a positive number")
+        made = _Links()
+        ways = np.full((count, 7), UNKNOWN, dtype=np.int64)
+        ways[:, SITE] = 0
+        for instance in range(count):
+            ways[instance, NIC_UP] = made.add(nic, nic, 1, SAME_RACK)
+            ways[instance, NIC_DOWN] = made.add(nic, nic, 1, SAME_RACK)
+        return made.model(tier, bytes_per_s, ways, np.full((1, 1), UNKNOWN, dtype=np.int64), hashed_paths)
+
+    def capacities(self, congestion: FloatArray) -> FloatArray:
+        """[m] bytes per second that others leave, given their share of each tier, [TIER_COUNT] in [0, 1)."""
+        left: FloatArray = self.capacity_bytes_per_s * self.left(congestion)
+        return left
+
+    def left(self, congestion: FloatArray) -> FloatArray:
+        """[m] share of each link that others leave."""
+        share: FloatArray = np.where(self.link_tier > SAME_RACK, 1.0 - congestion[self.link_tier], 1.0)
+        return share
+
+
+class _Links:
+    """Links as they are found; one that several instances cross is entered once."""
+
+    def __init__(self) -> None:
+        self._rows: list[tuple[float, float, int, int]] = []
+        self._known: dict[tuple[int, ...], int] = {}
+
+    def add(self, capacity: float, cable: float, cables: int, tier: int) -> int:
+        self._rows.append((capacity, cable, cables, tier))
+        return len(self._rows) - 1
+
+    def link(self, cluster: Cluster, cables: tuple[int, ...], tier: int) -> int:
+        number = self._known.get(cables)
+        if number is None:
+            each = cluster.capacity_bytes_per_s[list(cables)]
+            number = self._known[cables] = self.add(float(each.sum()), float(each.mean()), len(cables), tier)
+        return number
+
+    def pair(self, cluster: Cluster, ways: tuple[tuple[int, ...], tuple[int, ...]], tier: int) -> list[int]:
+        return [self.link(cluster, cables, tier) if cables else UNKNOWN for cables in ways]
+
+    def free(self, cluster: Cluster) -> int:
+        """For an instance that sends nothing through the network."""
+        return self.add(float(cluster.tier_bytes_per_s[SAME_RACK]), float(cluster.tier_bytes_per_s[SAME_RACK]), 1, 1)
+
+    def model(self, tier: TierArray, bytes_per_s: FloatArray, ways: IntArray, wan: IntArray, hashed: int) -> LinkModel:
+        assert len(bytes_per_s) == TIER_COUNT
+        table: npt.NDArray[np.float64] = np.array(self._rows, dtype=np.float64).reshape(-1, 4)
+        return LinkModel(
+            tier=np.ascontiguousarray(tier, dtype=np.int8),
+            tier_bytes_per_s=np.array(bytes_per_s, dtype=np.float64),
+            ways=ways,
+            wan=wan,
+            capacity_bytes_per_s=table[:, 0].copy(),
+            cable_bytes_per_s=table[:, 1].copy(),
+            cables=table[:, 2].astype(np.int64),
+            link_tier=table[:, 3].astype(np.int64),
+            hashed_paths=hashed,
+        )
+
+
+def _nics(cluster: Cluster, instance: int, down: bool) -> tuple[int, ...]:
+    """Ids of the instance's NIC links in one direction."""
+    shards = cluster.shards[instance]
+    found = []
+    for position, (node, _) in enumerate(shards):
+        if cluster.cables.nic[node]:
+            found.append(cluster.cables.nic[node][card_of(cluster.places, shards, position)][1 if down else 0])
+    return tuple(dict.fromkeys(found))

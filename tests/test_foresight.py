@@ -1,0 +1,351 @@
+"""foresight by worked examples: the crowded NIC, the full slots, what is learned, the links of a cluster, the pair."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvroute.oracle import NetworkOracle
+from kvroute.policies import decode_policy
+from kvroute.policies.foresight import Foresight, ForesightJoint, Pair, Way, foresight_policy
+from kvroute.policies.foresight_flight import Answers, InFlight, Learned
+from kvroute.policies.foresight_links import UNKNOWN, LinkModel
+from kvroute.policies.foresight_spec import ForesightSpec
+from kvroute.policies.prefill import PrefillCandidates
+from kvroute.topology import InstanceCounts, build, fat_tree
+from kvroute.types import Candidates, Choice, InputError, IntArray, NetworkCosts, Reject, Request, TierArray
+
+NIC = 1e9
+FLAT: TierArray = np.full((4, 4), 3, dtype=np.int8)
+"""Instances 0 and 1 prefill, 2 and 3 decode, all far from each other."""
+DECODERS: IntArray = np.array([2, 3])
+REQUEST = Request(id=1, input_tokens=1_000)
+
+
+def links() -> LinkModel:
+    return LinkModel.of_tiers(FLAT, np.full(5, NIC))
+
+
+def pool(batch: tuple[int, int] = (0, 0), queued: tuple[int, int] = (0, 0), batch_max: int = 8) -> Candidates:
+    """Two decode instances with steps of 10 ms; the KV cache has 1 GB."""
+    return Candidates(
+        names=("far", "near"),
+        batch=np.array(batch),
+        queued=np.array(queued),
+        batch_max=np.full(2, batch_max),
+        free_kv_bytes=np.full(2, 1e12),
+        hit_tokens=np.zeros(2, dtype=np.int64),
+        kv_bytes=np.full(2, 1e9),
+        need_bytes=np.full(2, 1e9),
+        iteration_base_s=np.full(2, 0.010),
+        iteration_per_request_s=np.zeros(2),
+    )
+
+
+def costs(source: int = 0) -> NetworkCosts:
+    nothing = np.zeros(5, dtype=np.int64)
+    return NetworkCosts(FLAT[source].take(DECODERS), np.full(5, NIC), np.zeros(5), np.zeros(5), nothing)
+
+
+def chosen(table: InFlight, candidates: Candidates, source: int = 0, spec: ForesightSpec | None = None) -> Choice:
+    policy = Foresight(spec or ForesightSpec(), table.sight(table.now, source, DECODERS))
+    choice = policy.choose(REQUEST, candidates, costs(source), 0)
+    assert isinstance(choice, Choice)
+    return choice
+
+
+def test_it_sees_a_crowded_nic_that_netkv_cannot_see() -> None:
+    """Another prefill instance sends 1 GB to the first decode instance: a second one there takes 2 s and delays it by
+    1 s; to the other it takes 1 s and delays nobody. NetKV counts its own source's transfers and goes to the first."""
+    table = InFlight(links())
+    table.started(0.0, 7, 1, 2, 1e9)
+    choice = chosen(table, pool())
+    assert choice.index == 1
+    assert choice.terms.parts["transfer_s"].tolist() == pytest.approx([2.0, 1.0])
+    oracle = NetworkOracle(FLAT, np.full(5, NIC), np.zeros(5))
+    oracle.transfer_started(1, 2)
+    netkv = decode_policy("netkv").choose(REQUEST, pool(), oracle.costs(0, DECODERS, 0.0), 0)
+    assert isinstance(netkv, Choice)
+    assert netkv.index == 0
+
+
+def test_the_delay_that_it_imposes_is_a_price() -> None:
+    """1 GB joins 1.5 GB on a NIC of 1 GB/s: it takes 2 s, and the other ends at 2.5 s instead of 1.5 s. Elsewhere the
+    decode step is 1.8 s slower: worth it for the sum of both, not for itself alone."""
+    table = InFlight(links())
+    table.started(0.0, 7, 1, 2, 1.5e9)
+    slow = pool()
+    slow.iteration_base_s[1] = 1.5
+    spec = ForesightSpec(slot_weight=0.0)
+    choice = chosen(table, slow, spec=spec)
+    assert choice.terms.parts["imposed_s"].tolist() == pytest.approx([1.0, 0.0])
+    assert choice.terms.parts["transfer_s"].tolist() == pytest.approx([2.0, 1.0])
+    assert choice.terms.cost.tolist() == pytest.approx([3.01, 2.5])
+    alone = chosen(table, slow, spec=ForesightSpec(slot_weight=0.0, imposed_weight=0.0))
+    assert (choice.index, alone.index) == (1, 0)
+
+
+def test_the_closed_form_shares_the_most_crowded_link() -> None:
+    """Two transfers into the first NIC: a third has a third of it. Nothing is said of what that does to them."""
+    table = InFlight(links())
+    for each in range(2):
+        table.started(0.0, each, 1, 2, 9e9)
+    choice = chosen(table, pool(), spec=ForesightSpec(width=0))
+    assert choice.terms.parts["transfer_s"].tolist() == pytest.approx([3.0, 1.0])
+    assert choice.terms.parts["pace_bytes_per_s"].tolist() == pytest.approx([NIC / 3, NIC])
+    assert not choice.terms.parts["imposed_s"].any()
+
+
+def test_who_is_not_played_is_not_chosen_by_the_closed_form() -> None:
+    """The best by the closed form (2 s to 2.5 s) is played and found to delay another by 1 s: the other one is put 1 s
+    up, too, as if it had the same surprise in store. Played as well, it has none and wins."""
+    table = InFlight(links())
+    table.started(0.0, 7, 1, 2, 1.5e9)
+    slow = pool()
+    slow.iteration_base_s[1] = 1.5
+    one = chosen(table, slow, spec=ForesightSpec(slot_weight=0.0, width=1))
+    assert one.index == 0
+    assert one.terms.cost.tolist() == pytest.approx([3.01, 3.5])
+    assert one.terms.parts["played"].tolist() == [1.0, 0.0]
+    assert chosen(table, slow, spec=ForesightSpec(slot_weight=0.0, width=2)).index == 1
+
+
+def test_a_transfer_that_starts_later_meets_who_is_left() -> None:
+    """0.5 GB and 1.5 GB share a NIC: the first ends after 1 s, and after 1.5 s the second has 0.5 GB left. 1 GB that
+    joins then has half of the NIC for 1 s and all of it for 0.5 s."""
+    table = InFlight(links())
+    table.started(0.0, 7, 1, 2, 0.5e9)
+    table.started(0.0, 8, 1, 2, 1.5e9)
+    policy = Foresight(ForesightSpec(), table.sight(0.0, 0, DECODERS, starts_s=1.5))
+    choice = policy.choose(REQUEST, pool(batch=(0, 7)), costs(), 0)
+    assert isinstance(choice, Choice)
+    assert choice.terms.parts["played"][0] == 1.0
+    assert choice.terms.parts["transfer_s"][0] == pytest.approx(1.5)
+    assert choice.terms.parts["imposed_s"][0] == pytest.approx(0.5)
+
+
+def test_transfers_beyond_the_nearest_keep_their_rates() -> None:
+    """Three long transfers into a NIC of 1 GB/s: a fourth has a quarter. If only one may yield to it, the two others
+    keep their thirds, and it shares what is left."""
+    table = InFlight(links())
+    for each in range(3):
+        table.started(0.0, each, 1, 2, 9e9)
+    expected = ((24, 4.0), (1, 6.0))
+    for near_max, seconds in expected:
+        choice = chosen(table, pool(batch=(0, 8)), spec=ForesightSpec(near_max=near_max, slot_weight=100.0))
+        assert choice.terms.parts["played"][0] == 1.0
+        assert choice.terms.parts["transfer_s"][0] == pytest.approx(seconds)
+
+
+def test_a_full_batch_is_waited_for_while_the_transfer_goes_on() -> None:
+    """Eight of eight slots are taken and one waits: two answers of 400 steps of 10 ms must end, one every 0.5 s; 1 s of
+    that passes in the transfer itself, so no time is lost. Without a network in the way, 1 s is."""
+    full = pool(batch=(8, 0), queued=(1, 0))
+    spec = ForesightSpec(output_tokens=400.0)
+    table = InFlight(links(), spec)
+    assert chosen(table, full, spec=spec).terms.parts["wait_s"].tolist() == pytest.approx([0.0, 0.0], abs=1e-9)
+    full.kv_bytes[:] = 0.25e9
+    choice = chosen(table, full, spec=spec)
+    assert choice.terms.parts["wait_s"].tolist() == pytest.approx([0.75, 0.0])
+    assert choice.terms.parts["slot_s"].tolist() == pytest.approx([0.5 * (10 / 8) ** 2, 0.5 * (1 / 8) ** 2])
+    assert choice.index == 1
+
+
+def test_without_a_table_it_prices_by_tier() -> None:
+    """NetKV's transfer time stands in: three own transfers in the tier, so that the fourth gets a quarter."""
+    seen = NetworkCosts(
+        np.array([3, 1], dtype=np.int8),
+        np.array([8e9, 4e9, 2e9, 1e9, 1e9]),
+        np.array([0, 0, 0, 0.5, 0]),
+        np.array([0, 0.5, 0, 0, 0]),
+        np.array([0, 0, 0, 3, 0]),
+    )
+    choice = Foresight().choose(REQUEST, pool(), seen, 0)
+    assert isinstance(choice, Choice)
+    assert choice.terms.parts["transfer_s"].tolist() == pytest.approx([4.5, 0.5])
+    assert choice.terms.parts["tier"].tolist() == [3.0, 1.0]
+    nobody = pool()
+    nobody.free_kv_bytes[:] = 0.0
+    refused = Foresight().choose(REQUEST, nobody, seen, 0)
+    assert isinstance(refused, Reject)
+    assert "no decode instance has room" in refused.reason
+
+
+def test_ended_transfers_teach_their_tier() -> None:
+    """Paths of 1 GB/s carry half of that, time and again: the factor comes down towards a half, held back by a prior of
+    two transfers beside ten remembered, and what was said of a far tier is believed a little of the other."""
+    table = InFlight(LinkModel.of_tiers(FLAT, np.full(5, NIC), nic_bytes_per_s=4e9))
+    at = 0.0
+    for each in range(200):
+        table.started(at, each, 0, 2, 1e9)
+        at += 2.0
+        table.finished(at, each)
+    pooled = 10 / 110
+    assert table.learned.factor[3] == pytest.approx(0.5 ** ((10 + 2 * pooled) / 12), rel=1e-6)
+    assert table.learned.factor[2] == pytest.approx(0.5**pooled, rel=1e-6)
+    assert table.learned.weight[3] == pytest.approx(10.0, rel=0.01)
+    assert table.learned.factor[1] == 1.0
+
+
+def test_what_a_nic_slows_down_teaches_nothing_of_the_paths() -> None:
+    """In the model two transfers share a NIC; when they take as long as it says, the paths are not to blame."""
+    learned = Learned(ForesightSpec())
+    learned.ended(3, 1e9, 0.9e9, 0.1e9)
+    assert learned.factor.tolist() == [1.0] * 5
+    learned.ended(3, 1e9, 0.9e9, 0.8e9)
+    assert learned.factor[3] == pytest.approx((10 / 9) ** (1 / 3), rel=0.01)
+    learned.ended(1, 1e9, 5e9, 5e9)
+    learned.ended(2, 1e9, 0.0, 0.0)
+    assert learned.factor[1] == 1.0
+
+
+def test_a_transfer_that_the_model_has_ended_stays_until_its_end_is_seen() -> None:
+    table = InFlight(links())
+    table.started(0.0, 7, 0, 2, 1e9)
+    table.started(0.0, 8, 0, 2, 0.0)
+    assert table.left_bytes(0.5) == pytest.approx({7: 0.5e9})
+    assert table.left_bytes(9.0) == pytest.approx({7: 0.03e9})
+    table.finished(9.0, 7)
+    table.finished(9.5, 7)
+    assert table.left_bytes(9.5) == {}
+    table.started(10.0, 1, 0, 3, 1e9)
+    with pytest.raises(InputError, match="in flight already"):
+        table.started(10.0, 1, 0, 3, 1e9)
+    with pytest.raises(InputError, match="bytes"):
+        table.started(10.0, 2, 0, 3, -1.0)
+
+
+def test_the_table_grows() -> None:
+    """200 transfers from one NIC, in a table that starts with room for fewer: each has its share."""
+    table = InFlight(links())
+    for each in range(200):
+        table.started(0.0, each, 0, 2 + each % 2, 1e9)
+    assert list(table.rates_bytes_per_s.values()) == pytest.approx([NIC / 200] * 200)
+    for each in range(199):
+        table.finished(0.0, each, landed=False)
+    assert table.rates_bytes_per_s == pytest.approx({199: NIC})
+    assert table.learned.factor.tolist() == [1.0] * 5
+
+
+def test_the_links_of_a_cluster() -> None:
+    """Two pods of two racks with two nodes each: a NIC pair per instance, one link per rack and pod and direction."""
+    cluster = build(
+        fat_tree(
+            pods=2,
+            racks_per_pod=2,
+            nodes_per_rack=2,
+            oversubscription=(2.0, 4.0),
+            instances=InstanceCounts(prefill=4, decode=4, placement="spread"),
+        )
+    )
+    model = LinkModel.of(cluster)
+    count = len(cluster.instances)
+    assert len(set(model.ways[:, :2].ravel().tolist())) == 2 * count
+    racks, pods = set(model.ways[:, 2:4].ravel().tolist()), set(model.ways[:, 4:6].ravel().tolist())
+    assert (len(racks), len(pods)) == (8, 4)
+    assert UNKNOWN not in racks | pods
+    groups = [(model.ways[0, 2], "rack"), (model.ways[0, 4], "pod")]
+    for (link, kind), tier in zip(groups, (2, 3), strict=True):
+        ids = cluster.links_of_tier(tier)
+        total = float(cluster.capacity_bytes_per_s[list(ids)].sum())
+        assert model.capacity_bytes_per_s[link] * len({"rack": racks, "pod": pods}[kind]) == pytest.approx(total)
+        assert model.cables[link] * model.cable_bytes_per_s[link] == pytest.approx(model.capacity_bytes_per_s[link])
+        assert model.link_tier[link] == tier
+    cards = cluster.hops(0, 1, 0)[0], cluster.hops(1, 0, 0)[-1]
+    for column, card in zip((0, 1), cards, strict=True):
+        each = float(cluster.capacity_bytes_per_s[list(card)].sum())
+        assert model.capacity_bytes_per_s[model.ways[0, column]] == pytest.approx(len(cluster.shards[0]) * each)
+    assert model.hashed_paths == cluster.flows_per_transfer(0, 1)
+    congestion = np.array([0.0, 0.9, 0.5, 0.25, 0.0])
+    left = model.capacities(congestion) / model.capacity_bytes_per_s
+    assert [float(left[model.ways[0, column]]) for column in (0, 2, 4)] == pytest.approx([1.0, 0.5, 0.75])
+
+
+def test_unknown_nics_have_the_speed_of_the_rack() -> None:
+    bytes_per_s = np.array([9.0, 7.0, 5.0, 3.0, 1.0]) * 1e9
+    assert set(LinkModel.of_tiers(FLAT, bytes_per_s).capacity_bytes_per_s.tolist()) == {7e9}
+    assert set(LinkModel.of_tiers(FLAT, bytes_per_s, 2e9).capacity_bytes_per_s.tolist()) == {2e9}
+    with pytest.raises(InputError, match="shape"):
+        LinkModel.of_tiers(FLAT[:2], bytes_per_s)
+    with pytest.raises(InputError, match="NIC"):
+        LinkModel.of_tiers(FLAT, bytes_per_s, -1.0)
+
+
+def test_mean_answers_start_at_the_prior() -> None:
+    answers = Answers(ForesightSpec(output_tokens=100.0, output_window=4))
+    assert answers.mean_tokens == 100.0
+    answers.finished(500)
+    assert answers.mean_tokens == 200.0
+    for _ in range(4):
+        answers.finished(0)
+    assert answers.mean_tokens == 1.0
+
+
+def test_the_pair_avoids_a_prefill_instance_whose_way_is_crowded() -> None:
+    """Both prefill in 1 s; what the first one has in flight will be over only 1.5 s after that. The second is chosen,
+    and the first still is where the transfers end before its prefill does."""
+    for nbytes, expected in ((4e9, 1), (0.5e9, 0)):
+        table = InFlight(links())
+        for each in range(2):
+            table.started(0.0, each, 0, 2 + each, nbytes)
+        prefill = PrefillCandidates(("p0", "p1"), np.zeros(2), np.zeros(2, dtype=np.int64), np.array([1.0, 1.0]), None)
+        ways = [Way(pool(), costs(source), table.sight(0.0, source, DECODERS, 1.0)) for source in (0, 1)]
+        pair = ForesightJoint().choose(REQUEST, prefill, ways, 0)
+        assert isinstance(pair, Pair)
+        assert pair.prefill.index == expected
+        assert pair.prefill.terms.cost[1] == pytest.approx(3.0 if nbytes > 3e9 else 2.0, rel=0.4)
+    assert isinstance(ForesightJoint().choose(REQUEST, prefill, [None, None], 0), Reject)
+
+
+def test_at_arrival_the_load_of_now_counts_for_nothing() -> None:
+    """A full batch decides between equal paths when the KV cache is there, and not while its prefill is to come: the
+    first of equals is taken, unless the load is given a weight."""
+    table, full = InFlight(links()), pool(batch=(8, 0), queued=(9, 0))
+    sight = table.sight(0.0, 0, DECODERS)
+    expected = (
+        (ForesightSpec(), False, 1),
+        (ForesightSpec(), True, 0),
+        (ForesightSpec(arrival_load_weight=0.5), True, 1),
+    )
+    for spec, at_arrival, index in expected:
+        choice = Foresight(spec, sight, at_arrival).choose(REQUEST, full, costs(), 0)
+        assert isinstance(choice, Choice)
+        assert choice.index == index
+
+
+def test_pairs_that_are_not_played_stay_behind() -> None:
+    """One prefill instance in play of two: the other's closed form is put as far up as the first one's rose."""
+    table = InFlight(links())
+    for each in range(2):
+        table.started(0.0, each, 1, 2 + each, 2e9)
+    prefill = PrefillCandidates(("p0", "p1"), np.zeros(2), np.zeros(2, dtype=np.int64), np.array([1.0, 0.0]), None)
+    ways = [Way(pool(), costs(source), table.sight(0.0, source, DECODERS, 1.0 - source)) for source in (0, 1)]
+    pair = ForesightJoint(ForesightSpec(joint_width=1)).choose(REQUEST, prefill, ways, 0)
+    assert isinstance(pair, Pair)
+    played, closed = ForesightJoint(ForesightSpec(joint_width=2)).choose(REQUEST, prefill, ways, 0), pair.prefill.terms
+    assert isinstance(played, Pair)
+    assert closed.cost[0] == pytest.approx(played.prefill.terms.cost[0])
+    assert closed.cost[1] >= 3.0
+    assert closed.cost.argmin() == pair.prefill.index
+
+
+def test_names_and_numbers_are_checked() -> None:
+    assert foresight_policy("foresight", width=3).spec.width == 3
+    assert foresight_policy("foresight-closed").spec.width == 0
+    with pytest.raises(InputError, match="did you mean 'foresight'"):
+        foresight_policy("forsight")
+    with pytest.raises(InputError, match="slot_weight"):
+        foresight_policy("foresight", slot_wait=1.0)
+    wrong = {
+        "slot_weight": -1.0,
+        "width": 1.5,
+        "near_max": 0,
+        "output_tokens": 0.0,
+        "factor_min": 2.0,
+        "left_floor_share": 1.0,
+        "late_log": 0.5,
+        "surprise_max": float("nan"),
+    }
+    for name, value in wrong.items():
+        with pytest.raises(InputError):
+            foresight_policy("foresight", **{name: value})
