@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from kvroute.experiments.calibration import TABLE_II, calibrate
-from kvroute.experiments.cells import Cell
-from kvroute.experiments.netkv import EXPERIMENTS, cells
+from kvroute.experiments.cells import Cell, cells
+from kvroute.experiments.netkv import EXPERIMENTS
 from kvroute.experiments.readings import READINGS, reading
 from kvroute.experiments.setup import MEASURE_S, WARMUP_S, Study, cluster_of, rate_per_s, requests_of, run_of
 from kvroute.types import InputError

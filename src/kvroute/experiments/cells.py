@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import msgspec
@@ -37,6 +38,19 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """Every parameter of the reading, the trace and the tuned weights."""
     summary: Summary
     timeline: Timeline | None = None
+    figures: dict[str, float] = {}
+    """Numbers of this experiment beyond the summary, by name with their unit; what was not measured is absent."""
+    series: dict[str, tuple[tuple[float, float], ...]] = {}
+    """What moved during the run: (seconds, value)."""
+
+
+class Computed(msgspec.Struct, frozen=True, kw_only=True):
+    """What a cell gave that is arithmetic and no run."""
+
+    key: str
+    cell: Cell
+    config: dict[str, Any]
+    figures: dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,3 +68,24 @@ class Experiment:
     """The direction that the publication leads one to expect; the report says whether it came out so."""
     versus: tuple[str, str] = ("netkv", "cla")
     """The pair of policies that the figure compares."""
+    certain: tuple[str, ...] = ()
+    """Profiles without chance: one seed says it all."""
+
+
+def cells(experiment: Experiment, reading: str, profiles: tuple[str, ...], seeds: tuple[int, ...]) -> list[Cell]:
+    """The sweep, seed by seed within a point, so that an interrupted run has whole points first."""
+    points = [dict(zip(experiment.axes, values, strict=True)) for values in product(*experiment.axes.values())]
+    return [
+        Cell(
+            experiment=experiment.name,
+            reading=reading,
+            profile=profile,
+            settings={name: float(value) for name, value in point.items()},
+            policy=policy,
+            seed=seed,
+        )
+        for profile in profiles
+        for point in points
+        for seed in (seeds[:1] if profile in experiment.certain else seeds)
+        for policy in experiment.policies
+    ]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import product
-
-from kvroute.experiments.cells import Cell, Experiment
+from kvroute.experiments.cells import Experiment
 
 PROFILES = ("chatbot", "rag", "long-context")
 LADDER = ("cla", "netkv-topo", "netkv-static", "netkv")
@@ -77,22 +75,3 @@ EXPERIMENTS = {
         ),
     )
 }
-
-
-def cells(experiment: Experiment, reading: str, profiles: tuple[str, ...], seeds: tuple[int, ...]) -> list[Cell]:
-    """The sweep, seed by seed within a point, so that an interrupted run has whole points first."""
-    points = [dict(zip(experiment.axes, values, strict=True)) for values in product(*experiment.axes.values())]
-    return [
-        Cell(
-            experiment=experiment.name,
-            reading=reading,
-            profile=profile,
-            settings={name: float(value) for name, value in point.items()},
-            policy=policy,
-            seed=seed,
-        )
-        for profile in profiles
-        for point in points
-        for seed in seeds
-        for policy in experiment.policies
-    ]

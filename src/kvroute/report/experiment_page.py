@@ -44,7 +44,7 @@ def write_experiment(experiment: Experiment, records: Sequence[Record], out: Pat
         verdict=headline(found),
         findings=found,
         pictures=_pictures(experiment, records, out),
-        table=experiment_grid(experiment, records),
+        tables=[experiment_grid(experiment, records)],
         config=shared_parameters(records),
         notes=list(notes),
         commands=_commands(experiment, records),

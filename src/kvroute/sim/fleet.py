@@ -46,6 +46,8 @@ class Fleet:
             self._equip(index, instance.role)
         models_of = [llm.model(instance.model) for instance in cluster.instances]
         self.layers = [sum(group.count for group in model.layers) for model in models_of]
+        self.keeps_states = [bool(model.request_state_bytes) for model in models_of]
+        """Whether the instance's model has layers that keep a state per request."""
         # A model of sliding windows alone keeps nothing per token in the long run: its first block is the measure.
         self.block_bytes = [m.kv_bytes_per_token * block_tokens or float(m.kv_bytes(block_tokens)) for m in models_of]
         capacity = [

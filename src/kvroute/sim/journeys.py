@@ -11,7 +11,7 @@ from kvroute.sim.metrics import FINISHED, IN_FLIGHT, REJECTED, Outcomes
 from kvroute.sim.router import Router
 from kvroute.sim.settings import SimSettings
 from kvroute.sim.telemetry import Telemetry
-from kvroute.sim.workload import Trace
+from kvroute.sim.workload import Trace, TracedRequest
 from kvroute.topology import Cluster
 from kvroute.types import (
     Admitted,
@@ -145,7 +145,7 @@ class Journeys:
         outcomes.prefill_finished_s[request] = now
         source = int(outcomes.source[request])
         if self._prefill_cache and traced.blocks:
-            self._router.stored(source, traced.blocks, self._fleet.memory.index.store(source, traced.blocks))
+            self._cache_prompt(source, traced)
         if not traced.output_tokens:  # a prompt that wants no tokens needs no decoder and has no first token
             self._end_unanswered(request, source)
             return
@@ -164,6 +164,15 @@ class Journeys:
         assert isinstance(decision, Decode)
         self._router.evicted(self._delivery.book(request, decision))
         self._hand_over(request)
+
+    def _cache_prompt(self, source: int, traced: TracedRequest) -> None:
+        """The blocks of a prompt; a hybrid model also keeps its state at the last full one, where a longer prompt that
+        begins alike goes on: nobody else's chain has the partial block."""
+        full = traced.input_tokens // traced.block_tokens
+        if self._fleet.keeps_states[source] and 0 < full < len(traced.blocks):
+            whole = traced.blocks[:full]
+            self._router.stored(source, whole, self._fleet.memory.index.store(source, whole))
+        self._router.stored(source, traced.blocks, self._fleet.memory.index.store(source, traced.blocks))
 
     def _end_unanswered(self, request: int, source: int) -> None:
         if request in self._booked:

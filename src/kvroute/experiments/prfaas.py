@@ -1,0 +1,54 @@
+"""PrfaaS's experiments as data, and which function runs a cell of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from kvroute.experiments.cells import Cell, Experiment, Record
+from kvroute.experiments.prfaas_burst import DUAL, SCENARIOS, THRESHOLDS, TRACE_THRESHOLDS, burst_run, static
+from kvroute.experiments.prfaas_kv import KV_THROUGHPUT
+from kvroute.experiments.prfaas_queue import TRACE, PrfaasStudy, case_run
+from kvroute.planner.search import KINDS
+
+CASE_STUDY = Experiment(
+    name="prfaas-case-study",
+    title="Closed formula and queues",
+    source="PrfaaS 4, Table 6",
+    axes={"load": (0.5, 0.7, 0.8, 0.9, 0.95, 1.0, 1.2)},
+    policies=KINDS,
+    profiles=("no-variance", "lengths", "poisson"),
+    expectation="without variance the queues keep up with what the formula promises; PrfaaS-PD serves more than "
+    "homogeneous PD and more than naive offloading",
+    versus=("prfaas", "homogeneous"),
+    certain=("no-variance", TRACE),
+)
+BURST = Experiment(
+    name="prfaas-burst",
+    title="Thresholds that stay and the dual-timescale scheduler",
+    source="PrfaaS 3.4.3",
+    axes={},
+    policies=(DUAL, *map(static, THRESHOLDS)),
+    profiles=tuple(SCENARIOS),
+    expectation="the scheduler serves about as many good requests as the best threshold in hindsight, and more than "
+    "the one that was best for the old traffic",
+    versus=(DUAL, static(19_600)),
+)
+EXPERIMENTS = {experiment.name: experiment for experiment in (CASE_STUDY, BURST, KV_THROUGHPUT)}
+_RUNS: dict[str, Callable[[PrfaasStudy, Cell], Record]] = {CASE_STUDY.name: case_run, BURST.name: burst_run}
+
+
+def of_study(experiment: Experiment, study: PrfaasStudy) -> Experiment:
+    """What is swept: with a trace its own requests take the place of what is drawn, and thresholds are lower, since
+    cached prefixes do not count."""
+    if not study.trace or experiment.name == KV_THROUGHPUT.name:
+        return experiment
+    if experiment.name == CASE_STUDY.name:
+        return replace(experiment, profiles=(TRACE,))
+    on_traces = tuple(name for name, scenario in SCENARIOS.items() if scenario.on_traces)
+    return replace(experiment, profiles=on_traces, policies=(DUAL, *map(static, TRACE_THRESHOLDS)))
+
+
+def run_cell(study: PrfaasStudy, cell: Cell) -> Record:
+    """Run one cell; picklable with its study, so that processes and Ray can."""
+    return _RUNS[cell.experiment](study, cell)

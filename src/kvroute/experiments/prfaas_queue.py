@@ -1,0 +1,209 @@
+"""`prfaas-case-study`: the closed formula's throughput beside that of real queues, at several loads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import numpy as np
+import xxhash
+
+from kvroute.control import ControlSpec
+from kvroute.experiments.cells import Cell, Record
+from kvroute.experiments.prfaas_case import (
+    OUTPUT_TOKENS,
+    Assumptions,
+    cluster,
+    exact,
+    problem,
+    published_lengths,
+    traced_lengths,
+)
+from kvroute.experiments.prfaas_traffic import even, made, poisson, spread_lengths, two_lengths
+from kvroute.planner.search import Kind, Optimum, deployment, find
+from kvroute.policies.allocation import LongTerm
+from kvroute.policies.offload import OffloadSpec
+from kvroute.policies.threshold import ShortTerm
+from kvroute.sim.metrics import Outcomes
+from kvroute.sim.run import Run, simulate
+from kvroute.sim.settings import SimSettings, Slo
+from kvroute.sim.workload import Trace, read, rescale
+from kvroute.topology import Cluster
+from kvroute.types import BoolArray, FloatArray
+
+AWAY = "prefill-site"
+TRACE = "trace"
+"""Profile of a user's own trace."""
+WARMUP_SHARE = 0.2
+_LEAST_FOR_A_LINE = 10
+
+
+@dataclass(frozen=True, slots=True)
+class PrfaasStudy:
+    """What all cells of a results folder share."""
+
+    assumed: Assumptions
+    trace: str = ""
+    """Path of a trace; empty: the published lengths."""
+
+
+@lru_cache(maxsize=2)
+def whole_trace(path: str) -> Trace:
+    """A user's trace; InputError for what is wrong with it."""
+    return read(Path(path))
+
+
+def config_of(study: PrfaasStudy) -> dict[str, Any]:
+    """What all records of a results folder have in common."""
+    path = Path(study.trace)
+    trace = f"{path.name}, XXH64 {xxhash.xxh64_hexdigest(path.read_bytes())}" if study.trace else "generated"
+    return {"assumptions": msgspec.to_builtins(study.assumed), "trace": trace}
+
+
+@lru_cache(maxsize=16)
+def planned(study: PrfaasStudy, kind: Kind, wan_gbps: float) -> Optimum:
+    """The planner's optimum for one deployment and the study's traffic."""
+    if not study.trace:
+        return find(problem(published_lengths(), OUTPUT_TOKENS, wan_gbps), kind)
+    trace = whole_trace(study.trace)
+    output_tokens = float(np.mean([request.output_tokens for request in trace.requests]))
+    return find(problem(traced_lengths(trace), output_tokens, wan_gbps), kind)
+
+
+def fixed(threshold_tokens: float) -> OffloadSpec:
+    """A threshold that never moves, and roles that never change."""
+    still = ShortTerm(enabled=False, threshold_min_tokens=1.0, threshold_max_tokens=1e9)
+    return OffloadSpec(
+        threshold_tokens=max(threshold_tokens, 1.0),
+        rule="scarce",
+        short_term=still,
+        long_term=LongTerm(conversions=False),
+    )
+
+
+def case_run(study: PrfaasStudy, cell: Cell) -> Record:
+    """One cell of `prfaas-case-study`."""
+    kind = cast(Kind, cell.policy)
+    optimum = planned(study, kind, study.assumed.wan_gbps)
+    rate_per_s = cell.settings["load"] * optimum.lambda_max_per_s
+    trace = _requests(study, cell, optimum, rate_per_s)
+    found = deployment(optimum, kind)
+    sites = cluster(kind, found.n_prefill, found.n_decode, study.assumed.wan_gbps, study.assumed)
+    offload = None if kind == "homogeneous" else fixed(optimum.threshold_tokens)
+    spec = ControlSpec(prefill=study.assumed.prefill_policy, offload=offload)
+    warmup_s = WARMUP_SHARE * trace.duration_s
+    settings = SimSettings(
+        transfer="layerwise",
+        wan=study.assumed.transport,
+        slo=Slo(ttft_s=study.assumed.ttft_slo_s),
+        warmup_s=warmup_s,
+        measure_s=trace.duration_s - warmup_s,
+    )
+    run = simulate(sites, trace, spec, settings, seed=cell.seed)
+    config = config_of(study) | {
+        "offered_per_s": rate_per_s,
+        "n_prefill": found.n_prefill,
+        "n_decode": found.n_decode,
+        "threshold_tokens": found.threshold_tokens,
+    }
+    return Record(
+        key=cell.key,
+        cell=cell,
+        config=config,
+        summary=msgspec.structs.replace(run.summary, policy=cell.policy),
+        figures=_model_figures(optimum, kind) | run_figures(run, sites, warmup_s, trace.duration_s),
+    )
+
+
+def _requests(study: PrfaasStudy, cell: Cell, optimum: Optimum, rate_per_s: float) -> Trace:
+    """The requests of a cell: all of a trace, else as many as the study says, in one order for each seed."""
+    count, draw = study.assumed.requests, np.random.default_rng(cell.seed)
+    if cell.profile == TRACE:
+        return rescale(whole_trace(study.trace), rate_per_s)
+    if cell.profile == "no-variance":
+        return made("even, two lengths", even(count, rate_per_s), two_lengths(count, optimum.cell.cut))
+    lengths = spread_lengths(count, draw)
+    at_s = even(count, rate_per_s) if cell.profile == "lengths" else poisson(count, rate_per_s, draw)
+    return made(cell.profile, at_s, lengths)
+
+
+def _model_figures(optimum: Optimum, kind: Kind) -> dict[str, float]:
+    """What the formula says."""
+    found = deployment(optimum, kind)
+    return {
+        "lambda_max_per_s": found.lambda_max_per_s,
+        "lambda_exact_per_s": exact(optimum),
+        "model_ttft_mean_s": found.ttft_s.mean,
+        "model_ttft_p90_s": found.ttft_s.p90,
+        "model_egress_gbps": found.egress_gbps,
+    }
+
+
+def run_figures(run: Run, sites: Cluster, from_s: float, to_s: float) -> dict[str, float]:
+    """What a run says of stages; waits are means over the requests of the stage that arrived in [from_s, to_s]."""
+    rows = run.outcomes
+    inside = (rows.arrived_s >= from_s) & np.isfinite(rows.first_token_s)
+    away = is_away(rows, sites)
+    prefill_s, wait_s = rows.prefill_finished_s - rows.prefill_started_s, rows.prefill_started_s - rows.arrived_s
+    figures = {
+        "keeps_up_per_s": keeps_up_per_s(rows, away),
+        "ttft_p90_s": _quantile(rows.ttft_s[inside], 0.9),
+        "service_mean_s": _mean(prefill_s[inside]),
+        "service_p90_s": _quantile(prefill_s[inside], 0.9),
+        "prfaas_wait_s": _mean(wait_s[inside & away]),
+        "pd_p_wait_s": _mean(wait_s[inside & ~away]),
+        "pd_d_wait_s": _mean((rows.admitted_s - rows.landed_s)[inside]),
+        "ethernet_s": _mean((rows.landed_s - rows.prefill_finished_s)[inside & away]),
+        "offloaded_share": float(away[inside].mean()) if inside.any() else float("nan"),
+        "egress_gbps": float(np.nansum(rows.kv_bytes[inside & away])) * 8e-9 / (to_s - from_s),
+    }
+    figures |= _busy(rows, sites, inside, away, to_s - from_s)
+    return {name: value for name, value in figures.items() if np.isfinite(value)}
+
+
+def is_away(rows: Outcomes, sites: Cluster) -> BoolArray:
+    """Which requests were prefilled at the PrfaaS site."""
+    there = np.array([instance.datacenter == AWAY for instance in sites.instances])
+    return np.asarray((rows.source >= 0) & there[rows.source])
+
+
+def keeps_up_per_s(rows: Outcomes, away: BoolArray) -> float:
+    """Requests per second that a run keeps up with, from how first tokens fall behind over the last three quarters.
+
+    Along the sequence of all requests, the first tokens of those who go away and of those who stay lie on two lines;
+    the steeper one tells how long a request takes the system. Below saturation both have the slope of the arrivals;
+    above, the slower way has that of its bottleneck.
+    """
+    position = np.arange(len(away))
+    counted = np.isfinite(rows.first_token_s) & (position >= len(away) // 4)
+    slopes_s = [
+        float(np.polyfit(position[some], rows.first_token_s[some], 1)[0])
+        for some in (counted & away, counted & ~away)
+        if some.sum() >= _LEAST_FOR_A_LINE
+    ]
+    return 1.0 / max(slopes_s) if slopes_s else float("nan")
+
+
+def _busy(rows: Outcomes, sites: Cluster, inside: BoolArray, away: BoolArray, seconds: float) -> dict[str, float]:
+    """Work that came to each stage, as a share of what it could do in that time."""
+    roles = [(instance.role, instance.datacenter == AWAY) for instance in sites.instances]
+    prefill_s = rows.prefill_finished_s - rows.prefill_started_s
+    slot_s = (rows.finished_s - rows.admitted_s)[inside]
+    slots = sum(instance.batch_max for instance in sites.instances if instance.role == "decode")
+    work = {
+        "prfaas_busy": (prefill_s[inside & away], roles.count(("prefill", True))),
+        "pd_p_busy": (prefill_s[inside & ~away], roles.count(("prefill", False))),
+        "pd_d_busy": (slot_s, slots),
+    }
+    return {name: float(np.nansum(each_s)) / (seconds * of) for name, (each_s, of) in work.items() if of}
+
+
+def _mean(values: FloatArray) -> float:
+    return float(np.nanmean(values)) if np.isfinite(values).any() else float("nan")
+
+
+def _quantile(values: FloatArray, share: float) -> float:
+    return float(np.nanquantile(values, share)) if np.isfinite(values).any() else float("nan")

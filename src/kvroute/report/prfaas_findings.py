@@ -1,0 +1,240 @@
+"""What PrfaaS's experiments say about the publication's expectations, in sentences with their numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import sqrt
+
+from kvroute.experiments.cells import Computed, Experiment, Record
+from kvroute.experiments.prfaas import BURST, CASE_STUDY
+from kvroute.experiments.prfaas_burst import DUAL
+from kvroute.report.compare import Difference, difference
+from kvroute.report.estimate import Estimate, estimate
+from kvroute.report.findings import Finding, Holds
+from kvroute.report.series import of_profile, profiles_of, summaries
+from kvroute.sim.metrics import Summary
+
+AGREES_WITHIN = 0.05
+"""Of formula and queues, where nothing varies."""
+WORSE_BY_MOST = 0.03
+"""What the scheduler may lose against the best threshold in hindsight."""
+CALM = "calm"
+DENSE = ("minimax-m2.5", "qwen3-235b")
+STAGES = {"prfaas_wait_s": "PrfaaS", "pd_p_wait_s": "PD prefill", "pd_d_wait_s": "PD decode", "ethernet_s": "Ethernet"}
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """A deployment's saturation throughput beside the formula's."""
+
+    policy: str
+    formula_per_s: float
+    exact_per_s: float
+    saturation: Estimate
+
+    @property
+    def off(self) -> float:
+        """How far queues fall short of the formula, as a share of it; negative: below."""
+        return self.saturation.mean / self.formula_per_s - 1.0
+
+    @property
+    def off_exact(self) -> float:
+        """The same against the formula with E[T(L)]."""
+        return self.saturation.mean / self.exact_per_s - 1.0
+
+
+def figure(records: Sequence[Record], name: str) -> Estimate | None:
+    """A figure over seeds."""
+    return estimate(record.figures.get(name) for record in records)
+
+
+def at(records: Sequence[Record], policy: str, **settings: float) -> list[Record]:
+    """Records of one policy with these axis values."""
+    return [r for r in records if r.cell.policy == policy and settings.items() <= r.cell.settings.items()]
+
+
+def policies_of(records: Sequence[Record]) -> list[str]:
+    """Names in the order of their first record."""
+    return list(dict.fromkeys(record.cell.policy for record in records))
+
+
+def saturations(records: Sequence[Record]) -> list[Gap]:
+    """Of one profile: every deployment at its highest load, if that is above what the formula promises."""
+    found = []
+    for policy in policies_of(records):
+        load = max(record.cell.settings["load"] for record in records if record.cell.policy == policy)
+        there = at(records, policy, load=load)
+        saturation = figure(there, "keeps_up_per_s")
+        if load > 1.0 and saturation is not None:
+            model = there[0].figures
+            found.append(Gap(policy, model["lambda_max_per_s"], model["lambda_exact_per_s"], saturation))
+    return found
+
+
+def goodput_per_s(summary: Summary) -> float | None:
+    """Of the measured window."""
+    return summary.goodput_per_s
+
+
+def statics(records: Sequence[Record]) -> list[str]:
+    """Policies whose threshold stays, ascending by it."""
+    return [policy for policy in policies_of(records) if policy != DUAL]
+
+
+def best_static(records: Sequence[Record]) -> str | None:
+    """Of one profile: the threshold with the highest mean goodput; of equals the one with the lower mean TTFT."""
+    ranked = []
+    for policy in statics(records):
+        runs = [record.summary for record in records if record.cell.policy == policy]
+        good, ttft = estimate(map(goodput_per_s, runs)), estimate(run.ttft_s.mean for run in runs)
+        if good is not None and ttft is not None:
+            ranked.append((-round(good.mean, 2), ttft.mean, policy))
+    return min(ranked)[2] if ranked else None
+
+
+def old_static(records: Sequence[Record]) -> str | None:
+    """The threshold that was best for the traffic before the disturbance."""
+    return best_static(of_profile(records, CALM))
+
+
+def lead(records: Sequence[Record], over: str | None) -> Difference | None:
+    """The scheduler's goodput less that of a static threshold, paired over seeds."""
+    return None if over is None else difference(summaries(records), DUAL, over, goodput_per_s)
+
+
+def standard_error(found: Difference, records: Sequence[Record]) -> float | None:
+    """Of the mean difference in goodput, as a share of the second policy's mean; None with one seed."""
+    first, second = (_by_seed(records, policy) for policy in (found.first, found.second))
+    each = estimate(first[seed] - second[seed] for seed in sorted(first.keys() & second.keys()))
+    level = estimate(second.values())
+    if each is None or each.seeds < 2 or level is None or not level.mean:
+        return None
+    return each.std / sqrt(each.seeds) / level.mean
+
+
+def _by_seed(records: Sequence[Record], policy: str) -> dict[int, float]:
+    return {each.cell.seed: each.summary.goodput_per_s or 0.0 for each in records if each.cell.policy == policy}
+
+
+def prfaas_findings(experiment: Experiment, records: Sequence[Record], points: Sequence[Computed]) -> list[Finding]:
+    """Every claim in every profile that has records."""
+    if experiment.name == CASE_STUDY.name:
+        return [each for name in profiles_of(records) for each in _case(name, of_profile(records, name))]
+    if experiment.name == BURST.name:
+        old, planned = old_static(records), experiment.versus[1]
+        return [each for name in profiles_of(records) for each in _burst(name, of_profile(records, name), old, planned)]
+    return _kv(points)
+
+
+def _case(profile: str, records: Sequence[Record]) -> list[Finding]:
+    gaps = saturations(records)
+    if not gaps:
+        return [Finding(profile, "formula and queues agree", "unclear", "No load above the formula's was run.")]
+    found = [_agreement(profile, gaps), _order(profile, gaps)]
+    return found + _waiting(profile, records)
+
+
+def _agreement(profile: str, gaps: Sequence[Gap]) -> Finding:
+    """Where lengths vary, a convex prefill time makes the mean request dearer than the request of mean length."""
+    certain = profile == "no-variance"
+    told = "; ".join(
+        f"{gap.policy} {gap.saturation.mean:.2f}/s against {gap.formula_per_s:.2f} ({gap.off:+.1%}"
+        + ("" if certain else f"; {gap.off_exact:+.1%} of {gap.exact_per_s:.2f} with E[T(L)]")
+        + ")"
+        for gap in gaps
+    )
+    worst = max(abs(gap.off) for gap in gaps)
+    holds: Holds = "holds" if worst <= AGREES_WITHIN else "does not hold"
+    sentence = f"Queues keep up with {told}."
+    if not certain:
+        sentence += (
+            " Beyond E[T(L)], chance costs waiting and no throughput: a queue that never empties wastes nothing."
+        )
+    return Finding(profile, f"formula and queues agree within {AGREES_WITHIN:.0%}", holds, sentence)
+
+
+def _order(profile: str, gaps: Sequence[Gap]) -> Finding:
+    claim = "PrfaaS-PD serves more than the alternatives"
+    by_name = {gap.policy: gap for gap in gaps}
+    if "prfaas" not in by_name or len(by_name) < 2:
+        return Finding(profile, claim, "unclear", "Not every deployment was run.")
+    ours = by_name.pop("prfaas")
+    told = "; ".join(
+        f"{ours.saturation.mean / gap.saturation.mean - 1:+.1%} against {gap.policy} "
+        f"(formula {ours.formula_per_s / gap.formula_per_s - 1:+.1%})"
+        for gap in by_name.values()
+    )
+    wins = all(ours.saturation.mean > gap.saturation.mean for gap in by_name.values())
+    return Finding(profile, claim, "holds" if wins else "does not hold", f"At saturation {told}.")
+
+
+def _waiting(profile: str, records: Sequence[Record], load: float = 0.9) -> list[Finding]:
+    """Where time goes at 90 % of what the formula promises."""
+    there = at(records, "prfaas", load=load)
+    ttft, service, p90 = (
+        estimate(record.summary.ttft_s.mean for record in there),
+        figure(there, "service_mean_s"),
+        figure(there, "ttft_p90_s"),
+    )
+    if ttft is None or service is None or p90 is None:
+        return []
+    waits = {name: known for key, name in STAGES.items() if (known := figure(there, key)) is not None}
+    told = ", ".join(f"{name} {known.mean:.2f} s" for name, known in waits.items())
+    most = max(waits, key=lambda name: waits[name].mean)
+    model = there[0].figures
+    sentence = (
+        f"PrfaaS-PD at {load:.0%} of the formula's throughput: mean TTFT {ttft.mean:.2f} s, P90 {p90.mean:.2f} s. "
+        f"As published, prefill alone, it would be {service.mean:.2f} s (formula {model['model_ttft_mean_s']:.2f}, "
+        f"P90 {model['model_ttft_p90_s']:.2f}). Mean waits of those who pass: {told}; {most} waits most."
+    )
+    share = service.mean / ttft.mean
+    return [Finding(profile, "TTFT is the prefill's time", "holds" if share >= 0.9 else "does not hold", sentence)]
+
+
+def _burst(profile: str, records: Sequence[Record], old: str | None, planned: str) -> list[Finding]:
+    claim = f"at most {WORSE_BY_MOST:.0%} below the best static threshold"
+    found = [_against(profile, records, best_static(records), claim, least=-WORSE_BY_MOST)]
+    if profile != CALM:
+        found.append(_against(profile, records, old, "above the static threshold of the old traffic"))
+    if profile != CALM and planned in statics(records):
+        found.append(_against(profile, records, planned, "above the planner's static threshold"))
+    return found
+
+
+def _against(
+    profile: str, records: Sequence[Record], other: str | None, claim: str, least: float | None = None
+) -> Finding:
+    """`least`: the relative difference from which the claim holds; None: it holds if it is above zero beyond noise."""
+    found = lead(records, other)
+    if found is None:
+        return Finding(profile, claim, "unclear", "The pair has no seed in common.")
+    error = standard_error(found, records)
+    runs = {name: estimate(r.summary.goodput_per_s for r in records if r.cell.policy == name) for name in (DUAL, other)}
+    levels = " against ".join(f"{known.mean:.3f}" for known in runs.values() if known is not None)
+    spread = "one seed" if error is None else f"standard error {error:.1%}, {found.seeds} seeds"
+    sentence = f"{levels} good requests/s under {other}: {found.relative:+.1%} ({spread})."
+    if least is not None:
+        return Finding(profile, claim, "holds" if found.relative >= least else "does not hold", sentence)
+    if found.is_noise:
+        return Finding(profile, claim, "unclear", sentence + " The 95 % interval includes zero.")
+    return Finding(profile, claim, "holds" if found.mean > 0 else "does not hold", sentence)
+
+
+def _kv(points: Sequence[Computed]) -> list[Finding]:
+    found = []
+    both = [p for p in points if {"computed_gbps", "published_gbps"} <= p.figures.keys()]
+    if both:
+        off = max(abs(p.figures["computed_gbps"] / p.figures["published_gbps"] - 1) for p in both)
+        holds: Holds = "holds" if off <= 0.01 else "does not hold"
+        sentence = f"Size over time is within {off:.1%} of the throughput at {len(both)} lengths, all three published."
+        found.append(Finding("8xh200", "eq. 1 gives the measured KV throughput", holds, sentence))
+    long = [p for p in points if p.cell.settings["tokens"] >= 8192]
+    dense = [p.figures["published_gbps"] for p in long if p.cell.policy in DENSE]
+    hybrid = [p.figures["published_gbps"] for p in long if p.cell.policy not in DENSE]
+    if dense and hybrid:
+        spans = [f"{min(some):.3g} to {max(some):.3g}" for some in (dense, hybrid)]
+        sentence = f"From 8K tokens on dense models make {spans[0]} Gbps, hybrid ones {spans[1]}."
+        holds = "holds" if max(hybrid) < 10 < min(dense) else "does not hold"
+        found.append(Finding("8xh200", "hybrid models stay below 10 Gbps, dense ones do not", holds, sentence))
+    return found

@@ -1,0 +1,113 @@
+"""The page of one of PrfaaS's experiments: what was expected, what came out, and every number; it runs nothing."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from kvroute.experiments.cells import Cell, Computed, Experiment, Record
+from kvroute.experiments.prfaas import BURST, CASE_STUDY
+from kvroute.experiments.prfaas_burst import SCENARIOS
+from kvroute.report.experiment_page import headline, shared_parameters
+from kvroute.report.figures.prfaas import keeps_up, kv_lines, over_thresholds, over_time, ttft_lines, waiting
+from kvroute.report.page import Picture, picture, write_page
+from kvroute.report.prfaas_findings import prfaas_findings
+from kvroute.report.prfaas_tables import prfaas_grids
+from kvroute.types import InputError
+
+_NOTES = {
+    "prfaas-case-study": (
+        "load: offered requests over what the formula promises the same deployment",
+        "no-variance: evenly spaced arrivals of two lengths, E[L | L > t] and E[L | L <= t], in their shares",
+        "lengths: evenly spaced arrivals, the log-normal's quantiles in a random order; poisson: random arrivals too",
+        "prefill times of H20 were worked back from the paper's own stage rates: absolute figures do not check it",
+    ),
+    "prfaas-burst": (
+        *(f"{scenario.name}: {scenario.about}" for scenario in SCENARIOS.values()),
+        "good: TTFT and 40 tokens/s met; a static threshold, too, stays at home while the link is down",
+        "the old static threshold is the best one of `calm`, found on the same seeds: that favours it",
+    ),
+    "prfaas-kv-throughput": ("the paper's tables; nothing is simulated",),
+}
+
+
+def write_prfaas(experiment: Experiment, records: Sequence[Record], points: Sequence[Computed], out: Path) -> Path:
+    """Write `out`/report.html and the figures as PNG and SVG in `out`/figures.
+
+    Args:
+        experiment: what was swept.
+        records: its runs as far as there are any.
+        points: its arithmetic, for `prfaas-kv-throughput`.
+        out: folder, made if need be.
+
+    Returns:
+        The path of the page.
+
+    Raises:
+        InputError: there is no result, or the folder cannot be written.
+    """
+    used = points if experiment.name == "prfaas-kv-throughput" else records
+    if not used:
+        raise InputError(f"{experiment.name} has no result to report on", where=str(out), mend="run at least one cell")
+    found = prfaas_findings(experiment, records, points)
+    return write_page(
+        "experiment.html.j2",
+        out / "report.html",
+        title=f"{experiment.title} ({experiment.source})",
+        experiment=experiment,
+        verdict=headline(found),
+        findings=found,
+        pictures=_pictures(experiment, records, points, out),
+        tables=prfaas_grids(experiment, records, points),
+        config=shared_parameters(records),
+        notes=_NOTES[experiment.name],
+        commands=_commands(experiment, used[0].cell, str(used[0].config.get("trace", "generated"))),
+        cells=len(used),
+        seeds=len({each.cell.seed for each in used}),
+    )
+
+
+def _pictures(
+    experiment: Experiment, records: Sequence[Record], points: Sequence[Computed], out: Path
+) -> list[Picture]:
+    drawn: list[tuple[Figure, str, str]]
+    if experiment.name == CASE_STUDY.name:
+        drawn = [
+            (
+                keeps_up(records),
+                "keeps-up",
+                "What queues keep up with over what is offered; where it bends, they saturate",
+            ),
+            (ttft_lines(records), "ttft", "TTFT with queues and Ethernet; dotted: prefill alone, as published"),
+            (
+                waiting(records),
+                "waiting",
+                "PrfaaS-PD: prefill and waits, means of those who pass each stage",
+            ),
+        ]
+    elif experiment.name == BURST.name:
+        drawn = [
+            (over_thresholds(records), "thresholds", "Good requests per second over static thresholds, by scenario"),
+            (
+                over_time(records),
+                "time",
+                "Grey: not measured; yellow: disturbed. Lower rows: a line per seed",
+            ),
+        ]
+    else:
+        drawn = [(kv_lines(points), "kv-throughput", "KV throughput over prompt length; dashed: dense models")]
+    return [picture(figure, out, name, caption) for figure, name, caption in drawn]
+
+
+def _commands(experiment: Experiment, cell: Cell, trace: str) -> list[str]:
+    """The whole sweep, then its first cell alone."""
+    start = f"kvroute experiment {shlex.quote(experiment.name)}"
+    for change in cell.reading.split("+")[1:]:
+        start += f" --set {shlex.quote(change)}"
+    if not trace.startswith("generated"):
+        start += f" --trace {shlex.quote(trace.split(',')[0])}"
+    point = ",".join((cell.profile, *(f"{value:g}" for value in cell.settings.values()), cell.policy))
+    return [start, f"{start} --cell {shlex.quote(point)} --seed {cell.seed}"]
