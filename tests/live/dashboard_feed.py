@@ -1,6 +1,8 @@
 """An admin port with a dashboard whose cluster is played: real decisions of the core on a scripted load, no engines.
 
-`python dashboard_feed.py PODS RACKS NODES RATE [NAME]` prints its port and runs until its standard input ends.
+`python dashboard_feed.py PODS RACKS NODES RATE [NAME]` prints its port and runs until its standard input ends;
+`python dashboard_feed.py two AWAY PREFILL DECODE RATE` has two datacenters, and each line of its standard input is what
+happens next between them: `cut`, `try`, `mend`, `convert` or `converted`.
 """
 
 from __future__ import annotations
@@ -18,12 +20,25 @@ from kvroute.control import ControlSpec
 from kvroute.gateway.admin import Admin, AdminParts
 from kvroute.gateway.metrics import Metrics
 from kvroute.gateway.state import ClusterState
-from kvroute.gateway.view import InstanceLoad, Load, OracleLoad, Ttft
-from kvroute.topology import ClusterFile, InstanceCounts, build, fat_tree
+from kvroute.gateway.view import (
+    BreakerState,
+    ConversionLoad,
+    InstanceLoad,
+    Load,
+    OffloadLoad,
+    OracleLoad,
+    ReviewLoad,
+    SiteLoad,
+    Ttft,
+)
+from kvroute.policies.offload import OffloadSpec
+from kvroute.topology import ClusterFile, InstanceCounts, build, fat_tree, two_datacenters
 from kvroute.types import (
+    CROSS_DATACENTER,
     Admitted,
     Arrived,
     CongestionMeasured,
+    Convert,
     Decode,
     Finished,
     Prefill,
@@ -35,6 +50,8 @@ from kvroute.types import (
 
 KV_BYTES_PER_TOKEN = 327_680
 STEP_S = 0.02
+THRESHOLD_TOKENS = 2_000.0
+WAYS: dict[str, BreakerState] = {"cut": "open", "try": "half-open", "mend": "closed"}
 
 
 class Feed:
@@ -44,7 +61,9 @@ class Feed:
         self.cluster = build(file)
         self.now_s = 0.0
         self._draw, self._rate = random.Random(seed), rate_per_s
-        self._cores = {name: ControlSpec(decode=name).build(self.cluster) for name in ("netkv", "round-robin")}
+        offload = OffloadSpec(threshold_tokens=THRESHOLD_TOKENS, layerwise=False) if self.cluster.file.wan else None
+        specs = {name: ControlSpec(decode=name, offload=offload) for name in ("netkv", "round-robin")}
+        self._cores = {name: spec.build(self.cluster) for name, spec in specs.items()}
         self.state = ClusterState(self.cluster, self.load, policy="netkv", version="0.1.0")
         roles = {instance.name: instance.role for instance in self.cluster.instances}
         self.metrics = Metrics(self.load, roles, version="0.1.0", policy="netkv")
@@ -52,6 +71,10 @@ class Feed:
         self._free_s = dict.fromkeys(roles, 0.0)
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._count = self._order = 0
+        self._way: BreakerState = "closed"
+        self._held: list[Callable[[], None]] = []
+        self._changing = next(name for name in reversed(roles) if roles[name] == "decode")
+        self._change = ""
         names = sorted(roles)
         self._sick = {names[len(names) // 3]: "open", names[len(names) // 2]: "half-open", names[-2]: "down"}
         self._at(0.0, self._arrive)
@@ -64,6 +87,18 @@ class Feed:
             action()
         self.now_s = to_s
 
+    def happen(self, what: str) -> None:
+        """A line of the script: the link, or the last decode instance's role."""
+        if what in WAYS:
+            self._way = WAYS[what]
+            held, self._held = (self._held, []) if what == "mend" else ([], self._held)
+            for action in held:
+                self._at(self.now_s, action)
+        else:
+            self._change = what
+            if what == "convert":
+                self.state.decided(Convert(self._changing, "prefill"), self.now_s)
+
     def load(self) -> Load:
         """Gauges now."""
         return Load(
@@ -75,7 +110,42 @@ class Feed:
                 congestion=(0.0, 0.08, 0.31, 0.62, 0.0),
                 learned_ratio=(None, 0.97, 0.84, 0.55, None),
             ),
+            offload=self._offload() if self.cluster.file.wan else None,
             instances=tuple(self._instance(instance.name, instance.role) for instance in self.cluster.instances),
+        )
+
+    def _offload(self) -> OffloadLoad:
+        up = self._way == "closed"
+        site = SiteLoad(
+            name="prefill-site",
+            threshold_tokens=THRESHOLD_TOKENS * (1.0 if up else 1.21),
+            base_tokens=THRESHOLD_TOKENS,
+            open=up,
+            way=self._way,
+            utilisation=0.4,
+            others=0.0,
+            bytes_per_s=12.5e9,
+            backlog_bytes=0.0,
+            backlog_s=0.0,
+        )
+        changing = ConversionLoad(instance=self._changing, role="prefill", stage="draining")
+        review = ReviewLoad(
+            at=10.0,
+            verdict="convert",
+            rate_per_s=8.0,
+            lambda_max_per_s=9.5,
+            best_per_s=11.0,
+            gain=0.136,
+            binding="prfaas_egress",
+            n_prefill=(3,),
+            n_decode=(1,),
+        )
+        return OffloadLoad(
+            sites=(site,),
+            converts=True,
+            conversions=(changing,) if self._change == "convert" else (),
+            roles={self._changing: "prefill"} if self._change == "converted" else {},
+            review=review,
         )
 
     def _instance(self, name: str, role: str) -> InstanceLoad:
@@ -138,7 +208,11 @@ class Feed:
                 took_s = decision.kv_bytes / float(self.cluster.tier_bytes_per_s[decision.tier]) * 1.6 + 0.004
                 self.state.transfer_started(decision, now_s, took_s)
                 self._here[decision.target] += 1
-                self._at(now_s + took_s, partial(self._landed, policy, decision, arrived_s, now_s))
+                landed = partial(self._landed, policy, decision, arrived_s, now_s)
+                if decision.tier == CROSS_DATACENTER and self._way != "closed":
+                    self._held.append(landed)
+                else:
+                    self._at(now_s + took_s, landed)
 
     def _landed(self, policy: str, decision: Decode, arrived_s: float, started_s: float) -> None:
         now_s, core = self.now_s, self._cores[policy]
@@ -190,7 +264,15 @@ async def serve(feed: Feed) -> None:
     admin = Admin(parts)
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
-    loop.add_reader(sys.stdin, ended.set)
+
+    def heard() -> None:
+        line = sys.stdin.readline()
+        if line:
+            feed.happen(line.strip())
+        else:
+            ended.set()
+
+    loop.add_reader(sys.stdin, heard)
     print(await admin.start("127.0.0.1", 0), flush=True)  # noqa: T201
     while not ended.is_set():
         feed.advance(feed.now_s + STEP_S)
@@ -199,5 +281,10 @@ async def serve(feed: Feed) -> None:
 
 
 if __name__ == "__main__":
-    pods, racks, nodes = (int(text) for text in sys.argv[1:4])
-    asyncio.run(serve(Feed(played(pods, racks, nodes, *sys.argv[5:6]), float(sys.argv[4]))))
+    if sys.argv[1] == "two":
+        away, prefill, decode = (int(text) for text in sys.argv[2:5])
+        file = two_datacenters(prefill_nodes=away, local_prefill_nodes=prefill, decode_nodes=decode)
+        asyncio.run(serve(Feed(file, float(sys.argv[5]))))
+    else:
+        pods, racks, nodes = (int(text) for text in sys.argv[1:4])
+        asyncio.run(serve(Feed(played(pods, racks, nodes, *sys.argv[5:6]), float(sys.argv[4]))))

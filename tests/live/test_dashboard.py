@@ -5,12 +5,13 @@ from __future__ import annotations
 import base64
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ FEED = Path(__file__).with_name("dashboard_feed.py")
 HOSTILE = "<img src=x onerror=\"document.title='owned'\">"
 SIZES = {"16": ("2", "2", "2", "8"), "512": ("8", "8", "4", "40")}
 CLUSTER = [*SIZES["16"], HOSTILE]
+TWO = {"16": ("two", "4", "3", "9", "8"), "512": ("two", "120", "80", "312", "40")}
 pytestmark = pytest.mark.live
 
 
@@ -121,13 +123,18 @@ def _program(*command: str) -> Iterator[subprocess.Popen[str]]:
 
 
 @contextmanager
-def _feed(browser: Browser, *arguments: str) -> Iterator[None]:
-    """The dashboard of a played cluster, open in the browser; left before the cluster ends."""
+def _feed(browser: Browser, *arguments: str) -> Iterator[Callable[[str], None]]:
+    """The dashboard of a played cluster, open in the browser; left before the cluster ends.
+
+    Gives what tells the cluster the next line of its script.
+    """
     with _program(sys.executable, str(FEED), *arguments) as program:
+        script = program.stdin
         assert program.stdout
+        assert script
         browser.complaints()
         browser.open(f"http://127.0.0.1:{program.stdout.readline().strip()}/")
-        yield
+        yield lambda line: print(line, file=script, flush=True)
         browser.leave()
 
 
@@ -261,14 +268,15 @@ def test_the_keyboard_walks_the_map(browser: Browser) -> None:
         browser.until(f"{NAMED} !== {json.dumps(second)}")
 
 
+@pytest.mark.parametrize("feed", [SIZES["512"], TWO["16"], TWO["512"]], ids=["one", "two-16", "two-512"])
 @pytest.mark.parametrize("width", [390, 1280])
-def test_nothing_sticks_out(browser: Browser, width: int) -> None:
+def test_nothing_sticks_out(browser: Browser, width: int, feed: tuple[str, ...]) -> None:
     """At a phone's and at a laptop's width the page does not scroll sideways."""
     browser.devtools(
         "Emulation.setDeviceMetricsOverride", width=width, height=844, deviceScaleFactor=1, mobile=width < 500
     )
     try:
-        with _feed(browser, *SIZES["512"]):
+        with _feed(browser, *feed):
             browser.until(f"{PRICED} && ({PRICED}.click(), true)")
             assert browser.run("innerWidth") == width
             assert browser.run("document.documentElement.scrollWidth") <= width
@@ -304,9 +312,10 @@ def test_decisions_show_what_they_are_made_of(browser: Browser) -> None:
         assert browser.run(f"[...document.querySelectorAll('#decisions span')].every({inside})")
 
 
-def test_a_saved_page_needs_nothing_else(browser: Browser, tmp_path: Path) -> None:
+@pytest.mark.parametrize("feed", [tuple(CLUSTER), TWO["16"]], ids=["one", "two"])
+def test_a_saved_page_needs_nothing_else(browser: Browser, tmp_path: Path, feed: tuple[str, ...]) -> None:
     """From a file: the same map and panels, marked as saved, one decision explained, transfers that go on moving."""
-    with _program(sys.executable, str(FEED), *CLUSTER) as program:
+    with _program(sys.executable, str(FEED), *feed) as program:
         assert program.stdout
         state = f"http://127.0.0.1:{program.stdout.readline().strip()}/state"
         while not (snapshot := _json(state))["tick"]["transfers"] or not _explained(snapshot):
@@ -318,6 +327,7 @@ def test_a_saved_page_needs_nothing_else(browser: Browser, tmp_path: Path) -> No
     browser.until("document.getElementById('link').textContent === 'saved'")
     assert browser.run("document.querySelectorAll('#decisions button').length === 14")
     assert browser.run("document.querySelectorAll('#why tr.chosen').length") == 1
+    assert browser.run("document.querySelector('#sites-panel').hidden") == (feed[0] != "two")
     assert browser.until(PIXELS) > 50
     browser.run(COUNT)
     browser.until("frames_seen > 120")  # two seconds and more: longer than any of these transfers is shown
@@ -342,3 +352,98 @@ def test_a_lost_gateway_is_said(browser: Browser) -> None:
         browser.open(f"http://127.0.0.1:{program.stdout.readline().strip()}/")
     browser.until("document.querySelector('#link').className.includes('bad')")
     browser.leave()
+
+
+STATES = TEXTS.format(json.dumps("#sites td:last-child"))
+NOTE = "document.querySelector('#map-note').textContent"
+ROLE = (
+    "[...document.querySelectorAll('#instances tbody tr')]"
+    ".find(x => x.cells[0].textContent === {})?.cells[1].textContent"
+)
+"""Of an instance, in the table."""
+ALARMED = (
+    "new Uint32Array(document.querySelector('#map').getContext('2d').getImageData(0, 0, 2000, 1200).data.buffer)"
+    ".reduce((count, pixel) => count + (pixel === 0xff7a8aff), 0)"
+)
+"""Pixels of the map in the dark theme's colour for what is bad."""
+
+
+@pytest.mark.parametrize("size", list(TWO))
+def test_two_datacenters_show_link_threshold_and_share(browser: Browser, size: str) -> None:
+    """At either size: the link both ways, the threshold with its base, who prefills, the last review in words."""
+    with _feed(browser, *TWO[size]):
+        assert browser.run(NOTE) == f"{size} instances, 2 out of service"
+        assert browser.run("document.querySelector('#sites-panel').hidden") is False
+        links = browser.run(_texts("#sites td:first-child"))
+        assert links == ["prefill-site → local-site", "local-site → prefill-site"]
+        assert browser.run(STATES) == ["in use", "in use"]
+        threshold, share = browser.run(_texts("#sites .figures"))
+        assert threshold == "2K tokens, base 2K"
+        assert re.fullmatch(r"\d+ % away, \d+ % at home", share)
+        said = browser.run("document.querySelector('#sites .said').textContent")
+        assert "serve 9.5/s (λ max), bound by the link home; the best one 11/s, gain 14 %" in said
+        browser.until("document.querySelector('#sites .area').getAttribute('d').length > 9")
+        assert browser.until(f"{_texts('#sites td:nth-child(3)')}[0] !== '0 %'")
+        assert browser.complaints() == []
+
+
+def test_one_datacenter_shows_nothing_of_others(browser: Browser) -> None:
+    """No panel, and no link in the legend."""
+    with _feed(browser, *CLUSTER):
+        assert browser.run("document.querySelector('#sites-panel').hidden") is True
+        assert not any("link" in text for text in browser.run(_texts("#legend .key")))
+
+
+@pytest.mark.parametrize(("line", "state"), [("cut", "shut, nothing arrives"), ("try", "shut, one request tries")])
+def test_a_cut_link_is_seen(browser: Browser, line: str, state: str) -> None:
+    """In the map, in words, in the course of the threshold, and nothing on it lands; all of it until it is mended."""
+    browser.devtools("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
+    with _feed(browser, *TWO["16"]) as tell:
+        sound = browser.until(ALARMED)
+        assert browser.run("document.querySelector('#sites .shut').getAttribute('d')") == ""
+        tell(line)
+        browser.until(f"{STATES}.every(text => text === {json.dumps(state)})")
+        assert browser.until(f"{NOTE}.includes('link of prefill-site cut')")
+        assert browser.run("document.querySelector('#map').getAttribute('aria-label')").endswith("prefill-site cut")
+        assert browser.run(_texts("#sites .figures"))[0] == "2.42K tokens, base 2K"
+        browser.until("document.querySelector('#sites .shut').getAttribute('d').length > 0")
+        browser.until("Number(document.querySelector('#sites td:nth-child(4)').textContent.split(',')[0]) > 3")
+        assert browser.until(f"{ALARMED} > {sound + 200}")
+        tell("mend")
+        browser.until(f"{STATES}.every(text => text === 'in use')")
+        browser.until(f"!{NOTE}.includes('cut')")
+        browser.until(f"{ALARMED} < {sound + 100}")
+    browser.devtools("Emulation.setEmulatedMedia", features=[])
+
+
+def test_roles_are_as_they_are_now(browser: Browser) -> None:
+    """A conversion is said while it is under way and when it is over; then the instance has its new role everywhere."""
+    name = "local-site-decode11"
+    role = ROLE.format(json.dumps(name))
+    said = _texts("#sites li")
+    with _feed(browser, *TWO["16"]) as tell:
+        browser.click("#table-box summary")
+        assert browser.until(role) == "decode"
+        browser.until("document.querySelectorAll('#decisions button').length === 14")
+        tell("convert")
+        browser.until(f"{said}[0] === '⇄ {name} becomes prefill: its requests leave'")
+        changes = (
+            f"[...document.querySelectorAll('#decisions button')].find(x => x.textContent.includes('{name} changes'))"
+        )
+        browser.until(f"{changes} && ({changes}.click(), true)")
+        assert browser.run("document.querySelector('#why-note').textContent").startswith("review of roles, ")
+        tell("converted")
+        browser.until(f"{role} === 'prefill'")
+        assert browser.run(said)[0].startswith(f"{name} serves prefill since ")
+        assert browser.run(said)[1] == f"Not as in the file: {name} serves prefill"
+
+
+def test_who_was_not_asked_is_not_called_full(browser: Browser) -> None:
+    """A prefill instance of the other datacenter is no candidate, whatever room it has."""
+    kind = "x.querySelector('.kind').textContent"
+    prefill = f"[...document.querySelectorAll('#decisions button')].find(x => {kind} === 'prefill')"
+    with _feed(browser, *TWO["16"]):
+        browser.until(f"{prefill} && ({prefill}.click(), true)")
+        rows = browser.until(_texts("#why tr.infeasible td:first-child"))
+        assert rows
+        assert all(text.endswith(" (not asked)") for text in rows)

@@ -20,7 +20,8 @@ function tick(data) {
   map.setTick(data);
   if (map.chosen >= 0) panels.inspect(map.chosen);
   const { load } = data, down = data.instances.filter((tile) => !tile[0] || tile[1] === 2).length;
-  const note = `${layout.instances.length} instances${down ? `, ${down} out of service` : ""}`;
+  const cut = (load.offload?.sites ?? []).filter((site) => site.way !== "closed").map((site) => `, link of ${site.name} cut`).join("");
+  const note = `${layout.instances.length} instances${down ? `, ${down} out of service` : ""}${cut}`;
   if ($("map-note").textContent !== note) {
     $("map-note").textContent = note;
     $("map").setAttribute("aria-label", `${layout.name}: ${note}`);

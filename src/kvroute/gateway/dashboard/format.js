@@ -43,6 +43,11 @@ export function bytes(value) {
   return `${figures(value)} ${units[step]}`;
 }
 
+export function tokens(value) {
+  if (value === null || value === undefined) return "–";
+  return value >= 1e6 ? `${figures(value / 1e6)}M` : value >= 1e3 ? `${figures(value / 1e3)}K` : figures(value);
+}
+
 export const figures = (value) =>
   Math.abs(value) >= 100 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(3)));
 
@@ -95,4 +100,131 @@ export function fillBar(bar, segments) {
     segment.style.background = colour;
     segment.title = title;
   });
+}
+
+export function barRow(policy, count, names = []) {
+  const node = element("div", "row"), head = element("header"), name = element("span", "name", policy), line = element("span", "figures");
+  head.append(name, line);
+  node.append(head);
+  const bars = Array.from({ length: count }, (_, k) => {
+    const bar = element("div", "bar");
+    bar.setAttribute("role", "img");
+    if (names[k]) node.append(element("span", "label", names[k]));
+    node.append(bar);
+    return bar;
+  });
+  return { node, figures: line, bars };
+}
+
+export function fillTable(table, head, rows) { // cells are kept; only their texts change
+  const top = table.tHead, body = table.tBodies[0];
+  if (!top.rows.length) top.insertRow().append(...head.map(() => { const cell = element("th"); cell.scope = "col"; return cell; }));
+  head.forEach((text, k) => setText(top.rows[0].cells[k], text));
+  while (body.rows.length < rows.length) { const row = body.insertRow(); for (const _ of head) row.insertCell(); }
+  while (body.rows.length > rows.length) body.deleteRow(-1);
+  rows.forEach((texts, k) => texts.forEach((text, column) => { if (text !== "") setText(body.rows[k].cells[column], text); }));
+}
+
+// The datacenter of every instance, by position.
+export function datacentersOf(layout) {
+  const names = new Array(layout.instances.length).fill("");
+  const walk = (place, datacenter) => {
+    const here = place.kind === "datacenter" ? place.name : datacenter;
+    for (const index of place.instances) names[index] = here;
+    for (const child of place.children) walk(child, here);
+  };
+  walk(layout.root, "");
+  return names;
+}
+
+export const roleNow = (layout, tick, k) => tick?.load.offload?.roles[layout.instances[k].name] ?? layout.instances[k].role;
+
+// What a link between datacenters is: "" in use, or why nothing goes over it; [short, whole].
+const WAY_WORDS = {
+  "": ["", "in use"],
+  shut: ["cut", "shut, nothing arrives"],
+  trying: ["cut, being tried", "shut, one request tries"],
+  full: ["full", "filled by others"],
+  empty: ["idle", "nobody is up"],
+};
+export const wayWords = (state) => WAY_WORDS[state];
+export const isShut = (state) => state !== "" && state !== "empty";
+
+export function wayOf(site, up) { // `up`: whether anybody is up there; while a way is shut the core is told that nobody is
+  if (site.way === "open") return "shut";
+  if (site.way === "half-open") return "trying";
+  if (site.open) return "";
+  return up ? "full" : "empty";
+}
+
+const MOST_FACTOR = 8; // of what is now, at the top of a chart
+
+// Values over the last minutes. Lines have a logarithmic scale, for what moves by factors; an area is a share of one.
+export class Chart {
+  static most_s = 300;
+  static least_s = 60;
+  static gap_s = 5; // the page did not look: no line across
+
+  constructor(courses, words = percent) { // courses: [name, colour, "line" | "dashed" | "area"]
+    this.courses = courses;
+    this.words = words;
+    this.node = element("div", "chart");
+    const picture = drawn("svg", { viewBox: "0 0 100 100", preserveAspectRatio: "none", role: "img" });
+    this.shut = drawn("path", { class: "shut" });
+    this.paths = courses.map(([, colour, kind]) => drawn("path", {
+      class: kind, ...(kind === "area" ? { fill: colour, stroke: "none" } : { stroke: colour, fill: "none" }),
+    }));
+    picture.append(...this.paths, this.shut);
+    [this.high, this.low, this.since, this.now] = ["high", "low", "since", "now"].map((place) => element("span", place));
+    setText(this.now, "now");
+    this.node.append(picture, this.high, this.low, this.since, this.now);
+    this.picture = picture;
+  }
+
+  draw(samples, label) { // samples: {at, shut, and a value for each course}, ascending
+    const end = samples[samples.length - 1].at, span = Math.min(Math.max(end - samples[0].at, Chart.least_s), Chart.most_s);
+    const shares = this.courses[0][2] === "area";
+    const values = shares ? [0, 1] : samples.flatMap((sample) => this.courses.map(([name]) => sample[name])).filter((value) => value > 0);
+    // A threshold stands at its largest until one has been searched: that must not flatten what comes then.
+    const most = shares ? 1 : MOST_FACTOR * Math.max(...values.slice(-this.courses.length));
+    const [low, high] = [Math.min(...values) / (shares ? 1 : 1.25), Math.min(Math.max(...values), most) * (shares ? 1 : 1.25)];
+    const x = (at) => (100 * (1 - (end - at) / span)).toFixed(2);
+    const y = (value) => (shares ? 100 * (1 - value) : 100 * (1 - Math.log(Math.min(value, high) / low) / Math.log(high / low))).toFixed(2);
+    this.courses.forEach(([name], k) => this.paths[k].setAttribute("d", shares ? area(samples, name, x, y) : steps(samples, name, x, y)));
+    this.shut.setAttribute("d", hatched(samples, x, span / 60));
+    setText(this.high, this.words(high));
+    setText(this.low, this.words(low));
+    setText(this.since, `${seconds(Math.round(span))} ago`);
+    this.picture.setAttribute("aria-label", label);
+  }
+}
+
+function drawn(tag, attributes) {
+  const made = document.createElementNS(document.getElementById("blank").namespaceURI, tag); // no address in a script
+  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+  return made;
+}
+
+const follows = (samples, k) => k > 0 && samples[k].at - samples[k - 1].at <= Chart.gap_s;
+
+function steps(samples, name, x, y) {
+  return samples.map((sample, k) => {
+    const value = sample[name];
+    if (!(value > 0)) return "";
+    return follows(samples, k) && samples[k - 1][name] > 0 ? `H${x(sample.at)}V${y(value)}` : `M${x(sample.at)} ${y(value)}`;
+  }).join("");
+}
+
+function area(samples, name, x, y) {
+  return samples.map((sample, k) => (follows(samples, k) && samples[k - 1][name] !== null
+    ? `M${x(samples[k - 1].at)} 100V${y(samples[k - 1][name])}H${x(sample.at)}V100Z` : "")).join("");
+}
+
+function hatched(samples, x, step) { // upright strokes, so that it is told by shape and not by colour alone
+  return samples.map((sample, k) => {
+    if (!sample.shut || !follows(samples, k)) return "";
+    const strokes = [];
+    for (let at = step * Math.ceil(samples[k - 1].at / step); at < sample.at; at += step) strokes.push(`M${x(at)} 0V100`);
+    return strokes.join("");
+  }).join("");
 }

@@ -1,11 +1,16 @@
 // The cluster as a map on one canvas: domains as frames, instances as tiles, KV transfers as moving lines.
 
-import { LOCAL_COLOUR, TIER_COLOURS, loadColour, onTheme } from "./format.js";
+import {
+  LOCAL_COLOUR, TIER_COLOURS, bytes, datacentersOf, isShut, loadColour, onTheme, percent, roleNow, wayOf, wayWords,
+} from "./format.js";
 
 const UP = 0, BREAKER = 1, LOAD = 5; // places in a tile
 const SHOW_MS = 800; // the shortest time a transfer is shown: most are over sooner
 const MOVING_MOST = 160;
+const STEPS = 24; // straight pieces of a line
 const TILE_MOST = 58, TILE_LEAST = 4;
+const LINK_WIDE = 132, LINK_HIGH = 62; // room between datacenters for a link and its figures
+const LINK_THICK = 12, LANE = 5, BREAK = 13; // of a link, of each direction in it, half of what is missing where it is cut
 const still = matchMedia("(prefers-reduced-motion: reduce)");
 
 // Domains that hold instances, with the lists that drawing needs; a level without a name has no frame.
@@ -16,10 +21,10 @@ function domainOf(place) {
 }
 
 // Put boxes side by side, wrapping at `width`; gives positions and the size of the whole.
-function flow(boxes, width, gap) {
+function flow(boxes, width, gap, gapDown = gap) {
   let x = 0, y = 0, line = 0, most = 0;
   for (const box of boxes) {
-    if (x > 0 && x + box.w > width) { x = 0; y += line + gap; line = 0; }
+    if (x > 0 && x + box.w > width) { x = 0; y += line + gapDown; line = 0; }
     box.x = x; box.y = y;
     x += box.w + gap;
     line = Math.max(line, box.h);
@@ -56,6 +61,9 @@ function boxOf(place, plan, width) {
     const columns = Math.ceil(box.children.length / 8);
     const wide = Math.max(...box.children.map((child) => child.w));
     size = flow(box.children, columns * (wide + between), between);
+  } else if (place.kind === "cluster" && plan.linked) {
+    const spare = (inside - box.children.reduce((sum, child) => sum + child.w, 0)) / Math.max(1, box.children.length - 1);
+    size = flow(box.children, inside, Math.min(Math.max(spare * 0.6, LINK_WIDE), LINK_WIDE * 1.8), LINK_HIGH);
   } else {
     const most = place.kind === "cluster" ? inside : Math.min(inside, square(box.children, between, aspect));
     size = flow(box.children, most + 0.01, between);
@@ -66,12 +74,12 @@ function boxOf(place, plan, width) {
 const labelHeight = (kind, tile) => (kind === "rack" ? (tile >= 12 ? 14 : Math.max(2, tile * 0.2)) : 17);
 
 // The largest tiles with which the cluster fits; beyond the smallest the map grows downwards instead.
-export function planOf(root, width, height) {
+export function planOf(root, width, height, linked = false) {
   let best = null;
   for (const aspect of [0.6, 1, 1.6, 2.4, 4, 8]) {
     for (let tile = TILE_MOST; tile >= TILE_LEAST; tile -= tile > 16 ? 1 : 0.5) {
       if (best && tile < best.tile) break;
-      const box = boxOf(root, { tile, aspect }, width);
+      const box = boxOf(root, { tile, aspect, linked }, width);
       const fits = box.w <= width + 0.5 && box.h <= height;
       if (fits || tile === TILE_LEAST) {
         const better = !best || (fits && (!best.fits || tile > best.tile || box.h < best.box.h));
@@ -107,6 +115,8 @@ export class ClusterMap {
   setLayout(layout) {
     this.layout = layout;
     this.root = domainOf(layout.root);
+    this.datacenters = datacentersOf(layout);
+    this.roles = new Map(layout.sites.map((site) => [site.name, site.role]));
     this.moving.clear();
     this.chosen = -1;
     this.width = 0;
@@ -115,6 +125,7 @@ export class ClusterMap {
 
   setTick(tick) {
     this.values = tick.instances;
+    this.tick = tick;
     const now = performance.now();
     for (const transfer of tick.transfers) this.transfer(transfer, now);
     this.redraw();
@@ -141,7 +152,7 @@ export class ClusterMap {
     if (!width || width === this.width) return;
     this.width = width;
     const aim = Math.min(Math.max(340, Math.round(width * 0.62)), Math.max(340, Math.round(innerHeight * 0.58)));
-    const plan = planOf(this.root, width - 4, aim);
+    const plan = planOf(this.root, width - 4, aim, this.layout.wan.length > 0);
     this.tile = plan.tile;
     const height = Math.max(120, Math.ceil(plan.box.h) + 6);
     this.canvas.style.height = `${height}px`;
@@ -164,6 +175,23 @@ export class ClusterMap {
       for (const child of box.children) walk(child, x + box.pad + child.x, y + box.top + child.y);
     };
     walk(root, left, top);
+    const frame = (name) => this.frames.find((each) => each.kind === "datacenter" && each.name === name);
+    const between = new Map(); // several links between the same two lie side by side
+    this.links = this.layout.wan.map((wan, entry) => {
+      const source = frame(wan.source), target = frame(wan.target);
+      if (!source || !target) return null;
+      const pair = [wan.source, wan.target].sort().join("\n"), before = between.get(pair) ?? 0;
+      between.set(pair, before + 1);
+      return { ...wan, entry, ...endsOf(source, target, before) };
+    }).filter(Boolean);
+  }
+
+  role(index) { return roleNow(this.layout, this.tick, index); }
+
+  // A link is as its way home is: the only thing that anybody knows of it.
+  linkState(link) {
+    const site = this.tick?.load.offload?.sites.find(({ name }) => name === link.source || name === link.target);
+    return site ? wayOf(site, this.values.some((tile, k) => tile[UP] && this.datacenters[k] === site.name)) : "";
   }
 
   redraw() {
@@ -173,6 +201,7 @@ export class ClusterMap {
     const draw = this.back.getContext("2d");
     draw.clearRect(0, 0, this.width, this.back.height);
     for (const frame of this.frames) this.drawFrame(draw, frame);
+    for (const link of this.links) { link.state = this.linkState(link); this.drawLink(draw, link); }
     this.tiles.forEach((tile, index) => { if (tile) this.drawTile(draw, tile, index); });
     this.wake();
   }
@@ -190,12 +219,76 @@ export class ClusterMap {
     draw.fillStyle = this.ink.quiet;
     draw.font = `${rack ? 10 : 11}px system-ui, "DejaVu Sans", sans-serif`;
     draw.textBaseline = "alphabetic";
-    const text = fitting(draw, frame.name, frame.w - 2 * frame.pad);
+    const only = frame.kind === "datacenter" && this.layout.wan.length && this.roles.get(frame.name) === "prefill" ? " · prefill only" : "";
+    const room = frame.w - 2 * frame.pad, text = draw.measureText(frame.name + only).width <= room ? frame.name + only : fitting(draw, frame.name, room);
     draw.fillText(text, frame.x + frame.pad + (rack ? 0 : 1), frame.y + frame.top - (rack ? 4 : 5));
   }
 
+  // A pipe with a lane for each direction, filled as far as it is used; cut in two where nothing goes through.
+  drawLink(draw, link) {
+    const { from, to } = link, length = Math.hypot(to.x - from.x, to.y - from.y), load = this.tick?.wan[link.entry];
+    const { state } = link, broken = isShut(state), colour = TIER_COLOURS[TIER_COLOURS.length - 1];
+    draw.save();
+    draw.translate(from.x, from.y);
+    draw.rotate(Math.atan2(to.y - from.y, to.x - from.x));
+    draw.fillStyle = this.ink.track;
+    draw.strokeStyle = broken ? this.ink.bad : this.ink.quiet;
+    draw.lineWidth = broken ? 2 : 1;
+    const half = LINK_THICK / 2, parts = broken ? [[0, length / 2 - BREAK], [length / 2 + BREAK, length]] : [[0, length]];
+    for (const [start, end] of parts) {
+      draw.fillRect(start, -half, end - start, LINK_THICK);
+      draw.beginPath();
+      draw.moveTo(start, -half); draw.lineTo(end, -half); draw.moveTo(start, half); draw.lineTo(end, half);
+      if (broken) for (const x of [length / 2 - BREAK, length / 2 + BREAK]) { draw.moveTo(x - 3, -half - 3); draw.lineTo(x + 3, half + 3); }
+      draw.stroke();
+    }
+    if (load && !broken) {
+      draw.fillStyle = colour;
+      const used = load.utilisation.map((share) => length * Math.min(share, 1));
+      draw.fillRect(0, -LANE, used[0], LANE - 0.5);
+      draw.fillRect(length - used[1], 0.5, used[1], LANE - 0.5);
+    }
+    if (broken) {
+      draw.lineWidth = 2.5;
+      draw.beginPath();
+      for (const side of [-5, 5]) { draw.moveTo(length / 2 - 5, -side); draw.lineTo(length / 2 + 5, side); }
+      draw.stroke();
+    }
+    draw.restore();
+    this.drawLinkText(draw, link, load);
+  }
+
+  drawLinkText(draw, link, load) {
+    const { from, to, lying, state } = link, [word] = wayWords(state);
+    const ahead = lying ? (to.x > from.x ? ["→", "←"] : ["←", "→"]) : to.y > from.y ? ["↓", "↑"] : ["↑", "↓"];
+    const [forward, backward] = ahead.map((arrow, way) => (load ? `${arrow} ${percent(load.utilisation[way])}${load.in_flight[way] ? `, ${bytes(load.in_flight_bytes[way])}` : ""}` : arrow));
+    const head = `${bytes(link.bytes_per_s)}/s`, x = (from.x + to.x) / 2, y = (from.y + to.y) / 2;
+    draw.textBaseline = "alphabetic";
+    const write = (text, tx, ty, bad = false) => {
+      draw.font = `${bad ? "700 " : ""}11px system-ui, "DejaVu Sans", sans-serif`;
+      draw.fillStyle = bad ? this.ink.bad : this.ink.quiet;
+      draw.fillText(text, tx, ty);
+    };
+    if (lying) {
+      draw.textAlign = "center";
+      if (word) write(word, x, y - 28, true);
+      write(head, x, y - 13);
+      write(forward, x, y + 22);
+      write(backward, x, y + 36);
+    } else {
+      draw.textAlign = "left";
+      write(head, x + 16, y - 10);
+      write(forward, x + 16, y + 4);
+      write(backward, x + 16, y + 18);
+      draw.textAlign = "right";
+      if (word) write(word, x - 16, y + 4, true);
+    }
+    draw.textAlign = "left";
+  }
+
   drawTile(draw, { x, y }, index) {
-    const value = this.values[index], size = this.tile, role = this.layout.instances[index].role;
+    const value = this.values[index], size = this.tile, role = this.role(index);
+    const changing = this.tick?.load.offload?.conversions.some((each) => each.instance === this.layout.instances[index].name);
     const down = value && !value[UP], open = value && value[BREAKER] === 2, half = value && value[BREAKER] === 1;
     shape(draw, role, x, y, size);
     draw.fillStyle = !value || down ? this.ink.panel : loadColour(value[LOAD]);
@@ -208,7 +301,14 @@ export class ClusterMap {
     draw.globalAlpha = 1;
     draw.setLineDash([]);
     if (down || open) this.strike(draw, role, x, y, size, down);
-    else if (size >= 18) this.letter(draw, role, x, y, size, value);
+    else if (size >= 18) this.letter(draw, changing ? "⇄" : role === "both" ? "PD" : role[0].toUpperCase(), x, y, size, value);
+    if (changing) {
+      draw.strokeStyle = this.ink.accent;
+      draw.lineWidth = 2;
+      draw.setLineDash([3, 2]);
+      draw.strokeRect(x - 1, y - 1, size + 2, size + 2);
+      draw.setLineDash([]);
+    }
   }
 
   strike(draw, role, x, y, size, crossed) { // down: a cross; breaker open: hatching
@@ -225,12 +325,12 @@ export class ClusterMap {
     draw.restore();
   }
 
-  letter(draw, role, x, y, size, value) {
+  letter(draw, text, x, y, size, value) {
     draw.fillStyle = inkOn(loadColour(value ? value[LOAD] : 0));
     draw.font = `600 ${Math.round(size * 0.42)}px system-ui, "DejaVu Sans", sans-serif`;
     draw.textAlign = "center";
     draw.textBaseline = "middle";
-    draw.fillText(role === "both" ? "PD" : role[0].toUpperCase(), x + size / 2, y + size / 2 + 0.5);
+    draw.fillText(text, x + size / 2, y + size / 2 + 0.5);
     draw.textAlign = "left";
   }
 
@@ -254,23 +354,45 @@ export class ClusterMap {
     const source = this.tiles[transfer.source], target = this.tiles[transfer.target];
     if (!source || !target) return;
     const half = this.tile / 2, a = { x: source.x + half, y: source.y + half }, b = { x: target.x + half, y: target.y + half };
-    const length = Math.hypot(b.x - a.x, b.y - a.y), bend = Math.min(46, length * 0.22);
-    const c = { x: (a.x + b.x) / 2 - (bend * (b.y - a.y)) / (length || 1), y: (a.y + b.y) / 2 + (bend * (b.x - a.x)) / (length || 1) };
+    const { way, most } = this.wayOf(transfer, a, b);
+    share = Math.min(share, most);
     draw.strokeStyle = draw.fillStyle = TIER_COLOURS[transfer.tier] ?? LOCAL_COLOUR;
     draw.lineCap = "round";
     const arc = (from, to, width, alpha) => {
       draw.beginPath();
-      for (let k = 0; k <= 12; k += 1) {
-        const point = bezier(a, c, b, from + ((to - from) * k) / 12);
+      for (let k = 0; k <= STEPS; k += 1) {
+        const point = way(from + ((to - from) * k) / STEPS);
         if (k) draw.lineTo(point.x, point.y); else draw.moveTo(point.x, point.y);
       }
       draw.lineWidth = width; draw.globalAlpha = alpha; draw.stroke();
     };
     const width = Math.min(3.2, Math.max(1.2, this.tile * 0.12));
-    if (still.matches) { arc(0, 1, width, 0.75); share = 1; } else { arc(0, 1, 1, 0.3); arc(Math.max(0, share - 0.28), share, width, 0.95); }
+    if (still.matches) { share = most; arc(0, share, width, 0.75); } else { arc(0, 1, 1, 0.3); arc(Math.max(0, share - 0.28), share, width, 0.95); }
     draw.globalAlpha = 1;
-    const head = bezier(a, c, b, share);
+    const head = way(share);
     draw.beginPath(); draw.arc(head.x, head.y, width * 1.25, 0, 7); draw.fill();
+  }
+
+  // The line of a transfer, a point for each share of it, and how far along it can be now: inside a datacenter an arc,
+  // between two along the link that joins them: to its end before it has landed, and no further than it is whole.
+  wayOf(transfer, a, b) {
+    const [here, there] = [this.datacenters[transfer.source], this.datacenters[transfer.target]];
+    const link = here === there ? null : this.links.find(({ source, target }) => (source === here && target === there) || (source === there && target === here));
+    if (!link) {
+      const length = Math.hypot(b.x - a.x, b.y - a.y), bend = Math.min(46, length * 0.22);
+      const c = { x: (a.x + b.x) / 2 - (bend * (b.y - a.y)) / (length || 1), y: (a.y + b.y) / 2 + (bend * (b.x - a.x)) / (length || 1) };
+      return { way: (t) => bezier(a, c, b, t), most: 1 };
+    }
+    const forward = link.source === here, lane = ((transfer.id % 3) - 1) * 1.5 + (forward ? -2.5 : 2.5);
+    const length = Math.hypot(link.to.x - link.from.x, link.to.y - link.from.y) || 1;
+    const aside = { x: (-lane * (link.to.y - link.from.y)) / length, y: (lane * (link.to.x - link.from.x)) / length };
+    const ends = [link.from, link.to].map((end) => ({ x: end.x + aside.x, y: end.y + aside.y }));
+    if (!forward) ends.reverse();
+    const points = [a, ...ends, b], sums = [0];
+    for (let k = 1; k < 4; k += 1) sums.push(sums[k - 1] + Math.hypot(points[k].x - points[k - 1].x, points[k].y - points[k - 1].y));
+    const whole = transfer.under_way ? sums[2] : sums[3]; // one that ends while the link is cut has not landed either
+    const most = (isShut(link.state) ? (sums[1] + sums[2]) / 2 - BREAK - 2 : whole) / sums[3];
+    return { way: (t) => along(points, sums, t * sums[3]), most };
   }
 
   drawChosen(draw) {
@@ -313,6 +435,28 @@ function shape(draw, role, x, y, size) { // prefill square, decode round, both a
   if (role === "prefill") draw.roundRect(x, y, size, size, size * 0.12);
   else if (role === "decode") draw.arc(x + size / 2, y + size / 2, size / 2, 0, 7);
   else { draw.moveTo(x + size / 2, y); draw.lineTo(x + size, y + size / 2); draw.lineTo(x + size / 2, y + size); draw.lineTo(x, y + size / 2); draw.closePath(); }
+}
+
+// Where a link between two frames begins and ends: on the sides that face each other, the `number`th one beside the first.
+function endsOf(a, b, number) {
+  const lying = a.x + a.w <= b.x || b.x + b.w <= a.x, aside = number * (LINK_THICK + 66);
+  const middle = (start, size, from, length) => {
+    const low = Math.max(start, from), high = Math.min(start + size, from + length);
+    return low < high ? [(low + high) / 2, (low + high) / 2] : [start + size / 2, from + length / 2];
+  };
+  if (lying) {
+    const [y, z] = middle(a.y, a.h, b.y, b.h), right = a.x < b.x;
+    return { lying, from: { x: right ? a.x + a.w : a.x, y: y + aside }, to: { x: right ? b.x : b.x + b.w, y: z + aside } };
+  }
+  const [x, z] = middle(a.x, a.w, b.x, b.w), down = a.y < b.y;
+  return { lying, from: { x: x + aside, y: down ? a.y + a.h : a.y }, to: { x: z + aside, y: down ? b.y : b.y + b.h } };
+}
+
+function along(points, sums, distance) {
+  let k = 1;
+  while (k < points.length - 1 && sums[k] < distance) k += 1;
+  const share = (distance - sums[k - 1]) / (sums[k] - sums[k - 1] || 1), a = points[k - 1], b = points[k];
+  return { x: a.x + share * (b.x - a.x), y: a.y + share * (b.y - a.y) };
 }
 
 function bezier(a, c, b, t) {

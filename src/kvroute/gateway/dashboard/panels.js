@@ -1,8 +1,8 @@
 // Everything beside the map: key figures, TTFT and tier bars, the oracle, the decisions and why they fell.
 
 import {
-  LOCAL_COLOUR, PARTS, TIER_COLOURS, bytes, clock, element, figures, fillBar, isTime, key, percent, rampGradient, seconds,
-  setText, term,
+  Chart, LOCAL_COLOUR, PARTS, TIER_COLOURS, barRow, bytes, clock, datacentersOf, element, figures, fillBar, fillTable, isShut,
+  isTime, key, percent, rampGradient, roleNow, seconds, setText, term, tokens, wayOf, wayWords,
 } from "./format.js";
 
 const $ = (id) => document.getElementById(id);
@@ -14,6 +14,7 @@ export class Panels {
   constructor() {
     this.kpis = new Map();
     this.splits = new Map();
+    this.offloading = new Offloading();
     this.kept = []; // decisions in the list, newest first
     this.newest = 0;
     this.chosen = null;
@@ -31,6 +32,7 @@ export class Panels {
     this.layout = layout;
     this.kept = [];
     this.newest = 0;
+    this.offloading.setLayout(layout);
     setText($("cluster"), layout.name);
     document.title = `kvroute · ${layout.name}`;
     this.legend();
@@ -46,6 +48,7 @@ export class Panels {
     this.ttft(tick.splits);
     this.tiers(tick.splits);
     this.oracle(load.oracle);
+    this.offloading.setTick(tick);
     this.decisions(tick.decisions);
     if ($("table-box").open) this.table();
   }
@@ -177,9 +180,9 @@ export class Panels {
     const [when, request, kind, path, terms, badge, cost] = button.children;
     const winner = decision.candidates.find((candidate) => candidate.name === decision.chosen);
     setText(when, clock(decision.at));
-    setText(request, `#${decision.request_id}`);
+    setText(request, decision.request_id < 0 ? "" : `#${decision.request_id}`);
     setText(kind, decision.kind);
-    setText(path, decision.kind === "reject" ? decision.reason : decision.source ? `${decision.source} → ${decision.chosen}` : decision.chosen);
+    setText(path, decision.kind === "reject" ? decision.reason : decision.kind === "convert" ? `${decision.chosen} changes its role` : decision.source ? `${decision.source} → ${decision.chosen}` : decision.chosen);
     setText(terms, winner && decision.unit === "s" ? summands(winner.terms) : "");
     setText(badge, decision.tier === null ? "" : this.layout.tiers[decision.tier]);
     badge.style.borderColor = decision.tier === null ? "transparent" : TIER_COLOURS[decision.tier];
@@ -196,11 +199,12 @@ export class Panels {
   why() {
     const decision = this.chosen, box = $("why");
     $("why-panel").hidden = false;
-    setText($("why-note"), `request #${decision.request_id}: ${decision.kind}${decision.kind === "reject" ? "" : ` by ${decision.policy}`}, ${clock(decision.at)}`);
+    const whose = decision.kind === "convert" ? "review of roles" : `request #${decision.request_id}: ${decision.kind}${decision.kind === "reject" ? "" : ` by ${decision.policy}`}`;
+    setText($("why-note"), `${whose}, ${clock(decision.at)}`);
     box.replaceChildren();
     if (decision.reason) box.append(element("p", "", decision.reason));
     if (!decision.candidates.length) {
-      box.append(element("p", "empty", decision.chosen ? `${decision.chosen}; this decision keeps no terms.` : "No candidates."));
+      box.append(element("p", "empty", decision.kind === "convert" ? `${decision.chosen} is drained and takes its other role: the review under Datacenters says why.` : decision.chosen ? `${decision.chosen}; this decision keeps no terms.` : "No candidates."));
       return;
     }
     const names = Object.keys(decision.candidates[0].terms), times = decision.unit === "s" ? names.filter(isTime) : [];
@@ -208,7 +212,7 @@ export class Panels {
     const head = ["candidate", ...(times.length ? [""] : []), `cost${decision.unit === "s" ? "" : ` (${decision.unit})`}`, ...names.map(spoken)];
     table.append(element("thead"), element("tbody"));
     fillTable(table, head, decision.candidates.map((candidate) => [
-      candidate.name + (candidate.feasible ? "" : " (no room)"), ...(times.length ? [""] : []),
+      candidate.name + this.absence(decision, candidate), ...(times.length ? [""] : []),
       decision.unit === "s" ? seconds(candidate.cost) : figures(candidate.cost), ...names.map((name) => term(name, candidate.terms[name], this.layout.tiers)),
     ]));
     decision.candidates.forEach((candidate, k) => {
@@ -230,6 +234,15 @@ export class Panels {
     box.append(scroll, keys);
   }
 
+  // Why a candidate could not be chosen, as far as the decision tells.
+  absence(decision, candidate) {
+    if (candidate.feasible) return "";
+    if (decision.kind !== "decode") return " (not asked)";
+    if (candidate.terms.same_domain === 0) return " (other domain)";
+    const k = this.layout.instances.findIndex((instance) => instance.name === candidate.name);
+    return k >= 0 && roleNow(this.layout, this.tick, k) === "prefill" ? " (prefills)" : " (full or not open)";
+  }
+
   table() {
     const rows = this.layout.instances.map((instance, k) => [instance.name, ...this.words(k)]);
     fillTable($("instances"), ["instance", "role", "state", "own", "running", "waiting", "load", "pending", "KV used", "scraped", "model", "place"], rows);
@@ -242,7 +255,7 @@ export class Panels {
   words(k) { // one instance as texts
     const instance = this.layout.instances[k], [up, breaker, own, running, waiting, load, pending, kv, age] = this.tick.instances[k];
     const state = !up ? "down" : breaker ? `breaker ${BREAKER[breaker]}` : "up";
-    return [instance.role, state, String(own), String(running), String(waiting), percent(load), seconds(pending),
+    return [roleNow(this.layout, this.tick, k), state, String(own), String(running), String(waiting), percent(load), seconds(pending),
       kv === null ? "–" : percent(kv), age === null ? "–" : `${seconds(age)} ago`, instance.model, instance.place];
   }
 
@@ -261,11 +274,161 @@ export class Panels {
     const box = $("legend"), ramp = element("span", "ramp"), load = element("span", "key");
     ramp.style.background = rampGradient();
     load.append("idle", ramp, "full");
+    const linked = this.layout.wan.length ? [key(TIER_COLOURS[TIER_COLOURS.length - 1], "link, as full as it is used", true), element("span", "key", "✕ link cut")] : [];
     const both = this.layout.instances.some((instance) => instance.role === "both") ? [element("span", "key", "◆ both")] : [];
     const tiers = () => this.layout.tiers.map((name, tier) => key(TIER_COLOURS[tier], name));
     box.replaceChildren(load, element("span", "key", "■ prefill"), element("span", "key", "● decode"), ...both,
-      element("span", "key", "✕ down"), element("span", "key", "▨ breaker open"), ...tiers());
+      element("span", "key", "✕ down"), element("span", "key", "▨ breaker open"), ...tiers(), ...linked);
     $("tiers").keys.replaceChildren(...tiers(), key(LOCAL_COLOUR, "no transfer"));
+  }
+}
+
+const BINDING = {
+  prfaas_compute: "prefill away", prfaas_egress: "the link home", pd_p: "prefill at home", pd_d: "decode at home",
+};
+const VERDICT = {
+  convert: "roles change towards the best split",
+  relieve: "one role has a queue and the other can spare an instance",
+  off: "roles are not to change",
+  converting: "earlier changes of roles are not over",
+  no_gain: "no other split is worth a change",
+  not_busy: "another split is better, but who would grow is not busy",
+};
+const AWAY_COLOUR = TIER_COLOURS[TIER_COLOURS.length - 1], HOME_COLOUR = "#56b4e9";
+
+// Prefill across datacenters: threshold and share over the last minutes, the links, the last review, roles that change.
+class Offloading {
+  setLayout(layout) {
+    if (this.layout?.name !== layout.name) this.forget();
+    this.layout = layout;
+    this.datacenters = datacentersOf(layout);
+  }
+
+  forget() {
+    this.sites = new Map(); // charts of thresholds, by site
+    this.history = [];
+    this.seen = new Map(); // conversions under way, by instance
+    this.over = [];
+    $("sites").replaceChildren();
+    this.share = null;
+  }
+
+  setTick(tick) {
+    const { offload } = tick.load;
+    $("sites-panel").hidden = !offload;
+    if (!offload) return;
+    if (this.history.length && tick.at < this.history[this.history.length - 1].at) this.forget(); // it has started anew
+    this.tick = tick;
+    if (!this.share) this.build();
+    this.charts(offload, this.sample(tick, offload));
+    this.split(tick);
+    this.links(tick, offload);
+    this.review(tick, offload.review);
+    this.conversions(tick, offload);
+  }
+
+  build() {
+    this.thresholds = element("div");
+    this.share = barRow("prefilled, last 60 s", 1);
+    this.course = new Chart([["away", AWAY_COLOUR, "area"]]);
+    const keys = element("div", "keys");
+    keys.append(key(AWAY_COLOUR, "away", true), key(HOME_COLOUR, "at home", true), element("span", "key", "▨ way shut"));
+    this.share.node.append(this.course.node, keys);
+    this.table = element("table");
+    this.table.append(element("thead"), element("tbody"));
+    const scroll = element("div", "scroll");
+    scroll.append(this.table);
+    this.said = element("p", "said");
+    this.roles = element("ul", "plain");
+    $("sites").append(this.thresholds, this.share.node, scroll, this.said, this.roles);
+  }
+
+  state(site) {
+    return wayOf(site, this.tick.instances.some((tile, k) => tile[0] && this.datacenters[k] === site.name));
+  }
+
+  sample(tick, offload) { // one a second, as long as a chart looks back
+    const last = this.history[this.history.length - 1];
+    if (last && tick.at - last.at < 1) return false;
+    const shut = offload.sites.every((site) => isShut(this.state(site)));
+    const sites = new Map(offload.sites.map((site) => [site.name, { now: site.threshold_tokens, base: site.base_tokens, shut: isShut(this.state(site)) }]));
+    this.history.push({ at: tick.at, away: tick.offloaded_share, shut, sites });
+    while (this.history[0].at < tick.at - Chart.most_s) this.history.shift();
+    return true;
+  }
+
+  charts(offload, fresh) {
+    for (const [name, { row }] of this.sites) if (!offload.sites.some((site) => site.name === name)) { row.node.remove(); this.sites.delete(name); }
+    for (const site of offload.sites) {
+      if (!this.sites.has(site.name)) {
+        const row = barRow(`threshold of ${site.name}`, 0), chart = new Chart([["base", "var(--quiet)", "dashed"], ["now", "var(--accent)", "line"]], tokens);
+        const keys = element("div", "keys");
+        keys.append(key("var(--accent)", "now"), element("span", "key", "┄ base, where it rests"), element("span", "key", "▨ way shut"));
+        row.node.append(chart.node, keys);
+        this.thresholds.append(row.node);
+        this.sites.set(site.name, { row, chart });
+      }
+      const { row, chart } = this.sites.get(site.name), what = `${tokens(site.threshold_tokens)} tokens, base ${tokens(site.base_tokens)}`;
+      setText(row.figures, what);
+      row.figures.title = "Prompts of which more is not cached are prefilled there";
+      if (fresh) chart.draw(this.history.map(({ at, sites }) => ({ at, ...sites.get(site.name) })), `Threshold of ${site.name}: ${what}`);
+    }
+    if (fresh) this.course.draw(this.history, "Share that is prefilled away");
+  }
+
+  split(tick) {
+    const share = tick.offloaded_share, away = share ?? 0;
+    setText(this.share.figures, share === null ? "nothing yet" : `${percent(away)} away, ${percent(1 - away)} at home`);
+    fillBar(this.share.bars[0], share === null ? [] : [[away, AWAY_COLOUR, `away: ${percent(away)}`], [1 - away, HOME_COLOUR, `at home: ${percent(1 - away)}`]]);
+    this.share.bars[0].setAttribute("aria-label", this.share.figures.textContent);
+  }
+
+  links(tick, offload) {
+    const rows = this.layout.wan.flatMap((link, k) => {
+      const site = offload.sites.find(({ name }) => name === link.source || name === link.target), load = tick.wan[k];
+      const state = site ? this.state(site) : "";
+      return [[link.source, link.target], [link.target, link.source]].map(([source, target], way) => [
+        state, `${source} → ${target}`, `${bytes(link.bytes_per_s)}/s`, percent(load.utilisation[way]),
+        load.in_flight[way] ? `${load.in_flight[way]}, ${bytes(load.in_flight_bytes[way])}` : "–", wayWords(state)[1],
+      ]);
+    });
+    fillTable(this.table, ["link", "carries", "used", "under way", "state"], rows.map((row) => row.slice(1)));
+    rows.forEach(([state], k) => this.table.tBodies[0].rows[k].classList.toggle("down", state !== ""));
+  }
+
+  review(tick, review) {
+    if (!review) { setText(this.said, "No review yet: it needs requests to judge by."); return; }
+    const homes = this.layout.sites.filter((site) => site.role === "home").map((site) => site.name);
+    const splits = homes.map((home, k) => {
+      const roles = this.layout.instances.map((_, at) => at).filter((at) => this.datacenters[at] === home).map((at) => roleNow(this.layout, tick, at));
+      const count = (role) => roles.filter((each) => each === role || each === "both").length;
+      return `${home} has ${count("prefill")} prefill + ${count("decode")} decode, best ${review.n_prefill[k]} + ${review.n_decode[k]}`;
+    });
+    const age_s = Math.round(tick.at - review.at);
+    setText(this.said, `Review ${age_s > 0 ? `${seconds(age_s)} ago` : "just now"}: ${figures(review.rate_per_s)} requests/s come, the split can serve ` +
+      `${figures(review.lambda_max_per_s)}/s (λ max), bound by ${BINDING[review.binding] ?? review.binding}; the best one ${figures(review.best_per_s)}/s, ` +
+      `gain ${percent(review.gain)}. ${splits.join("; ")}: ${VERDICT[review.verdict] ?? review.verdict}.`);
+  }
+
+  conversions(tick, offload) {
+    const now = new Map(offload.conversions.map((each) => [each.instance, each]));
+    for (const [name, { role }] of this.seen) {
+      if (now.has(name)) continue;
+      const k = this.layout.instances.findIndex((instance) => instance.name === name);
+      const serves = k < 0 ? "" : roleNow(this.layout, tick, k);
+      this.over = [`${name} ${serves === role ? `serves ${role} since` : `has not become ${role}:`} ${clock(tick.at)}`, ...this.over].slice(0, 5);
+    }
+    this.seen = now;
+    const changed = Object.entries(offload.roles).filter(([name]) => !now.has(name));
+    const lines = [
+      ...offload.conversions.map(({ instance, role, stage }) => `⇄ ${instance} becomes ${role}: ${stage === "draining" ? "its requests leave" : "its hook is under way"}`),
+      ...this.over,
+      ...(changed.length ? [`Not as in the file: ${changed.map(([name, role]) => `${name} serves ${role}`).join(", ")}`] : []),
+      ...(offload.converts ? [] : ["No hook: roles stay as they are."]),
+    ];
+    while (this.roles.children.length > lines.length) this.roles.lastChild.remove();
+    while (this.roles.children.length < lines.length) this.roles.append(element("li"));
+    lines.forEach((text, k) => setText(this.roles.children[k], text));
   }
 }
 
@@ -275,26 +438,3 @@ const spoken = (name) => (isTime(name) ? name.slice(0, -2) : name.replace(/_byte
 // What a cost in seconds is the sum of, without what adds nothing.
 const summands = (terms) => Object.entries(terms).filter(([name, value]) => isTime(name) && value > 0)
   .map(([name, value]) => `${spoken(name)} ${seconds(value)}`).join(" + ");
-
-function barRow(policy, count, names = []) {
-  const node = element("div", "row"), head = element("header"), name = element("span", "name", policy), line = element("span", "figures");
-  head.append(name, line);
-  node.append(head);
-  const bars = Array.from({ length: count }, (_, k) => {
-    const bar = element("div", "bar");
-    bar.setAttribute("role", "img");
-    if (names[k]) node.append(element("span", "label", names[k]));
-    node.append(bar);
-    return bar;
-  });
-  return { node, figures: line, bars };
-}
-
-function fillTable(table, head, rows) { // cells are kept; only their texts change
-  const top = table.tHead, body = table.tBodies[0];
-  if (!top.rows.length) top.insertRow().append(...head.map(() => { const cell = element("th"); cell.scope = "col"; return cell; }));
-  head.forEach((text, k) => setText(top.rows[0].cells[k], text));
-  while (body.rows.length < rows.length) { const row = body.insertRow(); for (const _ of head) row.insertCell(); }
-  while (body.rows.length > rows.length) body.deleteRow(-1);
-  rows.forEach((texts, k) => texts.forEach((text, column) => { if (text !== "") setText(body.rows[k].cells[column], text); }));
-}
