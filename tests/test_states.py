@@ -14,7 +14,7 @@ from kvroute.topology.units import Size
 from kvroute.types import Arrived, Finished, KvCleared, KvEvicted, KvStored, Prefill, Request
 
 INSTANCES = 3
-CHAINS = st.lists(st.integers(0, 2), max_size=6).map(lambda steps: chain(*steps))
+CHAINS = st.lists(st.integers(0, 1), max_size=4).map(lambda steps: chain(*steps))
 STEPS = st.lists(
     st.tuples(st.sampled_from(["store", "evict", "clear"]), st.integers(0, INSTANCES - 1), CHAINS, st.integers(0, 6)),
     max_size=20,
@@ -82,6 +82,9 @@ def test_a_hybrid_model_goes_on_where_a_prompt_ended_and_nowhere_else() -> None:
         assert cached(control, 2, half) == of_half
         control.handle(KvEvicted(0.0, instance, turn, 3))
         assert cached(control, 3, chain(0, 0, 0, 0, 2)) == (0 if model == "prfaas-1t-hybrid" else 300)
+        # The blocks are back, by a longer prompt that kept its state at its own end alone.
+        control.handle(KvStored(0.0, instance, chain(0, 0, 0, 0, 5), 100))
+        assert cached(control, 5, chain(0, 0, 0, 0, 2)) == (0 if model == "prfaas-1t-hybrid" else 400)
         control.handle(KvStored(0.0, instance, turn, 100))
         control.handle(KvCleared(0.0, instance))
         assert cached(control, 4, turn) == 0
