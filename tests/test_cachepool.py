@@ -276,7 +276,7 @@ def test_a_hot_prefix_is_copied_to_the_coolest_peer() -> None:
     pools = sites(DENSE)
     for blocks in (ALICE, BOB):
         store(pools.pool(EAST), blocks)
-    spots = Hotspots(pools, HotspotSpec(window_reads=12, factor=1.5))
+    spots = Hotspots(pools, HotspotSpec(window_reads=12, factor=1.5, reads_min=2))
     for _ in range(50):
         spots.note(EAST, ALICE, 16)
     for _ in range(2):
@@ -286,14 +286,26 @@ def test_a_hot_prefix_is_copied_to_the_coolest_peer() -> None:
     assert spots.hot() == (EAST,)
     assert spots.rebalance(4 * 64.0) == (Copy(EAST, EAST_TOO, ALICE, 16, 4 * 64.0),)
     assert spots.rebalance(4 * 64.0 - 1) == (Copy(EAST, EAST_TOO, BOB, 12, 3 * 64.0),)
-    assert [copy.target for copy in spots.rebalance(1e9, across=True)] == [EAST_TOO, WEST]
+    assert [copy.target for copy in spots.rebalance(1e9, joined=("east", "west"))] == [EAST_TOO, WEST]
+
+
+def test_what_is_read_now_and_then_is_not_copied() -> None:
+    """However hot the place: a copy of something read once may never be read."""
+    pools = sites(DENSE)
+    store(pools.pool(EAST), ALICE)
+    spots = Hotspots(pools, HotspotSpec(reads_min=3))
+    spots.note(EAST, ALICE, 16)
+    spots.note(EAST, ALICE, 16)
+    assert (spots.hot(), spots.rebalance(1e9)) == ((EAST,), ())
+    spots.note(EAST, ALICE, 16)
+    assert [copy.blocks for copy in spots.rebalance(1e9)] == [ALICE]
 
 
 def test_a_copy_that_would_only_move_the_hotspot_is_not_planned() -> None:
     """20 tokens against 8: half of the only prefix would make it 10 against 18."""
     pools = sites(DENSE)
     store(pools.pool(EAST), (*ALICE, 12))
-    spots = Hotspots(pools, HotspotSpec(factor=1.25))
+    spots = Hotspots(pools, HotspotSpec(factor=1.25, reads_min=1))
     spots.note(EAST, (*ALICE, 12), 20)
     spots.note(EAST_TOO, (7, 8), 8)
     assert spots.hot() == (EAST,)
@@ -304,7 +316,7 @@ def test_the_hottest_place_comes_first() -> None:
     spots = Hotspots(sites(DENSE), HotspotSpec(factor=1.1))
     spots.note(EAST, ALICE, 16)
     spots.note(WEST, (*ALICE, 12), 20)
-    assert spots.hot(across=True) == (WEST, EAST)
+    assert spots.hot(joined=("east", "west")) == (WEST, EAST)
 
 
 def test_reads_that_cannot_be() -> None:

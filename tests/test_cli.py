@@ -201,6 +201,20 @@ def test_a_log_replays_bit_for_bit(kvroute: Kvroute, log: Path) -> None:
     assert "bit for bit" in kvroute("replay", str(log)).out
 
 
+def test_a_log_is_asked_what_another_policy_would_have_done(kvroute: Kvroute, log: Path) -> None:
+    """Nothing of the recorded run changes; of itself a policy says that it would have done the same."""
+    found = document(kvroute("replay", str(log), "--shadow", "round-robin", "--json"))
+    assert found["equal"]
+    assert found["shadow"]["policy"] == "round-robin"
+    assert 0 < found["shadow"]["differ"] < found["shadow"]["decisions"] == 19
+    spoken = kvroute("replay", str(log), "--shadow", "round-robin").out
+    assert f"otherwise than netkv in {found['shadow']['differ']} of 19 decode decisions" in " ".join(spoken.split())
+    assert "as netkv did in all 19" in " ".join(kvroute("replay", str(log), "--shadow", "netkv").out.split())
+    wrong = kvroute("replay", str(log), "--shadow", "netkw")
+    assert (wrong.code, wrong.out) == (2, "")
+    assert "did you mean 'netkv'?" in wrong.err
+
+
 def test_a_tampered_decision_is_found_by_its_line(kvroute: Kvroute, log: Path) -> None:
     """One target exchanged for the other: exit code 1, and the line is named."""
     lines = log.read_text().splitlines(keepends=True)

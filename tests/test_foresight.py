@@ -7,8 +7,9 @@ import pytest
 
 from kvroute.oracle import NetworkOracle
 from kvroute.policies import decode_policy
-from kvroute.policies.foresight import Foresight, ForesightJoint, Pair, Way, foresight_policy
+from kvroute.policies.foresight import Foresight, foresight_policy
 from kvroute.policies.foresight_flight import Answers, InFlight, Learned
+from kvroute.policies.foresight_joint import ForesightJoint, Pair, Way
 from kvroute.policies.foresight_links import UNKNOWN, LinkModel
 from kvroute.policies.foresight_spec import ForesightSpec
 from kvroute.policies.prefill import PrefillCandidates
@@ -290,11 +291,11 @@ def test_the_pair_avoids_a_prefill_instance_whose_way_is_crowded() -> None:
             table.started(0.0, each, 0, 2 + each, nbytes)
         prefill = PrefillCandidates(("p0", "p1"), np.zeros(2), np.zeros(2, dtype=np.int64), np.array([1.0, 1.0]), None)
         ways = [Way(pool(), costs(source), table.sight(0.0, source, DECODERS, 1.0)) for source in (0, 1)]
-        pair = ForesightJoint().choose(REQUEST, prefill, ways, 0)
+        pair = ForesightJoint().choose(REQUEST, prefill, ways.__getitem__, 0)
         assert isinstance(pair, Pair)
         assert pair.prefill.index == expected
         assert pair.prefill.terms.cost[1] == pytest.approx(3.0 if nbytes > 3e9 else 2.0, rel=0.4)
-    assert isinstance(ForesightJoint().choose(REQUEST, prefill, [None, None], 0), Reject)
+    assert isinstance(ForesightJoint().choose(REQUEST, prefill, [None, None].__getitem__, 0), Reject)
 
 
 def test_at_arrival_the_load_of_now_counts_for_nothing() -> None:
@@ -320,9 +321,10 @@ def test_pairs_that_are_not_played_stay_behind() -> None:
         table.started(0.0, each, 1, 2 + each, 2e9)
     prefill = PrefillCandidates(("p0", "p1"), np.zeros(2), np.zeros(2, dtype=np.int64), np.array([1.0, 0.0]), None)
     ways = [Way(pool(), costs(source), table.sight(0.0, source, DECODERS, 1.0 - source)) for source in (0, 1)]
-    pair = ForesightJoint(ForesightSpec(joint_width=1)).choose(REQUEST, prefill, ways, 0)
+    pair = ForesightJoint(ForesightSpec(joint_width=1)).choose(REQUEST, prefill, ways.__getitem__, 0)
     assert isinstance(pair, Pair)
-    played, closed = ForesightJoint(ForesightSpec(joint_width=2)).choose(REQUEST, prefill, ways, 0), pair.prefill.terms
+    played = ForesightJoint(ForesightSpec(joint_width=2)).choose(REQUEST, prefill, ways.__getitem__, 0)
+    closed = pair.prefill.terms
     assert isinstance(played, Pair)
     assert closed.cost[0] == pytest.approx(played.prefill.terms.cost[0])
     assert closed.cost[1] >= 3.0

@@ -373,35 +373,41 @@ def test_a_copy_lands_whole_or_not_at_all(
 READS = st.lists(st.tuples(st.sampled_from(CLUSTERS), CHAINS, st.integers(1, 5)), max_size=12)
 
 
-@given(READS, st.sampled_from([0.0, 300.0, 1e6]), st.booleans(), st.sampled_from([1.1, 1.25, 1.5]))
+SCOPES = st.sampled_from([(), ("west",), ("east", "west")])
+
+
+@given(READS, st.sampled_from([0.0, 300.0, 1e6]), SCOPES, st.sampled_from([1.1, 1.25, 1.5]), st.integers(1, 3))
 def test_rebalancing_levels_within_its_budget(
-    reads: list[tuple[Place, Chain, int]], budget_bytes: float, across: bool, factor: float
+    reads: list[tuple[Place, Chain, int]], budget_bytes: float, joined: tuple[str, ...], factor: float, reads_min: int
 ) -> None:
     """Copy by copy: the source is hot by then, the target its coolest peer, and no hotter than it afterwards."""
     pools = filled_pools("linear", [(place, chain) for place, chain, _ in reads], 200)
-    spots = Hotspots(pools, HotspotSpec(factor=factor))
+    spots = Hotspots(pools, HotspotSpec(factor=factor, reads_min=reads_min))
     for place, chain, times in reads:
         for _ in range(times):
             spots.note(place, chain, len(chain) * SIZE)
-    loads, hot = spots.read_tokens(), spots.hot(across)
+    loads, hot = spots.read_tokens(), spots.hot(joined)
     for place in CLUSTERS:
-        peers = [loads[peer] for peer in CLUSTERS if across or peer.cluster == place.cluster]
+        peers = [loads[peer] for peer in CLUSTERS if peer.cluster == place.cluster or len(joined) == 2]
         assert (place in hot) == (loads[place] > factor * sum(peers) / len(peers))
-    copies = spots.rebalance(budget_bytes, across)
-    assert copies == spots.rebalance(budget_bytes, across)
+    copies = spots.rebalance(budget_bytes, joined)
+    assert copies == spots.rebalance(budget_bytes, joined)
     assert sum(copy.nbytes for copy in copies) <= budget_bytes + 1e-9
     assert all(first != second for first, second in combinations(copies, 2))
     running = {place: float(tokens) for place, tokens in loads.items()}
     for copy in copies:
-        rivals = [peer for peer in CLUSTERS if across or peer.cluster == copy.source.cluster]
-        assert copy.source in hot
+        near = [peer for peer in CLUSTERS if peer.cluster == copy.source.cluster]
+        rivals = near if copy.target in near else list(CLUSTERS)
+        assert rivals is near or len(joined) == 2
         assert running[copy.source] > factor * sum(running[peer] for peer in rivals) / len(rivals)
-        assert (running[copy.target], copy.target) == min((running[peer], peer) for peer in rivals)
-        moved = sum(
-            times * copy.tokens for place, chain, times in reads if (place, chain) == (copy.source, copy.blocks)
-        )
-        running[copy.source] -= moved / 2
-        running[copy.target] += moved / 2
+        lacking = [peer for peer in rivals if pools.plan(copy.blocks, SIZE, copy.source, peer)]
+        assert (running[copy.target], copy.target) == min((running[peer], peer) for peer in lacking)
+        before = [one for one in copies[: copies.index(copy)] if (one.source, one.blocks) == (copy.source, copy.blocks)]
+        times_read = sum(times for place, chain, times in reads if (place, chain) == (copy.source, copy.blocks))
+        assert times_read >= reads_min
+        moved = times_read * copy.tokens / 2 ** (len(before) + 1)
+        running[copy.source] -= moved
+        running[copy.target] += moved
         assert running[copy.target] <= running[copy.source]
         entry = pools.start(copy)
         assert entry is not None

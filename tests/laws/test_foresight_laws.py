@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from kvroute.flows import fill_to_the_end, max_min_rates
 from kvroute.policies import CacheAndLoadAware
-from kvroute.policies.foresight import Foresight, ForesightJoint, Pair, Way
+from kvroute.policies.foresight import Foresight
 from kvroute.policies.foresight_flight import InFlight, Learned
+from kvroute.policies.foresight_joint import ForesightJoint, Pair, Way
 from kvroute.policies.foresight_kernels import collided
 from kvroute.policies.foresight_links import LinkModel
 from kvroute.policies.foresight_spec import ForesightSpec
@@ -421,7 +422,7 @@ def test_the_pair_is_the_one_that_ends_first_of_those_played(
         Way(pool, costs_of(table.links, each), table.sight(table.now, each, ALL, start_s[each]))
         for each, pool in enumerate(pools)
     ]
-    pair = ForesightJoint(spec).choose(REQUEST, prefill, ways, 0)
+    pair = ForesightJoint(spec).choose(REQUEST, prefill, ways.__getitem__, 0)
     found = [Foresight(spec, way.sight, at_arrival=True).choose(REQUEST, way.candidates, way.costs, 0) for way in ways]
     paid = [
         (start_s[each] + float(choice.terms.cost[choice.index]), each)

@@ -3,7 +3,7 @@ of all clusters' pools, and copies between them. It has no clock, moves no bytes
 
 from kvroute.cachepool.catalogue import Evicted
 from kvroute.cachepool.clusters import CachePools, ClusterMatch, Copy, CopyUnderWay, Place
-from kvroute.cachepool.hotspots import Hotspots, HotspotSpec
+from kvroute.cachepool.hotspots import CachedPrefixes, CopySpec, Hotspots, HotspotSpec
 from kvroute.cachepool.layout import Layout, StateGroup
 from kvroute.cachepool.lease import BlockNumbers, Lease
 from kvroute.cachepool.pool import CachePool
@@ -12,8 +12,10 @@ __all__ = [
     "BlockNumbers",
     "CachePool",
     "CachePools",
+    "CachedPrefixes",
     "ClusterMatch",
     "Copy",
+    "CopySpec",
     "CopyUnderWay",
     "Evicted",
     "HotspotSpec",

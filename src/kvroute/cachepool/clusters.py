@@ -74,6 +74,11 @@ class CachePools:
         return tuple(self._pools)
 
     @property
+    def block_tokens(self) -> int:
+        """Tokens of one block in every pool; 0 where there is none."""
+        return next((pool.layout.block_tokens for pool in self._pools.values()), 0)
+
+    @property
     def under_way(self) -> tuple[Copy, ...]:
         """Copies that have started and not finished, in that order."""
         return tuple(entry.copy for entry in self._under_way.values())

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import typer
 from rich.table import Table
 
 from kvroute.cli.output import console, print_json
-from kvroute.control import ControlSpec, LogRecord, read_log, replay, same
+from kvroute.control import ControlSpec, LogRecord, ShadowTally, read_log, replay, same
 from kvroute.topology import parse
 from kvroute.types import (
     Arrived,
     Convert,
+    CopyPrefix,
+    Decision,
     Decode,
     DecodeFailed,
     Event,
@@ -34,19 +38,33 @@ LogFile = Annotated[Path, typer.Argument(help=_LOG_HELP, show_default=False)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 
 
-def replay_log(log: LogFile, as_json: AsJson = False) -> None:
+def replay_log(
+    log: LogFile,
+    shadow: Annotated[
+        str,
+        typer.Option(help="Ask this decode policy at each decision, and say how often it would have chosen otherwise."),
+    ] = "",
+    as_json: AsJson = False,
+) -> None:
     """Make every decision of a log again and compare bit for bit, terms included. Exits with 1 at a difference.
 
-    Example: [bold]kvroute replay run.log[/bold]
+    Example: [bold]kvroute replay run.log --shadow foresight[/bold]
     """
     header, records = read_log(log)
-    control = header.spec.build(parse(header.cluster, where=f"cluster in {log}"))
+    spec = msgspec.structs.replace(header.spec, shadow=shadow) if shadow else header.spec
+    control = spec.build(parse(header.cluster, where=f"cluster in {log}"))
+    tally = ShadowTally(spec.shadow)
     events = decisions = 0
     differing: int | None = None
     try:
         for record, again in replay(control, records):
             events += 1
             decisions += len(record.decisions)
+            for decision in again:
+                if isinstance(decision, Decode):
+                    tally.decided(decision)
+            if shadow:
+                again = _as_recorded(again, record.decisions)
             if differing is None and not same(record.decisions, again):
                 differing = events + 1
     except InputError as error:
@@ -55,15 +73,36 @@ def replay_log(log: LogFile, as_json: AsJson = False) -> None:
         mend = "record the run again" if differing is None else f"the decisions differ from line {differing} on"
         raise InputError(f"an event that cannot be: {error.what}", where=f"{log}:{events + 2}", mend=mend) from None
     if as_json:
-        print_json(
-            {"events": events, "decisions": decisions, "equal": differing is None, "first_difference_line": differing}
-        )
+        counted = {"events": events, "decisions": decisions}
+        beside = {"shadow": msgspec.to_builtins(tally)} if tally.policy else {}
+        print_json(counted | {"equal": differing is None, "first_difference_line": differing} | beside)
     elif differing is None:
         console().print(f"{events} events gave the same {decisions} decisions again, bit for bit.")
     else:
         console().print(f"The decisions differ from line {differing} of {log} on.")
+    if tally.policy and not as_json:
+        console().print(_shadow_sentence(tally, spec.decode))
     if differing is not None:
         raise typer.Exit(1)
+
+
+def _as_recorded(again: tuple[Decision, ...], recorded: tuple[Decision, ...]) -> tuple[Decision, ...]:
+    """Decisions with the recorded ones' shadows in place of their own, where there is one for one."""
+    return tuple(
+        msgspec.structs.replace(now, shadow=then.shadow)
+        if isinstance(now, Decode) and isinstance(then, Decode)
+        else now
+        for now, then in itertools.zip_longest(again, recorded[: len(again)])
+    )
+
+
+def _shadow_sentence(tally: ShadowTally, acting: str) -> str:
+    if not tally.differ:
+        return f"{tally.policy} would have chosen as {acting} did in all {tally.decisions} decode decisions."
+    per_choice = f"{tally.gain_s / tally.differ:.3g} s less a choice by its own terms, "
+    per_choice += f"{tally.loss_s / tally.differ:.3g} s more by {acting}'s"
+    share = f"{tally.differ} of {tally.decisions} decode decisions"
+    return f"{tally.policy} would have chosen otherwise than {acting} in {share}: {per_choice}."
 
 
 def explain(
@@ -137,7 +176,7 @@ def _about(request: int, records: Iterable[LogRecord]) -> Iterator[_Made]:
             case DecodeFailed(request_id=number) if number == request:
                 failed.add(target)
         for decision in record.decisions:
-            if isinstance(decision, Convert) or decision.request_id != request:
+            if isinstance(decision, Convert | CopyPrefix) or decision.request_id != request:
                 continue
             match decision:
                 case Prefill(instance=name):

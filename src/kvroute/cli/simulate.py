@@ -20,11 +20,11 @@ from kvroute.policies import DECODE_POLICIES, PREFILL_POLICIES
 from kvroute.report.compare import verdict
 from kvroute.report.tables import comparison_table
 from kvroute.sim.settings import Background, SimSettings, Slo, Telemetry
-from kvroute.sim.workload import PROFILES
+from kvroute.sim.workload import PROFILES, THINK_MAX_S
 from kvroute.types import InputError
 
 DEFAULT_POLICIES = ("round-robin", "cla", "netkv")
-SEED_MAX, PROMPT_MAX = 2**31 - 1, 10_000_000
+SEED_MAX, PROMPT_MAX, AGENTS_MAX = 2**31 - 1, 10_000_000, 1_000_000
 SETUP, WORKLOAD, NETWORK, OUTPUT = "Policies", "Workload", "Network and telemetry", "Output"
 
 
@@ -53,8 +53,8 @@ def simulate(
     trace: Annotated[
         Path | None,
         typer.Option(
-            help="Mooncake JSONL (.zst, .gz), Azure LLM CSV or an event log of `serve --log` or `--log`; "
-            "without it a Mooncake-like trace is generated.",
+            help="Mooncake JSONL (.zst, .gz), Azure LLM CSV, an event log of `serve --log` or `--log`, or sessions of "
+            "coding agents (JSONL, or a folder of trace_*.json); without it a Mooncake-like trace is generated.",
             rich_help_panel=WORKLOAD,
         ),
     ] = None,
@@ -67,9 +67,26 @@ def simulate(
     rate: Annotated[
         float | None,
         typer.Option(
-            min=1e-9, help="Compress or stretch arrivals to so many requests per second.", rich_help_panel=WORKLOAD
+            min=1e-9,
+            help="Compress or stretch arrivals to so many requests per second; agents' sessions start more often.",
+            rich_help_panel=WORKLOAD,
         ),
     ] = None,
+    agents: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=AGENTS_MAX,
+            help="Play so many sessions of the trace at a time, each turn when the answer before is there.",
+            rich_help_panel=WORKLOAD,
+        ),
+    ] = None,
+    think_max: Annotated[
+        float,
+        typer.Option(
+            min=0, help="Cut agents' pauses to so many seconds; 0: turns follow at once.", rich_help_panel=WORKLOAD
+        ),
+    ] = THINK_MAX_S,
     profile: Annotated[
         str, typer.Option(help=f"Keep only requests of a profile: {_names(PROFILES)}.", rich_help_panel=WORKLOAD)
     ] = "",
@@ -167,6 +184,8 @@ def simulate(
     [bold]kvroute simulate examples/fat-tree-64gpu.yaml[/bold]
 
     [bold]kvroute simulate my.yaml --trace trace.jsonl.zst --policy netkv --policy cla --seeds 5 --out results[/bold]
+
+    [bold]kvroute simulate my.yaml --trace sessions.jsonl.zst --agents 50 --requests 5000[/bold]
     """
     if profile and profile not in PROFILES:
         raise InputError(
@@ -184,6 +203,8 @@ def simulate(
             input_tokens=input_tokens,
             p_share=p_share,
             requests=requests,
+            agents=agents,
+            think_max_s=think_max,
         ),
         settings=played.settings(
             SimSettings(
@@ -202,6 +223,8 @@ def simulate(
             constraint=constraint,
             prefill_cache=prefill_cache,
             offload=played.offload_spec(),
+            prefix_pool=played.prefix_pool,
+            copies=played.copy_spec(),
             oracle=OracleSettings(
                 separates_own_traffic=separate_own,
                 prediction=None if prediction == "none" else prediction,

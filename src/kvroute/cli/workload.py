@@ -49,7 +49,9 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document an
 def show(
     file: Annotated[
         Path | None,
-        typer.Argument(help="Mooncake JSONL (.zst, .gz), Azure LLM CSV or an event log.", show_default=False),
+        typer.Argument(
+            help="Mooncake JSONL (.zst, .gz), Azure LLM CSV, an event log or sessions of agents.", show_default=False
+        ),
     ] = None,
     generated: Annotated[bool, typer.Option("--generate", help="Show a generated trace instead of a file.")] = False,
     requests: Annotated[

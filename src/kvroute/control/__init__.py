@@ -3,6 +3,7 @@
 from kvroute.control.core import Control
 from kvroute.control.log import EventLog, LogHeader, LogRecord, TermsKept, is_log, read_log, replay, same, set_aside
 from kvroute.control.settings import ControlSettings
+from kvroute.control.shadow import ShadowTally
 from kvroute.control.spec import ControlSpec
 from kvroute.control.view import Load
 
@@ -14,6 +15,7 @@ __all__ = [
     "Load",
     "LogHeader",
     "LogRecord",
+    "ShadowTally",
     "TermsKept",
     "is_log",
     "read_log",

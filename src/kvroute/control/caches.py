@@ -45,12 +45,20 @@ class Caches:
         if self._states is not None:
             self._states.clear(index)
 
+    def reusable_blocks(self, blocks: tuple[int, ...], model: str, most: int) -> IntArray:
+        """Of every instance: blocks of this chain, at most `most`, that a prefill can go on from; of a hybrid model
+        where a cached prompt has ended."""
+        depths: IntArray = np.minimum(self.prefix.match(blocks), most)
+        if self._states is None or not self._models[model].request_state_bytes:
+            return depths
+        return self._states.match(blocks, depths)
+
     def reusable_tokens(self, request: Request, model: str, ids: IntArray, most: int) -> IntArray:
         """`hit_tokens` that a prefill can go on from: of a hybrid model where a cached prompt has ended."""
         if self._states is None or not self._models[model].request_state_bytes:
             return self.hit_tokens(request, ids, most)
-        depths = np.minimum(self.prefix.match(request.blocks), most // request.block_tokens)
-        found: IntArray = self._states.match(request.blocks, depths).take(ids) * request.block_tokens
+        depths = self.reusable_blocks(request.blocks, model, most // request.block_tokens)
+        found: IntArray = depths.take(ids) * request.block_tokens
         return found
 
     def hit_tokens(self, request: Request, ids: IntArray, most: int) -> IntArray:

@@ -7,6 +7,7 @@ from typing import Any
 
 from kvroute.control.dispatch import Dispatch, Journey
 from kvroute.control.offloading import Offloading
+from kvroute.control.prefixes import Prefixes
 from kvroute.control.settings import ControlSettings
 from kvroute.control.view import Load, View
 from kvroute.oracle import NetworkOracle
@@ -17,6 +18,7 @@ from kvroute.types import (
     Arrived,
     CongestionMeasured,
     Convert,
+    CopyFinished,
     Decision,
     DecodeFailed,
     Event,
@@ -58,7 +60,8 @@ class Control:
         self._view = View(cluster, settings, oracle)
         self.offloading = Offloading(settings.offload, self._view) if settings.offload else None
         """Sites, thresholds and traffic, where prefills may leave their datacenter; for people to look at."""
-        self._dispatch = Dispatch(self._view, self.offloading)
+        self._prefixes = Prefixes(self._view, self.offloading)
+        self._dispatch = Dispatch(self._view, self.offloading, self._prefixes)
         self._journeys: dict[int, Journey] = {}
         self._handlers: dict[type, Callable[[Any], tuple[Decision, ...]]] = {
             Arrived: self._arrived,
@@ -74,6 +77,7 @@ class Control:
             InstanceDown: self._instance_down,
             InstanceUp: self._instance_up,
             InstanceConverted: self._instance_converted,
+            CopyFinished: self._copy_finished,
             ReviewDue: self._review_due,
             ThresholdKnown: self._threshold_known,
             InstanceMeasured: self._instance_measured,
@@ -136,6 +140,7 @@ class Control:
             raise InputError(f"prefill of request {event.request_id} has already finished", mend=_ONCE)
         self._view.prefill[journey.model].release(journey.prefill, event.at)
         journey.prefill = -1
+        self._dispatch.end_copy(journey, event.at)
         if journey.position < 0:
             return (self._decode(journey, event.at),)
         if journey.source != journey.target and not journey.early:
@@ -204,8 +209,8 @@ class Control:
         if event.output_tokens:
             if self.offloading is not None:
                 self.offloading.answered(event.at, event.output_tokens)
-            if self._view.flight is not None:
-                self._view.flight.table.answers.finished(event.output_tokens)
+            for flight in self._view.flights:
+                flight.table.answers.finished(event.output_tokens)
         if pool is not None and position >= 0 and event.free_kv_bytes is not None:
             pool.free_kv_bytes[position] = event.free_kv_bytes
         return ()
@@ -248,10 +253,19 @@ class Control:
             self.offloading.converted(event.at)
         return ()
 
+    def _copy_finished(self, event: CopyFinished) -> tuple[Decision, ...]:
+        if not self._prefixes.ended(event.at, event.copy_id, landed=event.landed):
+            raise InputError(f"no copy {event.copy_id} is under way", mend="tell the end of every copy once")
+        return ()
+
     def _review_due(self, event: ReviewDue) -> tuple[Decision, ...]:
+        # An instance that is to be drained gets no copies any more.
+        return (*self._convert(event.at), *self._prefixes.review(event.at))
+
+    def _convert(self, at: float) -> tuple[Convert, ...]:
         if self.offloading is None:
             return ()
-        conversions = self.offloading.review(event.at)
+        conversions = self.offloading.review(at)
         for conversion in conversions:
             self._view.set_role(self._cluster.index(conversion.instance), None)
         self.offloading.converting += len(conversions)

@@ -61,7 +61,7 @@ def _way_bytes_per_s(cluster: Cluster, source: str, target: str) -> float:
 
 @dataclass(slots=True)
 class Egress:
-    """Own KV bytes that leave one site: how fast of late, and how many are on their way."""
+    """Own KV bytes on the links of one site, in one direction: how fast of late, and how many are on their way."""
 
     bytes_per_s: float
     """What the link carries when nobody else uses it."""
@@ -73,14 +73,14 @@ class Egress:
     _rated_at: float = 0.0
     _landings: dict[int, float] = field(default_factory=dict)
 
-    def started(self, request: int, nbytes: float) -> None:
-        """A transfer is on its way."""
-        self._landings[request] = nbytes
+    def started(self, number: int, nbytes: float) -> None:
+        """A transfer is on its way: a request's KV cache, by the request's number, or a copy, by its own, negative."""
+        self._landings[number] = nbytes
         self.backlog_bytes += nbytes
 
-    def ended(self, at: float, request: int, *, landed: bool) -> None:
+    def ended(self, at: float, number: int, *, landed: bool) -> None:
         """It has landed, or will not; nothing happens where none was known."""
-        nbytes = self._landings.pop(request, None)
+        nbytes = self._landings.pop(number, None)
         if nbytes is None:
             return
         self.backlog_bytes = self.backlog_bytes - nbytes if self._landings else 0.0

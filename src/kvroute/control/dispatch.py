@@ -8,11 +8,25 @@ import msgspec
 import numpy as np
 
 from kvroute.control.datacenters import Egress
-from kvroute.control.offloading import Offloading, Placement
+from kvroute.control.offloading import Offloading
+from kvroute.control.pairing import Pairing
 from kvroute.control.pool import DecodePool
+from kvroute.control.prefixes import Prefixes
+from kvroute.control.shadow import Shadow
 from kvroute.control.view import DecodePick, PoolKey, View
 from kvroute.policies import PrefillCandidates
-from kvroute.types import CROSS_DATACENTER, Candidates, Choice, Decision, Decode, Prefill, Reject, Request, Terms
+from kvroute.types import (
+    CROSS_DATACENTER,
+    Candidates,
+    Choice,
+    Decision,
+    Decode,
+    Prefill,
+    Reject,
+    Request,
+    Shadowed,
+    Terms,
+)
 
 _JOINT_WIDTH = 4
 """Prefill instances whose partners are priced when both legs are chosen at once."""
@@ -39,6 +53,8 @@ class Journey:
     admitted: bool = False
     kv_bytes: float = 0.0
     """That cross the network for it."""
+    copy_id: int = 0
+    """Of a cached prefix on its way to where it is prefilled; 0: of none."""
     early: bool = False
     """Its KV cache leaves layer by layer while the prefill goes on."""
     at_home: bool = False
@@ -54,18 +70,24 @@ class Journey:
 class Dispatch:
     """Sends requests to instances of a view. The caller keeps the journeys, and says when their steps are over."""
 
-    def __init__(self, view: View, offloading: Offloading | None = None) -> None:
-        self._view, self._offloading = view, offloading
+    def __init__(self, view: View, offloading: Offloading | None, prefixes: Prefixes) -> None:
+        self._view, self._offloading, self._prefixes = view, offloading, prefixes
+        self._pairing = Pairing(view)
+        shadow = view.settings.shadow_policy
+        self._shadow = Shadow(view, shadow) if shadow is not None else None
 
     def route(self, journey: Journey, at: float) -> tuple[Decision, ...]:
         """Its prefill, and its decode where both legs start at once or the instance does both; or a Reject, last."""
         request, model, view = journey.request, journey.model, self._view
         candidates = view.prefill_candidates(request, model, at, journey.avoid)
+        candidates, fetches = self._prefixes.offer(request, model, candidates, at)
         placement = self._offloading.place(request, candidates, at, journey.at_home) if self._offloading else None
         candidates = placement.candidates if placement else candidates
         choice = view.choose_prefill(request, model, candidates)
         if isinstance(choice, Reject):
             return (choice,)
+        if not journey.avoid:
+            choice = self._pairing.prefill(request, model, candidates, choice, at)
         pool = view.prefill[model]
         pick: DecodePick | Reject | None = None
         if self._view.cluster.instances[int(pool.ids[choice.index])].protocol == "sglang":
@@ -76,13 +98,15 @@ class Dispatch:
         journey.prefill_s = float(candidates.prefill_s[choice.index])
         pool.book(choice.index, at, journey.prefill_s)
         prefill = Prefill(request.id, pool.names[choice.index], int(candidates.hit_tokens[choice.index]), choice.terms)
+        prefill = self._prefixes.settle(prefill, request, model, placement, fetches, at)
+        journey.copy_id = prefill.copy_id
         if placement is not None:
-            prefill = self._placed(prefill, placement)
-            if placement.away and self._offloading and self._offloading.spec.layerwise:
-                journey.early = True
-                pick = self._partner(journey, at, choice.index, early=True)
-                if isinstance(pick, Reject):
-                    pick = None  # nobody has room now; somebody may when the prefill is over
+            prefill = msgspec.structs.replace(prefill, offload=placement.offload)
+        if self._leaves_early(placement is not None and placement.away):
+            journey.early = True
+            pick = self._partner(journey, at, choice.index, early=True)
+            if isinstance(pick, Reject):
+                pick = None  # nobody has room now; somebody may when the prefill is over
         instance = self._view.cluster.instances[index]
         if instance.role == "both":
             return (prefill, self._stay(journey, at, (model, instance.protocol), index))
@@ -90,19 +114,10 @@ class Dispatch:
             return (prefill,)
         return (prefill, pick if isinstance(pick, Reject) else self._go(journey, at, pick))
 
-    def _placed(self, prefill: Prefill, placement: Placement) -> Prefill:
-        """The same with why it is there, and what is copied there first."""
-        lacking = placement.prefix_tokens - prefill.cached_tokens
-        if placement.copy_source < 0 or lacking <= 0 or self._offloading is None:
-            return msgspec.structs.replace(prefill, offload=placement.offload)
-        return msgspec.structs.replace(
-            prefill,
-            offload=placement.offload,
-            cached_tokens=placement.prefix_tokens,
-            copy_from=self._view.cluster.instances[placement.copy_source].name,
-            copy_tokens=lacking,
-            copy_bytes=self._offloading.copy_bytes(placement.prefix_tokens, prefill.cached_tokens),
-        )
+    def _leaves_early(self, away: bool) -> bool:
+        """Whether the KV cache leaves layer by layer while the prefill goes on. Args: `away`: to another datacenter."""
+        offloads_so = away and self._offloading is not None and self._offloading.spec.layerwise
+        return self._view.settings.layerwise or offloads_so
 
     def _jointly(
         self, journey: Journey, at: float, candidates: PrefillCandidates, choice: Choice
@@ -175,8 +190,10 @@ class Dispatch:
     def _go(self, journey: Journey, at: float, pick: DecodePick) -> Decode:
         """Decode on another instance than the prefill's."""
         instance = self._view.cluster.instances[journey.source]
-        pool = self._view.decode[journey.model, instance.protocol]
-        return self._book(journey, at, pool, pick.choice.index, pick.candidates, pick.tier, pick.choice.terms)
+        key = (journey.model, instance.protocol)
+        shadow = self._shadow.beside(journey.request, key, journey.source, pick, at) if self._shadow else None
+        pool = self._view.decode[key]
+        return self._book(journey, at, pool, pick.choice.index, pick.candidates, pick.tier, pick.choice.terms, shadow)
 
     def _book(
         self,
@@ -187,6 +204,7 @@ class Dispatch:
         candidates: Candidates,
         tier: int,
         terms: Terms | None,
+        shadow: Shadowed | None = None,
     ) -> Decode:
         pool.decisions += 1
         journey.pool, journey.position, journey.target = pool, position, int(pool.ids[position])
@@ -205,6 +223,7 @@ class Dispatch:
             need_bytes=journey.need_bytes,
             hit_tokens=int(candidates.hit_tokens[position]),
             terms=terms,
+            shadow=shadow,
         )
 
     def away(self, journey: Journey) -> bool:
@@ -224,8 +243,8 @@ class Dispatch:
             return
         journey.in_transfer = True
         self._view.oracle.transfer_started(journey.source, journey.target)
-        if self._view.flight is not None:
-            self._view.flight.table.started(at, journey.request.id, journey.source, journey.target, journey.kv_bytes)
+        for flight in self._view.flights:
+            flight.table.started(at, journey.request.id, journey.source, journey.target, journey.kv_bytes)
         egress = self._egress(journey)
         if egress is not None:
             egress.started(journey.request.id, journey.kv_bytes)
@@ -235,8 +254,8 @@ class Dispatch:
         if journey.in_transfer:
             journey.in_transfer = False
             self._view.oracle.transfer_finished(journey.source, journey.target)
-            if self._view.flight is not None:
-                self._view.flight.table.finished(at, journey.request.id, landed=landed)
+            for flight in self._view.flights:
+                flight.table.finished(at, journey.request.id, landed=landed)
             egress = self._egress(journey)
             if egress is not None:
                 egress.ended(at, journey.request.id, landed=landed)
@@ -247,8 +266,15 @@ class Dispatch:
             return None
         return self._offloading.egress.get(self._offloading.site_of(journey.source))
 
+    def end_copy(self, journey: Journey, at: float) -> None:
+        """Nothing waits for its copied prefix any more; nothing happens where nothing did."""
+        if journey.copy_id:
+            self._prefixes.ended(at, journey.copy_id, landed=False)
+            journey.copy_id = 0
+
     def release_prefill(self, journey: Journey, at: float) -> None:
         """Give back a prefill that has not finished."""
+        self.end_copy(journey, at)
         if journey.prefill >= 0:
             self._view.prefill[journey.model].release(journey.prefill, at, journey.prefill_s)
             journey.prefill = -1

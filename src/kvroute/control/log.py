@@ -12,7 +12,7 @@ import numpy as np
 
 from kvroute.control.core import Control
 from kvroute.control.spec import ControlSpec
-from kvroute.types import Convert, Decision, Decode, Event, InputError, Prefill, Reject, Terms
+from kvroute.types import Convert, CopyPrefix, Decision, Decode, Event, InputError, Prefill, Reject, Terms
 
 TermsKept: TypeAlias = Literal["best", "all"]
 TERMS_ALL, TERMS_BEST = 64, 16
@@ -122,7 +122,7 @@ def cheapest(decision: Decision) -> Decision:
         return decision
     order = np.where(terms.feasible, terms.cost, np.inf).argsort(kind="stable")[:TERMS_BEST].tolist()
     match decision:
-        case Prefill(instance=chosen) | Decode(target=chosen):
+        case Prefill(instance=chosen) | Decode(target=chosen) | CopyPrefix(target=chosen):
             order.append(terms.names.index(chosen))
         case Reject() | Convert():
             pass

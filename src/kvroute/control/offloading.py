@@ -5,6 +5,7 @@ It books nothing in the pools; it keeps the thresholds, the traffic they follow 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -65,6 +66,10 @@ class Offloading:
         self.egress = {
             site: Egress(self.datacenters.egress_bytes_per_s[site], _RATE_MEMORY_S) for site in self.datacenters.prfaas
         }
+        self._ingress = {
+            site: Egress(self.datacenters.egress_bytes_per_s[site], _RATE_MEMORY_S) for site in self.datacenters.prfaas
+        }
+        """The same links the other way, which only copies of prefixes take; bandwidth is the same both ways."""
         self.allocation = Allocation(spec.long_term)
         self.last_review: Review | None = None
         self.converting = 0
@@ -87,10 +92,36 @@ class Offloading:
         own = self.egress[site].own_share(at) if self._view.oracle.separates_own_traffic else 0.0
         return others, min(others + own, 1.0)
 
+    def way(self, source: int, target: int) -> tuple[Egress, ...]:
+        """What our own bytes from one site to another pass: one link group, between two PrfaaS sites two, within a site
+        or between homes none."""
+        if source == target:
+            return ()
+        links = self.egress.get(source), self._ingress.get(target)
+        return tuple(link for link in links if link is not None)
+
+    def abundant(self, at: float, most: float) -> tuple[str, ...]:
+        """Names of the sites that may exchange prefixes freely: the homes, and those that are up, whose bandwidth is
+        not scarce, and whose links are used to `most` of what they carry at most, either way."""
+        joined = [self.datacenters.names[site] for site in self.datacenters.pd]
+        for site, threshold in self.thresholds.items():
+            busy = self.utilisation(site, at)[1] + self._ingress[site].own_share(at)
+            if threshold.up and not self._scarcity[site].scarce and busy <= most:
+                joined.append(self.datacenters.names[site])
+        return tuple(sorted(joined))
+
+    def free_bytes_per_s(self, at: float, names: Sequence[str]) -> float | None:
+        """What the narrowest link of these sites has left now; None where none of them has one."""
+        sites = [site for site in self.datacenters.prfaas if self.datacenters.names[site] in names]
+        left = [self.egress[site].bytes_per_s * (1.0 - self.utilisation(site, at)[1]) for site in sites]
+        return min(left, default=None)
+
     def observe(self, at: float) -> None:
         """Let thresholds and the judgement of bandwidth follow what is known at this time."""
         pending_s = self._pool.pending_s(at)
         home_queue_s = min((self._least(pending_s, self._members[site]) for site in self.datacenters.pd), default=0.0)
+        surges = home_queue_s >= self.spec.short_term.queue_high_s  # else nobody asks for the median
+        keep_tokens = self.allocation.traffic.median_tokens(at) if surges else math.inf
         back = False
         for site, threshold in self.thresholds.items():
             others, utilisation = self.utilisation(site, at)
@@ -98,7 +129,7 @@ class Offloading:
             carries = self._carries(site, others)
             back = back or (carries and not threshold.up)
             threshold.set_up(carries)
-            threshold.observe(at, utilisation, queue_s, home_queue_s)
+            threshold.observe(at, utilisation, queue_s, home_queue_s, keep_tokens)
             self._scarcity[site].observe(utilisation)
         if back:
             self._search(at)
@@ -126,6 +157,8 @@ class Offloading:
             return None
         if not at_home:
             self.allocation.traffic.arrived(at, choice.incremental_tokens)
+            if self.spec.threshold_tokens is None and self.allocation.start_due(at):
+                self._search(at)
         chosen = order[choice.index]
         members = np.zeros(len(candidates.names), dtype=np.bool_)
         members[self._members[chosen]] = True
@@ -172,9 +205,10 @@ class Offloading:
             holders[position] = int(self._pool.ids[longest_here])
         away = order[1:]
         scarce = np.array([True, *(self._scarcity[site].scarce for site in away)])
-        _, prefix_tokens = longest(up, scarce, cached)
+        holder, prefix_tokens = longest(up, scarce, cached)
         warm_s = self._warm_s(request, prefix_tokens, cached, prefill_s, order)
-        transfer_s, copy_s = self._crossing_s(request, prefix_tokens, cached, away, at)
+        transfer_s = self._transfer_s(request, cached, away, at)
+        copy_s = self._copy_s(order[holder], prefix_tokens, cached, order, at)
         return SiteCandidates(
             names=tuple(self.datacenters.names[site] for site in order),
             up=up,
@@ -198,23 +232,27 @@ class Offloading:
         seconds = self._pool.prefill_s(request.input_tokens, everywhere)
         return np.array([float(seconds[self._members[site]].min(initial=np.inf)) for site in order])
 
-    def _crossing_s(
-        self, request: Request, prefix_tokens: int, cached: IntArray, away: Sequence[int], at: float
-    ) -> tuple[FloatArray, FloatArray]:
-        """Seconds for what home lacks to come home from each site, behind what is on its way; and for the longest
-        prefix to come to each site (bandwidth is the same both ways)."""
+    def _transfer_s(self, request: Request, cached: IntArray, away: Sequence[int], at: float) -> FloatArray:
+        """Seconds for what home lacks to come home from each site, behind what is on its way."""
         kv_bytes = float(self._model.kv_bytes(request.input_tokens, int(cached[HOME])))
-        transfer_s, copy_s = [0.0], [0.0]
-        for position, site in enumerate(away, start=1):
-            others, _ = self.utilisation(site, at)
-            egress = self.egress[site]
-            free_bytes_per_s = egress.bytes_per_s * max(1.0 - others, 0.01)
-            transfer_s.append(egress.queue_s(others) + kv_bytes / free_bytes_per_s)
-            lacking = int(cached[position])
-            copy_s.append(float(self._model.kv_bytes(prefix_tokens, min(lacking, prefix_tokens))) / free_bytes_per_s)
-            home_lacks = float(self._model.kv_bytes(prefix_tokens, min(int(cached[HOME]), prefix_tokens)))
-            copy_s[HOME] = max(copy_s[HOME], home_lacks / free_bytes_per_s)
-        return np.array(transfer_s), np.array(copy_s)
+        return np.array([0.0, *(self._link_s(self.egress[site], kv_bytes, at) for site in away)])
+
+    def _copy_s(self, source: int, prefix_tokens: int, cached: IntArray, order: Sequence[int], at: float) -> FloatArray:
+        """Seconds for what each site lacks of the longest prefix to come there, behind what is on its way. The way
+        between two PrfaaS sites is as long as its slower half; homes are as one."""
+        seconds = np.zeros(len(order))
+        for position, site in enumerate(order):
+            own_tokens = int(cached[position])
+            if own_tokens < prefix_tokens:
+                nbytes = self.copy_bytes(prefix_tokens, own_tokens)
+                seconds[position] = max(
+                    (self._link_s(link, nbytes, at) for link in self.way(source, site)), default=0.0
+                )
+        return seconds
+
+    def _link_s(self, link: Egress, nbytes: float, at: float) -> float:
+        others = float(self._view.oracle.congestion(at)[CROSS_DATACENTER])
+        return link.queue_s(others) + nbytes / (link.bytes_per_s * max(1.0 - others, 0.01))
 
     def copy_bytes(self, prefix_tokens: int, hit_tokens: int) -> float:
         """KV bytes of a prefix beyond what is there."""
@@ -241,6 +279,9 @@ class Offloading:
     def review(self, at: float) -> tuple[Conversion, ...]:
         """Search thresholds and roles anew if it is time; the conversions that are due now."""
         self.observe(at)
+        limit_tokens = self.allocation.limit_tokens(at, self._capacity(at))
+        for threshold in self.thresholds.values():
+            threshold.limit(limit_tokens)
         if not self.allocation.due(at):
             return ()
         loads = self._stages.loads(at, self.allocation.traffic.output_tokens(at) or 0.0)

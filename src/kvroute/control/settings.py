@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvroute.cachepool import CopySpec
 from kvroute.policies import DecodePolicy, PrefillPolicy, TopologyConstraint
 from kvroute.policies.offload import OffloadSpec
 
@@ -14,6 +15,8 @@ class ControlSettings:
 
     decode_policy: DecodePolicy
     prefill_policy: PrefillPolicy
+    shadow_policy: DecodePolicy | None = None
+    """Asked about every decode decision as well, and not obeyed."""
     constraint: TopologyConstraint | None = None
     reserve_bytes: float = 0.0
     """KV memory held back on every decode instance (NetKV m_min)."""
@@ -26,5 +29,11 @@ class ControlSettings:
     for a view without an engine's word on what it has dropped."""
     offload: OffloadSpec | None = None
     """When prefills leave their datacenter; None: never by plan."""
+    layerwise: bool = False
+    """Whether every KV cache leaves layer by layer while the prefill goes on; `offload` says so of other sites."""
+    prefix_pool: bool = False
+    """Whether a prefill instance may fetch a cached prefix from another one of its datacenter."""
+    copies: CopySpec | None = None
+    """When cached prefixes are copied ahead of demand; None: never."""
     convertible: frozenset[int] = frozenset()
     """Index in the cluster of instances that may turn from prefill to decode, or back."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from kvroute.cachepool import CopySpec
 from kvroute.control.core import Control
 from kvroute.control.settings import ControlSettings
 from kvroute.oracle import NetworkOracle, OracleSettings
@@ -19,6 +20,8 @@ class ControlSpec(msgspec.Struct, frozen=True, kw_only=True):
     decode: str = "netkv"
     parameters: dict[str, float] = {}
     """Of the decode policy, e.g. {"cache_weight": 1.5} for cla."""
+    shadow: str = ""
+    """A second decode policy that is asked and not obeyed, with the defaults of its parameters; empty for none."""
     prefill: str = "least-loaded"
     constraint: str = ""
     """`level:enforcement[:weight]`, e.g. "pod:fail"; empty for none."""
@@ -34,6 +37,14 @@ class ControlSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     offload: OffloadSpec | None = None
     """When a prefill leaves its datacenter; None: instances are chosen whatever datacenter they are in."""
+    layerwise: bool = False
+    """Prefill and decode instance are chosen at once, and every KV cache leaves layer by layer while the prefill goes
+    on; `offload` says so for prompts that another datacenter prefills."""
+    prefix_pool: bool = False
+    """A prefill instance may fetch a prefix that another one of its datacenter has cached, where that is sooner over
+    than computing it; for drivers that can carry that out."""
+    copies: CopySpec | None = None
+    """When cached prefixes are copied ahead of demand, at reviews; None: never. For drivers that can carry that out."""
 
     def check(self) -> None:
         """Raises InputError for an unknown policy, parameter or constraint."""
@@ -66,11 +77,15 @@ class ControlSpec(msgspec.Struct, frozen=True, kw_only=True):
         return ControlSettings(
             decode_policy=decode_policy(self.decode, **self.parameters),
             prefill_policy=prefill_policy(self.prefill),
+            shadow_policy=decode_policy(self.shadow) if self.shadow else None,
             constraint=TopologyConstraint.parse(self.constraint) if self.constraint else None,
             reserve_bytes=self.reserve_bytes,
             prefill_cache=self.prefill_cache,
             overcommit=self.overcommit,
             cache_block_tokens=self.cache_block_tokens,
             offload=self.offload,
+            layerwise=self.layerwise,
+            prefix_pool=self.prefix_pool,
+            copies=self.copies,
             convertible=convertible,
         )

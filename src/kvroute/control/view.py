@@ -58,6 +58,8 @@ class DecodePick:
     choice: Choice
     candidates: Candidates
     tier: int
+    usable: BoolArray | None = None
+    """Who was up and not to be avoided; None: everybody."""
 
 
 class View:
@@ -65,8 +67,16 @@ class View:
 
     def __init__(self, cluster: Cluster, settings: ControlSettings, oracle: NetworkOracle) -> None:
         self.oracle, self.cluster, self.settings = oracle, cluster, settings
-        policy = settings.decode_policy
-        self.flight = Flight(cluster, policy, oracle) if isinstance(policy, Foresight) else None
+        self._flights = {
+            policy: Flight(cluster, policy, oracle)
+            for policy in (settings.decode_policy, settings.shadow_policy)
+            if isinstance(policy, Foresight)
+        }
+        self.flights = tuple(self._flights.values())
+        """What foresight keeps: of the acting policy, and of the one in the shadow."""
+        acting = settings.decode_policy
+        self.flight = self._flights[acting] if isinstance(acting, Foresight) else None
+        """The acting policy's."""
         members = list(enumerate(cluster.instances))
         self.models: dict[str, Model] = {
             name: llm.model(name) for name in sorted({instance.model for _, instance in members})
@@ -197,10 +207,28 @@ class View:
         hit_tokens = self.caches.hit_tokens(request, pool.ids, request.input_tokens)
         reserve_bytes = self.settings.reserve_bytes
         candidates = pool.candidates(request, self.models[key[0]], hit_tokens, reserve_bytes, usable)
+        choice = self.decode_choice(self.settings.decode_policy, request, key, source, candidates, at, usable)
+        if isinstance(choice, Reject):
+            return choice
+        tier = int(self.cluster.tier[source, pool.ids[choice.index]])
+        return DecodePick(choice, candidates, tier, usable)
+
+    def decode_choice(
+        self,
+        policy: DecodePolicy,
+        request: Request,
+        key: PoolKey,
+        source: int,
+        candidates: Candidates,
+        at: float,
+        usable: BoolArray | None,
+    ) -> Choice | Reject:
+        """What a policy makes of these candidates of a pool now; `usable` None: all of them may be chosen."""
+        pool = self.decode[key]
         costs = self.oracle.costs(source, pool.ids, at)
-        policy = self.flight.policy(source, pool.ids, costs, at) if self.flight else self.settings.decode_policy
-        choice = self._constrained(policy, request, candidates, costs, pool.decisions, usable)
-        return choice if isinstance(choice, Reject) else DecodePick(choice, candidates, int(costs.tier[choice.index]))
+        if isinstance(policy, Foresight):
+            policy = self._flights[policy].policy(source, pool.ids, costs, at)
+        return self._constrained(policy, request, candidates, costs, pool.decisions, usable)
 
     def choose_alone(self, request: Request, model: str, avoid: Sequence[int]) -> tuple[PoolKey, DecodePick] | Reject:
         """Who prefills and decodes a request by itself: nothing crosses the network. A protocol's instances are asked

@@ -144,7 +144,13 @@ def predict(question: Question) -> Half:
     # Engines tell what they hold and drop, so nothing is guessed of their caches.
     spec = msgspec.structs.replace(settings.control_spec(), cache_block_tokens=0)
     told_every_s = float(settings.scrape.interval_s)
-    assumed = SimSettings(telemetry="none", measures_transfers=True, oracle_refresh_s=told_every_s)
+    early = spec.layerwise or (spec.offload is not None and spec.offload.layerwise)
+    assumed = SimSettings(
+        telemetry="none",
+        measures_transfers=True,
+        oracle_refresh_s=told_every_s,
+        transfer="layerwise" if early else "serial",
+    )
     run = simulate(cluster, question.trace, spec, assumed, seed=question.seed)
     return predicted(run)
 

@@ -45,8 +45,9 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
     """Links of B2 = 50 Gbps from each rack."""
     pod_uplinks: int
     """Links of B3 = 25 Gbps from each pod."""
-    placement: Literal["rack", "spread"]
-    """Prefill instances fill whole racks (tiers 0 and 1 unreached), or one goes to each rack in turn."""
+    placement: Literal["rack", "node", "spread"]
+    """Prefill instances fill whole racks (tiers 0 and 1 unreached), or a node in every other rack (tier 0 unreached),
+    or one goes to each rack and shares its node with a decode instance."""
     prefixes: Literal["groups", "trace"]
     """p_share groups that share half a prompt, or the trace's own block hashes."""
     background: float

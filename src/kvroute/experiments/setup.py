@@ -32,6 +32,7 @@ from kvroute.topology import Cluster, build
 from kvroute.topology.builders import LLAMA_70B_TP4, fat_tree
 from kvroute.topology.schema import (
     DecodeEntry,
+    InstanceDefaults,
     InstanceEntry,
     LinearPrefillEntry,
     Network,
@@ -70,6 +71,10 @@ class Study:
     """Tuned CLA* weights by profile."""
     tuning: bool = False
     """Run on the tuning slice instead of the measurement window."""
+    warmup_s: float = WARMUP_S
+    measure_s: float = MEASURE_S
+    engine: InstanceDefaults = LLAMA_70B_TP4
+    """What every instance is."""
 
     def weights_of(self, profile: str) -> Weights:
         """Tuned weights, else (1, 1)."""
@@ -113,8 +118,8 @@ def run_of(study: Study, cell: Cell) -> Run:
         background=Background.uniform(cell.settings.get("background", reading.background)),
         oracle_refresh_s=cell.settings.get("refresh_s", 1.0),
         slo=Slo(ttft_s=profile.ttft_slo_s),
-        warmup_s=0.0 if study.tuning else WARMUP_S,
-        measure_s=TUNING_S if study.tuning else MEASURE_S,
+        warmup_s=0.0 if study.tuning else study.warmup_s,
+        measure_s=TUNING_S if study.tuning else study.measure_s,
     )
     weights = study.weights_of(cell.profile)
     parameters = {"cache_weight": weights.cache, "load_weight": weights.load} if cell.policy == "cla" else {}
@@ -124,17 +129,17 @@ def run_of(study: Study, cell: Cell) -> Run:
         prefill=reading.prefill_policy,
         prefill_cache=reading.prefill_cache,
     )
-    return simulate(cluster_of(reading, cell), requests_of(study, cell), spec, settings, seed=cell.seed)
+    return simulate(cluster_of(reading, cell, study.engine), requests_of(study, cell), spec, settings, seed=cell.seed)
 
 
-def cluster_of(reading: Reading, cell: Cell) -> Cluster:
+def cluster_of(reading: Reading, cell: Cell, engine: InstanceDefaults = LLAMA_70B_TP4) -> Cluster:
     """The fat tree of a reading at a cell's size and oversubscription."""
     gpus = int(cell.settings.get("gpus", GPUS_PER_GROUP))
-    return _cluster(reading, gpus // GPUS_PER_GROUP, cell.settings.get("oversubscription", 4.0))
+    return _cluster(reading, gpus // GPUS_PER_GROUP, cell.settings.get("oversubscription", 4.0), engine)
 
 
 @lru_cache(maxsize=16)
-def _cluster(reading: Reading, groups: int, oversubscription: float) -> Cluster:
+def _cluster(reading: Reading, groups: int, oversubscription: float, engine: InstanceDefaults) -> Cluster:
     """B1 = 100 Gbps; B3 = B1 / oversubscription; B2 half of B1 (2:1), and no gap at all at 1:1."""
     nic = bandwidth_bytes_per_s("100 Gbps")
     pod_bytes_per_s = nic / oversubscription
@@ -163,7 +168,7 @@ def _cluster(reading: Reading, groups: int, oversubscription: float) -> Cluster:
             ),
         ),
         timing={"default": _timing(reading)},
-        defaults=LLAMA_70B_TP4,
+        defaults=engine,
     )
     return build(file)
 
@@ -190,6 +195,8 @@ def _instances(reading: Reading, groups: int) -> list[InstanceEntry]:
         racks = [[_slot(8 * group + 2 * rack, part, width) for part in range(4)] for rack in range(4)]
         if reading.placement == "rack":
             prefill += racks.pop(0)
+        elif reading.placement == "node":
+            prefill += [rack.pop(0) for rack in (racks[0], racks[0], racks[2], racks[2])]
         else:
             prefill += [rack.pop(0) for rack in racks]
         decode += [slot for level in zip_longest(*racks) for slot in level if slot is not None]
@@ -243,7 +250,8 @@ def _profile_trace(path: str, profile: str) -> Trace:
 def requests_of(study: Study, cell: Cell) -> Trace:
     """The cell's requests, from time 0: the same for every policy of a seed."""
     profile, rate = PROFILES[cell.profile], rate_per_s(study, cell)
-    trace = rescale(_long_enough(_profile_trace(study.trace, cell.profile), rate), rate)
+    needed_s = WINDOW_START_S + study.warmup_s + study.measure_s
+    trace = rescale(_long_enough(_profile_trace(study.trace, cell.profile), needed_s * 1.1 * rate), rate)
     start_s, length_s = _slice(study, cell, trace)
     trace = window(trace, start_s, start_s + length_s)
     tokens = cell.settings.get("tokens")
@@ -256,9 +264,8 @@ def requests_of(study: Study, cell: Cell) -> Trace:
     return trace
 
 
-def _long_enough(trace: Trace, rate_per_s: float) -> Trace:
-    """The trace end to end as often as a large cluster's rate needs; no copy shares blocks with another."""
-    needed = (WINDOW_START_S + WARMUP_S + MEASURE_S) * 1.1 * rate_per_s
+def _long_enough(trace: Trace, needed: float) -> Trace:
+    """The trace end to end as often as so many requests need; no copy shares blocks with another."""
     copies = int(np.ceil(needed / len(trace.requests)))
     if copies <= 1:
         return trace
@@ -278,7 +285,7 @@ def _long_enough(trace: Trace, rate_per_s: float) -> Trace:
 def _slice(study: Study, cell: Cell, trace: Trace) -> tuple[float, float]:
     if study.tuning:
         return TUNING_START_S, TUNING_S
-    length_s = WARMUP_S + MEASURE_S
+    length_s = study.warmup_s + study.measure_s
     if study.reading.request_set == "window":
         return WINDOW_START_S, length_s
     # The tuning slice stays out of every seed's window.

@@ -16,16 +16,19 @@ from kvroute.sim.run import Run, simulate
 from kvroute.sim.settings import SimSettings
 from kvroute.sim.workload import (
     PROFILES,
+    THINK_MAX_S,
+    Agents,
     Trace,
     apply_profile,
     generate,
-    read,
+    read_any,
     rescale,
     share_prefixes,
     take,
     with_lengths,
 )
 from kvroute.topology import Cluster, load
+from kvroute.types import InputError
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,22 +47,52 @@ class Workload:
     """Groups that share half a prompt in place of the trace's own prefixes."""
     requests: int | None = None
     """Only the first so many."""
+    agents: int | None = None
+    """Sessions of agents, so many at a time, each turn when the last one's answer is there; None: on a schedule."""
+    think_max_s: float = THINK_MAX_S
+    """Agents' longer pauses are cut to this."""
 
     def of_seed(self, seed: int) -> Trace:
-        """The requests of one seed."""
-        trace = _read(self.trace, self.skip_bad) if self.trace else self._generated(seed)
+        """The requests of one seed.
+
+        Raises:
+            InputError: what is asked for does not go with the trace, or with a closed loop.
+        """
+        found = _read(self.trace, self.skip_bad) if self.trace else self._generated(seed)
+        if isinstance(found, Agents):
+            trace = self._played(found, seed)
+        elif self.agents is not None:
+            what = "the trace holds requests, and nothing of whose answers they wait for"
+            raise InputError(what, where=found.name, mend="leave out --agents, or give sessions of agents")
+        else:
+            trace = self._shaped(found)
+        if self.input_tokens is not None:
+            trace = with_lengths(trace, input_tokens=self.input_tokens)
+        if self.p_share is not None:
+            trace = share_prefixes(trace, self.p_share, seed=seed)
+        return trace
+
+    def _shaped(self, trace: Trace) -> Trace:
         if self.profile:
             trace = apply_profile(trace, PROFILES[self.profile])
         most = self.requests if self.trace else self.generated_requests
         if most is not None:
             trace = take(trace, most)
-        if self.input_tokens is not None:
-            trace = with_lengths(trace, input_tokens=self.input_tokens)
+        return trace if self.rate_per_s is None else rescale(trace, self.rate_per_s)
+
+    def _played(self, agents: Agents, seed: int) -> Trace:
+        """Another order of sessions and other starts for every seed."""
+        if self.profile:
+            what = "a profile would tear turns out of their sessions"
+            raise InputError(what, where="--profile", mend="leave it out for sessions of agents")
+        if self.agents is None:
+            return agents.open_loop(
+                seed=seed, rate_per_s=self.rate_per_s, think_max_s=self.think_max_s, turns=self.requests
+            )
         if self.rate_per_s is not None:
-            trace = rescale(trace, self.rate_per_s)
-        if self.p_share is not None:
-            trace = share_prefixes(trace, self.p_share, seed=seed)
-        return trace
+            what = "in a closed loop the answers set the pace"
+            raise InputError(what, where="--rate", mend="leave out --rate or --agents")
+        return agents.closed_loop(self.agents, seed=seed, think_max_s=self.think_max_s, turns=self.requests)
 
     @property
     def remarks(self) -> tuple[str, ...]:
@@ -73,8 +106,8 @@ class Workload:
 
 
 @lru_cache(maxsize=2)
-def _read(path: str, skip_bad: bool) -> Trace:
-    return read(Path(path), skip_bad=skip_bad)
+def _read(path: str, skip_bad: bool) -> Trace | Agents:
+    return read_any(Path(path), skip_bad=skip_bad)
 
 
 @lru_cache(maxsize=2)

@@ -9,8 +9,9 @@ from kvroute.policies.decode import (
     NetKV,
     RoundRobin,
 )
-from kvroute.policies.foresight import FORESIGHT_POLICIES, Foresight, ForesightJoint, Pair, Way, foresight_policy
+from kvroute.policies.foresight import FORESIGHT_POLICIES, Foresight, foresight_policy
 from kvroute.policies.foresight_flight import InFlight, Sight
+from kvroute.policies.foresight_joint import ForesightJoint, Pair, Way
 from kvroute.policies.foresight_links import LinkModel
 from kvroute.policies.foresight_spec import ForesightSpec
 from kvroute.policies.names import DECODE_POLICIES, decode_policy

@@ -5,6 +5,7 @@ It proposes; the caller drains and converts. The throughput model is `throughput
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
@@ -84,12 +85,13 @@ class Review(msgspec.Struct, frozen=True, kw_only=True, tag="review"):
 class Allocation:
     """Watches traffic and, every `review_s`, searches threshold and split anew."""
 
-    __slots__ = ("_reviewed_at", "_spec", "traffic")
+    __slots__ = ("_reviewed_at", "_spec", "_start_requests", "traffic")
 
     def __init__(self, spec: LongTerm) -> None:
         self._spec = spec
         self.traffic = Traffic(spec.window_s)
         self._reviewed_at: float | None = None
+        self._start_requests = spec.start_requests
 
     def due(self, at: float) -> bool:
         """Whether a review would look at the traffic; cheap, so that a driver may ask often."""
@@ -97,13 +99,31 @@ class Allocation:
             return False
         return self.traffic.requests(at) >= self._spec.requests_min and self.traffic.output_tokens(at) is not None
 
+    def start_due(self, at: float) -> bool:
+        """Whether a threshold is to be searched ahead of the first review: after `start_requests` arrivals, and again
+        whenever these have doubled. True once for each."""
+        if self._reviewed_at is not None or self.traffic.requests(at) < self._start_requests:
+            return False
+        self._start_requests *= 2
+        return True
+
     def threshold_tokens(self, at: float, capacity: Capacity, base_tokens: float | None = None) -> float | None:
-        """The best threshold for the present split: after a change of capacity. None where traffic or capacity give
-        none; `base_tokens` itself, the one in use, where it is about as good."""
-        seen = self._seen(at)
+        """The best threshold for the present split: at the start, and after a change of capacity. None where traffic or
+        capacity give none; `base_tokens` itself, the one in use, where it is about as good."""
+        seen = self._prompts(at)
         if seen is None or not capacity.homes or not capacity.prfaas:
             return None
         return self._threshold(seen, capacity, _rates(self._spec, seen, capacity, _present(capacity)), base_tokens)
+
+    def limit_tokens(self, at: float, capacity: Capacity) -> float:
+        """The highest threshold with which the homes' prefill keeps up with what comes in now, by the model: 0 where
+        none does, inf where nothing is known."""
+        seen = self._prompts(at)
+        if seen is None or not capacity.homes or not capacity.prfaas:
+            return math.inf
+        rates = _rates(self._spec, seen, capacity, _present(capacity))
+        keeps_up = rates.pd_p_bound_per_s[:, 0] >= self.traffic.recent_per_s(at)
+        return float(rates.thresholds[keeps_up].max(initial=0.0))
 
     def review(
         self,
@@ -160,6 +180,11 @@ class Allocation:
             if kept > _prefill_per_s(present)[best] * (1.0 - self._spec.threshold_gain_min):
                 return base_tokens
         return float(present.thresholds[best[0]])
+
+    def _prompts(self, at: float) -> Seen | None:
+        """What is seen of prompts; a threshold decides nothing of answers, so that these may be unknown."""
+        mix = self.traffic.mix(at)
+        return None if mix is None else (*mix, self.traffic.output_tokens(at) or 1.0)
 
     def _seen(self, at: float) -> Seen | None:
         mix, output_tokens = self.traffic.mix(at), self.traffic.output_tokens(at)

@@ -36,6 +36,8 @@ class LongTerm(msgspec.Struct, frozen=True, kw_only=True):
     """Traffic that a review looks back on."""
     requests_min: int = 100
     """Fewer arrivals in the window say too little for a review."""
+    start_requests: int = 20
+    """Arrivals after which a threshold is searched for the first time, and again at each doubling until a review."""
     gain_min: float = 0.05
     """Share of the best split's throughput that the present split must miss before a conversion."""
     threshold_gain_min: float = 0.02
@@ -64,7 +66,11 @@ class LongTerm(msgspec.Struct, frozen=True, kw_only=True):
         ):
             _check(name, share, 0.0 < share < 1.0, "a share between 0 and 1")
         _check("reading", self.reading, self.reading in READINGS, f"one of {', '.join(READINGS)}")
-        for name, count in (("requests_min", self.requests_min), ("at_once", self.at_once)):
+        for name, count in (
+            ("requests_min", self.requests_min),
+            ("start_requests", self.start_requests),
+            ("at_once", self.at_once),
+        ):
             _check(name, count, count >= 1, "1 or more")
         for name, count in (("prefill_min", self.prefill_min), ("decode_min", self.decode_min)):
             _check(name, count, count >= 0, "0 or more")

@@ -6,8 +6,7 @@ Without a table it prices by tiers alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
@@ -29,7 +28,6 @@ from kvroute.policies.foresight_kernels import (
     price_all,
 )
 from kvroute.policies.foresight_spec import ForesightSpec
-from kvroute.policies.prefill import PrefillCandidates
 from kvroute.types import BoolArray, Candidates, Choice, FloatArray, NetworkCosts, Reject, Request, Terms
 
 
@@ -46,6 +44,8 @@ class Foresight:
     """What is known of the network at this decision; None: what `NetworkCosts` says of the tiers, and no more."""
     at_arrival: bool = False
     """Whether the prefill is still to come: load then counts by `spec.arrival_load_weight`."""
+    joint: bool = False
+    """Whether the prefill instance is chosen with it at arrival, by `ForesightJoint`, in place of a prefill policy."""
 
     def choose(self, request: Request, candidates: Candidates, costs: NetworkCosts, turn: int) -> Choice | Reject:
         """See DecodePolicy. Terms: transfer_s (latency included), imposed_s, wait_s, step_s, slot_s; and what the
@@ -86,6 +86,7 @@ class Foresight:
             links.cables,
             sight.crowd,
             links.hashed_paths,
+            self.spec.rival_weight * links.hashed_paths,
             self.spec.sibling_weight * (links.hashed_paths - 1),
             sight.mean_bytes_per_s,
             sight.factor,
@@ -121,8 +122,8 @@ class Foresight:
     def _numbers(self, output_tokens: float) -> FloatArray:
         spec = self.spec
         load_weight = spec.arrival_load_weight if self.at_arrival else 1.0
-        weights = (spec.imposed_weight, spec.slot_weight, spec.answer_weight, load_weight, spec.step_floor_s)
-        return np.array((*weights, output_tokens))
+        load = (spec.wait_weight, spec.slot_weight, spec.landing_weight, spec.answer_weight, spec.answer_transfers)
+        return np.array((spec.imposed_weight, *load, load_weight, spec.step_floor_s, output_tokens))
 
 
 def _parts(terms: FloatArray, costs: NetworkCosts) -> dict[str, FloatArray]:
@@ -138,96 +139,6 @@ def _parts(terms: FloatArray, costs: NetworkCosts) -> dict[str, FloatArray]:
     }
 
 
-@dataclass(frozen=True, slots=True)
-class Way:
-    """The decode side as one prefill instance would see it, its transfer starting when that prefill ends
-    (`sight.starts_s`: `pending_s + prefill_s`)."""
-
-    candidates: Candidates
-    costs: NetworkCosts
-    sight: Sight
-
-
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """A prefill instance (index into `PrefillCandidates`) with its decode instance, chosen at arrival."""
-
-    prefill: Choice
-    decode: Choice
-
-
-@dataclass(frozen=True, slots=True)
-class ForesightJoint:
-    """At arrival, the pair whose transfer would be over soonest, the delay imposed on others added; `decode` chooses
-    again when the prefill has ended."""
-
-    spec: ForesightSpec = field(default_factory=ForesightSpec)
-
-    def choose(
-        self, request: Request, prefill: PrefillCandidates, ways: Sequence[Way | None], turn: int
-    ) -> Pair | Reject:
-        """Choose among the n prefill instances that have a way (None: not allowed, or nobody to hand the KV to).
-
-        The closed form ranks them; the best pair of each of the first `spec.joint_width` is played through. The terms
-        of the prefill choice hold, for those in play, `start_s` and `decode_s`, the cost of its best decode instance;
-        the others keep the closed form, behind.
-        """
-        closed = Foresight(msgspec.structs.replace(self.spec, width=0), at_arrival=True)
-        found: dict[int, Choice] = {}
-        refused: Reject | None = None
-        for index, way in enumerate(ways):
-            if way is None:
-                continue
-            choice = _seeing(closed, way).choose(request, way.candidates, way.costs, turn)
-            if isinstance(choice, Reject):
-                refused = refused or choice
-            else:
-                found[index] = choice
-        if not found:
-            return refused or Reject(request.id, "no prefill instance has a decode instance to hand its KV cache to")
-        start_s = prefill.pending_s + prefill.prefill_s
-        order = sorted(found, key=lambda index: (start_s[index] + _paid(found[index]), index))
-        return self._played(request, prefill, ways, turn, found, order, start_s)
-
-    def _played(
-        self,
-        request: Request,
-        prefill: PrefillCandidates,
-        ways: Sequence[Way | None],
-        turn: int,
-        found: dict[int, Choice],
-        order: list[int],
-        start_s: FloatArray,
-    ) -> Pair | Reject:
-        fluid = Foresight(self.spec, at_arrival=True)
-        decode_s, feasible = np.zeros(len(ways)), np.zeros(len(ways), dtype=np.bool_)
-        shift_s = 0.0
-        for place, index in enumerate(order):
-            way = ways[index]
-            assert way is not None, "found says so"
-            if place < self.spec.joint_width:
-                choice = _seeing(fluid, way).choose(request, way.candidates, way.costs, turn)
-                assert isinstance(choice, Choice), "room has nothing to do with the fluid model"
-                shift_s = max(shift_s, _paid(choice) - _paid(found[index]))
-                found[index] = choice
-                decode_s[index] = _paid(choice)
-            else:
-                decode_s[index] = _paid(found[index]) + shift_s
-            feasible[index] = True
-        cost = start_s + decode_s
-        index = int(np.where(feasible, cost, np.inf).argmin())
-        parts = {"start_s": start_s, "decode_s": decode_s, "hit_tokens": prefill.hit_tokens.astype(np.float64)}
-        return Pair(Choice(index, Terms(prefill.names, cost, feasible, parts)), found[index])
-
-
-def _seeing(policy: Foresight, way: Way) -> Foresight:
-    return replace(policy, sight=way.sight)
-
-
-def _paid(choice: Choice) -> float:
-    return float(choice.terms.cost[choice.index])
-
-
 def _fluid(spec: ForesightSpec) -> Foresight:
     return Foresight(spec)
 
@@ -236,8 +147,12 @@ def _closed_form(spec: ForesightSpec) -> Foresight:
     return Foresight(msgspec.structs.replace(spec, width=0))
 
 
-FORESIGHT_POLICIES = {"foresight": _fluid, "foresight-closed": _closed_form}
-"""Decode policies by name; `foresight-joint` is `ForesightJoint` at arrival and `foresight-closed` at the decision."""
+def _joint(spec: ForesightSpec) -> Foresight:
+    return Foresight(spec, joint=True)
+
+
+FORESIGHT_POLICIES = {"foresight": _fluid, "foresight-closed": _closed_form, "foresight-joint": _joint}
+"""Decode policies by name; `foresight-joint` is `ForesightJoint` at arrival and `foresight` at the decision."""
 
 
 def foresight_policy(name: str, **parameters: float) -> Foresight:

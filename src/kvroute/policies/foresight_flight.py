@@ -222,9 +222,23 @@ class InFlight:
     def _ceiling(self, source: int, target: int, tier: int, mean: float) -> float:
         links, factor = self.links, self.learned.factor
         crowd, hashed, left = self._crowd, links.hashed_paths, self._tier_left
-        kin = self.spec.sibling_weight * (hashed - 1)
-        ways, wan, cables = links.ways, links.wan, links.cables
-        return ceiling_of(source, target, tier, ways, wan, self._cable, cables, crowd, hashed, kin, mean, factor, left)
+        rivals, kin = self.spec.rival_weight * hashed, self.spec.sibling_weight * (hashed - 1)
+        return ceiling_of(
+            source,
+            target,
+            tier,
+            links.ways,
+            links.wan,
+            self._cable,
+            links.cables,
+            crowd,
+            hashed,
+            rivals,
+            kin,
+            mean,
+            factor,
+            left,
+        )
 
     def _pass(self, at: float) -> float:
         """Move the model's bytes; returns the mean rate of a hashed path."""

@@ -51,6 +51,8 @@ class Fabric(NamedTuple):
     crowd: IntArray
     """[m] own transfers on each link."""
     hashed: int
+    rivals: float
+    """Flows of another transfer, as far as they count."""
     siblings: float
     """Other flows of the same transfer, as far as they count."""
     mean: float
@@ -77,7 +79,8 @@ class Asked(NamedTuple):
     targets: IntArray
     starts_s: float
     numbers: FloatArray
-    """imposed_weight, slot_weight, answer_weight, load_weight, step_floor_s, output_tokens."""
+    """imposed_weight, wait_weight, slot_weight, landing_weight, answer_weight, answer_transfers, load_weight,
+    step_floor_s, output_tokens."""
 
 
 Function = TypeVar("Function", bound=Callable[..., object])
@@ -150,7 +153,7 @@ def _drawn(up: int, down: int, otherwise: float, fabric: Fabric) -> float:
         if link >= 0:
             width = min(width, fabric.cable[link])
             if fabric.cables[link] > 1:
-                rivals += fabric.hashed * fabric.crowd[link] / fabric.cables[link]
+                rivals += fabric.rivals * fabric.crowd[link] / fabric.cables[link]
                 siblings += fabric.siblings / fabric.cables[link]
     if width == np.inf:
         return otherwise
@@ -187,6 +190,7 @@ def ceiling_of(
     cables: IntArray,
     crowd: IntArray,
     hashed: int,
+    rivals: float,
     siblings: float,
     mean: float,
     factor: FloatArray,
@@ -196,7 +200,7 @@ def ceiling_of(
 
     The arguments behind `tier` are those of `Fabric`.
     """
-    fabric = Fabric(ways, wan, cable, cables, crowd, hashed, siblings, mean, factor, tier_bytes_per_s)
+    fabric = Fabric(ways, wan, cable, cables, crowd, hashed, rivals, siblings, mean, factor, tier_bytes_per_s)
     return _ceiling(source, target, tier, fabric)
 
 
@@ -382,17 +386,21 @@ def _price(i: int, transfer_s: float, imposed_s: float, asked: Asked, terms: Flo
 
     Requests under way and waiting count as in the batch: by the time that this one decodes they are.
     """
-    imposed_weight, slot_weight, answer_weight, load_weight, floor_s, output_tokens = asked.numbers
+    imposed_weight, wait_weight, slot_weight, landing, answers, transfers, load_weight, floor_s, output_tokens = (
+        asked.numbers
+    )
     base_s, per_request_s, batch_max = asked.base_s[i], asked.per_request_s[i], asked.batch_max[i]
     load = asked.batch[i] + asked.queued[i]
     gap_s = output_tokens * max(base_s + per_request_s * min(load, batch_max), floor_s) / batch_max
     wait_s = max(max(load + 1 - batch_max, 0) * gap_s - asked.starts_s - transfer_s, 0.0)
     step_s = max(base_s + per_request_s * min(load + 1, batch_max), floor_s)
     taken = (load + 1) / batch_max
-    slot_s = slot_weight * gap_s * taken * taken + answer_weight * per_request_s * load * output_tokens
+    slowed_s = per_request_s * load  # what one more costs the others in each step, all together
+    answers_s = min(answers * slowed_s * output_tokens, transfers * transfer_s)
+    slot_s = slot_weight * gap_s * taken * taken + landing * slowed_s + answers_s
     terms[TRANSFER_S, i], terms[IMPOSED_S, i], terms[WAIT_S, i] = transfer_s, imposed_s, wait_s
     terms[STEP_S, i], terms[SLOT_S, i] = step_s, slot_s
-    cost: float = transfer_s + imposed_weight * imposed_s + load_weight * (wait_s + step_s + slot_s)
+    cost: float = transfer_s + imposed_weight * imposed_s + load_weight * (wait_weight * wait_s + step_s + slot_s)
     terms[COST, i] = cost
     return cost
 
@@ -501,6 +509,7 @@ def foresee(
     cables: IntArray,
     crowd: IntArray,
     hashed: int,
+    rivals: float,
     siblings: float,
     mean: float,
     factor: FloatArray,
@@ -525,7 +534,7 @@ def foresee(
     asked = Asked(
         kv_bytes, batch, queued, batch_max, base_s, per_request_s, tier, latency_s, source, targets, starts_s, numbers
     )
-    fabric = Fabric(ways, wan, cable, cables, crowd, hashed, siblings, mean, factor, tier_bytes_per_s)
+    fabric = Fabric(ways, wan, cable, cables, crowd, hashed, rivals, siblings, mean, factor, tier_bytes_per_s)
     for i in range(len(tier)):
         feasible[i] = need_bytes[i] <= free_kv_bytes[i]
     ceilings = np.empty(len(tier))

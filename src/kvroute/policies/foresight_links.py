@@ -6,7 +6,7 @@ speed of its rack's tier, which errs on the low side.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,7 @@ from kvroute.types import (
 
 NIC_UP, NIC_DOWN, RACK_UP, RACK_DOWN, POD_UP, POD_DOWN, SITE = range(7)
 """Columns of `LinkModel.ways`."""
+_SENDERS, _RECEIVERS, _UPLINKS = (NIC_UP,), (NIC_DOWN,), (RACK_UP, RACK_DOWN, POD_UP, POD_DOWN)
 UNKNOWN = -1
 
 
@@ -104,6 +105,23 @@ class LinkModel:
             ways[instance, NIC_UP] = made.add(nic, nic, 1, SAME_RACK)
             ways[instance, NIC_DOWN] = made.add(nic, nic, 1, SAME_RACK)
         return made.model(tier, bytes_per_s, ways, np.full((1, 1), UNKNOWN, dtype=np.int64), hashed_paths)
+
+    def taken_for(self, source_nic: float, target_nic: float, uplinks: float) -> LinkModel:
+        """The same with factors on the speed of NICs up, NICs down, and on uplinks' cables together; 0: that kind
+        limits nobody."""
+        if source_nic == target_nic == uplinks == 1.0:
+            return self
+        ways, capacity, cable = self.ways.copy(), self.capacity_bytes_per_s.copy(), self.cable_bytes_per_s.copy()
+        for columns, factor in ((_SENDERS, source_nic), (_RECEIVERS, target_nic), (_UPLINKS, uplinks)):
+            if factor == 0.0:
+                ways[:, columns] = UNKNOWN
+                continue
+            links = np.unique(self.ways[:, columns])
+            links = links[links != UNKNOWN]
+            capacity[links] *= factor
+            if columns != _UPLINKS:
+                cable[links] *= factor
+        return replace(self, ways=ways, capacity_bytes_per_s=capacity, cable_bytes_per_s=cable)
 
     def capacities(self, congestion: FloatArray) -> FloatArray:
         """[m] bytes per second that others leave, given their share of each tier, [TIER_COUNT] in [0, 1)."""

@@ -65,7 +65,7 @@ class OffloadSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     def threshold(self) -> Threshold:
         """A fresh threshold for one PrfaaS site. Where none is given it starts at the upper bound, so that nothing
-        leaves before a search has seen traffic."""
+        leaves before a search has seen `start_requests` of the traffic."""
         given = self.threshold_tokens
         return Threshold(self.short_term, self.short_term.threshold_max_tokens if given is None else given)
 

@@ -74,13 +74,15 @@ class Threshold:
     """The routing threshold of one PrfaaS site, tokens: requests with a longer uncached part may go there.
 
     It rises by `step` when the link or the site's queue reaches a high-water mark, and falls back to its base when both
-    are at a low-water mark or below. In between it holds. Three rules beyond the publication keep it from doing harm:
+    are at a low-water mark or below. In between it holds. Four rules beyond the publication keep it from doing harm:
 
     - it does not rise where the home has a queue above its low-water mark, and falls when that surges: a long prompt
       takes the home longest, so that an overload of everything would else be made worse (with `home_queue_s` left at
       0 neither ever happens);
-    - while the home surges and the site is quiet it falls on, below its base, and returns when the home is quiet or the
-      site surges: after an outage the home has a backlog that only the site can take new work from;
+    - while the home surges it falls on, below its base, and returns when the home is quiet: as far as it can where the
+      site is quiet, for a home has a backlog after an outage that only the site can take new work from; else as far as
+      `keep_tokens`, for in an overload of everything somebody will not be answered in time, better few than many;
+    - it rises no further than `limit` says: more would be more than the home keeps up with;
     - where traffic is so lumpy that one step jumps over the whole band, a step down that proved wrong is taken back
       and remembered: the gap is halved instead (in the logarithm), and at last left alone for a while.
     """
@@ -89,6 +91,7 @@ class Threshold:
         "_base",
         "_fell_at",
         "_fell_from",
+        "_limit",
         "_mistake",
         "_mistake_at",
         "_moved_at",
@@ -105,6 +108,7 @@ class Threshold:
         """The threshold now. Read it; `observe`, `rebase` and `set_up` change it."""
         self.up = True
         """Whether the link carries anything; while it does not, everything stays at home and nothing is learned."""
+        self._limit = math.inf
         self._moved_at: float | None = None
         self._fell_at: float | None = None
         self._fell_from = self._base
@@ -117,7 +121,14 @@ class Threshold:
         """The searched threshold, where it returns when all is quiet."""
         return self._base
 
-    def observe(self, at: float, utilisation: float, queue_s: float, home_queue_s: float = 0.0) -> float:
+    def observe(
+        self,
+        at: float,
+        utilisation: float,
+        queue_s: float,
+        home_queue_s: float = 0.0,
+        keep_tokens: float = math.inf,
+    ) -> float:
         """Take note of one measurement; the threshold from now on.
 
         Args:
@@ -125,19 +136,25 @@ class Threshold:
             utilisation: of the site's egress, 0 to about 1.
             queue_s: work that waits at the site, for prefill or for egress.
             home_queue_s: prefill work that waits at home; 0 follows the publication.
+            keep_tokens: prompts up to here shall be answered in time even in an overload of everything.
         """
         if self.up and self._spec.enabled and (self._moved_at is None or at - self._moved_at >= self._spec.dwell_s):
             surges, quiet = self._surges(utilisation, queue_s), self._quiet(utilisation, queue_s)
-            home_surges = home_queue_s >= self._spec.queue_high_s
-            if self.tokens < self._base:
-                self._return(at, surges or home_queue_s <= self._spec.queue_low_s, relieve=quiet and home_surges)
-            elif surges and home_queue_s <= self._spec.queue_low_s:
+            home_quiet = home_queue_s <= self._spec.queue_low_s
+            if home_queue_s >= self._spec.queue_high_s:
+                self._relieve(at, self._spec.clamp(0.0 if quiet else min(self._base, keep_tokens)), surges)
+            elif self.tokens < self._base:
+                if home_quiet:
+                    self._move(at, min(self.tokens * self._spec.step, self._base))
+            elif surges and home_quiet:
                 self._rise(at)
-            elif quiet and home_surges and self.tokens == self._base:
-                self._move(at, self._spec.clamp(self.tokens / self._spec.step))
-            elif quiet or home_surges:
+            elif quiet:
                 self._fall(at)
         return self.tokens
+
+    def limit(self, tokens: float) -> None:
+        """It rises no further from now on, but for its base; one that stands higher stays."""
+        self._limit = tokens
 
     def rebase(self, tokens: float) -> float:
         """A new search has found this base; the threshold from now on.
@@ -173,12 +190,14 @@ class Threshold:
     def _quiet(self, utilisation: float, queue_s: float) -> bool:
         return utilisation <= self._spec.utilisation_low and queue_s <= self._spec.queue_low_s
 
-    def _return(self, at: float, back: bool, *, relieve: bool) -> None:
-        """Below the base: towards it, or on."""
-        if back:
-            self._move(at, min(self.tokens * self._spec.step, self._base))
-        elif relieve:
-            self._move(at, self._spec.clamp(self.tokens / self._spec.step))
+    def _relieve(self, at: float, floor: float, surges: bool) -> None:
+        """The home surges: down to the base, on to `floor`, and back there where the site surges, too."""
+        if self.tokens > self._base:
+            self._fall(at)
+        elif self.tokens > floor:
+            self._move(at, max(self.tokens / self._spec.step, floor))
+        elif surges:
+            self._move(at, min(self.tokens * self._spec.step, floor))
 
     def _rise(self, at: float) -> None:
         target = self.tokens * self._spec.step
@@ -188,7 +207,7 @@ class Threshold:
             self._patience = min(2 * self._patience, _PATIENCE_MAX) if self._mistake else 1
             self._mistake, self._mistake_at = self.tokens, at
         self._fell_at = None
-        self._move(at, self._spec.clamp(target))
+        self._move(at, max(min(self._spec.clamp(target), max(self._limit, self._base)), self.tokens))
 
     def _fall(self, at: float) -> None:
         target = max(self._base, self.tokens / self._spec.step)

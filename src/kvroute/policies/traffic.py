@@ -56,6 +56,22 @@ class Traffic:
         oldest = (self._slot - _SLOTS + 1) * self._slot_s
         return requests / (at - max(self._began, oldest))
 
+    def recent_per_s(self, at: float) -> float:
+        """Arrivals per second of the last two parts of the window, the present one as far as it has come: it follows a
+        burst sooner."""
+        self._forget(at)
+        if self._began is None:
+            return 0.0
+        since = max((self._slot - 1) * self._slot_s, self._began)
+        requests = self._count[[self._slot % _SLOTS, (self._slot - 1) % _SLOTS]].sum()
+        return float(requests) / (at - since) if at > since else 0.0
+
+    def median_tokens(self, at: float) -> float:
+        """At least half of the window's requests have so much to compute or less: an edge of a bin; inf without any."""
+        self._forget(at)
+        requests = self._count.sum(axis=0).cumsum()
+        return _EDGES[int(np.searchsorted(requests, requests[-1] / 2))] if requests[-1] else math.inf
+
     def output_tokens(self, at: float) -> float | None:
         """Mean length of an answer; None where none was seen."""
         self._forget(at)

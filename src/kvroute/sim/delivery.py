@@ -39,7 +39,8 @@ class Delivery:
         self.next_s = UNBOUNDED
         """When the next flow ends if nothing changes."""
         self.transfers: dict[int, Transfer] = {}
-        """Started and not landed, by request; a request's copy of a cached prefix comes before its KV cache."""
+        """Started and not landed, by request; a request's copy of a cached prefix comes before its KV cache. Copies
+        ahead of demand have numbers of their own."""
         self.streaming: set[int] = set()
         """Requests whose KV cache is being sent while it is computed."""
 
@@ -76,9 +77,9 @@ class Delivery:
         self.fabric.release(self.transfers[request])
         self.next_s = self.fabric.next_finish_s()
 
-    def copy(self, request: int, source: int, target: int, nbytes: float) -> None:
-        """Start to copy a cached prefix for a request now."""
-        self.transfers[request] = self.fabric.send(request, source, target, nbytes, is_copy=True)
+    def copy(self, number: int, source: int, target: int, nbytes: float, *, ahead: bool = False) -> None:
+        """Start to copy a cached prefix now: for the request of that number, or `ahead` of any."""
+        self.transfers[number] = self.fabric.send(number, source, target, nbytes, is_copy=True, ahead=ahead)
         self.next_s = self.fabric.next_finish_s()
 
     def look_ahead(self) -> None:

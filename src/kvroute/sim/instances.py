@@ -151,6 +151,17 @@ class KvMemory:
         """What a new request could have, cached prefixes dropped."""
         return self.capacity_blocks[instance] - self.reserved_blocks[instance] - self.index.pinned_blocks(instance)
 
+    def store(self, instance: int, blocks: tuple[int, ...]) -> list[Evicted]:
+        """A prompt was computed here and is cached, as far as it fits beside what is reserved; what went."""
+        return self.index.store(instance, blocks) + self._fit(instance)
+
+    def has_room(self, instance: int, blocks: tuple[int, ...], hit: int) -> bool:
+        """Whether this chain could be reserved, with the `hit` blocks of it that are cached."""
+        self.index.pin(instance, blocks, hit)
+        room = self.free_blocks(instance) >= len(blocks) - hit
+        self.index.unpin(instance, blocks, hit)
+        return room
+
     def reserve(self, instance: int, blocks: tuple[int, ...], hit: int, total: int) -> list[Evicted]:
         """At dispatch: pin the `hit` cached blocks, hold room for the other `total - hit`."""
         if hit:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 
 from kvroute.sim.agenda import Agenda
+from kvroute.sim.arrivals import Arrivals
+from kvroute.sim.copies import Copies
 from kvroute.sim.delivery import Delivery
 from kvroute.sim.fleet import Fleet
 from kvroute.sim.metrics import FINISHED, IN_FLIGHT, REJECTED, Outcomes
@@ -41,15 +43,18 @@ class Journeys:
         router: Router,
         fleet: Fleet,
         delivery: Delivery,
+        copies: Copies,
         telemetry: Telemetry,
         outcomes: Outcomes,
+        arrivals: Arrivals,
         prefill_cache: bool,
     ) -> None:
         """`prefill_cache`: prefill instances keep the KV of their prompts."""
         self._cluster, self._trace, self._settings = cluster, trace.requests, settings
         self._agenda, self._router, self._fleet = agenda, router, fleet
-        self._delivery, self._telemetry, self._outcomes = delivery, telemetry, outcomes
-        self._prefill_cache = prefill_cache
+        self._delivery, self._copies = delivery, copies
+        self._telemetry, self._outcomes = telemetry, outcomes
+        self._arrivals, self._prefill_cache = arrivals, prefill_cache
         self._booked: set[int] = set()
         """Requests whose target is known while they are prefilled."""
         self._produced_bytes_per_s: dict[int, float] = {}
@@ -63,7 +68,7 @@ class Journeys:
     def arrive(self, request: int) -> None:
         """A request of the trace is at the door now."""
         traced = self._trace[request]
-        self._outcomes.state[request] = IN_FLIGHT
+        self._outcomes.state[request], self._outcomes.arrived_s[request] = IN_FLIGHT, self._agenda.now
         arrived = Request(
             id=request,
             input_tokens=traced.input_tokens,
@@ -77,7 +82,8 @@ class Journeys:
         """Move bytes up to now; the caller looks ahead, or changes what flows."""
         now = self._agenda.now
         for transfer in self._delivery.fabric.advance(now):
-            step = self._copied if transfer.is_copy else self._landed
+            copied = self._copies.landed if transfer.ahead else self._copied
+            step = copied if transfer.is_copy else self._landed
             self._agenda.at(now + transfer.latency_s, step, transfer.request)
 
     def watch_stalls(self) -> None:
@@ -102,19 +108,21 @@ class Journeys:
         if not prefill.copy_from:
             self._submit(request)
             return
+        traced, holder = self._trace[request], self._cluster.index(prefill.copy_from)
+        blocks = traced.blocks[: prefill.cached_tokens // traced.block_tokens]
+        if not self._copies.hold(request, prefill.copy_id, holder, source, blocks):
+            self._outcomes.cached_tokens[request] -= prefill.copy_tokens
+            self._submit(request)
+            return
         self._awaiting_copy[request] = prefill
         self.advance()
-        self._delivery.copy(request, self._cluster.index(prefill.copy_from), source, prefill.copy_bytes)
+        self._delivery.copy(request, holder, source, prefill.copy_bytes)
         self.watch_stalls()
 
     def _copied(self, request: int, _: int) -> None:
         """The prefix is there: it is cached, and the prompt's rest can be computed."""
-        prefill, traced = self._awaiting_copy.pop(request), self._trace[request]
-        del self._delivery.transfers[request]
-        blocks = traced.blocks[: prefill.cached_tokens // traced.block_tokens]
-        if self._prefill_cache and blocks:
-            source = int(self._outcomes.source[request])
-            self._router.stored(source, blocks, self._fleet.memory.index.store(source, blocks))
+        del self._awaiting_copy[request]
+        self._copies.landed(request)
         self._submit(request)
 
     def _submit(self, request: int) -> None:
@@ -171,8 +179,8 @@ class Journeys:
         full = traced.input_tokens // traced.block_tokens
         if self._fleet.keeps_states[source] and 0 < full < len(traced.blocks):
             whole = traced.blocks[:full]
-            self._router.stored(source, whole, self._fleet.memory.index.store(source, whole))
-        self._router.stored(source, traced.blocks, self._fleet.memory.index.store(source, traced.blocks))
+            self._router.stored(source, whole, self._fleet.memory.store(source, whole))
+        self._router.stored(source, traced.blocks, self._fleet.memory.store(source, traced.blocks))
 
     def _end_unanswered(self, request: int, source: int) -> None:
         if request in self._booked:
@@ -219,7 +227,10 @@ class Journeys:
             return
         self.advance()
         if transfer.is_copy:
-            self._delivery.stop(request)
+            self._copies.fail(request)
+        if transfer.ahead:
+            return
+        if transfer.is_copy:
             self._outcomes.cached_tokens[request] -= self._awaiting_copy.pop(request).copy_tokens
             self._submit(request)
             return
@@ -253,8 +264,10 @@ class Journeys:
         self._outcomes.state[request] = FINISHED
         self._outcomes.finished_s[request] = now
         self._router.tell(Finished(now, request, free_kv_bytes, self._trace[request].output_tokens))
+        self._arrivals.ended(now, request)
 
     def _reject(self, request: int, decision: Decision) -> None:
         assert isinstance(decision, Reject)
         self._outcomes.state[request] = REJECTED
         self.reject_reason = self.reject_reason or decision.reason
+        self._arrivals.ended(self._agenda.now, request)

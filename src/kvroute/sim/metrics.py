@@ -137,6 +137,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Of the whole run: what had left when a transfer came to nothing; its request started again."""
     copied_prefixes: Moved = NOTHING
     """Of the whole run: cached prefixes that went from one instance to another ahead of a prefill."""
+    copied_ahead: Moved = NOTHING
+    """Of the whole run: cached prefixes that went to another instance before any request wanted them there."""
     conversions: int = 0
     """Of the whole run: changes of role that were completed."""
     decision_s: float | None = None
@@ -165,6 +167,7 @@ def summarise(
     reject_reason: str | None = None,
     failed: Moved = NOTHING,
     copied: Moved = NOTHING,
+    copied_ahead: Moved = NOTHING,
     conversions: int = 0,
     decision_s: float | None,
     wall_s: float,
@@ -203,6 +206,7 @@ def summarise(
         reject_reason=reject_reason,
         failed_transfers=failed,
         copied_prefixes=copied,
+        copied_ahead=copied_ahead,
         conversions=conversions,
         decision_s=decision_s,
         wall_s=wall_s,

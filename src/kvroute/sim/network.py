@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 
 from kvroute.flows import FlowNetwork
+from kvroute.flows.network import WEIGHT_MIN
 from kvroute.sim.capacity import Capacity
 from kvroute.sim.settings import WanTransport
 from kvroute.topology import Cluster
@@ -16,6 +17,8 @@ from kvroute.types import CROSS_DATACENTER, TIER_COUNT, FloatArray, IntArray
 
 CONGESTION_MAX = 0.99
 UNBOUNDED = float("inf")
+_KV, _AHEAD = "kv", "ahead"
+"""Traffic classes; a flow that is ahead of demand takes a thousandth of what a request's takes beside it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -31,6 +34,8 @@ class Transfer:
     ceiling_bytes_per_s: float
     """Of each flow, by its connection alone."""
     is_copy: bool
+    ahead: bool
+    """A copy that no request waits for."""
     sent_s: float
     """When its first byte could leave."""
     stalled_s: float | None = None
@@ -69,7 +74,9 @@ class Fabric:
     failed: Moved = field(default_factory=Moved)
     """What had left of transfers that came to nothing."""
     copied: Moved = field(default_factory=Moved)
-    """Copies of cached prefixes, whole or given up."""
+    """Copies of cached prefixes for requests, whole or given up."""
+    copied_ahead: Moved = field(default_factory=Moved)
+    """The same of copies that no request waited for."""
     tier_links: list[IntArray] = field(default_factory=list)
     _transfers: dict[int, Transfer] = field(default_factory=dict)
     """By flow."""
@@ -82,7 +89,7 @@ class Fabric:
     _paths: EcmpPaths = field(init=False)
 
     def __post_init__(self) -> None:
-        self.network = FlowNetwork(self.cluster.capacity_bytes_per_s)
+        self.network = FlowNetwork(self.cluster.capacity_bytes_per_s, {_KV: 1.0, _AHEAD: WEIGHT_MIN})
         self.tier_links = [np.asarray(self.cluster.links_of_tier(tier), dtype=np.int64) for tier in range(TIER_COUNT)]
         self._link_bin = np.full(len(self.cluster.links), TIER_COUNT, dtype=np.int64)
         for tier, links in enumerate(self.tier_links):
@@ -101,12 +108,14 @@ class Fabric:
         *,
         produced_bytes_per_s: float = UNBOUNDED,
         is_copy: bool = False,
+        ahead: bool = False,
     ) -> Transfer:
         """Start a transfer now; nothing to send is a transfer that ends at once.
 
         Args:
             produced_bytes_per_s: no faster than this until `release`: the KV cache is still being computed.
             is_copy: of a cached prefix; counted apart.
+            ahead: a copy that no request waits for: what others leave of a link is for it.
         """
         latency_s = self.cluster.latency_s(source, target)
         flows, ceiling = self.cluster.flows_per_transfer(source, target), UNBOUNDED
@@ -114,12 +123,14 @@ class Fabric:
             flows, ceiling = self.wan.connections, self.wan.ceiling_bytes_per_s(latency_s)
         paths = self._paths.of(request, source, target, flows)
         first, sent_s = self._next_flow, self.network.now
-        transfer = Transfer(request, latency_s, flows, nbytes / flows, first, paths, ceiling, is_copy, sent_s)
+        transfer = Transfer(request, latency_s, flows, nbytes / flows, first, paths, ceiling, is_copy, ahead, sent_s)
         numbers = range(self._next_flow, self._next_flow + flows)
         self._next_flow += flows
         self._transfers |= dict.fromkeys(numbers, transfer)
         bound = min(ceiling, produced_bytes_per_s / flows)
-        self.network.start_many(numbers, paths, [nbytes / flows] * flows, ceiling_bytes_per_s=bound)
+        kind = _AHEAD if ahead else _KV
+        sizes = [nbytes / flows] * flows
+        self.network.start_many(numbers, paths, sizes, traffic_class=kind, ceiling_bytes_per_s=bound)
         return transfer
 
     def release(self, transfer: Transfer) -> None:
@@ -136,9 +147,15 @@ class Fabric:
             sent_bytes += transfer.flow_bytes - rest
             network_bytes += (transfer.flow_bytes - rest) * len(path)
         if transfer.is_copy:
-            self.copied = self.copied.plus(sent_bytes, network_bytes)
+            self._count_copy(transfer, sent_bytes, network_bytes)
         else:
             self.failed = self.failed.plus(sent_bytes, network_bytes)
+
+    def _count_copy(self, transfer: Transfer, kv_bytes: float, network_bytes: float) -> None:
+        if transfer.ahead:
+            self.copied_ahead = self.copied_ahead.plus(kv_bytes, network_bytes)
+        else:
+            self.copied = self.copied.plus(kv_bytes, network_bytes)
 
     def advance(self, to: float) -> list[Transfer]:
         """Move bytes up to `to`; returns the transfers whose last flow has ended, in order."""
@@ -151,7 +168,7 @@ class Fabric:
                 if transfer.is_copy:
                     hops = sum(map(len, transfer.paths))
                     size = transfer.flow_bytes
-                    self.copied = self.copied.plus(size * len(transfer.paths), size * hops)
+                    self._count_copy(transfer, size * len(transfer.paths), size * hops)
         return ended
 
     def next_finish_s(self) -> float:

@@ -63,12 +63,14 @@ class Router:
 
     def stored(self, index: int, blocks: tuple[int, ...], evicted: list[Evicted]) -> None:
         """Tell of a chain that is now cached, as far as it fits, and of what had to go for it."""
-        memory = self._fleet.memory
+        memory, kept = self._fleet.memory, blocks
         if evicted or memory.index.used_blocks(index) >= memory.capacity_blocks[index]:
             # A full instance may have kept the front alone: a router that counts on the rest would be wrong.
-            blocks = blocks[: memory.index.match_one(index, blocks)]
-        name = self._cluster.instances[index].name
-        self.tell(KvStored(self._agenda.now, name, blocks, self._fleet.block_tokens))
+            kept = blocks[: memory.index.match_one(index, blocks)]
+        # Where a chain is cut, a hybrid model has no state to go on from: a KvStored would claim one.
+        if kept == blocks or not self._fleet.keeps_states[index]:
+            name = self._cluster.instances[index].name
+            self.tell(KvStored(self._agenda.now, name, kept, self._fleet.block_tokens))
         self.evicted(evicted)
 
     def evicted(self, evicted: list[Evicted]) -> None:

@@ -9,7 +9,9 @@ import numpy as np
 
 from kvroute.control import ControlSpec, EventLog
 from kvroute.sim.agenda import FOREVER, Agenda
+from kvroute.sim.arrivals import Arrivals
 from kvroute.sim.capacity import Capacity
+from kvroute.sim.copies import Copies
 from kvroute.sim.delivery import Delivery
 from kvroute.sim.fleet import Fleet
 from kvroute.sim.journeys import Journeys
@@ -21,7 +23,7 @@ from kvroute.sim.settings import SimSettings
 from kvroute.sim.telemetry import Telemetry
 from kvroute.sim.workload import Trace
 from kvroute.topology import Cluster
-from kvroute.types import FloatArray, InputError, ReviewDue
+from kvroute.types import CopyPrefix, FloatArray, InputError, ReviewDue
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,7 @@ def _block_tokens(trace: Trace) -> int:
 
 
 def _outcomes(trace: Trace) -> Outcomes:
-    """Rows of requests that have not arrived."""
+    """Rows of requests that have not arrived; in a closed loop it is not known yet when they will."""
     rows = Outcomes.empty(len(trace.requests))
     rows.arrived_s[:] = [request.at_s for request in trace.requests]
     rows.input_tokens[:] = [request.input_tokens for request in trace.requests]
@@ -100,7 +102,7 @@ class Simulation:
     ) -> None:
         self._cluster, self._trace, self._settings = cluster, trace.requests, settings
         self._spec, self._seed = spec, seed
-        self._agenda, self._outcomes = Agenda(), _outcomes(trace)
+        self._agenda, self._arrivals, self._outcomes = Agenda(), Arrivals(trace), _outcomes(trace)
         control = spec.build(cluster)
         self._fabric = _fabric(cluster, settings, seed)
         self._fleet = Fleet(cluster, block_tokens=_block_tokens(trace), prefill_queueing=settings.prefill_queueing)
@@ -108,6 +110,7 @@ class Simulation:
         self._delivery = Delivery(
             cluster, self._fabric, self._fleet, self._outcomes, self._trace, decode_cache=settings.decode_cache
         )
+        self._copies = Copies(cluster, self._fleet, self._delivery, self._router, self._agenda)
         self._telemetry = Telemetry(self._fabric, settings, self._outcomes)
         self._journeys = Journeys(
             cluster,
@@ -117,11 +120,12 @@ class Simulation:
             router=self._router,
             fleet=self._fleet,
             delivery=self._delivery,
+            copies=self._copies,
             telemetry=self._telemetry,
             outcomes=self._outcomes,
+            arrivals=self._arrivals,
             prefill_cache=spec.prefill_cache,
         )
-        self._arrived = 0
 
     def run(self) -> Run:
         """Run to the end."""
@@ -129,10 +133,10 @@ class Simulation:
         if self._trace:
             self._start()
         until_s = FOREVER if self._settings.until_s is None else self._settings.until_s
-        agenda, trace, delivery, router = self._agenda, self._trace, self._delivery, self._router
+        agenda, arrivals, delivery, router = self._agenda, self._arrivals, self._delivery, self._router
         due = agenda.due
         while True:
-            arrival_s = trace[self._arrived].at_s if self._arrived < len(trace) else FOREVER
+            arrival_s = arrivals.next_s
             due_s = due[0][0] if due else FOREVER
             now = min(delivery.next_s, due_s, arrival_s)
             if now > until_s or (arrival_s == FOREVER and not router.in_flight):
@@ -146,8 +150,7 @@ class Simulation:
             elif now == due_s:
                 agenda.act()
             else:
-                self._journeys.arrive(self._arrived)
-                self._arrived += 1
+                self._journeys.arrive(arrivals.take())
         return self._result(time.perf_counter() - wall_s, time.process_time() - cpu_s)
 
     def _start(self) -> None:
@@ -171,8 +174,8 @@ class Simulation:
         """The next tick; with nothing in flight the last one before the next arrival, since nobody asks earlier."""
         period_s = self._settings.oracle_refresh_s
         ticks = 1.0
-        if not self._router.in_flight and self._arrived < len(self._trace):
-            ticks = max(1.0, (self._trace[self._arrived].at_s - self._agenda.now) // period_s)
+        if not self._router.in_flight and self._arrivals.next_s < FOREVER:
+            ticks = max(1.0, (self._arrivals.next_s - self._agenda.now) // period_s)
         return self._agenda.now + ticks * period_s
 
     def _capacity_changed(self, _: int, __: int) -> None:
@@ -186,11 +189,16 @@ class Simulation:
 
     def _review(self, _: int, __: int) -> None:
         assert self._settings.review_s is not None
-        self._router.tell(ReviewDue(self._agenda.now))
+        for order in self._router.tell(ReviewDue(self._agenda.now)):
+            assert isinstance(order, CopyPrefix)
+            self._journeys.advance()
+            self._copies.start(order)
+            self._journeys.watch_stalls()
         self._agenda.at(self._agenda.now + self._settings.review_s, self._review)
 
     def _result(self, wall_s: float, cpu_s: float) -> Run:
         self._journeys.advance()
+        self._copies.stop()
         end_s, carried, decisions_s = self._agenda.now, self._fabric.network.link_bytes, self._journeys.decisions_s
         summary = summarise(
             self._outcomes,
@@ -202,6 +210,7 @@ class Simulation:
             reject_reason=self._journeys.reject_reason,
             failed=self._fabric.failed,
             copied=self._fabric.copied,
+            copied_ahead=self._fabric.copied_ahead,
             conversions=self._fleet.conversions,
             decision_s=float(np.median(decisions_s)) if decisions_s else None,
             wall_s=wall_s,

@@ -122,6 +122,8 @@ class SimSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Telemetry leaves out the router's own transfers (marked DSCP class); else it reports the sum."""
     telemetry: Telemetry = "tier"
     """What the operator reports: utilisation by tier, by link, or nothing (the background is there all the same)."""
+    reported: tuple[float, ...] | None = None
+    """What the operator reports of others' traffic, by tier, whatever is true; None: the truth."""
     measures_transfers: bool = False
     """At every refresh the router also hears what its own transfers took, as a gateway does from engines' counters."""
     transfer: TransferMode = "serial"
@@ -149,6 +151,10 @@ class SimSettings(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if not self.oracle_refresh_s > 0:
             raise InputError(f"oracle_refresh_s is {self.oracle_refresh_s}", mend="give seconds above 0")
+        if self.reported is not None and (
+            len(self.reported) != TIER_COUNT or any(not 0 <= share < 1 for share in self.reported)
+        ):
+            raise InputError(f"reported is {self.reported}", mend=f"give {TIER_COUNT} shares in [0, 1), or null")
         measure_s = 1.0 if self.measure_s is None else self.measure_s
         if not (0 <= self.warmup_s < float("inf") and 0 < measure_s < float("inf")):
             mend = "give finite warmup_s >= 0 and measure_s > 0"

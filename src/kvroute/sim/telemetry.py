@@ -32,7 +32,9 @@ class Telemetry:
     def refresh(self, at: float) -> Iterator[Event]:
         """What the router is told now. Bytes have been moved up to `at`."""
         separate = self._settings.separates_own_traffic
-        if self._settings.telemetry == "tier":
+        if self._settings.reported is not None:
+            yield CongestionMeasured(at, self._settings.reported)
+        elif self._settings.telemetry == "tier":
             yield CongestionMeasured(at, self._fabric.congestion(separate))
         elif self._settings.telemetry == "link":
             yield LinksMeasured(at, self._fabric.utilisation(separate))

@@ -4,12 +4,13 @@ Units are seconds and bytes. msgspec Structs are sent, logged or read from a fil
 """
 
 from kvroute.types.arrays import BoolArray, FloatArray, IntArray, TierArray
-from kvroute.types.decisions import Convert, Decision, Decode, Offload, Prefill, Reject
+from kvroute.types.decisions import Convert, CopyPrefix, Decision, Decode, Offload, Prefill, Reject, Shadowed
 from kvroute.types.errors import InputError, InputErrors
 from kvroute.types.events import (
     Admitted,
     Arrived,
     CongestionMeasured,
+    CopyFinished,
     DecodeFailed,
     Event,
     Finished,
@@ -63,6 +64,8 @@ __all__ = [
     "Choice",
     "CongestionMeasured",
     "Convert",
+    "CopyFinished",
+    "CopyPrefix",
     "Decision",
     "Decode",
     "DecodeFailed",
@@ -97,6 +100,7 @@ __all__ = [
     "Request",
     "ReviewDue",
     "Role",
+    "Shadowed",
     "Terms",
     "ThresholdKnown",
     "TierArray",

@@ -88,8 +88,17 @@ class InstanceConverted(msgspec.Struct, frozen=True, tag="instance_converted"):
     role: Role
 
 
+class CopyFinished(msgspec.Struct, frozen=True, tag="copy_finished"):
+    """A copy of a cached prefix is there, as a KvStored before this says; or will not come (`landed`)."""
+
+    at: float
+    copy_id: int
+    landed: bool = True
+
+
 class ReviewDue(msgspec.Struct, frozen=True, tag="review_due"):
-    """Time to look at how the instances are split between prefill and decode; drivers send it now and then."""
+    """Time to look at how the instances are split between prefill and decode, and at which cached prefixes should be
+    elsewhere too; drivers send it now and then."""
 
     at: float
 
@@ -175,6 +184,7 @@ Event: TypeAlias = (
     | InstanceDown
     | InstanceUp
     | InstanceConverted
+    | CopyFinished
     | ReviewDue
     | ThresholdKnown
     | InstanceMeasured

@@ -1,24 +1,32 @@
 """Traces of requests: read, written, shaped and generated; nothing here knows of clusters or policies."""
 
+from kvroute.sim.workload.agents import THINK_MAX_S, Agents, Session, Turn, User
 from kvroute.sim.workload.generator import MOONCAKE_CONVERSATION, Shape, generate
 from kvroute.sim.workload.profiles import PROFILES, Profile, apply_profile
-from kvroute.sim.workload.readers import read, write
+from kvroute.sim.workload.readers import read, read_any, write
 from kvroute.sim.workload.shaping import filter_lengths, rescale, share_prefixes, take, window, with_lengths
-from kvroute.sim.workload.trace import LengthStatistics, Trace, TracedRequest, TraceStatistics
+from kvroute.sim.workload.trace import LengthStatistics, Loop, Trace, TracedRequest, TraceStatistics
 
 __all__ = [
     "MOONCAKE_CONVERSATION",
     "PROFILES",
+    "THINK_MAX_S",
+    "Agents",
     "LengthStatistics",
+    "Loop",
     "Profile",
+    "Session",
     "Shape",
     "Trace",
     "TraceStatistics",
     "TracedRequest",
+    "Turn",
+    "User",
     "apply_profile",
     "filter_lengths",
     "generate",
     "read",
+    "read_any",
     "rescale",
     "share_prefixes",
     "take",

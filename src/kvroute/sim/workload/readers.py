@@ -1,5 +1,5 @@
-"""Trace files to traces and back: Mooncake JSON lines, Azure LLM CSV and event logs, told apart by content, not by
-file name.
+"""Trace files to traces and back: Mooncake JSON lines, Azure LLM CSV, event logs and agents' sessions, told apart by
+content, not by file name.
 
 A broken line is an error that names file, line and field; it is left out only where the caller says so.
 """
@@ -16,6 +16,8 @@ from typing import Annotated, TypeAlias
 import msgspec
 
 from kvroute.control import is_log
+from kvroute.sim.workload.agent_lines import is_session, session
+from kvroute.sim.workload.agents import Agents, Session
 from kvroute.sim.workload.event_log import RecordedRequests
 from kvroute.sim.workload.octets import lines_of, write_octets
 from kvroute.sim.workload.trace import Trace, TracedRequest
@@ -34,13 +36,14 @@ _BLOCK_LIMIT = 1 << 64
 _AZURE_COLUMNS = ("timestamp", "contexttokens", "generatedtokens")
 _LINE_MEND = "correct the line, or have broken lines skipped"
 _CONTENT_MEND = (
-    "give Mooncake JSON lines, an Azure LLM CSV (TIMESTAMP,ContextTokens,GeneratedTokens) or an event log of kvroute"
+    "give Mooncake JSON lines, an Azure LLM CSV (TIMESTAMP,ContextTokens,GeneratedTokens), an event log of kvroute or "
+    "sessions of agents"
 )
 
 Parse: TypeAlias = Callable[[bytes], TracedRequest]
 """One line to one request; ValueError tells what is wrong with it."""
-Rows: TypeAlias = Iterator[tuple[int, bytes]]
-"""Line numbers from 1 and lines that are not blank."""
+Rows: TypeAlias = Iterator[tuple[str, bytes]]
+"""Lines that are not blank, and where each is: file:number."""
 
 
 class _MooncakeLine(msgspec.Struct, kw_only=True):
@@ -67,29 +70,49 @@ def read(
     """The requests of a trace file, plain or compressed (zstd, gzip), ascending by time.
 
     Requests out of order are sorted, equal times in file order; Azure's times of day and a log's times count from the
-    first request. A log's answers are those that it counted; the trace's remarks say how many it did not.
-    `block_tokens` is the size behind hash_ids unless a line gives its own. With `skip_bad`, broken lines are left
-    out, told to `on_skip` and counted in the trace's remarks, as is sorting.
+    first request. A log's answers are those that it counted; the trace's remarks say how many it did not. Sessions of
+    agents start at random times (`Agents.open_loop`, seed 0). `block_tokens` is the size behind hash_ids unless a line
+    gives its own. With `skip_bad`, broken lines are left out, told to `on_skip` and counted in the trace's remarks, as
+    is sorting.
 
     Raises:
         InputError: a file that cannot be read, is no trace or holds no request; InputErrors for broken lines,
             the first ten of them, each with file, line and field.
     """
+    found = read_any(path, skip_bad=skip_bad, on_skip=on_skip, block_tokens=block_tokens)
+    return found.open_loop(seed=0) if isinstance(found, Agents) else found
+
+
+def read_any(
+    path: str | Path,
+    *,
+    skip_bad: bool = False,
+    on_skip: Callable[[InputError], None] = lambda fault: None,
+    block_tokens: int = MOONCAKE_BLOCK_TOKENS,
+) -> Trace | Agents:
+    """As `read`, but sessions of agents as they are. They may also be a folder of .json files, in the order of their
+    names."""
     path = Path(path)
     if block_tokens < 1:
         raise InputError(f"a block of {block_tokens} tokens", where="block_tokens", mend="give 1 or more")
-    rows: Rows = ((number, line) for number, line in enumerate(lines_of(path), 1) if line.strip())
+    rows = _rows(path)
     first = next(rows, None)
     if first is None:
         raise InputError("the file is empty", where=str(path), mend=_CONTENT_MEND)
-    requests, faults, said = _requests(path, first, rows, block_tokens, math.inf if skip_bad else _SHOWN_FAULTS)
+    limit = math.inf if skip_bad else _SHOWN_FAULTS
+    requests, sessions, said = list[TracedRequest](), list[Session](), list[str]()
+    if path.is_dir() or is_session(first[1]):
+        faults = _taken(itertools.chain([first], rows), lambda line: sessions.append(_session(line)), limit)
+    else:
+        requests, faults, said = _requests(first, rows, block_tokens, limit)
     if faults and not skip_bad:
         raise InputErrors(faults)
     for fault in faults:
         on_skip(fault)
-    if not requests:
+    if not (requests or sessions):
         raise InputError("the file holds no request", where=str(path), mend=_CONTENT_MEND)
-    return _in_order(_name(path), requests, len(faults), said)
+    said += _left_out(len(faults))
+    return Agents(_name(path), tuple(sessions), tuple(said)) if sessions else _in_order(_name(path), requests, said)
 
 
 def write(trace: Trace, path: str | Path) -> None:
@@ -99,9 +122,13 @@ def write(trace: Trace, path: str | Path) -> None:
     which Mooncake's own readers ignore.
 
     Raises:
-        InputError: a name that does not end in .jsonl, .jsonl.zst or .jsonl.gz, or a file that cannot be written.
+        InputError: a name that does not end in .jsonl, .jsonl.zst or .jsonl.gz, a file that cannot be written, or a
+            closed loop, which this format cannot tell.
     """
     path = Path(path)
+    if trace.loop is not None:
+        what = "a closed loop is more than times of requests"
+        raise InputError(what, where=trace.name, mend="write its sessions on a schedule")
     if not path.name.endswith((".jsonl", ".jsonl.zst", ".jsonl.gz")):
         mend = "name it .jsonl, .jsonl.zst or .jsonl.gz"
         raise InputError("a trace is written as JSON lines, which this name does not say", where=str(path), mend=mend)
@@ -109,27 +136,38 @@ def write(trace: Trace, path: str | Path) -> None:
     write_octets(path, b"".join(encode(_mooncake_keys(request)) + b"\n" for request in trace.requests))
 
 
+def _rows(path: Path) -> Rows:
+    """Of a file, or of the .json files of a folder, plain or compressed."""
+    files = [path]
+    if path.is_dir():
+        files = sorted(each for each in path.iterdir() if each.name.endswith((".json", ".json.zst", ".json.gz")))
+        if not files:
+            raise InputError("cannot be read: a folder without .json files", where=str(path), mend=_CONTENT_MEND)
+    for file in files:
+        yield from ((f"{file}:{number}", line) for number, line in enumerate(lines_of(file), 1) if line.strip())
+
+
 def _requests(
-    path: Path, first: tuple[int, bytes], rows: Rows, block_tokens: int, fault_limit: float
+    first: tuple[str, bytes], rows: Rows, block_tokens: int, fault_limit: float
 ) -> tuple[list[TracedRequest], list[InputError], list[str]]:
     """Requests in the file's order, its broken lines, and remarks."""
     if is_log(first[1]):
         log = RecordedRequests()
-        faults = _taken(path, rows, log.take, fault_limit)
+        faults = _taken(rows, log.take, fault_limit)
         return log.requests(), faults, log.remarks()
-    parse, rows = _format(path, first, rows, block_tokens)
+    parse, rows = _format(first, rows, block_tokens)
     requests: list[TracedRequest] = []
-    faults = _taken(path, rows, lambda line: requests.append(parse(line)), fault_limit)
+    faults = _taken(rows, lambda line: requests.append(parse(line)), fault_limit)
     return requests, faults, []
 
 
-def _taken(path: Path, rows: Rows, take: Callable[[bytes], None], fault_limit: float) -> list[InputError]:
+def _taken(rows: Rows, take: Callable[[bytes], None], fault_limit: float) -> list[InputError]:
     faults: list[InputError] = []
-    for number, line in rows:
+    for place, line in rows:
         try:
             take(line)
         except ValueError as error:
-            faults.append(InputError(str(error), where=f"{path}:{number}", mend=_LINE_MEND))
+            faults.append(InputError(str(error), where=place, mend=_LINE_MEND))
             if len(faults) >= fault_limit:
                 break
     return faults
@@ -152,9 +190,9 @@ def _mooncake_keys(request: TracedRequest) -> dict[str, object]:
     return keys
 
 
-def _format(path: Path, first: tuple[int, bytes], rows: Rows, block_tokens: int) -> tuple[Parse, Rows]:
+def _format(first: tuple[str, bytes], rows: Rows, block_tokens: int) -> tuple[Parse, Rows]:
     """How to parse a line, and the lines to parse: the first one is a header or a request."""
-    number, line = first
+    place, line = first
     if line.lstrip().startswith(b"{"):
         return _mooncake(block_tokens), itertools.chain([first], rows)
     columns = [column.strip().strip('"').lower() for column in line.decode("utf-8", "replace").split(",")]
@@ -163,7 +201,16 @@ def _format(path: Path, first: tuple[int, bytes], rows: Rows, block_tokens: int)
     what = "neither a JSON object nor an Azure header"
     if line.lstrip().startswith(b"["):
         what = "a JSON array, where one object per line is needed"
-    raise InputError(f"the first line is {what}", where=f"{path}:{number}", mend=_CONTENT_MEND)
+    raise InputError(f"the first line is {what}", where=place, mend=_CONTENT_MEND)
+
+
+def _session(line: bytes) -> Session:
+    try:
+        return session(line)
+    except msgspec.ValidationError as error:
+        raise ValueError(_field_first(str(error))) from None
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ValueError(f"no session of an agent ({error})") from None
 
 
 def _mooncake(block_tokens: int) -> Parse:
@@ -234,10 +281,12 @@ def _count(text: str, name: str, *, least: int) -> int:
     return int(text)
 
 
-def _in_order(name: str, requests: list[TracedRequest], bad_lines: int, said: list[str]) -> Trace:
+def _left_out(bad_lines: int) -> list[str]:
+    return [f"{bad_lines} broken line{'s' if bad_lines > 1 else ''} left out"] if bad_lines else []
+
+
+def _in_order(name: str, requests: list[TracedRequest], said: list[str]) -> Trace:
     remarks = list(said)
-    if bad_lines:
-        remarks.append(f"{bad_lines} broken line{'s' if bad_lines > 1 else ''} left out")
     backwards = sum(b.at_s < a.at_s for a, b in itertools.pairwise(requests))
     if backwards:
         remarks.append(

@@ -1,4 +1,7 @@
-"""Traces from traces: another rate, a slice, other lengths, drawn prefixes; the trace that goes in is never changed."""
+"""Traces from traces: another rate, a slice, other lengths, drawn prefixes; the trace that goes in is never changed.
+
+Of a closed loop nothing can be left out, and its times are nobody's: only its lengths and prefixes can be changed.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +29,7 @@ def rescale(trace: Trace, rate_per_s: float) -> Trace:
     Raises:
         InputError: a rate that is not positive and finite, or a trace whose requests all arrive at one time.
     """
+    _check_open(trace)
     if not (isfinite(rate_per_s) and rate_per_s > 0):
         raise InputError(f"a rate of {rate_per_s} requests per second", where="rate_per_s", mend="give more than 0")
     if not trace.rate_per_s:
@@ -40,6 +44,7 @@ def rescale(trace: Trace, rate_per_s: float) -> Trace:
 
 def window(trace: Trace, from_s: float, to_s: float) -> Trace:
     """Requests with from_s <= at_s < to_s; their times count from `from_s`. May be empty; windows partition a trace."""
+    _check_open(trace)
     if not (isfinite(from_s) and from_s <= to_s):
         raise InputError(f"a window from {from_s} s to {to_s} s", where="window", mend="let it end after it begins")
     inside = [request for request in trace.requests if from_s <= request.at_s < to_s]
@@ -48,6 +53,7 @@ def window(trace: Trace, from_s: float, to_s: float) -> Trace:
 
 def take(trace: Trace, n: int) -> Trace:
     """The first `n` requests, all of them where there are fewer."""
+    _check_open(trace)
     if n < 0:
         raise InputError(f"{n} requests", where="take", mend="give 0 or more")
     return _mapped(trace, list(trace.requests[:n]))
@@ -55,6 +61,7 @@ def take(trace: Trace, n: int) -> Trace:
 
 def filter_lengths(trace: Trace, low: int, high: int | None = None) -> Trace:
     """Requests with low <= input_tokens <= high (None: no bound); InputError where none is left."""
+    _check_open(trace)
     kept = [r for r in trace.requests if low <= r.input_tokens and (high is None or r.input_tokens <= high)]
     if not kept:
         span = f"{low} tokens or more" if high is None else f"{low} to {high} tokens"
@@ -114,6 +121,12 @@ def share_prefixes(
 
 def _mapped(trace: Trace, requests: list[TracedRequest]) -> Trace:
     return replace(trace, requests=tuple(requests))
+
+
+def _check_open(trace: Trace) -> None:
+    if trace.loop is not None:
+        what = "in a closed loop requests come when others have been answered, not at times of the trace"
+        raise InputError(what, where=trace.name, mend="choose how many and how fast when the sessions are played")
 
 
 def _resized(request: TracedRequest, input_tokens: int, owner: int) -> tuple[int, ...]:

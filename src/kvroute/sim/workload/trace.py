@@ -77,6 +77,18 @@ class TraceStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True)
+class Loop:
+    """A closed loop over a trace's requests, by their positions: some come when others have been answered."""
+
+    after: tuple[tuple[int, ...], ...]
+    """[n] whose answers each request waits for, all of them before it in the trace; refused is answered, too."""
+    think_s: tuple[float, ...]
+    """[n] from the last of these answers to the request; from time 0 for one that waits for none."""
+    until_s: tuple[float, ...]
+    """[n] one that would come later does not come, nor does any that waits for it; inf: it comes whenever."""
+
+
+@dataclass(frozen=True, slots=True)
 class Trace:
     """Requests ascending by arrival time; those of one time keep the order of their source."""
 
@@ -84,9 +96,15 @@ class Trace:
     requests: tuple[TracedRequest, ...]
     remarks: tuple[str, ...] = field(default=(), compare=False)
     """What reading had to put right, in sentences for the user."""
+    loop: Loop | None = None
+    """None: an open loop, in which requests come at their times; else times are those of answers that take none."""
 
     def __post_init__(self) -> None:
         assert all(a.at_s <= b.at_s for a, b in pairwise(self.requests)), "requests ascend by time"
+        if self.loop is not None:
+            assert all(max(after, default=-1) < place for place, after in enumerate(self.loop.after)), (
+                "first things first"
+            )
 
     @property
     def duration_s(self) -> float:

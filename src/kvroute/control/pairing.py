@@ -1,0 +1,52 @@
+"""Prefill instances chosen together with their decode instance, for a policy that does so; it books nothing."""
+
+from __future__ import annotations
+
+from kvroute.control.view import View
+from kvroute.policies import Foresight, ForesightJoint, PrefillCandidates, Way
+from kvroute.types import Choice, Reject, Request
+
+
+class Pairing:
+    """Asks `ForesightJoint` where the operator's decode policy says so; else, and where the request has no such pair,
+    the prefill policy's choice stands."""
+
+    def __init__(self, view: View) -> None:
+        self._view = view
+        policy = view.settings.decode_policy
+        self._policy: ForesightJoint | None = None
+        if isinstance(policy, Foresight) and policy.joint:
+            self._policy = ForesightJoint(policy.spec, view.settings.constraint)
+
+    def prefill(self, request: Request, model: str, candidates: PrefillCandidates, choice: Choice, at: float) -> Choice:
+        """Where to prefill, given the prefill policy's choice.
+
+        That one stands for instances that prefill and decode by themselves or are told of both legs at once, and where
+        nobody has room for the KV cache now: somebody may when the prefill has ended.
+        """
+        if self._policy is None or not self._hands_over(model):
+            return choice
+        turn = self._view.prefill[model].decisions
+        pair = self._policy.choose(
+            request, candidates, lambda index: self._way(request, model, candidates, index, at), turn
+        )
+        return choice if isinstance(pair, Reject) else pair.prefill
+
+    def _hands_over(self, model: str) -> bool:
+        instances = self._view.cluster.instances
+        ids = self._view.prefill[model].ids.tolist()
+        return all(instances[index].role != "both" and instances[index].protocol != "sglang" for index in ids)
+
+    def _way(self, request: Request, model: str, candidates: PrefillCandidates, position: int, at: float) -> Way | None:
+        """Whom this prefill instance could hand the KV to, and what the network between them will be like."""
+        view = self._view
+        source = int(view.prefill[model].ids[position])
+        pool = view.decode.get((model, view.cluster.instances[source].protocol))
+        if pool is None or view.flight is None:
+            return None
+        usable = None if pool.open else pool.up & pool.partner
+        hit_tokens = view.caches.hit_tokens(request, pool.ids, request.input_tokens)
+        asked = pool.candidates(request, view.models[model], hit_tokens, view.settings.reserve_bytes, usable)
+        costs = view.oracle.costs(source, pool.ids, at)
+        starts_s = float(candidates.pending_s[position] + candidates.prefill_s[position])
+        return Way(asked, costs, view.flight.sight(source, pool.ids, costs, at, starts_s))

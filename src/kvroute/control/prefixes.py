@@ -1,0 +1,82 @@
+"""Where the cached prefix of a request comes from: its prefill instance has it, or it is copied there from elsewhere.
+
+It books the copies; which instance prefills is decided before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+
+from kvroute.control.copies import Copies
+from kvroute.control.fetches import ClusterPool, Fetches
+from kvroute.control.offloading import Offloading, Placement
+from kvroute.control.rebalancing import Rebalancing
+from kvroute.control.view import View
+from kvroute.policies import PrefillCandidates
+from kvroute.types import CopyPrefix, Prefill, Request
+
+
+class Prefixes:
+    """Copies of cached prefixes: for a request from another site or from a sibling, and ahead of demand."""
+
+    def __init__(self, view: View, offloading: Offloading | None) -> None:
+        settings = view.settings
+        self._view = view
+        self._copies = Copies(view, offloading)
+        self._pool = ClusterPool(view) if settings.prefix_pool and settings.prefill_cache else None
+        self._rebalancing = (
+            Rebalancing(settings.copies, view, offloading, self._copies) if settings.copies is not None else None
+        )
+
+    def offer(
+        self, request: Request, model: str, candidates: PrefillCandidates, at: float
+    ) -> tuple[PrefillCandidates, Fetches | None]:
+        """The candidates, with what each could fetch from a sibling."""
+        if self._pool is None or not candidates.hit_tokens.any():
+            return candidates, None
+        return self._pool.offer(request, model, candidates, at)
+
+    def settle(
+        self,
+        prefill: Prefill,
+        request: Request,
+        model: str,
+        placement: Placement | None,
+        fetches: Fetches | None,
+        at: float,
+    ) -> Prefill:
+        """A prefill decision with the copy that it waits for, which is booked; whoever is read is remembered."""
+        index = self._view.cluster.index(prefill.instance)
+        position_of = self._view.prefill[model].position
+        own = int(fetches.own_tokens[position_of[index]]) if fetches else prefill.cached_tokens
+        holder, tokens = index, prefill.cached_tokens
+        if placement is not None and placement.copy_source >= 0 and placement.prefix_tokens > tokens:
+            holder, tokens = placement.copy_source, placement.prefix_tokens
+        if fetches is not None:
+            holder = fetches.true_holder(position_of[holder], holder)
+        if self._rebalancing is not None and tokens >= request.block_tokens:
+            self._rebalancing.read(model, holder, request, tokens)
+        if fetches is not None and prefill.terms is not None:
+            parts = prefill.terms.parts | {"fetch_s": fetches.fetch_s}
+            prefill = msgspec.structs.replace(prefill, terms=replace(prefill.terms, parts=parts))
+        if holder == index:
+            return prefill
+        nbytes = float(self._view.models[model].kv_bytes(tokens, own))
+        return msgspec.structs.replace(
+            prefill,
+            cached_tokens=tokens,
+            copy_from=self._view.cluster.instances[holder].name,
+            copy_tokens=tokens - own,
+            copy_bytes=nbytes,
+            copy_id=self._copies.begin(at, holder, index, nbytes),
+        )
+
+    def ended(self, at: float, copy_id: int, *, landed: bool) -> bool:
+        """A copy is over; False where none of this number was under way."""
+        return self._copies.end(at, copy_id, landed=landed)
+
+    def review(self, at: float) -> tuple[CopyPrefix, ...]:
+        """Copies to make ahead of demand now."""
+        return self._rebalancing.review(at) if self._rebalancing is not None else ()

@@ -1,0 +1,131 @@
+"""Prefill and decode instance chosen together at arrival, by what the transfer between them would cost; pure.
+
+It refuses to bind the decode instance: that is chosen again when the prefill has ended and more is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import msgspec
+import numpy as np
+
+from kvroute.policies.constraint import TopologyConstraint, constrain
+from kvroute.policies.foresight import Foresight
+from kvroute.policies.foresight_flight import Sight
+from kvroute.policies.foresight_spec import ForesightSpec
+from kvroute.policies.prefill import PrefillCandidates
+from kvroute.types import Candidates, Choice, FloatArray, NetworkCosts, Reject, Request, Terms
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """The decode side as one prefill instance would see it, its transfer starting when that prefill ends
+    (`sight.starts_s`: `pending_s + prefill_s`)."""
+
+    candidates: Candidates
+    costs: NetworkCosts
+    sight: Sight
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A prefill instance (index into `PrefillCandidates`) with its decode instance, chosen at arrival."""
+
+    prefill: Choice
+    decode: Choice
+
+
+@dataclass(frozen=True, slots=True)
+class ForesightJoint:
+    """At arrival, the pair whose transfer would be over soonest, the delay imposed on others added."""
+
+    spec: ForesightSpec = field(default_factory=ForesightSpec)
+    constraint: TopologyConstraint | None = None
+    """What the decode instance must be to the prefill instance."""
+
+    def choose(
+        self, request: Request, prefill: PrefillCandidates, way_of: Callable[[int], Way | None], turn: int
+    ) -> Pair | Reject:
+        """Choose among the n prefill instances that have a way (None: nobody to hand the KV to).
+
+        They are looked at in the order in which they would have prefilled, `spec.joint_reach` of them at most, until
+        one would only have prefilled when another one's transfer is over. The closed form ranks them; the best pair of
+        each of the first `spec.joint_width` is played through. The terms of the prefill choice hold `start_s` and, for
+        those looked at, `decode_s`, the cost of the best decode instance; who is not played keeps the closed form,
+        behind those who are.
+        """
+        start_s = prefill.pending_s + prefill.prefill_s
+        found, refused = self._closed(request, prefill, start_s, way_of, turn)
+        if not found:
+            return refused or Reject(request.id, "no prefill instance has a decode instance to hand its KV cache to")
+        order = sorted(found, key=lambda index: (start_s[index] + _paid(found[index][1]), index))
+        return self._played(request, prefill, start_s, turn, found, order)
+
+    def _closed(
+        self,
+        request: Request,
+        prefill: PrefillCandidates,
+        start_s: FloatArray,
+        way_of: Callable[[int], Way | None],
+        turn: int,
+    ) -> tuple[dict[int, tuple[Way, Choice]], Reject | None]:
+        """Ways and best decode instances by the closed form, by prefill instance; and why one was refused."""
+        policy = Foresight(msgspec.structs.replace(self.spec, width=0), at_arrival=True)
+        found: dict[int, tuple[Way, Choice]] = {}
+        refused: Reject | None = None
+        best_s = np.inf
+        for index in start_s.argsort(kind="stable").tolist():
+            if start_s[index] >= best_s or len(found) == self.spec.joint_reach:
+                break
+            way = way_of(index) if prefill.allowed is None or prefill.allowed[index] else None
+            if way is None:
+                continue
+            choice = self._ask(policy, way, request, turn)
+            if isinstance(choice, Reject):
+                refused = refused or choice
+                continue
+            found[index] = way, choice
+            best_s = min(best_s, start_s[index] + _paid(choice))
+        return found, refused
+
+    def _played(
+        self,
+        request: Request,
+        prefill: PrefillCandidates,
+        start_s: FloatArray,
+        turn: int,
+        found: dict[int, tuple[Way, Choice]],
+        order: list[int],
+    ) -> Pair:
+        policy = Foresight(self.spec, at_arrival=True)
+        decode_s, feasible = np.zeros(len(start_s)), np.zeros(len(start_s), dtype=np.bool_)
+        chosen: dict[int, Choice] = {}
+        shift_s = 0.0
+        for place, index in enumerate(order):
+            way, closed = found[index]
+            feasible[index] = True
+            if place >= self.spec.joint_width:
+                decode_s[index] = _paid(closed) + shift_s
+                chosen[index] = closed
+                continue
+            choice = self._ask(policy, way, request, turn)
+            assert isinstance(choice, Choice), "room has nothing to do with the fluid model"
+            shift_s = max(shift_s, _paid(choice) - _paid(closed))
+            decode_s[index] = _paid(choice)
+            chosen[index] = choice
+        cost = start_s + decode_s
+        index = int(np.where(feasible, cost, np.inf).argmin())
+        parts = {"start_s": start_s, "decode_s": decode_s, "hit_tokens": prefill.hit_tokens.astype(np.float64)}
+        return Pair(Choice(index, Terms(prefill.names, cost, feasible, parts)), chosen[index])
+
+    def _ask(self, policy: Foresight, way: Way, request: Request, turn: int) -> Choice | Reject:
+        seeing = replace(policy, sight=way.sight)
+        if self.constraint is None:
+            return seeing.choose(request, way.candidates, way.costs, turn)
+        return constrain(seeing, self.constraint, request, way.candidates, way.costs, turn)
+
+
+def _paid(choice: Choice) -> float:
+    return float(choice.terms.cost[choice.index])

@@ -1,0 +1,270 @@
+"""Sessions of agents that call a model turn by turn, and the two ways to play them: on a schedule, or each turn when
+the answers that it needs are there.
+
+A turn waits for others of its session: the one before, and the sub-agents that its prompt has the results of. It reads
+no file and knows no cluster.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from kvroute.sim.workload.trace import Loop, Trace, TracedRequest
+from kvroute.types import InputError
+
+SESSION_EVERY_S = 30.0
+"""Mean time between the starts of two sessions, where no rate is given."""
+THINK_MAX_S = 60.0
+"""Longer pauses are cut to this: people go home in the middle of a session, and a run would last for days."""
+RAMP_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One call of the model."""
+
+    input_tokens: int
+    output_tokens: int
+    runs: tuple[tuple[int, int], ...]
+    """Blocks of the prompt as (first id, how many): an id stands for the prompt up to and including its block."""
+    after: tuple[int, ...]
+    """Earlier turns of the session whose answers it waits for; none: the session's start."""
+    think_s: float
+    """From the last of these answers to this turn: tools that run, or a user who reads."""
+    answer_s: float
+    """How long the answer took when the session was recorded; 0 where nothing tells."""
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """Turns, every one later than those that it waits for."""
+
+    name: str
+    block_tokens: int
+    turns: tuple[Turn, ...]
+    shares_ids: bool = False
+    """Whether equal ids of other such sessions mean equal prompts; else ids are the session's own."""
+
+    def starts_s(self, think_max_s: float, *, answered: bool) -> list[float]:
+        """When each turn starts, from the session's start: with answers as long as recorded, or of no time."""
+        starts: list[float] = []
+        for turn in self.turns:
+            ends = (starts[each] + self.turns[each].answer_s * answered for each in turn.after)
+            starts.append(max(ends, default=0.0) + min(turn.think_s, think_max_s))
+        return starts
+
+    @property
+    def last(self) -> tuple[int, ...]:
+        """Turns that no other one waits for."""
+        awaited = {each for turn in self.turns for each in turn.after}
+        return tuple(number for number in range(len(self.turns)) if number not in awaited)
+
+    def uncached_tokens(self) -> list[int]:
+        """What a cache without limit would leave of each prompt, with the turns in their order."""
+        ends: dict[int, int] = {}
+        uncached = []
+        for turn in self.turns:
+            hit, whole = 0, True
+            for first, count in turn.runs:
+                seen = min(max(ends.get(first, first) - first, 0), count)
+                hit += seen if whole else 0
+                whole = whole and seen == count
+                ends[first] = max(ends.get(first, 0), first + count)
+            uncached.append(max(turn.input_tokens - hit * self.block_tokens, 0))
+        return uncached
+
+    def within(self, input_tokens: int) -> Session:
+        """The session up to its first longer prompt: without it and whatever waits for it."""
+        kept: dict[int, int] = {}
+        turns = []
+        for number, turn in enumerate(self.turns):
+            if turn.input_tokens <= input_tokens and all(each in kept for each in turn.after):
+                kept[number] = len(turns)
+                turns.append(replace(turn, after=tuple(kept[each] for each in turn.after)))
+        return replace(self, turns=tuple(turns))
+
+    @property
+    def id_end(self) -> int:
+        """Above every id of a block."""
+        return max((first + count for turn in self.turns for first, count in turn.runs), default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class User:
+    """Who plays sessions one after the other, from a time on."""
+
+    from_s: float
+    sessions: tuple[int, ...]
+    """Positions in `Agents.sessions`."""
+    until_s: float = math.inf
+    """No turn starts later."""
+
+
+@dataclass(frozen=True, slots=True)
+class Agents:
+    """Recorded sessions; each becomes requests once, in whatever order and however fast."""
+
+    name: str
+    sessions: tuple[Session, ...]
+    remarks: tuple[str, ...] = field(default=(), compare=False)
+    """What reading had to put right, in sentences for the user."""
+
+    @property
+    def turns(self) -> int:
+        """Of all sessions."""
+        return sum(len(session.turns) for session in self.sessions)
+
+    def within(self, input_tokens: int) -> Agents:
+        """Every session up to its first prompt of more tokens; those that begin with one are left out.
+
+        Raises:
+            InputError: none is left.
+        """
+        cut = (session.within(input_tokens) for session in self.sessions)
+        sessions = tuple(session for session in cut if session.turns)
+        if not sessions:
+            what = f"no session begins with a prompt of {input_tokens} tokens or less"
+            raise InputError(what, where=self.name, mend="allow longer prompts")
+        return replace(self, sessions=sessions)
+
+    def think_s(self, think_max_s: float = THINK_MAX_S) -> float:
+        """Mean pause before a turn."""
+        pauses = [min(turn.think_s, think_max_s) for session in self.sessions for turn in session.turns]
+        return float(np.mean(pauses))
+
+    def shuffled(self, seed: int, turns: int | None = None) -> tuple[int, ...]:
+        """Positions of the sessions in a drawn order; with `turns`, the first so many that have them all together."""
+        order = np.random.default_rng([seed, 0]).permutation(len(self.sessions)).tolist()
+        if turns is None:
+            return tuple(order)
+        ends = np.cumsum([len(self.sessions[each].turns) for each in order])
+        return tuple(order[: int(np.searchsorted(ends, turns)) + 1])
+
+    def open_loop(
+        self, *, seed: int, rate_per_s: float | None = None, think_max_s: float = THINK_MAX_S, turns: int | None = None
+    ) -> Trace:
+        """Sessions start at random times that know nothing of each other; within one, turns come as they were
+        recorded, whatever becomes of the answers.
+
+        Args:
+            seed: of order and starts.
+            rate_per_s: turns per second of all sessions together, in the long run; None: SESSION_EVERY_S.
+            think_max_s: longer pauses are cut to this.
+            turns: only so many, the first ones to come; None: all.
+
+        Raises:
+            InputError: a rate or a number that is not positive, a pause below zero.
+        """
+        _check(("rate_per_s", rate_per_s), ("turns", turns))
+        _check_think(think_max_s)
+        order = self.shuffled(seed)
+        every_s = SESSION_EVERY_S if rate_per_s is None else self.turns / len(order) / rate_per_s
+        starts = np.cumsum(np.random.default_rng([seed, 1]).exponential(every_s, len(order)))
+        starts -= starts[0]
+        rows = sorted(
+            (start_s + at_s, position, number)
+            for position, start_s in zip(order, starts.tolist(), strict=True)
+            for number, at_s in enumerate(self.sessions[position].starts_s(think_max_s, answered=True))
+        )
+        requests = self._requests(rows[:turns])
+        return Trace(self.name, tuple(requests), self.remarks)
+
+    def closed_loop(
+        self,
+        users: int,
+        *,
+        seed: int,
+        think_max_s: float = THINK_MAX_S,
+        ramp_s: float = RAMP_S,
+        turns: int | None = None,
+    ) -> Trace:
+        """So many sessions at a time: a user begins the next one when the last one's answers are there.
+
+        Args:
+            users: sessions at a time.
+            seed: of the order of sessions and of the users' first starts.
+            think_max_s: longer pauses are cut to this; 0: turns follow at once.
+            ramp_s: users begin within so many seconds.
+            turns: whole sessions, as many as have so many turns; None: all.
+
+        Raises:
+            InputError: a number that is not positive, a time below zero.
+        """
+        _check(("users", users), ("turns", turns))
+        _check_think(ramp_s, "ramp_s")
+        order = self.shuffled(seed, turns)
+        begins = np.sort(np.random.default_rng([seed, 1]).uniform(0.0, ramp_s, users)).tolist()
+        return self.played([User(at_s, order[k::users]) for k, at_s in enumerate(begins)], think_max_s=think_max_s)
+
+    def played(self, users: Sequence[User], *, think_max_s: float = THINK_MAX_S) -> Trace:
+        """A closed loop of these users, who share no session. A request's time in the trace is when it would come if
+        answers took no time; what would be too late even then is left out."""
+        _check_think(think_max_s)
+        rows: list[tuple[float, int, int, int]] = []
+        waits: dict[tuple[int, int], tuple[list[tuple[int, int]], float, float]] = {}
+        for user in users:
+            begins_s, before = user.from_s, list[tuple[int, int]]()
+            for position in user.sessions:
+                assert (position, 0) not in waits, "a session is played once"
+                session = self.sessions[position]
+                starts = session.starts_s(think_max_s, answered=False)
+                for number, turn in enumerate(session.turns):
+                    if begins_s + starts[number] > user.until_s:
+                        continue
+                    pause_s = min(turn.think_s, think_max_s)
+                    rows.append((begins_s + starts[number], len(rows), position, number))
+                    if turn.after:
+                        waits[position, number] = ([(position, each) for each in turn.after], pause_s, user.until_s)
+                    else:
+                        waits[position, number] = (before, pause_s if before else begins_s + pause_s, user.until_s)
+                before = [(position, number) for number in session.last]
+                begins_s += max(starts[number] for number in session.last)
+                if begins_s > user.until_s:
+                    break
+        rows.sort()  # a user's turns keep their order where answers of no time let them come at once
+        where = {(position, number): place for place, (_, _, position, number) in enumerate(rows)}
+        loop = Loop(
+            after=tuple(tuple(where[each] for each in waits[p, n][0]) for _, _, p, n in rows),
+            think_s=tuple(waits[p, n][1] for _, _, p, n in rows),
+            until_s=tuple(waits[p, n][2] for _, _, p, n in rows),
+        )
+        requests = self._requests([(at_s, position, number) for at_s, _, position, number in rows])
+        return Trace(self.name, tuple(requests), self.remarks, loop)
+
+    def _requests(self, rows: Sequence[tuple[float, int, int]]) -> list[TracedRequest]:
+        """Requests of (time, session, turn); ids of one session's blocks are the same objects."""
+        first_ids = self._first_ids()
+        ids: dict[int, list[int]] = {}
+        requests = []
+        for at_s, position, number in rows:
+            session = self.sessions[position]
+            if position not in ids:
+                ids[position] = list(range(first_ids[position], first_ids[position] + session.id_end))
+            known, turn = ids[position], session.turns[number]
+            chain = tuple(one for first, count in turn.runs for one in known[first : first + count])
+            requests.append(TracedRequest(at_s, turn.input_tokens, turn.output_tokens, chain, session.block_tokens))
+        return requests
+
+    def _first_ids(self) -> list[int]:
+        """What is added to each session's ids: those of sessions that share theirs stay, the others' lie beyond."""
+        end = max((session.id_end for session in self.sessions if session.shares_ids), default=0)
+        firsts = []
+        for session in self.sessions:
+            firsts.append(0 if session.shares_ids else end)
+            end += 0 if session.shares_ids else session.id_end
+        return firsts
+
+
+def _check(*numbers: tuple[str, float | None]) -> None:
+    for name, number in numbers:
+        if number is not None and not 0 < number < math.inf:
+            raise InputError(f"{number} is not positive", where=name, mend="give more than 0")
+
+
+def _check_think(seconds: float, name: str = "think_max_s") -> None:
+    if not seconds >= 0:
+        raise InputError(f"{seconds} is no time", where=name, mend="give seconds, 0 or more")

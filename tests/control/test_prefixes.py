@@ -1,0 +1,300 @@
+"""Cached prefixes in the core: fetched from a sibling where that is sooner, copied ahead where they are read most."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvroute.cachepool import CopySpec, HotspotSpec
+from kvroute.control import Control, ControlSpec
+from kvroute.policies.offload import OffloadSpec
+from kvroute.topology import Cluster, parse
+from kvroute.types import (
+    Arrived,
+    CongestionMeasured,
+    CopyFinished,
+    CopyPrefix,
+    Decision,
+    Event,
+    Finished,
+    InputError,
+    InstanceDown,
+    KvStored,
+    Prefill,
+    PrefillFailed,
+    PrefillFinished,
+    Request,
+    ReviewDue,
+)
+
+TEXT = """
+name: two
+datacenters: [{name: away}, {name: home}]
+nodes:
+  - {name: node0, datacenter: away, gpus: 8, nics: {compute: {count: 8, capacity: 100 Gbps}}}
+  - {name: node1, datacenter: home, gpus: 8, nics: {compute: {count: 8, capacity: 100 Gbps}}}
+  - {name: node2, datacenter: home, gpus: 8, nics: {compute: {count: 8, capacity: 100 Gbps}}}
+wan: [{from: away, to: home, capacity: 8 Gbps, latency: 5 ms}]
+network: {latency: {datacenter: 1 ms}, tier_bandwidth: {datacenter: LOCAL, wan: 8 Gbps}}
+timing: {default: {prefill: {kind: linear, per_token: 100 us}, decode: {base: 10 ms}}}
+defaults: {model: MODEL, tp: 4, kv_capacity: 50 GB}
+instances:
+  - {name: f0, role: prefill, gpus: "node0:0-3"}
+  - {name: p0, role: prefill, gpus: "node1:0-3"}
+  - {name: p1, role: prefill, gpus: "node2:0-3"}
+  - {name: d0, role: decode, gpus: "node1:4-7"}
+"""
+BLOCK, TOKEN_BYTES = 1_000, 131_072
+CHAIN = tuple(range(1, 21))
+EAGER = CopySpec(review_s=10.0, hotspots=HotspotSpec(window_reads=64, factor=1.1), budget_s=60.0)
+
+
+def sites(local: str = "8 Gbps", model: str = "llama-3-8b") -> Cluster:
+    """One prefill instance away, two at home on servers of their own; 1 GB/s wherever KV crosses a network."""
+    return parse(TEXT.replace("LOCAL", local).replace("MODEL", model))
+
+
+def core(cluster: Cluster | None = None, **settings: Any) -> Control:
+    """Prefill where it is done first."""
+    return ControlSpec(prefill="cache-aware", **settings).build(cluster or sites())
+
+
+def ask(control: Control, number: int, tokens: int, blocks: tuple[int, ...] = CHAIN, at: float = 0.0) -> Prefill:
+    """One request at the door; where its prefill goes."""
+    request = Request(id=number, input_tokens=tokens, blocks=blocks, block_tokens=BLOCK, max_output_tokens=10)
+    prefill = control.handle(Arrived(at, request))[0]
+    assert isinstance(prefill, Prefill)
+    return prefill
+
+
+def busy(control: Control, instance: str, number: int) -> None:
+    """Half a minute of other work on an instance: a prompt of its own whose beginning it alone has."""
+    own = tuple(range(number * 1_000, number * 1_000 + 300))
+    control.handle(KvStored(0.0, instance, own, BLOCK))
+    assert ask(control, number, 600_000, own).instance == instance
+
+
+def test_a_prefix_is_fetched_from_a_sibling_where_that_is_sooner_than_computing_it() -> None:
+    """20,000 tokens: 2 s of prefill on an idle instance, 2.62 s on the wire; the link is not worth it. On a server with
+    twice the network it is."""
+    slow, fast = core(prefix_pool=True), core(sites("16 Gbps"), prefix_pool=True)
+    for control in (slow, fast):
+        control.handle(InstanceDown(0.0, "f0"))
+        busy(control, "p0", 9)
+        control.handle(KvStored(0.0, "p0", CHAIN, BLOCK))
+    alone = ask(slow, 1, 25_000)
+    assert (alone.instance, alone.cached_tokens, alone.copy_from) == ("p1", 0, "")
+    fetched = ask(fast, 1, 25_000)
+    assert (fetched.instance, fetched.cached_tokens, fetched.copy_from) == ("p1", 20_000, "p0")
+    assert (fetched.copy_tokens, fetched.copy_bytes) == (20_000, 20_000 * TOKEN_BYTES)
+    assert fetched.terms is not None
+    fetch_s = 20_000 * TOKEN_BYTES / 2e9 + 1e-3
+    assert fetched.terms.parts["fetch_s"].tolist() == pytest.approx([0.0, 0.0, fetch_s])
+    assert fetched.terms.parts["prefill_s"][2] == pytest.approx(0.5 + fetch_s)
+
+
+def test_the_wait_in_the_queue_pays_for_the_fetch() -> None:
+    """As slow as above: with 30 s of work ahead of it the prefix is there long before the prefill starts."""
+    control = core(prefix_pool=True)
+    for number, instance in ((8, "p1"), (9, "p0"), (10, "f0")):
+        busy(control, instance, number)
+    control.handle(KvStored(0.0, "p0", CHAIN, BLOCK))
+    busy(control, "p0", 11)
+    fetched = ask(control, 1, 25_000)
+    assert (fetched.instance, fetched.copy_from) == ("p1", "p0")
+    assert fetched.terms is not None
+    assert fetched.terms.parts["prefill_s"][2] == pytest.approx(0.5)
+
+
+def test_nobody_fetches_from_another_datacenter_or_from_somebody_who_is_down() -> None:
+    for gone in ("", "p0"):
+        control = core(prefix_pool=True)
+        busy(control, "p0", 9)
+        control.handle(KvStored(0.0, "p0" if gone else "f0", CHAIN, BLOCK))
+        if gone:
+            control.handle(InstanceDown(0.0, gone))
+            control.handle(InstanceDown(0.0, "f0"))
+        else:
+            busy(control, "f0", 10)
+            busy(control, "f0", 11)
+        assert ask(control, 1, 25_000).copy_from == ""
+
+
+def test_a_hybrid_model_fetches_only_what_it_can_go_on_from() -> None:
+    """Where a cached prompt has ended, and with it the state; nothing of a prompt that shares but a part."""
+    control = core(sites("400 Gbps", "prfaas-1t-hybrid"), prefix_pool=True)
+    control.handle(InstanceDown(0.0, "f0"))
+    busy(control, "p0", 9)
+    control.handle(KvStored(0.0, "p0", CHAIN, BLOCK))
+    branch = ask(control, 1, 25_000, (*CHAIN[:15], 99, 98, 97, 96, 95))
+    assert (branch.cached_tokens, branch.copy_from) == (0, "")
+    control.handle(Finished(0.0, 1))
+    later = ask(control, 2, 60_000, (*CHAIN, *range(500, 540)))
+    assert (later.cached_tokens, later.copy_from) == (20_000, "p0")
+    assert later.copy_bytes == 20_000 * 17_280 + 173.9 * 2**20
+
+
+def offloading(**settings: Any) -> Control:
+    """Prompts above 30,000 new tokens leave; prefixes are exchanged freely."""
+    spec = OffloadSpec(threshold_tokens=30_000.0, rule="abundant", layerwise=False)
+    return core(offload=spec, **settings)
+
+
+def test_copies_queue_behind_each_other_on_the_link() -> None:
+    """2.62 GB from home to away each time, at 1 GB/s: the second waits for the first until that has landed."""
+    control = offloading()
+    control.handle(KvStored(0.0, "p0", CHAIN, BLOCK))
+    once_s = 20_000 * TOKEN_BYTES / 1e9
+    seen: list[float] = []
+    for number in range(1, 5):
+        prefill = ask(control, number, 60_000, (*CHAIN, *range(number * 100, number * 100 + 40)))
+        assert (prefill.instance, prefill.copy_from, prefill.copy_id) == ("f0", "p0", number)
+        assert prefill.offload is not None
+        seen.append(prefill.offload.terms["away.copy_s"])
+        if number == 2:
+            control.handle(CopyFinished(0.0, 1))
+            control.handle(CopyFinished(0.0, 2, landed=False))
+    assert seen == pytest.approx([once_s, 2 * once_s, once_s, 2 * once_s])
+
+
+@pytest.mark.parametrize("ending", ["prefilled", "failed", "gone"])
+def test_a_copy_is_given_back_with_its_request(ending: str) -> None:
+    """However a request goes on, the link is as free as before for the next one."""
+    control = offloading()
+    control.handle(KvStored(0.0, "p0", CHAIN, BLOCK))
+    first = ask(control, 1, 60_000, (*CHAIN, *range(100, 140)))
+    if ending == "failed":
+        control.handle(InstanceDown(0.0, "f0"))
+    events: dict[str, Event] = {
+        "prefilled": PrefillFinished(1.0, 1),
+        "failed": PrefillFailed(1.0, 1),
+        "gone": Finished(1.0, 1),
+    }
+    control.handle(events[ending])
+    with pytest.raises(InputError, match="no copy 1 is under way"):
+        control.handle(CopyFinished(1.0, first.copy_id))
+    if ending == "gone":
+        again = ask(control, 2, 60_000, (*CHAIN, *range(200, 240)))
+        assert again.offload is not None
+        assert again.offload.terms["away.copy_s"] == pytest.approx(20_000 * TOKEN_BYTES / 1e9)
+
+
+def test_a_prefix_comes_home_behind_the_kv_that_does() -> None:
+    """Both use the link from the other site: 5 GB of a KV cache are ahead of the prefix."""
+    control = offloading()
+    assert ask(control, 1, 40_000, ()).instance == "f0"
+    control.handle(PrefillFinished(4.0, 1))
+    control.handle(KvStored(4.0, "f0", CHAIN, BLOCK))
+    prefill = ask(control, 2, 25_000, at=4.0)
+    assert prefill.copy_from == "f0"
+    assert prefill.offload is not None
+    assert prefill.offload.site == "home"
+    assert prefill.offload.terms["home.copy_s"] == pytest.approx(60_000 * TOKEN_BYTES / 1e9)
+
+
+def read_often(control: Control, times: int = 8, first: int = 100) -> None:
+    """The same prefix on p0 again and again, done each time."""
+    control.handle(KvStored(0.0, "p0", CHAIN, BLOCK))
+    for number in range(first, first + times):
+        assert ask(control, number, 21_000).instance == "p0"
+        control.handle(Finished(0.0, number))
+
+
+def copies(decisions: tuple[Decision, ...]) -> list[CopyPrefix]:
+    """All of them must be copies."""
+    found = [decision for decision in decisions if isinstance(decision, CopyPrefix)]
+    assert len(found) == len(decisions)
+    return found
+
+
+def test_a_hot_prefix_is_copied_to_its_peers_near_ones_first() -> None:
+    control = core(copies=EAGER)
+    read_often(control)
+    first, second = copies(control.handle(ReviewDue(1.0)))
+    assert (first.source, first.target, first.blocks, first.block_tokens) == ("p0", "p1", CHAIN, BLOCK)
+    assert first.kv_bytes == 20_000 * TOKEN_BYTES
+    assert first.terms is not None
+    assert dict(zip(first.terms.names, first.terms.cost.tolist(), strict=True)) == {"f0": 0, "p0": 160_000, "p1": 0}
+    assert (second.source, second.target) == ("p0", "f0")
+    assert control.handle(ReviewDue(5.0)) == (), "no review is due"
+    assert control.handle(ReviewDue(20.0)) == (), "they are on their way"
+
+
+def test_a_copy_that_failed_is_made_again_and_one_that_landed_is_not() -> None:
+    control = core(copies=EAGER)
+    read_often(control)
+    first, second = copies(control.handle(ReviewDue(1.0)))
+    control.handle(CopyFinished(2.0, first.copy_id, landed=False))
+    control.handle(KvStored(2.0, second.target, CHAIN, BLOCK))
+    control.handle(CopyFinished(2.0, second.copy_id))
+    assert [copy.target for copy in copies(control.handle(ReviewDue(20.0)))] == [first.target]
+    with pytest.raises(InputError, match=f"no copy {first.copy_id} is under way; tell the end of every copy once"):
+        control.handle(CopyFinished(21.0, first.copy_id))
+
+
+def test_a_copy_sends_what_the_target_lacks() -> None:
+    control = core(copies=EAGER)
+    control.handle(KvStored(0.0, "p1", CHAIN[:5], BLOCK))
+    read_often(control)
+    assert copies(control.handle(ReviewDue(1.0)))[0].kv_bytes == 15_000 * TOKEN_BYTES
+
+
+@pytest.mark.parametrize(
+    ("used", "offload", "targets"),
+    [
+        (0.0, None, ["p1", "f0"]),
+        (0.6, None, ["p1"]),
+        (0.0, OffloadSpec(rule="abundant"), ["p1", "f0"]),
+        (0.0, OffloadSpec(rule="scarce"), ["p1"]),
+        (0.6, OffloadSpec(rule="abundant"), ["p1"]),
+    ],
+    ids=["idle", "half full", "abundant", "scarce", "abundant by rule, half full"],
+)
+def test_copies_cross_between_datacenters_only_with_bandwidth_to_spare(
+    used: float, offload: OffloadSpec | None, targets: list[str]
+) -> None:
+    control = core(copies=EAGER, offload=offload)
+    control.handle(CongestionMeasured(0.0, (0.0, 0.0, 0.0, 0.0, used)))
+    read_often(control)
+    assert [copy.target for copy in copies(control.handle(ReviewDue(0.5)))] == targets
+    near = core(copies=CopySpec(hotspots=EAGER.hotspots, across=False), offload=offload)
+    read_often(near)
+    assert [copy.target for copy in copies(near.handle(ReviewDue(0.5)))] == ["p1"]
+
+
+@pytest.mark.parametrize(("budget_s", "targets"), [(2.6, []), (2.7, ["p1"]), (5.3, ["p1", "f0"])])
+def test_copies_under_way_stay_within_what_the_free_bandwidth_carries(budget_s: float, targets: list[str]) -> None:
+    """2.62 GB each at 1 GB/s; what has not landed counts at the next review too."""
+    spec = CopySpec(hotspots=EAGER.hotspots, review_s=1.0, budget_s=budget_s)
+    control = core(copies=spec)
+    read_often(control)
+    assert [copy.target for copy in copies(control.handle(ReviewDue(0.5)))] == targets
+    if budget_s == 2.7:
+        assert control.handle(ReviewDue(2.0)) == ()
+        control.handle(CopyFinished(2.5, 1, landed=False))
+        assert [copy.target for copy in copies(control.handle(ReviewDue(3.5)))] == ["p1"]
+
+
+def test_an_instance_that_is_down_neither_gives_nor_gets() -> None:
+    control = core(copies=EAGER)
+    read_often(control)
+    control.handle(InstanceDown(0.0, "p1"))
+    assert [copy.target for copy in copies(control.handle(ReviewDue(1.0)))] == ["f0"]
+    control = core(copies=EAGER)
+    read_often(control)
+    control.handle(InstanceDown(0.0, "p0"))
+    assert control.handle(ReviewDue(1.0)) == ()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"review_s": 0.0}, r"copies.review_s: 0.0 s; give finite seconds above 0"),
+        ({"budget_s": float("inf")}, r"copies.budget_s: inf s"),
+        ({"abundant_below": 1.5}, r"copies.abundant_below: a utilisation of 1.5; give a share"),
+    ],
+)
+def test_numbers_that_cannot_be(settings: dict[str, float], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        CopySpec(**settings)  # type: ignore[arg-type]

@@ -1,0 +1,148 @@
+"""A policy in the shadow: it never changes what is done, and what is said of it is what it would have done."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvroute.control import Control, ControlSpec, EventLog, LogHeader, read_log, replay, same
+from kvroute.policies import DECODE_POLICIES
+from kvroute.topology import parse
+from kvroute.types import (
+    Admitted,
+    Arrived,
+    Decision,
+    Decode,
+    Event,
+    Finished,
+    PrefillFinished,
+    Request,
+    Shadowed,
+    TransferFinished,
+)
+
+TEXT = """
+name: shadow
+pods: [{name: pod0}]
+racks:
+  - {name: rack0, pod: pod0, uplinks: {count: 2, capacity: 50 Gbps}}
+  - {name: rack1, pod: pod0, uplinks: {count: 2, capacity: 50 Gbps}}
+nodes:
+  - {name: node0, rack: rack0, gpus: 4, nics: {compute: {count: 4, capacity: 100 Gbps}}}
+  - {name: node1, rack: rack0, gpus: 4, nics: {compute: {count: 4, capacity: 100 Gbps}}}
+  - {name: node2, rack: rack1, gpus: 4, nics: {compute: {count: 4, capacity: 100 Gbps}}}
+timing:
+  default: {prefill: {kind: linear, per_token: 100 us, base: 10 ms}, decode: {base: 10 ms, per_request: 1 ms}}
+defaults: {model: llama-3-70b, tp: 2, batch_max: 2, kv_capacity: 40 GB}
+instances:
+  - {name: p0, role: prefill, gpus: "node0:0-1"}
+  - {name: p1, role: prefill, gpus: "node2:0-1"}
+  - {name: d0, role: decode, gpus: "node0:2-3"}
+  - {name: d1, role: decode, gpus: "node1:0-1"}
+  - {name: d2, role: decode, gpus: "node2:2-3"}
+"""
+POLICIES = st.sampled_from(sorted(DECODE_POLICIES))
+SIZES = st.lists(st.integers(100, 20_000), min_size=1, max_size=12)
+
+
+def core(**spec: Any) -> Control:
+    """A fresh core on the cluster above."""
+    return ControlSpec(**spec).build(parse(TEXT))
+
+
+def played(control: Control, sizes: list[int]) -> list[tuple[Event, tuple[Decision, ...]]]:
+    """Requests a second apart: each prefilled at once, its transfer over when the one after the next has arrived, and
+    every third one finished by then."""
+    told: list[tuple[Event, tuple[Decision, ...]]] = []
+
+    def tell(event: Event) -> None:
+        told.append((event, control.handle(event)))
+
+    for number, tokens in enumerate(sizes):
+        at = float(number)
+        tell(Arrived(at, Request(id=number, input_tokens=tokens, blocks=(tokens // 512,), block_tokens=512)))
+        tell(PrefillFinished(at, number))
+        if number >= 2:
+            tell(TransferFinished(at + 0.5, number - 2))
+            if number % 3 == 0:
+                tell(Admitted(at + 0.5, number - 2))
+                tell(Finished(at + 0.75, number - 2, output_tokens=100))
+    return told
+
+
+def shadow_of(decision: Decode) -> Shadowed:
+    """What is said of the policy in the shadow, which must be there."""
+    assert decision.shadow is not None
+    return decision.shadow
+
+
+def decodes(told: list[tuple[Event, tuple[Decision, ...]]]) -> list[Decode]:
+    """The decode decisions, in order."""
+    return [decision for _, made in told for decision in made if isinstance(decision, Decode)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(acting=POLICIES, shadow=POLICIES, sizes=SIZES)
+def test_a_shadow_changes_nothing(acting: str, shadow: str, sizes: list[int]) -> None:
+    alone = decodes(played(core(decode=acting), sizes))
+    beside = decodes(played(core(decode=acting, shadow=shadow), sizes))
+    assert all(decision.shadow is not None for decision in beside)
+    assert same(tuple(alone), tuple(msgspec.structs.replace(decision, shadow=None) for decision in beside))
+
+
+@settings(max_examples=40, deadline=None)
+@given(policy=POLICIES, sizes=SIZES)
+def test_a_policy_in_its_own_shadow_never_differs(policy: str, sizes: list[int]) -> None:
+    for decision in decodes(played(core(decode=policy, shadow=policy), sizes)):
+        shadow = shadow_of(decision)
+        assert shadow.target == decision.target
+        assert shadow.loss_s in (0.0, None)
+        assert shadow.gain_s in (0.0, None)
+
+
+@settings(max_examples=40, deadline=None)
+@given(acting=POLICIES, shadow=POLICIES, sizes=SIZES)
+def test_each_policy_holds_its_own_choice_for_the_cheapest(acting: str, shadow: str, sizes: list[int]) -> None:
+    for decision in decodes(played(core(decode=acting, shadow=shadow), sizes)):
+        said, terms = shadow_of(decision), decision.terms
+        assert terms is not None
+        assert said.loss_s is None or said.loss_s >= 0.0
+        assert said.gain_s is None or said.gain_s >= 0.0
+        if said.loss_s is not None:
+            there, here = terms.names.index(said.target), terms.names.index(decision.target)
+            assert said.loss_s == float(terms.cost[there] - terms.cost[here])
+
+
+@given(acting=POLICIES, shadow=POLICIES, tokens=st.integers(100, 20_000))
+@settings(max_examples=40, deadline=None)
+def test_the_shadow_says_what_the_policy_would_do(acting: str, shadow: str, tokens: int) -> None:
+    """On the first request, before the two have led to different clusters."""
+    (acted,) = decodes(played(core(decode=acting, shadow=shadow), [tokens]))
+    (would,) = decodes(played(core(decode=shadow), [tokens]))
+    assert acted.shadow is not None
+    assert acted.shadow.target == would.target
+
+
+def test_a_log_with_a_shadow_replays(tmp_path: Path) -> None:
+    spec = ControlSpec(decode="netkv", shadow="foresight")
+    path = tmp_path / "run.log"
+    with EventLog(path, LogHeader(cluster=TEXT, spec=spec)) as log:
+        for event, made in played(spec.build(parse(TEXT)), [9_000, 12_000, 300, 7_000, 15_000, 2_000]):
+            log.write(event, made)
+    header, records = read_log(path)
+    assert header.spec.shadow == "foresight"
+    assert all(same(record.decisions, again) for record, again in replay(header.spec.build(parse(TEXT)), records))
+
+
+def test_where_two_policies_part() -> None:
+    """Round-robin takes d0 and then d1; NetKV, for a prompt on p0, never leaves the node while there is room."""
+    told = played(core(decode="round-robin", shadow="netkv"), [9_000, 9_000])
+    first, second = decodes(told)
+    assert [first.target, second.target] == ["d0", "d1"]
+    assert shadow_of(first).loss_s is None  # Round-robin counts turns.
+    assert shadow_of(second).target == "d0"
+    assert (shadow_of(second).gain_s or 0.0) > 0.0

@@ -1,0 +1,165 @@
+"""Copies of cached prefixes in virtual time: when they land, what they hold, what becomes of those that do not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kvroute.cachepool import CopySpec, HotspotSpec
+from kvroute.control import ControlSpec, EventLog, LogHeader, LogRecord, read_log
+from kvroute.sim.run import Run, simulate
+from kvroute.sim.settings import CapacityChange, SimSettings
+from kvroute.sim.workload import Trace, TracedRequest
+from kvroute.topology import Cluster, parse
+from kvroute.types import CopyFinished, CopyPrefix, KvStored
+
+TEXT = """
+name: two
+datacenters: [{name: away}, {name: home}]
+nodes:
+  - {name: node0, datacenter: away, gpus: 4, nics: {compute: {count: 4, capacity: 100 Gbps}}}
+  - {name: node1, datacenter: home, gpus: 4, nics: {compute: {count: 4, capacity: 4 Gbps}}}
+  - {name: node2, datacenter: home, gpus: 4, nics: {compute: {count: 4, capacity: 4 Gbps}}}
+  - {name: node3, datacenter: home, gpus: 4, nics: {compute: {count: 4, capacity: 100 Gbps}}}
+wan: [{from: away, to: home, capacity: 8 Gbps, latency: 5 ms}]
+network: {latency: {datacenter: 1 ms}, tier_bandwidth: {datacenter: 16 Gbps, wan: 8 Gbps}}
+timing: {default: {prefill: {kind: linear, per_token: 1 ms}, decode: {base: 10 ms}}}
+defaults: {model: llama-3-8b, tp: 4, kv_capacity: MEMORY}
+instances:
+  - {name: f0, role: prefill, gpus: "node0:0-3"}
+  - {name: p0, role: prefill, gpus: "node1:0-3"}
+  - {name: p1, role: prefill, gpus: "node2:0-3"}
+  - {name: d0, role: decode, gpus: "node3:0-3", kv_capacity: 50 GB}
+"""
+BLOCK, TOKEN_BYTES = 512, 131_072
+DEPTH = 20
+TOKENS = DEPTH * BLOCK
+FETCH_S = TOKENS * TOKEN_BYTES / 2e9 + 1e-3
+"""1.34 GB at 2 GB/s between the two servers at home."""
+WAN_S = TOKENS * TOKEN_BYTES / 1e9 + 5e-3
+
+
+def sites(memory: str = "50 GB") -> Cluster:
+    """Ten seconds of prefill for a prompt whose prefix takes less than one to fetch."""
+    return parse(TEXT.replace("MEMORY", memory))
+
+
+def prompt(at_s: float, extra: int = 0, document: int = 0, answer: int = 1) -> TracedRequest:
+    """A document of 20 blocks and a question."""
+    chain = tuple(range(document * 100, document * 100 + DEPTH))
+    return TracedRequest(at_s=at_s, input_tokens=TOKENS + extra, output_tokens=answer, blocks=chain, block_tokens=BLOCK)
+
+
+def played(
+    path: Path, requests: tuple[TracedRequest, ...], spec: ControlSpec, assumed: SimSettings, memory: str = "50 GB"
+) -> tuple[Run, list[LogRecord]]:
+    """The run and its log."""
+    with EventLog(path, LogHeader(cluster="", spec=spec)) as log:
+        run = simulate(sites(memory), Trace("documents", requests), spec, assumed, log=log)
+    return run, list(read_log(path)[1])
+
+
+POOL = ControlSpec(prefill="cache-aware", prefix_pool=True)
+AHEAD = ControlSpec(
+    prefill="cache-aware",
+    copies=CopySpec(review_s=1.0, hotspots=HotspotSpec(window_reads=8, factor=1.2, reads_min=1), budget_s=60.0),
+)
+
+
+def test_a_sibling_has_the_prefix_as_soon_as_it_is_fetched(tmp_path: Path) -> None:
+    """Three documents on three instances. While p0 answers a question to its own, p1 fetches that document from it and
+    prefills the next question."""
+    cluster = sites()
+    home = (prompt(0.0, document=1), prompt(0.1, document=2), prompt(0.2, document=3))
+    run, _ = played(tmp_path / "log", (*home, prompt(40.0, 4_000, 2), prompt(40.1, 400, 2)), POOL, SimSettings())
+    rows = run.outcomes
+    assert [cluster.instances[int(source)].name for source in rows.source] == ["f0", "p0", "p1", "p0", "p1"]
+    assert rows.cached_tokens.tolist() == [0, 0, 0, TOKENS, TOKENS]
+    assert rows.prefill_started_s[4] == pytest.approx(40.1 + FETCH_S)
+    assert rows.prefill_finished_s[4] - rows.prefill_started_s[4] == pytest.approx(0.4)
+    copied = run.summary.copied_prefixes
+    assert (copied.transfers, copied.kv_bytes) == (1, TOKENS * TOKEN_BYTES)
+
+
+def test_without_the_pool_everybody_computes_for_himself(tmp_path: Path) -> None:
+    """The same requests: the question waits for the one before it where the document is, 4 s."""
+    home = (prompt(0.0, document=1), prompt(0.1, document=2), prompt(0.2, document=3))
+    spec = msgspec.structs.replace(POOL, prefix_pool=False)
+    run, _ = played(tmp_path / "log", (*home, prompt(40.0, 4_000, 2), prompt(40.1, 400, 2)), spec, SimSettings())
+    assert run.outcomes.prefill_started_s[4] == pytest.approx(44.0)
+    assert run.summary.copied_prefixes.transfers == 0
+
+
+HOT = tuple(prompt(12.0 + number, 100) for number in range(8))
+"""Questions to one document."""
+
+
+def test_a_hot_prefix_is_where_it_is_needed_before_anybody_asks(tmp_path: Path) -> None:
+    """Read on f0 again and again: copied to p0 and p1 over 1 GB/s, and cached there when the last byte is there. When
+    f0 is busy the next question finds the document at home and waits for nothing."""
+    late = (prompt(59.0, 5_000), prompt(59.5, 200))
+    assumed = SimSettings(review_s=1.0)
+    run, records = played(tmp_path / "log", (prompt(0.0), *HOT, *late), AHEAD, assumed)
+    orders = [(r.event.at, d) for r in records for d in r.decisions if isinstance(d, CopyPrefix)]
+    assert [(order.source, order.target) for _, order in orders] == [("f0", "p0"), ("f0", "p1")]
+    ends = [r.event for r in records if isinstance(r.event, CopyFinished)]
+    events = [record.event for record in records if record.event.at < late[0].at_s]
+    stored = [event for event in events if isinstance(event, KvStored) and event.instance in ("p0", "p1")]
+    assert [(event.at, event.blocks) for event in stored] == [(end.at, tuple(range(DEPTH))) for end in ends]
+    assert ends[0].at >= orders[0][0] + WAN_S
+    rows, cluster = run.outcomes, sites()
+    assert cluster.instances[int(rows.source[-1])].name == "p0"
+    assert rows.cached_tokens[-1] == TOKENS
+    assert rows.prefill_started_s[-1] == 59.5
+    ahead = run.summary.copied_ahead
+    assert (ahead.transfers, ahead.kv_bytes) == (2, 2 * TOKENS * TOKEN_BYTES)
+    assert run.summary.copied_prefixes.transfers == 0
+
+
+def test_a_copy_that_stalls_leaves_nothing_behind_and_is_made_again(tmp_path: Path) -> None:
+    """The way home is cut while it is under way, for longer than a transfer may stall."""
+    cut = (CapacityChange(at_s=14.5, link="wan", share=0.0), CapacityChange(at_s=30.0, link="wan", share=1.0))
+    more = tuple(prompt(31.0 + number, 50) for number in range(10))
+    assumed = SimSettings(review_s=1.0, changes=cut, stall_s=2.0, telemetry="tier")
+    run, records = played(tmp_path / "log", (prompt(0.0), *HOT, *more), AHEAD, assumed)
+    ends = [r.event for r in records if isinstance(r.event, CopyFinished)]
+    failed = [end for end in ends if not end.landed]
+    assert [end.at for end in failed] == [16.5] * len(failed)
+    assert len(failed) >= 1
+    assert [end.landed for end in ends][-1]
+    at_home = [r.event.at for r in records if isinstance(r.event, KvStored) and r.event.instance in ("p0", "p1")]
+    assert min(at_home) > 30.0
+    assert run.summary.requests.finished == len(HOT) + len(more) + 1
+    landed_bytes = sum(end.landed for end in ends) * TOKENS * TOKEN_BYTES
+    assert run.summary.copied_ahead.kv_bytes > landed_bytes
+
+
+def test_what_has_left_when_the_run_ends_is_accounted(tmp_path: Path) -> None:
+    """Nobody waits for copies: the run ends with the last request, in the middle of one."""
+    run, records = played(tmp_path / "log", (prompt(0.0), *HOT[:2]), AHEAD, SimSettings(review_s=1.0))
+    orders = [d for r in records for d in r.decisions if isinstance(d, CopyPrefix)]
+    assert orders
+    assert not [r for r in records if isinstance(r.event, CopyFinished)]
+    assert 0 < run.summary.copied_ahead.kv_bytes < len(orders) * TOKENS * TOKEN_BYTES
+    kv_bytes = float(run.outcomes.kv_bytes.sum())
+    assert run.network_bytes == pytest.approx(3 * (kv_bytes + run.summary.copied_ahead.kv_bytes))
+
+
+def _by_time(request: TracedRequest) -> float:
+    return request.at_s
+
+
+def test_a_copy_without_room_is_refused_at_once(tmp_path: Path) -> None:
+    """Memory for 29 blocks where a copy of 20 is on its way already: another one of 20 would not fit beside it."""
+    other = tuple(prompt(12.2 + number, 100, 1) for number in range(8))
+    first = (prompt(0.0), prompt(0.0, document=1))
+    run, records = played(
+        tmp_path / "log", (*first, *sorted((*HOT, *other), key=_by_time)), AHEAD, SimSettings(review_s=1.0), "2 GB"
+    )
+    orders = {d.copy_id: (r.event.at, d) for r in records for d in r.decisions if isinstance(d, CopyPrefix)}
+    refused = [r.event for r in records if isinstance(r.event, CopyFinished) and not r.event.landed]
+    assert refused
+    assert all(orders[event.copy_id][0] == event.at for event in refused)
+    assert run.summary.requests.finished == len(run.outcomes.state)
