@@ -32,6 +32,8 @@ def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
     scenario = read_scenario(of(tmp_path, "{}"))
     assert scenario.settings(SimSettings()) == SimSettings()
     assert scenario.offload_spec() is None
+    assert scenario.copy_spec() is None
+    assert not scenario.prefix_pool
 
 
 @given(
@@ -63,6 +65,33 @@ def test_the_example_offloads_and_loses_nothing(tmp_path: Path) -> None:
     assert "bit for bit" in again.stdout
 
 
+def test_the_example_moves_prefixes_and_loses_nothing(tmp_path: Path) -> None:
+    """The log says who fetched what, and replays."""
+    log = tmp_path / "run.log"
+    arguments = ["--requests", "300", "--rate", "2", "--seeds", "1", "--policy", "netkv", "--json", "--log", str(log)]
+    arguments += ["--prefill-policy", "cache-aware"]
+    scenario = str(EXAMPLES / "scenarios" / "hot-prefixes.yaml")
+    out = runner.invoke(app, ["simulate", SITES, "--scenario", scenario, *arguments])
+    assert out.exit_code == 0, out.output
+    (run,) = json.loads(out.stdout)["runs"]
+    assert run["requests"]["finished"] == 300
+    assert run["copied_prefixes"]["transfers"] > 0
+    assert '"copy_id"' in log.read_text()
+    again = runner.invoke(app, ["replay", str(log)])
+    assert "bit for bit" in again.stdout
+
+
+def test_copies_are_reviewed_as_often_as_they_say(tmp_path: Path) -> None:
+    """With an offload section beside them the driver asks as often as the more eager one wants."""
+    alone = read_scenario(of(tmp_path, "copies: {review: 7 s, budget: 2 s, reads_min: 5, across: false}"))
+    spec = alone.copy_spec()
+    assert spec is not None
+    assert (spec.review_s, spec.budget_s, spec.hotspots.reads_min, spec.across) == (7.0, 2.0, 5, False)
+    assert alone.settings(SimSettings()).review_s == 7.0
+    both = read_scenario(of(tmp_path, "copies: {review: 7 s}\noffload: {look: 3 s}"))
+    assert both.settings(SimSettings()).review_s == 3.0
+
+
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
@@ -72,6 +101,8 @@ def test_the_example_offloads_and_loses_nothing(tmp_path: Path) -> None:
         ("offload: {threshold: -4}", "offload.threshold"),
         ("offload: {short_term: {utilisation_low: 0.9, utilisation_high: 0.5}}", "leave no band between them"),
         ("wan: {loss: 1}", "wan.loss is 1"),
+        ("copies: {review: 0 s}", "copies.review_s: 0.0 s; give finite seconds above 0"),
+        ("copies: {factor: 1}", ":1: copies.factor"),
         ("- 1", "begin with `changes:`"),
     ],
 )

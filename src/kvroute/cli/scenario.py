@@ -8,6 +8,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, field
 
+from kvroute.cachepool import CopySpec, HotspotSpec
 from kvroute.gateway.offload_settings import OffloadSection
 from kvroute.policies.offload import OffloadSpec
 from kvroute.policies.threshold import Rule
@@ -19,7 +20,7 @@ from kvroute.types import InputError
 
 _BEGIN = "begin with `changes:`, `wan:`, `transfer:` or `offload:`"
 Share = Annotated[float, Meta(ge=0, le=1)]
-_WAN = WanTransport()
+_WAN, _COPIES = WanTransport(), CopySpec()
 
 
 class ChangeEntry(Entry, frozen=True, kw_only=True):
@@ -48,6 +49,28 @@ class WanEntry(Entry, frozen=True, kw_only=True):
     mss_bytes: Size = field(name="mss", default=Size(_WAN.mss_bytes))
 
 
+class CopiesEntry(Entry, frozen=True, kw_only=True):
+    """When hot prefixes are copied ahead of demand."""
+
+    review_s: Duration = field(name="review", default=Duration(_COPIES.review_s))
+    across: bool = _COPIES.across
+    abundant_below: Share = _COPIES.abundant_below
+    budget_s: Duration = field(name="budget", default=Duration(_COPIES.budget_s))
+    window_reads: Annotated[int, Meta(ge=1)] = _COPIES.hotspots.window_reads
+    factor: Annotated[float, Meta(gt=1, le=1e6)] = _COPIES.hotspots.factor
+    reads_min: Annotated[int, Meta(ge=1)] = _COPIES.hotspots.reads_min
+
+    def spec(self) -> CopySpec:
+        """The same as the core takes it. Raises InputError for a time of zero."""
+        return CopySpec(
+            review_s=float(self.review_s),
+            across=self.across,
+            abundant_below=self.abundant_below,
+            budget_s=float(self.budget_s),
+            hotspots=HotspotSpec(window_reads=self.window_reads, factor=self.factor, reads_min=self.reads_min),
+        )
+
+
 class Scenario(Entry, frozen=True, kw_only=True):
     """The whole file; an empty one changes nothing."""
 
@@ -62,6 +85,9 @@ class Scenario(Entry, frozen=True, kw_only=True):
     """As `gateway.offload` in a cluster file; here `rule` may also be `auto` or `abundant`."""
     conversions: bool = False
     """Whether a review may turn prefill instances into decode instances, or back."""
+    prefix_pool: bool = False
+    """Whether prefill instances fetch cached prefixes from others of their datacenter."""
+    copies: CopiesEntry | None = None
 
     def settings(self, settings: SimSettings) -> SimSettings:
         """A run's assumptions with these. Raises InputError for values that do not go together."""
@@ -92,10 +118,16 @@ class Scenario(Entry, frozen=True, kw_only=True):
         )
 
     def _review_s(self) -> float | None:
-        """Thresholds that are searched need somebody to ask for a search."""
+        """Thresholds that are searched, and hotspots, need somebody to ask."""
         if self.review_s is not None:
             return float(self.review_s)
-        return None if self.offload is None else float(self.offload.look_s)
+        looks_s = [] if self.offload is None else [float(self.offload.look_s)]
+        looks_s += [] if self.copies is None else [float(self.copies.review_s)]
+        return min(looks_s, default=None)
+
+    def copy_spec(self) -> CopySpec | None:
+        """What is copied ahead of demand. Raises InputError for values that cannot be."""
+        return None if self.copies is None else self.copies.spec()
 
     def offload_spec(self) -> OffloadSpec | None:
         """The offload policy. Raises InputError for values that do not go together."""
@@ -121,8 +153,9 @@ def read_scenario(path: Path) -> Scenario:
         raise InputError(f"cannot be read ({why})", where=str(path), mend="give a YAML file") from None
     scenario, _ = read_mapping(text, str(path), Scenario, _BEGIN)
     try:
-        scenario.settings(SimSettings())
+        scenario.copy_spec()
         scenario.offload_spec()
+        scenario.settings(SimSettings())
     except InputError as error:
         raise InputError(error.what, where=f"{path}: {error.where}".removesuffix(": "), mend=error.mend) from None
     return scenario

@@ -1,0 +1,155 @@
+"""What `prefix-copies` gave: one table for the terminal and the page, one figure; it runs nothing."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from kvroute.experiments.cells import Experiment, Record
+from kvroute.experiments.prefix_copies import OWN, PREFIX_COPIES
+from kvroute.report.drawing import INK, grid, panels, plain, style
+from kvroute.report.estimate import Estimate, estimate
+from kvroute.report.experiment_page import headline, shared_parameters
+from kvroute.report.findings import Finding, Holds, below
+from kvroute.report.page import picture, write_page
+from kvroute.report.series import of_profile, profiles_of
+from kvroute.report.tables import UNKNOWN, Entry, Grid, Heading
+
+Number = Callable[[Record], float | None]
+
+
+def _percent(record: Record) -> float | None:
+    share = record.summary.prefill_cache_hit
+    return None if share is None else 100.0 * share
+
+
+_COLUMNS: tuple[tuple[Heading, Number, int], ...] = (
+    (Heading("TTFT s", "Mean"), lambda record: record.summary.ttft_s.mean, 2),
+    (Heading("P95 s"), lambda record: record.summary.ttft_s.p95, 2),
+    (Heading("good /s", "First token within 5 s"), lambda record: record.summary.goodput_per_s, 3),
+    (Heading("hit %", "Prompt tokens that no prefill computed"), _percent, 1),
+    (Heading("out GB", "From the PrfaaS site to the home, everything"), lambda record: record.figures["egress_gb"], 0),
+    (Heading("in GB", "The other way"), lambda record: record.figures["ingress_gb"], 0),
+    (Heading("copied GB", "Prefixes for requests, within sites too"), lambda record: record.figures["copied_gb"], 0),
+    (Heading("ahead GB", "Prefixes that nobody waited for"), lambda record: record.figures["ahead_gb"], 0),
+)
+_BASE = {"exchange+ahead": "exchange", "exchange+pool+ahead": "exchange+pool"}
+"""What a policy with copies ahead is compared with: the same without; all others with own caches."""
+_PAIRS = (("exchange", OWN), ("exchange+pool", "exchange"), ("exchange+ahead", "exchange"))
+"""Whose mean TTFT should be lower than whose."""
+_COLOURS = {"ttft": "#5b7fa6", "out": "#d55e00"}
+
+
+def copies_grid(records: Sequence[Record]) -> Grid:
+    """Means over seeds with 95 % intervals; the last column pairs runs of the same requests."""
+    headings = (
+        Heading("requests"),
+        Heading("caches"),
+        *(heading for heading, _, _ in _COLUMNS),
+        Heading("good /s gained", "Against the same without copies ahead, else own caches; pairs of one seed"),
+    )
+    rows = []
+    for profile in profiles_of(records):
+        some = of_profile(records, profile)
+        for policy in PREFIX_COPIES.policies:
+            runs = [record for record in some if record.cell.policy == policy]
+            if runs:
+                numbers = (_entry(estimate(map(value, runs)), digits) for _, value, digits in _COLUMNS)
+                gained = _entry(gain(some, policy), 3, signed=True)
+                rows.append((Entry(profile), Entry(policy), *numbers, gained))
+    caption = "own-caches: each site uses its own; exchange: the longer one is copied to where the prefill is."
+    return Grid(PREFIX_COPIES.title, headings, tuple(rows), caption, 2)
+
+
+def gain(records: Sequence[Record], policy: str) -> Estimate | None:
+    """Goodput gained over what a policy is compared with, by seed; None where either is missing."""
+    if policy == OWN:
+        return None
+    goodput = {(record.cell.policy, record.cell.seed): record.summary.goodput_per_s or 0.0 for record in records}
+    base = _BASE.get(policy, OWN)
+    pairs = [(goodput[policy, seed], goodput.get((base, seed))) for name, seed in goodput if name == policy]
+    return estimate([mine - other for mine, other in pairs if other is not None])
+
+
+def copies_findings(records: Sequence[Record]) -> list[Finding]:
+    """Who is faster, and whether copies that nobody waits for cost goodput, by kind of requests."""
+    found = []
+    for profile in profiles_of(records):
+        some = of_profile(records, profile)
+        found += [Finding(profile, *below(PREFIX_COPIES, some, pair)) for pair in _PAIRS]
+        found += [Finding(profile, *_harmless(some, policy)) for policy in _BASE]
+    return found
+
+
+def _harmless(records: Sequence[Record], policy: str) -> tuple[str, Holds, str]:
+    claim, gained = f"{policy} costs no goodput", gain(records, policy)
+    if gained is None or gained.half_width is None:
+        return claim, "unclear", "Two seeds or more are needed."
+    holds: Holds = "does not hold" if gained.mean + gained.half_width < 0 else "holds"
+    return claim, holds, f"{gained.mean:+.4f} ±{gained.half_width:.4f} good requests/s against {_BASE[policy]}."
+
+
+def copies_bars(records: Sequence[Record]) -> Figure:
+    """Mean TTFT and bytes between the sites, by policy, a row for each kind of requests."""
+    profiles = profiles_of(records)
+    with style():
+        figure, rows = panels(len(profiles), 2, width=3.6, height=1.9, sharey=True)
+        for row, profile in zip(rows, profiles, strict=True):
+            some = of_profile(records, profile)
+            names = [name for name in PREFIX_COPIES.policies if any(one.cell.policy == name for one in some)]
+            panes = (
+                ("ttft", "mean TTFT, s", lambda record: record.summary.ttft_s.mean),
+                ("out", "between the sites, GB", _between),
+            )
+            for axes, (colour, label, value) in zip(row, panes, strict=True):
+                found = [estimate(value(one) for one in some if one.cell.policy == name) for name in names]
+                widths = [each.mean if each else 0.0 for each in found]
+                errors = [each.half_width or 0.0 if each else 0.0 for each in found]
+                axes.barh(names, widths, xerr=errors, color=_COLOURS[colour], ecolor=INK, height=0.6)
+                axes.set_title(plain(profile))
+                axes.set_xlabel(label)
+                axes.set_xlim(left=0)
+                grid(axes, "x")
+        for row in rows:
+            row[0].invert_yaxis()
+    return figure
+
+
+def write_copies(experiment: Experiment, records: Sequence[Record], out: Path) -> Path:
+    """Write `out`/report.html and the figure; the path of the page. Raises InputError for an unusable folder."""
+    command = f"kvroute experiment {shlex.quote(experiment.name)}"
+    cell, found = records[0].cell, copies_findings(records)
+    one = f"{command} --cell {shlex.quote(f'{cell.profile},{cell.policy}')} --seed {cell.seed}"
+    return write_page(
+        "experiment.html.j2",
+        out / "report.html",
+        title=f"{experiment.title} ({experiment.source})",
+        experiment=experiment,
+        verdict=headline(found),
+        findings=found,
+        pictures=[picture(copies_bars(records), out, "copies", "Mean over seeds, 95 % interval")],
+        tables=[copies_grid(records)],
+        config=shared_parameters(records),
+        notes=(
+            "documents: texts of 20,000 to 80,000 tokens, each asked about for four minutes, some far more than others",
+            "conversations: generated after Mooncake's trace; a turn goes on from the one before",
+            "the model is hybrid: a cached prefix counts where a prompt has ended, and its state crosses with it",
+        ),
+        commands=[command, one],
+        cells=len(records),
+        seeds=len({each.cell.seed for each in records}),
+    )
+
+
+def _between(record: Record) -> float:
+    return record.figures["egress_gb"] + record.figures["ingress_gb"]
+
+
+def _entry(value: Estimate | None, digits: int, *, signed: bool = False) -> Entry:
+    if value is None:
+        return Entry(UNKNOWN)
+    width = "" if value.half_width is None else f"±{value.half_width:.{digits}f}"
+    return Entry(f"{value.mean:{'+' if signed else ''}.{digits}f}", width)
