@@ -54,6 +54,8 @@ def test_the_kernels_fields_are_read_from_their_places(nbytes: list[int]) -> Non
         assert 0 < info.rtt_us <= 1e6
         assert 1 <= info.snd_cwnd < 1000
         assert info.delivery_rate > 0
+        assert 0 <= info.busy_time_us <= 60e6
+        assert info.notsent_bytes == 0
 
 
 def test_what_waits_in_the_send_queue_is_counted() -> None:
@@ -71,6 +73,9 @@ def test_what_waits_in_the_send_queue_is_counted() -> None:
         assert 0 < seen.queue_bytes <= written
         now = gauges([seen])
         assert (now.connections, now.queue_bytes) == (1, float(seen.queue_bytes))
+        assert 0 < now.unsent_bytes <= now.queue_bytes
+        while (later := sample(sender)) and later.info.busy_time_us == seen.info.busy_time_us:
+            pass  # the kernel counts in its own ticks
         receiver.close()
 
 
@@ -88,11 +93,12 @@ def test_an_older_kernel_says_less_and_that_is_0(length: int) -> None:
 
 def test_gauges_of_several_connections() -> None:
     """Two carry something, one rests."""
-    busy = Sample(TcpInfo(snd_mss=1000, rtt_us=30_000, snd_cwnd=10, min_rtt_us=20_000, delivery_rate=5), 700)
+    window = TcpInfo(snd_mss=1000, rtt_us=30_000, snd_cwnd=10, min_rtt_us=20_000, delivery_rate=5, notsent_bytes=9)
+    busy = Sample(window, 700)
     other = Sample(TcpInfo(snd_mss=1000, rtt_us=50_000, snd_cwnd=2, min_rtt_us=0, delivery_rate=6), 1)
     resting = Sample(TcpInfo(snd_mss=9, rtt_us=9, snd_cwnd=9, min_rtt_us=9, delivery_rate=9), 0)
     found = gauges([busy, resting, other])
-    assert astuple(found) == pytest.approx((2, 0.04, 0.02, 12_000.0, 701.0, 11.0))
+    assert astuple(found) == pytest.approx((2, 0.04, 0.02, 12_000.0, 701.0, 11.0, 9.0, 0.0))
     assert gauges([resting]) == gauges([]) == Gauges()
 
 

@@ -447,9 +447,9 @@ def test_the_ranks_connections_are_one_link() -> None:
     """Windows, queues and rates add up; round trips are the connections' mean, and the last word of a rank counts."""
     counts = no_counts()
     for rank, gauges in enumerate(
-        (Gauges(1, 0.02, 0.01, 10.0, 5.0, 3.0), Gauges(3, 0.04, 0.02, 1.0, 1.0, 1.0), Gauges())
+        (Gauges(1, 0.02, 0.01, 10.0, 5.0, 3.0, 2.0, 7.0), Gauges(3, 0.04, 0.02, 1.0, 1.0, 1.0, 0.5, 8.0), Gauges())
     ):
         count_link(counts, "d0", rank, Sent(), Gauges(9, 9.0, 9.0, 9.0, 9.0, 9.0))
         count_link(counts, "d0", rank, Sent(), gauges)
-    assert astuple(link(counts["links"]["d0"])) == pytest.approx((4, 0.035, 0.01, 11.0, 6.0, 4.0))
+    assert astuple(link(counts["links"]["d0"])) == pytest.approx((4, 0.035, 0.01, 11.0, 6.0, 4.0, 2.5, 8.0))
     assert link({}) == Gauges()

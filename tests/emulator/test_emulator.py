@@ -155,8 +155,7 @@ def test_mooncake_and_sglang_meet_at_the_kv_port() -> None:
         async with client.session.get(f"http://{bootstrap}/query") as response:
             engine = msgspec.json.decode(await response.read())["0"]["engine_id"]
         params = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": "t1"}
-        answer = await client.ask("prefill1", ASKED | {"max_tokens": 1, "kv_transfer_params": params})
-        assert "kv_transfer_params" not in answer
+        await client.ask("prefill1", ASKED | {"max_tokens": 1, "kv_transfer_params": params})
         params = {"do_remote_prefill": True, "transfer_id": "t1", "remote_engine_id": engine}
         asked = ASKED | {"kv_transfer_params": params | {"remote_bootstrap_addr": f"http://{bootstrap}"}}
         assert (await client.ask("decode0", asked))["choices"][0]["text"] == text

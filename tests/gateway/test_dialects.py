@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvroute.connector.handover import Handover, read_handover
 from kvroute.gateway.dialects import (
     DIALECTS,
     Dialect,
@@ -130,6 +131,23 @@ def test_vllm_as_captured() -> None:
     assert decode["kv_transfer_params"] == PARAMS
     assert (decode["stream"], decode["max_tokens"]) == (b"true", b"9")
     assert not vllm.joint
+
+
+def test_an_early_pull_as_the_connector_reads_it() -> None:
+    """Both legs know one name; the decode leg's word is a handover of a prompt that is not computed yet, until the
+    prefill engine has said more."""
+    meeting = Meeting(transfer_id="7f3a", bootstrap="[fd00::1]:7100", early=True, instance="prefill0")
+    sent = completion()
+    asked = json.loads(vllm.prefill_body(sent, meeting))["kv_transfer_params"]
+    assert asked == {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": "7f3a"}
+    told = read_handover(json.loads(vllm.decode_body(sent, meeting, None))["kv_transfer_params"])
+    assert isinstance(told, Handover)
+    assert (told.early, told.remote_request_id, told.port(3)) == (True, "7f3a", 7103)
+    assert (told.remote_host, told.remote_instance) == ("fd00::1", "prefill0")
+    body = vllm.decode_body(sent, meeting, vllm.handover(REPLY))
+    assert json.loads(body)["kv_transfer_params"] == json.loads(PARAMS)
+    with pytest.raises(DialectError, match="not host:port"):
+        vllm.decode_body(sent, Meeting(transfer_id="a", early=True, instance="prefill0"), None)
 
 
 def test_mooncake_as_captured() -> None:

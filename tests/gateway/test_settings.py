@@ -180,7 +180,6 @@ def test_lengths_are_numbers_or_text(written: str, number: float) -> None:
 OFFLOAD_FAULTS = {
     "rule": ("rule: abundant", "gateway.offload.rule", "copies cached prefixes between datacenters"),
     "auto": ("rule: auto", "gateway.offload.rule", "write `rule: scarce`"),
-    "layerwise": ("layerwise: true", "gateway.offload.layerwise", "when it is complete"),
     "no hook": ("conversion: {drain: 1 s}", "gateway.offload.conversion", "neither is given"),
     "two hooks": ('conversion: {url: "http://a/b", command: [c]}', "gateway.offload.conversion", "not both"),
     "hook of nowhere": ('conversion: {url: "ftp://a"}', "gateway.offload.conversion.url", "http://"),
@@ -222,6 +221,31 @@ def test_a_decode_instance_that_may_come_to_prefill_needs_its_bootstrap_server()
     problems = refused(text + "    conversion: {command: [convert]}\n")
     assert {problem.field for problem in problems} == {f"instances[{k}].endpoint" for k in range(7, 12)}
     assert all("bootstrap" in str(problem) for problem in problems)
+
+
+@pytest.mark.parametrize("section", ["offload: {layerwise: true}", "layerwise: true"])
+def test_who_is_asked_early_must_say_where(section: str) -> None:
+    """At a site that only prefills, or everywhere; emulated engines say so themselves."""
+    text = (ROOT / "examples" / "two-datacenters.yaml").read_text(encoding="utf-8").partition("\ngateway:")[0]
+    text += f"\ngateway:\n  {section}\n"
+    assert deployment_of(text, "f", embedded=True, environ={})
+    ports = iter(range(8000, 9000))
+
+    def reached(protocol: str, more: str) -> str:
+        def entry(match: re.Match[str]) -> str:
+            return f'{match[0][:-1]}, endpoint: {{url: "http://h:{next(ports)}", protocol: {protocol}{more}}}}}'
+
+        return re.sub(r"\{name: \S+, role: (\w+), gpus: .*\}", entry, text)
+
+    early = {f"instances[{k}].endpoint" for k in range(4 if "offload" in section else 7)}
+    problems = refused(reached("vllm", ""))
+    assert {problem.field for problem in problems} == early
+    assert all("add `bootstrap: HOST:PORT`" in str(problem) for problem in problems)
+    problems = refused(reached("mooncake", ', bootstrap: "h:1"'))
+    assert {problem.field for problem in problems} == early
+    assert all("mooncake knows no such thing" in str(problem) for problem in problems)
+    for protocol in ("vllm", "sglang"):
+        assert deployment_of(reached(protocol, ', bootstrap: "h:1"'), "f", environ={})
 
 
 def test_the_defaults_make_a_core() -> None:
@@ -278,6 +302,7 @@ FAULTS = {
     "share": ("retries: {share: 1.5}", "retries.share", "a number from 0 to 1"),
     "path": ("health: {path: health}", "health.path", "such as '/health'"),
     "policy": ("policy: netkw", "policy", "did you mean 'netkv'?"),
+    "shadow": ("shadow: foresigth", "shadow", "did you mean 'foresight'?"),
     "parameter": ("parameters: {speed: 1}", "parameters", "'netkv' has no parameter 'speed'; it takes none"),
     "bad parameter": ("{policy: cla, parameters: {load_weight: -1}}", "parameters", "use a number of zero or more"),
     "prefill": ("prefill: cla", "prefill", "known: round-robin, least-loaded, cache-aware"),

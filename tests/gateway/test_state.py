@@ -27,7 +27,7 @@ from kvroute.gateway.state import (
 from kvroute.gateway.traffic import RATE_S, Rate
 from kvroute.gateway.view import InstanceLoad, Load, Snapshot, Ttft
 from kvroute.topology import Cluster, InstanceCounts, build, fat_tree, two_datacenters
-from kvroute.types import Arrived, Decode, Offload, Prefill, PrefillFinished, Reject, Request, Terms
+from kvroute.types import Arrived, Convert, Decode, Offload, Prefill, PrefillFinished, Reject, Request, Terms
 
 CLUSTER = build(
     fat_tree(
@@ -207,6 +207,18 @@ def test_real_decisions_keep_their_terms() -> None:
     best = second.candidates[0]
     assert best.cost == pytest.approx(sum(best.terms[part] for part in ("transfer_s", "queue_s", "decode_s")), rel=1e-4)
     assert (third.kind, third.reason, third.chosen) == ("reject", "no room", "")
+
+
+def test_why_a_prompt_leaves_and_what_becomes_of_an_instance_is_shown() -> None:
+    """The offload's reason and figures, and the role that a converted instance will serve; nothing of either
+    otherwise."""
+    offload = Offload("away-site", "long", {"incremental_tokens": 9000.0, "away-site.finish_s": 1.5})
+    left = judgement_of(1, 0.0, "netkv", Prefill(1, "far0", offload=offload))
+    turned = judgement_of(2, 0.0, "netkv", Convert("decode0", "prefill"))
+    stayed = judgement_of(3, 0.0, "netkv", Prefill(1, "prefill0"))
+    assert (left.offload, left.role) == (offload, None)
+    assert (turned.offload, turned.role) == (None, "prefill")
+    assert (stayed.offload, stayed.role) == (None, None)
 
 
 @given(st.integers(1, 300), st.data())

@@ -55,9 +55,11 @@ PATIENCE_S = 0.4
 
 
 @asynccontextmanager
-async def two_sites(section: str = OFFLOAD, text: str = TEXT, *, kv_scale: float = 1e-3) -> AsyncIterator[Rig]:
+async def two_sites(
+    section: str = OFFLOAD, text: str = TEXT, *, kv_scale: float = 1e-3, patience_s: float = PATIENCE_S
+) -> AsyncIterator[Rig]:
     """Engines of both sites, and a gateway with `section` in its settings."""
-    settings = FleetSettings(kv_patience_s=PATIENCE_S, kv_scale=kv_scale)
+    settings = FleetSettings(kv_patience_s=patience_s, kv_scale=kv_scale)
     async with Fleet(topology.parse(text), settings) as fleet:
         deployment = Deployment.of(text + section, "two.yaml", endpoints=fleet.ready().instances)
         gateway = Gateway(deployment, seed=1)

@@ -62,9 +62,12 @@ class Feed:
         self.now_s = 0.0
         self._draw, self._rate = random.Random(seed), rate_per_s
         offload = OffloadSpec(threshold_tokens=THRESHOLD_TOKENS, layerwise=False) if self.cluster.file.wan else None
-        specs = {name: ControlSpec(decode=name, offload=offload) for name in ("netkv", "round-robin")}
+        specs = {
+            name: ControlSpec(decode=name, offload=offload, shadow="foresight") for name in ("netkv", "round-robin")
+        }
         self._cores = {name: spec.build(self.cluster) for name, spec in specs.items()}
         self.state = ClusterState(self.cluster, self.load, policy="netkv", version="0.1.0")
+        self.state.shadow("foresight")
         roles = {instance.name: instance.role for instance in self.cluster.instances}
         self.metrics = Metrics(self.load, roles, version="0.1.0", policy="netkv")
         self._here = dict.fromkeys(roles, 0)

@@ -224,6 +224,17 @@ def test_a_decision_explains_itself(browser: Browser) -> None:
         assert browser.run("document.querySelector('#why-note').textContent") == note
 
 
+def test_the_shadow_is_told(browser: Browser) -> None:
+    """How often the policy in the shadow differs, and at a decision what it would have done."""
+    with _feed(browser, *CLUSTER):
+        chip = browser.until("/foresight, differs [0-9.]+ %/.test(document.querySelector('#shadow').textContent)")
+        assert chip
+        assert "decode decisions would be others" in browser.run("document.querySelector('#shadow').title")
+        browser.until(f"{PRICED} && ({PRICED}.click(), true)")
+        said = browser.until("document.querySelector('#why .keys').textContent")
+        assert "foresight would have chosen" in said
+
+
 def test_the_list_stands_still_under_the_pointer(browser: Browser) -> None:
     """What is pointed at is what a click hits: while the focus is in the list, no row changes."""
     with _feed(browser, *CLUSTER):
@@ -416,6 +427,24 @@ def test_a_cut_link_is_seen(browser: Browser, line: str, state: str) -> None:
     browser.devtools("Emulation.setEmulatedMedia", features=[])
 
 
+def test_a_prefill_says_why_it_leaves(browser: Browser) -> None:
+    """The reason, the length beside the threshold, and what each datacenter would have taken, the chosen one marked."""
+    with _feed(browser, *TWO["16"]):
+        prefill = (
+            "[...document.querySelectorAll('#decisions button')].find(x => x.children[2].textContent === 'prefill'"
+            " && x.children[3].textContent.startsWith('prefill-site'))"
+        )
+        browser.until(f"{prefill} && ({prefill}.click(), true)")
+        said = browser.run("document.querySelector('#why p').textContent")
+        assert said.startswith("prefilled at prefill-site: what is not cached is longer than the threshold; ")
+        head = browser.run(
+            "[...document.querySelectorAll('#why table')[0].querySelectorAll('th')].map(x => x.textContent)"
+        )
+        assert {"datacenter", "finish", "prefill", "transfer"} <= set(head)
+        chosen = "[...document.querySelectorAll('#why table')[0].querySelectorAll('tr.chosen')]"
+        assert browser.run(f"{chosen}.map(x => x.cells[0].textContent)") == ["prefill-site"]
+
+
 def test_roles_are_as_they_are_now(browser: Browser) -> None:
     """A conversion is said while it is under way and when it is over; then the instance has its new role everywhere."""
     name = "local-site-decode11"
@@ -428,10 +457,11 @@ def test_roles_are_as_they_are_now(browser: Browser) -> None:
         tell("convert")
         browser.until(f"{said}[0] === '⇄ {name} becomes prefill: its requests leave'")
         changes = (
-            f"[...document.querySelectorAll('#decisions button')].find(x => x.textContent.includes('{name} changes'))"
+            f"[...document.querySelectorAll('#decisions button')].find(x => x.textContent.includes('{name} → prefill'))"
         )
         browser.until(f"{changes} && ({changes}.click(), true)")
         assert browser.run("document.querySelector('#why-note').textContent").startswith("review of roles, ")
+        assert "will serve prefill" in browser.run("document.querySelector('#why').textContent")
         tell("converted")
         browser.until(f"{role} === 'prefill'")
         assert browser.run(said)[0].startswith(f"{name} serves prefill since ")

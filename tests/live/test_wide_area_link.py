@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,7 +16,9 @@ from bench.wan.ends import Ends, ends
 from bench.wan.layerwise import prefill
 from bench.wan.network import Network, Unavailable, Wan
 
-from kvroute.connector.congestion import Gauges
+from kvroute.connector.congestion import Gauges, Sent
+from kvroute.connector.worker import LOOK_S
+from kvroute.gateway.kv_links import LinkSeen, LinkTotals, LinkWatch
 
 pytestmark = pytest.mark.live
 ROOT = Path(__file__).parents[2]
@@ -68,6 +72,53 @@ def test_the_round_trip_is_the_links() -> None:
         assert gauges.connections <= 4
         assert 0 < gauges.queue_bytes <= both.nbytes
         assert gauges.cwnd_bytes > 0
+
+
+@pytest.mark.parametrize("control", ["cubic", "bbr"])
+def test_a_full_link_is_told_from_a_slow_engine(control: str) -> None:
+    """What the gateway makes of the connector's figures: a transfer that the link holds back shows the link's pace, and
+    one that waits for its prefill shows nothing of the link."""
+    wan = Wan(rate_bits_per_s=80e6, rtt_s=0.02)
+    with network(wan) as link, ends(link, 24 << 20, 4, control) as both:
+        both.server.hold("p", range(both.blocks))
+        both.start("p")
+        held_back = looks(both)
+    paces = [seen.bytes_per_s for seen in held_back if seen.backlogged]
+    assert paces
+    assert sorted(paces)[len(paces) // 2] == pytest.approx(wan.payload_bytes_per_s, rel=0.1)
+    assert all(seen.still_s == 0.0 for seen in held_back)
+    if control == "cubic":  # bbr keeps the queue short, on purpose
+        assert any(seen.congested for seen in held_back)
+    with network(wan) as link, ends(link, 4 << 20, 4, control) as both, ThreadPoolExecutor(1) as pool:
+        both.start("p", wait_s=60.0)
+        pool.submit(prefill, both, "p", 3.0, True)
+        waits = looks(both)
+    assert len(waits) > 1
+    assert not any(seen.backlogged for seen in waits)
+
+
+def looks(both: Ends) -> list[LinkSeen]:
+    """What two looks after the other show, half a second apart as the connector's are."""
+    watch, seen, sent, at = LinkWatch(), list[LinkSeen](), Sent(), time.monotonic()
+    while not (ended := both.client.results()):
+        if (now := time.monotonic()) >= at + LOOK_S:
+            at = now
+            for more, gauges in both.server.links().values():
+                sent += more
+                totals = LinkTotals(
+                    sent_bytes=sent.nbytes,
+                    again_bytes=sent.again_bytes,
+                    busy_s=sent.busy_us / 1e6,
+                    connections=gauges.connections,
+                    rtt_s=gauges.rtt_s,
+                    min_rtt_s=gauges.min_rtt_s,
+                    queue_bytes=gauges.queue_bytes,
+                    unsent_bytes=gauges.unsent_bytes,
+                    looked_s=now,
+                )
+                seen += watch.seen({"d": totals}) or ()
+    assert [result.failure for result in ended] == [""]
+    return seen
 
 
 def watched(both: Ends) -> Iterator[Gauges]:

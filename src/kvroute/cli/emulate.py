@@ -82,14 +82,15 @@ def emulate(
         block_tokens=block_tokens,
         kv_events=kv_events,
         kv_expiry_s=kv_expiry,
-        background=_background(background),
+        background=shares_by_tier(background),
         endpoints_from_file=endpoints_from_file,
         seed=seed,
     )
     uvloop.run(_run(topology.load(cluster), settings, instance or [], ready_file, until_eof))
 
 
-def _background(text: str) -> tuple[float, ...]:
+def shares_by_tier(text: str) -> tuple[float, ...]:
+    """What `--background` says, by tier; InputError where it says none."""
     try:
         shares = tuple(float(part) for part in text.split(","))
     except ValueError:

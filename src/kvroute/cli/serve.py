@@ -37,6 +37,12 @@ def serve(
     policy: Annotated[
         str | None, typer.Option(help="Decode policy; default: the file's, else netkv.", rich_help_panel=ROUTING)
     ] = None,
+    shadow: Annotated[
+        str | None,
+        typer.Option(
+            help="Ask this decode policy as well, obey it not, and report where it differs.", rich_help_panel=ROUTING
+        ),
+    ] = None,
     prefill: Annotated[
         str | None, typer.Option(help="Prefill policy; default: the file's.", rich_help_panel=ROUTING)
     ] = None,
@@ -93,6 +99,8 @@ def serve(
         raise InputError(f"unknown format {log_format!r}", where="--log-format", mend="use text or json")
 
     def adjust(settings: GatewaySettings) -> GatewaySettings:
+        if shadow is not None:
+            settings = msgspec.structs.replace(settings, shadow=shadow)
         adjusted = _adjusted(settings, policy, prefill, constraint, host, port, admin_port, log, log_format)
         if embedded and adjusted.measure == "auto":
             # Emulated engines count their transfers: timed by first bytes too, the first ones would count twice.

@@ -19,9 +19,11 @@ _FIELDS = {
     "rtt_us": ("I", 68),
     "snd_cwnd": ("I", 80),
     "total_retrans": ("I", 100),
+    "notsent_bytes": ("I", 144),
     "min_rtt_us": ("I", 148),
     "data_segs_out": ("I", 156),
     "delivery_rate": ("Q", 160),
+    "busy_time_us": ("Q", 168),
     "bytes_sent": ("Q", 200),
     "bytes_retrans": ("Q", 208),
 }
@@ -41,11 +43,15 @@ class TcpInfo:
     """In segments."""
     total_retrans: int = 0
     """Segments sent again."""
+    notsent_bytes: int = 0
+    """Written here and not sent for the first time: the network is slower than the writer."""
     min_rtt_us: int = 0
     data_segs_out: int = 0
     """Segments with data, those sent again included."""
     delivery_rate: int = 0
     """Bytes per second, most recently."""
+    busy_time_us: int = 0
+    """Time with data sent and not acknowledged."""
     bytes_sent: int = 0
     """Of data, those sent again included."""
     bytes_retrans: int = 0
@@ -68,6 +74,8 @@ class Sent:
     segments: int = 0
     again_bytes: int = 0
     again_segments: int = 0
+    busy_us: int = 0
+    """Microseconds in which data was under way, all connections added up."""
 
     def __add__(self, other: Sent) -> Sent:
         return Sent(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(Sent)))
@@ -91,6 +99,10 @@ class Gauges:
     queue_bytes: float = 0.0
     delivery_bytes_per_s: float = 0.0
     """Sum of the most recent rates."""
+    unsent_bytes: float = 0.0
+    """Of `queue_bytes`, what waits for the network to take it; none where the network waits for more to be written."""
+    looked_s: float = 0.0
+    """When the kernel was asked, by the clock of whoever did; 0: it does not say."""
 
 
 def parse(data: bytes) -> TcpInfo:
@@ -114,7 +126,7 @@ def sample(sock: socket.socket) -> Sample | None:
 
 def sent(info: TcpInfo) -> Sent:
     """A connection's counters."""
-    return Sent(info.bytes_sent, info.data_segs_out, info.bytes_retrans, info.total_retrans)
+    return Sent(info.bytes_sent, info.data_segs_out, info.bytes_retrans, info.total_retrans, info.busy_time_us)
 
 
 def gauges(samples: Iterable[Sample]) -> Gauges:
@@ -130,6 +142,7 @@ def gauges(samples: Iterable[Sample]) -> Gauges:
         cwnd_bytes=float(sum(one.info.snd_cwnd * one.info.snd_mss for one in busy)),
         queue_bytes=float(sum(one.queue_bytes for one in busy)),
         delivery_bytes_per_s=float(sum(one.info.delivery_rate for one in busy)),
+        unsent_bytes=float(sum(one.info.notsent_bytes for one in busy)),
     )
 
 

@@ -94,6 +94,8 @@ def link(ranks: Mapping[str, Mapping[str, float]]) -> Gauges:
         cwnd_bytes=sum(one.cwnd_bytes for one in busy),
         queue_bytes=sum(one.queue_bytes for one in busy),
         delivery_bytes_per_s=sum(one.delivery_bytes_per_s for one in busy),
+        unsent_bytes=sum(one.unsent_bytes for one in busy),
+        looked_s=max((one.looked_s for one in each), default=0.0),
     )
 
 

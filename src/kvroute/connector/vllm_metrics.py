@@ -69,6 +69,7 @@ class KvrouteMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                 ("segments", "sent_segments", "TCP segments sent to decode instances, those sent again included"),
                 ("again_bytes", "sent_again_bytes", "Bytes that had to be sent again"),
                 ("again_segments", "sent_again_segments", "TCP segments that had to be sent again"),
+                ("busy_us", "sent_busy_seconds", "Time with data under way, connections added up"),
             )
         }
         self._links = {
@@ -80,6 +81,8 @@ class KvrouteMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                 ("cwnd_bytes", "cwnd_bytes", "Their congestion windows together"),
                 ("queue_bytes", "queue_bytes", "Bytes in their send queues, not yet acknowledged"),
                 ("delivery_bytes_per_s", "delivery_bytes_per_second", "Their delivery rates together"),
+                ("unsent_bytes", "unsent_bytes", "Bytes in their send queues that the network has not taken"),
+                ("looked_s", "looked_seconds", "When the kernel was asked, by a clock of the engine's own"),
             )
         }
 
@@ -109,7 +112,7 @@ class KvrouteMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             self._early_bytes.labels(*engine, source).inc(counts["early_bytes"][source])
         for target, fields in counts["sent"].items():
             for field, number in fields.items():
-                self._sent[field].labels(*engine, target).inc(number)
+                self._sent[field].labels(*engine, target).inc(number / 1e6 if field == "busy_us" else number)
         for target, ranks in counts["links"].items():
             now = link(ranks)
             for field, gauge in self._links.items():

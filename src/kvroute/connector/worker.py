@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 
 from kvroute.connector.blocks import Layout, Region
@@ -107,7 +108,7 @@ class Worker:
         if self._server and now >= self._looked_at + LOOK_S:
             self._looked_at = now
             for target, (sent, gauges) in self._server.links().items():
-                count_link(self._counts, target, self._rank, sent, gauges)
+                count_link(self._counts, target, self._rank, sent, replace(gauges, looked_s=now))
         counts, self._counts = self._counts, no_counts()
         return counts
 

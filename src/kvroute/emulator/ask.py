@@ -25,7 +25,7 @@ class StreamOptions(msgspec.Struct, frozen=True):
 
 
 class KvParams(msgspec.Struct, frozen=True):
-    """`kv_transfer_params` of both legs: NIXL-like pull, and Mooncake's `transfer_id`."""
+    """`kv_transfer_params` of both legs: NIXL-like pull, Mooncake's `transfer_id`, and kvroute's early pull."""
 
     do_remote_decode: bool | None = None
     do_remote_prefill: bool | None = None
@@ -64,6 +64,8 @@ class Ticket:
     port: int = 0
     awaited: bool = False
     """Whether the source may not have it yet."""
+    early: bool = False
+    """It is to be sent while it is computed, not when it is complete."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +116,7 @@ def read_ask(kind: Kind, data: bytes, *, model: str, role: Role, block_tokens: i
         stream=bool(body.stream),
         usage=bool(body.stream_options and body.stream_options.include_usage),
         tickets=tickets,
-        told=leg == "prefill" and body.kv_transfer_params is not None and body.kv_transfer_params.transfer_id is None,
+        told=leg == "prefill" and body.kv_transfer_params is not None,
     )
 
 
@@ -139,6 +141,8 @@ def _tickets(body: Body, role: Role, answers: int) -> tuple[Leg, tuple[Ticket, .
     if params.transfer_id and params.remote_bootstrap_addr:
         host, port = _address(params.remote_bootstrap_addr)
         return "decode", (Ticket(params.transfer_id, host, port, awaited=True),)
+    if params.transfer_id and not params.remote_request_id and params.remote_host and params.remote_port:
+        return "decode", (Ticket(params.transfer_id, params.remote_host, params.remote_port, True, early=True),)
     if not (params.remote_request_id and params.remote_host and params.remote_port):
         what = "kv_transfer_params lacks remote_request_id, remote_host or remote_port; forward what prefill answered"
         raise Refusal(what, param="kv_transfer_params")

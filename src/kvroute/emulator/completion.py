@@ -147,6 +147,8 @@ class Completion:
     async def prefill_leg(self, origin: Origin) -> web.Response:
         """Compute the KV, keep it for a partner and answer with one token, which nobody reads."""
         jobs, ask = self.jobs, self.ask
+        for job, ticket in zip(jobs, ask.tickets, strict=False):
+            job.name = ticket.key
         await self._prefill()
         tickets = ask.tickets or (Ticket(f"{origin.engine_id}/{self.heading.id}"),)
         for job, ticket in zip(jobs, tickets, strict=True):
@@ -155,7 +157,8 @@ class Completion:
             await self.bell.until(self._answered)
         choices = [choice(ask.kind, i, next(words(job.prompt.seed, i % ask.n))) for i, job in enumerate(jobs)]
         tokens = usage(sum(job.input_tokens for job in jobs), len(jobs), self.cached_tokens)
-        more = {"kv_transfer_params": self._kv_params(jobs[0], tickets[0].key, origin)} if ask.told else {}
+        told = ask.told and self.engine.instance.protocol == "vllm"  # Mooncake's engines answer no params
+        more = {"kv_transfer_params": self._kv_params(jobs[0], tickets[0].key, origin)} if told else {}
         document = self.heading.document(choices, stream=False, usage=tokens, **more)
         return web.Response(body=msgspec.json.encode(document), content_type=JSON)
 
@@ -213,13 +216,14 @@ class Completion:
         await self._reserved(job)
         self.cached_tokens += job.cached_tokens
         asked_s = engine.clock.now()
-        order = Order(ticket.key, engine.instance.name, job.cached_tokens, ticket.awaited)
+        order = Order(ticket.key, engine.instance.name, job.cached_tokens, ticket.awaited, ticket.early)
         try:
             parcel = await pull(ticket.host, ticket.port, order, patience_s=engine.kv_patience_s)
         except Broken:
             engine.counters.kv_failed += 1
             raise
-        engine.counters.transferred(parcel.source, parcel.kv_bytes, engine.clock.now() - asked_s)
+        seconds = engine.clock.now() - asked_s
+        engine.counters.transferred(parcel.source, parcel.kv_bytes, seconds, early=ticket.early)
         engine.land(job)
 
     async def _news(self, sent: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
@@ -45,6 +46,33 @@ class Pulled:
 
 
 @dataclass(slots=True)
+class Sent:
+    """KV sent to one target, as modelled, and the time that its connections took for it together."""
+
+    nbytes: float = 0.0
+    busy_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Connections to one target at one moment that have more to send than the network takes."""
+
+    connections: int
+    latency_s: float
+    queue_bytes: float
+    bytes_per_s: float
+
+    def beside(self, other: Link) -> Link:
+        """Both together."""
+        return Link(
+            self.connections + other.connections,
+            max(self.latency_s, other.latency_s),
+            self.queue_bytes + other.queue_bytes,
+            self.bytes_per_s + other.bytes_per_s,
+        )
+
+
+@dataclass(slots=True)
 class Counters:
     """Since the engine's start."""
 
@@ -63,6 +91,10 @@ class Counters:
     request_s: Histogram = field(default_factory=lambda: Histogram(REQUEST_S))
     pulled: dict[str, Pulled] = field(default_factory=dict)
     """By the name of the source."""
+    early: dict[str, Pulled] = field(default_factory=dict)
+    """The same of KV that was asked for before it was computed: its seconds are the prefill's."""
+    sent: dict[str, Sent] = field(default_factory=dict)
+    """By the name of the target."""
 
     def looked_up(self, tokens: int, hit_tokens: int) -> None:
         """One prompt was matched with the prefix cache."""
@@ -80,12 +112,18 @@ class Counters:
         self.finished += 1
         self.request_s.add(request_s)
 
-    def transferred(self, source: str, kv_bytes: float, seconds: float) -> None:
-        """One KV cache has arrived from `source`: its real bytes and the seconds from asking to the last one."""
-        pulled = self.pulled.setdefault(source, Pulled())
+    def transferred(self, source: str, kv_bytes: float, seconds: float, *, early: bool = False) -> None:
+        """One KV cache has arrived from `source`: its modelled bytes and the seconds from asking to the last one."""
+        pulled = (self.early if early else self.pulled).setdefault(source, Pulled())
         pulled.kv_bytes += kv_bytes
         pulled.seconds += seconds
         pulled.transfers += 1
+
+    def sends(self, target: str, nbytes: float, busy_s: float) -> None:
+        """So much has left for `target`, over a connection that was busy with it for so long."""
+        sent = self.sent.setdefault(target, Sent())
+        sent.nbytes += max(nbytes, 0.0)
+        sent.busy_s += busy_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +139,9 @@ class Load:
     """Of the process, seconds since the epoch."""
 
 
-def metrics_page(model: str, load: Load, counters: Counters) -> bytes:
-    """The page that a scraper reads; kvroute's own counters, which vLLM lacks, come last."""
+def metrics_page(model: str, load: Load, counters: Counters, links: Mapping[str, Link], now: float) -> bytes:
+    """The page that a scraper reads; kvroute's own counters, which vLLM lacks, come last. Args: what is on its way at
+    the time `now`, by target."""
     labels = f'engine="0",model_name="{model}"'
     lines = [
         "# TYPE process_start_time_seconds gauge",
@@ -127,7 +166,7 @@ def metrics_page(model: str, load: Load, counters: Counters) -> bytes:
         ("vllm:e2e_request_latency_seconds", counters.request_s),
     ):
         lines += histogram.lines(name, labels)
-    return ("\n".join([*lines, *_pulled_lines(counters)]) + "\n").encode()
+    return ("\n".join([*lines, *_pulled_lines(counters), *_sent_lines(counters, links, now)]) + "\n").encode()
 
 
 def _counter_lines(labels: str, counters: Counters) -> list[str]:
@@ -158,5 +197,40 @@ def _pulled_lines(counters: Counters) -> list[str]:
         lines += [
             f'{full}_total{{source="{source}"}} {float(getattr(pulled, attribute))!r}'
             for source, pulled in counters.pulled.items()
+        ]
+    for name, attribute in (("kv_early", "transfers"), ("kv_early_bytes", "kv_bytes")):
+        lines.append(f"# TYPE kvroute:{name} counter")
+        lines += [
+            f'kvroute:{name}_total{{source="{source}"}} {float(getattr(pulled, attribute))!r}'
+            for source, pulled in counters.early.items()
+        ]
+    return lines
+
+
+def _sent_lines(counters: Counters, links: Mapping[str, Link], now: float) -> list[str]:
+    """As the connector shows the kernel's figures. Nothing is ever sent again here; where a link of the way is full,
+    a queue as long as the way stands before it, so that a round trip takes twice as long."""
+    rest = Link(0, 0.0, 0.0, 0.0)
+    rows = [(target, sent, links.get(target, rest)) for target, sent in counters.sent.items()]
+    families: dict[str, list[float]] = {
+        "kv_sent_bytes_total": [sent.nbytes for _, sent, _ in rows],
+        "kv_sent_again_bytes_total": [0.0 for _ in rows],
+        "kv_sent_busy_seconds_total": [sent.busy_s for _, sent, _ in rows],
+        "kv_link_connections": [link.connections for _, _, link in rows],
+        "kv_link_rtt_seconds": [4.0 * link.latency_s for _, _, link in rows],
+        "kv_link_min_rtt_seconds": [2.0 * link.latency_s for _, _, link in rows],
+        "kv_link_queue_bytes": [link.queue_bytes for _, _, link in rows],
+        "kv_link_unsent_bytes": [link.queue_bytes for _, _, link in rows],
+        "kv_link_delivery_bytes_per_second": [link.bytes_per_s for _, _, link in rows],
+        "kv_link_looked_seconds": [now for _ in rows],
+    }
+    lines = []
+    for name, values in families.items():
+        lines.append(
+            f"# TYPE kvroute:{name.removesuffix('_total')} {'counter' if name.endswith('_total') else 'gauge'}"
+        )
+        lines += [
+            f'kvroute:{name}{{target="{target}"}} {float(value)!r}'
+            for (target, _, _), value in zip(rows, values, strict=True)
         ]
     return lines

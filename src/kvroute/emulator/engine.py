@@ -16,7 +16,7 @@ from typing import TypeAlias
 from kvroute.emulator.batch import Batch
 from kvroute.emulator.clock import Alarm, Clock
 from kvroute.emulator.counters import Counters
-from kvroute.emulator.job import Job
+from kvroute.emulator.job import Door, Job
 from kvroute.emulator.prompt import Prompt
 from kvroute.llm import Model
 from kvroute.prefix import Evicted, PrefixIndex
@@ -66,8 +66,7 @@ class Engine:
     """A transfer to here that stands still for so long is given up."""
     counters: Counters = field(default_factory=Counters)
     held: dict[str, Held] = field(default_factory=dict)
-    on_held: Callable[[str], None] | None = None
-    """KV has come to be held under this key."""
+    door: Door | None = None
     capacity_blocks: int = field(init=False)
     batch: Batch = field(init=False)
     _block_bytes: float = field(init=False)
@@ -142,10 +141,18 @@ class Engine:
             return
         job = self._computing = self._queue.popleft()
         start, finish = self._prefill.submit(max(at, job.arrived_s), job.input_tokens, job.cached_tokens)
+        job.begins_s, job.ends_s = start, finish
         self.counters.queue_s.add(start - job.arrived_s)
         self.counters.prefill_s.add(finish - start)
         job.move("computing")
         self._alarm = self.clock.at(finish, self._computed)
+        if job.name and self.door is not None:
+            self.door.computing(job)
+
+    def under_way(self, name: str) -> Job | None:
+        """The job of this name, if it is being computed now."""
+        job = self._computing
+        return job if job is not None and job.name == name and job.stage == "computing" else None
 
     def _computed(self) -> None:
         job, self._computing, self._alarm = self._computing, None, None
@@ -172,8 +179,8 @@ class Engine:
         self.held[key] = Held(job)
         job.move("held")
         self.keep(key)
-        if self.on_held is not None:
-            self.on_held(key)
+        if self.door is not None:
+            self.door.held(key)
 
     def keep(self, key: str) -> None:
         """Start its time to expire anew."""
@@ -254,6 +261,8 @@ class Engine:
         elif stage == "decoding":
             self.batch.leave(job)
         self._grant()
+        if job.name and self.door is not None:
+            self.door.given_up(job.name)
 
     def _stepped(self, step: Step, joined: list[Job]) -> None:
         for job in joined:

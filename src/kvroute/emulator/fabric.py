@@ -5,6 +5,7 @@ Rates are max-min fair among the transfers of this process only; it sends nothin
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -42,6 +43,8 @@ class Transfer:
     flow_bytes: float
     latency_s: float
     wire_bytes: int
+    produced_bytes_per_s: float = math.inf
+    """No faster than this: it is still being computed."""
     flows: set[int] = field(default_factory=set)
     """Not ended yet."""
     ended_flows: int = 0
@@ -80,6 +83,7 @@ class Fabric:
     def _warm_up(self) -> None:
         """The solver is compiled on first use, which no transfer should wait for."""
         self._network.start(0, [0] if self._cluster.links else [], 1.0)
+        self._network.set_ceiling(0, math.inf)
         self._network.sent_bytes(0)
         self._network.next_finish()
         self._network.cancel(0)
@@ -110,11 +114,21 @@ class Fabric:
         self._network.set_capacities(links, self._capacity[links] * share)
         self._set_alarm()
 
-    def send(self, source: int, target: int, kv_bytes: float, carrier: Carrier, request: int | None = None) -> Transfer:
+    def send(
+        self,
+        source: int,
+        target: int,
+        kv_bytes: float,
+        carrier: Carrier,
+        request: int | None = None,
+        *,
+        produced_bytes_per_s: float = math.inf,
+    ) -> Transfer:
         """Start a transfer of modelled `kv_bytes` between two instances of the cluster (indices) now.
 
         Args:
             request: number in its trace, if known; it then takes the path that the simulator draws for it.
+            produced_bytes_per_s: no faster than this until `release`: the KV cache is still being computed.
 
         Raises:
             InputError: the two cannot reach each other.
@@ -122,16 +136,36 @@ class Fabric:
         paths = self._paths.of(next(self._untraced) if request is None else request, source, target)
         flows = len(paths)
         wire_bytes = round(kv_bytes * self._kv_scale)
-        transfer = Transfer(carrier, kv_bytes / flows, self._cluster.latency_s(source, target), wire_bytes)
+        latency_s = self._cluster.latency_s(source, target)
+        transfer = Transfer(carrier, kv_bytes / flows, latency_s, wire_bytes, produced_bytes_per_s)
         numbers = range(self._next_flow, self._next_flow + flows)
         self._next_flow += flows
         self._advance()
         transfer.flows.update(numbers)
         self._owner |= dict.fromkeys(numbers, transfer)
         self._transfers[transfer] = None
-        self._network.start_many(numbers, paths, [transfer.flow_bytes] * flows)
+        ceiling = produced_bytes_per_s / flows
+        self._network.start_many(numbers, paths, [transfer.flow_bytes] * flows, ceiling_bytes_per_s=ceiling)
         self._set_alarm()
         return transfer
+
+    def release(self, transfer: Transfer) -> None:
+        """The KV cache is complete: its rest goes as fast as the network lets it."""
+        transfer.produced_bytes_per_s = math.inf
+        self._advance()
+        for flow in transfer.flows:
+            self._network.set_ceiling(flow, math.inf)
+        self._set_alarm()
+
+    def progress(self, transfer: Transfer) -> tuple[float, float]:
+        """Modelled bytes that have left by now, and how many more a second."""
+        self._advance()
+        self._set_alarm()
+        rate = sum(map(self._network.rate, transfer.flows))
+        return self._sent_bytes(transfer), rate
+
+    def _sent_bytes(self, transfer: Transfer) -> float:
+        return transfer.ended_flows * transfer.flow_bytes + sum(map(self._network.sent_bytes, transfer.flows))
 
     def cancel(self, transfer: Transfer) -> None:
         """Nobody wants the rest; nothing if it has ended."""
@@ -176,8 +210,7 @@ class Fabric:
         self._set_alarm()
 
     def _carry(self, transfer: Transfer) -> None:
-        sent = transfer.ended_flows * transfer.flow_bytes + sum(map(self._network.sent_bytes, transfer.flows))
-        due = min(int(sent * self._kv_scale), transfer.wire_bytes)
+        due = min(int(self._sent_bytes(transfer) * self._kv_scale), transfer.wire_bytes)
         if due > transfer.carried_bytes:
             more, transfer.carried_bytes = due - transfer.carried_bytes, due
             transfer.carrier.carry(more, False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 from kvroute.emulator.prompt import Prompt
 
@@ -44,6 +44,11 @@ class Job:
     """Iteration at whose start it joined the batch."""
     traced: int | None = None
     """Its request's number in the trace, if the client says so."""
+    name: str = ""
+    """Under which its KV may be asked for before it is computed; empty: it may not."""
+    begins_s: float = 0.0
+    ends_s: float = 0.0
+    """Of its prefill, once it is being computed."""
 
     @property
     def input_tokens(self) -> int:
@@ -54,3 +59,16 @@ class Job:
         """Go on, and tell."""
         self.stage = stage
         self.news()
+
+
+class Door(Protocol):
+    """Who hands KV out, and is told what becomes of it."""
+
+    def computing(self, job: Job) -> None:
+        """A job that has a name is being computed, from `begins_s` to `ends_s`."""
+
+    def held(self, key: str) -> None:
+        """KV is complete, and held under this key."""
+
+    def given_up(self, name: str) -> None:
+        """The KV of a named job will not be complete."""

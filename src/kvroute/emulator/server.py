@@ -18,8 +18,8 @@ from aiohttp.web_protocol import RequestHandler
 from kvroute.emulator.completion import CutOff, Origin
 from kvroute.emulator.engine import Engine
 from kvroute.emulator.faults import Faults
+from kvroute.emulator.kv_door import KvDoor
 from kvroute.emulator.kv_events import KvPublisher
-from kvroute.emulator.kv_wire import KvDoor
 from kvroute.emulator.refusal import Refusal
 from kvroute.types import InputError, Role
 

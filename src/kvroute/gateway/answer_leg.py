@@ -14,6 +14,7 @@ from kvroute.types import Admitted, Decode, DecodeFailed, KvStored, TransferFini
 
 if TYPE_CHECKING:
     from kvroute.gateway.journey import Journey
+    from kvroute.gateway.prefill_leg import PrefillLeg
 
 UPSTREAM = "upstream_error"
 _MEASURABLE_BYTES = 1 << 20
@@ -36,6 +37,7 @@ class AnswerLeg(Leg):
         "crossing",
         "crossing_at",
         "decision",
+        "early",
         "events",
         "expected",
         "first",
@@ -52,6 +54,8 @@ class AnswerLeg(Leg):
         self.streams = journey.completion.stream
         self.expected = journey.serving.landings.expected(decision)
         self.first = True
+        self.early = False
+        """Sent before the KV cache is computed, by a protocol that can also wait for that."""
         self.crossing = self.admitted = self._torn = False
         """`crossing`: the core counts its transfer; `admitted`: to a decode batch, as far as the core knows; `_torn`: a
         piece of an event has gone to the client without its end."""
@@ -71,23 +75,28 @@ class AnswerLeg(Leg):
             prefill = journey.prefill
             assert prefill is not None
             assert prefill.meeting is not None
-            if journey.computed:
+            self.early = prefill.meeting.early and not journey.computed
+            if journey.computed or self.early:
                 self.cross(now)
             try:
                 body = dialect.decode_body(completion, prefill.meeting, prefill.handover)
             except DialectError as error:
                 journey.fail(502, f"prefill instance {self.decision.source} {error}", now)
                 return
-        self.send(body, timeouts.first_token_s if self.streams else timeouts.answer_s, now)
+        wait_s = timeouts.first_token_s if self.streams else timeouts.answer_s
+        self.send(body, wait_s + timeouts.prefill_s if self.early else wait_s, now)
         if journey.computed or self.alone:
             self.expect_landing(now)
 
     # The transfer
 
     def cross(self, now: float) -> None:
-        """The KV cache is there to be fetched, and the engine fetches it."""
-        self.crossing, self.crossing_at = True, now
-        self.journey.serving.transfer_started(self.decision, now, self.expected.transfer_s)
+        """The KV cache is there to be fetched, and the engine fetches it; or, once more, what had to be computed for
+        that is complete now."""
+        self.crossing_at = now
+        if not self.crossing:
+            self.crossing = True
+            self.journey.serving.transfer_started(self.decision, now, self.expected.transfer_s)
 
     def expect_landing(self, now: float) -> None:
         """Where the answer comes whole, nothing but time tells when the KV cache has landed: never before it is
@@ -107,12 +116,12 @@ class AnswerLeg(Leg):
         assert request is not None
         if not journey.computed and not request.one_leg:
             journey.compute(serving.stations[decision.source], now)
-        self._stop_crossing(now, True, seconds)
+        self.stop_crossing(now, True, seconds)
         serving.tell(Admitted(now, journey.number))
         if self.station.approximate and request.blocks and (request.one_leg or not self.alone):
             serving.tell(KvStored(now, decision.target, request.blocks, request.block_tokens))
 
-    def _stop_crossing(self, now: float, landed: bool, seconds: float | None = None) -> None:
+    def stop_crossing(self, now: float, landed: bool, seconds: float | None = None) -> None:
         """The transfer has landed or come to nothing; the core is told of the first alone, for the second comes with
         the failure or the end of the request."""
         if self.crossing:
@@ -126,7 +135,7 @@ class AnswerLeg(Leg):
         try:
             super().abort(now)
         finally:
-            self._stop_crossing(now, False)
+            self.stop_crossing(now, False)
 
     # The answer
 
@@ -177,7 +186,8 @@ class AnswerLeg(Leg):
         if journey.passage is not None:
             journey.passage.arrived(now)
         step_s = min(self.expected.step_s, decode_s)
-        crossed_s = max(0.0, now - self.crossing_at - step_s) if self.crossing else None
+        shows = self.crossing and journey.computed  # else all of it has gone beside the prefill
+        crossed_s = max(0.0, now - self.crossing_at - step_s) if shows else None
         self._measure(now)
         self.land(now, crossed_s)
         queue_s = (self.sent_at if journey.prefill is None else journey.prefill.sent_at) - journey.received_at
@@ -195,7 +205,8 @@ class AnswerLeg(Leg):
         if not station.measures or not self.crossing or decision.kv_bytes < _MEASURABLE_BYTES:
             return
         seconds = now - self.sent_at - self.expected.step_s
-        if self.expected.queue_s == 0.0 and seconds > 0.0 and not station.dialect.joint:
+        joint = station.dialect.joint or self.early  # then the prefill's seconds are in it
+        if self.expected.queue_s == 0.0 and seconds > 0.0 and not joint:
             measured = TransferMeasured(now, decision.source, decision.target, decision.kv_bytes, seconds)
             self.journey.serving.tell(measured)
 
@@ -256,15 +267,20 @@ class AnswerLeg(Leg):
             return
         computed, prefill = journey.computed, journey.prefill
         journey.answer = None
-        if not computed and prefill is not None:
+        kv_lost = sent and not (kind == "reset" and self._refetches(prefill, computed))
+        if not computed and prefill is not None and (kv_lost or not self.early):
             prefill.abort(now)
-        self._stop_crossing(now, False)
+        self.stop_crossing(now, False)
         if not journey.may_retry("decode", now):
             journey.fail(status, why, now)
             return
-        handover = prefill.handover if prefill is not None else None
-        kept = kind == "reset" and computed and self.station.dialect.refetches(handover)
-        journey.act(serving.decide(DecodeFailed(now, journey.number, kv_lost=sent and not kept)), now)
+        journey.act(serving.decide(DecodeFailed(now, journey.number, kv_lost=kv_lost)), now)
+
+    def _refetches(self, prefill: PrefillLeg | None, computed: bool) -> bool:
+        """Whether another decode engine may be sent for the same KV cache."""
+        if prefill is None or not computed:
+            return self.early and prefill is not None
+        return self.station.dialect.refetches(prefill.handover)
 
     def blame(self, kind: str, now: float) -> None:
         """See Leg. Where the KV cache comes from another datacenter, an engine that has no answer, though it is there,

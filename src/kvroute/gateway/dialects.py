@@ -37,13 +37,17 @@ class Meeting:
     """Where and under which name the two legs of one request meet; each protocol reads its part."""
 
     transfer_id: str = ""
-    """Made up by the gateway (mooncake)."""
+    """Made up by the gateway (mooncake, and vllm where KV is asked for early)."""
     room: int = 0
     """Drawn by the caller, 0 to 2^63-1 (sglang)."""
     bootstrap: str = ""
-    """`host:port` of the prefill engine's bootstrap server (mooncake, sglang)."""
+    """`host:port` of the prefill engine's bootstrap server (mooncake, sglang), or where it hands out KV (vllm)."""
     engine_id: str = ""
     """Of the prefill engine, from its bootstrap server (mooncake)."""
+    early: bool = False
+    """Both legs are sent at once, and the KV cache is fetched while it is computed (vllm)."""
+    instance: str = ""
+    """Name of the prefill instance, for the decode engine's metrics (vllm, early)."""
 
 
 class Dialect(Protocol):
@@ -86,7 +90,8 @@ class Dialect(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Vllm:
-    """vLLM's pull (NIXL and its like): the prefill answer names the blocks, the decode engine fetches them."""
+    """vLLM's pull (NIXL and its like): the prefill answer names the blocks, the decode engine fetches them. kvroute's
+    connector can be asked early too: both engines are told a name, and where to ask for it."""
 
     joint = False
 
@@ -97,7 +102,10 @@ class Vllm:
         return _encode(completion.fields)
 
     def prefill_body(self, completion: Completion, meeting: Meeting) -> bytes:
-        return _encode(_one_token(completion, _PULL))
+        if not meeting.early:
+            return _encode(_one_token(completion, _PULL))
+        params = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": meeting.transfer_id}
+        return _encode(_one_token(completion, Raw(_encode(params))))
 
     def handover(self, reply: bytes) -> Raw | None:
         return _transfer_params(reply)
@@ -111,7 +119,7 @@ class Vllm:
 
     def decode_body(self, completion: Completion, meeting: Meeting, handover: Raw | None) -> bytes:
         if handover is None:
-            raise DialectError("answered nothing")
+            handover = _announcement(meeting)
         return _encode({**completion.fields, "kv_transfer_params": handover})
 
 
@@ -244,15 +252,36 @@ def _transfer_params(reply: bytes) -> Raw:
     return params
 
 
-def _rooms(sequences: int, meeting: Meeting) -> Fields:
+def _announcement(meeting: Meeting) -> Raw:
+    """What the decode engine of an early pull is told before there is an answer."""
+    if not meeting.early:
+        raise DialectError("answered nothing")
+    host, port = _address(meeting)
+    params = {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "transfer_id": meeting.transfer_id,
+        "remote_host": host.strip("[]"),
+        "remote_port": port,
+        "remote_instance": meeting.instance,
+    }
+    return Raw(_encode(params))
+
+
+def _address(meeting: Meeting) -> tuple[str, int]:
     host, colon, port = meeting.bootstrap.rpartition(":")
     if not (host and colon and port.isascii() and port.isdigit()):
         raise DialectError(f"has the bootstrap address {meeting.bootstrap!r}, which is not host:port")
+    return host, int(port)
+
+
+def _rooms(sequences: int, meeting: Meeting) -> Fields:
+    host, port = _address(meeting)
     rooms = [(meeting.room + index) % ROOM_LIMIT for index in range(sequences)]
     single = sequences == 1
     return {
         "bootstrap_host": Raw(_encode(host if single else [host] * sequences)),
-        "bootstrap_port": Raw(_encode(int(port) if single else [int(port)] * sequences)),
+        "bootstrap_port": Raw(_encode(port if single else [port] * sequences)),
         "bootstrap_room": Raw(_encode(rooms[0] if single else rooms)),
     }
 

@@ -58,6 +58,7 @@ class Gateway:
         roles = {instance.name: instance.role for instance in deployment.cluster.instances}
         self.metrics = Metrics(self._look, roles, version=__version__, policy=settings.policy)
         self.state = ClusterState(deployment.cluster, self._look, policy=settings.policy, version=__version__)
+        self._shadowed(settings.shadow)
         self._tracer = tracer_of(settings.tracing.otlp, settings.tracing.share, version=__version__)
         self._budget = RetryBudget(share=settings.retries.share, floor_per_s=settings.retries.floor_per_s)
         self._admission = Admission(deployment.admission_limits)
@@ -81,6 +82,10 @@ class Gateway:
         self._door: Door | None = None
         self._reception: Reception | None = None
         self.port = self.admin_port = 0
+
+    def _shadowed(self, policy: str) -> None:
+        self.metrics.shadow = policy
+        self.state.shadow(policy)
 
     def now(self) -> float:
         """Seconds since the gateway was made."""
@@ -212,6 +217,7 @@ class Gateway:
         self._reception.serving, self._reception.keys = serving, prepared.keys
         self.metrics.roles = {instance.name: instance.role for instance in serving.cluster.instances}
         self.metrics.policy = self.state.policy = serving.settings.policy
+        self._shadowed(serving.settings.shadow)
         self._change_settings(prepared.deployment)
         await succession.settle(watchers)
 

@@ -66,6 +66,7 @@ def _offload(serving: Serving, conversions: Conversions | None, now: float) -> O
 def _site(serving: Serving, offloading: Offloading, site: int, now: float) -> SiteLoad:
     name, threshold, egress = offloading.datacenters.names[site], offloading.thresholds[site], offloading.egress[site]
     others, utilisation = offloading.utilisation(site, now)
+    seen = serving.ways.signals.way(name, now) if serving.ways is not None else None
     return SiteLoad(
         name=name,
         threshold_tokens=threshold.tokens,
@@ -75,6 +76,9 @@ def _site(serving: Serving, offloading: Offloading, site: int, now: float) -> Si
         utilisation=utilisation,
         others=others,
         bytes_per_s=egress.bytes_per_s,
+        sent_bytes_per_s=seen.bytes_per_s if seen is not None else None,
+        sent_again_ratio=seen.again_share if seen is not None else None,
+        queue_delay_s=seen.queue_delay_s if seen is not None else None,
         backlog_bytes=egress.backlog_bytes,
         backlog_s=egress.queue_s(others),
     )

@@ -148,7 +148,7 @@ class Journey:
         first, last = decisions[0], decisions[-1]
         if type(first) is Prefill and (first is last or (type(last) is Decode and last.source != last.target)):
             # Where sending fails at once, what comes instead is under way already, or the request is over.
-            if self._send_prefill(first, now) and type(last) is Decode:
+            if self._send_prefill(first, now, early=first is not last) and type(last) is Decode:
                 self._send_answer(last, now)
         elif type(last) is Decode:
             self._send_answer(last, now)
@@ -156,12 +156,12 @@ class Journey:
             self.arrived = False
             self._reject(last, now)
 
-    def _send_prefill(self, decision: Prefill, now: float) -> bool:
+    def _send_prefill(self, decision: Prefill, now: float, *, early: bool) -> bool:
         serving = self.serving
         self.computed = False
         serving.state.decided(decision, now)
         self._depart(decision, now)
-        leg = self.prefill = PrefillLeg(self, serving.stations[decision.instance], now)
+        leg = self.prefill = PrefillLeg(self, serving.stations[decision.instance], now, early=early)
         return leg.begin(now)
 
     def _depart(self, decision: Prefill, now: float) -> None:
@@ -194,6 +194,16 @@ class Journey:
             answer.cross(now)
             answer.expect_landing(now)
         self.act(serving.decide(PrefillFinished(now, self.number)), now)
+
+    def uncomputed(self, now: float) -> None:
+        """The prefill has failed for good while the decode engine waits for its KV cache: that one may compute the
+        prompt itself, and otherwise says so."""
+        self.computed = True
+        if self.passage is not None:
+            self.passage.given_up(now)
+        if self.answer is not None:
+            self.answer.stop_crossing(now, False)
+        self.act(self.serving.decide(PrefillFinished(now, self.number)), now)
 
     def first_token(self, leg: AnswerLeg, ttft: Ttft, decode_s: float, now: float) -> None:
         """The first event of a stream is here."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from kvroute.types import Convert, Decision, Decode, Prefill, Reject, Terms
+from kvroute.types import Convert, CopyPrefix, Decision, Decode, Offload, Prefill, Reject, Role, Shadowed, Terms
 
 CANDIDATES_MOST = 8
 
@@ -35,8 +35,14 @@ class Judgement(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
     unit: str = ""
     candidates: tuple[Candidate, ...] = ()
+    shadow: Shadowed | None = None
+    """What the policy in the shadow would have done."""
     others: int = 0
     """Candidates left out here."""
+    offload: Offload | None = None
+    """Why it is prefilled in this datacenter, where there is a choice."""
+    role: Role | None = None
+    """That a converted instance will serve."""
 
 
 def judgement_of(number: int, at: float, policy: str, decision: Decision) -> Judgement:
@@ -52,11 +58,13 @@ def judgement_of(number: int, at: float, policy: str, decision: Decision) -> Jud
             kind = "reject"
         case Convert(instance=chosen):
             kind = "convert"
+        case CopyPrefix(target=chosen):
+            kind = "copy"
     candidates = _candidates(terms, chosen) if terms is not None else ()
     return Judgement(
         id=number,
         at=round(at, 3),
-        request_id=-1 if isinstance(decision, Convert) else decision.request_id,
+        request_id=-1 if isinstance(decision, Convert | CopyPrefix) else decision.request_id,
         kind=kind,
         policy=policy,
         chosen=chosen,
@@ -67,7 +75,10 @@ def judgement_of(number: int, at: float, policy: str, decision: Decision) -> Jud
         reason=decision.reason if isinstance(decision, Reject) else "",
         unit=terms.unit if terms is not None else "",
         candidates=candidates,
+        shadow=decision.shadow if isinstance(decision, Decode) else None,
         others=len(terms.names) - len(candidates) if terms is not None else 0,
+        offload=decision.offload if isinstance(decision, Prefill) else None,
+        role=decision.role if isinstance(decision, Convert) else None,
     )
 
 
@@ -75,7 +86,7 @@ def _hit_tokens(decision: Decision) -> int:
     match decision:
         case Prefill(cached_tokens=tokens) | Decode(hit_tokens=tokens):
             return tokens
-        case Reject() | Convert():
+        case Reject() | Convert() | CopyPrefix():
             return 0
 
 

@@ -15,7 +15,7 @@ from prometheus_client.openmetrics import exposition as openmetrics_exposition
 from kvroute.gateway.exposition import Counter, Exemplar, Family, Histogram, Key, lines
 from kvroute.gateway.offload_gauges import offload_gauges
 from kvroute.gateway.view import BreakerState, InstanceLoad, Load, Ttft
-from kvroute.types import TIER_COUNT, Convert, Decision, Decode, Prefill, Role
+from kvroute.types import TIER_COUNT, Convert, Decision, Decode, Prefill, Role, Shadowed
 
 Leg: TypeAlias = Literal["prefill", "decode", "passed_on"]
 
@@ -38,6 +38,8 @@ class Metrics:
     def __init__(self, look: Callable[[], Load], roles: dict[str, Role], *, version: str, policy: str) -> None:
         """Args: `look` gives the load now, called once per page; `roles` are by instance (set anew at a reload)."""
         self._look, self.roles, self.version, self.policy = look, roles, version, policy
+        self.shadow = ""
+        """The policy in the shadow."""
         self._process = CollectorRegistry()
         ProcessCollector(registry=self._process)
         requests, legs = ("endpoint", "code"), ("leg", "engine", "kind")
@@ -68,6 +70,12 @@ class Metrics:
             ("tier",),
         )
         self._transfer_bytes = Counter("kvroute_transfer_bytes_total", "KV bytes given to the network.", ("tier",))
+        self._shadowed = Counter(
+            "kvroute_shadow_decisions_total", "Decode decisions, by what the shadow would do.", ("policy", "verdict")
+        )
+        self._shadow_s = Counter(
+            "kvroute_shadow_seconds_total", "Predicted seconds between the two choices.", ("policy", "by")
+        )
         self._prompt_tokens = Counter("kvroute_prompt_tokens_total", "Tokens of all prompts.")
         self._hit_tokens = Counter("kvroute_prefix_hit_tokens_total", "Prompt tokens cached where they went.", ("leg",))
         self._relayed_bytes = Counter("kvroute_relayed_bytes_total", "Answer bytes relayed to clients.")
@@ -97,6 +105,8 @@ class Metrics:
             kind = _DECODE
             self._decisions.add(("decode", decision.target))
             self._hit_tokens.add(kind, decision.hit_tokens)
+            if decision.shadow is not None:
+                self._shadow(decision, decision.shadow)
         elif type(decision) is Convert:
             kind = _CONVERT
             self._decisions.add(("convert", decision.instance))
@@ -104,6 +114,14 @@ class Metrics:
             kind = _REJECT
             self._decisions.add(("reject", ""))
         self._decision_s.observe(kind, seconds)
+
+    def _shadow(self, decision: Decode, shadow: Shadowed) -> None:
+        same = shadow.target == decision.target
+        self._shadowed.add((self.shadow, "same" if same else "differs" if shadow.target else "refuses"))
+        if not same and shadow.loss_s is not None:
+            self._shadow_s.add((self.shadow, "acting"), shadow.loss_s)
+        if not same and shadow.gain_s is not None:
+            self._shadow_s.add((self.shadow, "shadow"), shadow.gain_s)
 
     def prompt_read(self, tokens: int) -> None:
         """A prompt was counted."""

@@ -33,6 +33,7 @@ def site_faults(
     cluster: Cluster, settings: GatewaySettings, lines: Lines, places: Mapping[str, Key]
 ) -> Iterator[FileError]:
     """What keeps prefills from being offloaded in this cluster. Args: `places` of its instances in the file."""
+    yield from _early_faults(cluster, settings, lines, places)
     if settings.offload is None:
         return
     try:
@@ -48,3 +49,28 @@ def site_faults(
         if instance.role == "decode":
             what = f"{instance.name} may come to prefill, and {endpoint.protocol} needs its bootstrap server then"
             yield lines.error(what, (*places[instance.name], "endpoint"), "add `bootstrap: HOST:PORT`")
+
+
+def _early_faults(
+    cluster: Cluster, settings: GatewaySettings, lines: Lines, places: Mapping[str, Key]
+) -> Iterator[FileError]:
+    """Instances whose KV cache could not be asked for before it is computed, though `layerwise` says so."""
+    homes = {instance.datacenter for instance in cluster.instances if instance.role != "prefill"}
+    offload = settings.offload
+    converts = offload is not None and offload.conversion is not None
+    for instance in cluster.instances:
+        at_home, endpoint = instance.datacenter in homes, instance.endpoint
+        early = settings.layerwise if at_home else settings.layerwise or (offload is not None and offload.layerwise)
+        if (
+            endpoint is None
+            or not early
+            or not (instance.role == "prefill" or (converts and instance.role == "decode"))
+        ):
+            continue
+        place = (*places[instance.name], "endpoint")
+        if endpoint.protocol == "mooncake":
+            what = f"`layerwise` asks for the KV cache of {instance.name} early, and mooncake knows no such thing"
+            yield lines.error(what, place, "leave `layerwise` out, or use kvroute's connector")
+        elif endpoint.protocol == "vllm" and not endpoint.bootstrap:
+            what = f"`layerwise` has the KV cache of {instance.name} asked for early, and nothing says where"
+            yield lines.error(what, place, "add `bootstrap: HOST:PORT`, its connector's `advertised_host` and `port`")

@@ -16,7 +16,7 @@ _LAMBDA = Family(
     ("split", "binding"),
 )
 _GAIN = Family("gauge", "kvroute_review_gain_ratio", "Share of the best split's throughput that the present misses.")
-_SITE_GAUGES: tuple[tuple[Family, Callable[[SiteLoad], float]], ...] = (
+_SITE_GAUGES: tuple[tuple[Family, Callable[[SiteLoad], float | None]], ...] = (
     (
         Family("gauge", "kvroute_offload_threshold_tokens", "Longer prompts are prefilled there.", ("site",)),
         lambda site: site.threshold_tokens,
@@ -38,6 +38,22 @@ _SITE_GAUGES: tuple[tuple[Family, Callable[[SiteLoad], float]], ...] = (
         lambda site: site.backlog_s,
     ),
     (
+        Family("gauge", "kvroute_way_others_ratio", "Of the way home, what others take.", ("site",)),
+        lambda site: site.others,
+    ),
+    (
+        Family("gauge", "kvroute_way_sent_bytes_per_second", "Own KV on the way home, by its kernels.", ("site",)),
+        lambda site: site.sent_bytes_per_s,
+    ),
+    (
+        Family("gauge", "kvroute_way_sent_again_ratio", "Of it, what had to be sent again.", ("site",)),
+        lambda site: site.sent_again_ratio,
+    ),
+    (
+        Family("gauge", "kvroute_way_queue_delay_seconds", "Round trip beyond the shortest one.", ("site",)),
+        lambda site: site.queue_delay_s,
+    ),
+    (
         Family("gauge", "kvroute_way_state", "Way home: 0 in use, 1 being tried, 2 shut.", ("site",)),
         lambda site: _WAY[site.way],
     ),
@@ -48,7 +64,8 @@ def offload_gauges(offload: OffloadLoad | None) -> Iterator[tuple[Family, Iterab
     """Families with their samples; without any where prefills stay in their datacenter."""
     sites = offload.sites if offload is not None else ()
     for family, value in _SITE_GAUGES:
-        yield family, [((site.name,), value(site)) for site in sites]
+        told = [(site.name, value(site)) for site in sites]
+        yield family, [((name,), sample) for name, sample in told if sample is not None]
     yield _CONVERTING, [((), len(offload.conversions))] if offload is not None else []
     review = offload.review if offload is not None else None
     limits = [] if review is None else [("present", review.lambda_max_per_s), ("best", review.best_per_s)]

@@ -14,6 +14,7 @@ from kvroute.gateway.amounts import Limit, LimitOrNone, Share, Tokens, Wait, tok
 from kvroute.policies.allocation import LongTerm
 from kvroute.policies.offload import OffloadSpec
 from kvroute.policies.threshold import Rule, ShortTerm
+from kvroute.policies.throughput import Reading
 from kvroute.topology.schema import Entry
 from kvroute.topology.units import Duration
 from kvroute.types import InputError
@@ -65,6 +66,8 @@ class LongTermSection(Entry, frozen=True, kw_only=True):
     window_s: Wait = field(name="window", default=Wait(_LONG.window_s))
     requests_min: Limit = _LONG.requests_min
     gain_min: Share = _LONG.gain_min
+    threshold_gain_min: Share = _LONG.threshold_gain_min
+    reading: Reading = _LONG.reading
     at_once: Limit = _LONG.at_once
     prefill_min: LimitOrNone = _LONG.prefill_min
     decode_min: LimitOrNone = _LONG.decode_min
@@ -79,6 +82,8 @@ class LongTermSection(Entry, frozen=True, kw_only=True):
             window_s=float(self.window_s),
             requests_min=self.requests_min,
             gain_min=self.gain_min,
+            threshold_gain_min=self.threshold_gain_min,
+            reading=self.reading,
             at_once=self.at_once,
             prefill_min=self.prefill_min,
             decode_min=self.decode_min,
@@ -94,6 +99,8 @@ class WaySection(Entry, frozen=True, kw_only=True):
     """KV transfers in a row."""
     open_s: Wait = field(name="open", default=Wait(3.0))
     """Then nothing is sent there for so long; one request tries."""
+    still_s: Wait = field(name="still", default=Wait(2.0))
+    """Or by engines that show their connections: something is to be sent, and for so long nothing has gone."""
 
 
 class ConversionSection(Entry, frozen=True, kw_only=True):
@@ -118,6 +125,7 @@ class OffloadSection(Entry, frozen=True, kw_only=True):
     """A base for good; None: searched from the observed traffic."""
     rule: Rule = "scarce"
     layerwise: bool = False
+    """KV leaves a prefill-only site while it is computed; False: when it is complete."""
     stay_factor: Factor | None = None
     look_s: Wait = field(name="look", default=Wait(2.0))
     """The thresholds follow the links, and reviews are due, at least so often."""
@@ -136,9 +144,6 @@ class OffloadSection(Entry, frozen=True, kw_only=True):
         if self.rule != "scarce":
             what = f"`rule: {self.rule}` copies cached prefixes between datacenters, and engines have no order for that"
             raise InputError(what, where="offload.rule", mend="write `rule: scarce`, or leave it out")
-        if self.layerwise:
-            what = "`layerwise` sends the KV cache while it is computed, and engines hand it over when it is complete"
-            raise InputError(what, where="offload.layerwise", mend="leave it out")
         return OffloadSpec(
             threshold_tokens=None if self.threshold is None else tokens(self.threshold),
             rule=self.rule,

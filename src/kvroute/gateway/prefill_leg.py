@@ -18,10 +18,12 @@ if TYPE_CHECKING:
 class PrefillLeg(Leg):
     """Collects the short answer of a prefill engine; after its end it stays the journey's word on where the KV is."""
 
-    __slots__ = ("handover", "meeting")
+    __slots__ = ("_early", "handover", "meeting")
 
-    def __init__(self, journey: Journey, station: Station, now: float) -> None:
+    def __init__(self, journey: Journey, station: Station, now: float, *, early: bool) -> None:
+        """Args: `early`: the decode leg is sent at once, too."""
         super().__init__(journey, station, now)
+        self._early = early
         self.meeting: Meeting | None = None
         self.handover: Raw | None = None
         """What the decode engine is to be told of the answer."""
@@ -29,7 +31,7 @@ class PrefillLeg(Leg):
     def begin(self, now: float) -> bool:
         """Send the leg, now or once it is known where to meet; False where it has failed already."""
         station = self.station
-        meeting = self.meeting = station.meeting(self.journey.serving.draw)
+        meeting = self.meeting = station.meeting(self.journey.serving.draw, early=self._early)
         if meeting is None:
             station.meet(self._met)
             return True
@@ -95,7 +97,8 @@ class PrefillLeg(Leg):
             journey.broke(error)
 
     def lost(self, kind: str, why: str, status: int, *, sent: bool) -> None:
-        """See Leg: another prefill instance, if the budget allows."""
+        """See Leg: another prefill instance, if the budget allows. A decode engine that has been told early where the
+        KV cache would be may compute the prompt itself: it goes on where there is no other way."""
         journey = self.journey
         now = journey.serving.now()
         self.station.forget()
@@ -103,6 +106,10 @@ class PrefillLeg(Leg):
         if journey.computed or journey.over:
             return  # nobody needs it any more
         journey.prefill = None
+        alone = self.meeting is not None and self.meeting.early and journey.answer is not None
+        if alone and not journey.serving.prefills_elsewhere(self.station):
+            journey.uncomputed(now)
+            return
         journey.drop_answer(now)
         if journey.may_retry("prefill", now):
             journey.act(journey.serving.decide(PrefillFailed(now, journey.number)), now)

@@ -139,6 +139,11 @@ def _policy_faults(settings: GatewaySettings, lines: Lines) -> Iterator[FileErro
     except InputError as error:
         field = "parameters" if settings.policy in DECODE_POLICIES else "policy"
         yield lines.error(error.what, (SECTION, field), error.mend)
+    if settings.shadow:
+        try:
+            decode_policy(settings.shadow)
+        except InputError as error:
+            yield lines.error(error.what, (SECTION, "shadow"), error.mend)
     try:
         prefill_policy(settings.prefill)
     except InputError as error:

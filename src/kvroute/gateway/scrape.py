@@ -5,21 +5,16 @@ A page has hundreds of series of which three matter: names are looked for in the
 
 from __future__ import annotations
 
-import math
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 
+from kvroute.gateway.kv_links import LinkSeen, LinkTotals, LinkWatch, link_lines, read_links
 from kvroute.gateway.logs import note
 from kvroute.gateway.polling import Answer, Poller
 from kvroute.gateway.pool import Pool
+from kvroute.gateway.samples import labels_of, lines_between, samples, values
 from kvroute.types import Event, InstanceMeasured, KvCleared, TransferMeasured
 
-_SAMPLE = re.compile(rb'[ \t]*(?:\{((?:[^"}]++|"(?:[^"\\]++|\\.)*+")*+)\})?[ \t]*([^\s#{]+)')
-"""Labels and value behind a name; what follows (a timestamp, an exemplar) is not read. Possessive, hence linear."""
-_LABEL = re.compile(rb'([A-Za-z_][A-Za-z0-9_]*)[ \t]*=[ \t]*"((?:[^"\\]|\\.)*)"')
-_ESCAPE = re.compile(rb"\\(.)")
 _VLLM = (b"vllm:num_requests_running", b"vllm:num_requests_waiting", b"vllm:kv_cache_usage_perc")
 _SGLANG = (b"sglang:num_running_reqs", b"sglang:num_queue_reqs", b"sglang:token_usage")
 _OLD_USAGE = b"vllm:gpu_cache_usage_perc"
@@ -55,6 +50,9 @@ class EngineMetrics:
     """By source instance."""
     transfer_lines: bytes = field(default=b"", compare=False, repr=False)
     """Where they stand on the page."""
+    links: Mapping[str, LinkTotals] = field(default_factory=dict)
+    """Connections that its KV leaves by, by target."""
+    link_lines: bytes = field(default=b"", compare=False, repr=False)
 
 
 def read_metrics(page: bytes, before: EngineMetrics | None = None) -> EngineMetrics:
@@ -65,16 +63,19 @@ def read_metrics(page: bytes, before: EngineMetrics | None = None) -> EngineMetr
     """
     page = b"\n" + page
     names = _VLLM if page.find(b"\n" + _VLLM[0]) >= 0 else _SGLANG
-    running, waiting, shares = (_values(page, name) for name in names)
+    running, waiting, shares = (values(page, name) for name in names)
     if not shares and names is _VLLM:
-        shares = _values(page, _OLD_USAGE)
+        shares = values(page, _OLD_USAGE)
     block_tokens, kv_blocks = _cache_config(page)
-    started = _values(page, _STARTED)
-    transfer_lines = _transfer_lines(page)
+    started = values(page, _STARTED)
+    transfer_lines = lines_between(page, _TRANSFER)
     if before is not None and before.transfer_lines == transfer_lines:
         transfers = before.transfers
     else:
         transfers = _transfers(transfer_lines)
+    about_links = link_lines(page)
+    unchanged = before is not None and before.link_lines == about_links
+    links = before.links if before is not None and unchanged else read_links(about_links)
     return EngineMetrics(
         running=round(max(sum(running), 0.0)) if running else None,
         waiting=round(max(sum(waiting), 0.0)),
@@ -84,65 +85,21 @@ def read_metrics(page: bytes, before: EngineMetrics | None = None) -> EngineMetr
         started_s=started[0] if started else None,
         transfers=transfers,
         transfer_lines=transfer_lines,
+        links=links,
+        link_lines=about_links,
     )
-
-
-def _samples(page: bytes, name: bytes) -> Iterator[tuple[bytes, float]]:
-    """Labels as they stand and value of each sample of exactly this name."""
-    line = b"\n" + name
-    at = page.find(line)
-    while at >= 0:
-        at += len(line)
-        if page[at : at + 1] in (b"{", b" ", b"\t"):
-            match = _SAMPLE.match(page, at)
-            if match is not None:
-                value = _number(match[2])
-                if math.isfinite(value):
-                    yield match[1] or b"", value
-        at = page.find(line, at)
-
-
-def _values(page: bytes, name: bytes) -> list[float]:
-    return [value for _, value in _samples(page, name)]
-
-
-def _number(text: bytes) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
-
-
-@lru_cache(maxsize=4096)
-def _labels(text: bytes) -> Mapping[str, str]:
-    """Cached, for pages come every second with the same labels."""
-    return {name.decode(): _unescaped(value) for name, value in _LABEL.findall(text)}
-
-
-def _unescaped(value: bytes) -> str:
-    plain = _ESCAPE.sub(lambda match: b"\n" if match[1] == b"n" else match[1], value) if b"\\" in value else value
-    return plain.decode(errors="replace")
 
 
 def _cache_config(page: bytes) -> tuple[int | None, int | None]:
     """Tokens of a block, and blocks of all engines of the page."""
     block_tokens, kv_blocks = None, 0
-    for text, _ in _samples(page, _CACHE_CONFIG):
-        labels = _labels(text)
+    for text, _ in samples(page, _CACHE_CONFIG):
+        labels = labels_of(text)
         if labels.get("block_size", "").isdecimal():
             block_tokens = int(labels["block_size"])
         if labels.get("num_gpu_blocks", "").isdecimal():
             kv_blocks += int(labels["num_gpu_blocks"])
     return block_tokens, kv_blocks or None
-
-
-def _transfer_lines(page: bytes) -> bytes:
-    """From the first to the last of them, a line's end before each."""
-    start = page.find(_TRANSFER)
-    if start < 0:
-        return b""
-    end = page.find(b"\n", page.rfind(_TRANSFER) + 1)
-    return page[start:] if end < 0 else page[start:end]
 
 
 def _transfers(page: bytes) -> dict[str, TransferTotals]:
@@ -155,8 +112,8 @@ def _transfers(page: bytes) -> dict[str, TransferTotals]:
 
 def _by_source(page: bytes, name: bytes) -> dict[str, float]:
     totals: dict[str, float] = {}
-    for text, value in _samples(page, name):
-        source = _labels(text).get("source", "")
+    for text, value in samples(page, name):
+        source = labels_of(text).get("source", "")
         totals[source] = totals.get(source, 0.0) + value
     return totals
 
@@ -204,6 +161,7 @@ class Scraper:
         now: Callable[[], float],
         *,
         on_restart: Callable[[str, float | None], bool] | None = None,
+        on_links: Callable[[str, Sequence[LinkSeen]], None] | None = None,
         path: str = "/metrics",
         interval_s: float = 1.0,
         timeout_s: float = 1.0,
@@ -215,6 +173,8 @@ class Scraper:
             now: their clock.
             on_restart: (instance, when its new process started) -> whether the asked one looks after what that engine
                 holds, as `KvEvents.restarted` does; else KvCleared is emitted here.
+            on_links: (source instance, how its KV has left for others since its last page), for pages that tell; of
+                one that cannot be read, nothing.
         """
         self.metrics: dict[str, EngineMetrics] = {}
         """The last good page of each."""
@@ -222,6 +182,8 @@ class Scraper:
         self._emit = emit
         self._now = now
         self._on_restart = on_restart
+        self._on_links = on_links
+        self._links = {name: LinkWatch() for name in names}
         self._counters = {name: TransferCounters(name) for name in names}
         self._measured_at: dict[str, float] = {}
         self._failures: dict[str, str] = {}
@@ -263,6 +225,8 @@ class Scraper:
         if name not in self._failures:
             note("warning", "metrics_unreadable", instance=name, reason=answer.failure or wrong)
         self._failures[name] = answer.failure or wrong
+        if self._on_links is not None and self._links[name].forget():
+            self._on_links(name, ())
 
     def _tell(self, name: str, metrics: EngineMetrics) -> None:
         at = self._now()
@@ -282,6 +246,9 @@ class Scraper:
             elif event.source not in self._strangers:
                 self._strangers.add(event.source)
                 note("warning", "kv_transfers_from_stranger", instance=name, source=event.source)
+        seen = self._links[name].seen(metrics.links)
+        if seen is not None and self._on_links is not None:
+            self._on_links(name, seen)
 
     def _restarted(self, name: str, before: EngineMetrics, metrics: EngineMetrics) -> bool:
         """By the process's own word; without it, by its having been gone."""

@@ -206,6 +206,17 @@ class Serving:
         protocols = self._protocols.get(self.model_of(completion.model), self._any_protocol)
         return protocols != {"sglang"}
 
+    def prefills_elsewhere(self, station: Station) -> bool:
+        """Whether another instance is up that could prefill in this one's place."""
+        model, protocol = station.instance.model, station.instance.protocol
+        return any(
+            other is not station
+            and other.guard.up
+            and other.role != "decode"
+            and (other.instance.model, other.instance.protocol) == (model, protocol)
+            for other in self.stations.values()
+        )
+
     def served_models(self) -> list[str]:
         """Names that clients use, where the settings give any, or there are several models."""
         names = sorted(self.settings.models)

@@ -218,6 +218,8 @@ class GatewaySettings(Entry, frozen=True, kw_only=True):
     policy: str = "netkv"
     parameters: dict[str, float] = field(default_factory=dict)
     """Of the policy."""
+    shadow: str = ""
+    """A second decode policy that is asked about every decision and not obeyed; empty: none."""
     prefill: str = "cache-aware"
     """The prefill policy."""
     constraint: str = ""
@@ -246,6 +248,9 @@ class GatewaySettings(Entry, frozen=True, kw_only=True):
     log: LogSettings = LogSettings()
     measure: Measure = "auto"
     """What times transfers: the `engine`'s own counters, the `first-byte` of its answer, or whichever there is."""
+    layerwise: bool = False
+    """KV caches are fetched while they are computed, inside a datacenter too; `offload.layerwise` says so for prompts
+    that another datacenter prefills."""
     offload: OffloadSection | None = None
     """When a prefill leaves its datacenter; None: instances are chosen whatever datacenter they are in."""
 
@@ -254,6 +259,7 @@ class GatewaySettings(Entry, frozen=True, kw_only=True):
         return ControlSpec(
             decode=self.policy,
             parameters=self.parameters,
+            shadow=self.shadow,
             prefill=self.prefill,
             constraint=self.constraint,
             oracle=self.oracle.oracle_settings(),
@@ -261,4 +267,5 @@ class GatewaySettings(Entry, frozen=True, kw_only=True):
             overcommit=True,
             cache_block_tokens=0 if self.prefix == "events" else self.prompt.block_tokens,
             offload=self.offload.spec() if self.offload is not None else None,
+            layerwise=self.layerwise,
         )

@@ -14,6 +14,7 @@ from itertools import islice
 import msgspec
 import numpy as np
 
+from kvroute.control import ShadowTally
 from kvroute.gateway.judgement import judgement_of, short
 from kvroute.gateway.layout import LayoutInstance, layout_of
 from kvroute.gateway.traffic import Rate, WanTraffic
@@ -59,6 +60,7 @@ class ClusterState:
         self._look, self._version = look, version
         self.policy = policy
         self._layout_id = 0
+        self._shadow: ShadowTally | None = None
         self.replace(cluster)
         self._decisions: deque[tuple[int, float, str, Decision]] = deque(maxlen=DECISIONS_MOST)
         self._decided = 0
@@ -82,6 +84,11 @@ class ClusterState:
         self._away = frozenset(site.name for site in self.layout.sites if site.role == "prefill")
         self._prefills, self._offloaded = Rate(int(WINDOW_S)), Rate(int(WINDOW_S))
 
+    def shadow(self, policy: str) -> None:
+        """Which policy is in the shadow from now on, empty for none; one that was there already is counted on."""
+        if policy != (self._shadow.policy if self._shadow else ""):
+            self._shadow = ShadowTally(policy) if policy else None
+
     def arrived(self, at: float) -> None:
         """A request was read."""
         self._arrivals.add(at)
@@ -90,6 +97,8 @@ class ClusterState:
         """A decision was made; its arrays are kept, not copied."""
         self._decided += 1
         self._decisions.append((self._decided, at, self.policy, decision))
+        if self._shadow is not None and type(decision) is Decode:
+            self._shadow.decided(decision)
         if type(decision) is Prefill and decision.offload is not None:
             self._prefills.add(at)
             if decision.offload.site in self._away:
@@ -175,6 +184,7 @@ class ClusterState:
             window_s=WINDOW_S,
             splits=self._splits(at),
             wan=self._traffic.load(((each.source, each.target, each.kv_bytes) for each in self._moving.values()), at),
+            shadow=msgspec.structs.replace(self._shadow) if self._shadow else None,
             offloaded_share=self._offloaded_share(at),
         )
 

@@ -176,13 +176,16 @@ class Station:
         self.under_way -= 1
         assert self.under_way >= 0
 
-    def meeting(self, draw: Callable[[], int]) -> Meeting | None:
+    def meeting(self, draw: Callable[[], int], *, early: bool = False) -> Meeting | None:
         """Where the two legs of a request meet; None while the engine's id is not known (`meet` asks for it).
 
-        `draw` gives 63 random bits.
+        `draw` gives 63 random bits. `early`: both legs are sent at once, whatever the protocol.
         """
         endpoint = self.instance.endpoint
         assert endpoint is not None
+        if endpoint.protocol == "vllm" and early:
+            name = uuid.UUID(int=draw() << 1 | 1).hex
+            return Meeting(transfer_id=name, bootstrap=endpoint.bootstrap, early=True, instance=self.name)
         if endpoint.protocol == "vllm":
             return _PLAIN
         if endpoint.protocol == "sglang":

@@ -202,5 +202,6 @@ class Succession:
         exact, deadlines = prompts.exact, common.deadlines
         serving.stations = stations_of(cluster, settings, serving.changed, deadlines, exact=exact)
         if settings.offload is not None:
-            serving.ways = Ways(cluster, serving.stations, settings.offload.way)
+            scrape_s = float(settings.scrape.interval_s)
+            serving.ways = Ways(cluster, serving.stations, settings.offload.way, scrape_s=scrape_s)
         return serving

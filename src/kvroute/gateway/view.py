@@ -6,6 +6,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from kvroute.control import ShadowTally
 from kvroute.gateway.judgement import Judgement
 from kvroute.gateway.layout import Layout
 from kvroute.types import TIER_COUNT, Role
@@ -62,6 +63,12 @@ class SiteLoad(msgspec.Struct, frozen=True, kw_only=True):
     """By others alone."""
     bytes_per_s: float
     """What the way carries, by the cluster file."""
+    sent_bytes_per_s: float | None = None
+    """Own KV on the way home, by the kernels that send it; None: they do not say, or nothing is sent, as the next."""
+    sent_again_ratio: float | None = None
+    """Of it, what had to be sent again."""
+    queue_delay_s: float | None = None
+    """Round trip beyond the shortest."""
     backlog_bytes: float
     """Own KV bytes booked and not landed."""
     backlog_s: float
@@ -221,6 +228,8 @@ class Tick(msgspec.Struct, frozen=True, kw_only=True):
     window_s: float
     splits: tuple[Split, ...]
     wan: tuple[WanLoad, ...]
+    shadow: ShadowTally | None
+    """None: no policy is in the shadow."""
     offloaded_share: float | None
     """Of the prefills of the last `window_s`, those sent to a datacenter that only prefills; None: there were none."""
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from kvroute.gateway.handover import stays
 from kvroute.gateway.health import HealthChecks
 from kvroute.gateway.kv_events import KvEvents
+from kvroute.gateway.link_news import LinkNews
 from kvroute.gateway.logs import note
 from kvroute.gateway.pool import Pool
 from kvroute.gateway.prometheus import PrometheusSource
@@ -62,6 +63,7 @@ class Watchers:
             self._heard,
             serving.now,
             on_restart=self._kv_events.restarted,
+            on_links=LinkNews(serving).seen,
             path=scrape.path,
             interval_s=float(scrape.interval_s),
             timeout_s=float(scrape.interval_s),

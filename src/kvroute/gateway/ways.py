@@ -1,22 +1,29 @@
 """The ways home from datacenters that only prefill, as the gateway has seen them: a breaker over each one's transfers.
 
-Without telemetry nobody says that a link between datacenters is cut; what fails on it does. While a way is shut, the
-core is told that nobody is up behind it, so that everything is prefilled at home; one request at a time tries it.
+Without telemetry nobody says that a link between datacenters is cut; what fails on it does, and, sooner, the kernels
+that send over it where they can be asked. While a way is shut, the core is told that nobody is up behind it, so that
+everything is prefilled at home; one request at a time tries it, unless it is known to stand still.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from kvroute.gateway.breaker import Attempt, Breaker, BreakerState
+from kvroute.gateway.kv_links import LinkSeen
 from kvroute.gateway.logs import note
 from kvroute.gateway.offload_settings import WaySection
 from kvroute.gateway.station import Guard, Station
+from kvroute.gateway.way_signals import WaySignals
 from kvroute.topology import Cluster
 from kvroute.types import Prefill
 
 _CUT = "way"
 """Why an instance is held back."""
+_STILL = "transfers stand still"
+"""Why a way is."""
+_FRESH_PAGES = 3.0
+"""A page of metrics counts for so many intervals."""
 
 
 class Passage:
@@ -55,8 +62,14 @@ class Passage:
 class Ways:
     """One guard for each datacenter without decode instances."""
 
-    def __init__(self, cluster: Cluster, stations: Mapping[str, Station], section: WaySection) -> None:
+    def __init__(
+        self, cluster: Cluster, stations: Mapping[str, Station], section: WaySection, *, scrape_s: float
+    ) -> None:
+        """Args: `scrape_s`: an engine's metrics are read so often."""
         self._stations = stations
+        still_s = max(float(section.still_s), scrape_s)
+        self.signals = WaySignals(cluster, still_s=still_s, fresh_s=_FRESH_PAGES * scrape_s)
+        """What kernels say."""
         homes = {instance.datacenter for instance in cluster.instances if instance.role != "prefill"}
         self._site = {i.name: i.datacenter for i in cluster.instances if i.datacenter not in homes}
         self.guards: dict[str, Guard] = {}
@@ -79,7 +92,9 @@ class Ways:
     def state(self, site: str, now: float) -> BreakerState:
         """Of the way from a datacenter."""
         guard = self.guards.get(site)
-        return guard.breaker.state(now) if guard is not None else "closed"
+        if guard is None:
+            return "closed"
+        return "open" if guard.why else guard.breaker.state(now)
 
     def inherit(self, before: Ways, now: float) -> None:
         """A reload: what is known of a way stays known."""
@@ -90,15 +105,38 @@ class Ways:
 
     def look(self, now: float) -> None:
         """What changes with time alone."""
-        for guard in self.guards.values():
+        for site, guard in self.guards.items():
             guard.look(now)
+            self._stands(site, now)
+
+    def links_seen(self, source: str, seen: Sequence[LinkSeen], now: float) -> None:
+        """How a prefill instance's KV leaves it, by its own page."""
+        self.signals.heard(source, seen, now)
+        site = self._site.get(source)
+        if site is not None:
+            self._stands(site, now)
+
+    def others(self, now: float) -> float | None:
+        """Share of the ways that others take, of the fullest; None: nothing tells."""
+        ways = [self.signals.way(site, now) for site in self.guards]
+        return max((way.others for way in ways if way is not None and way.others is not None), default=None)
+
+    def _stands(self, site: str, now: float) -> None:
+        """Shut a way that stands still before anybody has given up waiting; it is open again once something moves, or
+        nothing waits any more."""
+        way, guard = self.signals.way(site, now), self.guards[site]
+        still = way is not None and way.still
+        if still and not guard.why:
+            guard.hold(_STILL, now)
+        elif guard.why and not still:
+            guard.let_go(_STILL, now)
 
     def _changed(self, site: str, up: bool, now: float) -> None:
-        state = self.guards[site].breaker.state(now)
+        state = self.state(site, now)
         if state == "closed":
             note("warning", "way_open", site=site)
         elif not self._shut.get(site, False):
-            note("warning", "way_shut", site=site)
+            note("warning", "way_shut", site=site, reason=self.guards[site].why or "transfers have failed")
         self._shut[site] = state != "closed"
         self.changing = True
         for name, datacenter in self._site.items():

@@ -36,7 +36,7 @@ class Server:
 
     name: str
     ports: list[int]
-    """Of HTTP, KV events and their replay."""
+    """Of HTTP, KV events, their replay, and, on one that prefills, KV."""
     process: subprocess.Popen[bytes]
     log: Path
     fault_file: Path
@@ -122,6 +122,8 @@ class Pair:
 
     def revive(self) -> None:
         """Start again whatever is dead, on its old ports."""
+        if not self.prefill.alive:
+            self.prefill = start_member("kv_producer", self.prefill.name, self.model, self.folder, self.prefill.ports)
         if not self.decode.alive:
             self.decode = start_member("kv_consumer", self.decode.name, self.model, self.folder, self.decode.ports)
         if not self.other.alive:
@@ -162,7 +164,7 @@ def pair(cluster: Pair) -> Pair:
 
 def start_member(role: str, name: str, model: Path, folder: Path, ports: list[int] | None = None) -> Server:
     """Start a server of the cluster in `role` (`kv_producer` or `kv_consumer`); it is not ready yet."""
-    ports = ports or free_ports(3)
+    ports = ports or free_ports(4)
     connector = {
         "kv_connector": "KvrouteConnector",
         "kv_connector_module_path": "kvroute.connector.vllm",
@@ -176,6 +178,7 @@ def start_member(role: str, name: str, model: Path, folder: Path, ports: list[in
             "dscp": {"kv": 10},
             "fault_file": str(folder / f"{name}.fault"),
             "layerwise": role == "kv_producer",
+            "port": ports[3],
         },
     }
     publisher = {

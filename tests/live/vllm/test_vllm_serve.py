@@ -12,6 +12,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,8 +60,8 @@ class Gateway:
         return sum(float(line.rsplit(" ", 1)[1]) for line in samples if all(label in line for label in wanted))
 
 
-def cluster_file(pair: Pair) -> str:
-    """Three instances on two nodes, as vLLM serves them."""
+def cluster_file(pair: Pair, more: dict[str, Any]) -> str:
+    """Three instances on two nodes, as vLLM serves them. Args: `more` of the gateway's settings."""
     model = str(pair.model / "config.json")
     roles = {"prefill0": "prefill", "decode0": "decode", "decode1": "decode"}
     document = {
@@ -88,7 +89,12 @@ def cluster_file(pair: Pair) -> str:
                 "name": server.name,
                 "role": roles[server.name],
                 "gpus": f"node{min(index, 1)}:{max(index - 1, 0)}",
-                "endpoint": {"url": server.url, "kv_events": server.events, "kv_replay": server.replay},
+                "endpoint": {
+                    "url": server.url,
+                    "kv_events": server.events,
+                    "kv_replay": server.replay,
+                    "bootstrap": f"127.0.0.1:{server.ports[3]}",
+                },
             }
             for index, server in enumerate(pair.servers)
         ],
@@ -96,6 +102,7 @@ def cluster_file(pair: Pair) -> str:
             "models": {"tiny": model},
             "prompt": {"tokenizer": str(pair.model / "tokenizer.json"), "block_tokens": 32},
             "health": {"interval": "500 ms"},
+            **more,
         },
     }
     return json.dumps(document)  # which YAML includes
@@ -103,23 +110,29 @@ def cluster_file(pair: Pair) -> str:
 
 @pytest.fixture(scope="module")
 def process(cluster: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
-    """It ends by SIGTERM, and ends well."""
-    tmp_path = tmp_path_factory.mktemp("gateway")
-    file, ready, log = (tmp_path / name for name in ("cluster.yaml", "ready.json", "events.log"))
+    """One for all tests of the module."""
+    with serving(cluster, tmp_path_factory.mktemp("gateway")) as gateway:
+        yield gateway
+
+
+@contextmanager
+def serving(cluster: Pair, folder: Path, **more: Any) -> Iterator[Gateway]:
+    """A gateway in front of all servers; it ends by SIGTERM, and ends well. Args: `more` of its settings."""
+    file, ready, log = (folder / name for name in ("cluster.yaml", "ready.json", "events.log"))
     cluster.revive()
     before = pulled_bytes(cluster)
-    file.write_text(cluster_file(cluster), encoding="utf-8")
+    file.write_text(cluster_file(cluster, more), encoding="utf-8")
     command = [sys.executable, "-m", "kvroute.cli.app", "serve", str(file), "--port", "0", "--admin-port", "0"]
-    with (tmp_path / "gateway.txt").open("wb") as output:
+    with (folder / "gateway.txt").open("wb") as output:
         process = subprocess.Popen(
             [*command, "--ready-file", str(ready), "--log", str(log)], stdout=output, stderr=subprocess.STDOUT
         )
     try:
         until(lambda: process.poll() is not None or (ready.exists() and ready.read_bytes().endswith(b"}")))
-        assert process.poll() is None, (tmp_path / "gateway.txt").read_text(encoding="utf-8")
+        assert process.poll() is None, (folder / "gateway.txt").read_text(encoding="utf-8")
         yield Gateway(process, **json.loads(ready.read_bytes()), log=log, pulled_before=before)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30.0) == 0, (tmp_path / "gateway.txt").read_text(encoding="utf-8")
+        assert process.wait(30.0) == 0, (folder / "gateway.txt").read_text(encoding="utf-8")
     finally:
         process.kill()
         process.wait()
@@ -128,9 +141,14 @@ def process(cluster: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 @pytest.fixture
 def gateway(process: Gateway, pair: Pair) -> Gateway:
     """All servers are up by its own word, those too that a test before had killed."""
-    names = [server.name for server in pair.servers]
-    until(lambda: all(process.metric("kvroute_instance_up", engine=name) == 1 for name in names))
+    all_up(process, pair)
     return process
+
+
+def all_up(gateway: Gateway, pair: Pair) -> None:
+    """Wait until the gateway knows it."""
+    names = [server.name for server in pair.servers]
+    until(lambda: all(gateway.metric("kvroute_instance_up", engine=name) == 1 for name in names))
 
 
 def until(condition: Callable[[], bool]) -> None:

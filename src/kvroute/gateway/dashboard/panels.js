@@ -9,6 +9,11 @@ const $ = (id) => document.getElementById(id);
 const BREAKER = ["closed", "half-open", "open"];
 const TERM_COLOURS = ["#ee6677", "#4477aa", "#ccbb44", "#66ccee", "#aa3377", "#228833"];
 const LIST_MOST = 14;
+const PLACED = {
+  short: "what is not cached is no longer than the threshold", long: "what is not cached is longer than the threshold",
+  home_down: "nobody at home is up who prefills", away_down: "no other datacenter is to be had",
+  not_worth_it: "the way home would take far longer than to stay", nobody_up: "nobody is up",
+};
 
 export class Panels {
   constructor() {
@@ -42,6 +47,7 @@ export class Panels {
     this.tick = tick;
     const { load } = tick;
     setText($("policy"), tick.policy);
+    this.shadow(tick.shadow);
     setText($("uptime"), `up ${clock(tick.at)}`);
     setText($("version"), tick.version);
     this.figures(tick, load);
@@ -51,6 +57,16 @@ export class Panels {
     this.offloading.setTick(tick);
     this.decisions(tick.decisions);
     if ($("table-box").open) this.table();
+  }
+
+  shadow(shadow) {
+    const chip = $("shadow");
+    chip.hidden = !shadow;
+    if (!shadow) return;
+    const { policy, decisions, differ, gain_s, loss_s } = shadow;
+    const share = decisions ? differ / decisions : 0, each = (sum) => seconds(sum / Math.max(differ, 1));
+    setText(chip, `in the shadow: ${policy}, differs ${percent(share)}`);
+    chip.title = `Asked and not obeyed. ${differ} of ${decisions} decode decisions would be others: ${each(gain_s)} less a choice by its own terms, ${each(loss_s)} more by ${this.tick.policy}'s.`;
   }
 
   figures(tick, load) {
@@ -182,7 +198,7 @@ export class Panels {
     setText(when, clock(decision.at));
     setText(request, decision.request_id < 0 ? "" : `#${decision.request_id}`);
     setText(kind, decision.kind);
-    setText(path, decision.kind === "reject" ? decision.reason : decision.kind === "convert" ? `${decision.chosen} changes its role` : decision.source ? `${decision.source} → ${decision.chosen}` : decision.chosen);
+    setText(path, decision.kind === "reject" ? decision.reason : decision.kind === "convert" ? `${decision.chosen} → ${decision.role}` : decision.source ? `${decision.source} → ${decision.chosen}` : decision.chosen);
     setText(terms, winner && decision.unit === "s" ? summands(winner.terms) : "");
     setText(badge, decision.tier === null ? "" : this.layout.tiers[decision.tier]);
     badge.style.borderColor = decision.tier === null ? "transparent" : TIER_COLOURS[decision.tier];
@@ -203,8 +219,9 @@ export class Panels {
     setText($("why-note"), `${whose}, ${clock(decision.at)}`);
     box.replaceChildren();
     if (decision.reason) box.append(element("p", "", decision.reason));
+    if (decision.offload) box.append(...this.offloaded(decision.offload));
     if (!decision.candidates.length) {
-      box.append(element("p", "empty", decision.kind === "convert" ? `${decision.chosen} is drained and takes its other role: the review under Datacenters says why.` : decision.chosen ? `${decision.chosen}; this decision keeps no terms.` : "No candidates."));
+      box.append(element("p", "empty", decision.kind === "convert" ? `${decision.chosen} is drained and will serve ${decision.role}: the review under Datacenters says why.` : decision.chosen ? `${decision.chosen}; this decision keeps no terms.` : "No candidates."));
       return;
     }
     const names = Object.keys(decision.candidates[0].terms), times = decision.unit === "s" ? names.filter(isTime) : [];
@@ -228,10 +245,39 @@ export class Panels {
     });
     const keys = element("div", "keys");
     keys.append(...times.map((name, part) => key(TERM_COLOURS[part % TERM_COLOURS.length], spoken(name), true)));
+    if (decision.shadow) keys.append(this.shadowed(decision));
     if (decision.others) keys.append(`and ${decision.others} dearer candidates`);
     const scroll = element("div", "scroll");
     scroll.append(table);
     box.append(scroll, keys);
+  }
+
+  // Why a prompt is prefilled in this datacenter, and what each of them would have taken.
+  offloaded({ site, reason, terms }) {
+    const why = `prefilled at ${site}: ${PLACED[reason] ?? reason}; ${figures(terms.incremental_tokens ?? 0)} tokens not cached, the threshold ${figures(terms.threshold_tokens ?? 0)}`;
+    const sites = new Map();
+    for (const [name, value] of Object.entries(terms)) {
+      const cut = name.lastIndexOf(".");
+      if (cut < 0) continue;
+      const figure = name.slice(cut + 1), of = name.slice(0, cut);
+      sites.set(of, { ...sites.get(of), [figure]: value });
+    }
+    const columns = [...new Set([...sites.values()].flatMap(Object.keys))];
+    const table = element("table"), scroll = element("div", "scroll");
+    table.append(element("thead"), element("tbody"));
+    fillTable(table, ["datacenter", ...columns.map(spoken)], [...sites].map(([name, own]) => [name, ...columns.map((column) => term(column, own[column], this.layout.tiers))]));
+    [...sites.keys()].forEach((name, k) => table.tBodies[0].rows[k].classList.toggle("chosen", name === site));
+    scroll.append(table);
+    return [element("p", "", why), scroll];
+  }
+
+  // What the policy in the shadow would have done.
+  shadowed({ chosen, shadow }) {
+    const who = this.tick.shadow?.policy ?? "the shadow";
+    if (!shadow.target) return `${who} would have refused it. `;
+    if (shadow.target === chosen) return `${who} would have chosen the same. `;
+    const by = [["gain_s", "less by its own terms"], ["loss_s", "more by these"]].filter(([name]) => typeof shadow[name] === "number");
+    return `${who} would have chosen ${shadow.target}${by.map(([name, words]) => `, ${seconds(shadow[name])} ${words}`).join("")}. `;
   }
 
   // Why a candidate could not be chosen, as far as the decision tells.

@@ -1,0 +1,143 @@
+"""What sending while computing saves: TTFT of prompts that another datacenter prefills, layer by layer and serial.
+
+`python -m bench.gateway.layerwise` starts the embedded two-datacenter example twice, with a link that is about as slow
+as the prefill, and sends it one prompt after the other: nothing queues, so that a TTFT is prefill and transfer alone.
+Beside each mode stands the simulator's word on the same file and trace. `--speed` divides every time of the example.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+from bench.gateway.two_datacenters import EXAMPLE, faster
+from bench.measurement import Failed, Row, show
+
+from kvroute import topology
+from kvroute.experiments.live import Comparison, Question, embedded, observed, playable, played, predict
+from kvroute.sim.workload import Trace, TracedRequest
+from kvroute.topology.units import Bandwidth
+from kvroute.types import InputError
+
+Mode = Literal["serial", "layerwise"]
+MODES: tuple[Mode, ...] = ("serial", "layerwise")
+TOKENS = (8_192, 32_768, 65_536, 131_072)
+BLOCK_TOKENS = 16
+GBPS = 2.5
+"""About as many as a fast instance makes of KV (PrfaaS table 3)."""
+SLOWEST_S, PAUSE_S = 20.0, 1.0
+"""The longest prompt, prefilled and sent one after the other, at speed 1; and time to draw breath."""
+WITHIN = 0.10
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """What is sent, over which link."""
+
+    rounds: int = 3
+    gbps: float = GBPS
+    speed: float = 4.0
+
+
+def file_of(course: Course, mode: Mode, folder: Path) -> Path:
+    """The example with a slow link; every prompt leaves its datacenter, and nothing else changes."""
+    path = folder / f"{mode}.yaml"
+    file, replace = topology.load(faster(course.speed, folder)).file, msgspec.structs.replace
+    wan = [replace(link, bytes_per_s=Bandwidth(course.gbps * course.speed * 1e9 / 8)) for link in file.wan]
+    offload = {
+        "threshold": "1K tokens",
+        "layerwise": mode == "layerwise",
+        "short_term": {"enabled": False},
+        "long_term": {"requests_min": 1_000_000},
+    }
+    path.write_text(replace(file, wan=wan, gateway={"offload": offload}).to_yaml(), encoding="utf-8")
+    return path
+
+
+def trace_of(course: Course) -> Trace:
+    """Every length once a round, each prompt when the one before is long answered."""
+    at_s, requests = 0.0, list[TracedRequest]()
+    for tokens in TOKENS * course.rounds:
+        requests.append(TracedRequest(at_s, tokens, 2, (), BLOCK_TOKENS))
+        at_s += SLOWEST_S * tokens / TOKENS[-1] / course.speed + PAUSE_S
+    return playable(Trace("one after the other", tuple(requests)), 2)
+
+
+def compared(course: Course, mode: Mode, folder: Path) -> Comparison:
+    """One mode, live and predicted. Raises Failed where the gateway did not start, or an answer is missing."""
+    question = Question(file_of(course, mode, folder), trace_of(course), "netkv", "cache-aware", 0)
+    try:
+        with embedded(question) as starting:
+            predicted, served = predict(question), starting()
+            answers, _ = played(served, question.trace)
+            live = observed(answers, served.page("/metrics").decode())
+    except InputError as error:
+        raise Failed(str(error)) from None
+    if live.answered < len(question.trace.requests):
+        raise Failed(f"{mode}: {live.answered} answers; {'; '.join(live.errors[:1])}")
+    return Comparison(mode, live, predicted)
+
+
+def by_length(ttft_s: Sequence[float | None]) -> list[float]:
+    """Median of every length, in the order of TOKENS."""
+    return [statistics.median(one for one in ttft_s[k :: len(TOKENS)] if one is not None) for k in range(len(TOKENS))]
+
+
+def rows(found: dict[Mode, Comparison], course: Course) -> list[Row]:
+    """Length by length how long each mode takes, live beside simulated, and their ratio."""
+    live, simulated = (
+        {mode: by_length(getattr(one, half).ttft_s) for mode, one in found.items()} for half in ("live", "predicted")
+    )
+    made = []
+    for k, tokens in enumerate(TOKENS):
+        for mode in MODES:
+            ours, peer = live[mode][k] * course.speed, simulated[mode][k] * course.speed
+            what = f"TTFT, {tokens:,} tokens, {mode}"
+            made.append(Row(measure=what, unit="s", better="lower", ours=ours, peer=peer, peer_name="simulated"))
+    ratios = [live["layerwise"][k] / live["serial"][k] for k in range(len(TOKENS))]
+    due = [simulated["layerwise"][k] / simulated["serial"][k] for k in range(len(TOKENS))]
+    each = ", ".join(f"{tokens // 1024}K {ratio:.2f}" for tokens, ratio in zip(TOKENS, ratios, strict=True))
+    made.append(
+        Row(
+            measure="TTFT, layer-wise over serial (median of the lengths)",
+            unit="",
+            better="lower",
+            ours=statistics.median(ratios),
+            peer=statistics.median(due),
+            peer_name="simulated",
+            note=f"{each}; link {course.gbps:g} Gbps; all times of the example / {course.speed:g}",
+        )
+    )
+    off = max(abs(one / other - 1.0) for one, other in zip(ratios, due, strict=True))
+    worst = "the ratio live against simulated: off by at most"
+    made.append(Row(measure=worst, unit="%", better="lower", ours=100 * off, target=100 * WITHIN))
+    return made
+
+
+def main() -> None:
+    """Both modes, as rows or as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    course = Course()
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--rounds", type=int, default=course.rounds)
+    parser.add_argument("--gbps", type=float, default=course.gbps, help="rate of the link at speed 1")
+    parser.add_argument("--speed", type=float, default=course.speed)
+    given = parser.parse_args()
+    course = Course(given.rounds, given.gbps, given.speed)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            found = {mode: compared(course, mode, Path(folder)) for mode in MODES}
+    except Failed as failed:
+        sys.exit(str(failed))
+    show(rows(found, course), given.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,299 @@
+"""What kernels say of KV on its way: pages read as Prometheus reads them, two looks into an observation, observations
+into a way's state, and all of it through the gateway while a link between datacenters is cut, slow or whole."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Mapping
+from dataclasses import fields, replace
+
+import pytest
+import uvloop
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
+from tests.gateway.rig import Rig
+from tests.gateway.two_sites import AWAY, HOME, LONG, OFFLOAD, TEXT, comes, metric, two_sites, until
+
+from kvroute.gateway.kv_links import LinkSeen, LinkTotals, LinkWatch, between, link_lines, read_links
+from kvroute.gateway.way_signals import OTHERS_MAX, WaySignals
+from kvroute.topology import parse
+from kvroute.types import CongestionMeasured, Event, TransferMeasured
+
+NAMES = {
+    "kvroute:kv_sent_bytes_total": "sent_bytes",
+    "kvroute:kv_sent_again_bytes_total": "again_bytes",
+    "kvroute:kv_sent_busy_seconds_total": "busy_s",
+    "kvroute:kv_link_connections": "connections",
+    "kvroute:kv_link_rtt_seconds": "rtt_s",
+    "kvroute:kv_link_min_rtt_seconds": "min_rtt_s",
+    "kvroute:kv_link_queue_bytes": "queue_bytes",
+    "kvroute:kv_link_unsent_bytes": "unsent_bytes",
+    "kvroute:kv_link_looked_seconds": "looked_s",
+}
+LONGEST = {"rtt_s", "min_rtt_s", "looked_s"}
+OTHER_NAMES = ["kvroute:kv_link_cwnd_bytes", "kvroute:kv_sent_segments_total", "vllm:num_requests_running"]
+ROWS = st.lists(
+    st.tuples(
+        st.sampled_from([*NAMES, *OTHER_NAMES]),
+        st.sampled_from(["d0", 'd"1', "d\\2"]),
+        st.integers(0, 1),
+        st.floats(0, 1e9),
+    ),
+    max_size=24,
+    unique_by=lambda row: row[:3],
+)
+
+
+@given(ROWS)
+def test_pages_are_read_as_prometheus_reads_them(rows: list[tuple[str, str, int, float]]) -> None:
+    """Ranks of an engine are added up, but for times: those are the longest."""
+
+    def escaped(text: str) -> str:
+        return text.replace("\\", r"\\").replace('"', r"\"")
+
+    lines = [f'{name}{{engine="{rank}",target="{escaped(target)}"}} {value!r}' for name, target, rank, value in rows]
+    page = "\n".join([*lines, ""])
+    expected: dict[str, dict[str, float]] = {}
+    samples = [sample for family in text_string_to_metric_families(page) for sample in family.samples]
+    for sample in samples if any(sample.name.startswith("kvroute:kv_link") for sample in samples) else []:
+        field = NAMES.get(sample.name)
+        if field is not None:
+            totals = expected.setdefault(sample.labels["target"], {})
+            before = totals.get(field, 0.0)
+            totals[field] = max(before, sample.value) if field in LONGEST else before + sample.value
+    assert read_links(link_lines(b"\n" + page.encode())) == {
+        target: LinkTotals(**totals) for target, totals in expected.items()
+    }
+
+
+AMOUNTS = st.floats(0.0, 1e12)
+TOTALS = st.builds(LinkTotals, **{each.name: AMOUNTS for each in fields(LinkTotals)})
+
+
+@given(TOTALS, TOTALS, st.floats(0, 100))
+def test_two_looks_show_what_was_between_them_or_nothing(old: LinkTotals, new: LinkTotals, still_s: float) -> None:
+    """Whatever a page says, an observation is of time that has passed, its bytes and shares are within bounds; one of a
+    counter that fell, or of a page that is no newer, there is not."""
+    seen = between("d0", old, new, still_s)
+    fell = any(getattr(new, name) < getattr(old, name) for name in ("sent_bytes", "again_bytes", "busy_s"))
+    assert (seen is None) == (fell or new.looked_s <= old.looked_s)
+    if seen is None:
+        return
+    assert seen.seconds == new.looked_s - old.looked_s > 0
+    assert 0.0 <= seen.arrived_bytes <= new.sent_bytes - old.sent_bytes
+    assert seen.queue_delay_s >= 0.0
+    assert seen.backlogged >= seen.congested
+    assert seen.still_s in (0.0, still_s + seen.seconds)
+    assert not (seen.still_s and seen.arrived_bytes)
+    assert seen.bytes_per_s * seen.seconds == pytest.approx(seen.arrived_bytes)
+
+
+BUSY = LinkTotals(
+    sent_bytes=1e9,
+    busy_s=4.0,
+    connections=4,
+    rtt_s=0.04,
+    min_rtt_s=0.02,
+    queue_bytes=4e6,
+    unsent_bytes=1e5,
+    looked_s=1.0,
+)
+LATER = replace(BUSY, sent_bytes=1.5e9, busy_s=8.0, looked_s=2.0)
+
+
+@pytest.mark.parametrize(
+    ("changed", "backlogged", "congested"),
+    [
+        ({}, True, True),
+        ({"unsent_bytes": 0.0}, False, False),
+        ({"busy_s": 6.0}, False, False),
+        ({"rtt_s": 0.025}, True, False),
+        ({"min_rtt_s": 0.0}, True, False),
+        ({"rtt_s": 0.0009, "min_rtt_s": 0.0001}, True, False),
+        ({"rtt_s": 0.025, "again_bytes": 0.5e6}, True, False),
+        ({"rtt_s": 0.025, "again_bytes": 10e6}, True, True),
+    ],
+    ids=["queue", "nothing-waits", "pauses", "no-queue", "no-shortest", "short-queue", "line-loss", "overflow"],
+)
+def test_what_a_full_link_looks_like(changed: dict[str, float], backlogged: bool, congested: bool) -> None:
+    """Four connections that had data under way all the time, and more to send; a queue on the way, or its overflow."""
+    seen = between("d0", BUSY, replace(LATER, **changed), 0.0)
+    assert seen is not None
+    assert (seen.backlogged, seen.congested) == (backlogged, congested)
+    assert seen.bytes_per_s == 5e8 - changed.get("again_bytes", 0.0)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.booleans(), st.sampled_from([0.0, 0.5, 1.0])), max_size=20))
+def test_a_watch_tells_each_byte_once_and_how_long_nothing_goes(steps: list[tuple[int, bool, float]]) -> None:
+    """Whatever pages repeat themselves: the sum is what was sent after the first; standing still is counted in the
+    engine's own time, and begins anew when anything goes."""
+    watch, link, still_s = LinkWatch(), replace(BUSY, looked_s=1.0), 0.0
+    assert watch.seen({"d0": link}) is None
+    first, arrived = link, 0.0
+    for sent, again, seconds in steps:
+        if seconds:
+            more = sent * 1000.0
+            extra = 10.0 if again else 0.0
+            link = replace(
+                link,
+                sent_bytes=link.sent_bytes + more + extra,
+                again_bytes=link.again_bytes + extra,
+                looked_s=link.looked_s + seconds,
+            )
+            still_s = 0.0 if more else still_s + seconds
+        seen = watch.seen({"d0": link})
+        assert (seen is None) == (seconds == 0.0)
+        for each in seen or ():
+            arrived += each.arrived_bytes
+            assert each.still_s == still_s
+    assert arrived == link.sent_bytes - link.again_bytes - first.sent_bytes + first.again_bytes
+    assert watch.forget()
+    assert not watch.forget()
+    assert watch.seen({"d0": link}) is None
+
+
+def test_an_engine_that_does_not_say_when_it_looked_shows_nothing() -> None:
+    """Its figures may be of any time: an engine without work does not look."""
+    watch, old = LinkWatch(), replace(BUSY, looked_s=0.0)
+    assert watch.seen({}) is None
+    assert watch.seen({"d0": old}) is None
+    assert watch.seen({"d0": replace(old, sent_bytes=2e9)}) is None
+
+
+SITES = parse(TEXT)
+CAPACITY = 5e9
+
+
+def seen(bytes_per_s: float, *, target: str = "decode0", full: bool = False, still_s: float = 0.0) -> LinkSeen:
+    """One second of one target."""
+    return LinkSeen(target, 1.0, bytes_per_s, 0.0, 0.01 if full else 0.0, full or bool(still_s), full, still_s)
+
+
+def signals() -> WaySignals:
+    return WaySignals(SITES, still_s=2.0, fresh_s=3.0)
+
+
+TARGETS = ("decode0", "decode1", "prefill0", "far1", "x")
+SEEN = st.builds(
+    seen,
+    st.sampled_from([0.0, 1e9, 2e9, 6e9]),
+    target=st.sampled_from(TARGETS),
+    full=st.booleans(),
+    still_s=st.sampled_from([0.0, 1.0, 2.0]),
+)
+PAGES = st.dictionaries(st.sampled_from(["far0", "far1", "prefill0"]), st.lists(SEEN, max_size=3))
+
+
+@given(PAGES, st.floats(0, 10))
+def test_a_ways_state_is_within_bounds_and_grows_old(pages: Mapping[str, list[LinkSeen]], age_s: float) -> None:
+    """Only what crosses counts; a way on which anything moves does not stand still; others take what is missing."""
+    way = signals()
+    for source, links in pages.items():
+        way.heard(source, links, 0.0)
+    state = way.way(AWAY, age_s)
+    crossing = [
+        each
+        for source, links in pages.items()
+        if source != "prefill0"
+        for each in links
+        if each.target in ("decode0", "decode1", "prefill0")
+    ]
+    assert (state is None) == (not crossing or age_s > 3.0)
+    if state is None:
+        return
+    assert state.bytes_per_s == sum(each.arrived_bytes for each in crossing)
+    assert state.still == (not state.bytes_per_s and any(each.still_s == 2.0 for each in crossing))
+    assert (state.others is None) == (state.bytes_per_s == 0.0)
+    assert 0.0 <= (state.others or 0.0) <= OTHERS_MAX
+    if not any(each.congested for each in crossing):
+        assert not state.others
+
+
+@given(st.integers(1, 4), st.floats(0.1, 1.0))
+def test_what_a_full_way_lacks_is_others_share(senders: int, share: float) -> None:
+    """However many share it; a lone sender that its own network interface holds back proves nothing of the way."""
+    way = signals()
+    way.heard(
+        "far0", [seen(share * CAPACITY / senders, target=f"decode{n % 2}", full=True) for n in range(senders)], 0.0
+    )
+    state = way.way(AWAY, 0.0)
+    assert state is not None
+    due = min(CAPACITY, senders * float(SITES.tier_bytes_per_s[4]))
+    assert state.others == pytest.approx(max(min(1.0 - share * CAPACITY / due, OTHERS_MAX), 0.0), abs=1e-9)
+    assert not math.isnan(state.queue_delay_s)
+
+
+WATCHED = OFFLOAD.replace("way: {failures: 2, open: 200 ms}", "way: {failures: 2, open: 200 ms, still: 300 ms}")
+SCRAPED = "  scrape: {interval: 50 ms}\n"
+PATIENT = 60.0
+HUGE = LONG * 12
+"""10 GB of KV in 66 ms of prefill: 2 seconds on the way, if it is whole."""
+
+
+def heard(gate: Rig) -> list[Event]:
+    """What watchers tell the core from now on."""
+    events: list[Event] = []
+    serving = gate.gateway.serving
+    tell = serving.tell
+
+    def told(event: Event) -> None:
+        events.append(event)
+        tell(event)
+
+    serving.tell = told  # type: ignore[method-assign]
+    return events
+
+
+@pytest.mark.parametrize("layerwise", [False, True], ids=["serial", "layerwise"])
+def test_a_cut_way_is_shut_before_anybody_gives_up(layerwise: bool) -> None:
+    """By bytes that stand still: while engines would wait for a minute, and no leg has failed, what comes is prefilled
+    at home; when the way moves again it is open, and what has waited arrives."""
+    section = WATCHED + ("    layerwise: true\n" if layerwise else "") + SCRAPED
+
+    async def main() -> None:
+        async with two_sites(section, patience_s=PATIENT) as gate:
+            assert (await gate.ask(LONG)).status == 200
+            await gate.order("far0", "wan", share=0)
+            waiting = [asyncio.create_task(gate.ask(f"{n} {LONG}", stream=True)) for n in range(2)]
+            await until(gate, "kvroute_way_state", 2, site=AWAY)
+            assert (await gate.ask(f"later {LONG}", stream=True)).status == 200
+            assert await metric(gate, "kvroute_offload_decisions_total", site=HOME, reason="away_down") == 1
+            assert not any(task.done() for task in waiting)
+            assert "kvroute_leg_failures_total{" not in (await gate.get("/metrics")).body.decode()
+            await gate.order("far0", "wan", share=1)
+            await until(gate, "kvroute_way_state", 0, site=AWAY)
+            assert [answer.status for answer in await asyncio.gather(*waiting)] == [200] * 2
+            assert (await gate.ask(f"last {LONG}", stream=True)).status == 200
+            assert await gate.settles(), gate.leftovers()
+
+    uvloop.run(main())
+
+
+def test_a_slow_way_is_others_traffic_until_it_is_whole_again() -> None:
+    """Half of the way is gone: the core hears that others take it, and the pair's own pace; the short-term loop has its
+    utilisation. When it is whole and idle nothing is believed any more."""
+    half = 0.5
+
+    async def main() -> None:
+        async with two_sites(WATCHED + SCRAPED, patience_s=PATIENT) as gate:
+            events = heard(gate)
+            await gate.order("far0", "wan", share=half)
+            asking = [asyncio.create_task(gate.ask(f"{n} {HUGE}", stream=True)) for n in range(2)]
+            await comes(lambda: any(isinstance(event, CongestionMeasured) for event in events))
+            await comes(lambda: any(isinstance(event, TransferMeasured) for event in events))
+            first = next(event for event in events if isinstance(event, CongestionMeasured))
+            assert first.per_tier[:4] == (0.0,) * 4
+            offloading = gate.gateway.serving.control.offloading
+            assert offloading is not None
+            others, _ = offloading.utilisation(0, gate.gateway.serving.now())
+            assert others > 0.0
+            assert (await metric(gate, "kvroute_way_others_ratio", site=AWAY) or 0.0) > 0.0
+            assert [answer.status for answer in await asyncio.gather(*asking)] == [200] * 2
+            shares = [event.per_tier[4] for event in events if isinstance(event, CongestionMeasured)]
+            assert sorted(shares)[len(shares) // 2] == pytest.approx(half, abs=0.1)
+            paces = [e.kv_bytes / e.seconds for e in events if isinstance(e, TransferMeasured) and e.transfers == 1]
+            assert all(0 < pace <= 1.01 * half * CAPACITY for pace in paces)
+
+    uvloop.run(main())

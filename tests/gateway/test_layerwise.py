@@ -1,0 +1,309 @@
+"""KV that is fetched while it is computed, through the whole gateway: both legs at once, and what becomes of a request
+whose prefill, decode or link fails half-way."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvloop
+from aiohttp import web
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.gateway.foreign import Asked, Engine, Gate, begun, completion, failing, foreign, run, sides, tokens
+from tests.gateway.rig import Front, Rig, rig
+from tests.gateway.two_sites import HOME, LONG, OFFLOAD, SHORT, TEXT, comes, metric, two_sites
+
+from kvroute.control import read_log, replay, same
+from kvroute.topology import parse
+from kvroute.types import Decode, Prefill, TransferMeasured
+
+EARLY = OFFLOAD + "    layerwise: true\n"
+EVERYWHERE = "  layerwise: true\n"
+DECODERS = ("decode0", "decode1", "decode2")
+VERY_LONG = LONG * 20
+"""110 ms of prefill far away."""
+
+
+async def engine_metric(gate: Rig, name: str, sample: str) -> float:
+    """One sample of an engine's own page."""
+    async with gate.session.get(gate.fleet.ready().instances[name].url + "/metrics") as response:
+        lines = (await response.text()).splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(sample))
+
+
+async def pulled(gate: Rig, kind: str) -> float:
+    """Transfers so far into all decode engines: `kv_early` or `kv_transfers`."""
+    return sum([await engine_metric(gate, name, f"kvroute:{kind}_total") for name in DECODERS])
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["streams", "whole"])
+def test_what_leaves_its_datacenter_is_fetched_early(tmp_path: Path, stream: bool) -> None:
+    """And what stays is not; the answer is that of one engine alone, and the log decides the same again."""
+    log = tmp_path / "events.log"
+
+    async def main() -> None:
+        async with two_sites(EARLY + f"  log: {{events: {log}}}\n") as gate:
+            long, short = await gate.ask(LONG, stream=stream), await gate.ask(SHORT, stream=stream)
+            assert (long.status, short.status) == (200, 200)
+            assert (await pulled(gate, "kv_early"), await pulled(gate, "kv_transfers")) == (1, 1)
+            assert long.text == await gate.direct("decode0", LONG)
+            assert await metric(gate, "kvroute_transfers_in_flight", tier="cross_datacenter") == 0
+            assert await gate.settles(), gate.leftovers()
+
+    uvloop.run(main())
+    header, read = read_log(log)
+    records = list(read)
+    assert all(same(record.decisions, again) for record, again in replay(header.spec.build(parse(TEXT)), iter(records)))
+    kinds = [[type(decision) for decision in record.decisions] for record in records if record.decisions]
+    assert kinds == [[Prefill, Decode], [Prefill], [Decode]]
+    assert not [record for record in records if isinstance(record.event, TransferMeasured)]
+
+
+def test_everything_can_be_fetched_early(tmp_path: Path) -> None:
+    """Inside a datacenter too, where the cluster file says so. Its seconds are the prefill's: they measure no network."""
+    log = tmp_path / "events.log"
+
+    async def main() -> None:
+        async with rig(EVERYWHERE + f"  log: {{events: {log}}}\n") as gate:
+            answers = await asyncio.gather(*[gate.ask(f"{n} {LONG}", stream=n % 2 == 0) for n in range(6)])
+            assert [answer.status for answer in answers] == [200] * 6
+            early = [await engine_metric(gate, name, "kvroute:kv_early_total") for name in ("decode0", "decode1")]
+            assert sum(early) == 6
+            assert await gate.settles(), gate.leftovers()
+
+    uvloop.run(main())
+    _, records = read_log(log)
+    assert not [record for record in records if isinstance(record.event, TransferMeasured)]
+
+
+def test_the_decode_leg_is_not_held_for_the_prefill_engine() -> None:
+    """It is answered to its end while the prefill engine has said nothing; both know one name, and each attempt has
+    another one."""
+
+    async def main() -> None:
+        gate = Gate()
+        prefill, decode = sides("vllm")
+        for engine in prefill:
+            engine.serve = gate.before(tokens)
+        async with early(prefill + decode) as front:
+            answer = await front.post(completion(stream=True))
+            assert (answer.status, len(answer.text.split())) == (200, 3)
+            await gate.entered.wait()
+            first, second = names(prefill), names(decode)
+            assert first == second != []
+            gate.open.set()
+            assert await front.settles(), front.leftovers()
+            assert (await front.post(completion(stream=True))).status == 200
+            assert len(set(names(prefill))) == 2
+
+    run(main())
+
+
+def names(engines: list[Engine]) -> list[str]:
+    """Under which KV was asked for, request by request."""
+    return [asked.json["kv_transfer_params"].get("transfer_id", "") for each in engines for asked in each.asked]
+
+
+def early(engines: list[Engine]) -> Any:
+    """A gateway that asks these early; nobody hands out KV, and nobody asks for it."""
+    return foreign(engines, EVERYWHERE)
+
+
+def test_a_decode_engine_that_is_not_there_leaves_the_prefill_alone() -> None:
+    """Another one is told the same name: the prompt is computed once."""
+
+    async def main() -> None:
+        gate = Gate()
+        prefill, decode = sides("vllm")
+        for engine in prefill:
+            engine.serve = gate.before(tokens)
+
+        async def full_once(engine: Engine, request: web.BaseRequest, asked: Asked) -> web.StreamResponse:
+            if len(names(decode)) == 1:
+                await gate.entered.wait()
+                return web.json_response({"error": {"message": "busy"}}, status=503)
+            return await tokens(engine, request, asked)
+
+        for engine in decode:
+            engine.serve = full_once
+        async with early(prefill + decode) as front:
+            answer = await front.post(completion(stream=True))
+            assert (answer.status, len(answer.text.split())) == (200, 3)
+            assert not gate.cancelled
+            assert names(prefill) * 2 == names(decode)
+            gate.open.set()
+            assert await front.settles(), front.leftovers()
+
+    run(main())
+
+
+@pytest.mark.parametrize("streams", [False, True], ids=["whole", "stream"])
+def test_a_prefill_that_fails_is_tried_elsewhere_with_its_decode_leg(streams: bool) -> None:
+    """Both begin anew under another name; the first decode leg is given up."""
+
+    async def main() -> None:
+        waits = Gate()
+        prefill, decode = sides("vllm")
+
+        async def fails_once(engine: Engine, request: web.BaseRequest, asked: Asked) -> web.StreamResponse:
+            if len(names(prefill)) > 1:
+                return await tokens(engine, request, asked)
+            await waits.entered.wait()
+            return web.json_response({"error": {"message": "out of memory"}}, status=500)
+
+        async def hangs_once(engine: Engine, request: web.BaseRequest, asked: Asked) -> web.StreamResponse:
+            if len(names(decode)) == 1:
+                if streams:
+                    await begun(request)
+                await waits.wait()
+            return await tokens(engine, request, asked)
+
+        for engine in prefill:
+            engine.serve = fails_once
+        for engine in decode:
+            engine.serve = hangs_once
+        async with early(prefill + decode) as front:
+            answer = await front.post(completion(stream=streams))
+            assert (answer.status, len(answer.text.split())) == (200, 3)
+            await waits.left.wait()
+            assert waits.cancelled
+            assert sorted(names(prefill)) == sorted(names(decode))
+            assert len(set(names(prefill))) == 2
+            assert await front.settles(), front.leftovers()
+
+    run(main())
+
+
+@pytest.mark.parametrize("streams", [False, True], ids=["whole", "stream"])
+def test_where_nobody_else_prefills_the_decode_engine_may_do_it_itself(streams: bool) -> None:
+    """vLLM computes the prompt whose KV does not come: its leg goes on, and its answer is the client's."""
+
+    async def main() -> None:
+        failed = asyncio.Event()
+        (prefill, _), (decode, _) = sides("vllm")
+
+        async def fails(engine: Engine, request: web.BaseRequest, asked: Asked) -> web.StreamResponse:
+            failed.set()
+            return await failing(500)(engine, request, asked)
+
+        async def recomputes(engine: Engine, request: web.BaseRequest, asked: Asked) -> web.StreamResponse:
+            await failed.wait()
+            return await tokens(engine, request, asked)
+
+        prefill.serve, decode.serve = fails, recomputes
+        async with early([prefill, decode]) as front:
+            answer = await front.post(completion(stream=streams))
+            assert (answer.status, len(answer.text.split())) == (200, 3)
+            assert (len(prefill.asked), len(decode.asked)) == (1, 1)
+            assert await transfers_landed(front) == 0
+            assert await front.settles(), front.leftovers()
+
+    run(main())
+
+
+async def transfers_landed(front: Front) -> float:
+    """Bytes of KV that the gateway takes for arrived."""
+    page = (await front.get("/metrics")).body.decode().splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in page if line.startswith("kvroute_transfer_bytes_total"))
+
+
+@pytest.mark.parametrize("fault", ["reset", 500, 503])
+@pytest.mark.parametrize("leg", ["prefill", "decode"])
+def test_a_leg_that_fails_once_costs_time_alone(leg: str, fault: Any) -> None:
+    """Far away or at home, at any status: every request is answered, and nothing is held."""
+
+    async def main() -> None:
+        async with two_sites(EARLY) as gate:
+            where = ("far0", "far1") if leg == "prefill" else DECODERS[:2]
+            for name in where:
+                await gate.order(name, leg=leg, fail_next=1, status=fault)
+            answers = await asyncio.gather(*[gate.ask(f"{n} {LONG}", stream=n % 2 == 0) for n in range(6)])
+            assert [answer.status for answer in answers] == [200] * 6
+            assert await gate.settles(), gate.leftovers()
+
+    uvloop.run(main())
+
+
+def test_a_prefill_engine_that_dies_while_it_is_pulled_from() -> None:
+    """The bytes stop in the middle; another one computes the prompt."""
+
+    async def main() -> None:
+        async with two_sites(EARLY) as gate:
+            asking = [asyncio.create_task(gate.ask(f"{n} {VERY_LONG}", stream=True)) for n in range(2)]
+            engines = [gate.fleet.servers[name] for name in ("far0", "far1")]
+            await comes(lambda: any(each.engine.counters.sent or each.kv_door.awaited for each in engines))
+            await comes(lambda: any(each.engine.running for each in engines))
+            for name in ("far0", "far1"):
+                await gate.order(name, "restart", down_s=0.5)
+            answers = await asyncio.gather(*asking)
+            assert [answer.status for answer in answers] == [200] * 2
+            assert all(answer.text for answer in answers)
+            assert await gate.settles(), gate.leftovers()
+
+    uvloop.run(main())
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["streams", "whole"])
+def test_a_way_that_is_cut_under_an_early_pull_is_blamed(stream: bool) -> None:
+    """What was on it is prefilled at home."""
+
+    async def main() -> None:
+        async with two_sites(EARLY) as gate:
+            await gate.order("far0", "wan", share=0)
+            answers = await asyncio.gather(*[gate.ask(f"{n} {LONG}", stream=stream) for n in range(4)])
+            assert [answer.status for answer in answers] == [200] * 4
+            assert await metric(gate, "kvroute_offload_decisions_total", site=HOME, reason="away_down") == 4
+            stations = gate.gateway.serving.stations
+            assert all(stations[name].guard.breaker.state(1e6) == "closed" for name in stations)
+            assert await gate.settles(), gate.leftovers()
+
+    uvloop.run(main())
+
+
+def test_a_client_that_leaves_ends_both_legs() -> None:
+    async def main() -> None:
+        async with two_sites(EARLY) as gate:
+            engines = [gate.fleet.servers[name].engine for name in ("far0", "far1")]
+            asking = [asyncio.create_task(gate.ask(f"{n} {VERY_LONG}", stream=True)) for n in range(4)]
+            await comes(lambda: all(engine.running for engine in engines))
+            for task in asking:
+                task.cancel()
+            await asyncio.gather(*asking, return_exceptions=True)
+            assert await gate.settles(), gate.leftovers()
+            await comes(lambda: not any(gate.fleet.servers[name].engine.waiting for name in DECODERS))
+            await comes(lambda: not any(engine.running or engine.held for engine in engines))
+
+    uvloop.run(main())
+
+
+FAULTS = st.fixed_dictionaries(
+    {
+        "leg": st.sampled_from(["prefill", "decode", "transfer"]),
+        "fail_next": st.integers(1, 2),
+        "status": st.sampled_from([500, 503, "reset"]),
+    }
+)
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.dictionaries(st.sampled_from(["far0", "far1", "prefill0", *DECODERS]), FAULTS, max_size=4), st.booleans())
+def test_whatever_fails_every_request_has_one_end_and_nothing_is_held(faults: dict[str, Any], stream: bool) -> None:
+    """An answer that is whole, or an error; the core and the engines hold nothing when all is over."""
+
+    async def main() -> None:
+        async with two_sites(EARLY + EVERYWHERE) as gate:
+            for name, fault in faults.items():
+                await gate.order(name, **fault)
+            prompts = [f"{n} {LONG if n % 2 else SHORT}" for n in range(6)]
+            answers = await asyncio.gather(*[gate.ask(prompt, stream=stream) for prompt in prompts])
+            for prompt, answer in zip(prompts, answers, strict=True):
+                assert answer.status in (200, 502, 503, 504)
+                if answer.status == 200:
+                    assert answer.text == await gate.direct("decode0", prompt)
+            assert await gate.settles(), gate.leftovers()
+            await comes(lambda: not any(server.engine.waiting for server in gate.fleet.servers.values()))
+
+    uvloop.run(main())
