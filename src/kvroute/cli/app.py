@@ -20,6 +20,7 @@ COMMANDS = {
     "serve": "serve:serve",
     "emulate": "emulate:emulate",
     "demo": "demo:demo",
+    "testbed": "testbed:app",
     "experiment": "experiment:experiment",
     "plan": "plan:app",
     "topology": "topology:app",

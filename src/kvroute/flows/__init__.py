@@ -3,7 +3,7 @@
 from kvroute.flows.fairness import fill_to_the_end, max_min_rates
 from kvroute.flows.network import FlowId, FlowNetwork, LinkId
 from kvroute.flows.scenario import Scenario, completion_times, parse_scenario, read_scenario
-from kvroute.flows.tcp import connection_bytes_per_s
+from kvroute.flows.tcp import connection_bytes_per_s, slow_start_s
 
 __all__ = [
     "FlowId",
@@ -16,4 +16,5 @@ __all__ = [
     "max_min_rates",
     "parse_scenario",
     "read_scenario",
+    "slow_start_s",
 ]

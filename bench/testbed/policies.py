@@ -1,0 +1,224 @@
+"""The order of decode policies on the kernel's network, beside the simulator's: the same requests under each of them.
+
+`python -m bench.testbed.policies` (root). A child process lays one testbed for a reading and a seed, plays the seed's
+requests through a live gateway under one policy after the other (engines forget in between, the first policy rotates),
+and simulates the same. Differences are paired by request; their standard errors are those of blocks of consecutive
+requests, since what one waits for the next one waits for too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+from typing import get_args
+
+import msgspec
+import numpy as np
+from bench.measurement import ROOT, Failed, Row, fresh, show
+
+from kvroute.experiments.live import Half, Question, playable
+from kvroute.experiments.simulation import Workload
+from kvroute.experiments.testbed import POLICIES, Round, course, predict
+from kvroute.testbed import Build, Run, namespaces
+from kvroute.testbed.namespaces import Unavailable
+from kvroute.testbed.queues import Discipline
+from kvroute.types import InputError
+
+READINGS = {name: ROOT / "examples" / f"testbed-{name}.yaml" for name in ("literal", "paper")}
+PREFILL = "least-loaded"
+DRAWS = 8
+BLOCK = 10
+"""Requests."""
+APART = 2.0
+"""Standard errors from which on two policies are said to differ."""
+
+
+class Trial(msgspec.Struct, frozen=True):
+    """One testbed's rounds, as they are kept."""
+
+    reading: str
+    seed: int
+    options: list[str]
+    rounds: tuple[Round, ...]
+
+
+def trial(given: argparse.Namespace) -> list[Round]:
+    """All policies on one testbed, in the order of POLICIES whatever came first."""
+    workload = Workload(
+        generated_requests=given.requests, profile=given.profile, rate_per_s=given.rate, p_share=given.p_share
+    )
+    trace = playable(workload.of_seed(given.seed), given.output_max)
+    build = Build(queues=given.queues, seed=given.seed)
+    first = given.seed % len(POLICIES)
+    with course(Run(f"p{os.getpid() % 10**7}"), READINGS[given.reading], build) as up:
+        found = {name: up.play(name, PREFILL, trace) for name in (*POLICIES[first:], *POLICIES[:first])}
+    questions = [Question(READINGS[given.reading], trace, name, PREFILL, given.seed) for name in POLICIES]
+    return [msgspec.structs.replace(found[each.policy], simulated=simulated(each)) for each in questions]
+
+
+def simulated(question: Question) -> Half:
+    """The mean of several draws of uplinks: the kernel makes its own, and few uplinks make much luck."""
+    drawn = [predict(replace(question, seed=question.seed + 1000 * k), Build().background) for k in range(DRAWS)]
+
+    def mean(values: Iterable[float | None]) -> float:
+        return statistics.mean(value for value in values if value is not None)
+
+    first = drawn[0]
+    return msgspec.structs.replace(
+        first,
+        ttft_p50_s=mean(one.ttft_p50_s for one in drawn),
+        ttft_p90_s=mean(one.ttft_p90_s for one in drawn),
+        ttft_mean_s=mean(one.ttft_mean_s for one in drawn),
+        parts_s={part: mean(one.parts_s[part] for one in drawn) for part in first.parts_s},
+        tier_share=tuple(mean(shares) for shares in zip(*(one.tier_share for one in drawn), strict=True)),
+        ttft_s=tuple(mean(times) for times in zip(*(one.ttft_s for one in drawn), strict=True)),
+    )
+
+
+def difference(one: Sequence[Half], other: Sequence[Half]) -> tuple[float, float]:
+    """Mean and standard error of TTFT under one policy less that of the other, by request and seed."""
+    blocks = []
+    for a, b in zip(one, other, strict=True):
+        paired = [x - y for x, y in zip(a.ttft_s, b.ttft_s, strict=True) if x is not None and y is not None]
+        blocks += [statistics.mean(paired[at : at + BLOCK]) for at in range(0, len(paired), BLOCK)]
+    error = statistics.stdev(blocks) / len(blocks) ** 0.5 if len(blocks) > 1 else float("inf")
+    return statistics.mean(blocks), error
+
+
+def rows(what: str, found: Sequence[Sequence[Round]]) -> list[Row]:
+    """One reading: mean TTFT by policy, and how many pairs of policies stand as simulated."""
+    by_policy = {name: [rounds[at] for rounds in found] for at, name in enumerate(POLICIES)}
+    made = []
+    for name, rounds in by_policy.items():
+        kernel, simulated = ([half(one) for one in rounds] for half in (_kernel, _simulated))
+        answered, asked = sum(one.answered for one in kernel), sum(len(one.ttft_s) for one in kernel)
+        cpu = statistics.mean(one.cpu_share for one in rounds)
+        transfer = [statistics.mean(one.parts_s["transfer"] for one in halves) for halves in (kernel, simulated)]
+        made.append(
+            Row(
+                measure=f"{what}, {name}: mean TTFT on the kernel's network",
+                unit="s",
+                better="lower",
+                ours=statistics.mean(one.ttft_mean_s for one in kernel),
+                peer=statistics.mean(one.ttft_mean_s for one in simulated),
+                peer_name="simulated",
+                note=f"{what}, {name}: {answered} of {asked} answered, transfers {transfer[0]:.3f} s (simulated "
+                f"{transfer[1]:.3f}), engines and gateway used {cpu:.0%} of the cores",
+            )
+        )
+    return [*made, *order(what, by_policy)]
+
+
+def order(what: str, by_policy: Mapping[str, Sequence[Round]]) -> list[Row]:
+    """Pairs that differ in the simulator, and those of them with the same sign on the kernel's network."""
+    said, same, against = [], 0, 0
+    for one, other in combinations(by_policy, 2):
+        simulated, kernel = (
+            difference([half(each) for each in by_policy[one]], [half(each) for each in by_policy[other]])
+            for half in (_simulated, _kernel)
+        )
+        if abs(simulated[0]) > APART * simulated[1]:
+            same += np.sign(kernel[0]) == np.sign(simulated[0])
+            against += np.sign(kernel[0]) != np.sign(simulated[0]) and abs(kernel[0]) > APART * kernel[1]
+        said.append(
+            f"{one} - {other} {1e3 * kernel[0]:+.0f} ± {1e3 * kernel[1]:.0f} ms (simulated "
+            f"{1e3 * simulated[0]:+.0f} ± {1e3 * simulated[1]:.0f})"
+        )
+    apart = sum(
+        abs(mean) > APART * error
+        for mean, error in (
+            difference([one.simulated for one in by_policy[a]], [one.simulated for one in by_policy[b]])
+            for a, b in combinations(by_policy, 2)
+        )
+    )
+    note = f"{what}: " + "; ".join(said)
+    return [
+        Row(
+            measure=f"{what}: pairs of policies in the simulator's order, of {apart} that differ there",
+            unit="",
+            better="higher",
+            ours=float(same),
+            target=float(apart),
+            note=note,
+        ),
+        Row(
+            measure=f"{what}: of those, the other way round by {APART:g} standard errors",
+            unit="",
+            better="lower",
+            ours=float(against),
+            target=0.0,
+        ),
+    ]
+
+
+def _kernel(one: Round) -> Half:
+    return one.kernel
+
+
+def _simulated(one: Round) -> Half:
+    return one.simulated
+
+
+def _kept(raw: Path | None) -> list[Trial]:
+    if raw is None or not raw.exists():
+        return []
+    return [msgspec.json.decode(line, type=Trial) for line in raw.read_bytes().splitlines()]
+
+
+def _keep(raw: Path | None, trial: Trial) -> None:
+    if raw is not None:
+        with raw.open("ab") as file:
+            file.write(msgspec.json.encode(trial) + b"\n")
+
+
+def main() -> int:
+    """One process per reading and seed, readings in turn."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--reading", choices=READINGS, action="append", help="repeat; default both")
+    parser.add_argument("--rounds", type=int, default=3, help="seeds")
+    parser.add_argument("--seed", type=int, default=0, help="the first one")
+    parser.add_argument("--requests", type=int, default=160)
+    parser.add_argument("--rate", type=float, default=4.5, help="requests per second")
+    parser.add_argument("--profile", default="chatbot")
+    parser.add_argument("--p-share", type=float, default=0.3)
+    parser.add_argument("--output-max", type=int, default=32)
+    parser.add_argument("--queues", choices=get_args(Discipline), default="fair")
+    parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    parser.add_argument("--raw", type=Path, help="keep every testbed's rounds here, and go on from what is kept")
+    parser.add_argument("--trial", action="store_true", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    readings = given.reading or list(READINGS)
+    if given.trial:
+        given.reading = readings[0]
+        print(msgspec.json.encode(trial(given)).decode())
+        return 0
+    names = ("requests", "rate", "profile", "p_share", "output_max", "queues")
+    words = [str(word) for name in names for word in (f"--{name.replace('_', '-')}", getattr(given, name))]
+    found: dict[str, list[Sequence[Round]]] = {reading: [] for reading in readings}
+    done = {(trial.reading, trial.seed): trial for trial in _kept(given.raw)}
+    try:
+        namespaces.check()
+        for seed in range(given.seed, given.seed + given.rounds):
+            for reading in readings:
+                if (reading, seed) not in done:
+                    more = ["--reading", reading, "--seed", seed, "--trial"]
+                    rounds = msgspec.convert(fresh("bench.testbed.policies", *words, *more), tuple[Round, ...])
+                    done[reading, seed] = Trial(reading, seed, words, rounds)
+                    _keep(given.raw, done[reading, seed])
+                found[reading].append(done[reading, seed].rounds)
+    except (Unavailable, Failed, InputError) as error:
+        what = "policies on a testbed, beside the simulator"
+        show([Row(measure=what, unit="", better="higher", ours=None, note=str(error))], given.json)
+        return 0 if isinstance(error, Unavailable) else 1
+    show([row for reading in readings for row in rows(f"{reading}, {given.queues}", found[reading])], given.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,46 @@
+"""The links that a connection takes on a testbed: the kernel is asked at every place that has several."""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+
+from kvroute.testbed import Testbed
+from kvroute.testbed.namespaces import run
+from kvroute.testbed.wiring import End, Host
+
+
+class Ways:
+    """Of one testbed that is laid."""
+
+    def __init__(self, testbed: Testbed) -> None:
+        self._testbed = testbed
+        self._ends: dict[int, End] = {end.link: end for end in testbed.wiring.ends}
+        self._opposite = {
+            here.link: there
+            for cable in testbed.wiring.cables
+            for here, there in ((cable.up, cable.down), (cable.down, cable.up))
+        }
+        self._ask = lru_cache(maxsize=None)(self._asked)
+
+    def of(self, source: Host, target: Host, source_port: int, target_port: int) -> list[int]:
+        """Link ids in order, for a TCP connection between two hosts of different nodes."""
+        place, came, path = source.name, "", []
+        while place != target.name:
+            links = self._testbed.wiring.ways[place, target.name]
+            link = links[0]
+            if len(links) > 1:
+                link = self._ask(place, came, str(source.address), str(target.address), source_port, target_port)
+            assert link in links, "the kernel takes a way that was not laid"
+            path.append(link)
+            there = self._opposite[link]
+            place, came = there.place, there.device
+        return path
+
+    def _asked(self, place: str, came: str, source: str, target: str, sport: int, dport: int) -> int:
+        words = ["route", "get", target, "from", source, *(["iif", came] if came else []), "ipproto", "tcp"]
+        words += ["sport", str(sport), "dport", str(dport)]
+        told = run("ip", "-n", self._testbed.run.namespace(place), *words)
+        found = re.search(r" dev l(\d+)", told)
+        assert found, f"no device in {told!r}"
+        return int(found[1])

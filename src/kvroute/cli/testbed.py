@@ -1,0 +1,208 @@
+"""`kvroute testbed`: a cluster in miniature on this machine, out of the kernel's own network; up, played on, down."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, get_args
+
+import typer
+from rich.table import Table
+
+from kvroute import topology
+from kvroute.cli.emulate import shares_by_tier
+from kvroute.cli.output import console, print_json, progress_bar, remarks
+from kvroute.testbed import Build, Run, Testbed, known, namespaces
+from kvroute.testbed.queues import Discipline
+from kvroute.types import InputError
+
+if TYPE_CHECKING:
+    from kvroute.experiments.testbed import Round
+
+app = typer.Typer(
+    name="testbed",
+    help="A cluster in miniature on this machine: network namespaces, shaped links, emulated engines. Needs root.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+)
+
+File = Annotated[Path, typer.Argument(help="Cluster file (YAML).", show_default=False)]
+Name = Annotated[str | None, typer.Option(help="Of the testbed; default: follows from the cluster's name.")]
+Scale = Annotated[float, typer.Option(help="Real bytes per modelled byte, of rates and KV alike; seconds stay.")]
+Queues = Annotated[str, typer.Option(help="Before every link: fair (a turn for every connection) or fifo.")]
+Others = Annotated[
+    str, typer.Option("--background", help="Share of links that others use: one for tiers 1 to 4, or five by tier.")
+]
+Prefill = Annotated[str, typer.Option(help="Prefill policy.")]
+Seed = Annotated[int, typer.Option(min=0, help="Of draws among equal links, engines and trace.")]
+
+
+@app.command()
+def up(
+    file: File,
+    name: Name = None,
+    scale: Scale = 1e-3,
+    queues: Queues = "fair",
+    background: Others = "0",
+    policy: Annotated[str, typer.Option(help="Decode policy.")] = "netkv",
+    prefill: Prefill = "least-loaded",
+    seed: Seed = 0,
+) -> None:
+    """Put a testbed up and leave it standing: engines inside, a gateway outside; prints where it is, as JSON.
+
+    Example: [bold]sudo kvroute testbed up examples/testbed-literal.yaml[/bold]
+    """
+    cluster, build = topology.load(file), _build(scale, queues, background, seed)
+    testbed = Testbed(_run(name, cluster.name), cluster, build)
+    testbed.check()
+    with _ended_by_signals():
+        try:
+            testbed.lay()
+            state = testbed.start_gateway(
+                testbed.start_engines(), ["--policy", policy, "--prefill", prefill, "--seed", str(seed)]
+            )
+        except BaseException:
+            testbed.remove()
+            raise
+        testbed.leave()
+    print_json(state)
+    remarks().print(f"`kvroute testbed down --name {state.run}` takes it away", highlight=False)
+
+
+@app.command()
+def run(
+    file: File,
+    policy: Annotated[
+        list[str] | None, typer.Option(help="Repeat; default round-robin, cla, netkv, foresight.", show_default=False)
+    ] = None,
+    requests: Annotated[int, typer.Option(min=1, help="How many.")] = 60,
+    rate: Annotated[float, typer.Option(min=0.1, help="Requests per second.")] = 2.0,
+    trace: Annotated[Path | None, typer.Option(help="Play this trace in place of a generated one.")] = None,
+    profile: Annotated[str, typer.Option(help="Lengths of prompts: chatbot, rag or long-context.")] = "rag",
+    p_share: Annotated[float, typer.Option(min=0, max=1, help="Share of prompts that begin alike.")] = 0.3,
+    output_max: Annotated[int, typer.Option(min=1, help="Longest answer, tokens.")] = 32,
+    prefill: Prefill = "least-loaded",
+    name: Name = None,
+    scale: Scale = 1e-3,
+    queues: Queues = "fair",
+    background: Others = "0",
+    seed: Seed = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+) -> None:
+    """Put a testbed up, play a trace on it under each policy beside what the simulator says of it, and take it away.
+
+    Example: [bold]sudo kvroute testbed run examples/testbed-literal.yaml --requests 100[/bold]
+    """
+    try:
+        from kvroute.experiments.live import playable
+    except ImportError as error:
+        raise InputError(f"{error.name} is not installed", mend="pip install 'kvroute[serve]'") from None
+    from kvroute.control import ControlSpec
+    from kvroute.experiments.simulation import Workload
+    from kvroute.experiments.testbed import POLICIES, course
+    from kvroute.sim.workload import PROFILES
+
+    for wanted in policy or POLICIES:
+        ControlSpec(decode=wanted, prefill=prefill).check()
+    if profile not in PROFILES:
+        raise InputError(f"unknown profile {profile!r}", where="--profile", mend=f"use one of {', '.join(PROFILES)}")
+    workload = Workload(
+        trace=str(trace) if trace else "",
+        generated_requests=requests,
+        requests=requests,
+        profile=profile,
+        rate_per_s=rate,
+        p_share=p_share,
+    )
+    played = playable(workload.of_seed(seed), output_max)
+    build, found = _build(scale, queues, background, seed), []
+    with _ended_by_signals(), course(_run(name, topology.load(file).name), file, build) as testbed:
+        for wanted in policy or POLICIES:
+            with progress_bar(wanted) as tell:
+                answered = _counting(tell, len(played.requests))
+                found.append(testbed.play(wanted, prefill, played, answered))
+    if as_json:
+        print_json(found)
+    else:
+        console().print(_table(found))
+
+
+@app.command()
+def down(
+    file: Annotated[Path | None, typer.Argument(help="The cluster file it was made of.", show_default=False)] = None,
+    name: Name = None,
+    everything: Annotated[bool, typer.Option("--all", help="Every testbed of this machine.")] = False,
+) -> None:
+    """Take a testbed away, in whatever state it is: processes, namespaces, devices, files; nothing else is touched.
+
+    Example: [bold]sudo kvroute testbed down examples/testbed-literal.yaml[/bold]
+    """
+    namespaces.check_tools()
+    if not everything and name is None and file is None:
+        raise InputError("which testbed?", where="testbed down", mend="give its cluster file, --name or --all")
+    runs = known() if everything else [_run(name, topology.load(file).name if file else "")]
+    for each in runs:
+        there = each.remains()
+        each.remove()
+        said = f"{len(there)} things of testbed {each.name} are gone" if there else f"nothing was left of {each.name}"
+        remarks().print(said, highlight=False)
+    if left := [thing for each in runs for thing in each.remains()]:
+        raise InputError(f"still there: {', '.join(left)}", where="testbed down", mend="try again")
+
+
+def _run(name: str | None, cluster: str) -> Run:
+    return Run.of(cluster) if name is None else Run(name)
+
+
+def _build(scale: float, queues: str, background: str, seed: int) -> Build:
+    for known_one in get_args(Discipline):
+        if queues == known_one:
+            return Build(scale=scale, queues=known_one, background=shares_by_tier(background), seed=seed)
+    raise InputError(f"unknown queues {queues!r}", where="--queues", mend="use fair or fifo")
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """SIGTERM ends the block as Ctrl-C does: what stands is taken away."""
+
+    def end(number: int, _: object) -> None:
+        sys.exit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _counting(tell: Callable[[int, int], None], total: int) -> Callable[[], None]:
+    done = 0
+    tell(0, total)
+
+    def answered() -> None:
+        nonlocal done
+        done += 1
+        tell(done, total)
+
+    return answered
+
+
+def _table(found: Sequence[Round]) -> Table:
+    table = Table(title="Time to first token, ms: kernel (simulated)", title_justify="left")
+    for column in ("policy", "p50", "p90", "mean", "prefill", "transfer", "answers", "CPU"):
+        table.add_column(column, justify="left" if column == "policy" else "right")
+    for one in found:
+        kernel, simulated = one.kernel, one.simulated
+        pairs = (
+            (kernel.ttft_p50_s, simulated.ttft_p50_s),
+            (kernel.ttft_p90_s, simulated.ttft_p90_s),
+            (kernel.ttft_mean_s, simulated.ttft_mean_s),
+            (kernel.parts_s["prefill"], simulated.parts_s["prefill"]),
+            (kernel.parts_s["transfer"], simulated.parts_s["transfer"]),
+        )
+        times = (f"{1e3 * a:,.0f} ({1e3 * b:,.0f})" for a, b in pairs)
+        table.add_row(one.policy, *times, f"{kernel.answered}/{len(kernel.ttft_s)}", f"{one.cpu_share:.0%}")
+    return table

@@ -1,0 +1,7 @@
+"""A cluster in miniature on one machine: the kernel's own network between emulated engines, a gateway in front."""
+
+from kvroute.testbed.network import Build
+from kvroute.testbed.runs import Run, State, known
+from kvroute.testbed.testbed import Testbed
+
+__all__ = ["Build", "Run", "State", "Testbed", "known"]

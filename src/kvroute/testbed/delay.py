@@ -1,0 +1,83 @@
+"""Delay lines: what is routed into one of these devices comes out of it again some time later, in order.
+
+`python -m kvroute.testbed.delay PLAN READY`: for kernels without netem, one process for all hosts. A host's own packets
+to a far one go through a device of theirs before they leave, so every way is delayed once, the acknowledgements' too.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import select
+import struct
+import sys
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from kvroute.testbed.namespaces import inside
+
+LEAST_S = 5e-4
+"""Shorter ways are as the kernel has them: a line's own timing is no better."""
+_TUNSETIFF = 0x4004_54CA
+_TUN, _NO_PACKET_INFO = 0x0001, 0x1000
+_PACKET_BYTES = 2048
+
+
+@dataclass(slots=True)
+class Line:
+    """One device, and the packets in it with the time at which they leave."""
+
+    device: int
+    delay_s: float
+    held: deque[tuple[float, bytes]] = field(default_factory=deque)
+
+    def take(self, now: float) -> None:
+        """Whatever has come."""
+        try:
+            while True:
+                self.held.append((now + self.delay_s, os.read(self.device, _PACKET_BYTES)))
+        except BlockingIOError:
+            pass
+
+    def give(self, now: float) -> None:
+        """Whatever is due."""
+        while self.held and self.held[0][0] <= now:
+            os.write(self.device, self.held.popleft()[1])
+
+
+def line(namespace: str, name: str, delay_s: float) -> Line:
+    """A new device in a namespace; it goes with this process."""
+    with inside(namespace):
+        device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+        fcntl.ioctl(device, _TUNSETIFF, struct.pack("16sH14x", name.encode(), _TUN | _NO_PACKET_INFO))
+    return Line(device, delay_s)
+
+
+def run(lines: list[Line]) -> None:
+    """For ever. `select` counts in microseconds, where epoll's timeout has milliseconds."""
+    devices = {each.device: each for each in lines}
+    while True:
+        due_s = min((each.held[0][0] for each in lines if each.held), default=None)
+        wait_s = None if due_s is None else max(due_s - time.monotonic(), 0.0)
+        ready, _, _ = select.select(list(devices), (), (), wait_s)
+        now = time.monotonic()
+        for device in ready:
+            devices[device].take(now)
+        for each in lines:
+            each.give(now)
+
+
+def main() -> None:
+    """Until it is ended."""
+    plan = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=list[tuple[str, str, float]])
+    lines = [line(*each) for each in plan]
+    Path(sys.argv[2]).write_bytes(b"{}")
+    run(lines)
+
+
+if __name__ == "__main__":
+    main()

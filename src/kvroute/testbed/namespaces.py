@@ -1,0 +1,158 @@
+"""Network namespaces with names: made, entered, filled by `ip` and `tc`; the room's one way into the kernel.
+
+Root only, Linux only. Whatever it makes carries the prefix that the caller gives.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import shlex
+import shutil
+import subprocess
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from kvroute.types import InputError
+
+FOLDER = Path("/run/netns")
+_NEWNET = 0x4000_0000
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_SYSCTLS = {
+    "ip_forward": "1",
+    "conf/all/rp_filter": "0",
+    "conf/default/rp_filter": "0",
+    "fib_multipath_hash_policy": "3",
+    "fib_multipath_hash_fields": "55",
+    "tcp_no_metrics_save": "1",
+}
+"""Multipath by addresses, protocol and ports (0x37): policy 1 would use a number of the socket's own, which no
+`ip route get` tells. Without `tcp_no_metrics_save` a connection would begin with what an earlier one has learned."""
+_OPTIONAL = {"tcp_rto_min_us": "10000"}
+"""Not in older kernels: 200 ms of silence after a lost tail would be the machine's, not the network's."""
+
+
+class Unavailable(InputError):
+    """This machine cannot have such a network; the message says what is missing."""
+
+
+def run(*command: str, text: str | None = None) -> str:
+    """A command's output. Raises Unavailable with what it said if it fails."""
+    done = subprocess.run(command, input=text, capture_output=True, text=True)
+    if done.returncode:
+        said = [line for line in done.stderr.splitlines() if not line.startswith("Warning")] or ["no word"]
+        raise Unavailable(f"`{' '.join(command)}` failed: {'; '.join(said[:2])}", mend="it takes a recent Linux")
+    return done.stdout
+
+
+def check_tools() -> None:
+    """Raises Unavailable where nothing can be done at all: not root, or no iproute2."""
+    if os.geteuid():
+        raise Unavailable("network namespaces need root", mend="run it with sudo")
+    for tool in ("ip", "tc"):
+        if shutil.which(tool) is None:
+            raise Unavailable(f"there is no `{tool}`", mend="install iproute2")
+
+
+def check() -> None:
+    """Whether this machine can have a testbed at all; tries what it takes, in a namespace without a name.
+
+    Raises:
+        Unavailable: not root, or a tool or a part of the kernel is missing.
+    """
+    check_tools()
+    needs = {
+        "veth pairs (CONFIG_VETH)": "ip link add one type veth peer name two",
+        "htb queues (CONFIG_NET_SCH_HTB)": "tc qdisc add dev one root handle 1: htb default 1",
+        "htb classes": "tc class add dev one parent 1: classid 1:1 htb rate 1mbit",
+        "bfifo queues (CONFIG_NET_SCH_FIFO)": "tc qdisc add dev one parent 1:1 bfifo limit 9000",
+        "BPF filters (CONFIG_NET_CLS_BPF)": "tc filter add dev one parent 1: protocol ip bpf bytecode '1,6 0 0 0'",
+        "several routing tables (CONFIG_IP_MULTIPLE_TABLES)": "ip rule add iif one lookup 200 priority 100",
+    }
+    with nameless():
+        for what, command in needs.items():
+            try:
+                run(*shlex.split(command))
+            except Unavailable as error:
+                raise Unavailable(f"this kernel has no {what}", where=error.what, mend="load or build it") from None
+
+
+@contextmanager
+def nameless() -> Iterator[None]:
+    """The calling thread is in a network namespace that is gone afterwards."""
+    home = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
+    try:
+        if _LIBC.unshare(_NEWNET):
+            why = os.strerror(ctypes.get_errno())
+            raise Unavailable(f"no network namespace can be had: {why}", mend="run it as root, outside a sandbox")
+        yield
+    finally:
+        _enter(home)
+        os.close(home)
+
+
+@contextmanager
+def inside(name: str) -> Iterator[None]:
+    """The calling thread is in a namespace; a socket that is made there stays there."""
+    home = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
+    try:
+        there = os.open(FOLDER / name, os.O_RDONLY)
+        try:
+            _enter(there)
+        finally:
+            os.close(there)
+        yield
+    finally:
+        _enter(home)
+        os.close(home)
+
+
+def _enter(namespace: int) -> None:
+    if _LIBC.setns(namespace, _NEWNET):
+        raise OSError(ctypes.get_errno(), "setns")
+
+
+def named(prefix: str) -> list[str]:
+    """Namespaces whose names begin so, ascending."""
+    return sorted(path.name for path in FOLDER.glob(f"{prefix}*")) if FOLDER.is_dir() else []
+
+
+def make(name: str, seed: int) -> None:
+    """A namespace that forwards; `seed` is of its draws among equal links, 1 or more."""
+    run("ip", "netns", "add", name)
+    with inside(name):
+        for key, value in (_SYSCTLS | {"fib_multipath_hash_seed": str(seed)}).items():
+            try:
+                Path("/proc/sys/net/ipv4", key).write_text(value, encoding="ascii")
+            except OSError as error:
+                mend = "it takes Linux 6.11" if "seed" in key else "load or build it"
+                raise Unavailable(f"this kernel has no net.ipv4.{key} ({error.strerror})", mend=mend) from None
+        for key, value in _OPTIONAL.items():
+            if (path := Path("/proc/sys/net/ipv4", key)).exists():
+                path.write_text(value, encoding="ascii")
+
+
+def accept_own(name: str, device: str) -> None:
+    """Let a namespace's own packets come back in by a device: they have been outside on their way out."""
+    with inside(name):
+        Path("/proc/sys/net/ipv4/conf", device, "accept_local").write_text("1", encoding="ascii")
+
+
+def batch(name: str, tool: str, lines: Iterable[str]) -> None:
+    """Run many `ip` or `tc` commands inside a namespace."""
+    if text := "".join(f"{line}\n" for line in lines):
+        run(tool, "-n", name, "-batch", "-", text=text)
+
+
+def links(prefix: str) -> dict[str, tuple[str, ...]]:
+    """Devices outside of all namespaces whose names begin so, with their IPv4 addresses."""
+    told: list[Mapping[str, object]] = json.loads(run("ip", "-json", "address", "show") or "[]")
+    found = {}
+    for device in told:
+        addresses = device.get("addr_info")
+        assert isinstance(addresses, list)
+        if str(device["ifname"]).startswith(prefix):
+            found[str(device["ifname"])] = tuple(each["local"] for each in addresses if each["family"] == "inet")
+    return found

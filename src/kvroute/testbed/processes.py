@@ -1,0 +1,109 @@
+"""Processes of a testbed: begun with a mark in their environment, found by it whatever became of who began them, ended.
+
+The mark is set before a process runs its first instruction, so there is no moment at which one could be lost; a list of
+ids written afterwards would have one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+MARK = "KVROUTE_TESTBED"
+END_S = 5.0
+"""From SIGTERM to SIGKILL."""
+
+
+def begin(command: Sequence[str], mark: str, log: Path) -> subprocess.Popen[bytes]:
+    """Start a process that outlives this one; what it says goes to `log`."""
+    with log.open("ab") as said:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=said,
+            stderr=said,
+            start_new_session=True,
+            env={**os.environ, MARK: mark},
+        )
+
+
+def marked(mark: str) -> list[int]:
+    """Ids of the processes that carry a mark, their children included; never this one or its parents."""
+    ours = _line_of_descent()
+    return [
+        int(folder.name)
+        for folder in Path("/proc").iterdir()
+        if folder.name.isdigit() and int(folder.name) not in ours and _carries(int(folder.name), mark)
+    ]
+
+
+def end(mark: str, patience_s: float = END_S) -> int:
+    """Ask every process with the mark to end, make those that do not in time, and wait; how many there were."""
+    ended: set[int] = set()
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        handles = dict(filter(None, (_handle(pid, mark) for pid in marked(mark))))
+        ended |= set(handles)
+        for handle in handles.values():
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(handle, number)
+        _wait(list(handles.values()), patience_s)
+        for handle in handles.values():
+            os.close(handle)
+    return len(ended)
+
+
+def cpu_s(mark: str) -> float:
+    """CPU seconds that the processes with the mark have used so far."""
+    ticks = 0
+    for pid in marked(mark):
+        with contextlib.suppress(OSError):
+            fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+            ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _carries(pid: int, mark: str) -> bool:
+    try:
+        environment = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:  # it has ended, or is nobody's business
+        return False
+    return f"{MARK}={mark}".encode() in environment.split(b"\0")
+
+
+def _handle(pid: int, mark: str) -> tuple[int, int] | None:
+    """(id, descriptor of the process): looked at again once it is held, since an id may have gone to another."""
+    try:
+        handle = os.pidfd_open(pid)
+    except OSError:
+        return None
+    if _carries(pid, mark):
+        return pid, handle
+    os.close(handle)
+    return None
+
+
+def _wait(handles: Sequence[int], timeout_s: float) -> None:
+    poller = select.poll()
+    for handle in handles:
+        poller.register(handle, select.POLLIN)
+    left = set(handles)
+    while left and (ready := poller.poll(timeout_s * 1e3)):
+        for handle, _ in ready:
+            poller.unregister(handle)
+            left.discard(handle)
+
+
+def _line_of_descent() -> set[int]:
+    line, pid = set(), os.getpid()
+    while pid > 1 and pid not in line:
+        line.add(pid)
+        try:
+            pid = int(Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[1])
+        except OSError:
+            break
+    return line

@@ -1,0 +1,65 @@
+"""The programs of one testbed, as their parent has them: begun, heard from, ended."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvroute.testbed import processes
+from kvroute.testbed.runs import Run
+from kvroute.types import InputError
+
+READY_S = 120.0
+"""Until a program's first word: several start at once on few cores."""
+
+
+@dataclass(slots=True)
+class Programs:
+    """Each with a log in the testbed's folder."""
+
+    run: Run
+    _children: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    def begin(self, command: Sequence[str], name: str) -> subprocess.Popen[bytes]:
+        """Start one; it outlives this process."""
+        child = processes.begin(command, self.run.name, self.run.folder / f"{name}.log")
+        self._children.append(child)
+        return child
+
+    def heard(self, child: subprocess.Popen[bytes], ready: Path) -> bytes:
+        """Its first word, a JSON object in the file `ready`, named as its log is.
+
+        Raises:
+            InputError: it has ended, or says nothing.
+        """
+        deadline = time.monotonic() + READY_S
+        while time.monotonic() < deadline and child.poll() is None:
+            if ready.exists() and (word := ready.read_bytes()).rstrip().endswith(b"}"):
+                return word
+            time.sleep(0.02)
+        log = ready.with_suffix(".log")
+        said = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() if log.exists() else []
+        why = said[-1].removeprefix("kvroute: ") if said else f"not a word for {READY_S:g} s"
+        raise InputError(f"{ready.stem} of testbed {self.run.name} did not get ready: {why}")
+
+    def end(self, child: subprocess.Popen[bytes]) -> None:
+        """Ask it to end, then make it."""
+        child.terminate()
+        try:
+            child.wait(processes.END_S)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+        self._children.remove(child)
+
+    def forget(self, *, wait: bool = True) -> None:
+        """All of them: they have been ended, or (`wait` off) are to go on without a parent."""
+        for child in self._children:
+            if wait:
+                child.wait()
+            else:
+                child.returncode = 0  # or its object would warn that it still runs
+        self._children.clear()

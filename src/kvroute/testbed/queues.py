@@ -1,0 +1,102 @@
+"""What stands before a link: its rate, and who goes first when several want to; `tc` commands as text.
+
+`fair` gives every connection its turn (max-min over a path, as the cost model has it): deficit round-robin among the
+leaves of an htb tree, among which a classic BPF program spreads connections by addresses and ports. It needs nothing
+but htb and cls_bpf, since many kernels have neither fq nor fq_codel. `fifo` is one queue, first come, first served.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from kvroute.types import InputError
+
+Discipline: TypeAlias = Literal["fair", "fifo"]
+SEGMENT_BYTES, FRAME_BYTES = 1448, 1514
+"""Payload of a full segment (MTU 1500, timestamps), and what a queue counts for it."""
+LEAVES = 128
+QUEUE_BYTES = 256 << 10
+"""Before a link, for a connection where queues are fair, for all where not."""
+RATE_MIN_BITS_PER_S, RATE_MAX_BITS_PER_S = 1e6, 1e9
+_BURST_BYTES = 16 << 10
+_BURST_S = 1e-3
+_FIRST_LEAF = 0x10
+_OTHERS = 0x2
+_ELSE = 0x3
+_UDP = 17
+_GOLDEN = 2_654_435_761
+"""2^32 over the golden ratio: multiplying by it spreads small differences over the upper bits (Knuth, TAOCP 6.4)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """One link's rate on the wire and what others take of it."""
+
+    bits_per_s: float
+    others: float = 0.0
+    """Share in [0, 1) for UDP, which is not asked to wait for its turn."""
+
+    @classmethod
+    def of(cls, bytes_per_s: float, scale: float, others: float = 0.0) -> Limit:
+        """That carries `scale` times `bytes_per_s` of TCP's payload: headers are ours, not the model's.
+
+        Raises:
+            InputError: too slow or too fast for one machine to shape.
+        """
+        bits = bytes_per_s * scale * 8 * FRAME_BYTES / SEGMENT_BYTES
+        if not RATE_MIN_BITS_PER_S <= bits <= RATE_MAX_BITS_PER_S:
+            what = f"a link of {bytes_per_s * 8e-9:g} Gbps would have {bits * 1e-6:.3g} Mbit/s at a scale of {scale:g}"
+            raise InputError(what, where="--scale", mend="choose one that leaves every link 1 to 1000 Mbit/s")
+        return cls(bits, others)
+
+
+def lines(device: str, limit: Limit, discipline: Discipline) -> Iterator[str]:
+    """For `tc -batch` inside the link's namespace."""
+    rate, burst = f"{round(limit.bits_per_s)}bit", max(_BURST_BYTES, math.ceil(limit.bits_per_s / 8 * _BURST_S))
+    whole = f"rate {rate} ceil {rate} burst {burst} cburst {burst} quantum 60000"
+    yield f"qdisc add dev {device} root handle 1: htb default {_ELSE:x}"
+    yield f"class add dev {device} parent 1: classid 1:1 htb {whole}"
+    if discipline == "fifo":
+        yield f"class add dev {device} parent 1:1 classid 1:{_ELSE:x} htb {whole}"
+        yield f"qdisc add dev {device} parent 1:{_ELSE:x} bfifo limit {QUEUE_BYTES}"
+        return
+    others = max(round(limit.bits_per_s * limit.others), 8000)
+    share = f"rate {max(round(limit.bits_per_s * (1 - limit.others) / (LEAVES + 1)), 8)}bit ceil {rate}"
+    yield f"class add dev {device} parent 1:1 classid 1:{_OTHERS:x} htb rate {others}bit ceil {others}bit quantum 1514"
+    yield f"qdisc add dev {device} parent 1:{_OTHERS:x} bfifo limit {QUEUE_BYTES}"
+    for leaf in (_ELSE, *range(_FIRST_LEAF, _FIRST_LEAF + LEAVES)):
+        leafs = f"parent 1:1 classid 1:{leaf:x} htb {share} burst 1600 cburst {burst} quantum {FRAME_BYTES}"
+        yield f"class add dev {device} {leafs}"
+        yield f"qdisc add dev {device} parent 1:{leaf:x} bfifo limit {QUEUE_BYTES}"
+    yield f"filter add dev {device} parent 1: protocol ip prio 1 bpf bytecode '{classifier()}'"
+
+
+def leaf_of(source: int, target: int, ports: int) -> int:
+    """The leaf of a connection: addresses as numbers, both ports as one (source in the upper half)."""
+    mixed = (source ^ ports) * _GOLDEN & 0xFFFF_FFFF
+    return ((target ^ mixed) * _GOLDEN & 0xFFFF_FFFF) >> (32 - LEAVES.bit_length() + 1)
+
+
+def classifier() -> str:
+    """`leaf_of` in classic BPF over an Ethernet frame with IPv4 without options; UDP is others'."""
+    code = [
+        (0x30, 0, 0, 23),  # ldb [23]: protocol
+        (0x15, 0, 1, _UDP),  # jeq
+        (0x06, 0, 0, 0x1_0000 | _OTHERS),  # ret
+        (0x20, 0, 0, 34),  # ld [34]: both ports
+        (0x07, 0, 0, 0),  # tax
+        (0x20, 0, 0, 26),  # ld [26]: source
+        (0xAC, 0, 0, 0),  # xor x
+        (0x24, 0, 0, _GOLDEN),  # mul
+        (0x07, 0, 0, 0),
+        (0x20, 0, 0, 30),  # ld [30]: target
+        (0xAC, 0, 0, 0),
+        (0x24, 0, 0, _GOLDEN),
+        (0x74, 0, 0, 32 - LEAVES.bit_length() + 1),  # rsh
+        (0x04, 0, 0, 0x1_0000 | _FIRST_LEAF),  # add
+        (0x16, 0, 0, 0),  # ret a
+    ]
+    return f"{len(code)}," + ",".join(" ".join(map(str, step)) for step in code)

@@ -1,0 +1,257 @@
+"""Live: a small testbed of network namespaces: TCP takes the laid ways, engines answer, and nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import uvloop
+from bench.testbed.ways import Ways
+from tests.examples import EXAMPLES
+
+from kvroute import topology
+from kvroute.emulator.player import Play, play
+from kvroute.testbed import Build, Run, namespaces, processes
+from kvroute.testbed import Testbed as Bed
+from kvroute.testbed.namespaces import Unavailable, inside
+from kvroute.testbed.queues import Discipline, leaf_of
+
+pytestmark = pytest.mark.live
+SMALL, WAN = EXAMPLES / "testbed-small.yaml", EXAMPLES / "testbed-wan.yaml"
+NBYTES = 60_000
+PROMPT = "the quick brown fox jumps over the lazy dog " * 700
+
+
+def name() -> str:
+    """Of a testbed that is this process's own."""
+    return f"t{os.getpid() % 10**6}{time.monotonic_ns() % 10}"
+
+
+@pytest.fixture
+def run() -> Iterator[Run]:
+    """One that can be had on this machine, and is gone afterwards whatever the test did."""
+    try:
+        namespaces.check()
+    except Unavailable as reason:
+        if os.environ.get("KVROUTE_REQUIRE_LIVE") == "1":
+            pytest.fail(str(reason))
+        pytest.skip(str(reason))
+    made = Run(name())
+    yield made
+    made.remove()
+
+
+@contextmanager
+def laid(run: Run, cluster: Path, queues: Discipline = "fair", build: Build | None = None) -> Iterator[Bed]:
+    """Its network, without engines."""
+    testbed = Bed(run, topology.load(cluster), build or Build(queues=queues))
+    testbed.check()
+    try:
+        testbed.lay()
+        yield testbed
+    finally:
+        testbed.remove()
+
+
+def machine() -> dict[str, object]:
+    """What a testbed may leave behind: namespaces, devices with their queues, routes, rules, folders, processes."""
+    told = {
+        what: subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        for what, command in {
+            "links": ["ip", "-o", "link"],
+            "queues": ["tc", "qdisc"],
+            "routes": ["ip", "route"],
+            "rules": ["ip", "rule"],
+        }.items()
+    }
+    mark = f"{processes.MARK}=".encode()
+    marked = [
+        pid
+        for pid in map(int, filter(str.isdigit, os.listdir("/proc")))
+        if pid != os.getpid() and mark in environment(pid)
+    ]
+    folder = Path("/run/kvroute-testbed")
+    folders = [path.name for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
+    return told | {"namespaces": namespaces.named(""), "marked": marked, "folders": sorted(folders)}
+
+
+def environment(pid: int) -> bytes:
+    """Of a process; nothing of one that has ended."""
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return b""
+
+
+def connected(testbed: Bed, source: str, target: str, count: int) -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Connections of two instances' hosts, opened by the receiver: (sender's end, receiver's end)."""
+    near, far = testbed.wiring.host_of(source), testbed.wiring.host_of(target)
+    with inside(testbed.run.namespace(near.name)):
+        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    with listener:
+        listener.bind((str(near.address), 0))
+        listener.listen(count)
+        for _ in range(count):
+            with inside(testbed.run.namespace(far.name)):
+                receiver = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+            receiver.bind((str(far.address), 0))
+            receiver.connect(listener.getsockname())
+            sender, _ = listener.accept()
+            with sender, receiver:
+                yield sender, receiver
+
+
+def counted(testbed: Bed, what: str) -> dict[str, int]:
+    """Bytes so far by link, or by link and class of its queue."""
+    found = {}
+    for place in testbed.wiring.places:
+        for end in testbed.wiring.ends_at(place):
+            words = ("-s", "class", "show", "dev", end.device)
+            told = namespaces.run("tc", "-n", testbed.run.namespace(place), *words)
+            for leaf, sent in re.findall(r"class htb 1:(\w+) .*\n Sent (\d+) bytes", told):
+                if what == "links" and leaf == "1":
+                    found[str(end.link)] = int(sent)
+                elif what == "leaves":
+                    found[f"{end.link} {leaf}"] = int(sent)
+    return found
+
+
+@pytest.mark.parametrize("queues", ["fair", "fifo"])
+def test_connections_take_the_ways_that_the_kernel_names(run: Run, queues: Discipline) -> None:
+    """Each connection's bytes are on the links that `Ways` finds, among them both of two parallel uplinks, and, where
+    queues are fair, in the leaf that `leaf_of` computes."""
+    taken: set[int] = set()
+    with laid(run, SMALL, queues) as testbed:
+        ways = Ways(testbed)
+        for sender, receiver in connected(testbed, "prefill0", "decode1", 12):
+            (source, near), (target, far) = sender.getsockname(), receiver.getsockname()
+            hosts = testbed.wiring.host_of("prefill0"), testbed.wiring.host_of("decode1")
+            path = ways.of(*hosts, near, far)
+            taken.update(path)
+            leaf = leaf_of(
+                int.from_bytes(socket.inet_aton(source)), int.from_bytes(socket.inet_aton(target)), near << 16 | far
+            )
+            what = "leaves" if queues == "fair" else "links"
+            before = counted(testbed, what)
+            sender.sendall(bytes(NBYTES))
+            left = NBYTES
+            while left:
+                left -= len(receiver.recv(left))
+            after = counted(testbed, what)
+            grown = {key for key in after if after[key] - before[key] >= NBYTES}
+            assert grown >= {f"{link} {0x10 + leaf:x}" if queues == "fair" else str(link) for link in path}
+            assert len(path) == 4
+            links = {key.partition(" ")[0] for key in grown}
+            assert links == {str(link) for link in path}, "a link that is not on the way has carried as much"
+        ups, _ = testbed.cluster.cables.rack["rack0"]
+        assert set(ups) <= taken
+
+
+def test_a_delay_line_holds_packets_back(run: Run) -> None:
+    """The kernel's own least round trip of a connection between the sites is no less than twice the latency."""
+    with laid(run, WAN) as testbed:
+        near, far = (testbed.wiring.host_of(instance).name for instance in ("prefill0", "decode0"))
+        for sender, receiver in connected(testbed, "prefill0", "decode0", 1):
+            sender.sendall(bytes(NBYTES))
+            left = NBYTES
+            while left:
+                left -= len(receiver.recv(left))
+            information = sender.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 192)
+            min_rtt_us = int.from_bytes(information[148:152], sys.byteorder)
+            assert 20_000 <= 2e6 * testbed.network.delay_s(near, far) <= min_rtt_us < 10_000_000
+            assert sender.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0") == b"cubic"
+
+
+def test_others_are_on_their_tiers_links(run: Run) -> None:
+    """Background of the uplinks is in others' class there, and nowhere else."""
+    background = (0.0, 0.0, 0.2, 0.0, 0.0)
+    with laid(run, SMALL, build=Build(background=background)) as testbed:
+        loaded = {str(link) for link in testbed.cluster.links_of_tier(2)}
+        while True:
+            leaves = counted(testbed, "leaves")
+            others = {key.partition(" ")[0] for key, sent in leaves.items() if key.endswith(" 2") and sent > 0}
+            assert others <= loaded
+            if others == loaded:
+                break
+
+
+def kvroute(*arguments: str) -> list[str]:
+    """The command."""
+    return [sys.executable, "-m", "kvroute.cli.app", "testbed", *arguments]
+
+
+def test_up_serves_and_down_leaves_nothing(run: Run) -> None:
+    """Engines in two racks answer through the gateway, KV caches cross the uplinks; what was killed is cleared too."""
+    before = machine()
+    up = subprocess.run(kvroute("up", str(SMALL), "--name", run.name), capture_output=True, text=True)
+    assert up.returncode == 0, up.stderr
+    state = json.loads(up.stdout)
+    assert state == json.loads((run.folder / "state.json").read_text())
+    again = subprocess.run(kvroute("up", str(SMALL), "--name", run.name), capture_output=True, text=True)
+    assert again.returncode == 2
+    assert "there already" in again.stderr
+    body = {"model": "llama-3-70b", "max_tokens": 3, "stream": True}
+    asked = [Play(0.1 * n, json.dumps(body | {"prompt": f"{n} {PROMPT}"}).encode()) for n in range(4)]
+    answers = uvloop.run(play(state["url"], asked))
+    assert [answer.error for answer in answers] == [""] * 4
+    assert all(answer.ok for answer in answers)
+    testbed = Bed(run, topology.load(SMALL), Build())
+    testbed.network.check_wiring()
+    carried = counted(testbed, "links")
+    ups, _ = testbed.cluster.cables.rack["rack0"]
+    modelled = 4 * 7_000 * 320 * 1024
+    assert sum(carried[str(link)] for link in ups) > modelled * state["scale"]
+    gateway = next(pid for pid in processes.marked(run.name) if b"serve" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    os.kill(gateway, signal.SIGKILL)
+    down = subprocess.run(kvroute("down", "--name", run.name), capture_output=True, text=True)
+    assert down.returncode == 0, down.stderr
+    assert run.remains() == []
+    assert machine() == before
+    twice = subprocess.run(kvroute("down", "--name", run.name), capture_output=True, text=True)
+    assert twice.returncode == 0
+    assert "nothing was left" in twice.stderr
+
+
+@pytest.mark.parametrize("moment", ["laying", "playing"])
+def test_down_clears_what_a_kill_has_left(run: Run, moment: str) -> None:
+    """`run` is killed with -9 while it lays namespaces, or while requests are under way."""
+    before = machine()
+    command = kvroute("run", str(SMALL), "--name", run.name, "--policy", "netkv", "--requests", "400", "--rate", "2")
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        ready = run.folder / ("state.json" if moment == "playing" else "")
+        while not (ready.is_file() if moment == "playing" else len(namespaces.named(run.prefix)) > 2):
+            assert process.poll() is None
+            time.sleep(0.005)
+        process.kill()
+    assert run.remains()
+    down = subprocess.run(kvroute("down", "--name", run.name), capture_output=True, text=True)
+    assert down.returncode == 0, down.stderr
+    assert run.remains() == []
+    assert machine() == before
+
+
+def test_run_compares_and_clears(run: Run) -> None:
+    """Every request is answered on the kernel's network, beside a prediction of the same requests; then all is gone."""
+    before = machine()
+    command = kvroute("run", str(SMALL), "--name", run.name, "--requests", "6", "--rate", "3", "--json")
+    done = subprocess.run(
+        [*command, "--policy", "round-robin", "--policy", "foresight"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    rounds = json.loads(done.stdout)
+    assert [one["policy"] for one in rounds] == ["round-robin", "foresight"]
+    for one in rounds:
+        assert one["kernel"]["answered"] == one["simulated"]["answered"] == 6
+        assert one["kernel"]["parts_s"]["transfer"] > 0
+        assert 0 < one["cpu_share"] <= 1
+    assert machine() == before

@@ -1,0 +1,388 @@
+"""Laws of a testbed's plan: packets take the cluster's ways, connections have their queues, processes their mark."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from ipaddress import IPv4Address, IPv4Network
+from itertools import permutations
+from pathlib import Path
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from tests.examples import EXAMPLES
+
+from kvroute.flows import slow_start_s
+from kvroute.testbed import Build, Run, processes
+from kvroute.testbed.engines import UNBOUND, served, unpaced
+from kvroute.testbed.queues import LEAVES, Limit, classifier, leaf_of, lines
+from kvroute.testbed.wiring import Wiring, background_ends, wire
+from kvroute.topology import LLAMA_70B_TP4, Cluster, InstanceCounts, build, fat_tree, load, parse
+from kvroute.topology.schema import Network
+from kvroute.types import SAME_NODE, TIER_COUNT, Endpoint, InputError
+
+NETWORK = IPv4Network("198.18.7.0/24")
+GBPS = 1e9 / 8
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> Cluster:
+    """Fat trees of up to eight nodes whose transfers are single flows."""
+    pods, racks, nodes = draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(st.integers(1, 2))
+    instances = 2 * pods * racks * nodes
+    assume(instances > 2)
+    file = fat_tree(
+        "tree",
+        pods=pods,
+        racks_per_pod=racks,
+        nodes_per_rack=nodes,
+        nic_bytes_per_s=100 * GBPS,
+        nics_per_node=draw(st.sampled_from([1, 2, 8])),
+        nic_scope=draw(st.sampled_from(["gpu", "instance", "server"])),
+        rack_uplinks=(draw(st.integers(1, 3)), 50 * GBPS),
+        pod_uplinks=(draw(st.integers(1, 3)), 25 * GBPS),
+        instances=InstanceCounts(prefill=2, decode=instances - 2, placement="packed"),
+        network=Network(flows_per_transfer=1),
+        defaults=LLAMA_70B_TP4,
+    )
+    return build(file)
+
+
+def ways(wiring: Wiring, source: str, target: str) -> Iterator[tuple[int, ...]]:
+    """The groups of links that packets to `target` meet, place by place, always taking the last of each."""
+    beyond = {cable.up.link: cable.down.place for cable in wiring.cables}
+    beyond |= {cable.down.link: cable.up.place for cable in wiring.cables}
+    place = source
+    while place != target:
+        links = wiring.ways[place, target]
+        yield links
+        assert {beyond[link] for link in links} == {beyond[links[-1]]}
+        place = beyond[links[-1]]
+
+
+@settings(max_examples=40, deadline=None)
+@given(trees())
+def test_packets_take_the_clusters_ways(cluster: Cluster) -> None:
+    """From every instance to every other one: the groups of equal links that the cluster has, and no others."""
+    wiring = wire(cluster, NETWORK)
+    for source, target in permutations(range(len(cluster.instances)), 2):
+        near, far = (wiring.host_of(cluster.instances[index].name) for index in (source, target))
+        if near.name == far.name:
+            continue
+        if cluster.tier[source, target] == SAME_NODE:
+            assert (near.name, far.name) in wiring.neighbours
+            continue
+        assert tuple(ways(wiring, near.name, far.name)) == cluster.hops(source, target, 0)
+
+
+@settings(max_examples=40, deadline=None)
+@given(trees())
+def test_nothing_is_there_twice(cluster: Cluster) -> None:
+    """Names, addresses and devices; every instance has one host, and a link's device is at the link's source."""
+    wiring = wire(cluster, NETWORK)
+    assert len(set(wiring.places)) == len(wiring.places)
+    placed = [name for host in wiring.hosts for name in host.instances]
+    assert sorted(placed) == [instance.name for instance in cluster.instances]
+    addresses = [host.address for host in wiring.hosts] + [end.address for end in wiring.ends]
+    assert len(set(addresses)) == len(addresses)
+    assert all(host.address in NETWORK for host in wiring.hosts)
+    assert len({(end.place, end.device) for end in wiring.ends}) == len(list(wiring.ends))
+    for end in wiring.ends:
+        link = cluster.links[end.link]
+        assert end.bytes_per_s == link.bytes_per_s
+        assert link.source in (end.place, end.place.partition(".")[0])
+        assert len(end.device) <= 15
+
+
+def test_two_sites_are_joined() -> None:
+    """The wide area is a cable like any other, and its latency is that of every way over it."""
+    cluster = load(EXAMPLES / "testbed-wan.yaml")
+    wiring = wire(cluster, NETWORK)
+    far = [
+        (wiring.host_of(a.name).name, wiring.host_of(b.name).name)
+        for a, b in permutations(cluster.instances, 2)
+        if a.datacenter != b.datacenter
+    ]
+    wide = {link for links, backs in cluster.cables.wan for link in (*links, *backs)}
+    assert far
+    for source, target in far:
+        assert sum(not wide.isdisjoint(links) for links in ways(wiring, source, target)) == 1
+        assert wiring.latency_s[source, target] >= float(cluster.file.wan[0].latency_s)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("flows_per_transfer: 1", "flows_per_transfer: tp", "one connection"),
+        ("name: testbed-small", "name: testbed-small\n\ndatacenters: [{name: rack0}]", "the name of a rack"),
+    ],
+    ids=["several-flows", "one-name-twice"],
+)
+def test_what_cannot_be_wired_is_refused(old: str, new: str, said: str) -> None:
+    """With a sentence that says how to mend it."""
+    text = (EXAMPLES / "testbed-small.yaml").read_text()
+    assert old in text
+    with pytest.raises(InputError, match=said) as caught:
+        wire(parse(text.replace(old, new, 1), "test.yaml"), NETWORK)
+    assert "; " in str(caught.value)
+
+
+def test_too_many_hosts_are_refused() -> None:
+    """More than the addresses of one testbed."""
+    cluster = build(
+        fat_tree(
+            "large",
+            pods=1,
+            racks_per_pod=2,
+            nodes_per_rack=125,
+            nic_bytes_per_s=100 * GBPS,
+            nics_per_node=1,
+            nic_scope="server",
+            rack_uplinks=(1, 50 * GBPS),
+            pod_uplinks=(1, 50 * GBPS),
+            instances=InstanceCounts(prefill=2, decode=248, placement="spread", tp=8),
+            network=Network(flows_per_transfer=1),
+            defaults=LLAMA_70B_TP4,
+        )
+    )
+    with pytest.raises(InputError, match="250 hosts are too many"):
+        wire(cluster, NETWORK)
+
+
+def test_others_load_the_links_of_their_tiers() -> None:
+    """Both directions of every cable of a tier with a share, and no others."""
+    cluster = load(EXAMPLES / "testbed-literal.yaml")
+    loaded = background_ends(wire(cluster, NETWORK), (0.0, 0.0, 0.2, 0.3, 0.0))
+    assert {end.link: share for end, share in loaded} == {
+        **dict.fromkeys(cluster.links_of_tier(2), 0.2),
+        **dict.fromkeys(cluster.links_of_tier(3), 0.3),
+    }
+
+
+@given(st.floats(0.02e12, 0.1e12), st.floats(0.0, 0.9), st.sampled_from(["fair", "fifo"]))
+def test_queues_promise_no_more_than_the_link(bits_per_s: float, others: float, discipline: str) -> None:
+    """The rates that leaves are sure of, together, are the link's at most; everybody may have what others leave."""
+    limit = Limit.of(bits_per_s / 8, 1e-3, others)
+    said = list(lines("l1", limit, "fair" if discipline == "fair" else "fifo"))
+    (whole,) = [number(line, "rate") for line in said if " classid 1:1 " in line]
+    leaves = [line for line in said if line.startswith("class") and " parent 1:1 " in line]
+    assert sum(number(line, "rate") for line in leaves) <= whole * 1.001
+    queues = [line for line in said if line.startswith("qdisc") and "bfifo" in line]
+    assert len(queues) == len(leaves) == (1 if discipline == "fifo" else LEAVES + 2)
+    lent = [line for line in leaves if " 1:2 " not in line.partition("classid")[2]]
+    assert all(number(line, "ceil") == whole for line in lent)
+
+
+def number(line: str, key: str) -> float:
+    """What follows a word, in bits."""
+    words = line.split()
+    return float(words[words.index(key) + 1].removesuffix("bit"))
+
+
+def test_a_link_carries_the_models_payload() -> None:
+    """100 Gbps at 1/1000: 12.5 MB/s of payload in segments of 1,448 bytes, each 1,514 on the wire."""
+    limit = Limit.of(100 * GBPS, 1e-3)
+    assert limit.bits_per_s / 8 / 1514 * 1448 == pytest.approx(12.5e6)
+    for scale in (1e-6, 1.0):
+        with pytest.raises(InputError, match="1 to 1000 Mbit/s"):
+            Limit.of(100 * GBPS, scale)
+
+
+def executed(frame: bytes) -> int:
+    """What the classic BPF program returns for a frame: its instructions, by the book (Linux' filter.rst)."""
+    count, *steps = classifier().split(",")
+    program = [tuple(map(int, step.split())) for step in steps]
+    assert len(program) == int(count)
+    a = x = at = 0
+    while True:
+        code, if_true, if_false, k = program[at]
+        at += 1
+        match code:
+            case 0x30:
+                a = frame[k]
+            case 0x20:
+                a = int.from_bytes(frame[k : k + 4], "big")
+            case 0x07:
+                x = a
+            case 0xAC:
+                a ^= x
+            case 0x24:
+                a = a * k & 0xFFFF_FFFF
+            case 0x74:
+                a >>= k
+            case 0x04:
+                a = a + k & 0xFFFF_FFFF
+            case 0x15:
+                at += if_true if a == k else if_false
+            case 0x06:
+                return k
+            case 0x16:
+                return a
+            case _:
+                raise AssertionError(f"an instruction {code:#x} that this test does not know")
+
+
+def frame_of(protocol: int, source: int, target: int, ports: int) -> bytes:
+    """Ethernet, IPv4 without options, ports."""
+    ip = bytes([0x45, 0, 0, 40, 0, 0, 0, 0, 64, protocol, 0, 0]) + source.to_bytes(4, "big") + target.to_bytes(4, "big")
+    return bytes(12) + b"\x08\x00" + ip + ports.to_bytes(4, "big")
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1))
+def test_the_kernels_program_finds_the_leaf(source: int, target: int, ports: int) -> None:
+    """A TCP segment goes to its connection's leaf, class 1:10 and up; a datagram to others', 1:2."""
+    leaf = leaf_of(source, target, ports)
+    assert 0 <= leaf < LEAVES
+    assert executed(frame_of(6, source, target, ports)) == 0x1_0010 + leaf
+    assert executed(frame_of(17, source, target, ports)) == 0x1_0002
+
+
+def test_connections_are_spread() -> None:
+    """Of 32 connections of two hosts with ports as the kernel chooses them, few meet in a leaf: as few as by chance."""
+    near, far, draw = int(IPv4Address("198.18.0.3")), int(IPv4Address("198.18.0.4")), random.Random(1)
+    alone = 0
+    for _ in range(100):
+        ports = draw.sample(range(32768, 61000, 2), 32)
+        taken = Counter(leaf_of(near, far, 20_000 << 16 | port) for port in ports)
+        alone += sum(count == 1 for count in taken.values())
+    assert alone / 3200 > (1 - 1 / LEAVES) ** 31 - 0.05
+
+
+@given(st.floats(1e3, 1e9), st.floats(1e-6, 0.5), st.floats(1e4, 1e9))
+def test_slow_start_waits_less_than_a_round_trip_a_round(nbytes: float, rtt_s: float, bytes_per_s: float) -> None:
+    """From nothing to a round trip for every window that is sent; more of it over a longer way."""
+    waits_s, first = slow_start_s(nbytes, rtt_s, bytes_per_s), 10 * 1448
+    rounds, sent, window = 0, 0.0, float(first)
+    while sent + window < nbytes and window < bytes_per_s * rtt_s:
+        rounds, sent, window = rounds + 1, sent + window, 2 * window
+    assert 0 <= waits_s <= rounds * rtt_s
+    if nbytes <= first or bytes_per_s * rtt_s <= first:
+        assert waits_s == 0
+    assert slow_start_s(nbytes, rtt_s * 1.5, bytes_per_s) >= waits_s * (1 - 1e-12)
+
+
+@settings(max_examples=60)
+@given(st.integers(1, 3000), st.floats(1e-4, 0.1), st.floats(1e5, 1e8))
+def test_slow_start_is_that_of_segments(count: int, rtt_s: float, bytes_per_s: float) -> None:
+    """Played segment by segment: each acknowledgement lets two more out. Equal within a segment's time a round."""
+    each_s = 1448 / bytes_per_s
+    acknowledged: list[float] = []
+    free_s, allowed = 0.0, 10
+    for segment in range(count):
+        leaves_s = free_s
+        if segment >= allowed:
+            leaves_s = max(free_s, acknowledged[(segment - 10) // 2])
+        free_s = leaves_s + each_s
+        acknowledged.append(free_s + rtt_s)
+    waited_s = free_s - count * each_s
+    model_s = slow_start_s(count * 1448, rtt_s, bytes_per_s)
+    assert model_s == pytest.approx(waited_s, abs=12 * 2 * each_s + 1e-9, rel=1e-6)
+
+
+def test_engines_leave_the_pace_to_the_kernel() -> None:
+    """The same instances, nothing that holds bytes back; what is served has the true links and the addresses."""
+    cluster = load(EXAMPLES / "testbed-paper.yaml")
+    free = parse(unpaced(cluster).to_yaml(), "engines.yaml")
+    assert [i.name for i in free.instances] == [i.name for i in cluster.instances]
+    assert free.timing == cluster.timing
+    for source, target in permutations(range(len(free.instances)), 2):
+        assert free.latency_s(source, target) == 0
+        (path,) = [free.hops(source, target, 0)] * free.flows_per_transfer(source, target)
+        assert all(free.links[link].bytes_per_s == UNBOUND for group in path for link in group)
+    endpoints = {
+        i.name: Endpoint(url=f"http://198.18.0.{3 + n}:80", bootstrap=f"198.18.0.{3 + n}:81")
+        for n, i in enumerate(cluster.instances)
+    }
+    back = parse(served(cluster, endpoints).to_yaml(), "cluster.yaml")
+    assert {i.name: i.endpoint for i in back.instances} == endpoints
+    assert back.links == cluster.links
+    assert back.file.gateway["measure"] == "engine"
+
+
+@pytest.mark.parametrize("name", ["", "with-dash", "Large", "ninechars", "../etc"])
+def test_a_name_is_short_and_plain(name: str) -> None:
+    """A device's name has to hold it."""
+    with pytest.raises(InputError, match="no name for a testbed"):
+        Run(name)
+
+
+@given(st.text(min_size=1, max_size=50))
+def test_every_cluster_has_a_name_for_its_testbed(cluster: str) -> None:
+    """The same one every time, within what a device's name holds."""
+    run = Run.of(cluster)
+    assert run == Run.of(cluster)
+    assert len(run.device) <= 15
+    assert run.namespace("x").startswith(f"{run.device}-")
+
+
+@pytest.mark.parametrize(
+    "build", [{"scale": 0}, {"scale": 2}, {"background": (0.0, 1.0, 0, 0, 0)}, {"background": (0,)}]
+)
+def test_a_build_out_of_range_is_refused(build: dict[str, object]) -> None:
+    """Before anything is made."""
+    assert Build().background == (0.0,) * TIER_COUNT
+    with pytest.raises(InputError):
+        Build(**build)  # type: ignore[arg-type]
+
+
+STUBBORN = (
+    "import signal, subprocess, sys, time\n"
+    "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True)\n"
+    "print('up', flush=True)\n"
+    "time.sleep(600)\n"
+)
+
+
+def test_marked_processes_are_found_and_end(tmp_path: Path) -> None:
+    """A process that ignores SIGTERM, and its child in a session of its own; another mark's is left alone."""
+    log, mark, other = tmp_path / "log", f"t{random.randrange(10**6)}", f"u{random.randrange(10**6)}"
+    stubborn = processes.begin([sys.executable, "-c", STUBBORN], mark, log)
+    bystander = processes.begin([sys.executable, "-c", "import time; time.sleep(600)"], other, tmp_path / "other")
+    try:
+        while log.read_bytes() != b"up\n":
+            assert stubborn.poll() is None
+        found = processes.marked(mark)
+        assert stubborn.pid in found
+        assert len(found) == 2
+        assert processes.cpu_s(mark) >= 0
+        assert processes.end(mark, patience_s=0.2) == 2
+        assert stubborn.wait() == -9
+        assert processes.marked(mark) == []
+        assert bystander.poll() is None
+        assert processes.marked(other) == [bystander.pid]
+    finally:
+        for process in (stubborn, bystander):
+            process.kill()
+            process.wait()
+        processes.end(mark, patience_s=0.2)
+
+
+def kvroute(*arguments: str, **more: object) -> subprocess.CompletedProcess[str]:
+    """The command, with what it said."""
+    command = [sys.executable, "-m", "kvroute.cli.app", "testbed", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, **more)  # type: ignore[call-overload,no-any-return]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["up", str(EXAMPLES / "testbed-small.yaml")], ["run", str(EXAMPLES / "testbed-small.yaml")], ["down", "--all"]],
+    ids=["up", "run", "down"],
+)
+def test_what_is_missing_is_said(arguments: list[str]) -> None:
+    """Without iproute2 or without root: one sentence and exit code 2."""
+    done = kvroute(*arguments, env={"PATH": "/nowhere"})
+    assert done.returncode == 2, done.stderr
+    assert "iproute2" in done.stderr or "need root" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_down_wants_to_know_which() -> None:
+    """Nothing is taken away by guess."""
+    done = kvroute("down")
+    assert done.returncode == 2
+    assert "which testbed" in done.stderr or "need root" in done.stderr or "iproute2" in done.stderr
