@@ -10,24 +10,34 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from kvroute.cli import experiment_netkv, experiment_prfaas
+from kvroute.cli import experiment_copies, experiment_netkv, experiment_never_worse, experiment_prfaas
 from kvroute.cli.output import console, print_json, remarks
 from kvroute.cli.sweeps import Asked
-from kvroute.experiments import netkv, prfaas
+from kvroute.experiments import netkv, never_worse, prefix_copies, prfaas
 from kvroute.experiments.cells import Experiment
 from kvroute.experiments.readings import READINGS
 from kvroute.types import InputError
 
-FAMILIES = {"netkv": netkv.EXPERIMENTS, "prfaas": prfaas.EXPERIMENTS}
-"""Experiments by publication."""
+FAMILIES = {
+    "netkv": netkv.EXPERIMENTS,
+    "prfaas": prfaas.EXPERIMENTS,
+    "never-worse": never_worse.EXPERIMENTS,
+    "prefix-copies": prefix_copies.EXPERIMENTS,
+}
+"""Experiments by publication; never-worse and prefix-copies are kvroute's own."""
 _ALL = [one for experiments in FAMILIES.values() for one in experiments.values()]
-_RUNS = {"netkv": experiment_netkv.run, "prfaas": experiment_prfaas.run}
+_RUNS = {
+    "netkv": experiment_netkv.run,
+    "prfaas": experiment_prfaas.run,
+    "never-worse": experiment_never_worse.run,
+    "prefix-copies": experiment_copies.run,
+}
 
 
 def experiment(
     names: Annotated[
         list[str] | None,
-        typer.Argument(help="Which, by name; netkv or prfaas for all of a publication.", show_default=False),
+        typer.Argument(help="Which, by name; netkv, prfaas or never-worse for all of one.", show_default=False),
     ] = None,
     reading_name: Annotated[
         str, typer.Option("--reading", help=f"How the paper is read: {', '.join(READINGS)}.")
@@ -38,6 +48,10 @@ def experiment(
     ] = None,
     profile: Annotated[list[str] | None, typer.Option(help="Only these profiles; repeat for several.")] = None,
     trace: Annotated[Path | None, typer.Option(help="A trace, e.g. Mooncake's; without it one is generated.")] = None,
+    trace_dir: Annotated[
+        Path | None,
+        typer.Option(help="Folder with recorded traces, for never-worse (or KVROUTE_TRACES).", show_default=False),
+    ] = None,
     cell: Annotated[
         str | None,
         typer.Option(help="One cell: profile, axis values, policy, e.g. 'rag,1.0,netkv'."),
@@ -60,6 +74,8 @@ def experiment(
     [bold]kvroute experiment netkv-load --cell 'rag,1.0,netkv' --seed 3[/bold]
 
     [bold]kvroute experiment prfaas --trace conversation_trace.jsonl.zst --out results[/bold]
+
+    [bold]kvroute experiment never-worse --seeds 8 --trace-dir traces[/bold]
     """
     if not names:
         _list(as_json)
@@ -76,6 +92,7 @@ def experiment(
         workers=workers,
         out=out,
         as_json=as_json,
+        trace_dir=trace_dir,
     )
     try:
         _RUNS[family](chosen, asked)

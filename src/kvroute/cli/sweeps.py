@@ -25,6 +25,8 @@ class Asked:
     workers: int | None
     out: Path
     as_json: bool
+    trace_dir: Path | None = None
+    """Where recorded traces lie, for sweeps that use several."""
 
     def folder(self, reading: str) -> Path:
         """Where results of a reading lie."""

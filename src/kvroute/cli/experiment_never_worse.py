@@ -1,0 +1,87 @@
+"""foresight's matrix for the terminal: CLA* is tuned, the sweeps run, tables and one page are written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvroute.cli.output import console, make_folder, print_json, progress_bar, remarks
+from kvroute.cli.sweeps import Asked
+from kvroute.experiments.cells import Cell, Experiment, Record
+from kvroute.experiments.never_worse import ABLATION, EXPERIMENTS, FORESEEN, MATRIX, SEEN_SEEDS
+from kvroute.experiments.never_worse_run import Runner, Traces, results_of, tune
+from kvroute.experiments.runner import run_cells
+from kvroute.report.never_worse_tables import headline_grid, losses_grid, seen_grid, terms_grid
+from kvroute.report.tables import Grid, rich_table
+from kvroute.types import InputError
+
+
+def run(chosen: Sequence[Experiment], asked: Asked) -> None:
+    """Run what is missing of these sweeps and print it all.
+
+    Raises:
+        InputError: a wrong cell, folder or trace, or an option of other experiments, before anything runs.
+    """
+    _refuse(asked)
+    traces = Traces.of(asked.trace_dir)
+    folder = asked.out / "never-worse"
+    missing = traces.missing(MATRIX.profiles)
+    sweeps = {one.name: _runnable(one, asked, missing) for one in chosen}
+    make_folder(folder, "--out")
+    for one in chosen:
+        results_of(folder / f"{one.name}.jsonl")
+    # Only CLA* has weights to tune; the descent starts from it, too.
+    tunable = {cell.profile for sweep in sweeps.values() for cell in sweep if cell.policy in ("cla", "clairvoyant")}
+    wanted = [name for name in MATRIX.profiles if name in tunable]
+    with progress_bar("Tuning CLA*") as progress:
+        path = folder / "cla-tuning.jsonl"
+        weights = tune(wanted, traces, path, on=asked.on, workers=asked.workers, progress=progress)
+    runner = Runner(traces, weights)
+    for one in chosen:
+        path = folder / f"{one.name}.jsonl"
+        with progress_bar(one.name) as progress:
+            run_cells(sweeps[one.name], runner, path, on=asked.on, workers=asked.workers, progress=progress)
+    results = {name: results_of(folder / f"{name}.jsonl") for name in EXPERIMENTS}
+    if asked.cell is None and results[MATRIX.name]:
+        from kvroute.report.never_worse_page import write_never_worse  # plots take a second to import
+
+        page = write_never_worse(results[MATRIX.name], results[ABLATION.name], results[FORESEEN.name], folder, missing)
+        remarks().print(f"never-worse: {page}")
+    _show(chosen, asked, sweeps, results)
+    for name, why in missing.items():
+        remarks().print(f"{name}: {why}")
+
+
+def _refuse(asked: Asked) -> None:
+    for given, option in ((asked.reading != "paper", "--reading"), (asked.changes, "--set"), (asked.trace, "--trace")):
+        if given:
+            mend = "each cell has its own; recorded traces come from --trace-dir"
+            raise InputError("never-worse does not take it", where=option, mend=mend)
+
+
+def _runnable(one: Experiment, asked: Asked, missing: dict[str, str]) -> list[Cell]:
+    """The cells whose trace is there; of costly sweeps the first seeds alone."""
+    sweep = asked.sweep(one, "never-worse")
+    seeds = asked.seeds[:SEEN_SEEDS] if one.name == FORESEEN.name else asked.seeds
+    if asked.cell is not None and sweep[0].profile in missing:
+        raise InputError(missing[sweep[0].profile], where="--cell", mend="or choose another cell")
+    return [cell for cell in sweep if cell.profile not in missing and cell.seed in seeds]
+
+
+def _show(
+    chosen: Sequence[Experiment], asked: Asked, sweeps: dict[str, list[Cell]], results: dict[str, list[Record]]
+) -> None:
+    if asked.as_json:
+        by_key = {record.key: record for records in results.values() for record in records}
+        print_json({"records": [by_key[cell.key] for one in chosen for cell in sweeps[one.name]]})
+        return
+    matrix, grids = results[MATRIX.name], list[Grid]()
+    for one in chosen:
+        if one.name == MATRIX.name:
+            grids += [losses_grid(matrix), headline_grid(matrix)]
+        elif one.name == ABLATION.name:
+            grids.append(terms_grid(results[one.name], matrix))
+        else:
+            grids.append(seen_grid(results[one.name]))
+    for grid in grids:
+        if grid.rows:
+            console().print(rich_table(grid, console().width))

@@ -1,0 +1,84 @@
+"""foresight against what it replaces, without each of its terms, and against those who know the future: three sweeps
+over the cells of `never_worse_cases`; it runs none."""
+
+from __future__ import annotations
+
+from kvroute.experiments.cells import Experiment
+from kvroute.experiments.never_worse_cases import CASES
+
+BASELINES = ("round-robin", "load-aware", "cache-aware", "cla", "netkv-topo", "netkv-static", "netkv")
+POLICIES = (*BASELINES, "foresight-closed", "foresight-joint", "foresight")
+RIVALS = ("cla", "netkv")
+"""Whom foresight must nowhere be worse than."""
+
+Variant = tuple[str, dict[str, float]]
+VARIANTS: dict[str, Variant] = {
+    "foresight": ("foresight", {}),
+    "no receiver's NIC": ("foresight", {"target_nic_factor": 0.0}),
+    "no sender's NIC": ("foresight", {"source_nic_factor": 0.0}),
+    "no uplinks": ("foresight", {"uplink_factor": 0.0}),
+    "no collisions": ("foresight", {"rival_weight": 0.0, "sibling_weight": 0.0}),
+    "nothing learned": ("foresight", {"factor_min": 1.0, "factor_max": 1.0}),
+    "no delay of others": ("foresight", {"imposed_weight": 0.0}),
+    "no slot wait": ("foresight", {"wait_weight": 0.0}),
+    "no slot price": ("foresight", {"slot_weight": 0.0}),
+    "no slot wait or price": ("foresight", {"wait_weight": 0.0, "slot_weight": 0.0}),
+    "no price of others' tokens": ("foresight", {"answer_weight": 0.0, "landing_weight": 0.0}),
+    "others' tokens without a bound": ("foresight", {"answer_transfers": 1e9}),
+    "closed form": ("foresight-closed", {}),
+    "joint": ("foresight-joint", {}),
+    "NICs told half as fast": ("foresight", {"source_nic_factor": 0.5, "target_nic_factor": 0.5}),
+    "NICs told twice as fast": ("foresight", {"source_nic_factor": 2.0, "target_nic_factor": 2.0}),
+    "NICs told four times as fast": ("foresight", {"source_nic_factor": 4.0, "target_nic_factor": 4.0}),
+}
+"""foresight without each of its terms, and with a wrong map: a policy and its parameters."""
+
+CLAIRVOYANT = "clairvoyant"
+SEEN = ("cla", "netkv", "foresight", CLAIRVOYANT)
+"""Policies that are compared where the future is known."""
+SHORT_S, SEEN_SEEDS = 10.0, 4
+"""Measured where the future is known, and of how many seeds at most: every request is played everywhere."""
+_FORESEEN = (
+    "paper/load=1",
+    "paper/load=2",
+    "literal/load=0.25",
+    "realistic/load=1.2",
+    "nic100-flow/load=1",
+    "nic150-flow/load=1.5",
+    "nic150-flow/background=0.4 truthful",
+    "nic100-flow/node load=1",
+    "paper/slots=4 load=1",
+    "paper/0.5 ms per request",
+)
+
+MATRIX = Experiment(
+    name="never-worse-matrix",
+    title="Never worse",
+    source="kvroute",
+    axes={},
+    policies=POLICIES,
+    profiles=tuple(CASES),
+    expectation="foresight nowhere above CLA* or NetKV in mean TTFT by more than chance",
+    versus=("foresight", "cla"),
+)
+ABLATION = Experiment(
+    name="never-worse-ablation",
+    title="Every term left out in turn",
+    source="kvroute",
+    axes={},
+    policies=tuple(VARIANTS),
+    profiles=tuple(name for name, one in CASES.items() if one.ablated),
+    expectation="no term is in the way, and each is needed somewhere",
+    versus=("foresight", "cla"),
+)
+FORESEEN = Experiment(
+    name="never-worse-clairvoyant",
+    title="Against those who know the future",
+    source="kvroute",
+    axes={},
+    policies=SEEN,
+    profiles=_FORESEEN,
+    expectation="foresight within 5 % of a descent that knows draws and future",
+    versus=("foresight", CLAIRVOYANT),
+)
+EXPERIMENTS = {one.name: one for one in (MATRIX, ABLATION, FORESEEN)}

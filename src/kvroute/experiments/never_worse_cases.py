@@ -1,0 +1,324 @@
+"""The cells of the matrix in which foresight must nowhere be worse than what it replaces, as data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+Oracle = Literal["truthful", "silent", "lying"]
+"""What the router hears of others' traffic: the truth every second, nothing, or something else."""
+TraceName = Literal["generated", "mooncake", "coding-agent"]
+MEASURE_S, WARMUP_S = 45.0, 10.0
+_ALL_TIERS = (0.0, 1.0, 1.0, 1.0, 0.0)
+"""Where others' traffic is: on NICs, rack and pod uplinks."""
+_UPLINKS = (0.0, 0.0, 1.0, 1.0, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One cell of the matrix: a cluster, its traffic, and what the router knows."""
+
+    name: str
+    axis: str
+    """Which column of the matrix it belongs to."""
+    reading: str
+    changes: tuple[str, ...] = ()
+    """Fields of the reading, as `field=value`."""
+    profile: str = "rag"
+    settings: dict[str, float] = field(default_factory=dict)
+    """load, gpus, oversubscription, as in NetKV's experiments."""
+    slots: int = 64
+    """Of a decode batch."""
+    kv_gb: float = 180.0
+    """KV memory of an instance."""
+    background: tuple[float, ...] = (0.0,) * 5
+    """Others' share by tier."""
+    burst: tuple[float, ...] = (0.0,) * 5
+    burst_every_s: float = 0.0
+    oracle: Oracle = "truthful"
+    reported: tuple[float, ...] | None = None
+    """What a lying oracle says."""
+    refresh_s: float = 1.0
+    trace: TraceName = "generated"
+    measure_s: float = MEASURE_S
+    ablated: bool = False
+    """Whether every term is left out here in turn."""
+
+
+FABRICS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "paper": ("paper", ("request_set=shifted",)),
+    "literal": ("literal", ("request_set=shifted",)),
+    "realistic": ("realistic", ()),
+    **{
+        f"nic{speed}-{ecmp}": (
+            "paper",
+            (
+                "request_set=shifted",
+                "nic_scope=instance",
+                f"nic_bandwidth={speed} Gbps",
+                f"ecmp={ecmp}",
+                "rack_uplinks=16",
+                "pod_uplinks=32",
+            ),
+        )
+        for speed in (100, 150, 200)
+        for ecmp in ("flow", "transfer")
+    },
+}
+"""Name -> a reading and what is changed in it. nic150-flow: every instance behind one NIC of 150 Gbps, and each of a
+transfer's flows draws its uplink."""
+
+
+def _case(axis: str, fabric: str, name: str, **more: object) -> Case:
+    base, changes = FABRICS[fabric]
+    more["changes"] = (*changes, *more.pop("changes", ()))  # type: ignore[misc]
+    return Case(name=f"{fabric}/{name}", axis=axis, reading=base, **more)  # type: ignore[arg-type]
+
+
+def _load() -> list[Case]:
+    loads = {
+        "paper": (0.5, 1.0, 1.5, 2.0),
+        "literal": (0.25, 0.5, 1.0, 2.0),
+        "realistic": (0.5, 1.0, 1.2, 1.5),
+        "nic100-flow": (0.5, 1.0, 1.5, 2.0),
+        "nic100-transfer": (1.0, 2.0),
+        "nic150-flow": (1.0, 1.5, 2.0),
+        "nic150-transfer": (1.0, 2.0),
+        "nic200-flow": (1.0, 1.5, 2.0),
+        "nic200-transfer": (1.0, 2.0),
+    }
+    ablated = {("paper", 1.0), ("literal", 0.5), ("realistic", 1.2), ("nic100-flow", 1.0), ("nic150-flow", 1.5)}
+    return [
+        _case("load", fabric, f"load={load:g}", settings={"load": load}, ablated=(fabric, load) in ablated)
+        for fabric, some in loads.items()
+        for load in some
+    ]
+
+
+def _oversubscription() -> list[Case]:
+    return [
+        _case("oversubscription", fabric, f"{ratio:g}:1", settings={"oversubscription": ratio}, ablated=ratio == 1.0)
+        for fabric in ("paper", "nic150-flow")
+        for ratio in (1.0, 2.0, 8.0)
+    ]
+
+
+def _share(of: tuple[float, ...], share: float) -> tuple[float, ...]:
+    return tuple(share * each for each in of)
+
+
+def _background() -> list[Case]:
+    found = []
+    for fabric, shares in (("paper", (0.2, 0.6)), ("nic150-flow", (0.2, 0.4, 0.6)), ("realistic", (0.3,))):
+        for share in shares:
+            there = _share(_ALL_TIERS, share)
+            for oracle in ("truthful", "silent"):
+                name = f"background={share:g} {oracle}"
+                found.append(_case("background", fabric, name, background=there, oracle=oracle))
+    found.append(
+        _case(
+            "background",
+            "nic150-flow",
+            "background=0.6 on tier 2 silent",
+            background=(0.0, 0.0, 0.6, 0.0, 0.0),
+            oracle="silent",
+            ablated=True,
+        )
+    )
+    return found
+
+
+def _lies() -> list[Case]:
+    third, second = (0.0, 0.0, 0.0, 0.5, 0.0), (0.0, 0.0, 0.5, 0.0, 0.0)
+    said = {
+        "0.5 on tier 3 told of tier 2": (third, second),
+        "0.5 on tier 2 told of tier 3": (second, third),
+        "0.6 told of tier 2 where none is": ((0.0,) * 5, (0.0, 0.0, 0.6, 0.0, 0.0)),
+    }
+    return [
+        _case("lies", fabric, name, background=there, reported=told, oracle="lying")
+        for fabric in ("paper", "nic150-flow")
+        for name, (there, told) in said.items()
+    ]
+
+
+def _bursts() -> list[Case]:
+    found = [
+        _case(
+            "bursts",
+            fabric,
+            f"bursts of 0.6 every 3 s {oracle}",
+            burst=_share(_UPLINKS, 0.6),
+            burst_every_s=3.0,
+            oracle=oracle,
+            ablated=(fabric, oracle) == ("nic150-flow", "silent"),
+        )
+        for fabric in ("paper", "nic150-flow", "realistic")
+        for oracle in ("truthful", "silent")
+    ]
+    stale = _case(
+        "bursts",
+        "paper",
+        "bursts of 0.6 every 3 s told 10 s late",
+        burst=_share(_UPLINKS, 0.6),
+        burst_every_s=3.0,
+        refresh_s=10.0,
+        oracle="lying",
+    )
+    return [*found, stale]
+
+
+def _prefill() -> list[Case]:
+    queueing = ("prefill_queueing=true", "prefill_policy=least-loaded", "capacity=prefill")
+    found = [
+        _case("prefill", fabric, f"FIFO load={load:g}", changes=queueing, settings={"load": load})
+        for fabric, load in (("paper", 1.0), ("nic150-flow", 1.0), ("nic150-flow", 1.2), ("literal", 1.0))
+    ]
+    pure = _case("prefill", "realistic", "pure delay", changes=("prefill_queueing=false", "prefill_policy=round-robin"))
+    cached = _case("prefill", "realistic", "cache-aware prefill", changes=("prefill_policy=cache-aware",))
+    return [*found, pure, cached]
+
+
+def _placement() -> list[Case]:
+    return [
+        _case(
+            "placement",
+            fabric,
+            f"{placement} load={load:g}",
+            changes=(f"placement={placement}",),
+            settings={"load": load},
+            ablated=(fabric, placement, load) in {("nic100-flow", "node", 1.0), ("paper", "spread", 2.0)},
+        )
+        for fabric, placement, load in (
+            ("paper", "spread", 1.0),
+            ("paper", "spread", 2.0),
+            ("nic100-flow", "spread", 1.0),
+            ("nic100-flow", "spread", 2.0),
+            ("literal", "spread", 1.0),
+            ("realistic", "spread", 1.0),
+            ("paper", "node", 1.0),
+            ("nic100-flow", "node", 1.0),
+            ("nic150-flow", "node", 1.5),
+            ("literal", "node", 0.5),
+            ("realistic", "node", 1.0),
+        )
+    ]
+
+
+def _slots() -> list[Case]:
+    return [
+        _case(
+            "slots",
+            fabric,
+            f"slots={slots} load={load:g}",
+            slots=slots,
+            settings={"load": load},
+            ablated=(fabric, slots) in {("paper", 4), ("nic150-flow", 8)},
+        )
+        for fabric, slots, load in (
+            ("paper", 4, 1.0),
+            ("paper", 8, 1.0),
+            ("paper", 8, 2.0),
+            ("paper", 16, 2.0),
+            ("nic150-flow", 4, 1.0),
+            ("nic150-flow", 8, 1.5),
+            ("nic150-flow", 16, 2.0),
+            ("realistic", 4, 1.0),
+        )
+    ]
+
+
+def _slope() -> list[Case]:
+    return [
+        _case(
+            "slope",
+            fabric,
+            f"{slope * 1e3:g} ms per request" + (f" {placement}" if placement else ""),
+            changes=(f"decode_per_request_s={slope}", *((f"placement={placement}",) if placement else ())),
+            ablated=slope == 1e-3 and fabric == "paper",
+        )
+        for fabric, slope, placement in (
+            ("paper", 0.5e-3, ""),
+            ("paper", 1e-3, ""),
+            ("paper", 1e-3, "spread"),
+            ("nic150-flow", 1e-3, ""),
+            ("realistic", 1e-3, ""),
+        )
+    ]
+
+
+def _memory() -> list[Case]:
+    return [
+        _case(
+            "memory", fabric, f"{kv_gb:g} GB load={load:g}", kv_gb=kv_gb, settings={"load": load}, ablated=kv_gb == 30
+        )
+        for fabric, kv_gb, load in (
+            ("paper", 50.0, 1.0),
+            ("paper", 30.0, 1.0),
+            ("nic150-flow", 50.0, 1.5),
+            ("nic150-flow", 30.0, 1.0),
+            ("realistic", 40.0, 1.0),
+            ("realistic", 60.0, 1.2),
+        )
+    ]
+
+
+def _size() -> list[Case]:
+    return [
+        _case("size", fabric, f"{gpus} GPUs", settings={"gpus": float(gpus)}, measure_s=measure_s)
+        for fabric in ("paper", "nic150-flow", "realistic")
+        for gpus, measure_s in ((128, 30.0), (256, 20.0), (512, 12.0), (1024, 8.0))
+    ]
+
+
+def _profiles() -> list[Case]:
+    return [
+        _case("profile", fabric, profile, profile=profile, ablated=(fabric, profile) == ("nic150-flow", "long-context"))
+        for profile in ("chatbot", "long-context")
+        for fabric in ("paper", "nic150-flow", "realistic")
+    ]
+
+
+def _traces() -> list[Case]:
+    found = [
+        _case("trace", fabric, f"mooncake load={load:g}", trace="mooncake", settings={"load": load}, changes=changes)
+        for fabric, load, changes in (
+            ("realistic", 0.5, ()),
+            ("realistic", 1.0, ()),
+            ("realistic", 1.2, ()),
+            ("realistic", 1.0, ("nic_scope=instance",)),
+            ("paper", 1.0, ("prefixes=trace",)),
+        )
+    ]
+    named = [replace(one, name=f"{one.name} {one.changes[-1]}") for one in found[3:]]
+    agents = [
+        _case(
+            "trace",
+            "realistic",
+            f"coding-agent load={load:g}",
+            trace="coding-agent",
+            profile="long-context",
+            settings={"load": load},
+        )
+        for load in (0.5, 1.0)
+    ]
+    return [*found[:3], *named, *agents]
+
+
+_GROUPS = (
+    _load,
+    _oversubscription,
+    _background,
+    _lies,
+    _bursts,
+    _prefill,
+    _placement,
+    _slots,
+    _slope,
+    _memory,
+    _size,
+    _profiles,
+    _traces,
+)
+CASES: dict[str, Case] = {one.name: one for group in _GROUPS for one in group()}
+"""Every cell of the matrix by name, in the order of the axes."""

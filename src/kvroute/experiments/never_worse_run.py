@@ -1,0 +1,219 @@
+"""From a cell of the matrix to its run: cluster, requests, what the router hears, and CLA* tuned for the case."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from kvroute.control import ControlSpec
+from kvroute.experiments.cells import Cell, Record
+from kvroute.experiments.clairvoyant import descend
+from kvroute.experiments.never_worse import CLAIRVOYANT, FORESEEN, SHORT_S, VARIANTS
+from kvroute.experiments.never_worse_cases import CASES, WARMUP_S, Case
+from kvroute.experiments.readings import reading
+from kvroute.experiments.runner import finished, run_cells
+from kvroute.experiments.setup import Study, Weights, cluster_of, rate_per_s, requests_of
+from kvroute.sim.run import Run, simulate
+from kvroute.sim.settings import Background, SimSettings, Slo
+from kvroute.sim.workload import PROFILES
+from kvroute.topology.builders import LLAMA_70B_TP4
+from kvroute.topology.units import Size
+from kvroute.types import InputError
+
+SHORT_WARMUP_S = 3.0
+RATIOS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0)
+"""Of CLA*'s weights, cache over load: only the ratio decides."""
+TUNING_SEEDS = (0, 1)
+TRACES_VARIABLE = "KVROUTE_TRACES"
+_FILES = {
+    "mooncake": ("conversation_trace.jsonl", "conversation_trace.jsonl.zst"),
+    "coding-agent": ("traces_rle.jsonl", "traces_rle.jsonl.zst"),
+}
+_GIVE = f"give the folder that holds {_FILES['mooncake'][0]} with --trace-dir or {TRACES_VARIABLE}"
+
+
+@dataclass(frozen=True, slots=True)
+class Traces:
+    """Recorded traces by the name that cases use, as paths; those that are not there are absent."""
+
+    paths: tuple[tuple[str, str], ...] = (("generated", ""),)
+
+    @classmethod
+    def of(cls, folder: Path | None) -> Traces:
+        """What a folder and the folders below it hold; without one, what the environment's variable names.
+
+        Raises:
+            InputError: the folder does not exist.
+        """
+        given = str(folder) if folder is not None else os.environ.get(TRACES_VARIABLE, "")
+        found = [("generated", "")]
+        if given:
+            if not Path(given).is_dir():
+                raise InputError("there is no such folder", where=given, mend=_GIVE)
+            for name, files in _FILES.items():
+                paths = sorted(path for file in files for path in Path(given).rglob(file))
+                found += [(name, str(path)) for path in paths[:1]]
+        return cls(tuple(found))
+
+    def path(self, case: Case) -> str | None:
+        """Where a case's requests come from; "" for generated ones, None: from a file that is not there."""
+        return dict(self.paths).get(case.trace)
+
+    def missing(self, names: Iterable[str]) -> dict[str, str]:
+        """Cases that cannot be run, and what would mend that."""
+        return {
+            name: f"not run: {' or '.join(_FILES[CASES[name].trace])} is not there; give --trace-dir"
+            for name in names
+            if self.path(CASES[name]) is None
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Runner:
+    """Runs cells; picklable."""
+
+    traces: Traces
+    weights: tuple[tuple[str, Weights], ...] = ()
+    """CLA*'s, by case."""
+    tuning: bool = False
+    """Cells are of the tuning: on requests that no measurement uses, with `cache_weight` among their settings."""
+
+    def __call__(self, cell: Cell) -> Record:
+        case = CASES[cell.profile]
+        weights = Weights(cache=cell.settings["cache_weight"]) if self.tuning else dict(self.weights).get(case.name)
+        run = self.run(case, cell, weights)
+        summary = msgspec.structs.replace(run.summary, policy=cell.policy)
+        return Record(key=cell.key, cell=cell, config=self._config(case, cell, weights), summary=summary)
+
+    def run(self, case: Case, cell: Cell, weights: Weights | None) -> Run:
+        """A cell's run, with every request's times."""
+        study, inner = study_of(case, self.traces, cell, tuning=self.tuning), _inner(case, cell)
+        cluster, trace = cluster_of(study.reading, inner, study.engine), requests_of(study, inner)
+        settings = settings_of(case, study)
+
+        def play(spec: ControlSpec) -> Run:
+            return simulate(cluster, trace, spec, settings, seed=cell.seed)
+
+        if cell.policy != CLAIRVOYANT:
+            return play(spec_of(case, cell.policy, weights))
+        starts = [spec_of(case, name, weights) for name in ("foresight", "netkv", "cla")]
+        places = [index for index, instance in enumerate(cluster.instances) if instance.role == "decode"]
+        return descend(play, starts, places)
+
+    def _config(self, case: Case, cell: Cell, weights: Weights | None) -> dict[str, Any]:
+        study = study_of(case, self.traces, cell, tuning=self.tuning)
+        return {
+            "case": _plain(case),
+            "rate_per_s": rate_per_s(study, _inner(case, cell)),
+            "cla_ratio": weights.cache / weights.load if weights and cell.policy == "cla" else None,
+        }
+
+
+def spec_of(case: Case, policy: str, weights: Weights | None) -> ControlSpec:
+    """What decides, by the name of a policy or of a variant of foresight."""
+    name, parameters = VARIANTS.get(policy, (policy, {}))
+    if name == "cla" and weights is not None:
+        parameters = {"cache_weight": weights.cache, "load_weight": weights.load}
+    chosen = reading(case.reading, case.changes)
+    return ControlSpec(
+        decode=name, parameters=parameters, prefill=chosen.prefill_policy, prefill_cache=chosen.prefill_cache
+    )
+
+
+def settings_of(case: Case, study: Study) -> SimSettings:
+    """What a case assumes of engines, network and window."""
+    return SimSettings(
+        prefill_queueing=study.reading.prefill_queueing,
+        background=Background(per_tier=case.background, burst_per_tier=case.burst, burst_every_s=case.burst_every_s),
+        oracle_refresh_s=case.refresh_s,
+        telemetry="none" if case.oracle == "silent" else "tier",
+        reported=case.reported,
+        slo=Slo(ttft_s=PROFILES[case.profile].ttft_slo_s),
+        warmup_s=0.0 if study.tuning else study.warmup_s,
+        measure_s=None if study.tuning else study.measure_s,
+    )
+
+
+def study_of(case: Case, traces: Traces, cell: Cell, *, tuning: bool = False) -> Study:
+    """Reading, trace, window and engines of a case."""
+    path = traces.path(case)
+    assert path is not None, "cases without their trace are left out"
+    short = cell.experiment == FORESEEN.name
+    return Study(
+        reading=reading(case.reading, case.changes),
+        trace=path,
+        tuning=tuning,
+        warmup_s=SHORT_WARMUP_S if short else min(WARMUP_S, case.measure_s),
+        measure_s=SHORT_S if short else case.measure_s,
+        engine=msgspec.structs.replace(LLAMA_70B_TP4, batch_max=case.slots, kv_capacity_bytes=Size(case.kv_gb * 1e9)),
+    )
+
+
+def _inner(case: Case, cell: Cell) -> Cell:
+    """The same as NetKV's experiments would write it."""
+    return msgspec.structs.replace(cell, profile=case.profile, settings=dict(case.settings) or {"load": 1.0})
+
+
+def tune(
+    names: Iterable[str],
+    traces: Traces,
+    path: Path,
+    *,
+    on: str = "local",
+    workers: int | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> tuple[tuple[str, Weights], ...]:
+    """CLA*'s weights for each case: of nine ratios the one of least mean TTFT on requests that nobody measures.
+
+    Results land in `path` and are taken from there the next time; of equals the ratio nearest to 1 is taken.
+    """
+    cells = [
+        Cell(
+            experiment="cla-tuning",
+            reading=CASES[name].reading,
+            profile=name,
+            settings={"cache_weight": ratio},
+            policy="cla",
+            seed=seed,
+        )
+        for name in names
+        for ratio in RATIOS
+        for seed in TUNING_SEEDS
+    ]
+    runner = Runner(traces, tuning=True)
+    results_of(path)
+    records = run_cells(cells, runner, path, on=on, workers=workers, progress=progress)
+    means: dict[str, dict[float, list[float]]] = {}
+    for record in records:
+        mean_s, of_case = record.summary.ttft_s.mean, means.setdefault(record.cell.profile, {})
+        of_case.setdefault(record.cell.settings["cache_weight"], []).append(np.inf if mean_s is None else mean_s)
+    return tuple((name, _best({ratio: float(np.mean(s)) for ratio, s in each.items()})) for name, each in means.items())
+
+
+def _best(means: dict[float, float]) -> Weights:
+    return Weights(cache=min(means, key=lambda ratio: (means[ratio], abs(np.log(ratio)))))
+
+
+def results_of(path: Path) -> list[Record]:
+    """What an earlier start has left in a file, as far as the matrix still has its cells.
+
+    Raises:
+        InputError: it holds another cell of that name.
+    """
+    found = [record for record in finished(path).values() if record.cell.profile in CASES]
+    for record in found:
+        if record.config.get("case") != _plain(CASES[record.cell.profile]):
+            what = f"holds results of another cell {record.cell.profile!r}"
+            raise InputError(what, where=str(path), mend="choose another --out or delete that file")
+    return found
+
+
+def _plain(case: Case) -> Any:
+    """As it comes back from a file."""
+    return msgspec.json.decode(msgspec.json.encode(case))

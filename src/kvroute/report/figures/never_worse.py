@@ -1,0 +1,87 @@
+"""Figures of the matrix: each cell's ratio to the rivals, first tokens against later ones, what each term is worth."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator
+
+from kvroute.experiments.cells import Record
+from kvroute.experiments.never_worse import RIVALS
+from kvroute.experiments.never_worse_cases import CASES
+from kvroute.report.drawing import FAINT, INK, grid, look, nothing, panels, plain, style
+from kvroute.report.never_worse_findings import OURS, Pairing, pairs, tbt_s, terms
+
+_LYING = "#b5472f"
+
+
+def ratios(matrix: Sequence[Record]) -> Figure:
+    """foresight's mean TTFT over each rival's, a dot per cell with two standard errors, by axis of the matrix."""
+    found = {rival: pairs(matrix, rival) for rival in RIVALS}
+    axes_of = list(dict.fromkeys(CASES[each.case].axis for some in found.values() for each in some))
+    with style():
+        figure, (row,) = panels(1, len(RIVALS), width=4.6, height=max(2.0, 0.42 * len(axes_of)), sharey=True)
+        for axes, rival in zip(row, RIVALS, strict=True):
+            for number, axis in enumerate(axes_of):
+                some = sorted((e for e in found[rival] if CASES[e.case].axis == axis), key=lambda each: each.ratio)
+                for place, each in enumerate(some):
+                    _dot(axes, each, number + 0.7 * ((place + 0.5) / len(some) - 0.5))
+            axes.axvline(1.0, color=INK, linewidth=1)
+            axes.set_xscale("log")
+            axes.set_xticks([0.4, 0.6, 0.8, 1.0, 1.2], ["0.4", "0.6", "0.8", "1", "1.2"])
+            axes.xaxis.set_minor_locator(NullLocator())
+            axes.set_xlabel(f"mean TTFT, foresight / {rival}")
+            axes.set_yticks(range(len(axes_of)), axes_of)
+            axes.set_ylim(len(axes_of) - 0.4, -0.6)
+            grid(axes, "x")
+    return figure
+
+
+def _dot(axes: Axes, each: Pairing, y: float) -> None:
+    error = 2 * each.error / each.theirs if each.error and each.theirs else 0.0
+    colour = _LYING if CASES[each.case].oracle == "lying" else look(each.second).colour
+    marker = "D" if each.is_higher else "o"
+    axes.errorbar([each.ratio], [y], xerr=[error], fmt=marker, color=colour, markersize=3, linewidth=0.8)
+
+
+def trade(matrix: Sequence[Record]) -> Figure:
+    """A dot per cell: what foresight and NetKV change in mean TTFT against what they change in TBT, both from CLA*."""
+    with style():
+        figure, ((axes,),) = panels(1, 1, width=6.2, height=3.4)
+        for name in ("netkv", OURS):
+            ttft = {each.case: each.ratio - 1 for each in pairs(matrix, "cla", first=name)}
+            tbt = {each.case: each.difference * 1e3 for each in pairs(matrix, "cla", tbt_s, first=name)}
+            both = [case for case in ttft if case in tbt]
+            if not both:
+                return nothing(figure, "no cell has both")
+            x, y = [100 * ttft[case] for case in both], [tbt[case] for case in both]
+            axes.plot(x, y, look(name).marker, color=look(name).colour, markersize=3.5, label=name, alpha=0.8)
+        axes.axhline(0, color=FAINT, linewidth=1)
+        axes.axvline(0, color=FAINT, linewidth=1)
+        axes.set_xlabel("mean TTFT against CLA*, %")
+        axes.set_ylabel("TBT against CLA*, ms")
+        axes.legend(loc="upper right")
+        grid(axes, "both")
+    return figure
+
+
+def worth(ablation: Sequence[Record], matrix: Sequence[Record]) -> Figure:
+    """Geometric mean (bar) and worst cell (diamond) of mean TTFT over the better rival's, for each term left out."""
+    found = terms(ablation, matrix)
+    with style():
+        figure, ((axes,),) = panels(1, 1, width=6.4, height=max(1.6, 0.24 * len(found)))
+        if not found:
+            return nothing(figure, "no term was left out anywhere")
+        for number, each in enumerate(found):
+            axes.barh(number, each.mean - 1, left=1, color="#86bcd8", height=0.65)
+            axes.plot([each.worst], [number], "D", color=_LYING, markersize=4)
+        axes.axvline(1.0, color=INK, linewidth=1)
+        axes.set_yticks(
+            range(len(found)), [plain(each.variant if each.variant != OURS else "everything") for each in found]
+        )
+        axes.set_ylim(len(found) - 0.4, -0.6)
+        axes.set_xlabel("mean TTFT over the better of CLA* and NetKV: bar geometric mean, diamond worst cell")
+        grid(axes, "x")
+    return figure

@@ -1,0 +1,259 @@
+"""What the matrix says of foresight: where it loses, by how much it leads, and what each term is worth; in numbers.
+
+A policy loses a cell where the paired difference over seeds is above zero by more than two standard errors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import exp, log, sqrt
+
+import numpy as np
+
+from kvroute.experiments.cells import Record
+from kvroute.experiments.never_worse import CLAIRVOYANT, RIVALS
+from kvroute.experiments.never_worse_cases import CASES
+from kvroute.report.compare import Metric, mean_ttft_s
+from kvroute.report.findings import Finding, Holds
+from kvroute.report.series import of_profile, profiles_of
+from kvroute.sim.metrics import Summary
+
+OURS = "foresight"
+ERRORS = 2.0
+"""Standard errors of the paired difference beyond which it counts."""
+LEADS = {"netkv": 0.08, "cla": 0.12}
+"""What the geometric mean is to be below, at least."""
+P99_SHARE, TBT_WITHIN_S, SEEN_WITHIN = 0.02, 1e-3, 0.05
+_ROUNDING = 1e-9
+"""Relative differences below this are none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pairing:
+    """One metric of two policies in one cell, paired over the seeds that both have."""
+
+    case: str
+    first: str
+    second: str
+    ours: float
+    theirs: float
+    difference: float
+    error: float | None
+    """Standard error of the difference; None with one seed."""
+    seeds: int
+
+    @property
+    def ratio(self) -> float:
+        """First over second."""
+        return self.ours / self.theirs if self.theirs else 1.0
+
+    @property
+    def is_higher(self) -> bool:
+        """The first is above the second by more than chance."""
+        return self._beyond(self.difference)
+
+    @property
+    def is_lower(self) -> bool:
+        """The first is below the second by more than chance."""
+        return self._beyond(-self.difference)
+
+    def _beyond(self, difference: float) -> bool:
+        if self.error is None or difference <= _ROUNDING * abs(self.theirs):
+            return False
+        return difference > ERRORS * self.error
+
+
+def p99_s(run: Summary) -> float | None:
+    """The 99th percentile of TTFT."""
+    return run.ttft_s.p99
+
+
+def tbt_s(run: Summary) -> float | None:
+    """NetKV's time between tokens."""
+    return run.tbt_s.mean
+
+
+def goodput_per_s(run: Summary) -> float | None:
+    """Requests in time."""
+    return run.goodput_per_s
+
+
+def pair(records: Sequence[Record], case: str, first: str, second: str, metric: Metric = mean_ttft_s) -> Pairing | None:
+    """The two in a cell; None where they have no seed in common."""
+    a, b = (
+        {
+            record.cell.seed: value
+            for record in records
+            if record.cell.policy == name and (value := metric(record.summary)) is not None
+        }
+        for name in (first, second)
+    )
+    seeds = sorted(a.keys() & b.keys())
+    if not seeds:
+        return None
+    gaps = np.array([a[seed] - b[seed] for seed in seeds])
+    error = float(gaps.std(ddof=1)) / sqrt(len(seeds)) if len(seeds) > 1 else None
+    ours, theirs = (float(np.mean([some[seed] for seed in seeds])) for some in (a, b))
+    return Pairing(case, first, second, ours, theirs, float(gaps.mean()), error, len(seeds))
+
+
+def pairs(records: Sequence[Record], second: str, metric: Metric = mean_ttft_s, first: str = OURS) -> list[Pairing]:
+    """One policy against another in every cell that has both."""
+    found = (pair(of_profile(records, case), case, first, second, metric) for case in profiles_of(records))
+    return [each for each in found if each is not None]
+
+
+def honest(found: Iterable[Pairing]) -> list[Pairing]:
+    """Those of cells whose oracle does not lie."""
+    return [each for each in found if CASES[each.case].oracle != "lying"]
+
+
+def losses(records: Sequence[Record]) -> list[Pairing]:
+    """Cells where foresight's mean TTFT is above a rival's beyond chance, the worst first; lying oracles included."""
+    found = [each for rival in RIVALS for each in pairs(records, rival) if each.is_higher]
+    return sorted(found, key=lambda each: (-each.ratio, each.case, each.second))
+
+
+def geometric_mean(ratios: Iterable[float]) -> float | None:
+    """Of positive numbers; None of none."""
+    logs = [log(ratio) for ratio in ratios]
+    return exp(float(np.mean(logs))) if logs else None
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """What foresight is without a term, against the better of its rivals in each cell."""
+
+    variant: str
+    mean: float
+    """Geometric mean of the ratios of mean TTFT."""
+    worst: float
+    worst_case: str
+    cells: int
+    beside: float | None
+    """Geometric mean of the ratios to the whole policy."""
+    tbt_s: float
+    """Mean of what its TBT is above CLA*'s."""
+
+
+def terms(ablation: Sequence[Record], matrix: Sequence[Record]) -> list[Term]:
+    """Every variant over the cells where it and both rivals were run, in the order of their first record."""
+    found = []
+    for variant in dict.fromkeys(record.cell.policy for record in ablation):
+        ratios: dict[str, float] = {}
+        slower = []
+        for case in profiles_of(ablation):
+            some = [*of_profile(ablation, case), *(r for r in of_profile(matrix, case) if r.cell.policy in RIVALS)]
+            against = [pair(some, case, variant, rival) for rival in RIVALS]
+            known = [each.ratio for each in against if each is not None]
+            if len(known) == len(RIVALS):
+                ratios[case] = max(known)
+            tbt = pair(some, case, variant, "cla", tbt_s)
+            slower += [tbt.difference] if tbt is not None else []
+        mean = geometric_mean(ratios.values())
+        if mean is None:
+            continue
+        worst = max(ratios, key=lambda case: ratios[case])
+        beside = geometric_mean(each.ratio for each in pairs(ablation, OURS, first=variant))
+        found.append(Term(variant, mean, ratios[worst], worst, len(ratios), beside, float(np.mean(slower))))
+    return found
+
+
+def matrix_findings(matrix: Sequence[Record], seen: Sequence[Record]) -> list[Finding]:
+    """Every claim on the matrix, and on the cells whose future is known."""
+    return [*_nowhere_worse(matrix), *_leads(matrix), _p99(matrix), _tbt(matrix), *_goodput(matrix), *_seen(seen)]
+
+
+def _nowhere_worse(matrix: Sequence[Record]) -> list[Finding]:
+    found = []
+    for rival in RIVALS:
+        all_pairs = pairs(matrix, rival)
+        fair = honest(all_pairs)
+        lost, won = [each for each in fair if each.is_higher], [each for each in fair if each.is_lower]
+        worst = max(lost, key=lambda each: each.ratio, default=None)
+        sentence = f"Of {len(fair)} cells it is lower in {len(won)}, higher in {len(lost)}"
+        sentence += f", at most by {worst.ratio - 1:.2%} ({worst.case})." if worst else "."
+        found.append(
+            _finding("truthful or silent oracle", f"nowhere above {rival} in mean TTFT", not lost, sentence, fair)
+        )
+        lied = [each for each in all_pairs if CASES[each.case].oracle == "lying"]
+        if lied:
+            most = max(lied, key=lambda each: each.ratio)
+            many = sum(each.is_higher for each in lied)
+            told = f"Higher in {many} of {len(lied)} cells; the worst ratio is {most.ratio:.3f} ({most.case})."
+            found.append(_finding("lying oracle", f"loses little to {rival}", most.ratio <= 1.1, told, lied))
+    return found
+
+
+def _leads(matrix: Sequence[Record]) -> list[Finding]:
+    found = []
+    for rival, least in LEADS.items():
+        fair = honest(pairs(matrix, rival))
+        mean = geometric_mean(each.ratio for each in fair)
+        if mean is not None:
+            sentence = f"Geometric mean of {len(fair)} ratios of mean TTFT: {mean:.4f}, hence {1 - mean:.1%} below."
+            claim = f"at least {least:.0%} below {rival}"
+            found.append(_finding("truthful or silent oracle", claim, 1 - mean >= least, sentence, fair))
+    return found
+
+
+def _p99(matrix: Sequence[Record]) -> Finding:
+    fair = [each for rival in RIVALS for each in honest(pairs(matrix, rival, p99_s))]
+    worse = [each for each in fair if each.is_higher]
+    share = len(worse) / max(len(fair), 1)
+    told = ", ".join(f"{each.case} against {each.second} ({each.ratio - 1:+.1%})" for each in _worst(worse))
+    sentence = f"Worse in {len(worse)} of {len(fair)} comparisons with {' and '.join(RIVALS)}, {share:.1%}."
+    sentence += f" The worst: {told}." if told else ""
+    claim = f"P99 of TTFT not worse in more than {P99_SHARE:.0%}"
+    return _finding("truthful or silent oracle", claim, share <= P99_SHARE, sentence, fair)
+
+
+def _tbt(matrix: Sequence[Record]) -> Finding:
+    fair = honest(pairs(matrix, "cla", tbt_s))
+    over = [each for each in fair if each.difference > TBT_WITHIN_S]
+    theirs = {each.case: each.difference for each in pairs(matrix, "cla", tbt_s, first="netkv")}
+    told = "; ".join(
+        f"{each.case} {each.difference * 1e3:+.2f} ms (netkv {theirs.get(each.case, 0.0) * 1e3:+.2f})"
+        for each in sorted(over, key=lambda each: -each.difference)[:6]
+    )
+    sentence = f"More than that above it in {len(over)} of {len(fair)} cells" + (f": {told}." if told else ".")
+    return _finding("truthful or silent oracle", "TBT within 1 ms of cla", not over, sentence, fair)
+
+
+def _goodput(matrix: Sequence[Record]) -> list[Finding]:
+    found = []
+    for rival in RIVALS:
+        fair = honest(pairs(matrix, rival, goodput_per_s))
+        lost, won = [each for each in fair if each.is_lower], [each for each in fair if each.is_higher]
+        worst = min(lost, key=lambda each: each.ratio, default=None)
+        sentence = f"Of {len(fair)} cells it is higher in {len(won)}, lower in {len(lost)}"
+        sentence += f", at most by {1 - worst.ratio:.2%} ({worst.case})." if worst else "."
+        found.append(_finding("truthful or silent oracle", f"goodput nowhere below {rival}", not lost, sentence, fair))
+    return found
+
+
+def _seen(seen: Sequence[Record]) -> list[Finding]:
+    ratios = {name: [each.ratio for each in pairs(seen, CLAIRVOYANT, first=name)] for name in (OURS, "netkv", "cla")}
+    means = {name: mean for name, some in ratios.items() if (mean := geometric_mean(some)) is not None}
+    if OURS not in means:
+        return []
+    told = ", ".join(f"{name} {mean - 1:+.1%}" for name, mean in means.items())
+    sentence = (
+        f"Over {len(ratios[OURS])} cells, geometric means: {told}; foresight at most {max(ratios[OURS]) - 1:+.1%}."
+    )
+    holds = means[OURS] - 1 <= SEEN_WITHIN
+    return [
+        _finding("future known", f"within {SEEN_WITHIN:.0%} of the descent", holds, sentence, pairs(seen, CLAIRVOYANT))
+    ]
+
+
+def _worst(found: Sequence[Pairing]) -> list[Pairing]:
+    return sorted(found, key=lambda each: (-each.ratio, each.case))[:3]
+
+
+def _finding(profile: str, claim: str, holds: bool, sentence: str, some: Sequence[Pairing]) -> Finding:
+    if not some or any(each.error is None for each in some):
+        return Finding(profile, claim, "unclear", sentence + " One seed cannot say what is chance.")
+    said: Holds = "holds" if holds else "does not hold"
+    return Finding(profile, claim, said, sentence)

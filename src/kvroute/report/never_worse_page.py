@@ -1,0 +1,103 @@
+"""The page of the matrix: what foresight loses and why, then what it leads by, and every number; it runs nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from kvroute.experiments.cells import Record
+from kvroute.experiments.never_worse_cases import CASES
+from kvroute.report.figures.never_worse import ratios, trade, worth
+from kvroute.report.never_worse_findings import OURS, geometric_mean, honest, losses, matrix_findings, pairs
+from kvroute.report.never_worse_tables import cells_grid, headline_grid, losses_grid, seen_grid, terms_grid
+from kvroute.report.page import Picture, picture, write_page
+from kvroute.types import InputError
+
+_NOTES = (
+    "every cell: the same requests, the same ECMP draws and the same background for all policies of a seed",
+    "CLA* (cla) is tuned for each cell: of nine ratios of its weights the best on requests that are not measured",
+    "paper, literal, realistic: readings of NetKV's evaluation (docs/decisions/0005); nicN-flow: every instance behind "
+    "one NIC of N Gbps, each of a transfer's flows draws its uplink; nicN-transfer: all of them draw the same",
+    "background: a share of every NIC and uplink, or of the tier named; bursts: of uplinks, on and off at random",
+    "silent: the router hears nothing of others' traffic; lying: it hears what is not true",
+    "spread: a prefill and a decode instance share each node; node: prefill instances fill a node of every other rack",
+    "goodput: requests whose first token comes within NetKV's limit for the profile",
+)
+
+
+def write_never_worse(
+    matrix: Sequence[Record],
+    ablation: Sequence[Record],
+    seen: Sequence[Record],
+    out: Path,
+    missing: Mapping[str, str],
+) -> Path:
+    """Write `out`/report.html and the figures as PNG and SVG in `out`/figures.
+
+    Args:
+        matrix: its runs as far as there are any, at least one.
+        ablation, seen: runs of the two other sweeps; may be empty.
+        out: folder, made if need be.
+        missing: cases that were not run, and why.
+
+    Returns:
+        The path of the page.
+
+    Raises:
+        InputError: there is no result, or the folder cannot be written.
+    """
+    if not matrix:
+        raise InputError("the matrix has no result to report on", where=str(out), mend="run never-worse-matrix")
+    tables = [headline_grid(matrix), terms_grid(ablation, matrix), seen_grid(seen), cells_grid(matrix, missing)]
+    return write_page(
+        "never_worse.html.j2",
+        out / "report.html",
+        title="foresight: never worse",
+        verdict=verdict(matrix),
+        losses=losses_grid(matrix),
+        findings=matrix_findings(matrix, seen),
+        pictures=_pictures(matrix, ablation, out),
+        tables=[grid for grid in tables if grid.rows],
+        notes=_NOTES,
+        commands=_commands(matrix),
+        cells=len(matrix) + len(ablation) + len(seen),
+    )
+
+
+def verdict(matrix: Sequence[Record]) -> str:
+    """One sentence over all cells."""
+    lost = {each.case for each in losses(matrix)}
+    told = []
+    for rival in ("netkv", "cla"):
+        mean = geometric_mean(each.ratio for each in honest(pairs(matrix, rival)))
+        if mean is not None:
+            told.append(f"{abs(1 - mean):.1%} {'below' if mean <= 1 else 'above'} {rival}")
+    cells = {record.cell.profile for record in matrix if record.cell.policy == OURS}
+    lying = sum(CASES[case].oracle == "lying" for case in lost)
+    where = f"{len(lost)} of {len(cells)} cells" + (f" ({lying} of them with a lying oracle)" if lying else "")
+    return f"foresight's mean TTFT is {' and '.join(told)} in the geometric mean, and above one of them in {where}."
+
+
+def _pictures(matrix: Sequence[Record], ablation: Sequence[Record], out: Path) -> list[Picture]:
+    drawn: list[tuple[Figure, str, str]] = [
+        (
+            ratios(matrix),
+            "ratios",
+            "Mean TTFT over each rival's, a dot per cell, two standard errors; red: the oracle lies; diamonds: lost",
+        ),
+        (trade(matrix), "trade", "What is won in first tokens against what later ones cost, from CLA*, a dot per cell"),
+    ]
+    if ablation:
+        drawn.append((worth(ablation, matrix), "terms", "foresight without each of its terms, and with a wrong map"))
+    return [picture(figure, out, name, caption) for figure, name, caption in drawn]
+
+
+def _commands(matrix: Sequence[Record]) -> list[str]:
+    seeds = max(record.cell.seed for record in matrix) + 1
+    cell = matrix[0].cell
+    traces = any(CASES[record.cell.profile].trace != "generated" for record in matrix)
+    more = " --trace-dir FOLDER" if traces else ""
+    one = f"kvroute experiment never-worse-matrix{more} --cell '{cell.profile},{cell.policy}' --seed {cell.seed}"
+    return [f"kvroute experiment never-worse{more} --seeds {seeds}", one]
