@@ -4,13 +4,14 @@ binds."""
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from msgspec.structs import fields, replace
 
 from kvroute.flows import fill_to_the_end, max_min_rates
 from kvroute.policies import CacheAndLoadAware

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
-
 import msgspec
 import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from msgspec.structs import fields, replace
 
 from kvroute.policies import DECODE_POLICIES, TopologyConstraint, constrain, decode_policy
 from kvroute.types import Candidates, Choice, NetworkCosts, Reject, Request

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from kvroute.control.kernels import cached_tokens
 from kvroute.llm import Model
 from kvroute.prefix import PrefixIndex, StateIndex
 from kvroute.types import Instance, IntArray, Request
@@ -65,6 +66,6 @@ class Caches:
         """Longest cached prefix on each of `ids`, at most `most` tokens."""
         if not request.blocks:
             return np.zeros(len(ids), dtype=np.int64)
-        hit_tokens: IntArray = self.prefix.match(request.blocks).take(ids) * request.block_tokens
-        # Blocks are whole, so that they seldom reach the end of the prompt.
-        return hit_tokens if len(request.blocks) * request.block_tokens <= most else np.minimum(hit_tokens, most)
+        hit_tokens: IntArray = np.empty(len(ids), dtype=np.int64)
+        cached_tokens(self.prefix.match(request.blocks), ids, request.block_tokens, most, hit_tokens)
+        return hit_tokens

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from kvroute.control.datacenters import Datacenters, Egress
@@ -162,12 +163,12 @@ class Offloading:
         chosen = order[choice.index]
         members = np.zeros(len(candidates.names), dtype=np.bool_)
         members[self._members[chosen]] = True
-        narrowed = replace(candidates, allowed=members & allowed)
+        narrowed = msgspec.structs.replace(candidates, allowed=members & allowed)
         if choice.copy_from is None:
             return Placement(choice.offload(), chosen != home, narrowed)
         copies = np.maximum(candidates.hit_tokens, choice.cached_tokens)
         warm_s = self._pool.prefill_s(request.input_tokens, copies)
-        narrowed = replace(narrowed, prefill_s=warm_s)
+        narrowed = msgspec.structs.replace(narrowed, prefill_s=warm_s)
         return Placement(choice.offload(), chosen != home, narrowed, holders[choice.copy_from], choice.cached_tokens)
 
     def _home(self, candidates: PrefillCandidates, allowed: BoolArray) -> int:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from kvroute.control.kernels import work_ahead
 from kvroute.llm import Model
 from kvroute.timing import PrefillTime, prefill_each_s
 from kvroute.types import BoolArray, Candidates, FloatArray, Instance, IntArray, Request, TimingSpec
@@ -149,8 +150,6 @@ class PrefillPool:
     alike: dict[str, IntArray]
     """Positions by timing."""
     decisions: int = 0
-    crowded: bool = False
-    """Whether others have requests anywhere."""
     mean_s: float = 0.0
     """Of a booked prefill, smoothed: what one of the others' is worth."""
     position: dict[int, int] = field(default_factory=dict)
@@ -186,8 +185,9 @@ class PrefillPool:
 
     def pending_s(self, at: float) -> FloatArray:
         """Seconds of work still ahead of a request that arrives now."""
-        pending: FloatArray = np.maximum(self.busy_until_s - at, 0.0)
-        return pending + self.others * self.mean_s if self.crowded else pending
+        pending: FloatArray = np.empty(len(self.names))
+        work_ahead(self.busy_until_s, self.others, self.mean_s, at, pending)
+        return pending
 
     def book(self, position: int, at: float, prefill_s: float) -> None:
         """One more request on this instance."""
@@ -207,4 +207,3 @@ class PrefillPool:
     def measured(self, position: int, running: int, waiting: int) -> None:
         """An engine's own figures: what they show beyond our own requests belongs to others."""
         self.others[position] = max(running + waiting - int(self.assigned[position]), 0)
-        self.crowded = bool(self.others.any())

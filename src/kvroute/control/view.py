@@ -4,8 +4,9 @@ nothing."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from kvroute import llm
@@ -51,8 +52,7 @@ class Load:
     """Prefill work ahead."""
 
 
-@dataclass(frozen=True, slots=True)
-class DecodePick:
+class DecodePick(msgspec.Struct, frozen=True, gc=False):
     """A chosen decode instance, with what it was chosen from."""
 
     choice: Choice
@@ -244,7 +244,7 @@ class View:
                 continue
             hit_tokens = self.caches.hit_tokens(request, pool.ids, request.input_tokens)
             candidates = pool.candidates(request, self.models[model], hit_tokens, self.settings.reserve_bytes, usable)
-            candidates = replace(candidates, kv_bytes=np.zeros(len(pool.ids)))
+            candidates = msgspec.structs.replace(candidates, kv_bytes=np.zeros(len(pool.ids)))
             policy = self.settings.decode_policy
             choice = self._roomy(policy, request, candidates, at_home(len(pool.ids)), pool.decisions, usable)
             if not isinstance(choice, Reject):
@@ -313,4 +313,4 @@ def _rounds(avoid: Sequence[int]) -> Iterator[Sequence[int]]:
 def _with_room(candidates: Candidates, usable: BoolArray | None) -> Candidates:
     """As if every usable instance had room."""
     needs = np.minimum(candidates.need_bytes, candidates.free_kv_bytes)
-    return replace(candidates, need_bytes=needs if usable is None else np.where(usable, needs, np.inf))
+    return msgspec.structs.replace(candidates, need_bytes=needs if usable is None else np.where(usable, needs, np.inf))

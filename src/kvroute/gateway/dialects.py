@@ -6,7 +6,7 @@ What the client sent stays byte for byte; only the fields named here are set.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import msgspec
 from msgspec import Raw
@@ -93,7 +93,7 @@ class Vllm:
     """vLLM's pull (NIXL and its like): the prefill answer names the blocks, the decode engine fetches them. kvroute's
     connector can be asked early too: both engines are told a name, and where to ask for it."""
 
-    joint = False
+    joint: ClassVar[bool] = False
 
     def hands_over(self, completion: Completion) -> bool:
         return not completion.one_leg
@@ -127,7 +127,7 @@ class Vllm:
 class Mooncake:
     """vLLM's Mooncake connector: the gateway makes up the transfer's id and tells it to both engines."""
 
-    joint = False
+    joint: ClassVar[bool] = False
 
     def hands_over(self, completion: Completion) -> bool:
         return not completion.one_leg
@@ -163,7 +163,7 @@ class Mooncake:
 class Sglang:
     """SGLang's bootstrap: the same body to both engines, which meet in a room; one room per sequence."""
 
-    joint = True
+    joint: ClassVar[bool] = True
 
     def hands_over(self, completion: Completion) -> bool:
         """Always: a prefill engine of this kind answers nobody, and rooms come in arrays.

@@ -83,7 +83,7 @@ def read_fields(body: bytes) -> Fields:
         ) from None
     except RecursionError:
         raise RequestError("the body is nested too deep; send flatter JSON", code="invalid_json") from None
-    for name in ENGINE_FIELDS & fields.keys():
+    for name in ENGINE_FIELDS.intersection(fields):
         del fields[name]
     if "vllm_xargs" in fields:
         _check_extra(fields["vllm_xargs"])

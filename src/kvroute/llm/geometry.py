@@ -9,6 +9,9 @@ import numpy as np
 
 from kvroute.types import FloatArray, InputError, IntArray
 
+_NONE: IntArray = np.array(0)
+"""An array, because numpy takes longer to convert a Python number than to compare a dozen numbers with it."""
+
 Kind: TypeAlias = Literal["attention", "sliding", "mla", "linear"]
 
 
@@ -87,8 +90,10 @@ class Model:
         """
         new = tokens - cached_tokens
         if isinstance(new, np.ndarray):
-            new = np.maximum(new, 0)
-            sizes: FloatArray = np.asarray(new * self.kv_bytes_per_token + self.request_state_bytes, dtype=np.float64)
+            new = np.maximum(new, _NONE)
+            sizes: FloatArray = np.multiply(new, self.kv_bytes_per_token, dtype=np.float64)
+            if self.request_state_bytes:
+                sizes += self.request_state_bytes
             for window, window_bytes in self._windows:
                 sizes += np.minimum(new, window) * window_bytes
             return sizes

@@ -48,6 +48,8 @@ class NetworkOracle:
         self._congestion = Congestion(self._settings)
         self._utilisation: FloatArray | None = None
         self._in_flight: IntArray = np.zeros((len(self._tier), TIER_COUNT), dtype=np.int64)
+        self._in_flight_max: IntArray = np.array(self._settings.in_flight_max)
+        """An array, because numpy takes longer to convert a Python number than to compare with it."""
         self._nothing: IntArray = np.zeros(TIER_COUNT, dtype=np.int64)
         self._nothing.flags.writeable = False
         stale_after_s = self._settings.stale_after_s
@@ -64,14 +66,14 @@ class NetworkOracle:
 
     def transfer_started(self, source: int, target: int) -> None:
         """Count a transfer of ours as under way (NetKV algorithm 1, line 14)."""
-        tier = self._tier[source, target]
+        tier = int(self._tier[source, target])
         if self._learned is not None:
             self._learned.started(source, target, self._counted(source, tier))
         self._in_flight[source, tier] += 1
 
     def transfer_finished(self, source: int, target: int) -> None:
         """Count it out again. One that never started changes nothing: an engine may report the same end twice."""
-        tier = self._tier[source, target]
+        tier = int(self._tier[source, target])
         if self._in_flight[source, tier] > 0:
             self._in_flight[source, tier] -= 1
             if self._learned is not None:
@@ -87,7 +89,7 @@ class NetworkOracle:
         """
         if self._learned is None:
             return
-        tier = self._tier[source, target]
+        tier = int(self._tier[source, target])
         congestion = float(self._congestion.at(at)[tier])
         in_flight = self._counted(source, tier)
         self._learned.measured(at, source, target, kv_bytes, seconds, transfers, congestion, in_flight)
@@ -136,7 +138,7 @@ class NetworkOracle:
             bytes_per_s=self._bytes_per_s,
             latency_s=self._latency_s,
             congestion=self._congestion.at(at),
-            in_flight=np.minimum(self._in_flight[source], self._settings.in_flight_max) if own else self._nothing,
+            in_flight=np.minimum(self._in_flight[source], self._in_flight_max) if own else self._nothing,
             pair_bytes_per_s=None if learned is None else learned.bytes_per_s(source, targets, tier, at),
         )
 

@@ -78,8 +78,13 @@ def utilisation_array(values: Sequence[float] | FloatArray, length: int, where: 
             f"{measured[first]} is not a utilisation", where=f"{where}[{first}]", mend="send a number in [0, 1)"
         )
     np.clip(measured, 0.0, CONGESTION_MAX, out=measured)
-    measured.flags.writeable = False
-    return measured
+    return _read_only(measured)
+
+
+def _read_only(array: FloatArray) -> FloatArray:
+    """All that is told of congestion is so: a policy would be compiled once more for arrays that may be written."""
+    array.flags.writeable = False
+    return array
 
 
 @dataclass(slots=True)
@@ -88,7 +93,7 @@ class Congestion:
 
     settings: OracleSettings
     measured_at: float | None = None
-    _level: FloatArray = field(default_factory=lambda: np.zeros(TIER_COUNT))
+    _level: FloatArray = field(default_factory=lambda: _read_only(np.zeros(TIER_COUNT)))
     _slope_per_s: FloatArray = field(default_factory=lambda: np.zeros(TIER_COUNT))
     _interval_s: float = 0.0
 
@@ -112,7 +117,7 @@ class Congestion:
         if self.settings.prediction == "trend" and interval_s > 0:
             self._slope_per_s = beta * (level - self._level) / interval_s + (1.0 - beta) * self._slope_per_s
             self._interval_s = interval_s
-        self._level = level
+        self._level = _read_only(level)
 
     def age_s(self, at: float) -> float | None:
         """Age of the last measurement; None before the first."""
@@ -131,6 +136,6 @@ class Congestion:
         if self.settings.prediction == "trend" and self.measured_at is not None:
             # Further ahead than one interval a slope says nothing: it would run into a bound and stay there.
             ahead_s = min(max(0.0, at - self.measured_at), self._interval_s)
-            level = np.clip(level + self._slope_per_s * ahead_s, 0.0, CONGESTION_MAX)
+            level = _read_only(np.clip(level + self._slope_per_s * ahead_s, 0.0, CONGESTION_MAX))
         share = self.fading(at)
-        return level if share == 1.0 else level * share
+        return level if share == 1.0 else _read_only(level * share)

@@ -7,11 +7,12 @@ shares it with nobody, so `required` leaves it out and `preferred` takes it last
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Literal, cast, get_args
 
 import numpy as np
+from msgspec.structs import replace
 
 from kvroute.policies.decode import BoolArray, DecodePolicy, feasible_mask, no_room
 from kvroute.types import (

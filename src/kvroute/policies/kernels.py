@@ -28,6 +28,17 @@ def _compiled(function: Function) -> Function:
 
 
 @_compiled
+def earliest_finish(pending_s: FloatArray, prefill_s: FloatArray, allowed: BoolArray, finish_s: FloatArray) -> int:
+    """Fill `finish_s` [n]; the allowed candidate that is done first, the first of equals, or NOBODY."""
+    best = NOBODY
+    for i in range(len(finish_s)):
+        finish_s[i] = pending_s[i] + prefill_s[i]
+        if allowed[i] and (best == NOBODY or finish_s[i] < finish_s[best]):
+            best = i
+    return best
+
+
+@_compiled
 def netkv_terms(
     kv_bytes: FloatArray,
     need_bytes: FloatArray,

@@ -7,14 +7,15 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
 
+import msgspec
 import numpy as np
 
 from kvroute.policies.decode import BoolArray, cheapest, policy_of, turns_to_wait
-from kvroute.types import Choice, FloatArray, IntArray, Reject, Request
+from kvroute.policies.kernels import NOBODY, earliest_finish
+from kvroute.types import Choice, FloatArray, IntArray, Reject, Request, Terms
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillCandidates:
+class PrefillCandidates(msgspec.Struct, frozen=True, gc=False):
     """Prefill instances, ascending by name, as arrays of length n: a lower index wins a tie.
 
     They are of this request alone, so that a choice may keep them.
@@ -44,7 +45,11 @@ class PrefillPolicy(Protocol):
 
 
 def _allowed(candidates: PrefillCandidates) -> BoolArray:
-    return _all(len(candidates.names)) if candidates.allowed is None else candidates.allowed.copy()
+    if candidates.allowed is None:
+        return _all(len(candidates.names))
+    allowed = candidates.allowed.copy()
+    allowed.flags.writeable = False  # as `_all` is: another kind of array would be compiled for anew
+    return allowed
 
 
 @lru_cache(maxsize=64)
@@ -93,8 +98,11 @@ class EarliestFinish:
             "prefill_s": candidates.prefill_s,
             "hit_tokens": candidates.hit_tokens.astype(np.float64),
         }
-        finish_s = candidates.pending_s + candidates.prefill_s
-        return cheapest(candidates.names, finish_s, allowed, parts) or _nobody(request, candidates)
+        finish_s: FloatArray = np.empty(len(allowed))
+        index = earliest_finish(candidates.pending_s, candidates.prefill_s, allowed, finish_s)
+        if index == NOBODY:
+            return _nobody(request, candidates)
+        return Choice(index, Terms(candidates.names, finish_s, allowed, parts))
 
 
 PREFILL_POLICIES: dict[str, Callable[..., PrefillPolicy]] = {

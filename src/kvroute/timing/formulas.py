@@ -10,6 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
+from kvroute.timing.kernels import linear_each_s
 from kvroute.types import (
     DecodeSpec,
     FloatArray,
@@ -83,7 +84,8 @@ class _Piecewise:
 def prefill_each_s(time: PrefillTime, tokens: int, cached_tokens: IntArray) -> FloatArray:
     """`time.seconds` of one prompt with each of several caches, [n]; equal to the last bit."""
     if isinstance(time, _Linear):
-        seconds: FloatArray = time.base_s + time.per_token_s * np.maximum(tokens - cached_tokens, 0)
+        seconds: FloatArray = np.empty(len(cached_tokens))
+        linear_each_s(time.base_s, time.per_token_s, tokens, cached_tokens, seconds)
         return seconds
     # Few instances have cached anything, and many of them the same.
     cached = cached_tokens.tolist()
