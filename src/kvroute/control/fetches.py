@@ -3,8 +3,9 @@ than computed. It prices the fetches of one request and books nothing."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from kvroute.control.pool import PrefillPool
@@ -69,7 +70,7 @@ class ClusterPool:
             takers = lacking[worth]
             tokens[takers], prefill_s[takers] = longest, late_s[worth]
             fetches.holder[takers], fetches.fetch_s[takers] = holders[cheapest[worth]], fetch_s[worth]
-        return replace(candidates, hit_tokens=tokens, prefill_s=prefill_s), fetches
+        return msgspec.structs.replace(candidates, hit_tokens=tokens, prefill_s=prefill_s), fetches
 
     def _way_s(
         self,

@@ -5,8 +5,6 @@ It books the copies; which instance prefills is decided before.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import msgspec
 
 from kvroute.control.copies import Copies
@@ -60,7 +58,7 @@ class Prefixes:
             self._rebalancing.read(model, holder, request, tokens)
         if fetches is not None and prefill.terms is not None:
             parts = prefill.terms.parts | {"fetch_s": fetches.fetch_s}
-            prefill = msgspec.structs.replace(prefill, terms=replace(prefill.terms, parts=parts))
+            prefill = msgspec.structs.replace(prefill, terms=msgspec.structs.replace(prefill.terms, parts=parts))
         if holder == index:
             return prefill
         nbytes = float(self._view.models[model].kv_bytes(tokens, own))
