@@ -155,7 +155,7 @@ def test_a_home_that_has_a_queue_is_not_given_more() -> None:
 
 
 def test_a_home_with_a_backlog_sends_more_to_a_site_that_is_quiet() -> None:
-    """Below the base for as long as it lasts; back when the backlog is gone, at once if the site surges."""
+    """Below the base for as long as it lasts; back when the backlog is gone, or if the site surges, too."""
     threshold = Threshold(COARSE, 20_000)
     assert [threshold.observe(at, 0.1, 0.0, home_queue_s=60.0) for at in (0.0, 4.9, 5.0)] == [16_000, 16_000, 12_800]
     assert threshold.observe(10.0, 0.1, 0.0, home_queue_s=4.9) == 12_800
@@ -166,6 +166,30 @@ def test_a_home_with_a_backlog_sends_more_to_a_site_that_is_quiet() -> None:
     assert threshold.rebase(14_000) == 12_000
     assert threshold.observe(41.0, 0.95, 6.0, home_queue_s=9.0) == 14_000
     assert threshold.rebase(30_000) == 30_000
+
+
+def test_in_an_overload_of_everything_the_short_are_kept() -> None:
+    """Site and home surge: below the base to 14,000 tokens, and no further; it holds until the home is quiet."""
+    threshold = Threshold(COARSE, 20_000)
+    path = [threshold.observe(at, 1.0, 30.0, home_queue_s=9.0, keep_tokens=14_000) for at in (0.0, 5.0, 10.0)]
+    assert path == [16_000, 14_000, 14_000]
+    assert threshold.observe(15.0, 0.1, 0.0, home_queue_s=9.0, keep_tokens=14_000) == 11_200, "a quiet site takes more"
+    assert threshold.observe(20.0, 1.0, 30.0, home_queue_s=9.0, keep_tokens=14_000) == 14_000
+    assert threshold.observe(25.0, 1.0, 30.0, home_queue_s=1.1) == 14_000
+    assert [threshold.observe(at, 1.0, 30.0, home_queue_s=1.0) for at in (30.0, 35.0, 40.0)] == [17_500, 20_000, 25_000]
+
+
+def test_it_rises_no_further_than_the_home_keeps_up_with() -> None:
+    """Up to 22,000 tokens; with less it stays where it is, and a base counts more."""
+    threshold = Threshold(COARSE, 20_000)
+    threshold.limit(22_000)
+    assert [threshold.observe(at, 1.0, 0.0) for at in (0.0, 5.0)] == [22_000, 22_000]
+    threshold.limit(0.0)
+    assert threshold.observe(10.0, 1.0, 0.0) == 22_000
+    assert threshold.rebase(30_000) == 30_000
+    assert threshold.observe(15.0, 1.0, 0.0) == 30_000
+    threshold.limit(math.inf)
+    assert threshold.observe(20.0, 1.0, 0.0) == 37_500
 
 
 def test_a_step_down_that_was_wrong_is_halved_and_then_left_alone() -> None:
@@ -270,6 +294,36 @@ def test_a_threshold_that_is_about_as_good_stays() -> None:
     assert review.threshold_tokens == best + 1.0
 
 
+def test_a_first_threshold_is_searched_before_there_is_a_review() -> None:
+    """After 20 arrivals, 40 and 80, without an answer; the review that comes then ends it."""
+    allocation, due = Allocation(LongTerm()), []
+    for number, at in enumerate(np.arange(120) / 10, start=1):
+        allocation.traffic.arrived(float(at), 10_000 + 500 * number)
+        if allocation.start_due(float(at)):
+            due.append(number)
+            assert allocation.threshold_tokens(float(at), case_study(3)) is not None
+    assert due == [20, 40, 80]
+    long_prompts(allocation, 12.0)
+    assert allocation.review(12.0, case_study(3), {}) is not None
+    long_prompts(allocation, 13.0)
+    assert not allocation.start_due(13.0)
+
+
+def test_the_limit_is_what_the_homes_keep_up_with() -> None:
+    """At the limit the home's instances are busy with what came of late; fewer of them, or more of it, lower it; inf
+    before anything was seen."""
+    allocation = Allocation(LongTerm(window_s=800.0))
+    assert allocation.limit_tokens(0.0, case_study(3)) == math.inf
+    long_prompts(allocation, 0.0)
+    limits = [allocation.limit_tokens(at, case_study(n)) for at, n in ((199.0, 3), (199.0, 1), (100.0, 3), (1.0, 3))]
+    assert limits[0] > limits[1] > limits[3]
+    assert limits[0] > limits[2] > limits[3]
+    lengths = np.clip(np.exp(np.random.default_rng(4).normal(9.9, 1.0, 1_000)), 128, 131_072).astype(int)
+    at_home = lengths[lengths <= limits[0]]
+    busy = 1_000 / 199.0 * case_study(3).homes[0].prefill_s(at_home.astype(float)).sum() / 1_000 / 3
+    assert busy == pytest.approx(1.0, abs=0.08)
+
+
 def test_without_a_link_the_split_changes_and_the_threshold_stays() -> None:
     """Everything is prefilled at home then, so that more than before have to."""
     allocation = Allocation(LongTerm())
@@ -350,6 +404,20 @@ def test_traffic_says_how_much_came_in() -> None:
     assert traffic.rate_per_s(240.0) == pytest.approx(10.0), "what came before the window counts no more"
 
 
+def test_traffic_of_late_and_its_median() -> None:
+    """Parts of a second: one a second for long, then ten; half of them have 100 tokens at most."""
+    traffic = Traffic(8.0)
+    assert (traffic.recent_per_s(0.0), traffic.median_tokens(0.0)) == (0.0, math.inf)
+    for at in range(8):
+        traffic.arrived(float(at), 100)
+    assert traffic.recent_per_s(7.5) == pytest.approx(2 / 1.5)
+    for index in range(20):
+        traffic.arrived(8.0 + index / 10, 100 if index % 2 else 9_000)
+    assert traffic.recent_per_s(10.0) == pytest.approx(10.0)
+    assert 100 <= traffic.median_tokens(10.0) < 105
+    assert traffic.median_tokens(100.0) == math.inf
+
+
 @pytest.mark.parametrize(
     ("fields", "problem"),
     [
@@ -394,6 +462,7 @@ def test_wrong_short_terms_are_mended(fields: dict[str, float], problem: str) ->
         ({"review_s": 0.0}, "review_s"),
         ({"window_s": math.inf}, "window_s"),
         ({"requests_min": 0}, "requests_min"),
+        ({"start_requests": 0}, "start_requests"),
         ({"gain_min": 0.0}, "gain_min"),
         ({"at_once": 0}, "at_once"),
         ({"prefill_min": -1}, "prefill_min"),

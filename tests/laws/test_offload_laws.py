@@ -163,36 +163,53 @@ def most_moves(spec: ShortTerm) -> int:
     return 2 * math.ceil(span) + math.ceil(16 * spec.remember_s) + 2
 
 
-@given(short_terms(), bases, measurements, shares, queues_s, queues_s)
+def rest(
+    threshold: Threshold, spec: ShortTerm, measured: tuple[float, float, float], keep_tokens: float, limit: float
+) -> float:
+    """Where a constant input takes a threshold in the end, by the rules as they are told."""
+    utilisation, queue_s, home_queue_s = measured
+    base, now = threshold.base_tokens, threshold.tokens
+    surges = utilisation >= spec.utilisation_high or queue_s >= spec.queue_high_s
+    quiet = utilisation <= spec.utilisation_low and queue_s <= spec.queue_low_s
+    highest = max(now, base, min(max(limit, base), spec.threshold_max_tokens))
+    if home_queue_s >= spec.queue_high_s:
+        kept = max(min(base, keep_tokens), spec.threshold_min_tokens)
+        return spec.threshold_min_tokens if quiet else kept if surges else min(now, kept)
+    if home_queue_s <= spec.queue_low_s:
+        return highest if surges else base if quiet else max(now, base)
+    return min(now, base) if quiet else now
+
+
+levels = st.sampled_from(["low", "band", "high"])
+
+
+@given(short_terms(), bases, measurements, levels, levels, levels, bases | st.just(math.inf), bases | st.just(math.inf))
 def test_a_constant_input_settles_for_good(
     spec: ShortTerm,
     base: float,
     history: list[tuple[float, float, float]],
-    utilisation: float,
-    queue_s: float,
-    home_queue_s: float,
+    utilisation: str,
+    queue_s: str,
+    home_queue_s: str,
+    keep_tokens: float,
+    limit: float,
 ) -> None:
     """Whatever came before: one direction only, then no change any more; and nothing at all within the band."""
     threshold, start = after(spec, base, history)
-    before, moves = threshold.tokens, most_moves(spec)
-    path = [threshold.observe(start + at, utilisation, queue_s, home_queue_s) for at in range(2 * moves)]
-    assert path[: moves + 1] in (sorted(path[: moves + 1]), sorted(path[: moves + 1], reverse=True))
-    assert set(path[moves:]) == {threshold.tokens}
-    surges = utilisation >= spec.utilisation_high or queue_s >= spec.queue_high_s
-    quiet = utilisation <= spec.utilisation_low and queue_s <= spec.queue_low_s
-    home_surges, home_quiet = home_queue_s >= spec.queue_high_s, home_queue_s <= spec.queue_low_s
-    if surges and home_quiet:
-        assert threshold.tokens == spec.threshold_max_tokens
-    elif quiet and home_surges:
-        assert threshold.tokens == spec.threshold_min_tokens
-    elif (surges and home_surges) or (quiet and home_quiet):
-        assert threshold.tokens == threshold.base_tokens
-    elif surges or home_quiet:
-        assert threshold.tokens == max(before, threshold.base_tokens)
-    elif quiet or home_surges:
-        assert threshold.tokens == min(before, threshold.base_tokens)
-    else:
-        assert set(path) == {before}
+    threshold.limit(limit)
+    at_utilisation = {"low": spec.utilisation_low, "high": spec.utilisation_high}
+    at_queue = {"low": spec.queue_low_s, "high": spec.queue_high_s}
+    middle_s = (spec.queue_low_s + spec.queue_high_s) / 2
+    measured = (
+        at_utilisation.get(utilisation, (spec.utilisation_low + spec.utilisation_high) / 2),
+        at_queue.get(queue_s, middle_s),
+        at_queue.get(home_queue_s, middle_s),
+    )
+    expected, moves = rest(threshold, spec, measured, keep_tokens, limit), 2 * most_moves(spec)
+    path = [threshold.tokens]
+    path += [threshold.observe(start + at, *measured, keep_tokens) for at in range(2 * moves)]
+    assert path in (sorted(path), sorted(path, reverse=True))
+    assert set(path[moves:]) == {expected}
 
 
 @given(short_terms(), bases, measurements, bases, st.integers(0, 30))

@@ -116,8 +116,8 @@ class Allocation:
         return self._threshold(seen, capacity, _rates(self._spec, seen, capacity, _present(capacity)), base_tokens)
 
     def limit_tokens(self, at: float, capacity: Capacity) -> float:
-        """The highest threshold with which the homes' prefill keeps up with what comes in now, by the model: 0 where
-        none does, inf where nothing is known."""
+        """The highest threshold with which the homes' prefill keeps up with what comes in now, by the model; inf where
+        nothing is known."""
         seen = self._prompts(at)
         if seen is None or not capacity.homes or not capacity.prfaas:
             return math.inf
