@@ -79,6 +79,10 @@ def test_the_example_moves_prefixes_and_loses_nothing(tmp_path: Path) -> None:
     assert '"copy_id"' in log.read_text()
     again = runner.invoke(app, ["replay", str(log)])
     assert "bit for bit" in again.stdout
+    waited = next(line for line in log.read_text().splitlines() if '"copy_from"' in line)
+    request = str(json.loads(waited)["event"]["request"]["id"])
+    explained = runner.invoke(app, ["explain", str(log), request])
+    assert " cached tokens from " in explained.stdout
 
 
 def test_copies_are_reviewed_as_often_as_they_say(tmp_path: Path) -> None:

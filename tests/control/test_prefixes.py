@@ -108,8 +108,12 @@ def test_the_wait_in_the_queue_pays_for_the_fetch() -> None:
 
 
 def test_nobody_fetches_from_another_datacenter_or_from_somebody_who_is_down() -> None:
+    """Not even where every network is fast."""
+    fast = parse(
+        TEXT.replace("LOCAL", "400 Gbps").replace("wan: 8 Gbps}", "wan: 400 Gbps}").replace("MODEL", "llama-3-8b")
+    )
     for gone in ("", "p0"):
-        control = core(prefix_pool=True)
+        control = core(fast, prefix_pool=True)
         busy(control, "p0", 9)
         control.handle(KvStored(0.0, "p0" if gone else "f0", CHAIN, BLOCK))
         if gone:
@@ -139,6 +143,15 @@ def offloading(**settings: Any) -> Control:
     """Prompts above 30,000 new tokens leave; prefixes are exchanged freely."""
     spec = OffloadSpec(threshold_tokens=30_000.0, rule="abundant", layerwise=False)
     return core(offload=spec, **settings)
+
+
+def test_another_site_is_sent_a_prefix_by_who_has_it_not_by_who_could_fetch_it() -> None:
+    """p0, the first by name, could have it from p1 at once."""
+    spec = OffloadSpec(threshold_tokens=30_000.0, rule="abundant", layerwise=False)
+    control = core(sites("400 Gbps"), offload=spec, prefix_pool=True)
+    control.handle(KvStored(0.0, "p1", CHAIN, BLOCK))
+    prefill = ask(control, 1, 60_000, (*CHAIN, *range(100, 140)))
+    assert (prefill.instance, prefill.copy_from, prefill.copy_tokens) == ("f0", "p1", 20_000)
 
 
 def test_copies_queue_behind_each_other_on_the_link() -> None:

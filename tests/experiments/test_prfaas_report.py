@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from kvroute.experiments.cells import Cell, Record, cells
 from kvroute.experiments.prfaas import BURST, CASE_STUDY
 from kvroute.experiments.prfaas_burst import DUAL, static
 from kvroute.experiments.prfaas_kv import KV_THROUGHPUT, computed
+from kvroute.experiments.prfaas_queue import AGENTS
 from kvroute.report.findings import Finding
 from kvroute.report.prfaas_findings import best_static, lead, old_static, prfaas_findings, saturations, standard_error
 from kvroute.report.prfaas_page import write_prfaas
@@ -139,6 +141,39 @@ def test_the_scheduler_is_held_to_three_per_cent_and_to_more_than_the_old() -> N
     assert named(found, "load-doubles", "planner's").holds == "does not hold"
     assert "0.990 against 1.010 good requests/s under static-32000: -2.0%" in named(found, "link-30", "best").sentence
     assert not [each for each in found if each.profile == "calm" and "old traffic" in each.claim]
+
+
+def test_the_scheduler_is_not_asked_to_beat_an_old_threshold_that_is_still_the_best() -> None:
+    """Then it holds unless the scheduler is worse beyond noise."""
+    moved = {"calm": GOODPUT["calm"], "link-cut": GOODPUT["calm"] | {DUAL: 0.9}}
+    for profile, holds in (("calm", "holds"), ("link-cut", "does not hold")):
+        some = [
+            record(
+                Cell(experiment=BURST.name, reading="paper", profile=name, settings={}, policy=policy, seed=seed),
+                goodput + (0.01 if policy == DUAL else 0.02) * seed,
+                TTFT_S.get(policy, 2.0),
+            )
+            for name, of_policy in (("calm", moved["calm"]), ("link-30", moved[profile]))
+            for policy, goodput in of_policy.items()
+            for seed in range(3)
+        ]
+        found = named(prfaas_findings(BURST, some, ()), "link-30", "old traffic")
+        assert found.claim == "not below the static threshold of the old traffic, which is the best one here, too"
+        assert found.holds == holds
+
+
+def test_with_prefixes_the_gap_is_told_with_what_was_cached() -> None:
+    """Of a trace the formula's one cache is named, where lengths are drawn E[T(L)] is."""
+    agents = [
+        msgspec.structs.replace(each, cell=msgspec.structs.replace(each.cell, profile=AGENTS)) for each in loads()
+    ]
+    cached = [
+        msgspec.structs.replace(each, summary=msgspec.structs.replace(each.summary, prefill_cache_hit=0.8))
+        for each in agents
+    ]
+    told = named(prfaas_findings(CASE_STUDY, cached, ()), AGENTS, "formula and queues agree").sentence
+    assert told.endswith("held, over all loads, prfaas 80.0%, homogeneous 80.0%, naive 80.0%.")
+    assert "a queue that never empties" in named(prfaas_findings(CASE_STUDY, loads(), ()), "poisson", "agree").sentence
 
 
 def test_saturation_is_read_off_the_highest_load() -> None:

@@ -232,12 +232,12 @@ class Audit:
             for decision in record.decisions:
                 self._decided(at, decision)
         for index, instance in enumerate(self._cluster.instances):
-            held = sum(
-                self._room[number]
+            rooms = {
+                (isinstance(copy, CopyPrefix), self._chain(copy)): self._room[number]
                 for number, (_, copy) in self._copies.items()
                 if _target(copy) == instance.name and instance.role == "prefill"
-            )
-            assert self.cached.used_blocks(index) + held <= self._capacity
+            }
+            assert self.cached.used_blocks(index) + sum(rooms.values()) <= self._capacity
 
     def _note(self, at: float, event: Event, causes: defaultdict[str, list[tuple[int, ...]]]) -> None:
         match event:
@@ -289,7 +289,12 @@ class Audit:
             target = self._cluster.index(_target(decision))
             chain = self._chain(decision)
             self._room[decision.copy_id] = len(chain) - self.cached.match_one(target, chain)
-            self._copies[decision.copy_id] = (at, decision)
+            self._copies[decision.copy_id] = (min([at, *self._alike(decision)]), decision)
+
+    def _alike(self, copy: CopyPrefix | Prefill) -> list[float]:
+        """When copies of the same to the same place have begun: a request waits for the first one."""
+        wanted = (type(copy), _target(copy), self._chain(copy))
+        return [at for at, one in self._copies.values() if (type(one), _target(one), self._chain(one)) == wanted]
 
     def _chain(self, copy: CopyPrefix | Prefill) -> tuple[int, ...]:
         if isinstance(copy, CopyPrefix):

@@ -360,6 +360,26 @@ def test_where_nothing_in_the_network_binds_it_decides_as_cla_does(
         assert isinstance(mine, Reject)
 
 
+@given(crowds(), sources, st.floats(0, 1e6), st.floats(0, 4), st.floats(1, 5_000))
+def test_others_tokens_never_outweigh_the_transfer(
+    pool: Candidates, source: int, weight: float, transfers: float, answer: float
+) -> None:
+    """However dear a place is made: who is chosen for it is at most so many transfers farther than the nearest."""
+    spec = ForesightSpec(
+        answer_weight=weight,
+        answer_transfers=transfers,
+        output_tokens=answer,
+        slot_weight=0.0,
+        landing_weight=0.0,
+        wait_weight=0.0,
+    )
+    choice = Foresight(spec).choose(REQUEST, pool, costs_of(fabric(), source), 0)
+    if isinstance(choice, Choice):
+        own_s = choice.terms.parts["transfer_s"] + choice.terms.parts["step_s"]
+        nearest = choice.terms.parts["transfer_s"] * (1 + transfers) + choice.terms.parts["step_s"]
+        assert own_s[choice.index] <= nearest.min(where=choice.terms.feasible, initial=math.inf) * (1 + 1e-9)
+
+
 @given(tables(), crowds(alike=True), sources, widths)
 def test_an_unbounded_network_leaves_load_to_decide(
     flying: tuple[InFlight, Obvious], pool: Candidates, source: int, width: int

@@ -9,11 +9,13 @@ import pytest
 
 from kvroute.cachepool import CopySpec, HotspotSpec
 from kvroute.control import ControlSpec, EventLog, LogHeader, LogRecord, read_log
+from kvroute.prefix import PrefixIndex
+from kvroute.sim.instances import KvMemory
 from kvroute.sim.run import Run, simulate
 from kvroute.sim.settings import CapacityChange, SimSettings
 from kvroute.sim.workload import Trace, TracedRequest
 from kvroute.topology import Cluster, parse
-from kvroute.types import CopyFinished, CopyPrefix, KvStored
+from kvroute.types import CopyFinished, CopyPrefix, KvStored, Prefill
 
 TEXT = """
 name: two
@@ -163,3 +165,76 @@ def test_a_copy_without_room_is_refused_at_once(tmp_path: Path) -> None:
     assert refused
     assert all(orders[event.copy_id][0] == event.at for event in refused)
     assert run.summary.requests.finished == len(run.outcomes.state)
+
+
+def test_a_prompt_takes_no_room_that_a_copy_will_need() -> None:
+    """29 blocks, 20 of them held for a copy: of a prompt of 20 the first nine stay, and the copy lands whole."""
+    memory = KvMemory(PrefixIndex(1, [29]), [29], [0])
+    copied, computed = tuple(range(DEPTH)), tuple(range(100, 100 + DEPTH))
+    assert memory.has_room(0, copied, 0)
+    assert memory.reserve(0, copied, 0, DEPTH) == []
+    assert not memory.has_room(0, computed, 0)
+    memory.store(0, computed)
+    assert (memory.index.used_blocks(0), memory.index.match_one(0, computed)) == (9, 9)
+    memory.land(0, copied, 0)
+    memory.release(0, copied, DEPTH)
+    assert memory.index.match_one(0, copied) == DEPTH
+    assert memory.free_blocks(0) == 29
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["landed", "failed"])
+def test_afterwards_memory_is_whole_at_both_ends(tmp_path: Path, fails: bool) -> None:
+    """Room for one document at each place: once the copies are over, whatever became of them, another one takes it."""
+    cut = (CapacityChange(at_s=14.5, link="wan", share=0.0), CapacityChange(at_s=50.0, link="wan", share=1.0))
+    others = tuple(prompt(60.0, document=number) for number in (1, 2, 3))
+    assumed = SimSettings(review_s=1.0, stall_s=2.0, telemetry="tier", changes=cut if fails else ())
+    _, records = played(tmp_path / "log", (prompt(0.0), *HOT, *others), AHEAD, assumed, "2 GB")
+    events = [record.event for record in records]
+    ends = [event for event in events if isinstance(event, CopyFinished) and event.at < 50.0]
+    assert ends
+    assert {end.landed for end in ends} == {not fails}
+    stored = [event for event in events if isinstance(event, KvStored) and event.at > 60.0]
+    fresh = {event.instance: len(event.blocks) for event in stored if event.instance != "d0"}
+    assert fresh == {"f0": DEPTH, "p0": DEPTH, "p1": DEPTH}
+
+
+def test_a_second_request_waits_for_the_copy_that_is_on_its_way(tmp_path: Path) -> None:
+    """Two questions to p0's document go to p1, and its bytes go there once; a stall ends the wait of both."""
+    home = (prompt(0.0, document=1), prompt(0.1, document=2), prompt(0.2, document=3))
+    questions = (prompt(40.0, 9_000, 2), prompt(40.1, 400, 2), prompt(40.2, 300, 2))
+    cut = (
+        CapacityChange(at_s=40.3, link="node2 nic0 down", share=0.0),
+        CapacityChange(at_s=99.0, link="node2 nic0 down", share=1.0),
+    )
+    for changes in ((), cut):
+        assumed = SimSettings(stall_s=1.0, changes=changes)
+        run, records = played(tmp_path / "log", (*home, *questions), POOL, assumed)
+        rows, cluster = run.outcomes, sites()
+        waited = [d for r in records for d in r.decisions if isinstance(d, Prefill) and d.copy_id]
+        assert [(one.request_id, one.instance) for one in waited] == [(4, "p1"), (5, "p1")]
+        assert [cluster.instances[int(source)].name for source in rows.source[4:]] == ["p1", "p1"]
+        ends = [r.event for r in records if isinstance(r.event, CopyFinished)]
+        assert run.summary.copied_prefixes.transfers == 1
+        assert [end.copy_id for end in ends] == [1, 2]
+        if changes:
+            assert [(end.at, end.landed) for end in ends] == [(41.3, False)] * 2
+            assert rows.cached_tokens[4:].tolist() == [0, 0]
+            assert rows.prefill_started_s[4] == 41.3
+        else:
+            assert [end.at for end in ends] == pytest.approx([40.1 + FETCH_S] * 2)
+            assert rows.prefill_started_s[4:].tolist() == pytest.approx([40.1 + FETCH_S, 40.5 + FETCH_S])
+            assert run.summary.copied_prefixes.kv_bytes == TOKENS * TOKEN_BYTES
+
+
+def test_a_fetch_that_finds_no_room_is_done_without(tmp_path: Path) -> None:
+    """Memory for 29 blocks: while a copy of 20 is on its way to p1, one of 19 of them has no room beside it."""
+    home = (prompt(0.0, document=1), prompt(0.1, document=2), prompt(0.2, document=3))
+    shorter = msgspec.structs.replace(prompt(40.2, 300, 2), blocks=tuple(range(200, 200 + DEPTH - 1)))
+    questions = (prompt(40.0, 9_000, 2), prompt(40.1, 400, 2), shorter)
+    run, records = played(tmp_path / "log", (*home, *questions), POOL, SimSettings(), "2 GB")
+    ends = [(r.event.copy_id, r.event.landed) for r in records if isinstance(r.event, CopyFinished)]
+    assert ends == [(2, False), (1, True)]
+    rows = run.outcomes
+    assert (rows.source[5], rows.cached_tokens[5]) == (rows.source[4], 0)
+    assert rows.prefill_started_s[5] == 40.2
+    assert rows.prefill_finished_s[5] - 40.2 == pytest.approx((TOKENS + 300) * 1e-3)

@@ -12,8 +12,8 @@ import msgspec
 import typer
 from rich.table import Table
 
-from kvroute.cli.output import console, print_json
-from kvroute.control import ControlSpec, LogRecord, ShadowTally, read_log, replay, same
+from kvroute.cli.output import console, print_json, remarks, thin_table
+from kvroute.control import ControlSpec, LogRecord, ShadowTally, is_cut, read_log, replay, same
 from kvroute.topology import parse
 from kvroute.types import (
     Arrived,
@@ -51,6 +51,8 @@ def replay_log(
     Example: [bold]kvroute replay run.log --shadow foresight[/bold]
     """
     header, records = read_log(log)
+    if is_cut(log):
+        remarks().print(f"{log}: the last line has no end and is left out: what followed is missing", soft_wrap=True)
     spec = msgspec.structs.replace(header.spec, shadow=shadow) if shadow else header.spec
     control = spec.build(parse(header.cluster, where=f"cluster in {log}"))
     tally = ShadowTally(spec.shadow)
@@ -118,12 +120,18 @@ def explain(
     number = _number(request, records)
     found = [] if number is None else list(_about(number, read_log(log)[1]))
     if not found:
-        raise InputError(f"has no decision about request {request}", where=str(log), mend="choose another request")
+        what = f"has no decision about request {request}"
+        raise InputError(what, where=str(log), mend=_what_there_is(read_log(log)[1]))
     if as_json:
         print_json({"request": number, "policy": header.spec.decode, "decisions": [_plain(made) for made in found]})
         return
     for made in found:
         _show(made, header.spec)
+
+
+def _what_there_is(records: Iterable[LogRecord]) -> str:
+    ids = [record.event.request.id for record in records if isinstance(record.event, Arrived)]
+    return f"its {len(ids)} requests are between {min(ids)} and {max(ids)}" if ids else "it holds no request"
 
 
 def _number(request: str, records: Iterable[LogRecord]) -> int | None:
@@ -226,7 +234,7 @@ def _show(made: _Made, spec: ControlSpec) -> None:
         out.print(_site_table(made.decision.offload))
     if terms is None:
         return
-    table = Table()
+    table = thin_table()
     for column in ("candidate", *terms.parts, f"cost ({terms.unit})"):
         table.add_column(column, justify="left" if column == "candidate" else "right")
     for index in terms.cost.argsort(kind="stable"):
@@ -249,7 +257,7 @@ def _site_table(offload: Offload) -> Table:
         site, dot, figure = name.rpartition(".")
         if dot:
             rows.setdefault(site, {})[figure] = value
-    table = Table(title=", ".join(f"{name} {value:g}" for name, value in own.items()))
+    table = thin_table(title=", ".join(f"{name} {value:g}" for name, value in own.items()))
     columns = list(dict.fromkeys(figure for row in rows.values() for figure in row))
     for column in ("datacenter", *columns):
         table.add_column(column, justify="left" if column == "datacenter" else "right")
@@ -257,6 +265,10 @@ def _site_table(offload: Offload) -> Table:
         figures = (f"{row.get(column, 0.0):.6g}" for column in columns)
         table.add_row(site, *figures, style="bold green" if site == offload.site else None)
     return table
+
+
+def _copied(prefill: Prefill) -> str:
+    return f" with {prefill.copy_tokens:,} cached tokens from {prefill.copy_from}" if prefill.copy_from else ""
 
 
 def _sentence(made: _Made, spec: ControlSpec) -> str:
@@ -267,9 +279,9 @@ def _sentence(made: _Made, spec: ControlSpec) -> str:
         case Reject(reason=reason):
             return f"{start}: rejected: {reason}"
         case Prefill(instance=name, offload=Offload(site=site, reason=reason)):
-            return f"{start}: prefill on {name}, by {spec.prefill} in {site}: {reason}"
+            return f"{start}: prefill on {name}{_copied(decision)}, by {spec.prefill} in {site}: {reason}"
         case Prefill(instance=name):
-            return f"{start}: prefill on {name}, by {spec.prefill}"
+            return f"{start}: prefill on {name}{_copied(decision)}, by {spec.prefill}"
         case Decode(target=name, terms=None):
             return f"{start}: decode on {name} too"
         case Decode(source=source, target=name):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +19,7 @@ TermsKept: TypeAlias = Literal["best", "all"]
 TERMS_ALL, TERMS_BEST = 64, 16
 """Of up to 64 candidates `best` keeps all terms, of more those of the 16 cheapest and of the chosen one."""
 _BUFFER_BYTES = 1 << 18
+_LOG_MEND = "give a file that `kvroute serve --log` or `kvroute simulate --log` wrote"
 
 
 class LogRecord(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -92,6 +94,14 @@ class EventLog:
         self._file.close()
 
 
+def check_place(path: Path) -> None:
+    """Raises InputError where no log can be begun: no such folder, or something else is there already."""
+    _refuse_other_files(path)
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        why = "it is a folder" if path.is_dir() else "no such folder" if not path.parent.is_dir() else "not allowed"
+        raise InputError(f"cannot be written ({why})", where=str(path), mend="give a file in a folder that exists")
+
+
 def set_aside(path: Path) -> Path | None:
     """Keep a log that stands where another one is to begin, under its name with `.1` at the end; one is kept.
 
@@ -156,20 +166,28 @@ def is_log(start: bytes) -> bool:
     return start.startswith(_HEADER_START)
 
 
+def is_cut(path: Path) -> bool:
+    """Whether the last line of a log has no end, so that `read_log` leaves it out; the file must not be empty."""
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) != b"\n"
+
+
 def read_log(path: Path) -> tuple[LogHeader, Iterator[LogRecord]]:
     """The header and, one by one, the records of a log; a broken line is named by file and line number. A last line
     without its end is left out: somebody still writes it, or was killed over it."""
     try:
         octets = path.read_bytes()
     except OSError as error:
-        raise InputError(f"cannot be read ({error.strerror})", where=str(path)) from None
+        raise InputError(f"cannot be read ({error.strerror})", where=str(path), mend=_LOG_MEND) from None
     lines = octets.splitlines()
     if not lines:
-        raise InputError("the log is empty", where=str(path), mend="write one with `kvroute simulate --log`")
+        raise InputError("the log is empty", where=str(path), mend=_LOG_MEND)
     try:
         header = _HEADERS.decode(lines[0])
     except msgspec.DecodeError as error:
-        raise InputError(f"is not a kvroute log ({error})", where=f"{path}:1") from None
+        why = f" of this version ({error})" if is_log(lines[0]) else ""
+        raise InputError(f"is not a kvroute log{why}", where=f"{path}:1", mend=_LOG_MEND) from None
     return header, _records(path, lines[1:] if octets.endswith(b"\n") else lines[1:-1])
 
 

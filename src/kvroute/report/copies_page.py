@@ -96,7 +96,7 @@ def copies_bars(records: Sequence[Record]) -> Figure:
     """Mean TTFT and bytes between the sites, by policy, a row for each kind of requests."""
     profiles = profiles_of(records)
     with style():
-        figure, rows = panels(len(profiles), 2, width=3.6, height=1.9, sharey=True)
+        figure, rows = panels(len(profiles), 2, width=3.6, height=1.9, sharey="row")
         for row, profile in zip(rows, profiles, strict=True):
             some = of_profile(records, profile)
             names = [name for name in PREFIX_COPIES.policies if any(one.cell.policy == name for one in some)]

@@ -82,7 +82,7 @@ class Journeys:
         """Move bytes up to now; the caller looks ahead, or changes what flows."""
         now = self._agenda.now
         for transfer in self._delivery.fabric.advance(now):
-            copied = self._copies.landed if transfer.ahead else self._copied
+            copied = self._copies.landed_ahead if transfer.ahead else self._copied
             step = copied if transfer.is_copy else self._landed
             self._agenda.at(now + transfer.latency_s, step, transfer.request)
 
@@ -110,19 +110,25 @@ class Journeys:
             return
         traced, holder = self._trace[request], self._cluster.index(prefill.copy_from)
         blocks = traced.blocks[: prefill.cached_tokens // traced.block_tokens]
-        if not self._copies.hold(request, prefill.copy_id, holder, source, blocks):
-            self._outcomes.cached_tokens[request] -= prefill.copy_tokens
-            self._submit(request)
-            return
+        begun = self._copies.hold(request, prefill.copy_id, holder, source, blocks)
         self._awaiting_copy[request] = prefill
+        if begun == "refused":
+            self._go_without(request)
+        if begun != "held":
+            return
         self.advance()
         self._delivery.copy(request, holder, source, prefill.copy_bytes)
         self.watch_stalls()
 
     def _copied(self, request: int, _: int) -> None:
         """The prefix is there: it is cached, and the prompt's rest can be computed."""
-        del self._awaiting_copy[request]
-        self._copies.landed(request)
+        for each in self._copies.landed(request):
+            del self._awaiting_copy[each]
+            self._submit(each)
+
+    def _go_without(self, request: int) -> None:
+        """Compute what would have been copied."""
+        self._outcomes.cached_tokens[request] -= self._awaiting_copy.pop(request).copy_tokens
         self._submit(request)
 
     def _submit(self, request: int) -> None:
@@ -227,12 +233,9 @@ class Journeys:
             return
         self.advance()
         if transfer.is_copy:
-            self._copies.fail(request)
-        if transfer.ahead:
-            return
-        if transfer.is_copy:
-            self._outcomes.cached_tokens[request] -= self._awaiting_copy.pop(request).copy_tokens
-            self._submit(request)
+            for each in self._copies.fail(request):
+                if not transfer.ahead:
+                    self._go_without(each)
             return
         source, target = int(self._outcomes.source[request]), int(self._outcomes.target[request])
         self._router.evicted(self._delivery.give_up(request))

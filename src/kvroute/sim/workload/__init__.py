@@ -2,6 +2,7 @@
 
 from kvroute.sim.workload.agents import THINK_MAX_S, Agents, Session, Turn, User
 from kvroute.sim.workload.generator import MOONCAKE_CONVERSATION, Shape, generate
+from kvroute.sim.workload.octets import fingerprint
 from kvroute.sim.workload.profiles import PROFILES, Profile, apply_profile
 from kvroute.sim.workload.readers import read, read_any, write
 from kvroute.sim.workload.shaping import filter_lengths, rescale, share_prefixes, take, window, with_lengths
@@ -24,6 +25,7 @@ __all__ = [
     "User",
     "apply_profile",
     "filter_lengths",
+    "fingerprint",
     "generate",
     "read",
     "read_any",

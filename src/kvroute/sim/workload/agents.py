@@ -80,7 +80,7 @@ class Session:
     def within(self, input_tokens: int) -> Session:
         """The session up to its first longer prompt: without it and whatever waits for it."""
         kept: dict[int, int] = {}
-        turns = []
+        turns: list[Turn] = []
         for number, turn in enumerate(self.turns):
             if turn.input_tokens <= input_tokens and all(each in kept for each in turn.after):
                 kept[number] = len(turns)

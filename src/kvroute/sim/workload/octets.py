@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+import xxhash
 import zstandard
 
 from kvroute.types import InputError
@@ -30,11 +31,22 @@ def lines_of(path: Path) -> Iterator[bytes]:
         with path.open("rb") as file:
             yield from _lines(_chunks(file), path)
     except OSError as error:
-        raise InputError(f"cannot be read ({error.strerror or error})", where=str(path)) from None
+        why = f"cannot be read ({error.strerror or error})"
+        raise InputError(why, where=str(path), mend="check its path") from None
     except (zstandard.ZstdError, EOFError, zlib.error) as error:
         raise InputError(
             f"the compressed data are damaged or cut off ({error})", where=str(path), mend="fetch the file again"
         ) from None
+
+
+def fingerprint(path: Path) -> str:
+    """XXH64 of a file, or of all files of a folder with their names."""
+    if not path.is_dir():
+        return xxhash.xxh64_hexdigest(path.read_bytes())
+    whole = xxhash.xxh64()
+    for file in sorted(each for each in path.iterdir() if each.is_file()):
+        whole.update(f"{file.name}\0{fingerprint(file)}\0".encode())
+    return whole.hexdigest()
 
 
 def write_octets(path: Path, octets: bytes) -> None:
@@ -46,7 +58,8 @@ def write_octets(path: Path, octets: bytes) -> None:
     try:
         path.write_bytes(octets)
     except OSError as error:
-        raise InputError(f"cannot be written ({error.strerror or error})", where=str(path)) from None
+        mend = "give a file in a folder that exists"
+        raise InputError(f"cannot be written ({error.strerror or error})", where=str(path), mend=mend) from None
 
 
 def _chunks(file: BinaryIO) -> Iterator[bytes]:

@@ -34,7 +34,7 @@ _LATEST_S = 1e7
 """Later first arrivals are taken for times of day: no trace begins months after its own start."""
 _BLOCK_LIMIT = 1 << 64
 _AZURE_COLUMNS = ("timestamp", "contexttokens", "generatedtokens")
-_LINE_MEND = "correct the line, or have broken lines skipped"
+_LINE_MEND = "correct the line, or leave broken lines out (--skip-bad)"
 _CONTENT_MEND = (
     "give Mooncake JSON lines, an Azure LLM CSV (TIMESTAMP,ContextTokens,GeneratedTokens), an event log of kvroute or "
     "sessions of agents"

@@ -1,0 +1,255 @@
+"""The matrix as data, its cells as runs, and the descent that knows the future."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from kvroute.cli.app import app
+from kvroute.control import ControlSpec, EventLog, LogHeader, read_log
+from kvroute.experiments.cells import Cell, cells
+from kvroute.experiments.clairvoyant import Play, ScriptedSpec, descend
+from kvroute.experiments.never_worse import ABLATION, EXPERIMENTS, FORESEEN, MATRIX, POLICIES, RIVALS, VARIANTS
+from kvroute.experiments.never_worse_cases import CASES, Case
+from kvroute.experiments.never_worse_run import RATIOS, Runner, Traces, results_of, settings_of, study_of, tune
+from kvroute.experiments.readings import reading
+from kvroute.experiments.runner import encode
+from kvroute.experiments.setup import Weights, cluster_of, requests_of
+from kvroute.sim.run import Run, simulate
+from kvroute.sim.settings import Background, SimSettings
+from kvroute.sim.workload import Trace, TracedRequest
+from kvroute.topology import InstanceCounts, build, fat_tree
+from kvroute.types import CongestionMeasured, InputError
+
+NAMES = list(CASES)
+NEAR = "paper/load=0.5"
+
+
+def cell(case: str, policy: str, seed: int = 0, experiment: str = MATRIX.name) -> Cell:
+    return Cell(experiment=experiment, reading="", profile=case, settings={}, policy=policy, seed=seed)
+
+
+def test_the_matrix_covers_what_it_must() -> None:
+    """75 cells or more; every reading and axis; all kinds of oracle; small and large; names that `--cell` takes."""
+    generated = [case for case in CASES.values() if case.trace == "generated"]
+    assert len(generated) >= 75
+    assert {case.axis for case in CASES.values()} == {
+        "load", "oversubscription", "background", "lies", "bursts", "prefill", "placement", "slots", "slope", "memory",
+        "size", "profile", "trace",
+    }  # fmt: skip
+    assert {case.reading for case in CASES.values()} == {"paper", "literal", "realistic"}
+    assert {case.oracle for case in CASES.values()} == {"truthful", "silent", "lying"}
+    assert {case.settings.get("gpus", 64) for case in CASES.values()} == {64, 128, 256, 512, 1024}
+    assert {case.slots for case in CASES.values()} >= {4, 8, 16, 64}
+    assert {0.5, 2.0} <= {case.settings.get("load") for case in CASES.values()}
+    assert not any("," in name for name in CASES)
+    assert all((case.reported is not None) <= (case.oracle == "lying") for case in CASES.values())
+
+
+def test_sweeps_are_of_known_cells_and_policies() -> None:
+    for one in EXPERIMENTS.values():
+        assert set(one.profiles) <= set(CASES)
+    assert set(RIVALS) <= set(POLICIES)
+    assert len(ABLATION.profiles) >= 15
+    for name, parameters in VARIANTS.values():
+        ControlSpec(decode=name, parameters=parameters).check()
+    keys = [one.key for each in EXPERIMENTS.values() for one in cells(each, "", each.profiles, (0, 1))]
+    assert len(set(keys)) == len(keys)
+
+
+def test_every_cell_can_be_set_up() -> None:
+    """Its reading, its engines and what the router hears; another window of requests for every seed."""
+    traces = Traces((("generated", ""), ("mooncake", ""), ("coding-agent", "")))
+    for name, case in CASES.items():
+        study = study_of(case, traces, cell(name, "cla"))
+        settings = settings_of(case, study)
+        assert (name, study.engine.batch_max) == (name, case.slots)
+        assert (name, settings.telemetry == "none") == (name, case.oracle == "silent")
+        assert (name, reading(case.reading, case.changes).request_set) == (name, "shifted")
+        assert settings.warmup_s + (settings.measure_s or 0) <= (240 if case.trace == "coding-agent" else 60)
+
+
+@pytest.mark.parametrize("name", ["paper/slots=4 load=1", "paper/30 GB load=1", "nic100-flow/node load=1"])
+def test_policies_of_a_seed_meet_the_same_requests(name: str) -> None:
+    """Another seed brings others, and so does the tuning."""
+    case, traces = CASES[name], Traces()
+    asked = [
+        requests_of(study_of(case, traces, each, tuning=tuning), msgspec.structs.replace(each, profile=case.profile))
+        for each, tuning in (
+            (cell(name, "cla"), False),
+            (cell(name, "foresight"), False),
+            (cell(name, "cla", 1), False),
+            (cell(name, "cla"), True),
+        )
+    ]
+    assert asked[0] == asked[1]
+    assert asked[2] != asked[0] != asked[3]
+
+
+def test_a_cell_is_the_same_whenever_it_is_run() -> None:
+    """And its record tells all of the case, the policy's name as the sweep has it, and CLA*'s ratio."""
+    runner = Runner(Traces(), ((NEAR, Weights(cache=2.0)),))
+    first, again = (runner(cell(NEAR, "no uplinks", experiment=ABLATION.name)) for _ in range(2))
+    unclocked = {"wall_s": 0.0, "cpu_s": 0.0, "decision_s": 0.0}
+    assert msgspec.structs.replace(first.summary, **unclocked) == msgspec.structs.replace(again.summary, **unclocked)
+    assert (first.summary.policy, first.config["cla_ratio"]) == ("no uplinks", None)
+    assert first.config["case"]["name"] == NEAR
+    assert runner(cell(NEAR, "cla")).config["cla_ratio"] == 2.0
+
+
+def test_a_lying_oracle_says_what_it_is_told_to(tmp_path: Path) -> None:
+    """The background is there all the same."""
+    cluster = build(fat_tree(pods=1, racks_per_pod=1, nodes_per_rack=2, instances=InstanceCounts(prefill=1, decode=1)))
+    trace = Trace("one", (TracedRequest(at_s=0.5, input_tokens=20_000, output_tokens=2, blocks=(), block_tokens=16),))
+    said, transfer_s = (0.0, 0.25, 0.0, 0.5, 0.0), []
+    for number, reported in enumerate((None, said)):
+        path, spec = tmp_path / f"{number}.log", ControlSpec()
+        settings = SimSettings(background=Background.uniform(0.4), reported=reported)
+        with EventLog(path, LogHeader(cluster="", spec=spec)) as log:
+            transfer_s.append(simulate(cluster, trace, spec, settings, log=log).summary.transfer_s.mean)
+        heard = [each.event for each in read_log(path)[1] if isinstance(each.event, CongestionMeasured)]
+        assert heard
+        assert {each.per_tier for each in heard} == {reported or (0.0, 0.4, 0.4, 0.4, 0.4)}
+    assert transfer_s[0] == transfer_s[1]
+    with pytest.raises(InputError, match="reported"):
+        SimSettings(reported=(0.5,))
+
+
+def test_traces_that_are_not_there_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found below the folder, by option or environment; without them their cells are left out, and said so."""
+    monkeypatch.delenv("KVROUTE_TRACES", raising=False)
+    recorded = [name for name, case in CASES.items() if case.trace != "generated"]
+    missing = Traces.of(None).missing(MATRIX.profiles)
+    assert list(missing) == recorded
+    assert all("--trace-dir" in why for why in missing.values())
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "conversation_trace.jsonl").write_text("")
+    found = Traces.of(tmp_path)
+    assert found.path(CASES[recorded[0]]) == str(tmp_path / "deep" / "conversation_trace.jsonl")
+    assert {CASES[name].trace for name in found.missing(NAMES)} == {"coding-agent"}
+    monkeypatch.setenv("KVROUTE_TRACES", str(tmp_path))
+    assert Traces.of(None) == found
+    with pytest.raises(InputError, match="no such folder"):
+        Traces.of(tmp_path / "nowhere")
+
+
+def test_results_of_another_definition_are_refused(tmp_path: Path) -> None:
+    """A cell that has been redefined is not taken for the new one; one that is gone is left out."""
+    path = tmp_path / "results.jsonl"
+    record = Runner(Traces())(cell(NEAR, "round-robin"))
+    gone = msgspec.structs.replace(record, cell=cell("paper/load=0.123", "round-robin"), key="gone")
+    path.write_bytes(encode(record) + b"\n" + encode(gone) + b"\n")
+    assert [each.key for each in results_of(path)] == [record.key]
+    changed = record.config | {"case": record.config["case"] | {"slots": 3}}
+    path.write_bytes(encode(msgspec.structs.replace(record, config=changed)) + b"\n")
+    with pytest.raises(InputError, match="another cell"):
+        results_of(path)
+
+
+def test_cla_gets_the_ratio_that_was_best_for_it(tmp_path: Path) -> None:
+    """Written down as records: the chosen ratio has the least mean over the tuning's seeds."""
+    path = tmp_path / "tuning.jsonl"
+    ((name, weights),) = tune([NEAR], Traces(), path, workers=1)
+    assert name == NEAR
+    means: dict[float, list[float]] = {}
+    for record in results_of(path):
+        means.setdefault(record.cell.settings["cache_weight"], []).append(record.summary.ttft_s.mean or np.inf)
+    assert set(means) == set(RATIOS)
+    assert np.mean(means[weights.cache]) == min(np.mean(some) for some in means.values())
+    assert tune([NEAR], Traces(), path, workers=1) == ((name, weights),)
+
+
+def small() -> tuple[list[int], Play]:
+    """Six prompts at once on a tree where near and far differ, and whoever plays them."""
+    cluster = build(
+        fat_tree(
+            pods=2,
+            racks_per_pod=1,
+            nodes_per_rack=2,
+            oversubscription=(2.0, 4.0),
+            instances=InstanceCounts(prefill=1, decode=3, placement="spread"),
+        )
+    )
+    requests = tuple(
+        TracedRequest(at_s=0.02 * n, input_tokens=6_000, output_tokens=3, blocks=(), block_tokens=16) for n in range(6)
+    )
+
+    def play(spec: ControlSpec) -> Run:
+        return simulate(cluster, Trace("six", requests), spec, SimSettings(prefill_queueing=False))
+
+    return [index for index, one in enumerate(cluster.instances) if one.role == "decode"], play
+
+
+def test_the_descent_ends_where_no_single_request_could_do_better() -> None:
+    """Not above any policy that it started from; and every other place of every request is tried again here."""
+    places, play = small()
+    starts = [ControlSpec(decode=name) for name in ("round-robin", "netkv", "foresight")]
+    best = descend(play, starts, places)
+
+    def mean_s(targets: list[int]) -> float:
+        script = tuple(places.index(index) for index in targets)
+        run = play(ScriptedSpec(prefill="least-loaded", script=script))
+        assert run.outcomes.target.tolist() == targets
+        assert run.summary.ttft_s.mean is not None
+        return float(run.summary.ttft_s.mean)
+
+    least = mean_s(best.outcomes.target.tolist())
+    assert least == best.summary.ttft_s.mean
+    began = [play(spec).summary.ttft_s.mean or np.inf for spec in starts]
+    assert least <= min(began)
+    assert least < began[0]
+    for request in range(6):
+        for place in places:
+            moved = best.outcomes.target.tolist()
+            moved[request] = place
+            assert mean_s(moved) >= least
+
+
+def test_the_descent_starts_from_one_round_of_what_it_is_given() -> None:
+    places, play = small()
+    start = ControlSpec(decode="cla")
+    assert descend(play, [start], places, rounds_max=0).summary.ttft_s == play(start).summary.ttft_s
+
+
+def test_one_cell_by_command(tmp_path: Path) -> None:
+    """A lone cell of a policy without weights needs no tuning; its record is printed and stays in the folder."""
+    asked = ["experiment", MATRIX.name, "--cell", f"{NEAR},foresight", "--seed", "2", "--out", str(tmp_path), "--json"]
+    outcome = CliRunner().invoke(app, asked)
+    assert outcome.exit_code == 0, outcome.output
+    (record,) = json.loads(outcome.stdout)["records"]
+    assert (record["cell"]["profile"], record["cell"]["seed"]) == (NEAR, 2)
+    assert len(results_of(tmp_path / "never-worse" / f"{MATRIX.name}.jsonl")) == 1
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--reading", "literal"], "--reading"),
+        (["--trace", "x.jsonl"], "--trace"),
+        (["--cell", "nowhere,foresight"], "has no cell"),
+        (["--cell", "realistic/mooncake load=1,foresight"], "conversation_trace"),
+    ],
+    ids=["reading", "trace", "unknown cell", "missing trace"],
+)
+def test_wrong_requests_end_before_anything_runs(
+    more: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("KVROUTE_TRACES", raising=False)
+    outcome = CliRunner().invoke(app, ["experiment", MATRIX.name, *more, "--out", str(tmp_path)])
+    assert isinstance(outcome.exception, InputError)
+    assert said in str(outcome.exception)
+
+
+def test_known_futures_are_few_and_short() -> None:
+    """Each step of the descent is a run."""
+    for name in FORESEEN.profiles:
+        study = study_of(CASES[name], Traces(), cell(name, "cla", experiment=FORESEEN.name))
+        inner = msgspec.structs.replace(cell(name, "cla"), profile=CASES[name].profile, settings=CASES[name].settings)
+        assert len(requests_of(study, inner).requests) < 250
+        assert len(cluster_of(study.reading, inner, study.engine).instances) == 16
+    assert isinstance(CASES[NEAR], Case)
