@@ -12,7 +12,7 @@ from kvroute.experiments.cells import Cell, Computed, Experiment, Record
 from kvroute.experiments.prfaas import of_study, run_cell
 from kvroute.experiments.prfaas_case import assumptions
 from kvroute.experiments.prfaas_kv import KV_THROUGHPUT, computed
-from kvroute.experiments.prfaas_queue import PrfaasStudy, config_of, whole_trace
+from kvroute.experiments.prfaas_queue import PrfaasStudy, config_of, source
 from kvroute.experiments.runner import encode, run_cells
 from kvroute.report.prfaas_tables import prfaas_grids
 from kvroute.report.tables import rich_table
@@ -31,7 +31,7 @@ def run(chosen: Sequence[Experiment], asked: Asked) -> None:
     assumed = assumptions(asked.changes)
     study = PrfaasStudy(assumed, str(asked.trace) if asked.trace else "")
     if study.trace:
-        whole_trace(study.trace)
+        source(study.trace)
     folder = asked.folder(assumed.name)
     chosen = [of_study(one, study) for one in chosen]
     sweeps = {one.name: asked.sweep(one, assumed.name) for one in chosen}

@@ -8,8 +8,9 @@ from dataclasses import replace
 from kvroute.experiments.cells import Cell, Experiment, Record
 from kvroute.experiments.prfaas_burst import DUAL, SCENARIOS, THRESHOLDS, TRACE_THRESHOLDS, burst_run, static
 from kvroute.experiments.prfaas_kv import KV_THROUGHPUT
-from kvroute.experiments.prfaas_queue import TRACE, PrfaasStudy, case_run
-from kvroute.planner.search import KINDS
+from kvroute.experiments.prfaas_queue import AGENTS, TRACE, PrfaasStudy, case_run, planned, source
+from kvroute.planner.search import KINDS, deployment
+from kvroute.sim.workload import Agents
 
 CASE_STUDY = Experiment(
     name="prfaas-case-study",
@@ -40,13 +41,16 @@ _RUNS: dict[str, Callable[[PrfaasStudy, Cell], Record]] = {CASE_STUDY.name: case
 
 def of_study(experiment: Experiment, study: PrfaasStudy) -> Experiment:
     """What is swept: with a trace its own requests take the place of what is drawn, and thresholds are lower, since
-    cached prefixes do not count."""
+    cached prefixes do not count; the planner's for this trace is one of them."""
     if not study.trace or experiment.name == KV_THROUGHPUT.name:
         return experiment
     if experiment.name == CASE_STUDY.name:
-        return replace(experiment, profiles=(TRACE,))
+        return replace(experiment, profiles=(AGENTS if isinstance(source(study.trace), Agents) else TRACE,))
     on_traces = tuple(name for name, scenario in SCENARIOS.items() if scenario.on_traces)
-    return replace(experiment, profiles=on_traces, policies=(DUAL, *map(static, TRACE_THRESHOLDS)))
+    best = deployment(planned(study, "prfaas", study.assumed.burst_wan_gbps)).threshold_tokens
+    assert best is not None
+    statics = tuple(map(static, sorted({*TRACE_THRESHOLDS, best})))
+    return replace(experiment, profiles=on_traces, policies=(DUAL, *statics), versus=(DUAL, static(best)))
 
 
 def run_cell(study: PrfaasStudy, cell: Cell) -> Record:

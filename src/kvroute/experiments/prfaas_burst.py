@@ -13,15 +13,17 @@ import numpy as np
 
 from kvroute.control import ControlSpec, EventLog, LogHeader, read_log
 from kvroute.experiments.cells import Cell, Record
+from kvroute.experiments.prfaas_agents import Crowd, played, users_for
 from kvroute.experiments.prfaas_case import TPOT_MAX_S, cluster
-from kvroute.experiments.prfaas_queue import AWAY, PrfaasStudy, config_of, fixed, planned, run_figures, whole_trace
+from kvroute.experiments.prfaas_queue import AWAY, PrfaasStudy, config_of, fixed, planned, run_figures, source
 from kvroute.experiments.prfaas_traffic import Disturbance
 from kvroute.planner.search import deployment
 from kvroute.policies.offload import OffloadSpec
-from kvroute.sim.metrics import Outcomes
+from kvroute.policies.threshold import Rule
+from kvroute.sim.metrics import NOT_ARRIVED, Outcomes
 from kvroute.sim.run import Run, simulate
 from kvroute.sim.settings import CapacityChange, SimSettings, Slo
-from kvroute.sim.workload import Trace
+from kvroute.sim.workload import Agents, Trace
 from kvroute.topology import Cluster
 from kvroute.types import InputError, InstanceConverted, Prefill, Role
 
@@ -32,6 +34,8 @@ TRACE_THRESHOLDS = (1_000, 2_000, 4_000, 8_000, 12_500, 16_000, 24_000, 32_000)
 """Of those on a trace."""
 WARMUP_S, FROM_S, TO_S, END_S = 240.0, 300.0, 900.0, 1_200.0
 """Nothing is measured before the first; the disturbance lasts from the second to the third; the last ends arrivals."""
+RAMP_S = 200.0
+"""Agents' users begin within so much of the warm-up."""
 STALL_S = 10.0
 REVIEW_S = 10.0
 """The driver asks for a review so often; the scheduler itself says when it is due."""
@@ -85,9 +89,9 @@ def static(threshold_tokens: float) -> str:
     return f"static-{threshold_tokens:g}"
 
 
-def offload_of(policy: str) -> OffloadSpec:
+def offload_of(policy: str, rule: Rule = "scarce") -> OffloadSpec:
     """What decides under a policy of this experiment: the scheduler with its defaults, or a threshold that stays."""
-    return OffloadSpec() if policy == DUAL else fixed(float(policy.removeprefix("static-")))
+    return OffloadSpec() if policy == DUAL else fixed(float(policy.removeprefix("static-")), rule)
 
 
 def burst_run(study: PrfaasStudy, cell: Cell) -> Record:
@@ -97,7 +101,7 @@ def burst_run(study: PrfaasStudy, cell: Cell) -> Record:
     found = deployment(planned(study, "prfaas", assumed.burst_wan_gbps))
     rate_per_s = assumed.burst_load * found.lambda_max_per_s
     sites = cluster("prfaas", found.n_prefill, found.n_decode, assumed.burst_wan_gbps, assumed)
-    spec = ControlSpec(prefill=assumed.prefill_policy, offload=offload_of(cell.policy))
+    spec = ControlSpec(prefill=assumed.prefill_policy, offload=offload_of(cell.policy, assumed.rule))
     settings = SimSettings(
         transfer="layerwise",
         wan=assumed.transport,
@@ -122,7 +126,7 @@ def burst_run(study: PrfaasStudy, cell: Cell) -> Record:
         cell=cell,
         config=config,
         summary=msgspec.structs.replace(run.summary, policy=cell.policy),
-        figures=run_figures(run, sites, WARMUP_S, END_S),
+        figures=run_figures(run, sites, WARMUP_S, END_S, closed=trace.loop is not None),
         series={"good_share": good} | moved,
     )
 
@@ -135,7 +139,9 @@ def requests_of(study: PrfaasStudy, scenario: Scenario, rate_per_s: float, seed:
     """
     if not study.trace:
         return scenario.traffic.requests(rate_per_s, END_S, seed)
-    trace = whole_trace(study.trace)
+    trace = source(study.trace)
+    if isinstance(trace, Agents):
+        return _sessions(study, trace, scenario, seed)
     needed = ceil(rate_per_s * (END_S + (_MOST_FACTOR - 1.0) * (TO_S - FROM_S)))
     room = len(trace.requests) - needed
     if room < 0:
@@ -146,14 +152,24 @@ def requests_of(study: PrfaasStudy, scenario: Scenario, rate_per_s: float, seed:
     return scenario.traffic.of_trace(part, rate_per_s, END_S)
 
 
+def _sessions(study: PrfaasStudy, agents: Agents, scenario: Scenario, seed: int) -> Trace:
+    """Users of the old traffic, and those who come beside them for a while."""
+    found = deployment(planned(study, "prfaas", study.assumed.burst_wan_gbps))
+    users, factor = users_for(agents, found, study.assumed.burst_load), scenario.traffic.rate_factor
+    usual = Crowd(users, 0.0, RAMP_S, END_S)
+    more = Crowd(round(users * (factor - 1.0)), scenario.traffic.from_s, 0.0, scenario.traffic.to_s)
+    return played(agents, (usual, more), seed, places=round(users * _MOST_FACTOR))
+
+
 def good_over_time(rows: Outcomes, slo: Slo) -> tuple[tuple[float, float], ...]:
     """Share of the requests of every STEP_S that meet the SLO, by arrival; steps without one are left out."""
     steps = np.maximum(rows.output_tokens - 1, 1)
     good = rows.ttft_s <= slo.ttft_s
     if slo.tpot_s is not None:
         good &= (rows.finished_s - rows.first_token_s) / steps <= slo.tpot_s
-    slot = (rows.arrived_s // STEP_S).astype(np.int64)
-    counts, hits = np.bincount(slot), np.bincount(slot, weights=good)
+    came = rows.state != NOT_ARRIVED
+    slot = (rows.arrived_s[came] // STEP_S).astype(np.int64)
+    counts, hits = np.bincount(slot), np.bincount(slot, weights=good[came])
     return tuple((float(k * STEP_S), float(hits[k] / counts[k])) for k in np.flatnonzero(counts).tolist())
 
 

@@ -11,11 +11,13 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
+from kvroute.experiments.readings import unfit
 from kvroute.llm import model
 from kvroute.planner.lengths import Lengths, grouped, incremental, log_normal
 from kvroute.planner.problem import Hardware, Problem, Site
 from kvroute.planner.search import Kind, Optimum, find
 from kvroute.policies import prefill_policy
+from kvroute.policies.threshold import Rule
 from kvroute.policies.throughput import Curve, decode_per_s, kv_curve, prefill_curve, stage_rates
 from kvroute.sim.settings import WanTransport
 from kvroute.sim.workload import Trace
@@ -81,6 +83,8 @@ class Assumptions(msgspec.Struct, frozen=True, kw_only=True):
     burst_load: Annotated[float, Meta(gt=0, le=2)] = 0.45
     """Of the planned throughput, before and after the disturbance of `prfaas-burst`."""
     prefill_policy: str = "cache-aware"
+    rule: Rule = "scarce"
+    """Of thresholds that stay: which cached prefixes count, and whether they cross to another site."""
 
     @property
     def transport(self) -> WanTransport:
@@ -97,6 +101,8 @@ def assumptions(changes: Sequence[str] = ()) -> Assumptions:
     fields = msgspec.to_builtins(Assumptions())
     for change in changes:
         field, _, value = change.partition("=")
+        if not value:
+            raise InputError(f"{change!r} gives no value", where="--set", mend="write field=value")
         if field not in fields or field == "name":
             known = ", ".join(key for key in fields if key != "name")
             raise InputError(f"the PrfaaS experiments have no field {field!r}", where="--set", mend=f"known: {known}")
@@ -107,7 +113,7 @@ def assumptions(changes: Sequence[str] = ()) -> Assumptions:
         prefill_policy(found.prefill_policy)
         return found
     except msgspec.ValidationError as error:
-        raise InputError(f"{', '.join(changes)}: {error}", where="--set", mend="write field=value") from None
+        raise unfit(Assumptions, changes, str(error)) from None
 
 
 def published_lengths(step_tokens: int = 100) -> Lengths:

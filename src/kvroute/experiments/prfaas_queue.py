@@ -9,10 +9,21 @@ from typing import Any, cast
 
 import msgspec
 import numpy as np
-import xxhash
 
 from kvroute.control import ControlSpec
 from kvroute.experiments.cells import Cell, Record
+from kvroute.experiments.prfaas_agents import (
+    END_S,
+    FROM_S,
+    RAMP_S,
+    Crowd,
+    agent_lengths,
+    answer_tokens,
+    answered_per_s,
+    in_profile,
+    played,
+    users_for,
+)
 from kvroute.experiments.prfaas_case import (
     OUTPUT_TOKENS,
     Assumptions,
@@ -26,17 +37,17 @@ from kvroute.experiments.prfaas_traffic import even, made, poisson, spread_lengt
 from kvroute.planner.search import Kind, Optimum, deployment, find
 from kvroute.policies.allocation import LongTerm
 from kvroute.policies.offload import OffloadSpec
-from kvroute.policies.threshold import ShortTerm
+from kvroute.policies.threshold import Rule, ShortTerm
 from kvroute.sim.metrics import Outcomes
 from kvroute.sim.run import Run, simulate
 from kvroute.sim.settings import SimSettings, Slo
-from kvroute.sim.workload import Trace, read, rescale
+from kvroute.sim.workload import Agents, Trace, fingerprint, read_any, rescale
 from kvroute.topology import Cluster
 from kvroute.types import BoolArray, FloatArray
 
 AWAY = "prefill-site"
-TRACE = "trace"
-"""Profile of a user's own trace."""
+TRACE, AGENTS = "trace", "agents"
+"""Profiles of a user's own trace, and of one that holds sessions of agents."""
 WARMUP_SHARE = 0.2
 _LEAST_FOR_A_LINE = 10
 
@@ -51,15 +62,27 @@ class PrfaasStudy:
 
 
 @lru_cache(maxsize=2)
+def source(path: str) -> Trace | Agents:
+    """A user's trace, or sessions of agents as far as the published profile reaches.
+
+    Raises:
+        InputError: what is wrong with it.
+    """
+    found = read_any(Path(path))
+    return in_profile(found) if isinstance(found, Agents) else found
+
+
 def whole_trace(path: str) -> Trace:
-    """A user's trace; InputError for what is wrong with it."""
-    return read(Path(path))
+    """A user's trace of requests."""
+    found = source(path)
+    assert isinstance(found, Trace), "sessions are played, not rescaled"
+    return found
 
 
 def config_of(study: PrfaasStudy) -> dict[str, Any]:
     """What all records of a results folder have in common."""
     path = Path(study.trace)
-    trace = f"{path.name}, XXH64 {xxhash.xxh64_hexdigest(path.read_bytes())}" if study.trace else "generated"
+    trace = f"{path.name}, XXH64 {fingerprint(path)}" if study.trace else "generated"
     return {"assumptions": msgspec.to_builtins(study.assumed), "trace": trace}
 
 
@@ -68,17 +91,19 @@ def planned(study: PrfaasStudy, kind: Kind, wan_gbps: float) -> Optimum:
     """The planner's optimum for one deployment and the study's traffic."""
     if not study.trace:
         return find(problem(published_lengths(), OUTPUT_TOKENS, wan_gbps), kind)
-    trace = whole_trace(study.trace)
+    trace = source(study.trace)
+    if isinstance(trace, Agents):
+        return find(problem(agent_lengths(trace), answer_tokens(trace), wan_gbps), kind)
     output_tokens = float(np.mean([request.output_tokens for request in trace.requests]))
     return find(problem(traced_lengths(trace), output_tokens, wan_gbps), kind)
 
 
-def fixed(threshold_tokens: float) -> OffloadSpec:
+def fixed(threshold_tokens: float, rule: Rule = "scarce") -> OffloadSpec:
     """A threshold that never moves, and roles that never change."""
     still = ShortTerm(enabled=False, threshold_min_tokens=1.0, threshold_max_tokens=1e9)
     return OffloadSpec(
         threshold_tokens=max(threshold_tokens, 1.0),
-        rule="scarce",
+        rule=rule,
         short_term=still,
         long_term=LongTerm(conversions=False),
     )
@@ -89,18 +114,17 @@ def case_run(study: PrfaasStudy, cell: Cell) -> Record:
     kind = cast(Kind, cell.policy)
     optimum = planned(study, kind, study.assumed.wan_gbps)
     rate_per_s = cell.settings["load"] * optimum.lambda_max_per_s
-    trace = _requests(study, cell, optimum, rate_per_s)
     found = deployment(optimum, kind)
+    trace, from_s, to_s = _requests(study, cell, optimum, rate_per_s)
     sites = cluster(kind, found.n_prefill, found.n_decode, study.assumed.wan_gbps, study.assumed)
-    offload = None if kind == "homogeneous" else fixed(optimum.threshold_tokens)
+    offload = None if kind == "homogeneous" else fixed(optimum.threshold_tokens, study.assumed.rule)
     spec = ControlSpec(prefill=study.assumed.prefill_policy, offload=offload)
-    warmup_s = WARMUP_SHARE * trace.duration_s
     settings = SimSettings(
         transfer="layerwise",
         wan=study.assumed.transport,
         slo=Slo(ttft_s=study.assumed.ttft_slo_s),
-        warmup_s=warmup_s,
-        measure_s=trace.duration_s - warmup_s,
+        warmup_s=from_s,
+        measure_s=to_s - from_s,
     )
     run = simulate(sites, trace, spec, settings, seed=cell.seed)
     config = config_of(study) | {
@@ -114,12 +138,23 @@ def case_run(study: PrfaasStudy, cell: Cell) -> Record:
         cell=cell,
         config=config,
         summary=msgspec.structs.replace(run.summary, policy=cell.policy),
-        figures=_model_figures(optimum, kind) | run_figures(run, sites, warmup_s, trace.duration_s),
+        figures=_model_figures(optimum, kind) | run_figures(run, sites, from_s, to_s, closed=trace.loop is not None),
     )
 
 
-def _requests(study: PrfaasStudy, cell: Cell, optimum: Optimum, rate_per_s: float) -> Trace:
-    """The requests of a cell: all of a trace, else as many as the study says, in one order for each seed."""
+def _requests(study: PrfaasStudy, cell: Cell, optimum: Optimum, rate_per_s: float) -> tuple[Trace, float, float]:
+    """The requests of a cell, and the time that is measured: all of a trace, users that play sessions, else as many as
+    the study says, in one order for each seed."""
+    if cell.profile == AGENTS:
+        agents, found = source(study.trace), deployment(optimum, cast(Kind, cell.policy))
+        assert isinstance(agents, Agents)
+        users = users_for(agents, found, cell.settings["load"])
+        return played(agents, (Crowd(users, 0.0, RAMP_S, END_S),), cell.seed, places=users), FROM_S, END_S
+    trace = _open_loop(study, cell, optimum, rate_per_s)
+    return trace, WARMUP_SHARE * trace.duration_s, trace.duration_s
+
+
+def _open_loop(study: PrfaasStudy, cell: Cell, optimum: Optimum, rate_per_s: float) -> Trace:
     count, draw = study.assumed.requests, np.random.default_rng(cell.seed)
     if cell.profile == TRACE:
         return rescale(whole_trace(study.trace), rate_per_s)
@@ -142,14 +177,15 @@ def _model_figures(optimum: Optimum, kind: Kind) -> dict[str, float]:
     }
 
 
-def run_figures(run: Run, sites: Cluster, from_s: float, to_s: float) -> dict[str, float]:
-    """What a run says of stages; waits are means over the requests of the stage that arrived in [from_s, to_s]."""
+def run_figures(run: Run, sites: Cluster, from_s: float, to_s: float, *, closed: bool = False) -> dict[str, float]:
+    """What a run says of stages; waits are means over the requests of the stage that arrived in [from_s, to_s].
+    `closed`: users wait for their answers, so that the system keeps up with whatever it is asked."""
     rows = run.outcomes
     inside = (rows.arrived_s >= from_s) & np.isfinite(rows.first_token_s)
     away = is_away(rows, sites)
     prefill_s, wait_s = rows.prefill_finished_s - rows.prefill_started_s, rows.prefill_started_s - rows.arrived_s
     figures = {
-        "keeps_up_per_s": keeps_up_per_s(rows, away),
+        "keeps_up_per_s": answered_per_s(rows, from_s, to_s) if closed else keeps_up_per_s(rows, away),
         "ttft_p90_s": _quantile(rows.ttft_s[inside], 0.9),
         "service_mean_s": _mean(prefill_s[inside]),
         "service_p90_s": _quantile(prefill_s[inside], 0.9),

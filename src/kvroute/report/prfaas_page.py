@@ -23,6 +23,8 @@ _NOTES = {
         "load: offered requests over what the formula promises the same deployment",
         "no-variance: evenly spaced arrivals of two lengths, E[L | L > t] and E[L | L <= t], in their shares",
         "lengths: evenly spaced arrivals, the log-normal's quantiles in a random order; poisson: random arrivals too",
+        "agents: users who play recorded sessions, each turn when the answers before are there; load: as many users as "
+        "would ask for that share of the formula if nothing waited",
         "prefill times of H20 were worked back from the paper's own stage rates: absolute figures do not check it",
     ),
     "prfaas-burst": (

@@ -152,7 +152,7 @@ def over_thresholds(records: Sequence[Record]) -> Figure:
             axes.set_ylim(0, None)
             axes.set_xscale("log")
             axes.xaxis.set_minor_locator(NullLocator())
-            axes.set_xticks([6_000, 12_500, 25_000, 40_000], ["6k", "12.5k", "25k", "40k"])
+            axes.set_xticks(*_threshold_ticks(x))
             axes.set_title(plain(profile))
             axes.set_xlabel("threshold, tokens")
             grid(axes)
@@ -180,7 +180,7 @@ def over_time(records: Sequence[Record]) -> Figure:
                 x, y = zip(*roles, (max(x[-1], roles[-1][0]), roles[-1][1]), strict=True)
                 grid_axes[2][column].step(x, y, where="post", color="#d55e00", alpha=0.45, linewidth=1.1)
             grid_axes[1][column].set_yscale("log")
-            grid_axes[1][column].set_ylim(5_000, 1.3e6)
+            grid_axes[1][column].set_ylim(*_threshold_limits(records))
             grid_axes[1][column].yaxis.set_minor_locator(NullLocator())
             thousands(grid_axes[1][column].yaxis)
             percent(grid_axes[0][column].yaxis)
@@ -197,6 +197,23 @@ def over_time(records: Sequence[Record]) -> Figure:
         handles, labels = grid_axes[0][0].get_legend_handles_labels()
         figure_.legend(handles, labels, loc="outside upper center", ncols=3)
     return figure_
+
+
+def _threshold_ticks(tokens: Sequence[float]) -> tuple[list[float], list[str]]:
+    """Four of the thresholds tried, evenly over them."""
+    chosen = sorted({tokens[round(each)] for each in np.linspace(0, len(tokens) - 1, 4)})
+    return chosen, [f"{each / 1e3:g}k" for each in chosen]
+
+
+def _threshold_limits(records: Sequence[Record]) -> tuple[float, float]:
+    """What the scheduler's thresholds came to once it had found one; before that nothing leaves."""
+    found = [
+        tokens
+        for record in at(records, DUAL)
+        for at_s, tokens in record.series["threshold_tokens"]
+        if at_s >= WARMUP_S / 2
+    ]
+    return (0.8 * min(found), 1.25 * max(found)) if found else (1e3, 1e6)
 
 
 def _mean_series(axes: Axes, records: Sequence[Record], key: str, colour: str, dashes: str, label: str) -> None:
