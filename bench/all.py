@@ -17,7 +17,8 @@ from bench.measurement import CHILD_S, ROOT, Row, show
 BENCHES = (
     *("simulate", "decision", "foresight", "flows", "prefix", "cachepool", "evaluation", "plan"),
     *("gateway.routers", "gateway.chaos", "gateway.scale", "gateway.live_vs_sim", "gateway.two_datacenters"),
-    *("wan.connections", "wan.layerwise"),
+    "gateway.layerwise",
+    *("wan.connections", "wan.layerwise", "testbed.transfers", "testbed.policies"),
 )
 PEERED = ("simulate", "decision", "gateway.routers")
 MAYBE_PLAIN = ("flows", "prefix", "evaluation")
@@ -31,8 +32,11 @@ QUICK = {
     "gateway.scale": ["--seconds", "5"],
     "gateway.live_vs_sim": ["--requests", "50"],
     "gateway.two_datacenters": ["--speed", "8"],
+    "gateway.layerwise": ["--rounds", "1", "--speed", "4"],
     "wan.connections": ["--rounds", "1"],
     "wan.layerwise": ["--rounds", "1"],
+    "testbed.transfers": ["--rounds", "1"],
+    "testbed.policies": ["--rounds", "1", "--requests", "40"],
 }
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
-from bench.gateway.two_datacenters import EXAMPLE, faster
+from bench.gateway.two_datacenters import faster
 from bench.measurement import Failed, Row, show
 
 from kvroute import topology
@@ -41,9 +41,9 @@ WITHIN = 0.10
 class Course:
     """What is sent, over which link."""
 
-    rounds: int = 3
+    rounds: int = 2
     gbps: float = GBPS
-    speed: float = 4.0
+    speed: float = 1.0
 
 
 def file_of(course: Course, mode: Mode, folder: Path) -> Path:

@@ -58,6 +58,8 @@ class Course:
     after_s: float = 45.0
     speed: float = 1.0
     seed: int = 0
+    layerwise: bool = False
+    """KV leaves the prefill site while it is computed."""
 
     @property
     def cut_at_s(self) -> float:
@@ -90,6 +92,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     before_s: float
     """Median TTFT."""
     during_s: float
+    shut_s: float | None
+    """From the cut to the moment from which on nothing is sent that way; None: never."""
     recovered_s: float | None
     """From the link's return to the first moment from which on a group's median is near that of before; None: never."""
     offloaded_share: dict[str, float]
@@ -124,9 +128,9 @@ def requests(course: Course) -> Iterator[Play]:
         number += 1
 
 
-def faster(speed: float, folder: Path) -> Path:
-    """The example with all of its times divided; at speed 1 the example itself."""
-    if speed == 1.0:
+def faster(speed: float, folder: Path, *, layerwise: bool = False) -> Path:
+    """The example with all of its times divided; at speed 1 the example itself, unless it is to be `layerwise`."""
+    if speed == 1.0 and not layerwise:
         return EXAMPLE
     file, replace = topology.load(EXAMPLE).file, msgspec.structs.replace
     timing = {}
@@ -143,7 +147,7 @@ def faster(speed: float, folder: Path) -> Path:
     wan = [replace(link, bytes_per_s=Bandwidth(link.bytes_per_s * speed)) for link in file.wan]
     offload = file.gateway["offload"]
     long_term = offload["long_term"] | {"review": f"{10 / speed:g} s", "window": f"{120 / speed:g} s"}
-    gateway = file.gateway | {"offload": offload | {"long_term": long_term}}
+    gateway = file.gateway | {"offload": offload | {"long_term": long_term, "layerwise": layerwise}}
     path = folder / "faster.yaml"
     path.write_text(replace(file, timing=timing, wan=wan, gateway=gateway).to_yaml(), encoding="utf-8")
     return path
@@ -152,7 +156,7 @@ def faster(speed: float, folder: Path) -> Path:
 async def run(course: Course) -> Outcome:
     """One course against a gateway of its own. Raises Failed where that does not come up."""
     with tempfile.TemporaryDirectory() as folder:
-        ready, file = Path(folder, "ready.json"), faster(course.speed, Path(folder))
+        ready, file = Path(folder, "ready.json"), faster(course.speed, Path(folder), layerwise=course.layerwise)
         command = [str(Path(sys.executable).with_name("kvroute")), "serve", "--embedded", str(file)]
         command += ["--port", "0", "--admin-port", "0", "--ready-file", str(ready)]
         with Program(command, name="kvroute") as program:
@@ -175,7 +179,7 @@ async def _played(course: Course, url: str, admin: str, session: aiohttp.ClientS
     looks: list[dict[str, float]] = []
     async with asyncio.TaskGroup() as group:
         answering = group.create_task(play(url, plays, timeout_s=300.0))
-        group.create_task(_weather(course, admin, session, looks))
+        watching = group.create_task(_weather(course, admin, session, looks))
     answers = answering.result()
     await asyncio.sleep(1.0)
     looks.append(await _sent(session, admin))
@@ -189,6 +193,7 @@ async def _played(course: Course, url: str, admin: str, session: aiohttp.ClientS
         errors=tuple(error[:200] for error in wrong[:3]),
         before_s=before_s,
         during_s=_median_s(answers, course.cut_at_s, course.mended_at_s),
+        shut_s=watching.result(),
         recovered_s=_recovered_s(course, answers, before_s),
         offloaded_share={
             name: _away_share(first, last)
@@ -201,9 +206,11 @@ async def _played(course: Course, url: str, admin: str, session: aiohttp.ClientS
     )
 
 
-async def _weather(course: Course, admin: str, session: aiohttp.ClientSession, looks: list[dict[str, float]]) -> None:
-    """Cut and mend the link, and look at what was sent where at every change."""
-    started = time.monotonic()
+async def _weather(
+    course: Course, admin: str, session: aiohttp.ClientSession, looks: list[dict[str, float]]
+) -> float | None:
+    """Cut and mend the link, and look at what was sent where at every change; seconds until the cut was noticed."""
+    started, noticed_s = time.monotonic(), None
     engine = (await _json(session, f"{admin}/state"))["layout"]["instances"][0]["url"]
     for at_s, share in (
         (course.cut_at_s - course.before_s / course.speed, None),
@@ -216,6 +223,19 @@ async def _weather(course: Course, admin: str, session: aiohttp.ClientSession, l
             async with session.post(f"{engine}/emulator/wan", json={"share": share}) as answer:
                 if answer.status != 200:
                     raise Failed(f"the link cannot be changed: {await answer.text()}")
+        if share == 0.0:
+            noticed_s = await _shut_s(session, admin, course.cut_s)
+    return noticed_s
+
+
+async def _shut_s(session: aiohttp.ClientSession, admin: str, most_s: float) -> float | None:
+    began = time.monotonic()
+    while (waited_s := time.monotonic() - began) < most_s:
+        state = await _json(session, f"{admin}/state")
+        if state["tick"]["load"]["offload"]["sites"][0]["way"] != "closed":
+            return waited_s
+        await asyncio.sleep(0.1)
+    return None
 
 
 async def _json(session: aiohttp.ClientSession, url: str) -> Any:
@@ -292,6 +312,12 @@ def rows(outcome: Outcome) -> list[Row]:
             note="; ".join(outcome.errors),
         ),
         Row(
+            measure="link cut under load: until nothing is sent that way any more",
+            unit="s",
+            better="lower",
+            ours=outcome.shut_s,
+        ),
+        Row(
             measure="link cut under load: until the median TTFT is back within 20 %",
             unit="s",
             better="lower",
@@ -326,8 +352,11 @@ def main() -> None:
     parser.add_argument("--cut-s", type=float, default=course.cut_s)
     parser.add_argument("--speed", type=float, default=course.speed)
     parser.add_argument("--seed", type=int, default=course.seed)
+    parser.add_argument("--layerwise", action="store_true", help="KV leaves while it is computed")
     given = parser.parse_args()
-    course = Course(rate_per_s=given.rate, cut_s=given.cut_s, speed=given.speed, seed=given.seed)
+    course = Course(
+        rate_per_s=given.rate, cut_s=given.cut_s, speed=given.speed, seed=given.seed, layerwise=given.layerwise
+    )
     show(rows(uvloop.run(run(course))), given.json)
 
 

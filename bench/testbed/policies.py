@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -195,6 +196,7 @@ def main() -> int:
     given = parser.parse_args()
     readings = given.reading or list(READINGS)
     if given.trial:
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
         given.reading = readings[0]
         print(msgspec.json.encode(trial(given)).decode())
         return 0
@@ -202,6 +204,8 @@ def main() -> int:
     words = [str(word) for name in names for word in (f"--{name.replace('_', '-')}", getattr(given, name))]
     found: dict[str, list[Sequence[Round]]] = {reading: [] for reading in readings}
     done = {(trial.reading, trial.seed): trial for trial in _kept(given.raw)}
+    if any(trial.options != words for trial in done.values()):
+        parser.error(f"{given.raw} is of other options; name another file")
     try:
         namespaces.check()
         for seed in range(given.seed, given.seed + given.rounds):

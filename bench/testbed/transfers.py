@@ -14,6 +14,7 @@ import os
 import random
 import resource
 import selectors
+import signal
 import socket
 import statistics
 import sys
@@ -288,6 +289,7 @@ def main() -> int:
     parser.add_argument("--trial", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.trial:
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
         print(json.dumps(msgspec.to_builtins(trial(given))))
         return 0
     kinds = [given.queues] if given.queues else list(get_args(Discipline))

@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import fields, replace
 
+import numpy as np
 import pytest
 import uvloop
 from hypothesis import given
@@ -97,7 +98,7 @@ BUSY = LinkTotals(
     rtt_s=0.04,
     min_rtt_s=0.02,
     queue_bytes=4e6,
-    unsent_bytes=1e5,
+    unsent_bytes=1e6,
     looked_s=1.0,
 )
 LATER = replace(BUSY, sent_bytes=1.5e9, busy_s=8.0, looked_s=2.0)
@@ -108,6 +109,8 @@ LATER = replace(BUSY, sent_bytes=1.5e9, busy_s=8.0, looked_s=2.0)
     [
         ({}, True, True),
         ({"unsent_bytes": 0.0}, False, False),
+        ({"unsent_bytes": 1e5}, False, False),
+        ({"connections": 8, "unsent_bytes": 2e6}, False, False),
         ({"busy_s": 6.0}, False, False),
         ({"rtt_s": 0.025}, True, False),
         ({"min_rtt_s": 0.0}, True, False),
@@ -115,7 +118,18 @@ LATER = replace(BUSY, sent_bytes=1.5e9, busy_s=8.0, looked_s=2.0)
         ({"rtt_s": 0.025, "again_bytes": 0.5e6}, True, False),
         ({"rtt_s": 0.025, "again_bytes": 10e6}, True, True),
     ],
-    ids=["queue", "nothing-waits", "pauses", "no-queue", "no-shortest", "short-queue", "line-loss", "overflow"],
+    ids=[
+        "queue",
+        "nothing-waits",
+        "little-waits",
+        "others-join",
+        "pauses",
+        "no-queue",
+        "no-shortest",
+        "short-queue",
+        "line-loss",
+        "overflow",
+    ],
 )
 def test_what_a_full_link_looks_like(changed: dict[str, float], backlogged: bool, congested: bool) -> None:
     """Four connections that had data under way all the time, and more to send; a queue on the way, or its overflow."""
@@ -175,6 +189,11 @@ def signals() -> WaySignals:
     return WaySignals(SITES, still_s=2.0, fresh_s=3.0)
 
 
+LONE = 2e9
+THIN = replace(SITES, tier_bytes_per_s=np.array([9e11, 9e11, 9e11, 9e11, LONE]))
+"""A lone transfer cannot fill the way."""
+
+
 TARGETS = ("decode0", "decode1", "prefill0", "far1", "x")
 SEEN = st.builds(
     seen,
@@ -211,16 +230,22 @@ def test_a_ways_state_is_within_bounds_and_grows_old(pages: Mapping[str, list[Li
         assert not state.others
 
 
-@given(st.integers(1, 4), st.floats(0.1, 1.0))
-def test_what_a_full_way_lacks_is_others_share(senders: int, share: float) -> None:
-    """However many share it; a lone sender that its own network interface holds back proves nothing of the way."""
-    way = signals()
-    way.heard(
-        "far0", [seen(share * CAPACITY / senders, target=f"decode{n % 2}", full=True) for n in range(senders)], 0.0
-    )
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["far0", "far1"]), st.sampled_from(["decode0", "decode1", "decode2"])), min_size=1
+    ),
+    st.floats(0.1, 1.0),
+)
+def test_what_a_full_way_lacks_is_others_share(ends: list[tuple[str, str]], share: float) -> None:
+    """However many share it; senders or receivers that their own network interface holds back prove nothing."""
+    way, pairs = WaySignals(THIN, still_s=2.0, fresh_s=3.0), sorted(set(ends))
+    for sender in ("far0", "far1"):
+        pace = share * CAPACITY / len(pairs)
+        way.heard(sender, [seen(pace, target=target, full=True) for source, target in pairs if source == sender], 0.0)
     state = way.way(AWAY, 0.0)
     assert state is not None
-    due = min(CAPACITY, senders * float(SITES.tier_bytes_per_s[4]))
+    lone = min(len({source for source, _ in pairs}), len({target for _, target in pairs}))
+    due = min(CAPACITY, lone * LONE)
     assert state.others == pytest.approx(max(min(1.0 - share * CAPACITY / due, OTHERS_MAX), 0.0), abs=1e-9)
     assert not math.isnan(state.queue_delay_s)
 
@@ -228,8 +253,8 @@ def test_what_a_full_way_lacks_is_others_share(senders: int, share: float) -> No
 WATCHED = OFFLOAD.replace("way: {failures: 2, open: 200 ms}", "way: {failures: 2, open: 200 ms, still: 300 ms}")
 SCRAPED = "  scrape: {interval: 50 ms}\n"
 PATIENT = 60.0
-HUGE = LONG * 12
-"""10 GB of KV in 66 ms of prefill: 2 seconds on the way, if it is whole."""
+HUGE = LONG * 4
+"""3.6 GB of KV: 0.7 seconds on the way, alone and if it is whole."""
 
 
 def heard(gate: Rig) -> list[Event]:
@@ -295,5 +320,20 @@ def test_a_slow_way_is_others_traffic_until_it_is_whole_again() -> None:
             assert sorted(shares)[len(shares) // 2] == pytest.approx(half, abs=0.1)
             paces = [e.kv_bytes / e.seconds for e in events if isinstance(e, TransferMeasured) and e.transfers == 1]
             assert all(0 < pace <= 1.01 * half * CAPACITY for pace in paces)
+
+    uvloop.run(main())
+
+
+def test_a_way_that_is_full_of_own_bytes_is_nobody_elses() -> None:
+    """Several senders share all of it: it is full, and what others are said to take of it is next to nothing."""
+
+    async def main() -> None:
+        async with two_sites(WATCHED + SCRAPED, patience_s=PATIENT) as gate:
+            events = heard(gate)
+            asking = [asyncio.create_task(gate.ask(f"{n} {HUGE}", stream=True)) for n in range(4)]
+            await comes(lambda: any(isinstance(event, TransferMeasured) for event in events))
+            assert [answer.status for answer in await asyncio.gather(*asking)] == [200] * 4
+            shares = sorted(event.per_tier[4] for event in events if isinstance(event, CongestionMeasured))
+            assert not shares or shares[len(shares) // 2] < 0.1
 
     uvloop.run(main())

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.gateway.foreign import Asked, Engine, Gate, begun, completion, failing, foreign, run, sides, tokens
 from tests.gateway.rig import Front, Rig, rig
-from tests.gateway.two_sites import HOME, LONG, OFFLOAD, SHORT, TEXT, comes, metric, two_sites
+from tests.gateway.two_sites import AWAY, HOME, LONG, OFFLOAD, SHORT, TEXT, comes, metric, two_sites
 
 from kvroute.control import read_log, replay, same
 from kvroute.topology import parse
@@ -63,7 +63,7 @@ def test_what_leaves_its_datacenter_is_fetched_early(tmp_path: Path, stream: boo
 
 
 def test_everything_can_be_fetched_early(tmp_path: Path) -> None:
-    """Inside a datacenter too, where the cluster file says so. Its seconds are the prefill's: they measure no network."""
+    """Inside a datacenter too, where the cluster file says so. Its seconds are the prefill's and measure no network."""
     log = tmp_path / "events.log"
 
     async def main() -> None:
@@ -228,7 +228,7 @@ def test_a_leg_that_fails_once_costs_time_alone(leg: str, fault: Any) -> None:
 
 
 def test_a_prefill_engine_that_dies_while_it_is_pulled_from() -> None:
-    """The bytes stop in the middle; another one computes the prompt."""
+    """The bytes stop in the middle; another one computes the prompt, and the way is not to blame."""
 
     async def main() -> None:
         async with two_sites(EARLY) as gate:
@@ -241,6 +241,7 @@ def test_a_prefill_engine_that_dies_while_it_is_pulled_from() -> None:
             answers = await asyncio.gather(*asking)
             assert [answer.status for answer in answers] == [200] * 2
             assert all(answer.text for answer in answers)
+            assert await metric(gate, "kvroute_way_state", site=AWAY) == 0
             assert await gate.settles(), gate.leftovers()
 
     uvloop.run(main())

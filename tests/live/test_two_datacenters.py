@@ -9,10 +9,11 @@ from bench.gateway.two_datacenters import Course, run
 pytestmark = pytest.mark.live
 
 
-def test_a_link_that_is_cut_under_load_loses_no_request() -> None:
+@pytest.mark.parametrize("layerwise", [False, True], ids=["serial", "layerwise"])
+def test_a_link_that_is_cut_under_load_loses_no_request(layerwise: bool) -> None:
     """Long prompts leave by a searched threshold, are prefilled at home while the link is dead, and leave again; every
     client gets each of its tokens once, and nothing is held when all is over."""
-    outcome = uvloop.run(run(Course(speed=8.0, cut_s=16.0)))
+    outcome = uvloop.run(run(Course(speed=8.0, cut_s=16.0, layerwise=layerwise)))
     assert outcome.requests > 150
     assert (outcome.lost, outcome.errors) == (0, ())
     assert outcome.left == {}

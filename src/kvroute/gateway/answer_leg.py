@@ -284,14 +284,17 @@ class AnswerLeg(Leg):
 
     def blame(self, kind: str, now: float) -> None:
         """See Leg. Where the KV cache comes from another datacenter, an engine that has no answer, though it is there,
-        most likely has no KV cache: then the way is to blame."""
+        most likely has no KV cache: then the way is to blame, or nobody where that is not computed yet."""
         passage = self.journey.passage
         silent = kind == "timeout" or (kind == "status" and self.status not in FULL)
         if passage is None or not passage.open or not silent:
             super().blame(kind, now)
             return
         self.station.guard.cancelled(self.attempt, now)
-        passage.lost(now)
+        if self.journey.computed:
+            passage.lost(now)
+        else:
+            passage.given_up(now)
 
     def break_off(self, why: str, kind: str = UPSTREAM) -> None:
         """End the stream with an event that says why; what has come of the event under way is left out."""

@@ -71,14 +71,15 @@ class WaySignals:
 
     def way(self, site: str, now: float) -> WaySeen | None:
         """From a site; None where nothing has been sent or was to be."""
-        seen = [
-            each
+        pairs = [
+            (source, each)
             for source, page in self._pages.items()
             if self._way_of[source] == site and now - page.at <= self._fresh_s
             for each in page.seen
         ]
-        if not seen:
+        if not pairs:
             return None
+        seen = [each for _, each in pairs]
         arrived = sum(each.arrived_bytes for each in seen)
         again = sum(each.again_share * each.arrived_bytes for each in seen)
         stuck = [each for each in seen if each.still_s >= self._still_s]
@@ -86,18 +87,19 @@ class WaySignals:
             bytes_per_s=sum(each.bytes_per_s for each in seen),
             again_share=again / arrived if arrived else max(each.again_share for each in seen),
             queue_delay_s=max(each.queue_delay_s for each in seen),
-            others=self._others(site, seen),
+            others=self._others(site, pairs),
             still=bool(stuck) and arrived == 0.0,
         )
 
-    def _others(self, site: str, seen: Sequence[LinkSeen]) -> float | None:
-        """What the way, or as many lone transfers as have waited for it, should carry, less what it does."""
-        bytes_per_s = sum(each.bytes_per_s for each in seen)
+    def _others(self, site: str, pairs: Sequence[tuple[str, LinkSeen]]) -> float | None:
+        """What the way should carry, less what it does. No more is due than as many lone transfers as have waited for
+        it: several of one sender, or to one receiver, share that one's network interface."""
+        bytes_per_s = sum(each.bytes_per_s for _, each in pairs)
         if bytes_per_s == 0.0:
             return None
-        backlogged = sum(each.backlogged for each in seen)
-        congested = sum(each.congested for each in seen)
-        if not backlogged or 2 * congested < backlogged:
+        waited = [(source, each) for source, each in pairs if each.backlogged]
+        if not waited or 2 * sum(each.congested for _, each in waited) < len(waited):
             return 0.0
-        due = min(self._capacity[site], backlogged * self._lone_bytes_per_s)
+        lone = min(len({source for source, _ in waited}), len({each.target for _, each in waited}))
+        due = min(self._capacity[site], lone * self._lone_bytes_per_s)
         return min(max(1.0 - bytes_per_s / due, 0.0), OTHERS_MAX)
