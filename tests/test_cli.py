@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,9 @@ from kvroute.control import read_log
 from kvroute.types import Decode, Terms
 
 CLUSTER = str(Path(__file__).resolve().parents[1] / "examples" / "small.yaml")
+EXAMPLES = Path(CLUSTER).parent
+FLOWS, PLAN = EXAMPLES / "flows-classes.json", EXAMPLES / "prfaas-case-study.yaml"
+CUT = EXAMPLES / "scenarios" / "wan-cut.yaml"
 COMMANDS = (
     "simulate", "experiment", "llm", "flows", "replay", "explain",
     "topology check", "topology show", "trace show", "trace generate", "timing fit",
@@ -172,6 +177,20 @@ def test_a_report_leaves_stdout_to_the_document(kvroute: Kvroute, trace: str) ->
     assert json.loads(record)["summary"] == run
 
 
+def test_what_is_of_no_effect_is_told(kvroute: Kvroute, trace: str) -> None:
+    """A policy named twice, a warm-up longer than the trace, heads that shards cannot share evenly."""
+    once = ("simulate", CLUSTER, "--trace", trace, "--policy", "netkv", "--seeds", "1", "--workers", "1")
+    ended = kvroute(*once, "--policy", "netkv", "--warmup", "1e9")
+    assert "named twice runs once" in ended.err
+    assert "none arrived after the warm-up: shorten it (--warmup)" in ended.out
+    uneven = kvroute("llm", "llama-3-70b", "--tp", "3")
+    assert (uneven.code, "do not share the KV heads evenly" in uneven.err) == (0, True)
+    assert kvroute("llm", "llama-3-70b", "--tp", "4").err == ""
+    said = kvroute(*once)
+    assert said.err == "Simulating: 1 runs\n"
+    assert "warm-up" not in said.out
+
+
 def test_for_people_it_is_a_table_and_a_verdict(kvroute: Kvroute, trace: str) -> None:
     """No JSON, and one seed is not called a proof."""
     ended = kvroute(
@@ -199,6 +218,27 @@ def test_a_log_replays_bit_for_bit(kvroute: Kvroute, log: Path) -> None:
     assert (found["decisions"], found["equal"], found["first_difference_line"]) == (39, True, None)
     assert found["events"] == len(log.read_bytes().splitlines()) - 1
     assert "bit for bit" in kvroute("replay", str(log)).out
+
+
+def test_a_log_without_its_end_says_so(kvroute: Kvroute, log: Path) -> None:
+    """What is there is replayed; a whole log gets no remark, and who asks for too much is told what there is."""
+    assert kvroute("replay", str(log)).err == ""
+    wrong = kvroute("explain", str(log), "99999")
+    assert (wrong.code, "its 20 requests are between 0 and 19" in wrong.err) == (2, True)
+    log.write_bytes(log.read_bytes()[:-40])
+    ended = kvroute("replay", str(log))
+    assert (ended.code, "bit for bit" in ended.out) == (0, True)
+    assert "the last line has no end and is left out" in ended.err
+
+
+def test_a_broken_line_that_is_left_out_needs_no_mend(kvroute: Kvroute, trace: str) -> None:
+    """Its place and fault are told once; without the option the option is named."""
+    Path(trace).write_text(Path(trace).read_text() + '{"timestamp": 1}\n')
+    assert "leave broken lines out (--skip-bad)" in kvroute("trace", "show", trace).err
+    ended = kvroute("trace", "show", trace, "--skip-bad")
+    assert ended.code == 0
+    assert "left out: " in ended.err
+    assert "--skip-bad" not in ended.err
 
 
 def test_a_log_is_asked_what_another_policy_would_have_done(kvroute: Kvroute, log: Path) -> None:
@@ -289,6 +329,8 @@ WRONG = [
     (f"simulate {CLUSTER} --requests 9 --warmup inf", "measurement window"),
     (f"simulate {CLUSTER} --requests 9 --slo-ttft inf", "slo.ttft_s is inf"),
     (f"simulate {CLUSTER} --requests 9 --on mars", "--on: cannot run on 'mars'"),
+    ("experiment netkv-load --seed 1 --seeds 3", "--seed is one seed and --seeds are several; give one of them"),
+    ("trace show octets --seed 3", "--seed: nothing of a file is drawn; leave it out"),
     (f"simulate {CLUSTER} --trace nofile.jsonl", "nofile.jsonl: cannot be read"),
     (f"simulate {CLUSTER} --requests 9 --out file", "--out: file is no folder to write to"),
     (f"simulate {CLUSTER} --requests 9 --log a.log", "--log: a log holds one run"),
@@ -303,23 +345,55 @@ WRONG = [
     ("experiment netkv-load --cell rag,nan,netkv", "netkv-load has no cell 'rag,nan,netkv'"),
     ("experiment netkv-load --trace octets", "octets:1: "),
     ("experiment netkv-load --out file", "--out: file/paper/generated is no folder to write to"),
-    ("replay octets", "octets:1: is not a kvroute log"),
-    ("replay nofile", "nofile: cannot be read"),
-    ("explain empty 1", "empty: the log is empty"),
-    ("llm nothing", "there is no model 'nothing'"),
+    ("experiment netkv-load --set ecmp", "--set: 'ecmp' gives no value; write field=value"),
+    ("experiment netkv-load --set ecmp=foo", "--set: ecmp=foo: there is no such value; choose one of "),
+    ("experiment netkv-load --set prefill_base_s=foo", "--set: prefill_base_s=foo: the value is no number"),
+    ("experiment prfaas-burst --set wan_gbps", "--set: 'wan_gbps' gives no value"),
+    ("experiment prfaas-burst --set wan_gbps=x", "--set: wan_gbps=x: the value is no number; give one that fits"),
+    ("replay octets", "octets:1: is not a kvroute log; give a file that `kvroute serve --log`"),
+    ("replay nofile", "nofile: cannot be read (No such file or directory); give a file that `kvroute serve --log`"),
+    ("explain object 1", "object:1: is not a kvroute log; give a file that"),
+    ("explain empty 1", "empty: the log is empty; give a file that"),
+    ("flows empty", "empty: the file is empty; give a JSON object with `links` and `flows`"),
+    ("flows object", "object: `links` is missing; give a JSON object with `links` and `flows`"),
+    (f"emulate {CLUSTER} --background 2", "--background: 2 is no share; give 0 or more and less than 1"),
+    ("trace generate no/x.jsonl", "no/x.jsonl: cannot be written (No such file or directory); give a file in a folder"),
+    (f"topology new --both http://a:1 --out {CLUSTER}", "is there already; give another file to --out"),
+    (f"topology show {FLOWS}", "this looks like transfers over links; `kvroute flows FILE` reads it"),
+    (f"topology show {PLAN}", "this looks like a plan file; `kvroute plan prfaas FILE` reads it"),
+    (f"plan prfaas {CLUSTER}", "this looks like a cluster file; `kvroute topology check FILE` reads it"),
+    (f"simulate {CLUSTER} --scenario {CLUSTER}", "this looks like a cluster file"),
+    (f"simulate {CUT}", "this looks like a scenario; `kvroute simulate CLUSTER --scenario FILE` reads it"),
+    ("llm nothing", "there is no model 'nothing'; `kvroute llm` lists the presets, and a config.json can be given"),
+    ("llm llama-3-70", "did you mean llama-3-70b? `kvroute llm` lists the presets, and"),
+    ("llm empty", "empty: the file is empty"),
     ("flows octets", "octets"),
     ("topology show nofile", "nofile: "),
-    ("trace show nofile", "nofile: "),
+    ("trace show nofile", "nofile: cannot be read (No such file or directory); check its path"),
     ("trace generate trace.txt", "trace.txt"),
     ("timing fit nofile", "nofile"),
+    (
+        f"emulate {CLUSTER} --host 10.99.99.99",
+        "cannot listen on 10.99.99.99 (Cannot assign requested address); give an",
+    ),
+    (f"emulate {CLUSTER} --host 10.99.99.99 --no-kv-events", "give an address of this machine"),
+    (f"emulate {CLUSTER} --ready-file no/x", "--ready-file: no/x cannot be written (no such folder)"),
+    (f"serve --embedded {CLUSTER} --ready-file no/x", "--ready-file: no/x cannot be written (no such folder)"),
+    (f"serve --embedded {CLUSTER} --log no/x", "no/x: cannot be written (no such folder)"),
+    (f"serve --embedded {CLUSTER} --log file", "file: is there already and is no kvroute log"),
+    (f"serve --embedded {CLUSTER} --policy nope", "unknown decode policy 'nope'"),
+    (f"serve --embedded {CLUSTER} --shadow nope", "unknown decode policy 'nope'"),
+    (f"serve --embedded {CLUSTER} --constraint foo", "constraint: unknown level 'foo'"),
+    (f"serve --embedded {CLUSTER} --host 10.99.99.99", "gateway.listen: cannot listen on 10.99.99.99:8080"),
 ]
 
 
-@pytest.mark.parametrize(("line", "problem"), WRONG, ids=[line.replace(CLUSTER, "CLUSTER") for line, _ in WRONG])
+@pytest.mark.parametrize(("line", "problem"), WRONG, ids=[line.replace(str(EXAMPLES), "examples") for line, _ in WRONG])
 def test_wrong_input_is_one_sentence_and_exit_code_2(kvroute: Kvroute, line: str, problem: str) -> None:
     """On stderr; stdout stays empty, also under `--json`."""
     Path("file").write_text("in the way\n")
     Path("empty").write_text("")
+    Path("object").write_text("{}")
     Path("octets").write_bytes(bytes([0xFF, 0xFE, 0x00, 0x93]) * 20)
     ended = kvroute(*line.split())
     assert (ended.code, ended.out) == (2, "")
@@ -328,12 +402,33 @@ def test_wrong_input_is_one_sentence_and_exit_code_2(kvroute: Kvroute, line: str
     assert ended.err.count("\n") == 1
 
 
+@pytest.mark.skipif(find_spec("ray") is not None, reason="Ray is installed")
+@pytest.mark.parametrize("line", [f"simulate {CLUSTER} --requests 9", "experiment netkv-load --seeds 1"])
+def test_ray_is_looked_for_before_anything_is_said(kvroute: Kvroute, line: str) -> None:
+    """No word of runs that will not be."""
+    ended = kvroute(*line.split(), "--on", "ray")
+    assert (ended.code, ended.out) == (2, "")
+    assert ended.err.startswith("kvroute: --on ray: Ray is not installed")
+
+
+@pytest.mark.parametrize("option", ["--port", "--admin-port"])
+def test_a_taken_port_is_found_before_engines_are_started(kvroute: Kvroute, option: str) -> None:
+    """The section and the mend are named, and nothing else is said: no engine was ready."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        other = "--admin-port" if option == "--port" else "--port"
+        ended = kvroute("serve", "--embedded", CLUSTER, option, str(port), other, "0")
+    assert (ended.code, ended.out) == (2, "")
+    assert f"cannot listen on 127.0.0.1:{port} (Address already in use); choose another port" in ended.err
+    assert ended.err.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     "options",
     [
         "--rate -1", "--rate nan", "--background 1", "--background nan", "--oracle-refresh 0", "--p-share 2",
         "--warmup nan", "--slo-ttft nan", "--seeds 0", "--seed -1", "--seed 9999999999999999999999", "--requests 0",
-        "--input-tokens 10000000000", "--workers 0", "--nonsense",
+        "--input-tokens 10000000000", "--workers 0", "--workers 100000", "--nonsense",
     ],
 )  # fmt: skip
 def test_values_out_of_range_are_usage_errors(kvroute: Kvroute, options: str) -> None:
@@ -375,10 +470,11 @@ def test_somebody_elses_results_are_not_cut_away(kvroute: Kvroute) -> None:
     assert path.read_text() == "my notes\n"
 
 
-def test_experiment_alone_lists_what_there_is(kvroute: Kvroute) -> None:
-    """Every experiment, for people and as JSON."""
+def test_experiment_alone_lists_what_there_is(kvroute: Kvroute, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every experiment, for people and as JSON; a narrow terminal cuts no name."""
     listed = document(kvroute("experiment", "--json"))["experiments"]
     names = [name for experiments in FAMILIES.values() for name in experiments]
     assert [one["name"] for one in listed] == names
+    monkeypatch.setenv("COLUMNS", "80")
     table = kvroute("experiment").out
     assert all(name in table for name in names)

@@ -283,9 +283,10 @@ FLOW = '{"id": 1, "links": ["a"], "size_B": 8, "start_s": 1}'
     ("text", "words"),
     [
         ("{" + LINK + ',\n"flows": [,]}', "line 2: bad JSON"),
-        ("", "line 1: bad JSON"),
+        ("", "the file is empty; give a JSON object with `links` and `flows`"),
+        ("{", "line 1: bad JSON"),
         ("\xff", "bad JSON"),
-        ("{" + LINK + "}", "missing required field `flows`"),
+        ("{" + LINK + "}", "`flows` is missing; give a JSON object"),
         ("{" + LINK + ', "flows": [{"id": 1.5}]}', r"flows\[0\].id: Expected `int`, got `float`"),
         ("{" + LINK + ', "flows": [' + FLOW.replace("size_B", "size") + "]}", "unknown field `size`"),
         ("{" + LINK + ', "flows": [' + FLOW.replace('["a"]', '["b"]') + "]}", "flow 1 crosses unknown link 'b'"),

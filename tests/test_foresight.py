@@ -8,7 +8,7 @@ import pytest
 from kvroute.oracle import NetworkOracle
 from kvroute.policies import decode_policy
 from kvroute.policies.foresight import Foresight, foresight_policy
-from kvroute.policies.foresight_flight import Answers, InFlight, Learned
+from kvroute.policies.foresight_flight import Answers, InFlight, Learned, Sight
 from kvroute.policies.foresight_joint import ForesightJoint, Pair, Way
 from kvroute.policies.foresight_links import UNKNOWN, LinkModel
 from kvroute.policies.foresight_spec import ForesightSpec
@@ -51,6 +51,12 @@ def costs(source: int = 0) -> NetworkCosts:
 def chosen(table: InFlight, candidates: Candidates, source: int = 0, spec: ForesightSpec | None = None) -> Choice:
     policy = Foresight(spec or ForesightSpec(), table.sight(table.now, source, DECODERS))
     choice = policy.choose(REQUEST, candidates, costs(source), 0)
+    assert isinstance(choice, Choice)
+    return choice
+
+
+def chosen_by(spec: ForesightSpec, sight: Sight) -> Choice:
+    choice = Foresight(spec, sight).choose(REQUEST, pool(), costs(), 0)
     assert isinstance(choice, Choice)
     return choice
 
@@ -150,6 +156,76 @@ def test_a_full_batch_is_waited_for_while_the_transfer_goes_on() -> None:
     assert choice.terms.parts["wait_s"].tolist() == pytest.approx([0.75, 0.0])
     assert choice.terms.parts["slot_s"].tolist() == pytest.approx([0.5 * (10 / 8) ** 2, 0.5 * (1 / 8) ** 2])
     assert choice.index == 1
+
+
+def test_a_near_place_is_left_for_others_tokens_only_if_the_other_is_not_much_farther() -> None:
+    """The near one has three in its batch, each of whom would wait 1 ms longer for each of 2,000 tokens: worth 1.2 s.
+    It takes 0.1 s to send there: for one that takes 0.25 s it is left, for one that takes 0.35 s it is not."""
+    spec = ForesightSpec(output_tokens=2_000.0, slot_weight=0.0, landing_weight=0.0)
+    for far_s, expected in ((0.25, 0), (0.35, 1)):
+        crowded = pool(batch=(0, 3), batch_max=64)
+        crowded.iteration_per_request_s[:] = 0.001
+        crowded.kv_bytes[:] = (far_s * NIC, 0.1 * NIC)
+        choice = Foresight(spec).choose(REQUEST, crowded, costs(), 0)
+        assert isinstance(choice, Choice)
+        assert choice.index == expected
+        assert choice.terms.parts["slot_s"].tolist() == pytest.approx([0.0, 0.2])
+    unbounded = Foresight(ForesightSpec(output_tokens=2_000.0, answer_transfers=1e9))
+    choice = unbounded.choose(REQUEST, crowded, costs(), 0)
+    assert isinstance(choice, Choice)
+    assert choice.index == 0
+
+
+def test_what_the_map_says_can_be_discounted() -> None:
+    """Half the speed of receiving NICs: transfers take twice as long. Nothing known of them: the other end decides."""
+    for factor, expected in ((0.5, [2.0, 2.0]), (0.0, [1.0, 1.0]), (4.0, [1.0, 1.0])):
+        known = LinkModel.of_tiers(FLAT, np.full(5, 1e12), NIC).taken_for(1.0, factor, 1.0)
+        choice = chosen(InFlight(known), pool())
+        assert choice.terms.parts["transfer_s"].tolist() == pytest.approx(expected)
+    assert links().taken_for(1.0, 1.0, 1.0).capacity_bytes_per_s.tolist() == [NIC] * 8
+    cluster = build(fat_tree(pods=1, racks_per_pod=2, nodes_per_rack=2, instances=InstanceCounts(prefill=2, decode=2)))
+    model = LinkModel.of(cluster)
+    unknown, half = model.taken_for(1.0, 1.0, 0.0), model.taken_for(1.0, 1.0, 0.5)
+    uplinks = np.unique(model.ways[:, 2:6][model.ways[:, 2:6] >= 0])
+    assert (unknown.ways[:, 2:6] == UNKNOWN).all()
+    assert (unknown.ways[:, :2] == model.ways[:, :2]).all()
+    share = half.capacity_bytes_per_s / model.capacity_bytes_per_s
+    assert [float(share[link]) for link in range(len(share))] == [
+        0.5 if link in uplinks else 1.0 for link in range(len(share))
+    ]
+
+
+def test_rivals_count_as_far_as_they_are_weighed() -> None:
+    """Two transfers under way over two cables; a third expects to meet them, unless rivals do not count."""
+    rows = [(8e9, 8e9, 1, 1)] * 8 + [(2 * NIC, NIC, 2, 3)] * 2
+    table = np.array(rows)
+    ways = np.full((4, 7), UNKNOWN, dtype=np.int64)
+    for instance in range(4):
+        ways[instance, [0, 1, 2, 3, 6]] = (2 * instance, 2 * instance + 1, 8, 9, 0)
+    model = LinkModel(
+        tier=FLAT,
+        tier_bytes_per_s=np.full(5, NIC),
+        ways=ways,
+        wan=np.full((1, 1), UNKNOWN, dtype=np.int64),
+        capacity_bytes_per_s=table[:, 0],
+        cable_bytes_per_s=table[:, 1],
+        cables=table[:, 2].astype(np.int64),
+        link_tier=table[:, 3].astype(np.int64),
+        hashed_paths=1,
+    )
+    paces = {}
+    for weight in (0.0, 0.5, 1.0):
+        spec = ForesightSpec(rival_weight=weight, width=0)
+        flying = InFlight(model, spec)
+        for each in range(2):
+            flying.started(0.0, each, 1, 2 + each, 9e9)
+        paces[weight] = flying.sight(0.0, 0, DECODERS)
+    found = [
+        float(chosen_by(ForesightSpec(rival_weight=weight, width=0), sight).terms.parts["pace_bytes_per_s"][0])
+        for weight, sight in paces.items()
+    ]
+    assert found[0] == pytest.approx(2 * NIC / 3)
+    assert found[0] > found[1] > found[2]
 
 
 def test_without_a_table_it_prices_by_tier() -> None:

@@ -145,6 +145,8 @@ FAULTS = {
     "points": (edited(LINEAR, PIECES % ("1, 2", "1 s")), "timing.default.prefill", "2 tokens stand beside 1 times"),
     "descending": (edited(LINEAR, PIECES % ("2, 1", "1 s, 2 s")), "timing.default.prefill.tokens", "do not ascend"),
     "endpoint with a path": (reached("url: 'http://a:1/v1'"), f"{REACHED}.url", "text such as 'http://10.0.0.1:8000'"),
+    "endpoint's port": (reached("url: 'http://a:99999'"), f"{REACHED}.url", "port 99999 is not 1 to 65535"),
+    "endpoint's word": (reached("url: 'http://[::1]:x'"), f"{REACHED}.url", "port x is not 1 to 65535"),
     "endpoint of no host": (reached("url: 'a:1'"), f"{REACHED}.url", "text such as 'http://10.0.0.1:8000'"),
     "endpoint key": (reached("uri: 'http://a:1'"), f"{REACHED}.uri", "did you mean 'url'"),
     "no url": (reached("protocol: vllm"), REACHED, "`url` is missing"),

@@ -193,10 +193,19 @@ def test_new_writes_a_file_that_check_accepts_and_never_over_another(tmp_path: P
         (["--prefill", "http://a:1", "--decode", "http://a:1"], "an address is named twice"),
         (["--prefill", "http://a:1", "--decode", "http://b:1", "--tp", "9"], "need more than its 8"),
         (["--prefill", "http://a:1", "--decode", "http://b:1", "--protocol", "smoke"], "there is no protocol 'smoke'"),
-        (["--prefill", "http://a:1"], "there is no decode instance"),
+        (["--prefill", "http://a:1"], "no decode engine is named; give --decode URL or --both URL"),
+        (["--decode", "http://a:1"], "no prefill engine is named; give --prefill URL or --both URL"),
+        (["--both", "http://a:99999"], "http://a:99999: port 99999 is not 1 to 65535"),
+        (["--both", "http://a:1", "--model", "gpt-9"], "--model: there is no model 'gpt-9'"),
+        (["--both", "http://a:1", "--name", "no name"], "'no name'"),
+        (
+            ["--both", "http://a:1", "--out", "/proc/foo"],
+            "/proc/foo: cannot be written (No such file or directory); give",
+        ),
     ],
 )
 def test_new_says_what_is_wrong(arguments: list[str], sentence: str) -> None:
     result = runner.invoke(app, ["new", *arguments])
     assert isinstance(result.exception, InputError)
     assert sentence in str(result.exception)
+    assert "my-cluster:" not in str(result.exception), "a line of a file that is not there"

@@ -264,7 +264,9 @@ def test_nobody_who_has_begun_the_body_waits_for_100() -> None:
 
 def test_a_body_that_is_too_large_is_refused_instead_of_continued() -> None:
     head = b"POST / HTTP/1.1\r\n" + HOST + b"Expect: 100-continue\r\nContent-Length: 11\r\n\r\n"
-    assert only_fault(exchange_bytes(head, limits=Limits(body_bytes=10)))[0] == 413
+    status, message = only_fault(exchange_bytes(head, limits=Limits(body_bytes=10)))
+    assert (status, "larger than 10 bytes; send a shorter prompt" in message) == (413, True)
+    assert "`gateway.limits.body`" in message
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families as read_plai
 
 from kvroute.gateway.exposition import KEYS_MOST, Counter, Family, Histogram, lines
 from kvroute.gateway.metrics import TIER_LABELS, Metrics
+from kvroute.gateway.offload_gauges import offload_gauges
 from kvroute.gateway.view import (
     ConversionLoad,
     InstanceLoad,
@@ -355,3 +357,10 @@ def test_tiers_have_labels() -> None:
     """One label per tier, fit for a query."""
     assert len(set(TIER_LABELS)) == 5
     assert all(re.fullmatch("[a-z_]+", label) for label in TIER_LABELS)
+
+
+def test_a_share_that_fades_away_comes_to_zero() -> None:
+    """A mean that halves for ever is not shown as 5e-56."""
+    idle = msgspec.structs.replace(OFFLOAD, sites=(msgspec.structs.replace(OFFLOAD.sites[0], utilisation=5.17e-56),))
+    samples = {family.name: list(found) for family, found in offload_gauges(idle)}
+    assert samples["kvroute_egress_used_ratio"] == [(("far",), 0.0)]

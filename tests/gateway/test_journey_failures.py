@@ -273,7 +273,7 @@ def test_a_model_that_nobody_serves_is_not_found() -> None:
         (CHAT, {}, 4096),
         (CHAT, {"max_completion_tokens": 7}, 7),
         (COMPLETIONS, {"max_tokens": 10_000}, 4096),
-        (COMPLETIONS, {"max_tokens": 0}, 0),
+        (COMPLETIONS, {"max_tokens": 0, "echo": True}, 0),
         (COMPLETIONS, {}, 16),
     ],
     ids=["chat", "chat-bound", "much", "none", "default"],

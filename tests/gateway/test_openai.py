@@ -232,7 +232,7 @@ def test_what_one_instance_must_do_alone(fields: dict[str, Any], one_leg: bool) 
     ("path", "body", "param", "word"),
     [
         (CHAT, b'{"messages":[{"role":"user"}],}', None, "byte 30"),
-        (CHAT, b"", None, "byte 0"),
+        (CHAT, b"", None, "the body is empty; send one JSON object"),
         (CHAT, b"[]", None, "object"),
         (CHAT, b'{"a":' + b"[" * 100_000, None, "deep"),
         (CHAT, b'{"model":"\xff"}', None, "byte 10"),
@@ -250,13 +250,17 @@ def test_what_one_instance_must_do_alone(fields: dict[str, Any], one_leg: bool) 
         (COMPLETIONS, completions(prompt=[1, "a"]), "prompt", "$[1]"),
         (COMPLETIONS, completions(prompt=[True]), "prompt", "bool"),
         (COMPLETIONS, completions(n=ANSWERS_MAX, prompt=["a", "b"]), "n", "2 prompts"),
+        (COMPLETIONS, completions(prompt=17), "prompt", "17 is no prompt; give a string"),
+        (COMPLETIONS, completions(max_tokens=0), "max_tokens", "0 is no integer from 1 to"),
+        (COMPLETIONS, completions(max_tokens=0, echo=False), "max_tokens", "from 1"),
     ],
-    ids=range(19),
+    ids=range(22),
 )
 def test_a_refusal_says_what_and_where(path: bytes, body: bytes, param: str | None, word: str) -> None:
     refused = refusal(path, body)
     assert refused.param == param
     assert word in refused.message
+    assert refused.code is not None
     assert ";" in refused.message  # how to mend it
 
 

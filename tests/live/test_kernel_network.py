@@ -133,7 +133,7 @@ def test_connections_take_the_ways_that_the_kernel_names(run: Run, queues: Disci
     taken: set[int] = set()
     with laid(run, SMALL, queues) as testbed:
         ways = Ways(testbed)
-        for sender, receiver in connected(testbed, "prefill0", "decode1", 12):
+        for sender, receiver in connected(testbed, "prefill0", "decode1", 8):
             (source, near), (target, far) = sender.getsockname(), receiver.getsockname()
             hosts = testbed.wiring.host_of("prefill0"), testbed.wiring.host_of("decode1")
             path = ways.of(*hosts, near, far)

@@ -113,6 +113,7 @@ REFUSED = {
     "too-long": (("egress", "--gpus", "512", "--tokens", "200K"), "does not reach 204,800 tokens"),
     "no-number": (("egress", "--gpus", "512", "--tokens", "many"), "'many' is no number of tokens"),
     "no-time": (("egress", "--gpus", "512", "--model", "llama-3-70b", "--prefill", "0 s"), "a prefill takes time"),
+    "no-model": (("egress", "--gpus", "512", "--prefill", "1.4 s"), "--prefill needs --model"),
     "other-instances": (("egress", "--gpus", "512", "--gpus-per-instance", "4"), "instances of 8 GPUs"),
     "no-file": (("prfaas", "none.yaml"), "none.yaml: cannot be read"),
     "no-plan": (("prfaas", __file__), "this is not YAML"),

@@ -13,7 +13,7 @@ import msgspec
 import typer
 
 from kvroute import topology
-from kvroute.cli.output import remarks
+from kvroute.cli.output import check_writable, remarks, write_whole
 from kvroute.topology import Cluster
 from kvroute.types import TIER_COUNT, InputError
 
@@ -76,6 +76,8 @@ def emulate(
         from kvroute.emulator import FleetSettings
     except ImportError as error:
         raise InputError(f"{error.name} is not installed", mend="pip install 'kvroute[serve]'") from None
+    if ready_file is not None:
+        check_writable(ready_file, "--ready-file")
     settings = FleetSettings(
         host=host,
         kv_scale=kv_scale,
@@ -95,6 +97,9 @@ def shares_by_tier(text: str) -> tuple[float, ...]:
         shares = tuple(float(part) for part in text.split(","))
     except ValueError:
         shares = ()
+    for share in shares:
+        if not 0 <= share < 1:
+            raise InputError(f"{share:g} is no share", where="--background", mend="give 0 or more and less than 1")
     if len(shares) == 1:
         return (0.0,) + shares * (TIER_COUNT - 1)
     if len(shares) != TIER_COUNT:
@@ -119,23 +124,12 @@ async def _run(
         if ready_file is None:
             typer.echo(line)
         else:
-            _write(ready_file, line + "\n")
-        remarks().print(f"{len(fleet.servers)} engines of {cluster.name} are ready; Ctrl-C ends them")
+            write_whole(ready_file, line + "\n", "--ready-file")
+        how = "" if until_eof else "; Ctrl-C ends them"
+        remarks().print(f"{len(fleet.servers)} emulated engines of {cluster.name} are ready{how}")
         await stop.wait()
 
 
 def _read_on(stop: asyncio.Event) -> None:
     if not os.read(sys.stdin.fileno(), 4096):
         stop.set()
-
-
-def _write(path: Path, text: str) -> None:
-    """All at once: who waits for the file must not read half of it."""
-    part = path.with_name(path.name + ".part")
-    try:
-        part.write_text(text)
-        part.replace(path)
-    except OSError as error:
-        raise InputError(
-            f"{path} cannot be written ({error.strerror})", where="--ready-file", mend="give another"
-        ) from None

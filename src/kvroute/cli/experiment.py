@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from kvroute.cli import experiment_copies, experiment_netkv, experiment_never_worse, experiment_prfaas
-from kvroute.cli.output import console, print_json, remarks
+from kvroute.cli.output import console, print_json, remarks, thin_table
 from kvroute.cli.sweeps import Asked
 from kvroute.experiments import netkv, never_worse, prefix_copies, prfaas
 from kvroute.experiments.cells import Experiment
@@ -26,6 +25,7 @@ FAMILIES = {
 }
 """Experiments by publication; never-worse and prefix-copies are kvroute's own."""
 _ALL = [one for experiments in FAMILIES.values() for one in experiments.values()]
+_SEEDS = 5
 _RUNS = {
     "netkv": experiment_netkv.run,
     "prfaas": experiment_prfaas.run,
@@ -57,9 +57,11 @@ def experiment(
         typer.Option(help="One cell: profile, axis values, policy, e.g. 'rag,1.0,netkv'."),
     ] = None,
     seed: Annotated[int | None, typer.Option(min=0, max=2**31 - 1, help="Only this seed.")] = None,
-    seeds: Annotated[int, typer.Option(min=1, max=10_000, help="Seeds 0 to N-1.")] = 5,
+    seeds: Annotated[
+        int | None, typer.Option(min=1, max=10_000, help="Seeds 0 to N-1; default 5.", show_default=False)
+    ] = None,
     on: Annotated[str, typer.Option(help="Where to run: local (all cores) or ray.")] = "local",
-    workers: Annotated[int | None, typer.Option(min=1, help="Processes; default one per core.")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, max=1024, help="Processes; default one per core.")] = None,
     out: Annotated[
         Path, typer.Option(help="Folder for results, figures and pages; finished cells in it are not run again.")
     ] = Path("results"),
@@ -81,13 +83,15 @@ def experiment(
         _list(as_json)
         return
     family, chosen = _chosen(names)
+    if seed is not None and seeds is not None:
+        raise InputError("--seed is one seed and --seeds are several", mend="give one of them")
     asked = Asked(
         reading=reading_name,
         changes=changes or (),
         profiles=profile or (),
         trace=trace,
         cell=cell,
-        seeds=(seed,) if seed is not None else tuple(range(seeds)),
+        seeds=(seed,) if seed is not None else tuple(range(seeds or _SEEDS)),
         on=on,
         workers=workers,
         out=out,
@@ -105,7 +109,11 @@ def _list(as_json: bool) -> None:
     if as_json:
         print_json({"experiments": [{"name": one.name, "title": one.title, "source": one.source} for one in _ALL]})
         return
-    table = Table("experiment", "title", "source", "axes", "policies")
+    table = thin_table()
+    # Names are what is typed next: the other columns give way.
+    table.add_column("experiment", no_wrap=True, min_width=max(len(one.name) for one in _ALL))
+    for heading in ("title", "source", "axes", "policies"):
+        table.add_column(heading, overflow="fold")
     for one in _ALL:
         axes = "; ".join(f"{name}: {', '.join(f'{value:g}' for value in values)}" for name, values in one.axes.items())
         table.add_row(one.name, one.title, one.source, axes or "-", ", ".join(one.policies))

@@ -10,7 +10,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from kvroute.cli.output import console
+from kvroute.cli.output import console, thin_table
 from kvroute.flows import Scenario, completion_times, read_scenario
 
 app = typer.Typer()
@@ -43,7 +43,7 @@ def flows(
 
 
 def _table(scenario: Scenario, ends_s: list[float]) -> Table:
-    table = Table("flow", "links", title=f"{len(scenario.flows)} flows over {len(scenario.links)} links")
+    table = thin_table("flow", "links", title=f"{len(scenario.flows)} flows over {len(scenario.links)} links")
     for heading in ("size_B", "start_s", "end_s", "mean rate_Bps"):
         table.add_column(heading, justify="right")
     for flow, end_s in zip(scenario.flows, ends_s, strict=True):

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from kvroute.cli.output import console, print_json
+from kvroute.cli.output import console, print_json, remarks, thin_table
 from kvroute.llm import MODELS, Model, model
 from kvroute.types import InputError
 
@@ -33,6 +33,8 @@ def llm(
         print_json(documents if name is None else documents[0])
         return
     console().print(_sizes(models, tp, tokens))
+    if name is not None and any(group.kind != "mla" and group.kv_heads % tp for group in models[0].layers):
+        remarks().print(f"{tp} shards do not share the KV heads evenly: the figures are of the fullest shard.")
     if name is not None:
         console().print(_geometry(models[0]))
 
@@ -52,7 +54,7 @@ def _plain(each: Model, tp: int, tokens: int) -> dict[str, Any]:
 
 
 def _sizes(models: list[Model], tp: int, tokens: int) -> Table:
-    table = Table(title=f"KV cache, {tokens:,} tokens, TP {tp}", padding=(0, 0), pad_edge=False)
+    table = thin_table(title=f"KV cache, {tokens:,} tokens, TP {tp}")
     table.add_column("model", no_wrap=True)
     for heading in ("layers", "B/token", "B/token a shard", "state MiB", "context MiB", "MiB a shard"):
         table.add_column(heading, justify="right")
@@ -70,7 +72,7 @@ def _sizes(models: list[Model], tp: int, tokens: int) -> Table:
 
 
 def _geometry(each: Model) -> Table:
-    table = Table(title="One layer of each kind", padding=(0, 0), pad_edge=False)
+    table = thin_table(title="One layer of each kind")
     table.add_column("kind")
     for heading in (
         "count",

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
 
 from kvroute.types import InputError
 
@@ -23,6 +25,11 @@ def console() -> Console:
     """For people: tables and sentences on stdout."""
     fits = sys.stdout.isatty() or "COLUMNS" in os.environ
     return Console() if fits else Console(width=PAPER_WIDTH)
+
+
+def thin_table(*headings: str, title: str = "") -> Table:
+    """A table as all commands draw it: a rule below the headings and no other lines; further columns may be added."""
+    return Table(*headings, title=title or None, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
 
 
 def remarks() -> Console:
@@ -44,6 +51,23 @@ def make_folder(path: Path, where: str) -> None:
         raise InputError(
             f"{path} is no folder to write to ({error.strerror})", where=where, mend="give another"
         ) from None
+
+
+def check_writable(path: Path, where: str) -> None:
+    """InputError that names the option `where` if a file cannot be written there; for work that must not be in vain."""
+    if path.is_dir() or not (os.access(path if path.exists() else path.parent, os.W_OK)):
+        why = "it is a folder" if path.is_dir() else "no such folder" if not path.parent.is_dir() else "not allowed"
+        raise InputError(f"{path} cannot be written ({why})", where=where, mend="give another")
+
+
+def write_whole(path: Path, text: str, where: str) -> None:
+    """All at once: who waits for the file must not read half of it. InputError names the option `where`."""
+    part = path.with_name(path.name + ".part")
+    try:
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
+    except OSError as error:
+        raise InputError(f"{path} cannot be written ({error.strerror})", where=where, mend="give another") from None
 
 
 def _plain_progress(title: str) -> Iterator[Callable[[int, int], None]]:

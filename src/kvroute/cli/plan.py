@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
-from kvroute.cli.output import console, make_folder, print_json, remarks
+from kvroute.cli.output import console, make_folder, print_json, remarks, thin_table
 from kvroute.llm import model as find_model
 from kvroute.planner.kv_throughput import PUBLISHED_GBPS, egress_bytes_per_s, published_kv_bytes_per_s
 from kvroute.planner.plan import Plan, make_plan
@@ -93,11 +92,13 @@ def egress(
     if not prefill and gpus_per_instance != 8:
         mend = "measure one prompt and give --prefill"
         raise InputError("the published table is of instances of 8 GPUs", where="--gpus-per-instance", mend=mend)
+    if prefill and not model:
+        raise InputError("--prefill needs --model", mend="it is the time of one model; name which")
     rows = [_egress_row(name, count, gpus, gpus_per_instance, prefill) for name in model or PUBLISHED_GBPS]
     if as_json:
         print_json({"gpus": gpus, "gpus_per_instance": gpus_per_instance, "tokens": count, "models": rows})
         return
-    table = Table(title=f"Least egress of {gpus:,} GPUs that prefill {count:,} tokens each time")
+    table = thin_table(title=f"Least egress of {gpus:,} GPUs that prefill {count:,} tokens each time")
     table.add_column("model")
     for heading in ("KV Gbps an instance", "egress Gbps"):
         table.add_column(heading, justify="right")

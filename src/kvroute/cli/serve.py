@@ -19,11 +19,13 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from kvroute.cli.output import console
+from kvroute.cli.emulate import shares_by_tier
+from kvroute.cli.output import check_writable, console, write_whole
 from kvroute.types import Endpoint, InputError
 
 if TYPE_CHECKING:
-    from kvroute.gateway.gateway import Deployment, Gateway
+    from kvroute.gateway.deployment import Deployment
+    from kvroute.gateway.gateway import Gateway
     from kvroute.gateway.settings import GatewaySettings
 
 ROUTING, PLACE, ENGINES = "Routing", "Where", "Emulated engines"
@@ -107,8 +109,14 @@ def serve(
             return msgspec.structs.replace(adjusted, measure="engine")
         return adjusted
 
+    from kvroute.gateway.deployment import Deployment
+
+    if ready_file is not None:
+        check_writable(ready_file, "--ready-file")
+    if embedded:
+        shares_by_tier(background)
+        Deployment.check_embedded(cluster, adjust)
     with _engines(cluster, kv_scale, background, seed) if embedded else contextlib.nullcontext() as endpoints:
-        from kvroute.gateway.gateway import Deployment
 
         def read() -> Deployment:
             return Deployment.read(cluster, adjust, endpoints)
@@ -192,7 +200,7 @@ def _announce(gateway: Gateway, deployment: Deployment, ready_file: Path | None)
     out.print(f"kvroute serves {len(deployment.cluster.instances)} instances of {deployment.cluster.name}: {url}/v1")
     out.print(f"dashboard and metrics: {admin}")
     if ready_file is not None:
-        ready_file.write_bytes(msgspec.json.encode({"url": url, "admin": admin}))
+        write_whole(ready_file, msgspec.json.encode({"url": url, "admin": admin}).decode(), "--ready-file")
 
 
 class _Signals:

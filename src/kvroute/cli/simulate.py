@@ -13,7 +13,7 @@ import typer
 from kvroute.cli.output import console, make_folder, print_json, progress_bar, remarks
 from kvroute.cli.scenario import Scenario, read_scenario
 from kvroute.control import ControlSpec, EventLog, LogHeader
-from kvroute.experiments.runner import encode
+from kvroute.experiments.runner import check_where, encode
 from kvroute.experiments.simulation import Question, Workload, compare
 from kvroute.oracle import OracleSettings
 from kvroute.policies import DECODE_POLICIES, PREFILL_POLICIES
@@ -24,7 +24,7 @@ from kvroute.sim.workload import PROFILES, THINK_MAX_S
 from kvroute.types import InputError
 
 DEFAULT_POLICIES = ("round-robin", "cla", "netkv")
-SEED_MAX, PROMPT_MAX, AGENTS_MAX = 2**31 - 1, 10_000_000, 1_000_000
+SEED_MAX, PROMPT_MAX, AGENTS_MAX, WORKERS_MAX = 2**31 - 1, 10_000_000, 1_000_000, 1024
 SETUP, WORKLOAD, NETWORK, OUTPUT = "Policies", "Workload", "Network and telemetry", "Output"
 
 
@@ -160,7 +160,8 @@ def simulate(
         ),
     ] = 5,
     workers: Annotated[
-        int | None, typer.Option(min=1, help="Processes; default one per core.", rich_help_panel=OUTPUT)
+        int | None,
+        typer.Option(min=1, max=WORKERS_MAX, help="Processes; default one per core.", rich_help_panel=OUTPUT),
     ] = None,
     on: Annotated[str, typer.Option(help="Where to run: local or ray.", rich_help_panel=OUTPUT)] = "local",
     out: Annotated[
@@ -232,7 +233,10 @@ def simulate(
             ),
         ),
     )
+    check_where(on)
     policies = list(dict.fromkeys(policy or DEFAULT_POLICIES))
+    if policy and len(policies) < len(policy):
+        remarks().print("A policy that is named twice runs once.")
     if out is not None:
         make_folder(out, "--out")
     for remark in question.workload.remarks:
@@ -252,7 +256,8 @@ def simulate(
     if as_json:
         print_json({"runs": runs, "verdict": verdict(runs)})
         return
-    console().print(comparison_table(runs))
+    shown = console()
+    shown.print(comparison_table(runs, width=shown.width))
     found = verdict(runs)
     console().print(found.sentence)
     for remark in found.remarks:

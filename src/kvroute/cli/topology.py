@@ -13,6 +13,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from kvroute.cli.output import console, print_json
+from kvroute.llm import model as find_model
 from kvroute.topology import Cluster, FileError, bandwidth_text, duration_text, load, parse, size_text
 from kvroute.topology.draft import draft
 from kvroute.topology.tree import ROLE_COLOURS, TIER_NAMES, Domain, domain_tree, tier_rows, uplinks_text
@@ -77,6 +78,10 @@ def new(
     if protocol not in get_args(KvProtocol):
         mend = f"choose one of {', '.join(get_args(KvProtocol))}"
         raise InputError(f"there is no protocol {protocol!r}", where="--protocol", mend=mend)
+    try:
+        find_model(model)
+    except InputError as error:
+        raise InputError(error.what, where=f"--model: {error.where}".removesuffix(": "), mend=error.mend) from None
     text = draft(
         name,
         prefill or (),
@@ -88,7 +93,11 @@ def new(
         gpus_per_node=gpus,
         nic_bytes_per_s=bandwidth_bytes_per_s(nic),
     )
-    parse(text, where=str(out or name))
+    try:
+        parse(text, where=str(out or name))
+    except InputErrors as errors:
+        # The file is not there yet: its lines would name nothing that a reader could look at.
+        raise InputErrors([InputError(fault.what, mend=fault.mend) for fault in errors.problems]) from None
     if out is None:
         typer.echo(text, nl=False)
         return
@@ -98,7 +107,8 @@ def new(
     except FileExistsError:
         raise InputError("is there already", where=str(out), mend="give another file to --out") from None
     except OSError as error:
-        raise InputError(f"cannot be written ({error.strerror})", where=str(out)) from None
+        mend = "give another file to --out"
+        raise InputError(f"cannot be written ({error.strerror})", where=str(out), mend=mend) from None
     typer.echo(f"wrote {out}; next: kvroute topology check {out}")
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from kvroute.cli.output import console, print_json, remarks
+from kvroute.cli.output import console, print_json, remarks, thin_table
 from kvroute.sim.workload import (
     MOONCAKE_CONVERSATION,
     PROFILES,
@@ -36,7 +36,10 @@ _SHOWN_SKIPS = 10
 
 Profiled = Annotated[str, typer.Option(help=f"Only requests of a profile: {', '.join(PROFILES)}.")]
 Rate = Annotated[
-    float | None, typer.Option(help="Requests per second: arrival times are compressed or stretched by one factor.")
+    float | None,
+    typer.Option(
+        min=1e-9, max=1e9, help="Requests per second: arrival times are compressed or stretched by one factor."
+    ),
 ]
 Seed = Annotated[int, typer.Option(min=0, help="Seed of a generated trace.")]
 Share = Annotated[
@@ -58,7 +61,7 @@ def show(
         int | None, typer.Option(min=1, help=f"Only the first so many (generated: default {DEFAULT_REQUESTS}).")
     ] = None,
     rate: Rate = None,
-    seed: Seed = 0,
+    seed: Annotated[int | None, typer.Option(min=0, help="Seed of what is drawn; default 0.")] = None,
     profile: Profiled = "",
     p_share: Share = None,
     skip_bad: Annotated[bool, typer.Option(help="Leave out broken lines and count them.")] = False,
@@ -72,6 +75,9 @@ def show(
     """
     if (file is None) != generated:
         raise InputError("give either a FILE or --generate", where="kvroute trace show")
+    if file is not None and seed is not None and p_share is None:
+        raise InputError("nothing of a file is drawn", where="--seed", mend="leave it out, or give --p-share too")
+    seed = seed or 0
     if file is None:
         trace = _generated(requests or DEFAULT_REQUESTS, rate, seed, profile)
     else:
@@ -135,7 +141,7 @@ def _read(file: Path, skip_bad: bool) -> Trace:
     skipped: list[InputError] = []
     trace = read(file, skip_bad=skip_bad, on_skip=skipped.append)
     for fault in skipped[:_SHOWN_SKIPS]:
-        typer.echo(f"left out: {fault}", err=True)
+        typer.echo(f"left out: {fault.where}: {fault.what}", err=True)
     for remark in trace.remarks:
         typer.echo(f"{file}: {remark}", err=True)
     return trace
@@ -143,14 +149,14 @@ def _read(file: Path, skip_bad: bool) -> Trace:
 
 def _print(statistics: TraceStatistics) -> None:
     out = console()
-    lengths = Table("tokens", title=statistics.name)
+    lengths = thin_table("tokens", title=statistics.name)
     lengths.add_column("prompt", justify="right")
     lengths.add_column("answer", justify="right")
     for figure in LengthStatistics.__struct_fields__:
         pair = (statistics.input_tokens, statistics.output_tokens)
         lengths.add_row(figure, *("-" if row is None else f"{getattr(row, figure):,.0f}" for row in pair))
     out.print(lengths)
-    facts = Table(show_header=False)
+    facts = Table(show_header=False, box=None, padding=(0, 1, 0, 0))
     facts.add_column(style="bold")
     facts.add_column()
     facts.add_row("requests", f"{statistics.requests:,} in {statistics.duration_s:,.1f} s")

@@ -112,7 +112,7 @@ def read_ask(kind: Kind, data: bytes, *, model: str, role: Role, block_tokens: i
         leg=leg,
         prompts=tuple(prompts),
         n=n,
-        output_tokens=_bounded(bound, "max_tokens", DEFAULT_TOKENS[kind], 1 << 31),
+        output_tokens=_bounded(bound, "max_tokens", DEFAULT_TOKENS[kind], 2**31 - 1),
         stream=bool(body.stream),
         usage=bool(body.stream_options and body.stream_options.include_usage),
         tickets=tickets,

@@ -12,6 +12,7 @@ import zmq.asyncio
 
 from kvroute.emulator.prompt import Prompt
 from kvroute.prefix import Evicted
+from kvroute.types import cannot_listen
 
 END = (-1).to_bytes(8, "big", signed=True)
 BATCHES_KEPT = 10_000
@@ -66,7 +67,7 @@ class KvPublisher:
         """Bind both, e.g. to `tcp://127.0.0.1:*`; the attributes `endpoint` and `replay` name the ports chosen.
 
         Raises:
-            zmq.ZMQError: an address cannot be had.
+            InputError: an address cannot be had.
         """
         self._topic = topic.encode()
         self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=BATCHES_KEPT)
@@ -75,7 +76,14 @@ class KvPublisher:
         self._router = context.socket(zmq.ROUTER)
         for socket, address in ((self._pub, endpoint), (self._router, replay)):
             socket.setsockopt(zmq.LINGER, 0)
-            socket.bind(address)
+            try:
+                socket.bind(address)
+            except zmq.ZMQError as error:
+                # A context waits for ever for a socket that is left open.
+                self._pub.close()
+                self._router.close()
+                place = address.removeprefix("tcp://").removesuffix(":*")
+                raise cannot_listen(place, error.errno, zmq.strerror(error.errno or 0)) from None
         self.endpoint = self._pub.getsockopt_string(zmq.LAST_ENDPOINT)
         self.replay = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
         self._task = asyncio.get_running_loop().create_task(self._repeat())

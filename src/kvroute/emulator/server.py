@@ -21,7 +21,7 @@ from kvroute.emulator.faults import Faults
 from kvroute.emulator.kv_door import KvDoor
 from kvroute.emulator.kv_events import KvPublisher
 from kvroute.emulator.refusal import Refusal
-from kvroute.types import InputError, Role
+from kvroute.types import Role, cannot_listen
 
 BODY_MAX = 1 << 28
 BACKLOG = 1024
@@ -43,7 +43,7 @@ def listener(host: str, port: int) -> socket.socket:
         bound.bind((host, port))
     except OSError as error:
         bound.close()
-        raise InputError(f"cannot listen on {host}:{port} ({error.strerror})", mend="free the port") from None
+        raise cannot_listen(f"{host}:{port}", error.errno, error.strerror or str(error)) from None
     bound.setblocking(False)
     return bound
 

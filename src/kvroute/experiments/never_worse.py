@@ -36,7 +36,7 @@ VARIANTS: dict[str, Variant] = {
 CLAIRVOYANT = "clairvoyant"
 SEEN = ("cla", "netkv", "foresight", CLAIRVOYANT)
 """Policies that are compared where the future is known."""
-SHORT_S, SEEN_SEEDS = 10.0, 4
+SHORT_S, SEEN_SEEDS = 6.0, 3
 """Measured where the future is known, and of how many seeds at most: every request is played everywhere."""
 _FORESEEN = (
     "paper/load=1",

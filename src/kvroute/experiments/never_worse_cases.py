@@ -40,6 +40,7 @@ class Case:
     """What a lying oracle says."""
     refresh_s: float = 1.0
     trace: TraceName = "generated"
+    warmup_s: float = WARMUP_S
     measure_s: float = MEASURE_S
     ablated: bool = False
     """Whether every term is left out here in turn."""
@@ -291,16 +292,26 @@ def _traces() -> list[Case]:
         )
     ]
     named = [replace(one, name=f"{one.name} {one.changes[-1]}") for one in found[3:]]
+    # Prompts of 122,000 tokens in the mean, nearly all of them cached: the load is far above what it would be without.
     agents = [
         _case(
             "trace",
             "realistic",
-            f"coding-agent load={load:g}",
+            f"coding-agent load={load:g} {memory}",
             trace="coding-agent",
             profile="long-context",
+            changes=("prefill_policy=cache-aware",),
             settings={"load": load},
+            kv_gb=kv_gb,
+            warmup_s=60.0,
+            measure_s=60.0,
         )
-        for load in (0.5, 1.0)
+        for load, kv_gb, memory in (
+            (6.0, 720.0, "720 GB"),
+            (12.0, 720.0, "720 GB"),
+            (24.0, 720.0, "720 GB"),
+            (12.0, 360.0, "360 GB"),
+        )
     ]
     return [*found[:3], *named, *agents]
 

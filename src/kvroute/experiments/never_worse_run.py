@@ -15,7 +15,7 @@ from kvroute.control import ControlSpec
 from kvroute.experiments.cells import Cell, Record
 from kvroute.experiments.clairvoyant import descend
 from kvroute.experiments.never_worse import CLAIRVOYANT, FORESEEN, SHORT_S, VARIANTS
-from kvroute.experiments.never_worse_cases import CASES, WARMUP_S, Case
+from kvroute.experiments.never_worse_cases import CASES, Case
 from kvroute.experiments.readings import reading
 from kvroute.experiments.runner import finished, run_cells
 from kvroute.experiments.setup import Study, Weights, cluster_of, rate_per_s, requests_of
@@ -26,7 +26,7 @@ from kvroute.topology.builders import LLAMA_70B_TP4
 from kvroute.topology.units import Size
 from kvroute.types import InputError
 
-SHORT_WARMUP_S = 3.0
+SHORT_WARMUP_S = 2.0
 RATIOS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0)
 """Of CLA*'s weights, cache over load: only the ratio decides."""
 TUNING_SEEDS = (0, 1)
@@ -149,7 +149,7 @@ def study_of(case: Case, traces: Traces, cell: Cell, *, tuning: bool = False) ->
         reading=reading(case.reading, case.changes),
         trace=path,
         tuning=tuning,
-        warmup_s=SHORT_WARMUP_S if short else min(WARMUP_S, case.measure_s),
+        warmup_s=SHORT_WARMUP_S if short else min(case.warmup_s, case.measure_s),
         measure_s=SHORT_S if short else case.measure_s,
         engine=msgspec.structs.replace(LLAMA_70B_TP4, batch_max=case.slots, kv_capacity_bytes=Size(case.kv_gb * 1e9)),
     )

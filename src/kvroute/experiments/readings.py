@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, get_args, get_type_hints
 
 import msgspec
 
@@ -101,6 +102,23 @@ _REALISTIC = msgspec.structs.replace(
 READINGS = {one.name: one for one in (_PAPER, _LITERAL, _REALISTIC)}
 
 
+def unfit(kind: type, changes: Sequence[str], fault: str) -> InputError:
+    """What is wrong with a value for a field of `kind`, from the decoder's words, which name it by `$.field`."""
+    what, _, place = fault.partition(" - at ")
+    name = place.strip("`").rpartition(".")[2]
+    given = next((change for change in changes if change.partition("=")[0] == name), ", ".join(changes))
+    choices = [str(each) for each in get_args(get_type_hints(kind).get(name))]
+    expected = re.fullmatch(r"Expected `(.+)`, got `.+`", what)
+    if "enum" in what and choices:
+        problem, mend = "there is no such value", f"choose one of {', '.join(choices)}"
+    else:
+        problem, mend = (
+            f"the value is no {expected[1].replace('float', 'number')}" if expected else what,
+            "give one that fits",
+        )
+    return InputError(f"{given}: {problem}", where="--set", mend=mend)
+
+
 def reading(name: str, changes: Sequence[str] = ()) -> Reading:
     """A reading by name, with fields changed by `field=value`; its name then tells them.
 
@@ -114,6 +132,8 @@ def reading(name: str, changes: Sequence[str] = ()) -> Reading:
     fields = msgspec.to_builtins(READINGS[name])
     for change in changes:
         field, _, value = change.partition("=")
+        if not value:
+            raise InputError(f"{change!r} gives no value", where="--set", mend="write field=value")
         holder = fields["times"] if field in fields["times"] else fields
         if field not in holder or field in ("name", "about", "times"):
             known = ", ".join(key for key in (*fields, *fields["times"]) if key not in ("name", "about", "times"))
@@ -123,4 +143,4 @@ def reading(name: str, changes: Sequence[str] = ()) -> Reading:
     try:
         return msgspec.convert(fields, Reading, strict=False)
     except msgspec.ValidationError as error:
-        raise InputError(f"{', '.join(changes)}: {error}", where="--set", mend="write field=value") from None
+        raise unfit(Reading, changes, str(error)) from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from importlib.util import find_spec
 from multiprocessing import get_context, parent_process
 from pathlib import Path
 from threading import Thread
@@ -73,6 +74,7 @@ def run_cells(
     Raises:
         InputError: `on` is unknown, Ray is not installed, or `path` holds something else.
     """
+    check_where(on)
     records = finished(path)
     for record in records.values():
         for name, value in (config or {}).items():
@@ -92,12 +94,19 @@ def run_cells(
     return [records[cell.key] for cell in cells]
 
 
+def check_where(on: str) -> None:
+    """InputError for what cannot be run on: neither local nor ray, or Ray is not installed."""
+    if on not in ("local", "ray"):
+        raise InputError(f"cannot run on {on!r}", where="--on", mend="choose local or ray")
+    if on == "ray" and find_spec("ray") is None:
+        raise InputError("Ray is not installed", where="--on ray", mend="pip install 'kvroute[ray]'")
+
+
 def stream(cells: Sequence[Cell], run_cell: RunCell, on: str = "local", workers: int | None = None) -> Iterator[Record]:
     """The records of `cells` as they end, in no order; arguments as for `run_cells`."""
+    check_where(on)
     if on == "ray":
         return _on_ray(cells, run_cell)
-    if on != "local":
-        raise InputError(f"cannot run on {on!r}", where="--on", mend="choose local or ray")
     workers = workers or len(os.sched_getaffinity(0))
     if workers == 1 or len(cells) == 1:
         return map(run_cell, cells)
@@ -139,10 +148,8 @@ def _end_with_parent() -> None:
 
 def _on_ray(cells: Sequence[Cell], run_cell: RunCell) -> Iterator[Record]:
     """On the cluster that RAY_ADDRESS names, else on a local Ray that is stopped at the end."""
-    try:
-        import ray
-    except ModuleNotFoundError:
-        raise InputError("Ray is not installed", where="--on ray", mend="pip install 'kvroute[ray]'") from None
+    import ray
+
     started = not ray.is_initialized()
     if started:
         ray.init(log_to_driver=False, include_dashboard=False)

@@ -14,6 +14,8 @@ import numpy as np
 from kvroute.flows.network import WEIGHT_MAX, WEIGHT_MIN, FlowNetwork
 from kvroute.types import InputError, InputErrors
 
+_SCENARIO_MEND = "give a JSON object with `links` and `flows`"
+
 
 class Link(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename={"bytes_per_s": "capacity_Bps"}
@@ -65,12 +67,18 @@ def read_scenario(path: Path) -> Scenario:
 def parse_scenario(text: bytes | str, where: str = "scenario") -> Scenario:
     """A checked scenario from JSON text; `where` names the text in errors. Raises InputError or InputErrors."""
     data = text.encode() if isinstance(text, str) else text
+    if not data.strip():
+        raise InputError("the file is empty", where=where, mend=_SCENARIO_MEND)
     try:
         scenario = msgspec.json.decode(data, type=Scenario)
     except msgspec.ValidationError as error:
         what, _, field = str(error).partition(" - at ")
         place = field.strip("`").removeprefix("$").removeprefix(".")
-        raise InputError(what, where=f"{where}, {place}" if place else where, mend="correct the field") from error
+        missing = what.removeprefix("Object missing required field ")
+        if missing != what:
+            what = f"{missing} is missing"
+        mend = "correct the field" if place else _SCENARIO_MEND
+        raise InputError(what, where=f"{where}, {place}" if place else where, mend=mend) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         at = re.search(r"byte (\d+)", str(error))
         line = data[: int(at.group(1)) if at else len(data)].count(b"\n") + 1

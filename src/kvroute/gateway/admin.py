@@ -21,7 +21,7 @@ from aiohttp import web
 from kvroute.gateway.door import bound
 from kvroute.gateway.metrics import Metrics
 from kvroute.gateway.state import ClusterState
-from kvroute.types import InputError
+from kvroute.types import InputError, cannot_listen
 
 TICK_S = 0.25
 WATCHERS_MOST = 32
@@ -105,8 +105,8 @@ class Admin:
             await (web.SockSite(runner, own) if own else web.TCPSite(runner, host, port)).start()
         except OSError as error:
             await runner.cleanup()
-            what = f"{host}:{port} cannot be listened on ({error.strerror or error})"
-            raise InputError(what, where="gateway.admin", mend="choose another port") from None
+            why = error.strerror or str(error)
+            raise cannot_listen(f"{host}:{port}", error.errno, why, where="gateway.admin") from None
         self._runner = runner
         return int(runner.addresses[0][1])
 

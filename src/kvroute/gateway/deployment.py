@@ -11,7 +11,7 @@ import msgspec
 from kvroute.control import Control, ControlSpec, LogHeader
 from kvroute.gateway.admission import AdmissionLimits
 from kvroute.gateway.offload_settings import EMULATED_HOOK, ConversionSection
-from kvroute.gateway.preflight import deployment_of
+from kvroute.gateway.preflight import check_places, deployment_of
 from kvroute.gateway.prompt import Prompts
 from kvroute.gateway.reading import Limits
 from kvroute.gateway.settings import GatewaySettings
@@ -72,6 +72,19 @@ class Deployment:
         if endpoints is not None:
             cluster, settings = _emulated(cluster, endpoints, source), _convertible(settings)
         return cls(text, cluster, adjust(settings))
+
+    @classmethod
+    def check_embedded(
+        cls, path: Path, adjust: Callable[[GatewaySettings], GatewaySettings] = lambda settings: settings
+    ) -> None:
+        """All that can be known before emulated engines are started: the file, the settings, the log, the ports.
+
+        Raises:
+            InputError: what is wrong; InputErrors: every fault of the file.
+        """
+        cluster, settings = deployment_of(read_text(path), str(path), embedded=True)
+        _check_emulated(cluster, str(path))
+        check_places(adjust(_convertible(settings)))
 
     @property
     def control_spec(self) -> ControlSpec:
@@ -138,11 +151,16 @@ def _convertible(settings: GatewaySettings) -> GatewaySettings:
     return msgspec.structs.replace(settings, offload=msgspec.structs.replace(offload, conversion=conversion))
 
 
-def _emulated(cluster: Cluster, endpoints: Mapping[str, Endpoint], source: str) -> Cluster:
+def _check_emulated(cluster: Cluster, source: str) -> None:
     for instance in cluster.instances:
         if instance.protocol != "vllm":
             what = f"instance {instance.name} speaks {instance.protocol}, and emulated engines speak vllm"
             raise InputError(what, where=source, mend="leave `protocol` out")
+
+
+def _emulated(cluster: Cluster, endpoints: Mapping[str, Endpoint], source: str) -> Cluster:
+    _check_emulated(cluster, source)
+    for instance in cluster.instances:
         if instance.name not in endpoints:
             what = f"instance {instance.name} has no emulated engine: they are those of the start"
             raise InputError(what, where=source, mend="start the command again")

@@ -66,12 +66,16 @@ def read_fields(body: bytes) -> Fields:
         RequestError: 400, the body is no JSON object in UTF-8, nested too deep, or holds more than VALUES_MAX values.
     """
     check_size(body)
+    if not body:
+        raise RequestError("the body is empty; send one JSON object", code="invalid_json")
     try:
         if not body.isascii():
             body.decode()
         fields = _BODY.decode(body)
     except msgspec.ValidationError:
-        raise RequestError("the body is no JSON object; send one with the request's fields") from None
+        raise RequestError(
+            "the body is no JSON object; send one with the request's fields", code="invalid_value"
+        ) from None
     except msgspec.DecodeError as error:
         where = "" if "(byte" in str(error) else f" (byte {len(body)})"
         raise RequestError(

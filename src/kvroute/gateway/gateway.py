@@ -31,7 +31,7 @@ from kvroute.gateway.state import ClusterState
 from kvroute.gateway.succession import Common, Prepared, Succession
 from kvroute.gateway.tracing import tracer_of
 from kvroute.gateway.view import Load
-from kvroute.types import InputError
+from kvroute.types import InputError, cannot_listen
 
 __all__ = ["Deployment", "Gateway"]
 
@@ -126,8 +126,8 @@ class Gateway:
         try:
             self.port = await door.listen(listen.host, listen.port, self._tls)
         except OSError as error:
-            what = f"{listen.host}:{listen.port} cannot be listened on ({error.strerror or error})"
-            raise InputError(what, where="gateway.listen", mend="choose another port") from None
+            place, why = f"{listen.host}:{listen.port}", error.strerror or str(error)
+            raise cannot_listen(place, error.errno, why, where="gateway.listen") from None
         self._admin = Admin(self._admin_parts(deployment))
         self.admin_port = await self._admin.start(settings.admin.host, settings.admin.port)
         succession.watch()

@@ -27,7 +27,7 @@ _SITE_GAUGES: tuple[tuple[Family, Callable[[SiteLoad], float | None]], ...] = (
     ),
     (
         Family("gauge", "kvroute_egress_used_ratio", "Of the way home, own and others' bytes.", ("site",)),
-        lambda site: site.utilisation,
+        lambda site: round(site.utilisation, 6),  # what fades away comes to an end
     ),
     (
         Family("gauge", "kvroute_egress_backlog_bytes", "Own KV bytes on the way home.", ("site",)),

@@ -141,7 +141,9 @@ def read_model(path: bytes, body: bytes) -> str:
     try:
         return _MODEL.decode(body).model
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise RequestError(f"the body is no JSON object with a string `model` ({error})") from None
+        raise RequestError(
+            f"the body is no JSON object with a string `model` ({error}); send one", code="invalid_value"
+        ) from None
 
 
 def _too_many_answers(param: str, what: str) -> RequestError:
@@ -149,7 +151,8 @@ def _too_many_answers(param: str, what: str) -> RequestError:
 
 
 def _max_tokens(fields: Fields, kind: Kind) -> int:
-    least = 1 if kind == "chat" else 0
+    # Engines compute a prompt without an answer where the prompt is what is asked back.
+    least = 0 if kind == "completions" and flag(fields, "echo") else 1
     bound = count(fields, "max_tokens", least)
     later = count(fields, "max_completion_tokens", least) if kind == "chat" else None
     found = later if later is not None else bound
@@ -175,6 +178,8 @@ def _prompts(fields: Fields) -> list[bytes | list[int]]:
 def _read_prompts(word: bytes) -> list[bytes | list[int]]:
     if word[:1] == b'"':
         return [utf8(word)]
+    if word[:1] != b"[":
+        raise wrong("prompt", f"{shown(word)} is no prompt", _PROMPT_SHAPE)
     first = _FIRST.match(word)
     if first and first[1] == b'"':
         return [text.encode() for text in _TEXTS.decode(word)]

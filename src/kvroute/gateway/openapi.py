@@ -165,6 +165,8 @@ def _completion_request() -> Schema:
         f"{IDS_MAX}. {_DROPPED}",
         "required": ["prompt"],
         "properties": own | _shared(),
+        "if": {"properties": {"max_tokens": {"const": 0}}, "required": ["max_tokens"]},
+        "then": {"properties": {"echo": {"const": True}}, "required": ["echo"]},
     }
 
 

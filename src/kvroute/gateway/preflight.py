@@ -12,6 +12,8 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from kvroute.control import check_place
+from kvroute.gateway.door import bound
 from kvroute.gateway.keys import Keys
 from kvroute.gateway.offload_checks import offload_faults, site_faults
 from kvroute.gateway.settings import GatewaySettings, TlsSettings
@@ -19,7 +21,7 @@ from kvroute.policies import DECODE_POLICIES, TopologyConstraint, decode_policy,
 from kvroute.topology import Cluster, FileError, InstanceEntry, parse
 from kvroute.topology.document import read_section
 from kvroute.topology.form import Key, Lines, nearest
-from kvroute.types import InputError, InputErrors, Instance
+from kvroute.types import InputError, InputErrors, Instance, cannot_listen
 
 SECTION = "gateway"
 
@@ -71,6 +73,21 @@ def settings_of(text: str, source: str, environ: Mapping[str, str] = os.environ)
     if problems:
         raise _errors(problems)
     return settings
+
+
+def check_places(settings: GatewaySettings) -> None:
+    """Raises InputError where the log cannot be begun, or an address not be listened on, as things stand now."""
+    if settings.log.events is not None:
+        check_place(Path(settings.log.events))
+    listen, admin = settings.listen, settings.admin
+    for host, port, where in ((listen.host, listen.port, "listen"), (admin.host, admin.port, "admin")):
+        try:
+            held = bound(host, port)
+        except OSError as error:
+            why = error.strerror or str(error)
+            raise cannot_listen(f"{host}:{port}", error.errno, why, where=f"{SECTION}.{where}") from None
+        if held is not None:
+            held.close()
 
 
 def tls_context(tls: TlsSettings, context: ssl.SSLContext | None = None) -> ssl.SSLContext:

@@ -170,9 +170,9 @@ class RequestReader:
             431, f"the request's headers are more than {limits.header_bytes} bytes or {limits.header_count} lines"
         )
 
-    def _refuse(self, status: int, message: str) -> None:
+    def _refuse(self, status: int, message: str, code: str | None = None) -> None:
         """Stop the parser: it stops at any exception."""
-        self.fault = Fault(status, message)
+        self.fault = Fault(status, message, code=code)
         raise ValueError(message)
 
     # the parser's callbacks
@@ -235,7 +235,7 @@ class RequestReader:
             self._refuse(400, "HTTP/1.0 knows no Transfer-Encoding; send Content-Length")
         self._read_target()
         if self._content_length > self._limits.body_bytes:
-            self._refuse(413, self._too_large())
+            self._refuse(413, self._too_large(), "body_too_large")
         if self._http10:
             self._expects = False
         self._keep_alive = parser.should_keep_alive()
@@ -258,13 +258,14 @@ class RequestReader:
         self._path, _, self._query = url.partition(b"?")
 
     def _too_large(self) -> str:
-        return f"the request's body is larger than {self._limits.body_bytes} bytes"
+        mend = "send a shorter prompt, or have `gateway.limits.body` raised"
+        return f"the request's body is larger than {self._limits.body_bytes} bytes; {mend}"
 
     def on_body(self, data: bytes) -> None:
         self._raw_bytes = 0
         body = self._body
         if len(body) + len(data) > self._limits.body_bytes:
-            self._refuse(413, self._too_large())
+            self._refuse(413, self._too_large(), "body_too_large")
         if not body:
             self._body = data
             return

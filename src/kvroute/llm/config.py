@@ -107,7 +107,10 @@ def from_config(config: Mapping[str, Any] | Path, *, name: str = "", element_byt
 
 def _load(path: Path) -> Mapping[str, Any]:
     try:
-        document = msgspec.json.decode(path.read_bytes())
+        octets = path.read_bytes()
+        if not octets.strip():
+            raise InputError("the file is empty", where=str(path), mend="give a Hugging Face config.json")
+        document = msgspec.json.decode(octets)
     except OSError as error:
         raise InputError(f"cannot be read ({error.strerror})", where=str(path), mend="give a config.json") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

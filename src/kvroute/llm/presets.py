@@ -92,9 +92,10 @@ def model(name: str) -> Model:
     if path.suffix == ".json" or path.is_dir():
         return from_config(path)
     key = name.strip().rpartition("/")[2].lower()
-    preset = MODELS.get(key)
-    if preset is None:
-        near = get_close_matches(key, MODELS, n=1)
-        guess = f"did you mean {near[0]}?" if near else "`kvroute llm` lists the presets"
-        raise InputError(f"there is no model {name!r}", mend=f"{guess} A config.json can be given as well")
-    return preset
+    if key in MODELS:
+        return MODELS[key]
+    if path.is_file():
+        return from_config(path)
+    near = get_close_matches(key, MODELS, n=1)
+    guess = f"did you mean {near[0]}? `kvroute llm` lists" if near else "`kvroute llm` lists"
+    raise InputError(f"there is no model {name!r}", mend=f"{guess} the presets, and a config.json can be given as well")

@@ -105,6 +105,8 @@ def _remarks(runs: Sequence[Summary]) -> tuple[str, ...]:
         reasons = [run.reject_reason for run in runs if run.reject_reason]
         why = f" First reason: {reasons[0]}." if reasons else ""
         remarks.append(f"Requests were rejected ({shares}); times are of the others.{why}")
+    if any(run.requests.finished and not run.measured for run in runs):
+        remarks.append("Requests finished, and none arrived after the warm-up: shorten it (--warmup).")
     waits = [
         run.ttft_parts_s.prefill_wait / run.ttft_s.mean
         for run in runs
@@ -118,8 +120,10 @@ def _remarks(runs: Sequence[Summary]) -> tuple[str, ...]:
 
 def _sentence(winner: str, mean_s: float, leads: tuple[Difference, ...], alone: bool) -> str:
     start = f"{winner} has the lowest mean TTFT, {mean_s * 1e3:,.0f} ms"
+    if alone:
+        return f"{winner} has a mean TTFT of {mean_s * 1e3:,.0f} ms; it ran alone."
     if not leads:
-        return start + ("; it ran alone." if alone else "; no other gave a first token on the same seeds.")
+        return f"{start}; no other gave a first token on the same seeds."
     rival = leads[0]
     ahead_ms, share = 0.0 - rival.mean * 1e3, 0.0 - rival.relative  # a tie is 0, not -0
     if rival.half_width is None:

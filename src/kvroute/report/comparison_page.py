@@ -6,13 +6,18 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
+
+from kvroute.control import ControlSpec
 from kvroute.experiments.cells import Record
+from kvroute.experiments.simulation import Workload
 from kvroute.report.compare import Difference, Metric, difference, verdict
 from kvroute.report.figures import link_utilisation, tier_split, ttft_breakdown
 from kvroute.report.page import parameters, picture, write_page
 from kvroute.report.series import policies_of, relative_half_width, summaries
 from kvroute.report.tables import Entry, Grid, Heading, comparison_grid
 from kvroute.sim.metrics import Summary, Timeline
+from kvroute.sim.settings import SimSettings
 from kvroute.types import InputError
 
 _MEASURES: tuple[tuple[str, Metric], ...] = (
@@ -20,6 +25,17 @@ _MEASURES: tuple[tuple[str, Metric], ...] = (
     ("P99 TTFT", lambda run: run.ttft_s.p99),
     ("mean KV transfer", lambda run: run.transfer_s.mean),
 )
+_DECODE = "control.decode"
+_CLA = {"cache_weight": 1.0, "load_weight": 1.0}
+_DEFAULTS = frozenset(
+    parameters(
+        {
+            "workload": msgspec.to_builtins(Workload()),
+            "settings": msgspec.to_builtins(SimSettings()),
+            "control": msgspec.to_builtins(ControlSpec(parameters=_CLA)),
+        }
+    )
+) | {("control.parameters", "none")}
 
 
 def write_report(records: Sequence[Record], out: Path, title: str, *, command: str = "") -> Path:
@@ -41,6 +57,7 @@ def write_report(records: Sequence[Record], out: Path, title: str, *, command: s
         raise InputError("there is no run to report on", where=str(out), mend="run at least one policy")
     runs = summaries(records)
     timelines, seed = _timelines(records)
+    config = _parameters(records)
     pictures = [
         picture(ttft_breakdown(runs), out, "ttft-breakdown", "Where the time to first token goes, mean over seeds"),
         picture(tier_split(runs), out, "tier-split", "How far KV caches travel: transfers by tier, mean over seeds"),
@@ -58,8 +75,20 @@ def write_report(records: Sequence[Record], out: Path, title: str, *, command: s
         pictures=pictures,
         differences=differences_grid(runs),
         command=command or _command(records),
-        config=parameters(records[0].config),
+        config=config,
+        changed=[row for row in config if row not in _DEFAULTS],
     )
+
+
+def _parameters(records: Sequence[Record]) -> list[tuple[str, str]]:
+    """The settings of all runs, every policy's parameters among them."""
+    found: dict[str, str] = {}
+    for record in records:
+        for name, text in parameters(record.config):
+            found.setdefault(name, text)
+    if _DECODE in found:
+        found[_DECODE] = ", ".join(policies_of(summaries(records)))
+    return list(found.items())
 
 
 def differences_grid(runs: Sequence[Summary]) -> Grid:

@@ -86,6 +86,9 @@ _LOOKS = {
     "netkv-topo": Look("#56b4e9", "D", "-."),
     "netkv-static": Look("#009e73", "P", "-."),
     "netkv": Look("#d55e00", "o", "-"),
+    "foresight": Look("#6a3db8", "*", "-"),
+    "foresight-closed": Look("#a98bd0", "h", "--"),
+    "foresight-joint": Look("#3d1466", "p", "-."),
 }
 
 

@@ -85,7 +85,7 @@ def _pictures(matrix: Sequence[Record], ablation: Sequence[Record], out: Path) -
         (
             ratios(matrix),
             "ratios",
-            "Mean TTFT over each rival's, a dot per cell, two standard errors; red: the oracle lies; diamonds: lost",
+            "Mean TTFT over each rival's, two standard errors; red: the oracle lies; diamond: lost; arrow: below 0.5",
         ),
         (trade(matrix), "trade", "What is won in first tokens against what later ones cost, from CLA*, a dot per cell"),
     ]

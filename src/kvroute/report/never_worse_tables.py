@@ -24,7 +24,13 @@ from kvroute.report.never_worse_findings import (
 from kvroute.report.series import of_profile, profiles_of
 from kvroute.report.tables import UNKNOWN, Entry, Grid, Heading
 
-WHY: dict[str, str] = {}
+WHY: dict[str, str] = {
+    "lies": "It believes that the far way is taken, or the near one free, and there is nothing to check that with but "
+    "its own transfers: what they teach comes after ten of them, and fades the lie without undoing it.",
+    "literal/load=2": "Five times what the rack's uplinks carry: transfers pile up until decode instances have no room "
+    "for one more, and a quarter of the requests are refused. Others are refused under each policy, so that the means "
+    "are of different requests; no router helps here.",
+}
 """What a loss comes from, by case; by its axis where all of an axis have one reason."""
 UNEXPLAINED = "no reason found"
 
@@ -158,7 +164,7 @@ def seen_grid(seen: Sequence[Record]) -> Grid:
             continue
         rows.append((Entry(case), Entry(f"{level * 1e3:,.0f}"), *(_ratio(found[name]) for name in names)))
     caption = (
-        "Windows of ten seconds. The descent sends each request in turn wherever the mean TTFT of all is least, until "
+        "Windows of six seconds. The descent sends each request in turn wherever the mean TTFT of all is least, until "
         "no single one could be moved to the good of the mean."
     )
     return Grid("Against those who know the future", headings, tuple(rows), caption)

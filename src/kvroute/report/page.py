@@ -68,9 +68,14 @@ def parameters(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, s
         elif isinstance(value, bool):
             rows.append((prefix + name, "yes" if value else "no"))
         elif isinstance(value, (list, tuple)):
-            rows.append(
-                (prefix + name, ", ".join(f"{part:g}" if isinstance(part, float) else str(part) for part in value))
-            )
+            between = "; " if any(isinstance(part, Mapping) for part in value) else ", "
+            rows.append((prefix + name, between.join(_text(part) for part in value) or "none"))
         else:
-            rows.append((prefix + name, str(value)))
+            rows.append((prefix + name, "none" if value in (None, "", {}) else str(value)))
     return rows
+
+
+def _text(part: Any) -> str:
+    if isinstance(part, Mapping):
+        return ", ".join(f"{name} {_text(value)}" for name, value in part.items())
+    return f"{part:g}" if isinstance(part, float) else str(part)

@@ -68,6 +68,8 @@ class Grid:
     rows: tuple[tuple[Entry, ...], ...]
     caption: str = ""
     labels: int = 1
+    bold: str = ""
+    """What bold means; told where there is bold type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,9 +129,8 @@ def comparison_grid(runs: Sequence[Summary]) -> Grid:
             columns.append([Entry(_tiers(of_policy(runs, name))) for name in policies])
     seeds = len({run.seed for run in runs})
     caption = f"Mean of {seeds} seeds, ± 95 % interval of the mean." if seeds > 1 else "One seed."
-    if len(policies) > 1:
-        caption += " Bold: best of the column."
-    return Grid("", tuple(headings), tuple(zip(*columns, strict=True)), caption)
+    bold = "Bold: best mean of the column, noise or not." if len(policies) > 1 else ""
+    return Grid("", tuple(headings), tuple(zip(*columns, strict=True)), caption, bold=bold)
 
 
 def _entries(column: _Column, estimates: list[Estimate | None]) -> list[Entry]:
@@ -197,9 +198,10 @@ def experiment_grid(experiment: Experiment, records: Sequence[Record]) -> Grid:
             rows.append((*labels, *_point_entries(runs, policies), gap_entry(gap(runs, experiment.versus))))
     caption = (
         "Mean TTFT in ms ± standard deviation over seeds; below it, requests in time. "
-        "Last column: paired difference, 95 % interval. Bold: best."
+        "Last column: paired difference, 95 % interval."
     )
-    return Grid(f"{experiment.title} ({experiment.source})", tuple(headings), tuple(rows), caption, 1 + len(axes))
+    title = f"{experiment.title} ({experiment.source})"
+    return Grid(title, tuple(headings), tuple(rows), caption, 1 + len(axes), "Bold: best mean, noise or not.")
 
 
 def _point_entries(runs: Sequence[Summary], policies: Sequence[str]) -> list[Entry]:
@@ -244,7 +246,9 @@ def rich_table(grid: Grid, width: int | None = None) -> Table:
 
 def _draw(grid: Grid, kept: Sequence[int]) -> Table:
     dropped = [heading.title for index, heading in enumerate(grid.headings) if index not in kept]
-    caption = " ".join(part for part in (grid.caption, dropped and f"Too narrow for: {', '.join(dropped)}.") if part)
+    bold = grid.bold if Console().is_terminal else ""
+    narrow = dropped and f"Too narrow for: {', '.join(dropped)}."
+    caption = " ".join(part for part in (grid.caption, bold, narrow) if part)
     table = Table(
         title=grid.title or None,
         caption=Text(caption),

@@ -119,11 +119,14 @@ def named(prefix: str) -> list[str]:
     return sorted(path.name for path in FOLDER.glob(f"{prefix}*")) if FOLDER.is_dir() else []
 
 
-def make(name: str, seed: int) -> None:
-    """A namespace that forwards; `seed` is of its draws among equal links, 1 or more."""
+def make(name: str, seed: int, window_bytes: float) -> None:
+    """A namespace that forwards; `seed` is of its draws among equal links, 1 or more. Connections into it take no more
+    than `window_bytes` at once."""
     run("ip", "netns", "add", name)
+    least = min(131_072, round(window_bytes))
+    own = {"fib_multipath_hash_seed": str(seed), "tcp_rmem": f"4096 {least} {round(window_bytes)}"}
     with inside(name):
-        for key, value in (_SYSCTLS | {"fib_multipath_hash_seed": str(seed)}).items():
+        for key, value in (_SYSCTLS | own).items():
             try:
                 Path("/proc/sys/net/ipv4", key).write_text(value, encoding="ascii")
             except OSError as error:

@@ -12,11 +12,11 @@ import msgspec
 from kvroute.testbed import namespaces
 from kvroute.testbed.delay import LEAST_S
 from kvroute.testbed.programs import Programs
-from kvroute.testbed.queues import Discipline, Limit, lines
+from kvroute.testbed.queues import QUEUE_BYTES, Discipline, Limit, lines, packets
 from kvroute.testbed.runs import ADDRESSES, Run, addresses
 from kvroute.testbed.wiring import HUB, Wiring, background_ends, wire
 from kvroute.topology import Cluster
-from kvroute.types import TIER_COUNT, InputError
+from kvroute.types import SAME_NODE, TIER_COUNT, InputError
 
 CONTROL = "cubic"
 """TCP's congestion control between hosts, whatever the machine's own is: bbr measures ways, and these have microseconds
@@ -80,16 +80,24 @@ class Network:
             limits = dict(self._limits())
             self.run.folder.mkdir()
             for number, place in enumerate((HUB, *self.wiring.places)):
-                namespaces.make(self.run.namespace(place), 1 + 1009 * self.build.seed + number)
+                namespaces.make(self.run.namespace(place), 1 + 1009 * self.build.seed + number, self._window_bytes())
             self._join_outside()
         self._join()
         self._delay()
         for place in self.wiring.places:
             name = self.run.namespace(place)
             namespaces.batch(name, "ip", self._inside(place))
-            shaping = (line for end in self.wiring.ends_at(place) for line in lines(*limits[end.link]))
+            window = self._window_bytes()
+            shaping = (line for end in self.wiring.ends_at(place) for line in lines(*limits[end.link], window))
             namespaces.batch(name, "tc", shaping)
         self._others()
+
+    def _window_bytes(self) -> float:
+        """What a connection may have under way: it keeps the longest way busy, and no queue of its own overflows. KV
+        caches go over networks that lose nothing, and what a short transfer loses by a loss is more than it takes."""
+        rates = [end.bytes_per_s for end in self.wiring.ends if end.tier > SAME_NODE]
+        rtt_s = 2 * max(self.wiring.latency_s.values(), default=0.0)
+        return max(QUEUE_BYTES, 4 * rtt_s * max(rates, default=0.0) * self.build.scale)
 
     def _limits(self) -> Iterator[tuple[int, tuple[str, Limit, Discipline]]]:
         for end in self.wiring.ends:
@@ -134,7 +142,7 @@ class Network:
         for end in ends.values():
             yield f"address add {end.address}/31 dev {end.device}"
             # Bundles of segments would be taken for one packet by queues that count packets' turns.
-            yield f"link set {end.device} gso_max_segs 1 up"
+            yield f"link set {end.device} gso_max_segs 1 txqueuelen {packets(self._window_bytes())} up"
         host = next((host for host in wiring.hosts if host.name == place), None)
         source = ""
         if host is not None:

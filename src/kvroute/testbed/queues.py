@@ -17,9 +17,10 @@ from kvroute.types import InputError
 Discipline: TypeAlias = Literal["fair", "fifo"]
 SEGMENT_BYTES, FRAME_BYTES = 1448, 1514
 """Payload of a full segment (MTU 1500, timestamps), and what a queue counts for it."""
-LEAVES = 128
+LEAVES = 256
+"""More of them would keep more connections apart; the kernel takes time for each that grows with their number."""
 QUEUE_BYTES = 256 << 10
-"""Before a link, for a connection where queues are fair, for all where not."""
+"""Before a link, at least: for a connection where queues are fair, for all where not."""
 RATE_MIN_BITS_PER_S, RATE_MAX_BITS_PER_S = 1e6, 1e9
 _BURST_BYTES = 16 << 10
 _BURST_S = 1e-3
@@ -53,15 +54,20 @@ class Limit:
         return cls(bits, others)
 
 
-def lines(device: str, limit: Limit, discipline: Discipline) -> Iterator[str]:
-    """For `tc -batch` inside the link's namespace."""
+def packets(queue_bytes: float) -> int:
+    """A queue's length as a device has it (`txqueuelen`), which is that of every leaf without a queue of its own."""
+    return math.ceil(queue_bytes / FRAME_BYTES)
+
+
+def lines(device: str, limit: Limit, discipline: Discipline, queue_bytes: float = QUEUE_BYTES) -> Iterator[str]:
+    """For `tc -batch` inside the link's namespace; where queues are fair, the device's length is each one's."""
     rate, burst = f"{round(limit.bits_per_s)}bit", max(_BURST_BYTES, math.ceil(limit.bits_per_s / 8 * _BURST_S))
     whole = f"rate {rate} ceil {rate} burst {burst} cburst {burst} quantum 60000"
     yield f"qdisc add dev {device} root handle 1: htb default {_ELSE:x}"
     yield f"class add dev {device} parent 1: classid 1:1 htb {whole}"
     if discipline == "fifo":
         yield f"class add dev {device} parent 1:1 classid 1:{_ELSE:x} htb {whole}"
-        yield f"qdisc add dev {device} parent 1:{_ELSE:x} bfifo limit {QUEUE_BYTES}"
+        yield f"qdisc add dev {device} parent 1:{_ELSE:x} bfifo limit {round(queue_bytes)}"
         return
     others = max(round(limit.bits_per_s * limit.others), 8000)
     share = f"rate {max(round(limit.bits_per_s * (1 - limit.others) / (LEAVES + 1)), 8)}bit ceil {rate}"
@@ -70,7 +76,6 @@ def lines(device: str, limit: Limit, discipline: Discipline) -> Iterator[str]:
     for leaf in (_ELSE, *range(_FIRST_LEAF, _FIRST_LEAF + LEAVES)):
         leafs = f"parent 1:1 classid 1:{leaf:x} htb {share} burst 1600 cburst {burst} quantum {FRAME_BYTES}"
         yield f"class add dev {device} {leafs}"
-        yield f"qdisc add dev {device} parent 1:{leaf:x} bfifo limit {QUEUE_BYTES}"
     yield f"filter add dev {device} parent 1: protocol ip prio 1 bpf bytecode '{classifier()}'"
 
 

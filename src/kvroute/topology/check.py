@@ -8,7 +8,7 @@ import numpy as np
 
 from kvroute import llm
 from kvroute.topology.form import FileError, Key, Lines, nearest
-from kvroute.topology.place import Places, gpu_list, wan_routes
+from kvroute.topology.place import Places, gpu_list, port_fault, wan_routes
 from kvroute.topology.schema import (
     ClusterFile,
     Datacenter,
@@ -146,9 +146,15 @@ def _instance_faults(file: ClusterFile, lines: Lines) -> Iterator[FileError]:
     entries = entries_of(file)
     for index, entry in enumerate(entries):
         yield from _gpu_faults(entry, file, nodes, owner, ("instances", index), lines)
+        yield from _endpoint_faults(entry, ("instances", index), lines)
     for role in ("prefill", "decode"):
         if not any(entry.role in (role, "both") for entry in entries):
             yield lines.error(f"there is no {role} instance", ("instances",), f"add one with `role: {role}`")
+
+
+def _endpoint_faults(entry: InstanceEntry, key: Key, lines: Lines) -> Iterator[FileError]:
+    if entry.endpoint is not None and (fault := port_fault(entry.endpoint.url)):
+        yield lines.error(fault, (*key, "endpoint", "url"), "give the port that the engine listens on")
 
 
 def _setting_faults(file: ClusterFile, lines: Lines) -> Iterator[FileError]:

@@ -18,6 +18,13 @@ T = TypeVar("T")
 _LONGEST_FILE = 64 * 2**20
 _TAG = "tag:yaml.org,2002:"
 _DEEPEST = 32
+_KINDS = (
+    ("a cluster file", "kvroute topology check FILE", {"instances", "nodes", "fabric", "racks"}),
+    ("a plan file", "kvroute plan prfaas FILE", {"traffic", "kv", "hardware", "clusters"}),
+    ("transfers over links", "kvroute flows FILE", {"links", "flows", "classes"}),
+    ("a scenario", "kvroute simulate CLUSTER --scenario FILE", {"changes", "fluctuations", "transfer", "copies"}),
+)
+"""Files that kvroute reads: what tells them apart, and the command for each."""
 _CLUSTER_BEGINS = "begin with `name: my-cluster`, `nodes:` and `instances:`"
 
 
@@ -61,6 +68,8 @@ def _converted(value: object, kind: type[T], key: Key, lines: Lines, found: list
     try:
         result = msgspec.convert(value, kind, dec_hook=read_quantity)
     except msgspec.ValidationError as error:
+        if not key and (other := _other_kind(value, kind)):
+            raise InputErrors([FileError(other[0], source=lines.source, line=1, field="", mend=other[1])]) from None
         known = {fault.field for fault in found}
         found = found + [fault for fault in form_faults(value, kind, key, lines) if fault.field not in known]
         found = found or [lines.error(str(error), key)]
@@ -68,6 +77,16 @@ def _converted(value: object, kind: type[T], key: Key, lines: Lines, found: list
         found = sorted(found, key=lambda fault: (fault.line, fault.field))
         raise InputErrors(found)
     return result
+
+
+def _other_kind(value: object, kind: type) -> tuple[str, str] | None:
+    """What a file looks like that is none of `kind`, and who reads it; None: nothing that is known better."""
+    keys = set(value) if isinstance(value, dict) else set()
+    own = len(keys & ({field.encode_name for field in msgspec.structs.fields(kind)} - {"name"}))
+    for name, command, tells in _KINDS:
+        if len(keys & tells) > own:
+            return f"this looks like {name}", f"`{command}` reads it"
+    return None
 
 
 def _read_yaml(text: str, source: str, begin: str) -> tuple[dict[str, object], Lines, list[FileError]]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 from kvroute.topology.builders import H100_LLAMA_70B_TP4
+from kvroute.topology.place import port_fault
 from kvroute.topology.schema import (
     ClusterFile,
     EndpointEntry,
@@ -57,6 +58,9 @@ def draft(
     places: dict[str, list[tuple[Role, str]]] = {}
     for role, url in addresses:
         places.setdefault(_host(url), []).append((role, url))
+    for role, urls in (("prefill", prefill), ("decode", decode)):
+        if not urls and not both:
+            raise InputError(f"no {role} engine is named", mend=f"give --{role} URL or --both URL")
     if len({url for _, url in addresses}) < len(addresses):
         raise InputError("an address is named twice", mend="an engine that does both is --both URL")
     for host, engines in places.items():
@@ -82,6 +86,8 @@ def _host(url: str) -> str:
         host = None
     if not host:
         raise InputError(f"{url!r} is no engine's address", mend="give it as http://host:port")
+    if fault := port_fault(url):
+        raise InputError(fault, where=url, mend="give the port that the engine listens on")
     return host
 
 

@@ -95,6 +95,15 @@ def _numbers(keys: tuple[DomainKey, ...]) -> list[int]:
     return [known.setdefault(key, len(known)) for key in keys]
 
 
+def port_fault(url: str) -> str:
+    """What is wrong with the port of `http://host:port`; empty: nothing, or there is none."""
+    address = url.partition("://")[2].partition("/")[0]
+    _, colon, port = address.rpartition("]")[2].rpartition(":")
+    if not colon or (port.isascii() and port.isdecimal() and 0 < int(port[:6]) < 2**16):
+        return ""
+    return f"port {port} is not 1 to 65535"
+
+
 def wan_routes(file: ClusterFile) -> dict[tuple[str, str], Route]:
     """The quickest route of each ordered pair of datacenters that has one; ties: fewer links, then the file's order."""
     links: dict[str, list[tuple[str, int, bool]]] = {}

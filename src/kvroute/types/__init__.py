@@ -5,7 +5,7 @@ Units are seconds and bytes. msgspec Structs are sent, logged or read from a fil
 
 from kvroute.types.arrays import BoolArray, FloatArray, IntArray, TierArray
 from kvroute.types.decisions import Convert, CopyPrefix, Decision, Decode, Offload, Prefill, Reject, Shadowed
-from kvroute.types.errors import InputError, InputErrors
+from kvroute.types.errors import InputError, InputErrors, cannot_listen
 from kvroute.types.events import (
     Admitted,
     Arrived,
@@ -107,4 +107,5 @@ __all__ = [
     "TimingSpec",
     "TransferFinished",
     "TransferMeasured",
+    "cannot_listen",
 ]

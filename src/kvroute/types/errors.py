@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
 
 
@@ -23,3 +24,10 @@ class InputErrors(InputError):
 
     def __reduce__(self) -> tuple[type[InputErrors], tuple[tuple[InputError, ...]]]:
         return type(self), (self.problems,)
+
+
+def cannot_listen(place: str, number: int | None, why: str, *, where: str = "") -> InputError:
+    """What to say of an address that the system refuses, by the system's error number and words."""
+    mends = {errno.EADDRINUSE: "choose another port, or free this one", errno.EACCES: "choose a port above 1023"}
+    mend = mends.get(number or 0, "give an address of this machine")
+    return InputError(f"cannot listen on {place} ({why})", where=where, mend=mend)

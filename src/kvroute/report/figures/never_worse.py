@@ -15,6 +15,10 @@ from kvroute.report.drawing import FAINT, INK, grid, look, nothing, panels, plai
 from kvroute.report.never_worse_findings import OURS, Pairing, pairs, tbt_s, terms
 
 _LYING = "#b5472f"
+_RATIOS = (0.5, 1.16)
+"""What is shown; whatever is lower stands as an arrow at the edge."""
+_TRADE_MAX = 60.0
+"""Per cent."""
 
 
 def ratios(matrix: Sequence[Record]) -> Figure:
@@ -30,7 +34,8 @@ def ratios(matrix: Sequence[Record]) -> Figure:
                     _dot(axes, each, number + 0.7 * ((place + 0.5) / len(some) - 0.5))
             axes.axvline(1.0, color=INK, linewidth=1)
             axes.set_xscale("log")
-            axes.set_xticks([0.4, 0.6, 0.8, 1.0, 1.2], ["0.4", "0.6", "0.8", "1", "1.2"])
+            axes.set_xlim(*_RATIOS)
+            axes.set_xticks([0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1], ["0.5", "0.6", "0.7", "0.8", "0.9", "1", "1.1"])
             axes.xaxis.set_minor_locator(NullLocator())
             axes.set_xlabel(f"mean TTFT, foresight / {rival}")
             axes.set_yticks(range(len(axes_of)), axes_of)
@@ -42,6 +47,9 @@ def ratios(matrix: Sequence[Record]) -> Figure:
 def _dot(axes: Axes, each: Pairing, y: float) -> None:
     error = 2 * each.error / each.theirs if each.error and each.theirs else 0.0
     colour = _LYING if CASES[each.case].oracle == "lying" else look(each.second).colour
+    if each.ratio < _RATIOS[0]:
+        axes.plot([_RATIOS[0]], [y], "<", color=colour, markersize=4, clip_on=False)
+        return
     marker = "D" if each.is_higher else "o"
     axes.errorbar([each.ratio], [y], xerr=[error], fmt=marker, color=colour, markersize=3, linewidth=0.8)
 
@@ -56,11 +64,11 @@ def trade(matrix: Sequence[Record]) -> Figure:
             both = [case for case in ttft if case in tbt]
             if not both:
                 return nothing(figure, "no cell has both")
-            x, y = [100 * ttft[case] for case in both], [tbt[case] for case in both]
+            x, y = [min(100 * ttft[case], _TRADE_MAX) for case in both], [tbt[case] for case in both]
             axes.plot(x, y, look(name).marker, color=look(name).colour, markersize=3.5, label=name, alpha=0.8)
         axes.axhline(0, color=FAINT, linewidth=1)
         axes.axvline(0, color=FAINT, linewidth=1)
-        axes.set_xlabel("mean TTFT against CLA*, %")
+        axes.set_xlabel(f"mean TTFT against CLA*, % ({_TRADE_MAX:g}: that much or more)")
         axes.set_ylabel("TBT against CLA*, ms")
         axes.legend(loc="upper right")
         grid(axes, "both")
@@ -82,6 +90,6 @@ def worth(ablation: Sequence[Record], matrix: Sequence[Record]) -> Figure:
             range(len(found)), [plain(each.variant if each.variant != OURS else "everything") for each in found]
         )
         axes.set_ylim(len(found) - 0.4, -0.6)
-        axes.set_xlabel("mean TTFT over the better of CLA* and NetKV: bar geometric mean, diamond worst cell")
+        axes.set_xlabel("mean TTFT over the better rival's: geometric mean (bar), worst cell")
         grid(axes, "x")
     return figure
