@@ -177,6 +177,35 @@ def test_a_report_leaves_stdout_to_the_document(kvroute: Kvroute, trace: str) ->
     assert json.loads(record)["summary"] == run
 
 
+def test_a_run_over_several_datacenters_shows_what_was_offloaded(kvroute: Kvroute) -> None:
+    """Threshold, share from away, failures and copies in the table; the cut is marked; one site shows none of it."""
+    Path("cut.yaml").write_text(
+        "changes: [{at: 4 s, link: wan, share: 0}, {at: 9 s, link: wan, share: 1}]\nstall: 1 s\n"
+        "offload: {threshold: 8K tokens}\n"
+    )
+    only = ("--policy", "netkv", "--seeds", "1", "--workers", "1", "--requests", "30")
+    ended = kvroute(
+        "simulate", str(EXAMPLES / "two-datacenters.yaml"), "--scenario", "cut.yaml", "--rate", "3", *only, "--out", "o"
+    )
+    assert ended.code == 0, ended.err
+    headings = " ".join(ended.out.split())
+    assert all(word in headings for word in ("threshold", "from", "away %", "failed", "copied"))
+    record = json.loads(Path("o/results.jsonl").read_text())
+    summary, timeline = record["summary"], record["timeline"]
+    assert len(timeline["threshold_tokens"]) == len(timeline["at_s"]) > 0
+    assert summary["threshold_tokens"] == np.median(timeline["threshold_tokens"])
+    assert f"{summary['threshold_tokens']:,.0f}" in ended.out
+    page = Path("o/report.html").read_text()
+    assert page.count("<!-- wan cut -->") == page.count("<!-- wan whole again -->") == 2, "in both figures over time"
+    assert "What differs from the defaults" in page
+    folded = page.index("<details>")
+    assert page.index("settings.changes") < folded < page.index("settings.prefill_queueing")
+    alone = kvroute("simulate", CLUSTER, *only, "--out", "alone")
+    assert "threshold" not in alone.out
+    assert not Path("alone/figures/threshold.svg").exists()
+    assert "whole again" not in Path("alone/report.html").read_text()
+
+
 def test_what_is_of_no_effect_is_told(kvroute: Kvroute, trace: str) -> None:
     """A policy named twice, a warm-up longer than the trace, heads that shards cannot share evenly."""
     once = ("simulate", CLUSTER, "--trace", trace, "--policy", "netkv", "--seeds", "1", "--workers", "1")

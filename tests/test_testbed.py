@@ -19,7 +19,7 @@ from tests.examples import EXAMPLES
 from kvroute.flows import slow_start_s
 from kvroute.testbed import Build, Run, processes
 from kvroute.testbed.engines import UNBOUND, served, unpaced
-from kvroute.testbed.queues import LEAVES, Limit, classifier, leaf_of, lines
+from kvroute.testbed.queues import LEAVES_MAX, LEAVES_MIN, Limit, classifier, leaf_of, leaves_of, lines
 from kvroute.testbed.wiring import Wiring, background_ends, wire
 from kvroute.topology import LLAMA_70B_TP4, Cluster, InstanceCounts, build, fat_tree, load, parse
 from kvroute.topology.schema import Network
@@ -164,16 +164,17 @@ def test_others_load_the_links_of_their_tiers() -> None:
     }
 
 
-@given(st.floats(0.02e12, 0.1e12), st.floats(0.0, 0.9), st.sampled_from(["fair", "fifo"]))
-def test_queues_promise_no_more_than_the_link(bits_per_s: float, others: float, discipline: str) -> None:
+@given(st.floats(0.02e12, 0.1e12), st.floats(0.0, 0.9), st.sampled_from(["fair", "fifo"]), st.integers(1, 64))
+def test_queues_promise_no_more_than_the_link(bits_per_s: float, others: float, discipline: str, equal: int) -> None:
     """The rates that leaves are sure of, together, are the link's at most; everybody may have what others leave."""
     limit = Limit.of(bits_per_s / 8, 1e-3, others)
-    said = list(lines("l1", limit, "fair" if discipline == "fair" else "fifo"))
+    said = list(lines("l1", limit, "fair" if discipline == "fair" else "fifo", leaves=leaves_of(equal)))
+    assert LEAVES_MIN <= leaves_of(equal) <= LEAVES_MAX
     (whole,) = [number(line, "rate") for line in said if " classid 1:1 " in line]
     leaves = [line for line in said if line.startswith("class") and " parent 1:1 " in line]
     assert sum(number(line, "rate") for line in leaves) <= whole * 1.001
     queues = [line for line in said if line.startswith("qdisc") and "bfifo" in line]
-    assert (len(leaves), len(queues)) == ((1, 1) if discipline == "fifo" else (LEAVES + 2, 1))
+    assert (len(leaves), len(queues)) == ((1, 1) if discipline == "fifo" else (leaves_of(equal) + 2, 1))
     lent = [line for line in leaves if " 1:2 " not in line.partition("classid")[2]]
     assert all(number(line, "ceil") == whole for line in lent)
 
@@ -193,9 +194,9 @@ def test_a_link_carries_the_models_payload() -> None:
             Limit.of(100 * GBPS, scale)
 
 
-def executed(frame: bytes) -> int:
+def executed(frame: bytes, leaves: int) -> int:
     """What the classic BPF program returns for a frame: its instructions, by the book (Linux' filter.rst)."""
-    count, *steps = classifier().split(",")
+    count, *steps = classifier(leaves).split(",")
     program = [tuple(map(int, step.split())) for step in steps]
     assert len(program) == int(count)
     a = x = at = 0
@@ -233,13 +234,15 @@ def frame_of(protocol: int, source: int, target: int, ports: int) -> bytes:
     return bytes(12) + b"\x08\x00" + ip + ports.to_bytes(4, "big")
 
 
-@given(st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1))
-def test_the_kernels_program_finds_the_leaf(source: int, target: int, ports: int) -> None:
+@given(
+    st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1), st.sampled_from([32, 64, 128, 256])
+)
+def test_the_kernels_program_finds_the_leaf(source: int, target: int, ports: int, leaves: int) -> None:
     """A TCP segment goes to its connection's leaf, class 1:10 and up; a datagram to others', 1:2."""
-    leaf = leaf_of(source, target, ports)
-    assert 0 <= leaf < LEAVES
-    assert executed(frame_of(6, source, target, ports)) == 0x1_0010 + leaf
-    assert executed(frame_of(17, source, target, ports)) == 0x1_0002
+    leaf = leaf_of(source, target, ports, leaves)
+    assert 0 <= leaf < leaves
+    assert executed(frame_of(6, source, target, ports), leaves) == 0x1_0010 + leaf
+    assert executed(frame_of(17, source, target, ports), leaves) == 0x1_0002
 
 
 def test_connections_are_spread() -> None:
@@ -250,7 +253,7 @@ def test_connections_are_spread() -> None:
         ports = draw.sample(range(32768, 61000, 2), 32)
         taken = Counter(leaf_of(near, far, 20_000 << 16 | port) for port in ports)
         alone += sum(count == 1 for count in taken.values())
-    assert alone / 3200 > (1 - 1 / LEAVES) ** 31 - 0.05
+    assert alone / 3200 > (1 - 1 / LEAVES_MAX) ** 31 - 0.05
 
 
 @given(st.floats(1e3, 1e9), st.floats(1e-6, 0.5), st.floats(1e4, 1e9))

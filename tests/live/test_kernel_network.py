@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from ipaddress import IPv4Address
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ from kvroute.emulator.player import Play, play
 from kvroute.testbed import Build, Run, namespaces, processes
 from kvroute.testbed import Testbed as Bed
 from kvroute.testbed.namespaces import Unavailable, inside
-from kvroute.testbed.queues import Discipline, leaf_of
+from kvroute.testbed.queues import Discipline, leaf_of, leaves_of
 
 pytestmark = pytest.mark.live
 SMALL, WAN = EXAMPLES / "testbed-small.yaml", EXAMPLES / "testbed-wan.yaml"
@@ -63,10 +64,11 @@ def laid(run: Run, cluster: Path, queues: Discipline = "fair", build: Build | No
         testbed.remove()
 
 
-def machine() -> dict[str, object]:
-    """What a testbed may leave behind: namespaces, devices with their queues, routes, rules, folders, processes."""
+def machine(run: Run) -> dict[str, object]:
+    """What a testbed may leave behind: devices, queues, routes, rules; namespaces, folders and processes of its name.
+    Other testbeds may come and go meanwhile."""
     told = {
-        what: subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        what: [line for line in output(*command).splitlines() if "kvt-" not in line or run.device in line]
         for what, command in {
             "links": ["ip", "-o", "link"],
             "queues": ["tc", "qdisc"],
@@ -74,15 +76,18 @@ def machine() -> dict[str, object]:
             "rules": ["ip", "rule"],
         }.items()
     }
-    mark = f"{processes.MARK}=".encode()
+    mark = f"{processes.MARK}={run.name}".encode()
     marked = [
         pid
         for pid in map(int, filter(str.isdigit, os.listdir("/proc")))
         if pid != os.getpid() and mark in environment(pid)
     ]
-    folder = Path("/run/kvroute-testbed")
-    folders = [path.name for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
-    return told | {"namespaces": namespaces.named(""), "marked": marked, "folders": sorted(folders)}
+    return told | {"namespaces": namespaces.named(run.device), "marked": marked, "folder": run.folder.exists()}
+
+
+def output(*command: str) -> str:
+    """What a command prints."""
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def environment(pid: int) -> bytes:
@@ -138,9 +143,9 @@ def test_connections_take_the_ways_that_the_kernel_names(run: Run, queues: Disci
             hosts = testbed.wiring.host_of("prefill0"), testbed.wiring.host_of("decode1")
             path = ways.of(*hosts, near, far)
             taken.update(path)
-            leaf = leaf_of(
-                int.from_bytes(socket.inet_aton(source)), int.from_bytes(socket.inet_aton(target)), near << 16 | far
-            )
+            connection = (int(IPv4Address(source)), int(IPv4Address(target)), near << 16 | far)
+            equal = {end.link: end.equal for end in testbed.wiring.ends}
+            leaves = {link: 0x10 + leaf_of(*connection, leaves_of(equal[link])) for link in path}
             what = "leaves" if queues == "fair" else "links"
             before = counted(testbed, what)
             sender.sendall(bytes(NBYTES))
@@ -149,7 +154,7 @@ def test_connections_take_the_ways_that_the_kernel_names(run: Run, queues: Disci
                 left -= len(receiver.recv(left))
             after = counted(testbed, what)
             grown = {key for key in after if after[key] - before[key] >= NBYTES}
-            assert grown >= {f"{link} {0x10 + leaf:x}" if queues == "fair" else str(link) for link in path}
+            assert grown >= {f"{link} {leaf:x}" if queues == "fair" else str(link) for link, leaf in leaves.items()}
             assert len(path) == 4
             links = {key.partition(" ")[0] for key in grown}
             assert links == {str(link) for link in path}, "a link that is not on the way has carried as much"
@@ -192,7 +197,7 @@ def kvroute(*arguments: str) -> list[str]:
 
 def test_up_serves_and_down_leaves_nothing(run: Run) -> None:
     """Engines in two racks answer through the gateway, KV caches cross the uplinks; what was killed is cleared too."""
-    before = machine()
+    before = machine(run)
     up = subprocess.run(kvroute("up", str(SMALL), "--name", run.name), capture_output=True, text=True)
     assert up.returncode == 0, up.stderr
     state = json.loads(up.stdout)
@@ -216,7 +221,7 @@ def test_up_serves_and_down_leaves_nothing(run: Run) -> None:
     down = subprocess.run(kvroute("down", "--name", run.name), capture_output=True, text=True)
     assert down.returncode == 0, down.stderr
     assert run.remains() == []
-    assert machine() == before
+    assert machine(run) == before
     twice = subprocess.run(kvroute("down", "--name", run.name), capture_output=True, text=True)
     assert twice.returncode == 0
     assert "nothing was left" in twice.stderr
@@ -225,7 +230,7 @@ def test_up_serves_and_down_leaves_nothing(run: Run) -> None:
 @pytest.mark.parametrize("moment", ["laying", "playing"])
 def test_down_clears_what_a_kill_has_left(run: Run, moment: str) -> None:
     """`run` is killed with -9 while it lays namespaces, or while requests are under way."""
-    before = machine()
+    before = machine(run)
     command = kvroute("run", str(SMALL), "--name", run.name, "--policy", "netkv", "--requests", "400", "--rate", "2")
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         ready = run.folder / ("state.json" if moment == "playing" else "")
@@ -237,12 +242,12 @@ def test_down_clears_what_a_kill_has_left(run: Run, moment: str) -> None:
     down = subprocess.run(kvroute("down", "--name", run.name), capture_output=True, text=True)
     assert down.returncode == 0, down.stderr
     assert run.remains() == []
-    assert machine() == before
+    assert machine(run) == before
 
 
 def test_run_compares_and_clears(run: Run) -> None:
     """Every request is answered on the kernel's network, beside a prediction of the same requests; then all is gone."""
-    before = machine()
+    before = machine(run)
     command = kvroute("run", str(SMALL), "--name", run.name, "--requests", "6", "--rate", "3", "--json")
     done = subprocess.run(
         [*command, "--policy", "round-robin", "--policy", "foresight"], capture_output=True, text=True
@@ -254,4 +259,4 @@ def test_run_compares_and_clears(run: Run) -> None:
         assert one["kernel"]["answered"] == one["simulated"]["answered"] == 6
         assert one["kernel"]["parts_s"]["transfer"] > 0
         assert 0 < one["cpu_share"] <= 1
-    assert machine() == before
+    assert machine(run) == before

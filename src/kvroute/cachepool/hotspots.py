@@ -178,7 +178,7 @@ class Hotspots:
         return self.spec.factor * sum(loads[peer] for peer in peers) / len(peers)
 
     def _read_at(self, place: Place) -> list[tuple[Blocks, int]]:
-        """Prefixes read often enough at a place, and their tokens, the most read first; ties to the shorter, by hash."""
+        """Prefixes read often enough at a place, and tokens; the most read first, then the shorter, then by hash."""
         chain_of: dict[int, Blocks] = {}
         tokens_of: defaultdict[int, int] = defaultdict(int)
         times: defaultdict[int, int] = defaultdict(int)

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from kvroute import topology
 from kvroute.cli.emulate import shares_by_tier
-from kvroute.cli.output import console, print_json, progress_bar, remarks
+from kvroute.cli.output import console, print_json, progress_bar, remarks, thin_table
 from kvroute.testbed import Build, Run, Testbed, known, namespaces
 from kvroute.testbed.queues import Discipline
 from kvroute.types import InputError
@@ -191,7 +191,7 @@ def _counting(tell: Callable[[int, int], None], total: int) -> Callable[[], None
 
 
 def _table(found: Sequence[Round]) -> Table:
-    table = Table(title="Time to first token, ms: kernel (simulated)", title_justify="left")
+    table = thin_table(title="Time to first token, ms: kernel (simulated)")
     for column in ("policy", "p50", "p90", "mean", "prefill", "transfer", "answers", "CPU"):
         table.add_column(column, justify="left" if column == "policy" else "right")
     for one in found:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -12,7 +13,7 @@ from kvroute.control import ControlSpec
 from kvroute.experiments.cells import Record
 from kvroute.experiments.simulation import Workload
 from kvroute.report.compare import Difference, Metric, difference, verdict
-from kvroute.report.figures import link_utilisation, tier_split, ttft_breakdown
+from kvroute.report.figures import link_utilisation, threshold_over_time, tier_split, ttft_breakdown
 from kvroute.report.page import parameters, picture, write_page
 from kvroute.report.series import policies_of, relative_half_width, summaries
 from kvroute.report.tables import Entry, Grid, Heading, comparison_grid
@@ -63,8 +64,16 @@ def write_report(records: Sequence[Record], out: Path, title: str, *, command: s
         picture(tier_split(runs), out, "tier-split", "How far KV caches travel: transfers by tier, mean over seeds"),
     ]
     if timelines:
-        caption = f"Own traffic as a share of each tier's capacity over time, seed {seed}"
-        pictures.append(picture(link_utilisation(timelines), out, "link-utilisation", caption))
+        changes = _changes(records[0])
+        marked = "; upright lines: a link's capacity changes" if changes else ""
+        caption = f"Own traffic as a share of each tier's capacity over time, seed {seed}{marked}"
+        pictures.append(picture(link_utilisation(timelines, changes), out, "link-utilisation", caption))
+        thresholds = {policy: timeline for policy, timeline in timelines.items() if timeline.threshold_tokens}
+        if thresholds:
+            caption = (
+                f"Longer prompts are prefilled in another datacenter: the threshold over time, seed {seed}{marked}"
+            )
+            pictures.append(picture(threshold_over_time(thresholds, changes), out, "threshold", caption))
     return write_page(
         "comparison.html.j2",
         out / "report.html",
@@ -89,6 +98,16 @@ def _parameters(records: Sequence[Record]) -> list[tuple[str, str]]:
     if _DECODE in found:
         found[_DECODE] = ", ".join(policies_of(summaries(records)))
     return list(found.items())
+
+
+def _changes(record: Record) -> list[tuple[float, str]]:
+    """When links changed in a run, and to what share of their capacity."""
+    words = {0.0: "cut", 1.0: "whole again"}
+    settings: Mapping[str, Any] = record.config.get("settings", {})
+    return [
+        (float(each["at_s"]), f"{each['link']} {words.get(each['share'], format(each['share'], '.0%'))}")
+        for each in settings.get("changes", ())
+    ]
 
 
 def differences_grid(runs: Sequence[Summary]) -> Grid:

@@ -225,7 +225,8 @@ def _against(
     if least is not None:
         return Finding(profile, claim, "holds" if found.relative >= least else "does not hold", sentence)
     if found.is_noise:
-        return Finding(profile, claim, "unclear", sentence + " The 95 % interval includes zero.")
+        doubt = " One seed tells nothing of chance." if error is None else " The 95 % interval includes zero."
+        return Finding(profile, claim, "unclear", sentence + doubt)
     return Finding(profile, claim, "holds" if found.mean > 0 else "does not hold", sentence)
 
 

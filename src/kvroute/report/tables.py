@@ -25,6 +25,7 @@ from kvroute.report.series import (
     relative_half_width,
 )
 from kvroute.sim.metrics import Summary
+from kvroute.types import CROSS_DATACENTER
 
 UNKNOWN = "-"
 AXIS_HEADINGS = {
@@ -96,6 +97,32 @@ _COLUMNS = (
     _Column(Heading("rejected", "Requests refused", 10), lambda run: run.requests.rejected, 1, True, 0),
     _Column(Heading("in flight", "Unfinished at the end", 3), lambda run: run.requests.in_flight, 1, None, 0),
 )  # fmt: skip
+_ACROSS = str(CROSS_DATACENTER)
+_BETWEEN_SITES = (
+    _Column(
+        Heading("threshold tokens", "Longer prompts are prefilled away; median over time", 12),
+        lambda run: run.threshold_tokens,
+        digits=0,
+    ),
+    _Column(
+        Heading("from away %", "KV caches that come from another datacenter", 13),
+        lambda run: run.tier_share.get(_ACROSS, 0.0),
+        scale=100,
+        digits=1,
+    ),
+    _Column(
+        Heading("failed transfers", "Given up; their requests started again", 14),
+        lambda run: run.failed_transfers.transfers,
+        least_wins=True,
+        digits=0,
+    ),
+    _Column(
+        Heading("copied prefixes", "Cached prefixes that were copied, for a request or ahead of any", 11),
+        lambda run: run.copied_prefixes.transfers + run.copied_ahead.transfers,
+        digits=0,
+    ),
+)
+"""Shown where something goes between datacenters."""
 _TIERS_AFTER = "good /s"
 
 
@@ -119,7 +146,7 @@ def comparison_grid(runs: Sequence[Summary]) -> Grid:
     policies = policies_of(runs)
     columns = [[Entry(policy) for policy in policies]]
     headings = [Heading("policy")]
-    for column in _COLUMNS:
+    for column in (*_COLUMNS, *(_BETWEEN_SITES if _between_sites(runs) else ())):
         headings.append(column.heading)
         columns.append(
             _entries(column, [estimate(column.value(run) for run in of_policy(runs, name)) for name in policies])
@@ -131,6 +158,15 @@ def comparison_grid(runs: Sequence[Summary]) -> Grid:
     caption = f"Mean of {seeds} seeds, ± 95 % interval of the mean." if seeds > 1 else "One seed."
     bold = "Bold: best mean of the column, noise or not." if len(policies) > 1 else ""
     return Grid("", tuple(headings), tuple(zip(*columns, strict=True)), caption, bold=bold)
+
+
+def _between_sites(runs: Sequence[Summary]) -> bool:
+    return any(
+        run.threshold_tokens is not None
+        or run.tier_share.get(_ACROSS)
+        or run.failed_transfers.transfers + run.copied_prefixes.transfers + run.copied_ahead.transfers
+        for run in runs
+    )
 
 
 def _entries(column: _Column, estimates: list[Estimate | None]) -> list[Entry]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
 
@@ -105,6 +106,8 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
 
     at_s: tuple[float, ...]
     tier: dict[str, tuple[float, ...]]
+    threshold_tokens: tuple[float, ...] = ()
+    """The lowest routing threshold at each; empty: nothing is offloaded."""
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
@@ -141,6 +144,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Of the whole run: cached prefixes that went to another instance before any request wanted them there."""
     conversions: int = 0
     """Of the whole run: changes of role that were completed."""
+    threshold_tokens: float | None = None
+    """Of the whole run: median of the lowest routing threshold; None: nothing is offloaded."""
     decision_s: float | None = None
     """Median wall time of one decode decision."""
     wall_s: float
@@ -169,6 +174,7 @@ def summarise(
     copied: Moved = NOTHING,
     copied_ahead: Moved = NOTHING,
     conversions: int = 0,
+    thresholds: Sequence[float] = (),
     decision_s: float | None,
     wall_s: float,
     cpu_s: float,
@@ -208,6 +214,7 @@ def summarise(
         copied_prefixes=copied,
         copied_ahead=copied_ahead,
         conversions=conversions,
+        threshold_tokens=float(np.median(thresholds)) if thresholds else None,
         decision_s=decision_s,
         wall_s=wall_s,
         cpu_s=cpu_s,

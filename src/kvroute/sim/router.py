@@ -32,6 +32,13 @@ class Router:
         """Requests that have arrived and not left."""
         return self._control.in_flight
 
+    def threshold_tokens(self) -> float | None:
+        """The lowest routing threshold of all sites now; None: nothing is offloaded."""
+        offloading = self._control.offloading
+        return (
+            None if offloading is None else min((each.tokens for each in offloading.thresholds.values()), default=None)
+        )
+
     def tell(self, event: Event) -> tuple[Decision, ...]:
         """What is decided for requests; instances that are to change their role begin to drain at once."""
         decisions = self._control.handle(event)

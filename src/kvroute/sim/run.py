@@ -111,7 +111,7 @@ class Simulation:
             cluster, self._fabric, self._fleet, self._outcomes, self._trace, decode_cache=settings.decode_cache
         )
         self._copies = Copies(cluster, self._fleet, self._delivery, self._router, self._agenda)
-        self._telemetry = Telemetry(self._fabric, settings, self._outcomes)
+        self._telemetry = Telemetry(self._fabric, settings, self._outcomes, self._router.threshold_tokens)
         self._journeys = Journeys(
             cluster,
             trace,
@@ -200,6 +200,7 @@ class Simulation:
         self._journeys.advance()
         self._copies.stop()
         end_s, carried, decisions_s = self._agenda.now, self._fabric.network.link_bytes, self._journeys.decisions_s
+        timeline = self._telemetry.timeline()
         summary = summarise(
             self._outcomes,
             self._settings,
@@ -212,8 +213,9 @@ class Simulation:
             copied=self._fabric.copied,
             copied_ahead=self._fabric.copied_ahead,
             conversions=self._fleet.conversions,
+            thresholds=timeline.threshold_tokens,
             decision_s=float(np.median(decisions_s)) if decisions_s else None,
             wall_s=wall_s,
             cpu_s=cpu_s,
         )
-        return Run(summary, self._outcomes, self._telemetry.timeline(), carried, float(carried.sum()), end_s)
+        return Run(summary, self._outcomes, timeline, carried, float(carried.sum()), end_s)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -15,8 +15,12 @@ from kvroute.types import TIER_COUNT, CongestionMeasured, Event, LinksMeasured, 
 class Telemetry:
     """Reads the fabric and the run's rows; changes neither."""
 
-    def __init__(self, fabric: Fabric, settings: SimSettings, outcomes: Outcomes) -> None:
+    def __init__(
+        self, fabric: Fabric, settings: SimSettings, outcomes: Outcomes, threshold_tokens: Callable[[], float | None]
+    ) -> None:
+        """`threshold_tokens` tells the router's routing threshold now; None: nothing is offloaded."""
         self._fabric, self._settings, self._outcomes = fabric, settings, outcomes
+        self._threshold_tokens, self._thresholds = threshold_tokens, list[float]()
         self._names = [instance.name for instance in fabric.cluster.instances]
         self._samples: list[tuple[float, list[float]]] = []
         self._unmeasured: dict[tuple[int, int], list[tuple[int, float]]] = {}
@@ -40,6 +44,8 @@ class Telemetry:
             yield LinksMeasured(at, self._fabric.utilisation(separate))
         yield from self._transfers(at)
         self._samples.append((at, self._fabric.own_share().tolist()))
+        if (threshold := self._threshold_tokens()) is not None:
+            self._thresholds.append(threshold)
 
     def _transfers(self, at: float) -> Iterator[Event]:
         names, outcomes = self._names, self._outcomes
@@ -51,6 +57,7 @@ class Telemetry:
         self._unmeasured.clear()
 
     def timeline(self) -> Timeline:
-        """Own traffic at every refresh so far."""
+        """Own traffic and the threshold at every refresh so far."""
         at_s, shares = tuple(at for at, _ in self._samples), [share for _, share in self._samples]
-        return Timeline(at_s=at_s, tier={str(tier): tuple(s[tier] for s in shares) for tier in range(TIER_COUNT)})
+        tier = {str(tier): tuple(s[tier] for s in shares) for tier in range(TIER_COUNT)}
+        return Timeline(at_s=at_s, tier=tier, threshold_tokens=tuple(self._thresholds))

@@ -12,7 +12,7 @@ import msgspec
 from kvroute.testbed import namespaces
 from kvroute.testbed.delay import LEAST_S
 from kvroute.testbed.programs import Programs
-from kvroute.testbed.queues import QUEUE_BYTES, Discipline, Limit, lines, packets
+from kvroute.testbed.queues import QUEUE_BYTES, Discipline, Limit, leaves_of, lines, packets
 from kvroute.testbed.runs import ADDRESSES, Run, addresses
 from kvroute.testbed.wiring import HUB, Wiring, background_ends, wire
 from kvroute.topology import Cluster
@@ -88,7 +88,11 @@ class Network:
             name = self.run.namespace(place)
             namespaces.batch(name, "ip", self._inside(place))
             window = self._window_bytes()
-            shaping = (line for end in self.wiring.ends_at(place) for line in lines(*limits[end.link], window))
+            shaping = (
+                line
+                for end in self.wiring.ends_at(place)
+                for line in lines(*limits[end.link], window, leaves_of(end.equal))
+            )
             namespaces.batch(name, "tc", shaping)
         self._others()
 

@@ -17,8 +17,8 @@ from kvroute.types import InputError
 Discipline: TypeAlias = Literal["fair", "fifo"]
 SEGMENT_BYTES, FRAME_BYTES = 1448, 1514
 """Payload of a full segment (MTU 1500, timestamps), and what a queue counts for it."""
-LEAVES = 256
-"""More of them would keep more connections apart; the kernel takes time for each that grows with their number."""
+LEAVES_MAX, LEAVES_MIN = 256, 32
+"""More of them keep more connections apart; the kernel takes time for each that grows with the number of all."""
 QUEUE_BYTES = 256 << 10
 """Before a link, at least: for a connection where queues are fair, for all where not."""
 RATE_MIN_BITS_PER_S, RATE_MAX_BITS_PER_S = 1e6, 1e9
@@ -59,7 +59,18 @@ def packets(queue_bytes: float) -> int:
     return math.ceil(queue_bytes / FRAME_BYTES)
 
 
-def lines(device: str, limit: Limit, discipline: Discipline, queue_bytes: float = QUEUE_BYTES) -> Iterator[str]:
+def leaves_of(equal_links: int) -> int:
+    """Leaves of each of so many links that share their connections: a power of two."""
+    return max(LEAVES_MIN, 1 << (LEAVES_MAX // equal_links).bit_length() - 1)
+
+
+def lines(
+    device: str,
+    limit: Limit,
+    discipline: Discipline,
+    queue_bytes: float = QUEUE_BYTES,
+    leaves: int = LEAVES_MAX,
+) -> Iterator[str]:
     """For `tc -batch` inside the link's namespace; where queues are fair, the device's length is each one's."""
     rate, burst = f"{round(limit.bits_per_s)}bit", max(_BURST_BYTES, math.ceil(limit.bits_per_s / 8 * _BURST_S))
     whole = f"rate {rate} ceil {rate} burst {burst} cburst {burst} quantum 60000"
@@ -70,22 +81,22 @@ def lines(device: str, limit: Limit, discipline: Discipline, queue_bytes: float 
         yield f"qdisc add dev {device} parent 1:{_ELSE:x} bfifo limit {round(queue_bytes)}"
         return
     others = max(round(limit.bits_per_s * limit.others), 8000)
-    share = f"rate {max(round(limit.bits_per_s * (1 - limit.others) / (LEAVES + 1)), 8)}bit ceil {rate}"
+    share = f"rate {max(round(limit.bits_per_s * (1 - limit.others) / (leaves + 1)), 8)}bit ceil {rate}"
     yield f"class add dev {device} parent 1:1 classid 1:{_OTHERS:x} htb rate {others}bit ceil {others}bit quantum 1514"
     yield f"qdisc add dev {device} parent 1:{_OTHERS:x} bfifo limit {QUEUE_BYTES}"
-    for leaf in (_ELSE, *range(_FIRST_LEAF, _FIRST_LEAF + LEAVES)):
+    for leaf in (_ELSE, *range(_FIRST_LEAF, _FIRST_LEAF + leaves)):
         leafs = f"parent 1:1 classid 1:{leaf:x} htb {share} burst 1600 cburst {burst} quantum {FRAME_BYTES}"
         yield f"class add dev {device} {leafs}"
-    yield f"filter add dev {device} parent 1: protocol ip prio 1 bpf bytecode '{classifier()}'"
+    yield f"filter add dev {device} parent 1: protocol ip prio 1 bpf bytecode '{classifier(leaves)}'"
 
 
-def leaf_of(source: int, target: int, ports: int) -> int:
+def leaf_of(source: int, target: int, ports: int, leaves: int = LEAVES_MAX) -> int:
     """The leaf of a connection: addresses as numbers, both ports as one (source in the upper half)."""
     mixed = (source ^ ports) * _GOLDEN & 0xFFFF_FFFF
-    return ((target ^ mixed) * _GOLDEN & 0xFFFF_FFFF) >> (32 - LEAVES.bit_length() + 1)
+    return ((target ^ mixed) * _GOLDEN & 0xFFFF_FFFF) >> (33 - leaves.bit_length())
 
 
-def classifier() -> str:
+def classifier(leaves: int = LEAVES_MAX) -> str:
     """`leaf_of` in classic BPF over an Ethernet frame with IPv4 without options; UDP is others'."""
     code = [
         (0x30, 0, 0, 23),  # ldb [23]: protocol
@@ -100,7 +111,7 @@ def classifier() -> str:
         (0x20, 0, 0, 30),  # ld [30]: target
         (0xAC, 0, 0, 0),
         (0x24, 0, 0, _GOLDEN),
-        (0x74, 0, 0, 32 - LEAVES.bit_length() + 1),  # rsh
+        (0x74, 0, 0, 33 - leaves.bit_length()),  # rsh
         (0x04, 0, 0, 0x1_0000 | _FIRST_LEAF),  # add
         (0x16, 0, 0, 0),  # ret a
     ]

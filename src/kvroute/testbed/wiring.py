@@ -45,6 +45,8 @@ class End:
     bytes_per_s: float
     """As in the cluster file, before any scale."""
     tier: int
+    equal: int
+    """Links among which connections are spread, this one included."""
 
     @property
     def device(self) -> str:
@@ -176,18 +178,18 @@ def _hosts(cluster: Cluster, addresses: IPv4Network) -> tuple[Host, ...]:
 def _cables(cluster: Cluster, hosts: Iterable[Host]) -> Iterator[Cable]:
     """Cards of hosts, and all uplinks; of `wan` too."""
     index = {instance.name: gpus for instance, gpus in zip(cluster.instances, cluster.shards, strict=True)}
-    pairs: list[tuple[int, int, str]] = []
+    pairs: list[tuple[int, int, str, int]] = []
     for host in hosts:
         gpus = index[host.instances[0]]
-        pairs.append((*cluster.cables.nic[gpus[0][0]][card_of(cluster.places, gpus, 0)], host.name))
+        pairs.append((*cluster.cables.nic[gpus[0][0]][card_of(cluster.places, gpus, 0)], host.name, 1))
     for ups, downs in (*cluster.cables.rack.values(), *cluster.cables.pod.values(), *cluster.cables.wan):
-        pairs += [(up, down, cluster.links[up].source) for up, down in zip(ups, downs, strict=True)]
-    for number, (up, down, low) in enumerate(pairs):
+        pairs += [(up, down, cluster.links[up].source, len(ups)) for up, down in zip(ups, downs, strict=True)]
+    for number, (up, down, low, equal) in enumerate(pairs):
         here, there = CABLES[2 * number], CABLES[2 * number + 1]
         forth, back = cluster.links[up], cluster.links[down]
         yield Cable(
-            End(up, low, here, there, forth.bytes_per_s, forth.tier),
-            End(down, forth.target, there, here, back.bytes_per_s, back.tier),
+            End(up, low, here, there, forth.bytes_per_s, forth.tier, equal),
+            End(down, forth.target, there, here, back.bytes_per_s, back.tier, equal),
         )
 
 

@@ -1,6 +1,6 @@
 """Figures of runs and sweeps, each a matplotlib Figure; no pyplot, no state, nothing written to disk."""
 
-from kvroute.report.figures.runs import link_utilisation, thin, tier_split, ttft_breakdown
+from kvroute.report.figures.runs import link_utilisation, thin, threshold_over_time, tier_split, ttft_breakdown
 from kvroute.report.figures.sweeps import ablation_bars, heat_map, load_sweep, sweep_lines
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "load_sweep",
     "sweep_lines",
     "thin",
+    "threshold_over_time",
     "tier_split",
     "ttft_breakdown",
 ]

@@ -77,6 +77,7 @@ def ttft_lines(records: Sequence[Record]) -> Figure:
                     if there:
                         axes.axhline(there[0].figures[model], color=colour, linewidth=1, linestyle=":")
                 axes.set_yscale("log")
+                axes.set_yticks([1, 2, 5, 10, 20, 50, 100])
                 axes.yaxis.set_minor_locator(NullLocator())
                 thousands(axes.yaxis)
                 percent(axes.xaxis)
@@ -180,7 +181,11 @@ def over_time(records: Sequence[Record]) -> Figure:
                 x, y = zip(*roles, (max(x[-1], roles[-1][0]), roles[-1][1]), strict=True)
                 grid_axes[2][column].step(x, y, where="post", color="#d55e00", alpha=0.45, linewidth=1.1)
             grid_axes[1][column].set_yscale("log")
-            grid_axes[1][column].set_ylim(*_threshold_limits(records))
+            low, high = _threshold_limits(records)
+            marks = [mark * 10**power for power in range(1, 7) for mark in (1, 1.5, 2, 3, 5, 7)]
+            marks = [mark for mark in marks if low <= mark <= high]
+            grid_axes[1][column].set_ylim(low, high)
+            grid_axes[1][column].set_yticks(marks[:: max(len(marks) // 5, 1)])
             grid_axes[1][column].yaxis.set_minor_locator(NullLocator())
             thousands(grid_axes[1][column].yaxis)
             percent(grid_axes[0][column].yaxis)

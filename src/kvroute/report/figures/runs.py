@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
@@ -106,8 +107,9 @@ def _on(colour: str) -> str:
     return "#111111" if 0.2126 * red + 0.7152 * green + 0.0722 * blue > 130 else "#fefefe"
 
 
-def link_utilisation(timelines: Mapping[str, Timeline]) -> Figure:
-    """Own traffic over time as a share of a tier's capacity, a panel per tier that carried any, a line per policy."""
+def link_utilisation(timelines: Mapping[str, Timeline], changes: Sequence[tuple[float, str]] = ()) -> Figure:
+    """Own traffic over time as a share of a tier's capacity, a panel per tier that carried any, a line per policy;
+    `changes` of links are marked: when, and in words."""
     tiers = sorted({tier for each in timelines.values() for tier, shares in each.tier.items() if any(shares)})
     with style():
         if not tiers:
@@ -125,12 +127,58 @@ def link_utilisation(timelines: Mapping[str, Timeline]) -> Figure:
             axes.set_title(_LINK_NAMES[int(tier)])
             percent(axes.yaxis)
             grid(axes)
+            _mark(axes, changes, words=row == 0)
             if row < len(tiers) - 1:
                 axes.tick_params(labelbottom=False)
         grid_axes[-1][0].set_xlabel("time, s")
         figure.supylabel("capacity in use", fontsize=8.5)
         policy_legend(figure, list(timelines), plain_lines=True)
     return figure
+
+
+def threshold_over_time(timelines: Mapping[str, Timeline], changes: Sequence[tuple[float, str]] = ()) -> Figure:
+    """The lowest routing threshold over time, a line per policy; `changes` of links are marked."""
+    with style():
+        figure, grid_axes = panels(1, 1, width=7.2, height=1.9)
+        axes = grid_axes[0][0]
+        for order, (policy, timeline) in enumerate(timelines.items()):
+            axes.step(
+                timeline.at_s,
+                timeline.threshold_tokens,
+                where="post",
+                color=look(policy).colour,
+                linewidth=1.1,
+                zorder=3 + order,
+            )
+        axes.set_yscale("log")
+        axes.margins(x=0.01)
+        grid(axes)
+        _mark(axes, changes, words=True)
+        axes.set_xlabel("time, s")
+        axes.set_ylabel("tokens")
+        policy_legend(figure, list(timelines), plain_lines=True)
+    return figure
+
+
+def _mark(axes: Axes, changes: Sequence[tuple[float, str]], *, words: bool) -> None:
+    """Upright lines within what is shown; their words stand beside the upper end."""
+    first, last = axes.get_xlim()
+    for at_s, what in changes:
+        if not first <= at_s <= last:
+            continue
+        axes.axvline(at_s, color=FAINT, linewidth=0.9, linestyle=(0, (3, 2)), zorder=2)
+        if words:
+            axes.annotate(
+                what,
+                (at_s, 1.0),
+                xycoords=("data", "axes fraction"),
+                xytext=(2, -2),
+                textcoords="offset points",
+                va="top",
+                fontsize=7,
+                color=FAINT,
+                rotation=90,
+            )
 
 
 def thin(at_s: Sequence[float], shares: Sequence[float], most: int = SAMPLES_SHOWN) -> tuple[list[float], list[float]]:
