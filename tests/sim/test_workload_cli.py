@@ -73,5 +73,6 @@ def test_one_source_and_a_known_profile() -> None:
         run("show", "a.jsonl", "--generate")
     with pytest.raises(InputError, match="no profile 'rags'"):
         run("show", "--generate", "--profile", "rags")
-    with pytest.raises(InputError, match="rate"):
-        run("show", "--generate", "--rate", "0")
+    for rate in ("0", "1e300"):
+        wrong = CliRunner().invoke(app, ["show", "--generate", "--rate", rate])
+        assert (wrong.exit_code, "--rate" in wrong.output) == (2, True)

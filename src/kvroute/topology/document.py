@@ -81,6 +81,8 @@ def _converted(value: object, kind: type[T], key: Key, lines: Lines, found: list
 
 def _other_kind(value: object, kind: type) -> tuple[str, str] | None:
     """What a file looks like that is none of `kind`, and who reads it; None: nothing that is known better."""
+    if not (isinstance(kind, type) and issubclass(kind, msgspec.Struct)):
+        return None
     keys = set(value) if isinstance(value, dict) else set()
     own = len(keys & ({field.encode_name for field in msgspec.structs.fields(kind)} - {"name"}))
     for name, command, tells in _KINDS:
