@@ -100,7 +100,7 @@ def copies_bars(records: Sequence[Record]) -> Figure:
         for row, profile in zip(rows, profiles, strict=True):
             some = of_profile(records, profile)
             names = [name for name in PREFIX_COPIES.policies if any(one.cell.policy == name for one in some)]
-            panes: tuple[tuple[str, str, Callable[[Record], float]], ...] = (
+            panes: tuple[tuple[str, str, Callable[[Record], float | None]], ...] = (
                 ("ttft", "mean TTFT, s", lambda record: record.summary.ttft_s.mean),
                 ("out", "between the sites, GB", _between),
             )
