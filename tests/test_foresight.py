@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
@@ -251,7 +253,7 @@ def test_without_a_table_it_prices_by_tier() -> None:
 def test_ended_transfers_teach_their_tier() -> None:
     """Paths of 1 GB/s carry half of that, time and again: the factor comes down towards a half, held back by a prior of
     two transfers beside ten remembered, and what was said of a far tier is believed a little of the other."""
-    table = InFlight(LinkModel.of_tiers(FLAT, np.full(5, NIC), nic_bytes_per_s=4e9))
+    table = InFlight(LinkModel.of_tiers(FLAT, np.full(5, NIC), nic_bytes_per_s=4e9), ForesightSpec(fading_s=1e12))
     at = 0.0
     for each in range(200):
         table.started(at, each, 0, 2, 1e9)
@@ -262,6 +264,30 @@ def test_ended_transfers_teach_their_tier() -> None:
     assert table.learned.factor[2] == pytest.approx(0.5**pooled, rel=1e-6)
     assert table.learned.weight[3] == pytest.approx(10.0, rel=0.01)
     assert table.learned.factor[1] == 1.0
+
+
+def test_a_tier_that_nobody_uses_is_trusted_again() -> None:
+    """One stall makes a tier look slow. With nobody there to teach it better, time does, whatever the steps it comes
+    in."""
+    once, often = Learned(ForesightSpec(fading_s=60.0)), Learned(ForesightSpec(fading_s=60.0))
+    for learned in (once, often):
+        learned.ended(3, 1e9, 8e9, 8e9)
+        assert learned.factor[3] == pytest.approx(math.exp(-1.5 / 3), rel=0.01)
+    for tenth in range(6_001):
+        often.grown_old(tenth / 10)
+    once.grown_old(600.0)
+    assert often.factor.tolist() == pytest.approx(once.factor.tolist(), rel=1e-9)
+    assert 0.9999 < once.factor[3] < 1.0
+    assert once.weight[3] == pytest.approx(math.exp(-10))
+
+
+def test_a_decision_sees_what_has_grown_old() -> None:
+    """A path that took ten times as long as promised, and nobody on it for ten minutes."""
+    table = InFlight(LinkModel.of_tiers(FLAT, np.full(5, NIC), nic_bytes_per_s=4e9))
+    table.started(0.0, 0, 0, 2, 1e9)
+    table.finished(10.0, 0)
+    assert float(table.sight(10.0, 0, np.array([2])).factor[3]) < 0.7
+    assert float(table.sight(1_210.0, 0, np.array([2])).factor[3]) > 0.99
 
 
 def test_what_a_nic_slows_down_teaches_nothing_of_the_paths() -> None:

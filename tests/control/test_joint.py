@@ -57,8 +57,8 @@ def prefilled(control: Control, at: float, number: int) -> str:
     return prefill.instance
 
 
-def arrive(control: Control, at: float, number: int) -> tuple[Decision, ...]:
-    return control.handle(Arrived(at, Request(id=number, input_tokens=TOKENS, max_output_tokens=10)))
+def arrive(control: Control, at: float, number: int, tokens: int = TOKENS) -> tuple[Decision, ...]:
+    return control.handle(Arrived(at, Request(id=number, input_tokens=tokens, max_output_tokens=10)))
 
 
 def test_a_prefill_keeps_away_from_a_crowded_nic() -> None:
@@ -67,6 +67,15 @@ def test_a_prefill_keeps_away_from_a_crowded_nic() -> None:
     assert [prefilled(control, at, number) for number, at in enumerate((0.0, 0.2, 0.4))] == ["p0", "p1", "p0"]
     blind = ControlSpec(decode="foresight").build(parse(TEXT))
     assert [prefilled(blind, at, number) for number, at in enumerate((0.0, 0.2, 0.4))] == ["p0", "p0", "p0"]
+
+
+def test_what_will_have_left_by_then_is_in_nobodys_way() -> None:
+    """The prefill takes 2 s, and what the first one still sends only 1.3: of equals it is the first."""
+    control = core()
+    prefilled(control, 0.0, 0)
+    (prefill,) = arrive(control, 0.2, 1, 200_000)
+    assert isinstance(prefill, Prefill)
+    assert prefill.instance == "p0"
 
 
 def test_the_terms_tell_when_the_transfer_would_start_and_what_it_costs() -> None:

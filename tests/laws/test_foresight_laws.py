@@ -106,6 +106,7 @@ class Obvious:
             self.limited[each] += sent if rate >= self.ceilings[each] * (1 - 1e-9) else 0.0
             self.left[each] = max(self.left[each] - sent, self.spec.left_floor_share * self.size[each])
         self.now = at
+        self.learned.grown_old(at)
 
     def solve(self) -> None:
         capacity = self.links.capacities(self.congestion).tolist()

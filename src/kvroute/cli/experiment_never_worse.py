@@ -47,8 +47,10 @@ def run(chosen: Sequence[Experiment], asked: Asked) -> None:
         page = write_never_worse(results[MATRIX.name], results[ABLATION.name], results[FORESEEN.name], folder, missing)
         remarks().print(f"never-worse: {page}")
     _show(chosen, asked, sweeps, results)
-    for name, why in missing.items():
-        remarks().print(f"{name}: {why}")
+    if asked.cell is None:
+        for why in dict.fromkeys(missing.values()):
+            names = [name for name in missing if missing[name] == why]
+            remarks().print(f"{why} ({', '.join(names)})")
 
 
 def _refuse(asked: Asked) -> None:

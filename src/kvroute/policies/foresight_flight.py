@@ -55,7 +55,8 @@ class Sight:
 class Learned:
     """Capacity of the tiers beyond the rack as measured by ended transfers: a factor on what the map promised.
 
-    Each tier keeps a fading mean of log factors, drawn to the mean of all tiers, and that one to 1, the map as given.
+    Each tier keeps a mean of log factors that fades with transfers and with time, drawn to the mean of all tiers, and
+    that one to 1, the map as given.
     """
 
     def __init__(self, spec: ForesightSpec) -> None:
@@ -63,6 +64,19 @@ class Learned:
         self._log: FloatArray = np.zeros(TIER_COUNT)
         self._weight: FloatArray = np.zeros(TIER_COUNT)
         self.factor: FloatArray = np.ones(TIER_COUNT)
+        self._second = 0
+
+    def grown_old(self, at: float) -> None:
+        """It is this late, seconds, never falling: what was learned counts less. Told once a second or more often."""
+        passed_s = math.floor(at) - self._second
+        if passed_s <= 0:
+            return
+        self._second += passed_s
+        if self._weight.any():
+            share = math.exp(-passed_s / self._spec.fading_s)
+            self._log *= share
+            self._weight *= share
+            self._settle()
 
     def ended(self, tier: int, kv_bytes: float, predicted_bytes: float, limited_bytes: float) -> None:
         """A transfer of `kv_bytes` has landed when the model had sent `predicted_bytes` of it (of any size: the model
@@ -76,6 +90,10 @@ class Learned:
         target = math.log(self.factor[tier]) + surprise
         self._log[tier] = spec.remembered * self._log[tier] + target
         self._weight[tier] = spec.remembered * self._weight[tier] + 1.0
+        self._settle()
+
+    def _settle(self) -> None:
+        spec = self._spec
         pooled = float(self._log.sum()) / (float(self._weight.sum()) + spec.pooled_prior_transfers)
         for each in range(SAME_POD, TIER_COUNT):
             log = (self._log[each] + spec.prior_transfers * pooled) / (self._weight[each] + spec.prior_transfers)
@@ -243,6 +261,7 @@ class InFlight:
     def _pass(self, at: float) -> float:
         """Move the model's bytes; returns the mean rate of a hashed path."""
         self.now = max(at, self.now)
+        self.learned.grown_old(self.now)
         net, share = self._state, self.spec.left_floor_share
         total = pass_time(self.now, share, net.flow, net.link, net.lists, net.counts, self._predicted, self._limited)
         return total / max(len(self._under) * self.links.hashed_paths, 1)

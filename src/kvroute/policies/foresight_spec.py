@@ -65,6 +65,9 @@ class ForesightSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One that its path limited in the model for more than this share of its bytes teaches its tier, too."""
     remembered: float = 0.9
     """Share of what a tier has learned that the next transfer leaves: the learning rate is one less this."""
+    fading_s: float = 120.0
+    """Time after which what a tier has learned counts 1/e. A tier that one bad moment made look slow is avoided, and
+    with nobody there to teach it better would be avoided for ever."""
     prior_transfers: float = 2.0
     """Transfers that the mean of all tiers counts as, beside a tier's own."""
     pooled_prior_transfers: float = 100.0
@@ -81,7 +84,7 @@ class ForesightSpec(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("output_window", "width", "joint_width", "joint_reach", "near_max"):
             if getattr(self, name) != int(getattr(self, name)):
                 raise InputError(f"{getattr(self, name)} is not a whole number", where=name, mend="drop the fraction")
-        for name in ("output_tokens", "step_floor_s", "prior_transfers", "pooled_prior_transfers", "factor_min"):
+        for name in ("output_tokens", "step_floor_s", "fading_s", "prior_transfers", "pooled_prior_transfers", "factor_min"):
             if getattr(self, name) == 0:
                 raise InputError("zero would divide by nothing", where=name, mend="use a small positive number")
         if not self.factor_min <= 1 <= self.factor_max:
