@@ -84,7 +84,14 @@ class ForesightSpec(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("output_window", "width", "joint_width", "joint_reach", "near_max"):
             if getattr(self, name) != int(getattr(self, name)):
                 raise InputError(f"{getattr(self, name)} is not a whole number", where=name, mend="drop the fraction")
-        for name in ("output_tokens", "step_floor_s", "fading_s", "prior_transfers", "pooled_prior_transfers", "factor_min"):
+        for name in (
+            "output_tokens",
+            "step_floor_s",
+            "fading_s",
+            "prior_transfers",
+            "pooled_prior_transfers",
+            "factor_min",
+        ):
             if getattr(self, name) == 0:
                 raise InputError("zero would divide by nothing", where=name, mend="use a small positive number")
         if not self.factor_min <= 1 <= self.factor_max:
