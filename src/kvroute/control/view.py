@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -52,7 +53,7 @@ class Load:
     """Prefill work ahead."""
 
 
-class DecodePick(msgspec.Struct, frozen=True, gc=False):
+class DecodePick(NamedTuple):
     """A chosen decode instance, with what it was chosen from."""
 
     choice: Choice

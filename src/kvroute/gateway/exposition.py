@@ -17,6 +17,8 @@ Key: TypeAlias = tuple[str, ...]
 Exemplar: TypeAlias = tuple[str, str]
 """Label name and value of what to look at as an example, e.g. ("trace_id", "4bf9...")."""
 Kind: TypeAlias = Literal["counter", "gauge", "histogram"]
+Amount: TypeAlias = int | float
+"""Both, for they are written differently; a `float` alone would be one when compiled."""
 
 KEYS_MOST = 4096
 """Label sets of one family. Labels come from the cluster file and from this program; should a mistake make them
@@ -51,9 +53,9 @@ class Counter(Family):
 
     def __init__(self, name: str, help: str, labels: Key = ()) -> None:
         super().__init__("counter", name, help, labels)
-        self.values: dict[Key, float] = {} if labels else {(): 0}
+        self.values: dict[Key, Amount] = {} if labels else {(): 0}
 
-    def add(self, key: Key = (), amount: float = 1) -> None:
+    def add(self, key: Key = (), amount: Amount = 1) -> None:
         """Count; `amount` is zero or more."""
         try:
             self.values[key] += amount
@@ -123,7 +125,7 @@ class Histogram(Family):
         return "".join(parts)
 
 
-def lines(family: Family, samples: Iterable[tuple[Key, float]], openmetrics: bool) -> str:
+def lines(family: Family, samples: Iterable[tuple[Key, Amount]], openmetrics: bool) -> str:
     """The text of a counter or gauge from its samples."""
     parts = [family.head(openmetrics)]
     for key, value in samples:
@@ -138,7 +140,7 @@ def page(families: Iterable[Counter | Histogram], openmetrics: bool) -> Iterator
         yield family.text(openmetrics)
 
 
-def number(value: float) -> str:
+def number(value: Amount) -> str:
     """A number as both formats write it; whole numbers beyond 2^53 lose their last digits like any float."""
     if isinstance(value, int):
         return str(value)

@@ -106,8 +106,8 @@ class Journey:
                 serving.spawn(self._begin_later())
             else:
                 self._arrive(prompt)
-        except RequestError as error:
-            self._answer_error(error.status, error.body(), serving.now(), error.message)
+        except RequestError as refused:
+            self._answer_error(refused.status, refused.body(), serving.now(), refused.message)
         except Exception as error:
             self.broke(error)
 

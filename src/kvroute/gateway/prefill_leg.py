@@ -83,8 +83,8 @@ class PrefillLeg(Leg):
                 return
             try:
                 self.handover = None if station.dialect.joint else station.dialect.handover(self.body())
-            except DialectError as error:
-                self.lost("malformed", f"prefill instance {station.name} {error}", 502, sent=True)
+            except DialectError as odd:
+                self.lost("malformed", f"prefill instance {station.name} {odd}", 502, sent=True)
                 return
             now = journey.serving.now()
             self.succeeded(now)

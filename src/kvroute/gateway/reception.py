@@ -132,8 +132,8 @@ class Reception:
             if not exchange.gone:
                 take(exchange, key, found, received_at)
                 return
-        except RequestError as error:
-            self._refuse(exchange, error.status, error.body(), kind, key)
+        except RequestError as refused:
+            self._refuse(exchange, refused.status, refused.body(), kind, key)
             return
         except Exception as error:
             note("error", "request_failed", reason=f"{type(error).__name__}: {error}")

@@ -78,9 +78,9 @@ class Relay:
             self._stations = answerers(serving.stations.values(), model, self._turn)
             serving.budget.request(serving.now())
             self._next("no instance is up", 503)
-        except RequestError as error:
-            exchange.respond(error.status, error.body(), headers=[(b"x-request-id", self._request_id)])
-            self._end(error.status, error.message)
+        except RequestError as refused:
+            exchange.respond(refused.status, refused.body(), headers=[(b"x-request-id", self._request_id)])
+            self._end(refused.status, refused.message)
         except Exception as error:
             self._broke(error)
 
