@@ -6,9 +6,8 @@ STAMP := $(VENV)/.core
 # Trust what the machine trusts, as pip does.
 export UV_SYSTEM_CERTS := true
 DEV_STAMP := $(VENV)/.dev
-COMPILED := .venv-compiled
 
-.PHONY: demo test test-compiled compiled check lint types layers vllm live bench requirements clean
+.PHONY: demo test check lint types layers vllm live bench requirements clean
 
 $(BIN)/uv: requirements/uv.txt
 	$(PYTHON) -m venv $(VENV)
@@ -29,21 +28,6 @@ demo: $(STAMP)  ## a live gateway on 16 emulated engines under round-robin and N
 
 test: $(DEV_STAMP)  ## the whole test suite but the live tests
 	$(BIN)/pytest -n auto -m "not live"
-
-# An environment of its own: compiled modules beside editable sources would go stale unseen.
-$(COMPILED)/.wheel: $(DEV_STAMP) hatch_build.py $(shell find src -name '*.py')
-	rm -rf dist/compiled
-	KVROUTE_COMPILED=1 $(BIN)/python -m hatchling build --target wheel --directory dist/compiled
-	$(BIN)/uv venv --quiet --allow-existing --python $(BIN)/python $(COMPILED)
-	$(BIN)/uv pip install --quiet --python $(COMPILED)/bin/python --require-hashes -r requirements/dev.txt
-	$(BIN)/uv pip install --quiet --python $(COMPILED)/bin/python --no-deps --reinstall dist/compiled/*.whl
-	@touch $(COMPILED)/.wheel
-
-compiled: $(COMPILED)/.wheel  ## kvroute with the gateway's data path compiled; needs a C compiler, takes minutes
-
-test-compiled: $(COMPILED)/.wheel  ## what runs compiled, by the same tests
-	$(COMPILED)/bin/python -c 'import kvroute.gateway.journey as m; assert m.__file__.endswith(".so"), m.__file__'
-	$(COMPILED)/bin/pytest -n auto -m "not live" tests/gateway tests/control tests/test_prefix.py tests/test_oracle.py tests/test_policies.py
 
 lint: $(DEV_STAMP)
 	$(BIN)/ruff check .
@@ -74,4 +58,4 @@ requirements: $(BIN)/uv  ## after a change of dependencies in pyproject.toml
 check: lint types layers test  ## what a change must pass
 
 clean:
-	rm -rf $(VENV) $(COMPILED) build dist results demo-results
+	rm -rf $(VENV) results demo-results

@@ -15,7 +15,7 @@ from typing import Any
 from bench.gateway.clusters import served, write
 from bench.gateway.load import CHAT, Plan, bodies
 from bench.gateway.program import Program, free_ports
-from bench.measurement import ROOT, Failed
+from bench.measurement import Failed
 from bench.peers.routers import BOOTSTRAP_PORT, sglang_router, vllm_router
 
 from kvroute.types import KvProtocol
@@ -58,19 +58,10 @@ def kvroute(section: Mapping[str, Any] | None = None, protocol: KvProtocol = "vl
     return command
 
 
-def compiled(place: Place) -> list[str]:
-    """`kvroute serve` of `make compiled`; Failed where that has not been made."""
-    program = ROOT / ".venv-compiled" / "bin" / "kvroute"
-    if not program.exists():
-        raise Failed("not built: make compiled")
-    return [str(program), *kvroute()(place)[1:]]
-
-
 CONTENDERS: dict[str, Command] = {
     "kvroute": kvroute(),
     "vllm-router": lambda place: vllm_router(place.port, place.second_port, place.prefill, place.decode),
     "sglang-router": lambda place: sglang_router(place.port, place.second_port, place.prefill, place.decode),
-    "kvroute, compiled": compiled,
     "kvroute, event log": kvroute({"log": {"events": "FOLDER/events.jsonl"}}),
     "kvroute, tokenizer": kvroute({"prompt": {"tokenizer": "FOLDER/tokenizer.json"}}),
     "kvroute, SGLang": kvroute(protocol="sglang"),

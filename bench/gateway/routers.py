@@ -33,7 +33,6 @@ LOADS = {
 TICK_MS = 5.0
 CHUNK_TARGET_MS = 0.3
 OURS, VLLM, SGLANG = "kvroute", "vllm-router", "sglang-router"
-COMPILED = "kvroute, compiled"
 VARIANTS = tuple(name for name in CONTENDERS if name.startswith("kvroute,"))
 
 Trial = Mapping[str, Any]
@@ -142,9 +141,9 @@ def rows(found: Mapping[str, Sequence[Trial]], missing: Mapping[str, str]) -> li
     made = [_row(found, missing, measure, OURS, peer) for measure, peers in COMPARED.items() for peer in peers]
     for name in VARIANTS:
         if name in found:
-            peers = (VLLM, SGLANG) if name == COMPILED else (SGLANG if "SGLang" in name else "",)
-            for measure in ("CPU per request, 32 connections", "added latency, median"):
-                made += [_row(found, missing, measure, name, peer) for peer in peers]
+            peer = SGLANG if "SGLang" in name else ""
+            made.append(_row(found, missing, "CPU per request, 32 connections", name, peer))
+            made.append(_row(found, missing, "added latency, median", name, peer))
     return made
 
 
