@@ -380,6 +380,46 @@ def test_the_home_that_is_farthest_from_its_split_goes_first() -> None:
     assert more == ("convert", (Conversion(instance="a-d0", role="prefill"),))
 
 
+def test_a_change_has_to_pay_for_the_way_there_and_back() -> None:
+    """A third of 13 instances for 100 s is 433 s; each of the two that leave loses 100 s, and a decode instance 120 s
+    on the way back. Those that lose least go first."""
+    busy: dict[Stage, StageLoad] = {"decode": StageLoad(0.9)}
+    costs_s = dict.fromkeys(("a-p0", "a-p1", "b-p0", "b-p2", "b-p3", "b-p4", "b-p5"), 100.0) | {"b-p1": 90.0}
+    back_s = dict.fromkeys(("a-d0", "a-d1", "b-d0", "b-d1"), 120.0)
+    target = np.array([3, 4])
+    best = ("convert", (Conversion(instance="b-p1", role="decode"),))
+    assert judge(LongTerm(), pair(), target, 1 / 3, busy, 0, 100.0, costs_s | back_s) == best
+    assert judge(LongTerm(), pair(), target, 1 / 3, busy, 0, 98.0, costs_s | back_s) == ("costly", ())
+    assert judge(LongTerm(), pair(), target, 1 / 3, busy, 0, 98.0, costs_s) == best
+
+
+def test_a_role_that_was_busy_in_the_window_keeps_what_it_needs() -> None:
+    """Nine prefill instances do 6.5 instances' work at most: 0.81 of eight. A queue at the other role counts more."""
+    target, prefill = np.array([3, 4]), StageLoad(0.2, 0.0, 6.5 / 9)
+    busy: dict[Stage, StageLoad] = {"decode": StageLoad(0.9), "prefill": prefill}
+    assert judge(LongTerm(), pair(), target, 0.3, busy, 0) == ("no_room", ())
+    queue: dict[Stage, StageLoad] = {"decode": StageLoad(0.9, 6.0), "prefill": prefill}
+    assert judge(LongTerm(), pair(), target, 0.3, queue, 0)[0] == "convert"
+    assert judge(LongTerm(spare_below=0.82), pair(), target, 0.3, busy, 0)[0] == "convert"
+    less: dict[Stage, StageLoad] = busy | {"prefill": StageLoad(0.2, 0.0, 6 / 9)}
+    assert len(judge(LongTerm(at_once=2), pair(), target - 1, 0.3, less, 0)[1]) == 1, "0.75 of eight, 0.86 of seven"
+
+
+def test_decode_is_as_busy_as_what_comes_in_will_make_it() -> None:
+    """Prefill does not keep up, so that decode sees little: six instances answer 4.7 requests a second, and would be
+    four fifths busy with the four that come in; with two they would not."""
+    for rate_per_s, verdict in ((2.0, "convert"), (4.0, "no_room")):
+        allocation = Allocation(LongTerm(window_s=80.0))
+        for index in range(int(100 * rate_per_s)):
+            allocation.traffic.arrived(index / rate_per_s, (2_000, 20_000, 60_000)[index % 3])
+            allocation.traffic.answered(index / rate_per_s, 1_024)
+        busy: dict[Stage, StageLoad] = {"prefill": StageLoad(0.97, 1.0), "decode": StageLoad(0.3)}
+        review = allocation.review(100.0, case_study(1), busy)
+        assert review is not None
+        assert review.gain > 0.1
+        assert review.verdict == verdict
+
+
 def test_relief_comes_from_where_the_least_is_kept() -> None:
     """Decode has a queue: home b can spare one, and nobody can where six have to stay; the longer queue is helped."""
     queues: dict[Stage, StageLoad] = {"prefill": StageLoad(0.1, 1.0), "decode": StageLoad(1.0, 9.0)}
@@ -387,6 +427,9 @@ def test_relief_comes_from_where_the_least_is_kept() -> None:
     assert judge(LongTerm(), pair(), np.array([3, 6]), 0.0, queues, 0) == relieved
     assert judge(LongTerm(prefill_min=5), pair(), np.array([3, 6]), 0.0, queues, 0) == relieved
     assert judge(LongTerm(prefill_min=6), pair(), np.array([3, 6]), 0.0, queues, 0) == ("no_gain", ())
+    costs_s = {f"b-p{index}": 80.0 for index in range(6)}
+    assert judge(LongTerm(), pair(), np.array([3, 6]), 0.0, queues, 0, 101.0, costs_s) == relieved, "4/5 of 101 s"
+    assert judge(LongTerm(), pair(), np.array([3, 6]), 0.0, queues, 0, 99.0, costs_s) == ("no_gain", ())
 
 
 def test_traffic_says_how_much_came_in() -> None:
@@ -467,6 +510,7 @@ def test_wrong_short_terms_are_mended(fields: dict[str, float], problem: str) ->
         ({"at_once": 0}, "at_once"),
         ({"prefill_min": -1}, "prefill_min"),
         ({"busy_above": 1.0}, "busy_above"),
+        ({"spare_below": 0.0}, "spare_below"),
         ({"threshold_gain_min": math.nan}, "threshold_gain_min"),
         ({"reading": "mean"}, "reading"),
         ({"queue_high_s": -1.0}, "queue_high_s"),

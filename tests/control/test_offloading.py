@@ -133,9 +133,9 @@ def test_a_request_whose_way_failed_is_prefilled_again_at_home() -> None:
     assert site(sites, prefill_of(arrive(control, 2, 40_000, at=6.0)).instance) == AWAY
 
 
-def serve(control: Control, number: int, tokens: int, at: float) -> None:
+def serve(control: Control, number: int, tokens: int, at: float, blocks: tuple[int, ...] = ()) -> None:
     """A whole request, in no time, with an answer of 1,000 tokens."""
-    decisions = arrive(control, number, tokens, at)
+    decisions = arrive(control, number, tokens, at, blocks)
     decisions += control.handle(PrefillFinished(at, number))
     assert any(isinstance(decision, Decode) for decision in decisions)
     control.handle(TransferFinished(at, number))
@@ -159,6 +159,33 @@ def test_roles_follow_the_traffic_and_an_instance_under_conversion_gets_nothing(
     control.handle(InstanceConverted(7.0, convert.instance, convert.role))
     chosen = {prefill_of(arrive(control, number, 1_000, at=7.0)).instance for number in range(300, 310)}
     assert convert.instance in chosen
+
+
+@pytest.mark.parametrize(("cached", "verdict"), [("nothing", "convert"), ("own", "costly"), ("shared", "convert")])
+def test_a_role_keeps_the_instances_whose_caches_save_more_than_a_change(cached: str, verdict: str) -> None:
+    """Answers are what lacks decode instances, and 500 tokens of every prompt have to be computed; where 30,000 more
+    are cached, each of another conversation, a prefill instance is worth more than it seems. What many
+    share is lost once."""
+    sites = cluster(prefill=1, local=3, decode=1)
+    control = core(sites, long_term=LongTerm(requests_min=20, busy_above=0.01), threshold_tokens=1e5)
+    homes = [i.name for i in sites.instances if i.datacenter == HOME and i.role == "prefill"]
+    for number in range(60):
+        first = 30 * (number if cached == "own" else number % 3) + 1
+        blocks = () if cached == "nothing" else tuple(range(first, first + 30))
+        control.handle(KvStored(number * 0.4, homes[number % 3], blocks, 1_000))
+        tokens = 30_500 if blocks else 500
+        if number < 20:
+            serve(control, number, tokens, number * 0.4, blocks)
+        else:
+            arrive(control, number, tokens, number * 0.4, blocks)
+            control.handle(PrefillFinished(number * 0.4, number))
+    conversions = control.handle(ReviewDue(24.0))
+    assert control.offloading is not None
+    review = control.offloading.last_review
+    assert review is not None
+    assert review.busy == ("decode",)
+    assert review.verdict == verdict
+    assert [type(each) for each in conversions] == ([Convert] if verdict == "convert" else [])
 
 
 def test_an_instance_of_the_prefill_site_never_converts() -> None:

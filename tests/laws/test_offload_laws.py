@@ -6,12 +6,14 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvroute.policies.allocation import Allocation, Capacity, Home, LongTerm, Review, Stage, StageLoad
+from kvroute.policies.conversion import STAGES, judge
 from kvroute.policies.offload import HOME, OffloadSpec, SiteCandidates, choose_site, longest
 from kvroute.policies.threshold import Scarcity, ShortTerm, Threshold
 from kvroute.policies.throughput import (
@@ -24,7 +26,7 @@ from kvroute.policies.throughput import (
     splits,
     stage_rates,
 )
-from kvroute.policies.traffic import Traffic
+from kvroute.policies.traffic import Tally, Traffic
 from kvroute.types import FloatArray
 
 shares = st.floats(0, 1.2)
@@ -330,6 +332,44 @@ def test_traffic_counts_what_a_list_would(steps: list[tuple[float, int, int]]) -
     assert traffic.mix(at + 18.0) is None
 
 
+@given(st.lists(st.tuples(st.floats(0, 5), st.integers(0, 2), st.floats(0, 1e3)), min_size=1, max_size=60))
+def test_a_tally_sums_what_a_list_would(steps: list[tuple[float, int, float]]) -> None:
+    """A window of 16 s in parts of 2 s: of all, of the last two, of each that is over."""
+    tally, at = Tally(16.0, 3), 0.0
+    seen: list[tuple[int, int, float]] = []
+    for wait_s, column, amount in steps:
+        at += wait_s
+        tally.add_one(at, column, amount)
+        tally.add(at, np.array([0.0, 1.0, 0.0]))
+        seen += [(math.floor(at / 2), column, amount), (math.floor(at / 2), 1, 1.0)]
+    now = math.floor(at / 2)
+
+    def total(first: int, last: int) -> list[float]:
+        return [sum(a for part, c, a in seen if c == column and first <= part <= last) for column in range(3)]
+
+    assert np.allclose(tally.window(at), total(now - 7, now))
+    assert np.allclose(tally.recent(at), total(now - 1, now))
+    assert np.allclose(tally.parts(at), [total(part, part) for part in range(now - 7, now)])
+    assert not tally.window(at + 18.0).any()
+
+
+@given(events)
+def test_the_busiest_part_of_the_window_is_found(steps: list[tuple[float, int, int]]) -> None:
+    """Arrivals of each part of 2 s that is over, and of the last with the present one; the longest answer."""
+    traffic, at = Traffic(16.0), 0.0
+    seen: list[tuple[float, int]] = []
+    for wait_s, tokens, output in steps:
+        at += wait_s
+        traffic.arrived(at, tokens)
+        traffic.answered(at, output)
+        seen.append((math.floor(at / 2), output))
+    now, kept = math.floor(at / 2), [each for each in seen if each[0] > math.floor(at / 2) - 8]
+    over = max(sum(part == earlier for part, _ in kept) / 2.0 for earlier in range(now - 7, now))
+    assert math.isclose(traffic.peak_per_s(at), max(over, traffic.recent_per_s(at)))
+    assert traffic.longest_tokens(at) == max(output for _, output in kept)
+    assert traffic.longest_tokens(at + 18.0) == 0.0
+
+
 def bent(per_token_s: float) -> Callable[[FloatArray], FloatArray]:
     """Attention makes long prompts dearer, so that the mean cost is not the cost of the mean."""
     return lambda tokens: 0.1 + per_token_s * tokens * (1.0 + tokens / 50_000)
@@ -363,7 +403,8 @@ def capacities(draw: st.DrawFn) -> Capacity:
 
 
 lengths = st.lists(st.sampled_from([100, 2_000, 9_000, 30_000, 120_000]), min_size=1, max_size=12)
-ALL_BUSY: dict[Stage, StageLoad] = {"prfaas": StageLoad(1.0), "prefill": StageLoad(1.0), "decode": StageLoad(1.0)}
+ALL_QUEUED: dict[Stage, StageLoad] = {stage: StageLoad(0.0, 60.0) for stage in STAGES}
+"""Everybody has a queue, and nobody so much to do that it could not give an instance away."""
 
 
 def observed(spec: LongTerm, tokens: list[int]) -> Allocation:
@@ -391,13 +432,13 @@ def applied(capacity: Capacity, review: Review) -> Capacity:
 def test_conversions_end_at_a_split_that_is_about_the_best(
     capacity: Capacity, tokens: list[int], at_once: int, gain_min: float
 ) -> None:
-    """Under constant traffic and with everybody busy: each review proposes a few that exist, in the order given; soon
-    none, and then never again; what is missed in the end is less than `gain_min`."""
+    """Under constant traffic, with a queue everywhere and nothing to lose: each review proposes a few that exist, in
+    the order given; soon none, and then never again; what is missed in the end is less than `gain_min`."""
     spec = LongTerm(requests_min=1, review_s=1.0, window_s=1e4, at_once=at_once, gain_min=gain_min)
     allocation = observed(spec, tokens)
     idle, quiet, missed = False, 0, 1.0
     for step in range(30):
-        review = allocation.review(float(step), capacity, ALL_BUSY)
+        review = allocation.review(float(step), capacity, ALL_QUEUED)
         assert review is not None
         assert len(review.conversions) <= at_once
         for role in ("prefill", "decode"):
@@ -464,3 +505,74 @@ def test_only_a_busy_role_grows(
         homes = capacity.homes
         count = sum(len(home.decode if conversion.role == "prefill" else home.prefill) for home in homes)
         assert giver.utilisation * count < spec.busy_above * (count - 1), "else it would be converted back"
+
+
+@st.composite
+def judgements(draw: st.DrawFn) -> tuple[tuple[Home, ...], np.ndarray[Any, np.dtype[np.int64]], float, float]:
+    """Homes, the split that would be best, what the present one misses, and how long the traffic lasts."""
+    homes = draw(capacities()).homes
+    target = np.array([draw(st.integers(0, home.instances)) for home in homes], dtype=np.int64)
+    return homes, target, draw(st.floats(0, 1)), draw(st.floats(0, 1e3))
+
+
+costs = st.dictionaries(st.from_regex(r"[ab][0-8]", fullmatch=True), st.floats(0, 1e4), max_size=12)
+
+
+@given(judgements(), costs, loads, loads, loads)
+def test_a_conversion_pays_for_what_it_throws_away(
+    judgement: tuple[Any, ...], costs_s: dict[str, float], prfaas: StageLoad, prefill: StageLoad, decode: StageLoad
+) -> None:
+    """What is gained on all instances is no less than what is lost with those that change."""
+    homes, target, gain, used_s = judgement
+    measured: dict[Stage, StageLoad] = {"prfaas": prfaas, "prefill": prefill, "decode": decode}
+    verdict, conversions = judge(LongTerm(at_once=3), homes, target, gain, measured, 0, used_s, costs_s)
+    lost_s = sum(costs_s.get(each.instance, 0.0) for each in conversions)
+    most_s = gain * sum(home.instances for home in homes) if verdict == "convert" else 1.0
+    assert lost_s <= most_s * used_s
+
+
+@given(judgements(), loads, st.sampled_from(STAGES), st.integers(1, 3))
+def test_idle_instances_with_nothing_cached_change_wherever_it_helps(
+    judgement: tuple[Any, ...], busy: StageLoad, stage: Stage, at_once: int
+) -> None:
+    """What remains are the old rules: the gain is worth it, and who would grow is busy."""
+    homes, target, gain, used_s = judgement
+    spec = LongTerm(at_once=at_once)
+    verdict, conversions = judge(spec, homes, target, gain, {stage: busy}, 0, used_s)
+    more = [int(count) - len(home.prefill) for count, home in zip(target, homes, strict=True)]
+    grows = sum(max(-each if stage == "decode" else each, 0) for each in more)
+    binds = busy.utilisation >= spec.busy_above or busy.queue_s >= spec.queue_high_s
+    if gain >= spec.gain_min:
+        assert len(conversions) == (min(grows, at_once) if binds else 0)
+        assert verdict == ("convert" if conversions else "not_busy")
+
+
+@given(judgements(), st.floats(0, 12), st.floats(0, 12), st.floats(0, 1), st.data())
+def test_under_constant_work_no_instance_goes_there_and_back(
+    judgement: tuple[Any, ...], prefill: float, decode: float, prfaas: float, data: st.DataObject
+) -> None:
+    """So many instances' worth of work at each role, which queues where there are fewer; whatever the model says is
+    best, and however it changes its mind."""
+    homes = judgement[0]
+    changed = set[str]()
+    for _ in range(12):
+        busy: dict[Stage, StageLoad] = {"prfaas": StageLoad(prfaas)}
+        works: tuple[tuple[Stage, float], ...] = (("prefill", prefill), ("decode", decode))
+        for stage, work in works:
+            count = sum(len(home.prefill if stage == "prefill" else home.decode) for home in homes)
+            share = work / count if count else 0.0
+            busy[stage] = StageLoad(min(share, 1.0), 60.0 if share > 1.0 else 0.0, share)
+        target = np.array([data.draw(st.integers(0, home.instances)) for home in homes], dtype=np.int64)
+        gain = data.draw(st.sampled_from([0.0, 0.3]))
+        _, conversions = judge(LongTerm(at_once=data.draw(st.integers(1, 3))), homes, target, gain, busy, 0)
+        moved = {each.instance for each in conversions}
+        assert not moved & changed
+        changed |= moved
+        homes = tuple(
+            replace(
+                home,
+                prefill=[n for n in home.prefill if n not in moved] + [n for n in home.decode if n in moved],
+                decode=[n for n in home.decode if n not in moved] + [n for n in home.prefill if n in moved],
+            )
+            for home in homes
+        )

@@ -86,8 +86,7 @@ class Dispatch:
         choice = view.choose_prefill(request, model, candidates)
         if isinstance(choice, Reject):
             return (choice,)
-        if not journey.avoid:
-            choice = self._pairing.prefill(request, model, candidates, choice, at)
+        choice = self._pairing.prefill(request, model, candidates, choice, at)
         pool = view.prefill[model]
         pick: DecodePick | Reject | None = None
         if self._view.cluster.instances[int(pool.ids[choice.index])].protocol == "sglang":
@@ -98,6 +97,8 @@ class Dispatch:
         journey.prefill_s = float(candidates.prefill_s[choice.index])
         pool.book(choice.index, at, journey.prefill_s)
         prefill = Prefill(request.id, pool.names[choice.index], int(candidates.hit_tokens[choice.index]), choice.terms)
+        if self._offloading is not None:
+            self._offloading.prefills(at, choice.index, request, int(candidates.hit_tokens[choice.index]))
         prefill = self._prefixes.settle(prefill, request, model, placement, fetches, at)
         journey.copy_id = prefill.copy_id
         if placement is not None:
@@ -212,6 +213,9 @@ class Dispatch:
         journey.need_bytes = float(candidates.need_bytes[position]) - reserve_bytes
         journey.kv_bytes = float(candidates.kv_bytes[position])
         pool.book(position, journey.need_bytes)
+        if self._offloading is not None:
+            hit_tokens = int(candidates.hit_tokens[position])
+            self._offloading.decodes(at, position, journey.request, hit_tokens, tier)
         if (journey.prefill < 0 or journey.early) and journey.source != journey.target:
             self.start_transfer(journey, at)
         return Decode(

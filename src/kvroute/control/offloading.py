@@ -77,7 +77,9 @@ class Offloading:
         self._searched = spec.threshold_tokens is not None
         self._pool: PrefillPool = view.prefill[self._model.name]
         self._members = self.datacenters.members(self._pool.ids)
-        self._stages = Stages(view, self.datacenters, self._pool, next(iter(view.decode.values())), self._model)
+        self._stages = Stages(
+            view, self.datacenters, self._pool, next(iter(view.decode.values())), self._model, spec.long_term.window_s
+        )
 
     def site_of(self, instance: int) -> int:
         """The site of an instance of the cluster."""
@@ -119,6 +121,7 @@ class Offloading:
 
     def observe(self, at: float) -> None:
         """Let thresholds and the judgement of bandwidth follow what is known at this time."""
+        self._stages.observe(at)
         pending_s = self._pool.pending_s(at)
         home_queue_s = min((self._least(pending_s, self._members[site]) for site in self.datacenters.pd), default=0.0)
         surges = home_queue_s >= self.spec.short_term.queue_high_s  # else nobody asks for the median
@@ -259,6 +262,17 @@ class Offloading:
         """KV bytes of a prefix beyond what is there."""
         return float(self._model.kv_bytes(prefix_tokens, hit_tokens))
 
+    def prefills(self, at: float, position: int, request: Request, hit_tokens: int) -> None:
+        """Where a prompt has gone, by position in the pool, and how much of it is cached there."""
+        self._stages.prefilled(at, position, request, hit_tokens)
+
+    def decodes(self, at: float, position: int, request: Request, hit_tokens: int, tier: int) -> None:
+        """Where an answer goes, by position in the pool, how much of its prompt is cached there, and how far it is."""
+        if hit_tokens:
+            whole, rest = (self._model.kv_bytes(request.input_tokens, hit) for hit in (0, hit_tokens))
+            saved_s = float(whole - rest) / float(self._view.cluster.tier_bytes_per_s[tier])
+            self._stages.decoded(at, position, request, hit_tokens, saved_s)
+
     def answered(self, at: float, output_tokens: int) -> None:
         """The length of an answer, for reviews."""
         self.allocation.traffic.answered(at, output_tokens)
@@ -285,8 +299,11 @@ class Offloading:
             threshold.limit(limit_tokens)
         if not self.allocation.due(at):
             return ()
-        loads = self._stages.loads(at, self.allocation.traffic.output_tokens(at) or 0.0)
-        review = self.allocation.review(at, self._capacity(at), loads, self.converting, self._base_tokens())
+        traffic = self.allocation.traffic
+        output_tokens = traffic.output_tokens(at) or 0.0
+        loads = self._stages.loads(at, output_tokens)
+        costs_s = self._stages.costs_s(at, output_tokens, traffic.longest_tokens(at))
+        review = self.allocation.review(at, self._capacity(at), loads, self.converting, self._base_tokens(), costs_s)
         if review is None:
             return ()
         self.last_review = review

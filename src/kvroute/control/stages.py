@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import get_args
 
 import numpy as np
 
@@ -13,8 +14,15 @@ from kvroute.control.view import View
 from kvroute.llm import Model
 from kvroute.policies.allocation import Capacity, Home, Stage, StageLoad
 from kvroute.policies.throughput import Curve, PrfaasCluster, kv_curve, prefill_curve
+from kvroute.policies.traffic import Tally
 from kvroute.timing import IterationTime
-from kvroute.types import IntArray
+from kvroute.types import FloatArray, IntArray, Request
+
+_STAGES: tuple[Stage, ...] = get_args(Stage)
+_SAMPLES = len(_STAGES)
+"""The column after those of the stages: how often they were looked at."""
+_LOOKS = 300
+"""At how busy the stages are, in a window, at most."""
 
 
 @dataclass(slots=True)
@@ -26,12 +34,24 @@ class Stages:
     prefill: PrefillPool
     decode: DecodePool
     model: Model
+    window_s: float
+    """That is looked back on."""
     _prefill_at: dict[int, IntArray] = field(init=False)
     _decode_at: dict[int, IntArray] = field(init=False)
+    _busy: Tally = field(init=False)
+    """Instances' worth of work at each stage, summed over looks."""
+    _saved_s: Tally = field(init=False)
+    """By index in the cluster: what its cached prefixes have saved, in seconds of an instance."""
+    _hits: Tally = field(init=False)
+    """By index in the cluster: blocks of cached prefixes that were found."""
+    _look_at: float = 0.0
 
     def __post_init__(self) -> None:
         self._prefill_at = self.datacenters.members(self.prefill.ids)
         self._decode_at = self.datacenters.members(self.decode.ids)
+        self._busy = Tally(self.window_s, len(_STAGES) + 1)
+        self._saved_s = Tally(self.window_s, len(self.view.cluster.instances))
+        self._hits = Tally(self.window_s, len(self.view.cluster.instances))
 
     def capacity(self, at: float, egress_bytes_per_s: Mapping[int, float]) -> Capacity:
         """Instances that are up; of PrfaaS sites only those whose egress is given, bytes per second by site."""
@@ -67,23 +87,87 @@ class Stages:
         first = int(self.decode.ids[int(self._decode_at[site][0])])
         return prefill_curve(self.prefill.times[self.view.cluster.instances[first].timing])
 
+    def observe(self, at: float) -> None:
+        """Look at how busy the stages are, if the last look is long enough ago."""
+        if at < self._look_at:
+            return
+        self._look_at = at + self.window_s / _LOOKS
+        works = self.prefill.assigned > 0
+        slots = np.minimum(self.decode.batch + self.decode.queued, self.decode.batch_max) / self.decode.batch_max
+        work = [float(works[self._members(sites)].sum()) for sites in (self.datacenters.prfaas, self.datacenters.pd)]
+        self._busy.add(at, np.array([*work, float(slots.sum()), 1.0]))
+
+    def prefilled(self, at: float, position: int, request: Request, hit_tokens: int) -> None:
+        """A prompt goes to this position of the prefill pool, that has so much of it cached."""
+        if hit_tokens:
+            time = self.prefill.times[self.prefill.timing[position]]
+            saved_s = time.seconds(request.input_tokens) - time.seconds(request.input_tokens, hit_tokens)
+            self._saved(at, int(self.prefill.ids[position]), saved_s, hit_tokens / request.block_tokens)
+
+    def decoded(self, at: float, position: int, request: Request, hit_tokens: int, saved_s: float) -> None:
+        """An answer goes to this position of the decode pool, that has so much of the prompt cached: so much sooner is
+        it there, and so long one slot of the batch does not wait."""
+        if hit_tokens:
+            slot_s = saved_s / float(self.decode.batch_max[position])
+            self._saved(at, int(self.decode.ids[position]), slot_s, hit_tokens / request.block_tokens)
+
+    def _saved(self, at: float, index: int, saved_s: float, blocks: float) -> None:
+        self._saved_s.add_one(at, index, saved_s)
+        self._hits.add_one(at, index, blocks)
+
+    def costs_s(self, at: float, output_tokens: float, longest_tokens: float) -> dict[str, float]:
+        """What is lost with each instance of the homes that changes its role, in seconds of one instance.
+
+        What its cached prefixes have saved in the window, but each block once, however often it was found: when it has
+        been computed elsewhere, it is cached there. And where answers are under way, the slots that stay empty until
+        the last one ends; a prefill instance works to the end. An answer has `output_tokens`, the longest so many.
+        """
+        saved_s, hits, decode = self._saved_s.window(at), self._hits.window(at), self.decode
+        costs = dict[str, float]()
+        for k, name in enumerate(self.prefill.names):
+            if self.prefill.up[k]:
+                costs[name] = self._lost_s(int(self.prefill.ids[k]), saved_s, hits)
+        idle_tokens = max(longest_tokens - output_tokens / 2, 0.0)  # those under way are half done
+        drain_s = np.where(decode.batch + decode.queued > 0, decode.iteration_base_s * idle_tokens, 0.0)
+        for k, name in enumerate(decode.names):
+            if decode.up[k]:
+                costs[name] = self._lost_s(int(decode.ids[k]), saved_s, hits) + float(drain_s[k])
+        return costs
+
+    def _lost_s(self, index: int, saved_s: FloatArray, hits: FloatArray) -> float:
+        held = self.view.caches.prefix.used_blocks(index)
+        return float(saved_s[index]) * min(held / float(hits[index]), 1.0) if hits[index] else 0.0
+
     def loads(self, at: float, output_tokens: float) -> dict[Stage, StageLoad]:
         """The share of instances, or of decode slots, that are busy, and the work that waits. An answer has
         `output_tokens`."""
-        loads: dict[Stage, StageLoad] = {}
+        pending_s, loads = self.prefill.pending_s(at), dict[Stage, StageLoad]()
         stages: tuple[tuple[Stage, Sequence[int]], ...] = (
             ("prfaas", self.datacenters.prfaas),
             ("prefill", self.datacenters.pd),
         )
         for stage, sites in stages:
-            members = np.concatenate([self._prefill_at[site] for site in sites])
+            members = self._members(sites)
             up = members[self.prefill.up[members]]
             if len(up):
-                busy = float((self.prefill.assigned[up] > 0).mean())
-                loads[stage] = StageLoad(busy, float(self.prefill.pending_s(at)[up].min()))
-        slots = int(self.decode.batch_max[self.decode.up].sum())
+                loads[stage] = StageLoad(*self._shares(at, stage, len(up), float(pending_s[up].min())))
+        slots, count = int(self.decode.batch_max[self.decode.up].sum()), int(self.decode.up.sum())
         if slots:
             taken = int((self.decode.batch + self.decode.queued)[self.decode.up].sum())
             answer_s = float(self.decode.iteration_base_s.mean()) * output_tokens
-            loads["decode"] = StageLoad(min(taken / slots, 1.0), max(taken / slots - 1.0, 0.0) * answer_s)
+            queue_s = max(taken / slots - 1.0, 0.0) * answer_s
+            loads["decode"] = StageLoad(*self._shares(at, "decode", count, queue_s))
         return loads
+
+    def _shares(self, at: float, stage: Stage, instances: int, queue_s: float) -> tuple[float, float, float]:
+        """Utilisation of late, queue, utilisation in the busiest part of the window."""
+        column, parts = _STAGES.index(stage), self._busy.parts(at)
+        seen = parts[parts[:, _SAMPLES] > 0]
+        late = self._busy.recent(at)
+        recent = float(late[column] / late[_SAMPLES]) if late[_SAMPLES] else 0.0
+        peak = max(recent, float((seen[:, column] / seen[:, _SAMPLES]).max(initial=0.0)))
+        return min(recent / instances, 1.0), queue_s, peak / instances
+
+    def _members(self, sites: Sequence[int]) -> IntArray:
+        """Positions in the prefill pool of those at these sites."""
+        return np.concatenate([self._prefill_at[site] for site in sites])

@@ -72,6 +72,7 @@ class LongTermSection(Entry, frozen=True, kw_only=True):
     prefill_min: LimitOrNone = _LONG.prefill_min
     decode_min: LimitOrNone = _LONG.decode_min
     busy_above: Share = _LONG.busy_above
+    spare_below: Share = _LONG.spare_below
     queue_high_s: Wait = field(name="queue_high", default=Wait(_LONG.queue_high_s))
 
     def spec(self, *, conversions: bool) -> LongTerm:
@@ -88,6 +89,7 @@ class LongTermSection(Entry, frozen=True, kw_only=True):
             prefill_min=self.prefill_min,
             decode_min=self.decode_min,
             busy_above=self.busy_above,
+            spare_below=self.spare_below,
             queue_high_s=float(self.queue_high_s),
         )
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import TypeAlias
 
@@ -132,6 +132,7 @@ class Allocation:
         loads: Mapping[Stage, StageLoad],
         converting: int = 0,
         base_tokens: float | None = None,
+        costs_s: Mapping[str, float] | None = None,
     ) -> Review | None:
         """Search threshold and split; None where no review is due, or no home is up.
 
@@ -141,6 +142,7 @@ class Allocation:
             loads: what is observed at each stage; one that is missing is idle.
             converting: conversions that have been started and are not over.
             base_tokens: the threshold in use, which stays where the best one is hardly better; None: there is none.
+            costs_s: what is lost with each instance that changes its role, seconds of one instance.
         """
         seen = self._seen(at) if self.due(at) and capacity.homes else None
         if seen is None:
@@ -154,7 +156,13 @@ class Allocation:
         now_per_s, best_per_s = float(present.lambda_max_per_s[here]), float(best.lambda_max_per_s[there])
         gain = max(1.0 - now_per_s / best_per_s, 0.0) if best_per_s else 0.0
         target = best.n_prefill[there[1]]
-        verdict, conversions = judge(self._spec, capacity.homes, target, gain, loads, converting)
+        peak_per_s, answered_per_s = self.traffic.peak_per_s(at), float(present.pd_d_per_s[0])
+        used = min(peak_per_s / now_per_s, 1.0) if now_per_s else 1.0
+        used_s = used * self.traffic.seen_s(at)  # what has lasted for so long is expected to last as long again
+        if answered_per_s:  # a prefill that does not keep up hides from decode what has come in
+            decode = loads.get("decode", StageLoad())
+            loads = {**loads, "decode": replace(decode, peak=max(decode.peak, peak_per_s / answered_per_s))}
+        verdict, conversions = judge(self._spec, capacity.homes, target, gain, loads, converting, used_s, costs_s)
         return Review(
             at=at,
             verdict=verdict,

@@ -1,4 +1,4 @@
-"""The lengths of recent requests and answers, counted: what a scheduler of roles searches by; it decides nothing."""
+"""Recent requests, answers and work, counted: what a scheduler of roles searches by; it decides nothing."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ class Traffic:
     Within a bin the mean is exact. Time comes in order.
     """
 
-    __slots__ = ("_answers", "_began", "_count", "_slot", "_slot_s", "_tokens")
+    __slots__ = ("_answers", "_began", "_count", "_longest", "_slot", "_slot_s", "_tokens")
 
     def __init__(self, window_s: float) -> None:
         self._slot_s = window_s / _SLOTS
         self._count = np.zeros((_SLOTS, len(_EDGES)))
         self._tokens = np.zeros((_SLOTS, len(_EDGES)))
         self._answers = np.zeros((_SLOTS, 2))
+        self._longest = np.zeros(_SLOTS)
         self._began: float | None = None
         self._slot = 0
 
@@ -41,7 +42,9 @@ class Traffic:
 
     def answered(self, at: float, output_tokens: int) -> None:
         """One answer of so many tokens."""
-        self._answers[self._row(at)] += (1.0, output_tokens)
+        row = self._row(at)
+        self._answers[row] += (1.0, output_tokens)
+        self._longest[row] = max(self._longest[row], output_tokens)
 
     def requests(self, at: float) -> int:
         """Arrivals within the window."""
@@ -50,11 +53,15 @@ class Traffic:
 
     def rate_per_s(self, at: float) -> float:
         """Arrivals per second of the window, or of the time since the first event."""
-        requests = self.requests(at)
-        if self._began is None or at <= self._began:
+        requests, seen_s = self.requests(at), self.seen_s(at)
+        return requests / seen_s if seen_s else 0.0
+
+    def seen_s(self, at: float) -> float:
+        """How long the window is by now: since the first event, at most."""
+        self._forget(at)
+        if self._began is None:
             return 0.0
-        oldest = (self._slot - _SLOTS + 1) * self._slot_s
-        return requests / (at - max(self._began, oldest))
+        return max(at - max(self._began, (self._slot - _SLOTS + 1) * self._slot_s), 0.0)
 
     def recent_per_s(self, at: float) -> float:
         """Arrivals per second of the last two parts of the window, the present one as far as it has come: it follows a
@@ -65,6 +72,11 @@ class Traffic:
         since = max((self._slot - 1) * self._slot_s, self._began)
         requests = self._count[[self._slot % _SLOTS, (self._slot - 1) % _SLOTS]].sum()
         return float(requests) / (at - since) if at > since else 0.0
+
+    def peak_per_s(self, at: float) -> float:
+        """Arrivals per second of the window's busiest part; the present and the last one count as one."""
+        recent_per_s = self.recent_per_s(at)  # which also forgets
+        return max(recent_per_s, float(self._count.sum(axis=1)[_over(self._slot)].max()) / self._slot_s)
 
     def median_tokens(self, at: float) -> float:
         """At least half of the window's requests have so much to compute or less: an edge of a bin; inf without any."""
@@ -77,6 +89,11 @@ class Traffic:
         self._forget(at)
         count, tokens = self._answers.sum(axis=0).tolist()
         return tokens / count if count and tokens else None
+
+    def longest_tokens(self, at: float) -> float:
+        """The longest answer of the window; 0 where none was seen."""
+        self._forget(at)
+        return float(self._longest.max())
 
     def mix(self, at: float) -> tuple[Mix, FloatArray] | None:
         """Lengths with their shares, and the thresholds that part them, ascending from 0; None without traffic."""
@@ -99,6 +116,56 @@ class Traffic:
         """Empty the slots that are over."""
         slot = math.floor(at / self._slot_s)
         for gone in range(max(self._slot + 1, slot - _SLOTS + 1), slot + 1):
-            for array in (self._count, self._tokens, self._answers):
+            for array in (self._count, self._tokens, self._answers, self._longest):
                 array[gone % _SLOTS] = 0.0
         self._slot = max(self._slot, slot)
+
+
+class Tally:
+    """Sums of the last `window_s`, a column for each thing that is counted; whole eighths of it are forgotten.
+
+    Time comes in order.
+    """
+
+    __slots__ = ("_slot", "_slot_s", "_sums")
+
+    def __init__(self, window_s: float, columns: int) -> None:
+        self._slot_s = window_s / _SLOTS
+        self._sums = np.zeros((_SLOTS, columns))
+        self._slot = 0
+
+    def add(self, at: float, amounts: FloatArray) -> None:
+        """So much of each, [columns]."""
+        self._forget(at)
+        self._sums[self._slot % _SLOTS] += amounts
+
+    def add_one(self, at: float, column: int, amount: float) -> None:
+        """So much of one."""
+        self._forget(at)
+        self._sums[self._slot % _SLOTS, column] += amount
+
+    def window(self, at: float) -> FloatArray:
+        """[columns] sums of the window."""
+        self._forget(at)
+        return np.asarray(self._sums.sum(axis=0))
+
+    def recent(self, at: float) -> FloatArray:
+        """[columns] sums of the present part of the window and of the last."""
+        self._forget(at)
+        return np.asarray(self._sums[self._slot % _SLOTS] + self._sums[(self._slot - 1) % _SLOTS])
+
+    def parts(self, at: float) -> FloatArray:
+        """[parts, columns] sums of each part of the window that is over."""
+        self._forget(at)
+        return self._sums[_over(self._slot)]
+
+    def _forget(self, at: float) -> None:
+        slot = math.floor(at / self._slot_s)
+        for gone in range(max(self._slot + 1, slot - _SLOTS + 1), slot + 1):
+            self._sums[gone % _SLOTS] = 0.0
+        self._slot = max(self._slot, slot)
+
+
+def _over(slot: int) -> list[int]:
+    """Rows of the parts before this one."""
+    return [earlier % _SLOTS for earlier in range(slot - _SLOTS + 1, slot)]

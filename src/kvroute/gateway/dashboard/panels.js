@@ -339,6 +339,8 @@ const VERDICT = {
   converting: "earlier changes of roles are not over",
   no_gain: "no other split is worth a change",
   not_busy: "another split is better, but who would grow is not busy",
+  no_room: "another split is better, but who would shrink is needed",
+  costly: "another split is better, but a change costs more than it gains",
 };
 const AWAY_COLOUR = TIER_COLOURS[TIER_COLOURS.length - 1], HOME_COLOUR = "#56b4e9";
 
