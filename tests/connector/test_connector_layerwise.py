@@ -278,6 +278,7 @@ class Relay:
         self._target, self._cuts, self._stall = target, cuts, stall
         self._stack = ExitStack()
         self._listener = self._stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        self._came = threading.Condition()
         self._threads = [threading.Thread(target=self._accept)]
         self._sockets: list[socket.socket] = []
         self._threads[0].start()
@@ -297,13 +298,20 @@ class Relay:
             sock.close()
         self._stack.close()
 
+    def has(self, connections: int) -> None:
+        """Wait until so many have come."""
+        with self._came:
+            assert self._came.wait_for(lambda: self.accepted >= connections, WAIT_S), f"only {self.accepted} came"
+
     def _accept(self) -> None:
         while True:
             try:
                 near, _ = self._listener.accept()
             except OSError:
                 return
-            self.accepted += 1
+            with self._came:
+                self.accepted += 1
+                self._came.notify_all()
             far = socket.create_connection((self._target.host, self._target.port))
             limit = self._cuts.pop(0) if self._cuts else None
             self._sockets += [near, far]
@@ -383,10 +391,11 @@ def test_an_early_transfer_gets_all_its_connections_when_something_comes() -> No
         relayed(peer, []) as relay,
     ):
         client.start(Transfer("d", relay.peer, "p", 0, ALL, wait_s=WAIT_S))
+        server.computed(Computing("p", "p", ALL, BLOCKS), [0])
+        relay.has(3)
         server.hold("p", ALL)
         assert ended(client).failure == ""
         client.close()
-        assert relay.accepted == 3
     assert np.array_equal(source.memory, target.memory)
 
 
