@@ -23,7 +23,7 @@ $(DEV_STAMP): $(STAMP) requirements/dev.txt
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --require-hashes -r requirements/dev.txt
 	@touch $(DEV_STAMP)
 
-demo: $(STAMP)  ## a live gateway on 16 emulated engines under round-robin and NetKV, beside the simulator's prediction
+demo: $(STAMP)  ## a live gateway on 16 emulated engines under round-robin, NetKV and foresight, beside the simulator's prediction
 	$(BIN)/kvroute demo examples/fat-tree-64gpu.yaml --out demo-results
 
 test: $(DEV_STAMP)  ## the whole test suite but the live tests

@@ -143,12 +143,12 @@ def test_simulate_prints_one_document_of_runs(kvroute: Kvroute, trace: str) -> N
 
 
 def test_a_process_of_its_own_prints_nothing_beside_the_document(trace: str) -> None:
-    """The defaults: three policies, compared over a seed; one line and no bar where stderr is no terminal."""
+    """The defaults: four policies, compared over a seed; one line and no bar where stderr is no terminal."""
     command = [sys.executable, "-m", "kvroute.cli.app", "simulate", CLUSTER, "--trace", trace, "--seeds", "1"]
     out = subprocess.run([*command, "--workers", "1", "--json"], capture_output=True, text=True)
     runs = document(Ended(out.returncode, out.stdout, out.stderr))["runs"]
-    assert [run["policy"] for run in runs] == ["round-robin", "cla", "netkv"]
-    assert out.stderr == "Simulating: 3 runs\n"
+    assert [run["policy"] for run in runs] == ["round-robin", "cla", "netkv", "foresight"]
+    assert out.stderr == "Simulating: 4 runs\n"
 
 
 def test_a_log_takes_the_place_of_nothing_but_a_log(kvroute: Kvroute, trace: str) -> None:

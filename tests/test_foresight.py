@@ -10,8 +10,9 @@ import pytest
 from kvroute.oracle import NetworkOracle
 from kvroute.policies import decode_policy
 from kvroute.policies.foresight import Foresight, foresight_policy
-from kvroute.policies.foresight_flight import Answers, InFlight, Learned, Sight
+from kvroute.policies.foresight_flight import InFlight, Sight
 from kvroute.policies.foresight_joint import ForesightJoint, Pair, Way
+from kvroute.policies.foresight_learned import Answers, Learned
 from kvroute.policies.foresight_links import UNKNOWN, LinkModel
 from kvroute.policies.foresight_spec import ForesightSpec
 from kvroute.policies.prefill import PrefillCandidates
@@ -262,8 +263,14 @@ def test_ended_transfers_teach_their_tier() -> None:
     pooled = 10 / 110
     assert table.learned.factor[3] == pytest.approx(0.5 ** ((10 + 2 * pooled) / 12), rel=1e-6)
     assert table.learned.factor[2] == pytest.approx(0.5**pooled, rel=1e-6)
-    assert table.learned.weight[3] == pytest.approx(10.0, rel=0.01)
     assert table.learned.factor[1] == 1.0
+    seen = table.learned.seen(at + 30.5)
+    assert seen[3].weight == pytest.approx(10.0, rel=0.01)
+    assert (seen[3].transfers, seen[3].age_s) == (200, 30.0)
+    assert (seen[2].weight, seen[2].transfers, seen[2].age_s) == (0.0, 0, None)
+    half = np.array([0.0, 0.0, 0.0, 0.5, 0.0])
+    alone = table.alone_bytes_per_s(0, 2, half, table.learned.factor)
+    assert alone == pytest.approx(0.5e9 * table.learned.factor[3])
 
 
 def test_a_tier_that_nobody_uses_is_trusted_again() -> None:
@@ -278,7 +285,7 @@ def test_a_tier_that_nobody_uses_is_trusted_again() -> None:
     once.grown_old(600.0)
     assert often.factor.tolist() == pytest.approx(once.factor.tolist(), rel=1e-9)
     assert 0.9999 < once.factor[3] < 1.0
-    assert once.weight[3] == pytest.approx(math.exp(-10))
+    assert once.seen(600.0)[3].weight == pytest.approx(math.exp(-10))
 
 
 def test_a_decision_sees_what_has_grown_old() -> None:

@@ -49,7 +49,8 @@ def kvroute(section: Mapping[str, Any] | None = None, protocol: KvProtocol = "vl
     """`kvroute serve` with NetKV; `section` is what its `gateway:` says beyond ports, FOLDER for the place's."""
 
     def command(place: Place) -> list[str]:
-        gateway = {"listen": {"port": place.port}, "admin": {"port": place.second_port}, **(section or {})}
+        ports = {"listen": {"port": place.port}, "admin": {"port": place.second_port}}
+        gateway = {"policy": "netkv", **ports, **(section or {})}
         gateway = json.loads(json.dumps(gateway).replace("FOLDER", str(place.folder)))
         bootstrap = "" if protocol == "vllm" else f"127.0.0.1:{BOOTSTRAP_PORT}"
         file = served(place.prefill, place.decode, gateway, protocol=protocol, bootstrap=bootstrap)
@@ -62,6 +63,7 @@ CONTENDERS: dict[str, Command] = {
     "kvroute": kvroute(),
     "vllm-router": lambda place: vllm_router(place.port, place.second_port, place.prefill, place.decode),
     "sglang-router": lambda place: sglang_router(place.port, place.second_port, place.prefill, place.decode),
+    "kvroute, foresight": kvroute({"policy": "foresight"}),
     "kvroute, event log": kvroute({"log": {"events": "FOLDER/events.jsonl"}}),
     "kvroute, tokenizer": kvroute({"prompt": {"tokenizer": "FOLDER/tokenizer.json"}}),
     "kvroute, SGLang": kvroute(protocol="sglang"),

@@ -21,7 +21,7 @@ from kvroute.experiments.simulation import Workload
 from kvroute.types import InputError
 
 CLUSTER = ROOT / "examples" / "fat-tree-64gpu.yaml"
-POLICIES = ("round-robin", "cla", "netkv")
+POLICIES = ("round-robin", "cla", "netkv", "foresight")
 OUTPUT_MAX = 64
 """Longer answers only make the bench longer: TTFT feels the batch, not the length."""
 WITHIN = 0.10

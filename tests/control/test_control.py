@@ -60,8 +60,8 @@ BATCH_MAX = {"d0": 2, "d1": 2, "d2": 1}
 
 
 def core(text: str = TEXT, **spec: Any) -> Control:
-    """A fresh core on the cluster above."""
-    return ControlSpec(**spec).build(parse(text))
+    """A fresh core on the cluster above; it decides by NetKV, whose terms are known here."""
+    return ControlSpec(**{"decode": "netkv", **spec}).build(parse(text))
 
 
 def request(number: int, tokens: int = 1_000, answer: int = 0, **more: Any) -> Request:

@@ -137,6 +137,8 @@ class Lives(RuleBasedStateMachine):
     spec: ClassVar[dict[str, Any]] = {}
     inside_only = False
     """Whether the KV cache may not leave its rack."""
+    learns = False
+    """Whether the policy remembers what transfers have taught, so that it need not decide as a fresh one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -150,7 +152,7 @@ class Lives(RuleBasedStateMachine):
 
     def fresh(self) -> Control:
         """A core that has heard nothing."""
-        return ControlSpec(prefill="cache-aware", **self.spec).build(MIXED)
+        return ControlSpec(**{"prefill": "cache-aware", "decode": "netkv", **self.spec}).build(MIXED)
 
     def tell(self, event: Event) -> tuple[Decision, ...]:
         """Some time later, to both cores."""
@@ -442,6 +444,8 @@ class Lives(RuleBasedStateMachine):
         for name in NAMES:
             for event in (InstanceUp(0, name), InstanceMeasured(0, name, 0, 0, 0.0), KvCleared(0, name)):
                 self.tell(event)
+        if self.learns:
+            return
         fresh = self.fresh()
         sizes = sorted({int(place.kv_capacity_bytes // TOKEN_BYTES) for place in PLACE.values()})
         for number, tokens in enumerate((1_000, *sizes), start=self.count):
@@ -528,14 +532,22 @@ class ServedLives(Lives):
     spec: ClassVar[dict[str, Any]] = {"constraint": "rack:fallback", "overcommit": True}
 
 
+class LearningLives(Lives):
+    """By foresight, which also keeps a table of what is under way, and what each tier has taught."""
+
+    spec: ClassVar[dict[str, Any]] = {"decode": "foresight"}
+    learns = True
+
+
 MANY = settings(max_examples=40, stateful_step_count=40, deadline=None)
 TestLives, TestFencedLives, TestServedLives = Lives.TestCase, FencedLives.TestCase, ServedLives.TestCase
-TestLives.settings = TestFencedLives.settings = TestServedLives.settings = MANY
+TestLearningLives = LearningLives.TestCase
+TestLives.settings = TestFencedLives.settings = TestServedLives.settings = TestLearningLives.settings = MANY
 
 
 def core(cluster: Cluster, **spec: Any) -> Control:
-    """A fresh core."""
-    return ControlSpec(**spec).build(cluster)
+    """A fresh core; it decides by NetKV, whose terms are known here."""
+    return ControlSpec(**{"decode": "netkv", **spec}).build(cluster)
 
 
 def terms_of(decision: Decision) -> Terms:

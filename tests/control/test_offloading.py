@@ -112,6 +112,31 @@ def test_with_bandwidth_to_spare_the_longer_prefix_is_copied_to_where_the_prefil
     assert prefill.copy_bytes == 30_000 * 327_680.0
 
 
+@given(st.integers(1, 60), st.integers(0, 59), st.booleans())
+def test_a_request_that_nobody_can_copy_for_is_placed_by_each_site_s_own_cache(
+    blocks: int, held: int, at_home: bool
+) -> None:
+    """With bandwidth to spare as without: the decision is that of the scarce rule."""
+    sites = cluster()
+    holder = next(i.name for i in sites.instances if (i.datacenter == HOME) == at_home and i.role == "prefill")
+    made = []
+    for named in ("abundant", "scarce"):
+        control = core(sites, rule=named)
+        control.handle(KvStored(0.0, holder, tuple(range(1, held + 1)), 1_000))
+        tokens = 1_000 * blocks
+        request = Request(
+            id=1,
+            input_tokens=tokens,
+            blocks=tuple(range(1, blocks + 1)),
+            block_tokens=1_000,
+            copyable=named == "scarce",
+        )
+        made.append(prefill_of(control.handle(Arrived(0.0, request))))
+    assert (made[0].copy_from, made[0].copy_tokens) == ("", 0)
+    assert (made[0].instance, made[0].cached_tokens) == (made[1].instance, made[1].cached_tokens)
+    assert made[0].offload == made[1].offload
+
+
 def test_a_link_that_is_cut_sends_everything_home_until_it_is_back() -> None:
     sites = cluster()
     control = core(sites)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,6 +20,7 @@ from kvroute.types import (
     Decode,
     Event,
     Finished,
+    InstanceDown,
     PrefillFinished,
     Request,
     Shadowed,
@@ -125,6 +127,34 @@ def test_the_shadow_says_what_the_policy_would_do(acting: str, shadow: str, toke
     (would,) = decodes(played(core(decode=shadow), [tokens]))
     assert acted.shadow is not None
     assert acted.shadow.target == would.target
+
+
+def test_what_foresight_has_learned_is_told() -> None:
+    """Of the acting policy or of the one in the shadow; every second transfer goes to another rack and takes longer
+    than the map says, and there is no tier beyond the pod."""
+    sizes = [9_000] * 12
+    for spec in ({"decode": "netkv", "shadow": "foresight"}, {"decode": "foresight", "shadow": "netkv"}):
+        control = core(**spec, prefill="round-robin")
+        for near in ("d0", "d1"):
+            control.handle(InstanceDown(0.0, near))
+        before = control.learned(0.0)
+        assert before is not None
+        assert {tier.factor for tier in before} == {1.0}
+        assert [tier.bytes_per_s is not None for tier in before] == [True, True, True, False, False]
+        crossed = sum(decision.tier == 2 for decision in decodes(played(control, sizes)))
+        assert crossed == 6
+        learned = control.learned(13.0)
+        assert learned is not None
+        assert 0 < learned[2].transfers <= crossed
+        assert learned[2].factor < 1.0
+        slow, fast = learned[2].bytes_per_s, before[2].bytes_per_s
+        assert slow is not None
+        assert fast is not None
+        assert slow == pytest.approx(fast * learned[2].factor)
+    both = core(decode="foresight-closed", shadow="foresight")
+    played(both, sizes)
+    assert both.learned(13.0) != core(decode="foresight").learned(13.0)
+    assert core(decode="netkv", shadow="cla").learned(1.0) is None
 
 
 def test_a_log_with_a_shadow_replays(tmp_path: Path) -> None:

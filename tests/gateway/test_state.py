@@ -191,7 +191,7 @@ def test_many_transfers_are_counted_but_not_all_shown() -> None:
 
 def test_real_decisions_keep_their_terms() -> None:
     """A prefill, a decode and a reject of the core, as the page gets them."""
-    core, state = ControlSpec().build(CLUSTER), _state()
+    core, state = ControlSpec(decode="netkv").build(CLUSTER), _state()
     [prefill] = core.handle(Arrived(0.0, Request(id=7, input_tokens=4000)))
     [decode] = core.handle(PrefillFinished(0.4, 7))
     assert isinstance(prefill, Prefill)

@@ -16,9 +16,10 @@ from msgspec.structs import fields, replace
 from kvroute.flows import fill_to_the_end, max_min_rates
 from kvroute.policies import CacheAndLoadAware
 from kvroute.policies.foresight import Foresight
-from kvroute.policies.foresight_flight import InFlight, Learned
+from kvroute.policies.foresight_flight import InFlight
 from kvroute.policies.foresight_joint import ForesightJoint, Pair, Way
 from kvroute.policies.foresight_kernels import collided
+from kvroute.policies.foresight_learned import Learned
 from kvroute.policies.foresight_links import LinkModel
 from kvroute.policies.foresight_spec import ForesightSpec
 from kvroute.policies.prefill import PrefillCandidates
@@ -430,6 +431,64 @@ def test_what_is_learned_stays_within_its_bounds(transfers: list[tuple[int, floa
     for tier, _, limited in transfers:
         true.ended(tier, 1e9, 1e9, 1e9 * limited)
     assert true.factor.tolist() == [1.0] * 5
+
+
+taught = st.tuples(
+    st.floats(0, 90),
+    st.sampled_from([2, 3, 4]),
+    st.floats(1e-3, 1e3),
+    st.floats(0, 1),
+    st.booleans(),
+    st.floats(0, 600),
+)
+
+
+@given(st.lists(taught, max_size=30), st.floats(0, 600))
+def test_who_looks_at_what_is_learned_changes_nothing(
+    told: list[tuple[float, int, float, float, bool, float]], later_s: float
+) -> None:
+    """They see what a decision would take, to the last digit; which transfers taught is counted, and how long ago."""
+    watched, alone, at = Learned(ForesightSpec()), Learned(ForesightSpec()), 0.0
+    last: dict[int, list[float]] = {2: [], 3: [], 4: []}
+    for step_s, tier, ratio, limited, looked, ahead_s in told:
+        at += step_s
+        for learned in (watched, alone):
+            learned.grown_old(at)
+            learned.ended(tier, 1e9 * ratio, 1e9, 1e9 * limited)
+        if looked:
+            watched.seen(at + ahead_s)
+        if limited > 0.5 or math.log(ratio) < -0.2:
+            last[tier].append(at)
+    seen = watched.seen(at + later_s)
+    assert watched.factor.tolist() == alone.factor.tolist()
+    alone.grown_old(at + later_s)
+    assert [tier.factor for tier in seen] == alone.factor.tolist()
+    for tier, times in last.items():
+        assert seen[tier].transfers == len(times)
+        assert seen[tier].age_s == (math.floor(at + later_s) - math.floor(times[-1]) if times else None)
+        assert 0 <= seen[tier].weight <= min(len(times), 10)
+    assert [(tier.factor, tier.transfers) for tier in seen[:2]] == [(1.0, 0), (1.0, 0)]
+
+
+@given(tables(), sources, crowds(), ends, st.floats(0, 0.99))
+def test_a_transfer_alone_gets_the_pace_that_a_decision_expects(
+    flying: tuple[InFlight, Obvious],
+    source: int,
+    pool: Candidates,
+    transfers: list[tuple[int, float, float]],
+    others: float,
+) -> None:
+    """With nothing in flight, whatever has been learned and whatever others take."""
+    idle, congestion = InFlight(flying[0].links), np.array([0.0, 0.0, 1.0, 0.5, 0.1]) * others
+    for tier, ratio, limited in transfers:
+        idle.learned.ended(tier, 1e9 * ratio, 1e9, 1e9 * limited)
+    factor = idle.learned.factor.copy()
+    told = [idle.alone_bytes_per_s(source, target, congestion, factor) for target in range(N)]
+    idle.congested(0.0, congestion)
+    choice = choice_of(idle, source, pool, width=2)
+    if isinstance(choice, Choice):
+        moved = pool.kv_bytes > 0
+        assert choice.terms.parts["pace_bytes_per_s"][moved] == pytest.approx(np.array(told)[moved], rel=1e-9)
 
 
 @given(tables(), st.lists(crowds(), min_size=3, max_size=3), st.lists(st.floats(0, 5), min_size=3, max_size=3))

@@ -18,6 +18,7 @@ from rich.table import Table
 from kvroute import topology
 from kvroute.cli.output import make_folder, remarks
 from kvroute.control import ControlSpec
+from kvroute.policies import DEFAULT_DECODE_POLICY
 from kvroute.types import TIER_COUNT, InputError
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def demo(
     rate: Annotated[float, typer.Option(min=0.1, max=1000, help="Requests per second.")] = 2.5,
     profile: Annotated[str, typer.Option(help="Of the generated trace: chatbot, rag or long-context.")] = "rag",
     p_share: Annotated[float, typer.Option(min=0, max=1, help="Share of prompts that begin alike.")] = 0.7,
-    policy: Annotated[list[str] | None, typer.Option(help="Repeat; default round-robin and netkv.")] = None,
+    policy: Annotated[list[str] | None, typer.Option(help="Repeat; default round-robin, netkv and foresight.")] = None,
     prefill: Annotated[str, typer.Option(help="Prefill policy.")] = "cache-aware",
     output_max: Annotated[int, typer.Option(min=1, help="Longest answer, tokens.")] = 64,
     seed: Annotated[int, typer.Option(min=0, help="Of the trace and the engines.")] = 0,
@@ -52,7 +53,7 @@ def demo(
     from kvroute.report.dashboard_page import dashboard_page
     from kvroute.sim.workload import PROFILES
 
-    policies = policy or ["round-robin", "netkv"]
+    policies = policy or ["round-robin", "netkv", DEFAULT_DECODE_POLICY]
     for name in policies:
         ControlSpec(decode=name, prefill=prefill).check()
     if profile not in PROFILES:

@@ -37,7 +37,7 @@ def serve(
         Path, typer.Argument(help="Cluster file (YAML), with an endpoint for each instance.", show_default=False)
     ],
     policy: Annotated[
-        str | None, typer.Option(help="Decode policy; default: the file's, else netkv.", rich_help_panel=ROUTING)
+        str | None, typer.Option(help="Decode policy; default: the file's, else foresight.", rich_help_panel=ROUTING)
     ] = None,
     shadow: Annotated[
         str | None,

@@ -16,14 +16,14 @@ from kvroute.control import ControlSpec, EventLog, LogHeader
 from kvroute.experiments.runner import check_where, encode
 from kvroute.experiments.simulation import Question, Workload, compare
 from kvroute.oracle import OracleSettings
-from kvroute.policies import DECODE_POLICIES, PREFILL_POLICIES
+from kvroute.policies import DECODE_POLICIES, DEFAULT_DECODE_POLICY, PREFILL_POLICIES
 from kvroute.report.compare import verdict
 from kvroute.report.tables import comparison_table
 from kvroute.sim.settings import Background, SimSettings, Slo, Telemetry
 from kvroute.sim.workload import PROFILES, THINK_MAX_S
 from kvroute.types import InputError
 
-DEFAULT_POLICIES = ("round-robin", "cla", "netkv")
+DEFAULT_POLICIES = ("round-robin", "cla", "netkv", DEFAULT_DECODE_POLICY)
 SEED_MAX, PROMPT_MAX, AGENTS_MAX, WORKERS_MAX = 2**31 - 1, 10_000_000, 1_000_000, 1024
 SETUP, WORKLOAD, NETWORK, OUTPUT = "Policies", "Workload", "Network and telemetry", "Output"
 

@@ -15,6 +15,7 @@ from rich.table import Table
 from kvroute import topology
 from kvroute.cli.emulate import shares_by_tier
 from kvroute.cli.output import console, print_json, progress_bar, remarks, thin_table
+from kvroute.policies import DEFAULT_DECODE_POLICY
 from kvroute.testbed import Build, Run, Testbed, known, namespaces
 from kvroute.testbed.queues import Discipline
 from kvroute.types import InputError
@@ -47,7 +48,7 @@ def up(
     scale: Scale = 1e-3,
     queues: Queues = "fair",
     background: Others = "0",
-    policy: Annotated[str, typer.Option(help="Decode policy.")] = "netkv",
+    policy: Annotated[str, typer.Option(help="Decode policy.")] = DEFAULT_DECODE_POLICY,
     prefill: Prefill = "least-loaded",
     seed: Seed = 0,
 ) -> None:

@@ -11,6 +11,7 @@ from kvroute.control.prefixes import Prefixes
 from kvroute.control.settings import ControlSettings
 from kvroute.control.view import Load, View
 from kvroute.oracle import NetworkOracle
+from kvroute.policies import TierLearned
 from kvroute.prefix import PrefixIndex
 from kvroute.topology import Cluster
 from kvroute.types import (
@@ -108,6 +109,12 @@ class Control:
     def loads(self, at: float) -> dict[str, Load]:
         """What is counted on every instance, by name; changes nothing."""
         return self._view.loads(at)
+
+    def learned(self, at: float) -> tuple[TierLearned, ...] | None:
+        """What own transfers have taught foresight of each tier, [TIER_COUNT]: the acting policy, else the one in the
+        shadow; None where neither is foresight. Changes nothing."""
+        flights = self._view.flights
+        return flights[0].learned(at) if flights else None
 
     @property
     def prefix(self) -> PrefixIndex:

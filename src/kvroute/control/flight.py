@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cached_property
 
 import numpy as np
+from msgspec import structs
 
 from kvroute.oracle import NetworkOracle
-from kvroute.policies import Foresight, InFlight, LinkModel, Sight
+from kvroute.policies import Foresight, InFlight, LinkModel, Sight, TierLearned
 from kvroute.topology import Cluster
-from kvroute.types import TIER_COUNT, IntArray, NetworkCosts
+from kvroute.types import TIER_COUNT, FloatArray, IntArray, NetworkCosts
 
 
 class Flight:
     """Keeps foresight's table and hands it to the policy at each decision."""
 
     def __init__(self, cluster: Cluster, policy: Foresight, oracle: NetworkOracle) -> None:
-        self._policy, self._oracle = policy, oracle
+        self._policy, self._oracle, self._cluster = policy, oracle, cluster
         spec = policy.spec
         links = LinkModel.of(cluster).taken_for(spec.source_nic_factor, spec.target_nic_factor, spec.uplink_factor)
         self.table = InFlight(links, spec)
@@ -27,7 +29,26 @@ class Flight:
 
     def sight(self, source: int, targets: IntArray, costs: NetworkCosts, at: float, starts_s: float = 0.0) -> Sight:
         """What it may know of a transfer that starts `starts_s` from now."""
-        # Telemetry that counts our own transfers would count them twice.
-        others = costs.congestion if self._oracle.separates_own_traffic else np.zeros(TIER_COUNT)
-        self.table.congested(at, others)
+        self.table.congested(at, self._others(costs.congestion))
         return self.table.sight(at, source, targets, starts_s)
+
+    def learned(self, at: float) -> tuple[TierLearned, ...]:
+        """What own transfers have taught of each tier; changes nothing."""
+        congestion, seen = self._others(self._oracle.congestion(at)), self.table.learned.seen(at)
+        factor = np.array([tier.factor for tier in seen])
+        alone = (pair and self.table.alone_bytes_per_s(*pair, congestion, factor) for pair in self._pairs)
+        return tuple(structs.replace(tier, bytes_per_s=speed) for tier, speed in zip(seen, alone, strict=True))
+
+    @cached_property
+    def _pairs(self) -> list[tuple[int, int] | None]:
+        """Of each tier the first pair of a prefill and a decode instance, where there is one."""
+        instances = self._cluster.instances
+        sources = np.array([k for k, instance in enumerate(instances) if instance.role != "decode"], dtype=np.int64)
+        targets = np.array([k for k, instance in enumerate(instances) if instance.role != "prefill"], dtype=np.int64)
+        tier = self._cluster.tier[np.ix_(sources, targets)]
+        first = (np.argwhere(tier == each)[:1].tolist() for each in range(TIER_COUNT))
+        return [(int(sources[found[0][0]]), int(targets[found[0][1]])) if found else None for found in first]
+
+    def _others(self, congestion: FloatArray) -> FloatArray:
+        # Telemetry that counts our own transfers would count them twice.
+        return congestion if self._oracle.separates_own_traffic else np.zeros(TIER_COUNT)

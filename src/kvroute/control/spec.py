@@ -8,7 +8,7 @@ from kvroute.cachepool import CopySpec
 from kvroute.control.core import Control
 from kvroute.control.settings import ControlSettings
 from kvroute.oracle import NetworkOracle, OracleSettings
-from kvroute.policies import TopologyConstraint, decode_policy, prefill_policy
+from kvroute.policies import DEFAULT_DECODE_POLICY, TopologyConstraint, decode_policy, prefill_policy
 from kvroute.policies.offload import OffloadSpec
 from kvroute.topology import Cluster
 from kvroute.types import Arrived, Prefill, PrefillFinished, Request
@@ -17,7 +17,7 @@ from kvroute.types import Arrived, Prefill, PrefillFinished, Request
 class ControlSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Policies by name, with their parameters."""
 
-    decode: str = "netkv"
+    decode: str = DEFAULT_DECODE_POLICY
     parameters: dict[str, float] = {}
     """Of the decode policy, e.g. {"cache_weight": 1.5} for cla."""
     shadow: str = ""

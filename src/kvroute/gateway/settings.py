@@ -28,6 +28,7 @@ from kvroute.gateway.amounts import (
 from kvroute.gateway.keys import KeySettings
 from kvroute.gateway.offload_settings import OffloadSection
 from kvroute.oracle import OracleSettings
+from kvroute.policies import DEFAULT_DECODE_POLICY
 from kvroute.topology.schema import Entry
 from kvroute.topology.units import Size
 
@@ -215,7 +216,7 @@ class GatewaySettings(Entry, frozen=True, kw_only=True):
 
     listen: ListenSettings = ListenSettings()
     admin: AdminSettings = AdminSettings()
-    policy: str = "netkv"
+    policy: str = DEFAULT_DECODE_POLICY
     parameters: dict[str, float] = field(default_factory=dict)
     """Of the policy."""
     shadow: str = ""

@@ -12,13 +12,15 @@ from kvroute.policies.decode import (
 from kvroute.policies.foresight import FORESIGHT_POLICIES, Foresight, foresight_policy
 from kvroute.policies.foresight_flight import InFlight, Sight
 from kvroute.policies.foresight_joint import ForesightJoint, Pair, Way
+from kvroute.policies.foresight_learned import TierLearned
 from kvroute.policies.foresight_links import LinkModel
 from kvroute.policies.foresight_spec import ForesightSpec
-from kvroute.policies.names import DECODE_POLICIES, decode_policy
+from kvroute.policies.names import DECODE_POLICIES, DEFAULT_DECODE_POLICY, decode_policy
 from kvroute.policies.prefill import PREFILL_POLICIES, PrefillCandidates, PrefillPolicy, prefill_policy
 
 __all__ = [
     "DECODE_POLICIES",
+    "DEFAULT_DECODE_POLICY",
     "FORESIGHT_POLICIES",
     "PREFILL_POLICIES",
     "CacheAndLoadAware",
@@ -38,6 +40,7 @@ __all__ = [
     "PrefillPolicy",
     "RoundRobin",
     "Sight",
+    "TierLearned",
     "TopologyConstraint",
     "Way",
     "constrain",

@@ -8,7 +8,6 @@ far the model was off is what a tier learns from.
 from __future__ import annotations
 
 import math
-from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,9 +16,10 @@ from kvroute.flows import arrays, kernels
 from kvroute.flows.kernels import State
 from kvroute.oracle.telemetry import CONGESTION_MAX
 from kvroute.policies.foresight_kernels import HOPS_MAX, ceiling_of, pass_time, path_of
+from kvroute.policies.foresight_learned import Answers, Learned
 from kvroute.policies.foresight_links import LinkModel
 from kvroute.policies.foresight_spec import ForesightSpec
-from kvroute.types import SAME_NODE, SAME_POD, TIER_COUNT, FloatArray, InputError, IntArray
+from kvroute.types import SAME_NODE, TIER_COUNT, FloatArray, InputError, IntArray
 
 _SLOTS = 64
 _NO_INTS: IntArray = np.empty(0, np.int64)
@@ -50,78 +50,6 @@ class Sight:
     """[n] index of each candidate in the tier map."""
     starts_s: float = 0.0
     """From now until the transfer would start."""
-
-
-class Learned:
-    """Capacity of the tiers beyond the rack as measured by ended transfers: a factor on what the map promised.
-
-    Each tier keeps a mean of log factors that fades with transfers and with time, drawn to the mean of all tiers, and
-    that one to 1, the map as given.
-    """
-
-    def __init__(self, spec: ForesightSpec) -> None:
-        self._spec = spec
-        self._log: FloatArray = np.zeros(TIER_COUNT)
-        self._weight: FloatArray = np.zeros(TIER_COUNT)
-        self.factor: FloatArray = np.ones(TIER_COUNT)
-        self._second = 0
-
-    def grown_old(self, at: float) -> None:
-        """It is this late, seconds, never falling: what was learned counts less. Told once a second or more often."""
-        passed_s = math.floor(at) - self._second
-        if passed_s <= 0:
-            return
-        self._second += passed_s
-        if self._weight.any():
-            share = math.exp(-passed_s / self._spec.fading_s)
-            self._log *= share
-            self._weight *= share
-            self._settle()
-
-    def ended(self, tier: int, kv_bytes: float, predicted_bytes: float, limited_bytes: float) -> None:
-        """A transfer of `kv_bytes` has landed when the model had sent `predicted_bytes` of it (of any size: the model
-        goes on), `limited_bytes` of these at its path's ceiling."""
-        spec = self._spec
-        if tier < SAME_POD or not (kv_bytes > 0 and predicted_bytes > 0):
-            return
-        surprise = min(max(math.log(kv_bytes / predicted_bytes), -spec.surprise_max), spec.surprise_max)
-        if limited_bytes <= spec.path_limited_share * predicted_bytes and surprise >= spec.late_log:
-            return  # a NIC or a crowded uplink set the pace: that says nothing of the paths
-        target = math.log(self.factor[tier]) + surprise
-        self._log[tier] = spec.remembered * self._log[tier] + target
-        self._weight[tier] = spec.remembered * self._weight[tier] + 1.0
-        self._settle()
-
-    def _settle(self) -> None:
-        spec = self._spec
-        pooled = float(self._log.sum()) / (float(self._weight.sum()) + spec.pooled_prior_transfers)
-        for each in range(SAME_POD, TIER_COUNT):
-            log = (self._log[each] + spec.prior_transfers * pooled) / (self._weight[each] + spec.prior_transfers)
-            self.factor[each] = min(max(math.exp(log), spec.factor_min), spec.factor_max)
-
-    @property
-    def weight(self) -> tuple[float, ...]:
-        """Transfers that each tier's factor rests on, faded; 0 where nothing was learned."""
-        return tuple(self._weight.tolist())
-
-
-class Answers:
-    """Mean length of the last answers; the prior stands in for those not seen yet."""
-
-    def __init__(self, spec: ForesightSpec) -> None:
-        window = int(spec.output_window)
-        self._last = deque([float(spec.output_tokens)] * window, maxlen=window)
-        self._sum = float(spec.output_tokens) * window
-
-    def finished(self, output_tokens: int) -> None:
-        """One more answer."""
-        self._sum += output_tokens - self._last[0]
-        self._last.append(float(output_tokens))
-
-    @property
-    def mean_tokens(self) -> float:
-        """At least one token."""
-        return max(self._sum / len(self._last), 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +154,35 @@ class InFlight:
             targets=targets,
             starts_s=starts_s,
         )
+
+    def alone_bytes_per_s(self, source: int, target: int, congestion: FloatArray, factor: FloatArray) -> float:
+        """What a transfer from `source` to `target` gets where no other one is under way, its NICs included.
+
+        Args:
+            congestion: [TIER_COUNT] what others take of each tier, in [0, 1).
+            factor: [TIER_COUNT] measured over promised capacity of the paths.
+        """
+        links, left = self.links, self.links.left(congestion)
+        tier, hashed = int(links.tier[source, target]), links.hashed_paths
+        ceiling = ceiling_of(
+            source,
+            target,
+            tier,
+            links.ways,
+            links.wan,
+            links.cable_bytes_per_s * left,
+            links.cables,
+            np.zeros_like(self._crowd),
+            hashed,
+            self.spec.rival_weight * hashed,
+            self.spec.sibling_weight * (hashed - 1),
+            0.0,
+            factor,
+            links.tier_bytes_per_s * (1.0 - congestion),
+        )
+        hops = path_of(source, target, tier, links.ways, links.wan, self._path)
+        capacity = (links.capacity_bytes_per_s * left)[self._path[:hops]]
+        return float(min([ceiling, *capacity.tolist()]))
 
     def left_bytes(self, at: float) -> dict[int, float]:
         """Bytes that each transfer in flight has left in the model, by its number."""

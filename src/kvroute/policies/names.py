@@ -28,6 +28,9 @@ DECODE_POLICIES: dict[str, Callable[..., DecodePolicy]] = {
     **FORESIGHT_POLICIES,
 }
 
+DEFAULT_DECODE_POLICY = "foresight"
+"""In the simulator, the gateway and the testbed alike, where nothing else is said."""
+
 
 def decode_policy(name: str, **parameters: float) -> DecodePolicy:
     """The decode policy of that name; `cla` takes `cache_weight` and `load_weight`, the foresight policies take what

@@ -1,0 +1,113 @@
+"""What foresight learns from the ends of transfers and answers: each tier's capacity, and the mean answer; it has no
+clock."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+
+import msgspec
+import numpy as np
+
+from kvroute.policies.foresight_spec import ForesightSpec
+from kvroute.types import SAME_POD, TIER_COUNT, FloatArray
+
+
+class TierLearned(msgspec.Struct, frozen=True, gc=False):
+    """What one tier has taught, as a decision would take it at that moment; for people to look at."""
+
+    factor: float
+    """Measured over promised capacity, as far as it is believed."""
+    weight: float
+    """Transfers that it rests on, faded; 0 where nothing was learned."""
+    transfers: int
+    """That have taught since the start."""
+    age_s: float | None
+    """Since the last of them, in whole seconds; None: there was none."""
+    bytes_per_s: float | None = None
+    """What a transfer gets by that where no other one is under way; None: no two instances are so far apart."""
+
+
+class Learned:
+    """Capacity of the tiers beyond the rack as measured by ended transfers: a factor on what the map promised.
+
+    Each tier keeps a mean of log factors that fades with transfers and with time, drawn to the mean of all tiers, and
+    that one to 1, the map as given.
+    """
+
+    def __init__(self, spec: ForesightSpec) -> None:
+        self._spec = spec
+        self._log: FloatArray = np.zeros(TIER_COUNT)
+        self._weight: FloatArray = np.zeros(TIER_COUNT)
+        self.factor: FloatArray = np.ones(TIER_COUNT)
+        self._transfers = [0] * TIER_COUNT
+        self._last: list[int | None] = [None] * TIER_COUNT
+        """Second of the last transfer that taught."""
+        self._second = 0
+
+    def grown_old(self, at: float) -> None:
+        """It is this late, seconds, never falling: what was learned counts less. Told once a second or more often."""
+        passed_s = math.floor(at) - self._second
+        if passed_s <= 0:
+            return
+        self._second += passed_s
+        if self._weight.any():
+            share = math.exp(-passed_s / self._spec.fading_s)
+            self._log *= share
+            self._weight *= share
+            self._settle(self._log, self._weight, self.factor)
+
+    def ended(self, tier: int, kv_bytes: float, predicted_bytes: float, limited_bytes: float) -> None:
+        """A transfer of `kv_bytes` has landed when the model had sent `predicted_bytes` of it (of any size: the model
+        goes on), `limited_bytes` of these at its path's ceiling."""
+        spec = self._spec
+        if tier < SAME_POD or not (kv_bytes > 0 and predicted_bytes > 0):
+            return
+        surprise = min(max(math.log(kv_bytes / predicted_bytes), -spec.surprise_max), spec.surprise_max)
+        if limited_bytes <= spec.path_limited_share * predicted_bytes and surprise >= spec.late_log:
+            return  # a NIC or a crowded uplink set the pace: that says nothing of the paths
+        target = math.log(self.factor[tier]) + surprise
+        self._log[tier] = spec.remembered * self._log[tier] + target
+        self._weight[tier] = spec.remembered * self._weight[tier] + 1.0
+        self._transfers[tier] += 1
+        self._last[tier] = self._second
+        self._settle(self._log, self._weight, self.factor)
+
+    def _settle(self, logs: FloatArray, weights: FloatArray, factor: FloatArray) -> None:
+        spec = self._spec
+        pooled = float(logs.sum()) / (float(weights.sum()) + spec.pooled_prior_transfers)
+        for each in range(SAME_POD, TIER_COUNT):
+            log = (logs[each] + spec.prior_transfers * pooled) / (weights[each] + spec.prior_transfers)
+            factor[each] = min(max(math.exp(log), spec.factor_min), spec.factor_max)
+
+    def seen(self, at: float) -> tuple[TierLearned, ...]:
+        """[TIER_COUNT] what is believed at a time, without `bytes_per_s`; it changes nothing: how often somebody looks
+        must not show in a decision's last digit."""
+        passed_s = max(math.floor(at) - self._second, 0)
+        share = math.exp(-passed_s / self._spec.fading_s)
+        weights, factor = self._weight * share, self.factor.copy()
+        if passed_s and self._weight.any():
+            self._settle(self._log * share, weights, factor)
+        second = self._second + passed_s
+        ages_s = (None if last is None else float(second - last) for last in self._last)
+        rows = zip(factor.tolist(), weights.tolist(), self._transfers, ages_s, strict=True)
+        return tuple(TierLearned(*row) for row in rows)
+
+
+class Answers:
+    """Mean length of the last answers; the prior stands in for those not seen yet."""
+
+    def __init__(self, spec: ForesightSpec) -> None:
+        window = int(spec.output_window)
+        self._last = deque([float(spec.output_tokens)] * window, maxlen=window)
+        self._sum = float(spec.output_tokens) * window
+
+    def finished(self, output_tokens: int) -> None:
+        """One more answer."""
+        self._sum += output_tokens - self._last[0]
+        self._last.append(float(output_tokens))
+
+    @property
+    def mean_tokens(self) -> float:
+        """At least one token."""
+        return max(self._sum / len(self._last), 1.0)
