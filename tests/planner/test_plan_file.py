@@ -54,6 +54,11 @@ FAULTS = {
     "unknown-lengths": ("kind: log-normal", "kind: normal", "'normal' is no kind"),
     "times-fall": ("7.40 s]", "1.40 s]", "a longer prompt takes less time"),
     "times-missing": (", 7.40 s]", "]", "4 token counts stand beside 3 times"),
+    "sizes-fall": (
+        "sizes: [190.8 MiB, 308.9 MiB,",
+        "sizes: [308.9 MiB, 190.8 MiB,",
+        "a longer prompt has a smaller KV",
+    ),
     "sizes-unsorted": ("sizes: [190.8", "sizes: [1.0 MiB, 190.8", "do not pair"),
     "no-time-at-all": ("[0.44 s, 0.72 s, 1.84 s, 7.40 s]", "[0 s, 0 s, 1.84 s, 7.40 s]", "would take no time at all"),
     "unknown-model": (KV, "{kind: model, model: prfaas-1t-hybrd}", "did you mean prfaas-1t-hybrid"),
@@ -125,6 +130,18 @@ def test_kv_sizes_may_be_measured_fitted_or_of_a_model(tmp_path: Path) -> None:
     assert preset.kv_bytes(tokens).tolist() == exact.tolist()
     for found in (fitted, measured):
         assert found.kv_bytes(tokens) == pytest.approx(exact, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "unmeasured"), [(1_000, ["h200", "h20"]), (100_000, ["h20"])], ids=["short", "long"]
+)
+def test_a_plan_tells_which_prompts_have_lengths_that_nobody_measured(
+    tokens: int, unmeasured: list[str], tmp_path: Path
+) -> None:
+    """A quarter of them. H20 was measured from 10,200 to 62,400 tokens, H200 from 1,024 to 131,072."""
+    table = f"{{kind: table, tokens: [20000, {tokens}], shares: [3, 1]}}"
+    told = [line for line in problem(tmp_path, (LENGTHS, table)).choices if "25.0% of the requests are outside" in line]
+    assert [line.split(":")[0] for line in told] == [f"prefill on {name}" for name in unmeasured]
 
 
 def test_lengths_may_be_constant_or_a_table(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from kvroute.planner.lengths import Lengths, grouped, incremental, log_normal
 from kvroute.planner.plan import make_plan, over_splits, over_thresholds
 from kvroute.planner.problem import Hardware, Problem, Site, read_problem
 from kvroute.planner.search import KINDS, deployment, find, kept
-from kvroute.planner.sensitivity import price_point, with_egress, with_lengths
+from kvroute.planner.sensitivity import LENGTH_FACTORS, price_point, with_egress, with_lengths
 from kvroute.policies.throughput import splits, stage_rates
 from kvroute.sim.workload import generate
 from kvroute.sim.workload.trace import Trace, TracedRequest
@@ -141,6 +141,20 @@ def test_the_first_tokens_of_all_requests_count(problem: Problem) -> None:
         assert sum(share for seconds, share in rows if seconds < ttft.p90 * (1 - 1e-9)) <= 0.9 + 1e-6
 
 
+@settings(max_examples=40)
+@given(problems)
+def test_every_instance_is_counted_once(problem: Problem) -> None:
+    """Of several clusters, too; without requests of its own a stage has no rate."""
+    for kind in KINDS:
+        best = find(problem, kind)
+        found = deployment(best, kind)
+        assert found.n_prefill + found.n_decode == sum(site.instances for site in best.pd)
+        assert found.n_prfaas == sum(site.instances for site in best.prfaas)
+        assert best.gpus == sum(site.gpus for site in (*best.prfaas, *best.pd))
+        assert (found.stage_per_s["prfaas"] > 0) == (found.offloaded_share > 0)
+        assert (found.stage_per_s["pd_p"] > 0) == (found.offloaded_share < 1)
+
+
 @settings(max_examples=15)
 @given(problems)
 def test_at_the_break_even_price_both_are_worth_the_same(problem: Problem) -> None:
@@ -149,6 +163,56 @@ def test_at_the_break_even_price_both_are_worth_the_same(problem: Problem) -> No
     assert at["prfaas"] == pytest.approx(at["homogeneous"])
     now = price_point(plan.optima, 1.0).requests_per_price
     assert now == {kind: pytest.approx(cost.requests_per_price) for kind, cost in plan.report.costs.items()}
+
+
+@settings(max_examples=25)
+@given(problems)
+def test_a_report_says_what_its_optimum_does(problem: Problem) -> None:
+    """The least bound is what is served, splits and bandwidth are those of the clusters, and gains are ratios."""
+    plan = make_plan(problem)
+    report, best = plan.report, plan.optima["prfaas"]
+    assert min(bound for bound in report.bounds_per_s.values() if bound is not None) == best.lambda_max_per_s
+    assert report.splits["pd"] == (int(best.cell.n_prefill[0, -1]), int(best.cell.n_decode[0, -1]))
+    assert [need.available_gbps * GBPS for need in report.egress_need] == pytest.approx(
+        [site.egress_bytes_per_s for site in problem.prfaas]
+    )
+    for kind, gain in report.gain_over.items():
+        assert (1 + gain) * report.deployments[kind].lambda_max_per_s == pytest.approx(best.lambda_max_per_s)
+
+
+@settings(max_examples=25)
+@given(problems)
+def test_sensitivity_is_a_search_of_the_changed_problem(problem: Problem) -> None:
+    """Where nothing is changed it is the plan; keeping the plan is never better than to search anew."""
+    plan = make_plan(problem)
+    best, found = plan.optima["prfaas"], plan.report.sensitivity
+    for egress in found.egress:
+        changed = with_egress(problem, egress.factor)
+        assert egress.lambda_max_per_s == find(changed).lambda_max_per_s
+        assert egress.kept_per_s == kept(changed, best).lambda_max_per_s[0, 0]
+    for longer in found.lengths:
+        changed = with_lengths(problem, longer.factor)
+        assert longer.lambda_max_per_s == find(changed).lambda_max_per_s
+        assert longer.kept_per_s == kept(changed, best).lambda_max_per_s[0, 0]
+        assert longer.homogeneous_per_s == find(changed, "homogeneous").lambda_max_per_s
+        assert longer.mean_tokens == pytest.approx(longer.factor * problem.lengths.mix.mean_tokens)
+    for same in (each for each in (*found.egress, *found.lengths) if each.factor == 1):
+        assert same.lambda_max_per_s == same.kept_per_s == best.lambda_max_per_s
+
+
+@settings(max_examples=40)
+@given(problems)
+def test_the_egress_that_is_needed_is_the_least_that_never_holds_up_prefill(problem: Problem) -> None:
+    """Eq. 2 against eq. 3: with it computing is what limits PrfaaS, with 1 % less the link is."""
+    one = replace(problem, prfaas=problem.prfaas[:1])
+    plan = make_plan(one)
+    best, need = plan.optima["prfaas"], plan.report.egress_need[0]
+    if best.cell.cut.long_share[0] == 0:
+        assert need.offloaded_gbps == 0
+        return
+    for share, binds in ((1 + 1e-9, False), (0.99, True)):
+        factor = share * need.offloaded_gbps / need.available_gbps
+        assert kept(with_egress(one, factor), best).prfaas_egress_binds.tolist() == [binds]
 
 
 def test_many_splits_are_searched_in_parts(case: Problem) -> None:
@@ -166,6 +230,30 @@ def test_many_splits_are_searched_in_parts(case: Problem) -> None:
     assert best.cell.n_prefill.min() >= 27
     with pytest.raises(InputError, match="too many to try"):
         find(replace(case, pd=(site,) * 4))
+
+
+def test_of_equals_in_several_parts_the_one_with_most_room_is_taken(case: Problem) -> None:
+    """Decode is the limit, so that many splits serve the same, in all parts of the search. The second cluster prefills
+    faster: it is the one to do it, as over the whole grid at once."""
+    slow, fast = (replace(case.pd[0].hardware, prefill_s=Line(base=0.5, per_token=cost)) for cost in (2e-4, 1e-4))
+    sites = tuple(Site(name, each, 30, 240) for name, each in (("a", slow), ("b", fast)))
+    large = replace(case, pd=sites)
+    best = find(large)
+    rates = stage_rates(best.system, case.lengths.thresholds, *splits([30, 30]))
+    row, column = rates.best()
+    assert deployment(best).binding == "pd_d"
+    assert best.threshold_tokens == case.lengths.thresholds[row]
+    assert best.cell.n_prefill[0].tolist() == rates.n_prefill[column].tolist()
+
+
+def test_lengths_that_would_take_no_time_are_no_sensitivity(case: Problem) -> None:
+    """Prolonged to shorter prompts, this profile reaches zero at 600 tokens: of 1,000 tokens a half and a quarter are
+    left out."""
+    steep = replace(case.pd[0].hardware, prefill_s=lambda tokens: np.maximum(1e-3 * (tokens - 600.0), 0.0))
+    one = grouped(np.array([1_000.0]), np.ones(1), 100, "one")
+    short = replace(case, lengths=one, pd=(replace(case.pd[0], hardware=steep),))
+    assert [point.factor for point in make_plan(short).report.sensitivity.lengths] == [0.75, 1.0, 1.5, 2.0]
+    assert [point.factor for point in make_plan(case).report.sensitivity.lengths] == list(LENGTH_FACTORS)
 
 
 def test_what_cannot_serve_is_refused(case: Problem) -> None:

@@ -149,6 +149,14 @@ def test_no_stage_is_outrun_and_one_of_them_binds(system: System) -> None:
 
 
 @given(systems)
+def test_a_link_binds_where_more_of_it_would_let_more_through(system: System) -> None:
+    """Of any PrfaaS cluster; at every threshold."""
+    wider = tuple(replace(each, egress_bytes_per_s=each.egress_bytes_per_s + 1e6) for each in system.prfaas)
+    before, after = everywhere(system), everywhere(replace(system, prfaas=wider))
+    assert (before.prfaas_egress_binds == (after.prfaas_per_s > before.prfaas_per_s)).all()
+
+
+@given(systems)
 def test_the_mix_is_divided_without_loss(system: System) -> None:
     """p + (1 - p) = 1 and p * l_long + (1 - p) * l_short = E[L], at every threshold."""
     cut = system.mix.cut(system.mix.thresholds())

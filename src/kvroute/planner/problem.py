@@ -165,8 +165,12 @@ class _Reader:
             found = self._placed(("kv", "model"), lambda: model(entry.model))
             self.choices.append(f"KV sizes: the layers of {found.name}")
             return kv_curve(found)
+        sizes = [float(size) for size in entry.sizes]
+        if any(after < before for before, after in pairwise(sizes)):
+            mend = "give the sizes of whole prompts, in the order of `tokens`"
+            raise self.lines.error("a longer prompt has a smaller KV cache than a shorter one", ("kv", "sizes"), mend)
         # A size over lengths has the same forms as a time, so the same fit and the same lines serve.
-        fit = self._placed(("kv",), lambda: _fitted(entry.tokens, [float(size) for size in entry.sizes], entry.form))
+        fit = self._placed(("kv",), lambda: _fitted(entry.tokens, sizes, entry.form))
         self.choices.append(f"KV sizes: {_how(fit, entry.form)}")
         return prefill_curve(prefill_time(fit.spec))
 

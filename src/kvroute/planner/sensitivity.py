@@ -60,6 +60,7 @@ class Sensitivity(msgspec.Struct, frozen=True, kw_only=True):
     """The PrfaaS price factor at which offloading serves as many requests per price as the homogeneous alternative;
     below it offloading is cheaper. Negative: it is dearer even for free."""
     lengths: tuple[LengthPoint, ...]
+    """Without the factors that make prompts so short that a prolonged profile says they take no time."""
 
 
 def sensitivity(problem: Problem, optima: dict[Kind, Optimum]) -> Sensitivity:
@@ -73,7 +74,11 @@ def sensitivity(problem: Problem, optima: dict[Kind, Optimum]) -> Sensitivity:
         egress=tuple(_egress_point(problem, optima["prfaas"], factor) for factor in EGRESS_FACTORS),
         price=tuple(price_point(optima, factor) for factor in PRICE_FACTORS),
         break_even_factor=break_even_factor(optima),
-        lengths=tuple(_length_point(problem, optima["prfaas"], factor) for factor in LENGTH_FACTORS),
+        lengths=tuple(
+            _length_point(problem, optima["prfaas"], factor)
+            for factor in LENGTH_FACTORS
+            if _takes_time(problem, factor)
+        ),
     )
 
 
@@ -102,6 +107,13 @@ def break_even_factor(optima: dict[Kind, Optimum]) -> float:
     ours, other = optima["prfaas"], optima["homogeneous"]
     worth = other.price * ours.lambda_max_per_s / other.lambda_max_per_s
     return (worth - sum(site.price for site in ours.pd)) / sum(site.price for site in ours.prfaas)
+
+
+def _takes_time(problem: Problem, factor: float) -> bool:
+    """Whether every prompt does, on all hardware that prefills: lines prolonged below the measured lengths reach 0."""
+    tokens = with_lengths(problem, factor).lengths.mix.tokens
+    sites = (*problem.prfaas, *problem.pd, problem.homogeneous)
+    return all(float(site.hardware.prefill_s(tokens).min()) > 0 for site in sites)
 
 
 def _egress_point(problem: Problem, optimum: Optimum, factor: float) -> EgressPoint:

@@ -74,6 +74,11 @@ def tbt_s(run: Summary) -> float | None:
     return run.tbt_s.mean
 
 
+def refused_share(run: Summary) -> float | None:
+    """Of the run's requests, those that nobody had room for; every time is of the others."""
+    return run.requests.rejected / run.requests.arrived if run.requests.arrived else None
+
+
 def goodput_per_s(run: Summary) -> float | None:
     """Requests in time."""
     return run.goodput_per_s

@@ -60,7 +60,7 @@ def write_never_worse(
         findings=matrix_findings(matrix, seen),
         pictures=_pictures(matrix, ablation, out),
         tables=[grid for grid in tables if grid.rows],
-        notes=_NOTES,
+        notes=(*_NOTES, *_unsigned([*matrix, *ablation, *seen])),
         commands=_commands(matrix),
         cells=len(matrix) + len(ablation) + len(seen),
     )
@@ -92,6 +92,12 @@ def _pictures(matrix: Sequence[Record], ablation: Sequence[Record], out: Path) -
     if ablation:
         drawn.append((worth(ablation, matrix), "terms", "foresight without each of its terms, and with a wrong map"))
     return [picture(figure, out, name, caption) for figure, name, caption in drawn]
+
+
+def _unsigned(records: Sequence[Record]) -> list[str]:
+    """What is not known of the code that results come from."""
+    count = sum(not record.code for record in records)
+    return [f"{count:,} of {len(records):,} results do not say which code they come from"] if count else []
 
 
 def _commands(matrix: Sequence[Record]) -> list[str]:

@@ -18,6 +18,7 @@ from kvroute.report.never_worse_findings import (
     p99_s,
     pair,
     pairs,
+    refused_share,
     tbt_s,
     terms,
 )
@@ -28,8 +29,10 @@ WHY: dict[str, str] = {
     "lies": "It believes that the far way is taken, or the near one free, and there is nothing to check that with but "
     "its own transfers: what they teach comes after ten of them, and fades the lie without undoing it.",
     "literal/load=2": "Five times what the rack's uplinks carry: transfers pile up until decode instances have no room "
-    "for one more, and a quarter of the requests are refused. Others are refused under each policy, so that the means "
-    "are of different requests; no router helps here.",
+    "for one more, and a quarter of the requests is refused under each policy. The near places go to whoever comes "
+    "first; from then on their memory is held by transfers that wait, all others cross pods, and the pods' uplinks are "
+    "the last to empty. CLA*, which looks at no path, keeps a third near all along. A price for near memory would have "
+    "to know that the overload lasts.",
 }
 """What a loss comes from, by case; by its axis where all of an axis have one reason."""
 UNEXPLAINED = "no reason found"
@@ -46,12 +49,14 @@ def losses_grid(matrix: Sequence[Record]) -> Grid:
         Heading("difference", "Paired over seeds, with its standard error"),
         Heading("P99", "Ratio"),
         Heading("TBT ms", "foresight's less the other's"),
+        Heading("refused", "Share of requests; below it the other's"),
         Heading("why", prose=True),
     )
     rows = []
     for each in losses(matrix):
-        p99, tbt = (
-            pair(of_profile(matrix, each.case), each.case, OURS, each.second, metric) for metric in (p99_s, tbt_s)
+        p99, tbt, refused = (
+            pair(of_profile(matrix, each.case), each.case, OURS, each.second, metric)
+            for metric in (p99_s, tbt_s, refused_share)
         )
         rows.append(
             (
@@ -63,6 +68,7 @@ def losses_grid(matrix: Sequence[Record]) -> Grid:
                 Entry(f"{each.ratio - 1:+.2%}", f"{each.difference * 1e3:+.1f} ± {(each.error or 0) * 1e3:.1f} ms"),
                 Entry(UNKNOWN if p99 is None else f"{p99.ratio:.3f}"),
                 Entry(UNKNOWN if tbt is None else f"{tbt.difference * 1e3:+.2f}"),
+                _refused(refused),
                 Entry(WHY.get(each.case) or WHY.get(CASES[each.case].axis) or UNEXPLAINED),
             )
         )
@@ -85,6 +91,7 @@ def cells_grid(matrix: Sequence[Record], missing: Mapping[str, str]) -> Grid:
         *(Heading(f"P99 / {name}", "Ratio of P99 of TTFT") for name in RIVALS),
         Heading("TBT - cla ms", "foresight's less CLA*'s"),
         Heading("good /s", "Requests in time; below it less CLA*'s"),
+        Heading("refused", "Share of requests; below it CLA*'s. Times are of the others"),
     )
     rows = []
     for case in profiles_of(matrix):
@@ -103,6 +110,7 @@ def cells_grid(matrix: Sequence[Record], missing: Mapping[str, str]) -> Grid:
                 Entry(
                     UNKNOWN if good is None else f"{good.ours:.2f}", "" if good is None else f"{good.difference:+.2f}"
                 ),
+                _refused(pair(some, case, OURS, "cla", refused_share)),
             )
         )
     empty = [Entry(UNKNOWN)] * (len(headings) - 3)
@@ -117,6 +125,14 @@ def _level(some: Sequence[Record]) -> Entry:
     if mean is None:
         return Entry(UNKNOWN)
     return Entry(f"{mean.mean * 1e3:,.0f}", "" if p99 is None else f"{p99.mean * 1e3:,.0f}")
+
+
+def _refused(found: Pairing | None) -> Entry:
+    if found is None:
+        return Entry(UNKNOWN)
+    if not (found.ours or found.theirs):
+        return Entry("0")
+    return Entry(f"{found.ours:.1%}", f"{found.theirs:.1%}")
 
 
 def _ratio(found: Pairing | None) -> Entry:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kvroute.planner.plan import PlanReport
 from kvroute.planner.search import Deployment, Kind
-from kvroute.planner.sensitivity import Sensitivity
+from kvroute.planner.sensitivity import LENGTH_FACTORS, Sensitivity
 from kvroute.policies.throughput import Binding
 from kvroute.report.tables import UNKNOWN, Entry, Grid, Heading
 
@@ -134,6 +134,8 @@ def length_grid(found: Sensitivity) -> Grid:
     )
     headings = _headings("lengths times", "mean tokens", "Λ max /s", "if kept /s", "homogeneous /s", "threshold tokens")
     caption = "Every prompt longer by a factor. Homogeneous: split anew for each."
+    if len(rows) < len(LENGTH_FACTORS):
+        caption += " Left out: factors at which prompts would take no time, by profiles prolonged to shorter ones."
     return Grid("Length mix", (*headings, Heading("prefill instances"), Heading("bound by")), rows, caption)
 
 

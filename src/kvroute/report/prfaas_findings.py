@@ -20,6 +20,8 @@ AGREES_WITHIN = 0.05
 """Of formula and queues, where nothing varies."""
 WORSE_BY_MOST = 0.03
 """What the scheduler may lose against the best threshold in hindsight."""
+ALIKE = 0.005
+"""Thresholds whose goodput differs by less than this share are equally good."""
 CALM = "calm"
 DENSE = ("minimax-m2.5", "qwen3-235b")
 STAGES = {"prfaas_wait_s": "PrfaaS", "pd_p_wait_s": "PD prefill", "pd_d_wait_s": "PD decode", "ethernet_s": "Ethernet"}
@@ -85,18 +87,32 @@ def statics(records: Sequence[Record]) -> list[str]:
 
 def best_static(records: Sequence[Record]) -> str | None:
     """Of one profile: the threshold with the highest mean goodput; of equals the one with the lower mean TTFT."""
-    ranked = []
-    for policy in statics(records):
-        runs = [record.summary for record in records if record.cell.policy == policy]
-        good, ttft = estimate(map(goodput_per_s, runs)), estimate(run.ttft_s.mean for run in runs)
-        if good is not None and ttft is not None:
-            ranked.append((-round(good.mean, 2), ttft.mean, policy))
+    ranked = [(-good_per_s, ttft_s, policy) for good_per_s, ttft_s, policy in _levels(records)]
     return min(ranked)[2] if ranked else None
 
 
 def old_static(records: Sequence[Record]) -> str | None:
-    """The threshold that was best for the traffic before the disturbance."""
-    return best_static(of_profile(records, CALM))
+    """The threshold for the traffic before the disturbance: the fastest of those that are as good as the best one."""
+    calm = of_profile(records, CALM)
+    good = [(ttft_s, policy) for _, ttft_s, policy in _levels(calm) if is_as_good(calm, policy)]
+    return min(good)[1] if good else None
+
+
+def is_as_good(records: Sequence[Record], policy: str | None) -> bool:
+    """Whether a threshold's mean goodput is within ALIKE of the best one's, of one profile."""
+    levels = {known: good_per_s for good_per_s, _, known in _levels(records)}
+    return policy in levels and levels[policy] >= (1.0 - ALIKE) * max(levels.values())
+
+
+def _levels(records: Sequence[Record]) -> list[tuple[float, float, str]]:
+    """Mean goodput, mean TTFT and name of every threshold that stays."""
+    found = []
+    for policy in statics(records):
+        runs = [record.summary for record in records if record.cell.policy == policy]
+        good, ttft = estimate(map(goodput_per_s, runs)), estimate(run.ttft_s.mean for run in runs)
+        if good is not None and ttft is not None:
+            found.append((good.mean, ttft.mean, policy))
+    return found
 
 
 def lead(records: Sequence[Record], over: str | None) -> Difference | None:
@@ -201,7 +217,7 @@ def _waiting(profile: str, records: Sequence[Record], load: float = 0.9) -> list
 def _burst(profile: str, records: Sequence[Record], old: str | None, planned: str) -> list[Finding]:
     claim = f"at most {WORSE_BY_MOST:.0%} below the best static threshold"
     found = [_against(profile, records, best_static(records), claim, least=-WORSE_BY_MOST)]
-    if profile != CALM and old is not None and old == best_static(records):
+    if profile != CALM and old is not None and is_as_good(records, old):
         found.append(_not_worse(profile, records, old))
     elif profile != CALM:
         found.append(_against(profile, records, old, "above the static threshold of the old traffic"))
