@@ -149,6 +149,14 @@ def test_results_of_another_definition_are_refused(tmp_path: Path) -> None:
     path.write_bytes(encode(msgspec.structs.replace(record, config=changed)) + b"\n")
     with pytest.raises(InputError, match="another cell"):
         results_of(path)
+    priced = record.config | {"variant": ["foresight", {"slot_weight": 2.0}]}
+    path.write_bytes(encode(msgspec.structs.replace(record, config=priced)) + b"\n")
+    with pytest.raises(InputError, match="another 'round-robin'"):
+        results_of(path)
+    unsaid = {name: value for name, value in record.config.items() if name != "variant"}
+    unsigned = msgspec.structs.replace(record, cell=cell(NEAR, "no uplinks"), config=unsaid)
+    path.write_bytes(encode(unsigned) + b"\n")
+    assert len(results_of(path)) == 1
 
 
 def test_cla_gets_the_ratio_that_was_best_for_it(tmp_path: Path) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvroute.experiments.cells import Cell, Record
-from kvroute.experiments.runner import finished, run_cells
+from kvroute.experiments.provenance import code_of
+from kvroute.experiments.runner import encode, finished, run_cells
 from kvroute.sim.metrics import Counts, Spread, Summary, TtftParts
 from kvroute.types import InputError
 
@@ -116,3 +118,31 @@ def test_an_unknown_place_to_run_is_named(tmp_path: Path) -> None:
     """`--on mars`."""
     with pytest.raises(InputError, match="choose local or ray"):
         run_cells(SWEEP, record_of, tmp_path / "r.jsonl", on="mars")
+
+
+def test_results_of_other_code_are_run_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Said in one sentence; they stay in the file. One without a digest counts, and so does the rest."""
+    path = tmp_path / "results.jsonl"
+    run_cells(SWEEP, record_of, path, workers=1)
+    ours = list(finished(path).values())
+    assert [record.code for record in ours] == [code_of(cell.policy) for cell in SWEEP]
+    left = [*ours[:5], msgspec.structs.replace(ours[5], code=""), *(other_code(each) for each in ours[6:])]
+    path.write_bytes(b"".join(encode(record) + b"\n" for record in left))
+    assert finished(path).keys() == {cell.key for cell in SWEEP[:6]}
+    start = Interrupted(len(SWEEP))
+    records = run_cells(SWEEP, start, path, workers=1)
+    assert start.ran == [cell.key for cell in SWEEP[6:]]
+    assert records == [*ours[:5], left[5], *ours[6:]]
+    assert len(path.read_bytes().splitlines()) == len(SWEEP) + 2
+    again = Interrupted(0)
+    assert run_cells(SWEEP, again, path, workers=1) == records
+    path.write_bytes(path.read_bytes() + encode(other_code(ours[0])) + b"\n")
+    assert run_cells(SWEEP, again, path, workers=1) == records
+    assert [each.getMessage().partition(": ")[2] for each in caplog.records] == [
+        "2 results come from other code than this and no longer count; what is asked for is run"
+    ]
+
+
+def other_code(record: Record) -> Record:
+    """As a version before or after this one would have left it."""
+    return msgspec.structs.replace(record, code=record.code[::-1] + "0")

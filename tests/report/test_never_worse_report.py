@@ -184,6 +184,34 @@ def test_the_page_begins_with_the_losses(lost: bool, tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "figures").iterdir()} >= {"ratios.png", "trade.svg", "terms.png"}
 
 
+def test_what_is_refused_stands_beside_the_times() -> None:
+    """A tenth under foresight, half under CLA*: the one is faster with fewer answers left out of its mean."""
+    matrix = [
+        *(refusing(each, 1) for each in runs(FAIR, foresight=1.02)),
+        *(refusing(each, 5) for each in runs(FAIR, cla=1.0)),
+        *runs(OTHER, foresight=0.9, cla=1.0),
+    ]
+    texts = {row[0].text: row[-1] for row in cells_grid(matrix, {}).rows}
+    assert (texts[FAIR].text, texts[FAIR].detail) == ("10.0%", "50.0%")
+    assert (texts[OTHER].text, texts[OTHER].detail) == ("0", "")
+    (lost,) = losses_grid(matrix).rows
+    assert (lost[-2].text, lost[-2].detail) == ("10.0%", "50.0%")
+
+
+def refusing(each: Record, refused: int) -> Record:
+    """The same of ten requests, so many of which nobody had room for."""
+    counts = Counts(arrived=10, finished=10 - refused, rejected=refused, in_flight=0)
+    return msgspec.structs.replace(each, summary=msgspec.structs.replace(each.summary, requests=counts))
+
+
+def test_the_page_says_of_what_the_code_is_not_known(tmp_path: Path) -> None:
+    matrix = runs(FAIR, foresight=0.9, cla=1.0, netkv=1.2)
+    signed = [msgspec.structs.replace(each, code="0123456789abcdef") for each in matrix]
+    said = "do not say which code they come from"
+    assert f"4 of 12 results {said}" in write_never_worse([*signed[4:], *matrix[:4]], [], [], tmp_path, {}).read_text()
+    assert said not in write_never_worse(signed, [], [], tmp_path, {}).read_text()
+
+
 def test_no_result_is_no_page(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no result"):
         write_never_worse([], [], [], tmp_path, {})

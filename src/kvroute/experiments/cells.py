@@ -42,6 +42,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """Numbers of this experiment beyond the summary, by name with their unit; what was not measured is absent."""
     series: dict[str, tuple[tuple[float, float], ...]] = {}
     """What moved during the run: (seconds, value)."""
+    code: str = ""
+    """Digest of the code that it comes from (`provenance.code_of`); empty: it was not written down."""
 
 
 class Computed(msgspec.Struct, frozen=True, kw_only=True):

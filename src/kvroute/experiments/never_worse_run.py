@@ -112,6 +112,7 @@ class Runner:
             "case": _plain(case),
             "rate_per_s": rate_per_s(study, _inner(case, cell)),
             "cla_ratio": weights.cache / weights.load if weights and cell.policy == "cla" else None,
+            "variant": _plain(VARIANTS.get(cell.policy)),
         }
 
 
@@ -201,19 +202,22 @@ def _best(means: dict[float, float]) -> Weights:
 
 
 def results_of(path: Path) -> list[Record]:
-    """What an earlier start has left in a file, as far as the matrix still has its cells.
+    """What an earlier start of this code has left in a file, as far as the matrix still has its cells.
 
     Raises:
-        InputError: it holds another cell of that name.
+        InputError: it holds another cell of that name, or another variant of foresight.
     """
     found = [record for record in finished(path).values() if record.cell.profile in CASES]
     for record in found:
-        if record.config.get("case") != _plain(CASES[record.cell.profile]):
-            what = f"holds results of another cell {record.cell.profile!r}"
-            raise InputError(what, where=str(path), mend="choose another --out or delete that file")
+        cell, config, mend = record.cell, record.config, "choose another --out or delete that file"
+        if config.get("case") != _plain(CASES[cell.profile]):
+            raise InputError(f"holds results of another cell {cell.profile!r}", where=str(path), mend=mend)
+        variant = _plain(VARIANTS.get(cell.policy))
+        if config.get("variant", variant) != variant:
+            raise InputError(f"holds results of another {cell.policy!r}", where=str(path), mend=mend)
     return found
 
 
-def _plain(case: Case) -> Any:
+def _plain(value: object) -> Any:
     """As it comes back from a file."""
-    return msgspec.json.decode(msgspec.json.encode(case))
+    return msgspec.json.decode(msgspec.json.encode(value))

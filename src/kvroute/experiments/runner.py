@@ -1,10 +1,15 @@
-"""Runs cells on all cores or on Ray, one JSON line each, so that a second start does only what is missing."""
+"""Runs cells on all cores or on Ray, one JSON line each, so that a second start does only what is missing.
+
+What other code has left counts as missing; it stays in the file, before the results that take its place.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from functools import lru_cache
 from importlib.util import find_spec
 from multiprocessing import get_context, parent_process
 from pathlib import Path
@@ -14,16 +19,20 @@ from typing import Any
 import msgspec
 
 from kvroute.experiments.cells import Cell, Record
+from kvroute.experiments.provenance import code_of
 from kvroute.types import InputError
 
 RunCell = Callable[[Cell], Record]
 encode = msgspec.json.Encoder().encode
 _DECODER = msgspec.json.Decoder(Record)
+_LOG = logging.getLogger(__name__)
 
 
 def finished(path: Path) -> dict[str, Record]:
-    """Records of an earlier start by key; a line cut short by a kill is dropped, and mended in the file."""
+    """Records of an earlier start by key, but for those of other code, of which a warning tells; a line cut short by a
+    kill is dropped, and mended in the file. A record without a digest is taken for one of this code."""
     records: dict[str, Record] = {}
+    other: set[str] = set()
     try:
         lines = path.open("rb")
     except FileNotFoundError:
@@ -43,11 +52,22 @@ def finished(path: Path) -> dict[str, Record]:
                 break
             if not line.endswith(b"\n"):
                 break
-            records[record.key] = record
             whole += len(line)
+            if record.code in ("", code_of(record.cell.policy)):
+                records[record.key] = record
+            else:
+                other.add(record.key)
     if whole < length:
         os.truncate(path, whole)
+    if count := len(other - records.keys()):
+        _say(f"{path}: {count:,} results come from other code than this and no longer count; what is asked for is run")
     return records
+
+
+@lru_cache(maxsize=64)
+def _say(sentence: str) -> None:
+    """Once: a file is read several times."""
+    _LOG.warning(sentence)
 
 
 def run_cells(
@@ -82,11 +102,13 @@ def run_cells(
                 mend = "choose another --out or delete that file"
                 raise InputError(f"holds results of another {name}", where=str(path), mend=mend)
     missing = [cell for cell in cells if cell.key not in records]
+    codes = {policy: code_of(policy) for policy in {cell.policy for cell in missing}}  # before anybody edits them
     progress(len(cells) - len(missing), len(cells))
     if missing:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab") as out:
-            for done, record in enumerate(stream(missing, run_cell, on, workers), start=1):
+            for done, unsigned in enumerate(stream(missing, run_cell, on, workers), start=1):
+                record = msgspec.structs.replace(unsigned, code=codes[unsigned.cell.policy])
                 out.write(encode(record) + b"\n")
                 out.flush()
                 records[record.key] = record

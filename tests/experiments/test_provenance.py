@@ -1,0 +1,99 @@
+"""A digest changes with what code does and not with what it says; foresight's code is nothing to others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kvroute
+from kvroute.experiments.never_worse import BASELINES, CLAIRVOYANT, VARIANTS
+from kvroute.experiments.provenance import FORESIGHT, ROOMS, code_of, digest, meaning, meanings
+
+PACKAGE = Path(kvroute.__file__).parent
+MODULE = '''"""What it is."""
+
+LIMIT = 3
+"""Of something."""
+
+
+def least(values):
+    """The least."""
+    # As it always was.
+    return min(values, LIMIT)
+'''
+
+
+@given(st.text(st.characters(codec="ascii", categories=["L", "N", "Zs", "P"])))
+def test_words_change_nothing(words: str) -> None:
+    """Comments, docstrings, empty lines; what is done and what is called how is all there is to it."""
+    for old, new in (
+        ("# As it always was.", f"# {words}"),
+        ('"""The least."""', repr(words)),
+        ("LIMIT = 3", "LIMIT=3"),
+    ):
+        assert meaning(MODULE.replace(old, new)) == meaning(MODULE)
+    assert meaning(MODULE.replace('"""What it is."""', "")) == meaning(MODULE)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("= 3", "= 4"), ("min(", "max("), ("least(", "lowest("), ("return min", "min")],
+    ids=["number", "call", "name", "statement"],
+)
+def test_deeds_change_it(old: str, new: str) -> None:
+    """A string that is used is a deed, too."""
+    assert meaning(MODULE.replace(old, new)) != meaning(MODULE)
+    assert meaning("a = 'b'") != meaning("a = 'c'")
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what counts, one line of each module; to be left as it was found."""
+    copy = tmp_path_factory.mktemp("package")
+    for name in meanings(PACKAGE):
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        (copy / name).write_text("A = 1\n", encoding="utf-8")
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("changed", "matters_to_others"),
+    [
+        ("policies/foresight.py", False),
+        ("policies/foresight_kernels.py", False),
+        ("control/flight.py", False),
+        ("policies/decode.py", True),
+        ("control/core.py", True),
+        ("sim/run.py", True),
+        ("flows/kernels.py", True),
+        ("experiments/setup.py", True),
+    ],
+)
+def test_what_a_change_matters_to(package: Path, changed: str, matters_to_others: bool) -> None:
+    """To foresight everything, to the others everything but what is foresight's alone."""
+    before = meanings(package)
+    (package / changed).write_text("A = 2\n", encoding="utf-8")
+    after = meanings(package)
+    (package / changed).write_text("A = 1\n", encoding="utf-8")
+    assert digest(before) != digest(after)
+    assert (digest(before, FORESIGHT) != digest(after, FORESIGHT)) == matters_to_others
+
+
+def test_a_module_by_another_name_is_another(package: Path) -> None:
+    """Though it says the same."""
+    before = meanings(package)
+    (package / "sim/run.py").rename(package / "sim/zzz.py")
+    after = meanings(package)
+    (package / "sim/zzz.py").rename(package / "sim/run.py")
+    assert digest(after) != digest(before) == digest(meanings(package))
+
+
+def test_baselines_have_one_code_and_all_others_another() -> None:
+    """Of this package, whose rooms are all there."""
+    assert all((PACKAGE / room).exists() for room in ROOMS)
+    ours = {code_of(name) for name in (*VARIANTS, CLAIRVOYANT, "foresight-joint", "whatever an experiment calls it")}
+    others = {code_of(name) for name in BASELINES}
+    assert (len(ours), len(others), ours & others) == (1, 1, set())
