@@ -280,6 +280,7 @@ def test_a_tier_that_nobody_uses_is_trusted_again() -> None:
     for learned in (once, often):
         learned.ended(3, 1e9, 8e9, 8e9)
         assert learned.factor[3] == pytest.approx(math.exp(-1.5 / 3), rel=0.01)
+    assert once.seen(60.5)[3].weight == pytest.approx(math.exp(-1))
     for tenth in range(6_001):
         often.grown_old(tenth / 10)
     once.grown_old(600.0)

@@ -92,6 +92,8 @@ def test_a_transfer_that_takes_far_too_long_can_be_passed_by() -> None:
     assert choose_site(OffloadSpec(stay_factor=7.0), 60_000, slow).index == 1
     stays = choose_site(OffloadSpec(stay_factor=6.0), 60_000, slow)
     assert (stays.index, stays.reason) == (0, "not_worth_it")
+    queued = replace(slow, queue_s=np.array([1.0, 0.0]))
+    assert choose_site(OffloadSpec(stay_factor=6.0), 60_000, queued).index == 1, "home would take 7 s"
 
 
 def test_who_is_down_gets_nothing() -> None:

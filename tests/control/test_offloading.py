@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvroute.control import Control, ControlSpec
 from kvroute.policies.allocation import LongTerm
 from kvroute.policies.offload import OffloadSpec
-from kvroute.topology import Cluster, build, parse, two_datacenters
+from kvroute.topology import Cluster, InstanceDefaults, build, parse, two_datacenters
+from kvroute.topology.units import Size
 from kvroute.types import (
     Admitted,
     Arrived,
@@ -110,6 +113,20 @@ def test_with_bandwidth_to_spare_the_longer_prefix_is_copied_to_where_the_prefil
     assert site(sites, prefill.instance) == AWAY
     assert (prefill.copy_from, prefill.copy_tokens, prefill.cached_tokens) == (home, 30_000, 30_000)
     assert prefill.copy_bytes == 30_000 * 327_680.0
+
+
+def test_a_model_may_be_a_file(tmp_path: Path) -> None:
+    """Its engines are asked for by the file's path, which is not its name."""
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "hidden_size": 256,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_key_value_heads": 2, "torch_dtype": "bfloat16"}))
+    defaults = InstanceDefaults(model=str(tmp_path / "config.json"), tp=8, kv_capacity_bytes=Size(1e11))
+    sites = build(two_datacenters(prefill_nodes=1, local_prefill_nodes=1, decode_nodes=1, defaults=defaults))
+    assert site(sites, prefill_of(arrive(core(sites), 1, 40_000)).instance) == AWAY
 
 
 @given(st.integers(1, 60), st.integers(0, 59), st.booleans())

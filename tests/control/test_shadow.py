@@ -151,10 +151,19 @@ def test_what_foresight_has_learned_is_told() -> None:
         assert slow is not None
         assert fast is not None
         assert slow == pytest.approx(fast * learned[2].factor)
-    both = core(decode="foresight-closed", shadow="foresight")
-    played(both, sizes)
-    assert both.learned(13.0) != core(decode="foresight").learned(13.0)
     assert core(decode="netkv", shadow="cla").learned(1.0) is None
+
+
+def test_of_two_that_learn_the_acting_one_is_told() -> None:
+    """Its numbers are its own: with a strong prior the same transfers teach it less."""
+    learned = []
+    for parameters, shadow in (({"prior_transfers": 50.0}, ""), ({"prior_transfers": 50.0}, "foresight"), ({}, "")):
+        control = core(decode="foresight", parameters=parameters, shadow=shadow, prefill="round-robin")
+        for near in ("d0", "d1"):
+            control.handle(InstanceDown(0.0, near))
+        played(control, [9_000] * 12)
+        learned.append(control.learned(13.0))
+    assert learned[0] == learned[1] != learned[2]
 
 
 def test_a_log_with_a_shadow_replays(tmp_path: Path) -> None:

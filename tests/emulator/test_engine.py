@@ -266,6 +266,89 @@ def test_cache_events_tell_what_is_cached(asked: list[tuple[int, int, int]], cap
     assert [job.stage for job in jobs] == ["answered"] * len(asked)
 
 
+INTAKES = st.lists(
+    st.tuples(st.integers(0, 3), st.integers(1, 60), st.integers(0, 40), st.booleans()), min_size=1, max_size=8
+)
+
+
+@given(ASKED, INTAKES, st.integers(20, 40))
+@example([(0, 60, 0)], [(0, 60, 0, True), (0, 60, 0, True)], 20)
+@example([(0, 60, 30)], [(0, 32, 0, True)], 30)
+@settings(deadline=None, max_examples=60)
+def test_what_is_taken_in_is_cached_when_all_of_it_is_here(
+    asked: list[tuple[int, int, int]], intakes: list[tuple[int, int, int, bool]], capacity_blocks: int
+) -> None:
+    """Or not at all, among any other requests: listeners hear of it, room is kept for it and given back, and memory is
+    never used beyond what there is."""
+    clock, known = VirtualClock(), set[int]()
+
+    def on_kv(prompt: Prompt | None, before: int, now: int, evicted: list[Evicted]) -> None:
+        for event in changes(prompt, before, now, evicted, BLOCK_TOKENS):
+            match event:
+                case BlockRemoved(block_hashes=hashes):
+                    assert known.issuperset(hashes)
+                    known.difference_update(hashes)
+                case BlockStored(block_hashes=hashes):
+                    assert not known.intersection(hashes)
+                    known.update(hashes)
+        assert len(known) <= capacity_blocks
+
+    engine = engine_on(clock, capacity_blocks)
+    engine.on_kv = on_kv
+    jobs: list[Job] = []
+
+    def ask(prompt: Prompt) -> None:
+        jobs.append(engine.arrive(prompt, 3))
+        whole(engine, jobs[-1])
+
+    def take_in(prompt: Prompt, ms: int, lands: bool) -> None:
+        before = len(known.intersection(prompt.blocks))
+        intake = engine.take_in(prompt, len(prompt.tokens))
+        assert intake.lacking in (0, len(prompt.blocks) - before)
+        assert (engine.waiting > 0) >= (intake.lacking > 0)
+
+        def end() -> None:
+            (intake.land if lands else intake.give_up)()
+            if lands and intake.lacking:
+                raise AssertionError("what has landed lacks nothing")
+            (intake.give_up if lands else intake.land)()  # too late for anything
+
+        clock.call(clock.now() + ms / 1000, end)
+
+    at_s = 0.0
+    for family, tokens, gap_ms in asked:
+        at_s += gap_ms / 1000
+        clock.call(at_s, partial(ask, prompt_of(family, *range(tokens - 1))))
+    for number, (family, tokens, ms, lands) in enumerate(intakes):
+        clock.call(number * 0.02, partial(take_in, prompt_of(family, *range(tokens - 1)), ms, lands))
+    clock.run()
+    assert [job.stage for job in jobs] == ["answered"] * len(asked)
+    assert (engine.running, engine.waiting, engine.kv_used_share) == (0, 0, 0.0)
+
+
+@pytest.mark.parametrize(("tokens", "computed"), [(8, 20), (10, 20), (28, 1), (400, 1)])
+def test_a_prefill_goes_on_from_what_was_taken_in(tokens: int, computed: int) -> None:
+    """Whole blocks of the 28 tokens; the last token is always computed."""
+    clock = VirtualClock()
+    engine = engine_on(clock)
+    prompt = prompt_of(*range(28))
+    intake = engine.take_in(prompt, tokens)
+    assert intake.lacking == min(tokens, 28) // BLOCK_TOKENS
+    intake.land()
+    job = engine.arrive(prompt, 1)
+    engine.prefill(job)
+    clock.run()
+    assert (job.stage, job.input_tokens - job.cached_tokens) == ("prefilled", computed)
+    assert clock.now() == pytest.approx(0.02 + computed * 1e-3)
+
+
+def test_a_prefix_without_room_is_not_taken_in() -> None:
+    """9 of 10 blocks are promised to a request: there is room for one more, and not for two."""
+    engine = engine_on(VirtualClock(), capacity_blocks=10)
+    engine.reserve(engine.arrive(prompt_of(*range(30)), 6))
+    assert [engine.take_in(prompt_of(9, *range(tokens - 1)), tokens).lacking for tokens in (8, 4)] == [0, 1]
+
+
 @given(st.lists(st.tuples(st.integers(0, 500), st.integers(1, 300)), min_size=1, max_size=10), LATENESS)
 @example([(0, 1), (22, 1)], [0.003, 0.0])
 @settings(deadline=None, max_examples=60)

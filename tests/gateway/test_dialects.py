@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvroute.connector.handover import Handover, read_handover
+from kvroute.gateway.copy_leg import copy_body
 from kvroute.gateway.dialects import (
     DIALECTS,
     Dialect,
@@ -148,6 +149,47 @@ def test_an_early_pull_as_the_connector_reads_it() -> None:
     assert json.loads(body)["kv_transfer_params"] == json.loads(PARAMS)
     with pytest.raises(DialectError, match="not host:port"):
         vllm.decode_body(sent, Meeting(transfer_id="a", early=True, instance="prefill0"), None)
+
+
+@given(client_bodies(), st.booleans(), st.lists(st.integers(0, 2**31), min_size=1), st.none() | st.text(min_size=1))
+def test_a_prefix_is_asked_for_by_its_tokens_and_fetched_by_the_prefill_leg(
+    sent: tuple[bytes, bytes], early: bool, ids: list[int], salt: str | None
+) -> None:
+    """The first leg says what caches are told apart by, and nothing else of the client's; the second one hands on all
+    that the first was answered, and asks for the whole to be held, as the connector reads it."""
+    path, body = sent
+    salted = json.dumps({**json.loads(body), "model": "m", **({"cache_salt": salt} if salt else {})}).encode()
+    request = read_completion(path, salted)
+    asked = json.loads(copy_body(request, ids))
+    params = asked.pop("kv_transfer_params")
+    assert (params["do_remote_decode"], params["do_remote_prefill"]) == (True, False)
+    one = {"prompt": ids, "stream": False, "max_tokens": 1, "min_tokens": 1, "model": "m"}
+    assert asked == one | ({"cache_salt": salt} if salt else {})
+    meeting = Meeting(transfer_id="7f3a", bootstrap="h:1", early=True) if early else Meeting()
+    held = HELD.params()
+    reply = msgspec.json.encode({"kv_transfer_params": {**held, "new": 1.0, "remote_prefill_cached_tokens": 7}})
+    whole = fields_of(vllm.prefill_body(request, meeting, vllm.handover(reply)))
+    plain = fields_of(vllm.prefill_body(request, meeting))
+    assert whole.keys() == plain.keys()
+    assert {name: whole[name] for name in whole.keys() - {"kv_transfer_params"}} == {
+        name: plain[name] for name in plain.keys() - {"kv_transfer_params"}
+    }
+    both = {"do_remote_prefill": True, "do_remote_decode": True} | ({"transfer_id": "7f3a"} if early else {})
+    told = json.loads(whole["kv_transfer_params"])
+    assert told == json.loads(msgspec.json.encode(held)) | {"new": 1.0} | both
+    read = read_handover(told)
+    assert isinstance(read, Handover)
+    assert (read.early, read.remote_request_id, read.remote_num_tokens) == (False, "cmpl-1", 32)
+
+
+HELD = Handover(
+    remote_engine_id="e",
+    remote_request_id="cmpl-1",
+    remote_host="10.0.0.2",
+    remote_port=7100,
+    remote_num_tokens=32,
+    remote_prompt="digest",
+)
 
 
 def test_mooncake_as_captured() -> None:

@@ -15,10 +15,12 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as read_plain
 
 from kvroute.gateway.exposition import KEYS_MOST, Counter, Family, Histogram, lines
-from kvroute.gateway.metrics import TIER_LABELS, Metrics
+from kvroute.gateway.load_gauges import TIER_LABELS
+from kvroute.gateway.metrics import Metrics
 from kvroute.gateway.offload_gauges import offload_gauges
 from kvroute.gateway.view import (
     ConversionLoad,
+    ForesightLoad,
     InstanceLoad,
     Load,
     OffloadLoad,
@@ -27,6 +29,7 @@ from kvroute.gateway.view import (
     SiteLoad,
     Ttft,
 )
+from kvroute.policies import TierLearned
 from kvroute.types import Convert, Decode, Offload, Prefill, Reject
 
 ROOT = Path(__file__).parents[2]
@@ -304,6 +307,29 @@ def test_gauges_are_the_load_now() -> None:
     assert _value(metrics, "kvroute_oracle_age_seconds", source="push") == 1.5
     assert _value(metrics, "kvroute_oracle_congestion_ratio", tier="datacenter") == 0.3
     assert _value(metrics, "kvroute_learned_bandwidth_ratio", tier="datacenter") is None
+
+
+def test_what_foresight_has_learned_is_a_gauge() -> None:
+    """Of the tiers that teach and that the cluster has; nothing where no policy is foresight."""
+    rest = TierLearned(factor=1.0, weight=0.0, transfers=0, age_s=None, bytes_per_s=1e10)
+    pod = TierLearned(factor=0.8, weight=1e-9, transfers=3, age_s=900.0, bytes_per_s=8e9)
+    far = TierLearned(factor=0.5, weight=7.25, transfers=40, age_s=2.0, bytes_per_s=1e9)
+    nowhere = TierLearned(factor=0.9, weight=0.0, transfers=0, age_s=None)
+    load = Load(foresight=ForesightLoad(policy="foresight-joint", tiers=(rest, rest, pod, nowhere, far)))
+    found = _samples(Metrics(lambda: load, {}, version="1", policy="netkv"))
+    learned = {
+        (name.removeprefix("kvroute_foresight_"), dict(labels)["policy"], dict(labels)["tier"]): value
+        for (name, labels), value in found.items()
+        if name.startswith("kvroute_foresight_")
+    }
+    expected = {"learned_ratio": (0.8, 0.5), "bytes_per_second": (8e9, 1e9), "learned_transfers": (0.0, 7.25)}
+    assert learned == {
+        (name, "foresight-joint", tier): value
+        for name, values in expected.items()
+        for tier, value in zip(("pod", "cross_datacenter"), values, strict=True)
+    }
+    nothing = _samples(Metrics(Load, {}, version="1", policy="netkv"))
+    assert not [name for name, _ in nothing if name.startswith("kvroute_foresight_")]
 
 
 def test_openmetrics_says_the_same_as_the_plain_format() -> None:

@@ -14,7 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from schemathesis.core.result import Ok
 
-from kvroute.gateway.answers import error_body, error_event, models_body, sse_events, usage_tokens
+from kvroute.gateway.answers import cached_tokens, error_body, error_event, models_body, sse_events, usage_tokens
 from kvroute.gateway.fields import ENGINE_FIELDS, PIECE_BYTES, VALUES_MAX, RequestError, values_in
 from kvroute.gateway.openai import ANSWERS_MAX, IDS_MAX, read_completion, read_model
 from kvroute.gateway.openapi import document
@@ -297,6 +297,12 @@ def test_usage_of_a_whole_answer() -> None:
     assert usage_tokens(b'{"choices":[],"usage":{"prompt_tokens":3,"completion_tokens":42}}') == 42
     assert usage_tokens(b'{"usage":null}') is None
     assert usage_tokens(b'{"usage":{"prompt_tokens":3}}') is None
+    details = b'"usage":{"prompt_tokens_details":{"cached_tokens":5}}'
+    assert cached_tokens(b"{%b}" % details) == 5
+    assert cached_tokens(b'{%b,"kv_transfer_params":{"remote_prefill_cached_tokens":7}}' % details) == 7
+    assert [cached_tokens(body) for body in (b'{"usage":{}}', b'{"kv_transfer_params":null}', b"", b"[1]")] == [
+        None
+    ] * 4
     assert usage_tokens(b"\xff{") is None
     assert usage_tokens(b'{"a":' + b"[" * 100_000) is None
 

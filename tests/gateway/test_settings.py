@@ -142,6 +142,10 @@ def test_what_is_said_of_offloading_is_what_the_core_gets(tmp_path: Path) -> Non
     spec = read.control_spec().offload
     assert spec is not None
     assert (spec.threshold_tokens, spec.rule, spec.layerwise, spec.stay_factor) == (19_400.0, "scarce", False, 3.0)
+    copying = settings_of("gateway: {offload: {rule: auto, abundant_below: 0.2, copy: {min: 2K tokens}}}", "f").offload
+    assert copying is not None
+    read_as = (copying.spec().rule, copying.spec().abundant_below, copying.spec().copy_min_tokens, copying.copy_s)
+    assert read_as == ("auto", 0.2, 2_000, 5.0)
     short = ShortTerm(
         enabled=False, utilisation_high=0.9, queue_low_s=0.0, step=1.5, dwell_s=1.0, threshold_max_tokens=2e6
     )
@@ -180,6 +184,7 @@ def test_lengths_are_numbers_or_text(written: str, number: float) -> None:
 OFFLOAD_FAULTS = {
     "rule": ("rule: abundant", "gateway.offload.rule", "copies cached prefixes between datacenters"),
     "auto": ("rule: auto", "gateway.offload.rule", "write `rule: scarce`"),
+    "no time to copy": ("copy: {timeout: 0 s}", "gateway.offload.copy.timeout", "between 1 ms and 24 h"),
     "no hook": ("conversion: {drain: 1 s}", "gateway.offload.conversion", "neither is given"),
     "two hooks": ('conversion: {url: "http://a/b", command: [c]}', "gateway.offload.conversion", "not both"),
     "hook of nowhere": ('conversion: {url: "ftp://a"}', "gateway.offload.conversion.url", "http://"),
@@ -200,6 +205,23 @@ def test_faults_of_offloading_are_told_with_their_line(line: str, field: str, sa
     (problem,) = said(f"gateway:\n  policy: netkv\n  offload:\n    {line}\n")
     assert (problem.line, problem.field) == (4, field)
     assert said_of_it in str(problem)
+
+
+@pytest.mark.parametrize("protocol", ["sglang", "mooncake"])
+def test_prefixes_are_copied_by_one_protocol_only(protocol: str) -> None:
+    """Who prefills and speaks another one is named, with its line; `scarce` copies nothing and needs nothing."""
+    text = (ROOT / "examples" / "two-datacenters.yaml").read_text(encoding="utf-8")
+    ports = iter(range(8000, 9000))
+
+    def reached(match: re.Match[str]) -> str:
+        endpoint = f'{{url: "http://h:{next(ports)}", protocol: {protocol}, bootstrap: "h:1"}}'
+        return f"{match[0][:-1]}, endpoint: {endpoint}}}"
+
+    text = re.sub(r"\{name: \S+, role: (\w+), gpus: .*\}", reached, text) + "    copy: {}\n"
+    assert deployment_of(text, "f", environ={})
+    problems = refused(text + "    rule: auto\n")
+    assert {problem.field for problem in problems} == {f"instances[{k}].endpoint" for k in range(7)}
+    assert all(f"{protocol} cannot say so" in str(problem) for problem in problems)
 
 
 def test_a_cluster_that_cannot_offload_is_told_so() -> None:
@@ -303,7 +325,7 @@ FAULTS = {
     "path": ("health: {path: health}", "health.path", "such as '/health'"),
     "policy": ("policy: netkw", "policy", "did you mean 'netkv'?"),
     "shadow": ("shadow: foresigth", "shadow", "did you mean 'foresight'?"),
-    "parameter": ("parameters: {speed: 1}", "parameters", "'netkv' has no parameter 'speed'; it takes none"),
+    "parameter": ("parameters: {speed: 1}", "parameters", "'foresight' has no parameter 'speed'; it takes"),
     "bad parameter": ("{policy: cla, parameters: {load_weight: -1}}", "parameters", "use a number of zero or more"),
     "prefill": ("prefill: cla", "prefill", "known: round-robin, least-loaded, cache-aware"),
     "constraint": ("constraint: pot:fail", "constraint", "'pot'"),

@@ -11,9 +11,42 @@ from tests.gateway.rig import CLUSTER, rig
 
 from kvroute.control import read_log, replay, same
 from kvroute.topology import parse
-from kvroute.types import Decode
+from kvroute.types import SAME_DATACENTER, Decode
 
 ASKED = 6
+
+
+@pytest.mark.parametrize(
+    ("policy", "shadow", "learns"),
+    [("foresight", "", "foresight"), ("netkv", "foresight-closed", "foresight-closed"), ("netkv", "cla", "")],
+)
+def test_what_foresight_learns_is_shown(policy: str, shadow: str, learns: str) -> None:
+    """To the dashboard and to Prometheus alike: the tier of the cluster's two racks, and nothing without foresight."""
+
+    async def run() -> None:
+        async with rig(f"  policy: {policy}\n  shadow: {shadow}\n" if shadow else f"  policy: {policy}\n") as gate:
+            assert (await gate.ask()).status == 200
+            told = gate.gateway.state.snapshot(gate.gateway.now()).tick.load.foresight
+            page = (await gate.get("/metrics")).body.decode()
+        found = {
+            (sample.name, sample.labels["policy"], sample.labels["tier"]): sample.value
+            for family in text_string_to_metric_families(page)
+            for sample in family.samples
+            if sample.name.startswith("kvroute_foresight_")
+        }
+        if not learns:
+            assert (told, found) == (None, {})
+            return
+        assert told is not None
+        assert told.policy == learns
+        far = told.tiers[SAME_DATACENTER]
+        assert found == {
+            ("kvroute_foresight_learned_ratio", learns, "datacenter"): far.factor,
+            ("kvroute_foresight_bytes_per_second", learns, "datacenter"): far.bytes_per_s,
+            ("kvroute_foresight_learned_transfers", learns, "datacenter"): pytest.approx(far.weight, abs=1e-6),
+        }
+
+    uvloop.run(run())
 
 
 @pytest.mark.parametrize(("shadow", "differ"), [("round-robin", ASKED // 2), ("netkv", 0)])

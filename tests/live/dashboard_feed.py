@@ -2,7 +2,8 @@
 
 `python dashboard_feed.py PODS RACKS NODES RATE [NAME]` prints its port and runs until its standard input ends;
 `python dashboard_feed.py two AWAY PREFILL DECODE RATE` has two datacenters, and each line of its standard input is what
-happens next between them: `cut`, `try`, `mend`, `convert` or `converted`.
+happens next between them: `cut`, `try`, `mend`, `convert` or `converted`. With `foresight` before all that it acts and
+NetKV is in the shadow; else it is the other way round.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from kvroute.gateway.state import ClusterState
 from kvroute.gateway.view import (
     BreakerState,
     ConversionLoad,
+    ForesightLoad,
     InstanceLoad,
     Load,
     OffloadLoad,
@@ -55,21 +57,20 @@ WAYS: dict[str, BreakerState] = {"cut": "open", "try": "half-open", "mend": "clo
 
 
 class Feed:
-    """Requests through a core on virtual time; every second one is decided by the other policy."""
+    """Requests through a core on virtual time; every second one is decided by round-robin."""
 
-    def __init__(self, file: ClusterFile, rate_per_s: float, seed: int = 1) -> None:
+    def __init__(self, file: ClusterFile, rate_per_s: float, policy: str = "netkv", seed: int = 1) -> None:
         self.cluster = build(file)
         self.now_s = 0.0
         self._draw, self._rate = random.Random(seed), rate_per_s
         offload = OffloadSpec(threshold_tokens=THRESHOLD_TOKENS, layerwise=False) if self.cluster.file.wan else None
-        specs = {
-            name: ControlSpec(decode=name, offload=offload, shadow="foresight") for name in ("netkv", "round-robin")
-        }
+        self._policy, shadow = policy, "netkv" if policy == "foresight" else "foresight"
+        specs = {name: ControlSpec(decode=name, offload=offload, shadow=shadow) for name in (policy, "round-robin")}
         self._cores = {name: spec.build(self.cluster) for name, spec in specs.items()}
-        self.state = ClusterState(self.cluster, self.load, policy="netkv", version="0.1.0")
-        self.state.shadow("foresight")
+        self.state = ClusterState(self.cluster, self.load, policy=policy, version="0.1.0")
+        self.state.shadow(shadow)
         roles = {instance.name: instance.role for instance in self.cluster.instances}
-        self.metrics = Metrics(self.load, roles, version="0.1.0", policy="netkv")
+        self.metrics = Metrics(self.load, roles, version="0.1.0", policy=policy)
         self._here = dict.fromkeys(roles, 0)
         self._free_s = dict.fromkeys(roles, 0.0)
         self._due: list[tuple[float, int, Callable[[], None]]] = []
@@ -104,6 +105,8 @@ class Feed:
 
     def load(self) -> Load:
         """Gauges now."""
+        learned = self._cores[self._policy].learned(self.now_s)
+        assert learned is not None
         return Load(
             in_flight=sum(core.in_flight for core in self._cores.values()),
             connections=64,
@@ -113,6 +116,7 @@ class Feed:
                 congestion=(0.0, 0.08, 0.31, 0.62, 0.0),
                 learned_ratio=(None, 0.97, 0.84, 0.55, None),
             ),
+            foresight=ForesightLoad(policy="foresight", tiers=learned),
             offload=self._offload() if self.cluster.file.wan else None,
             instances=tuple(self._instance(instance.name, instance.role) for instance in self.cluster.instances),
         )
@@ -185,7 +189,7 @@ class Feed:
             self.state.rejected(at_s)
             self.state.finished(at_s, 503)
             return
-        policy = "netkv" if number % 2 else "round-robin"
+        policy = self._policy if number % 2 else "round-robin"
         core = self._cores[policy]
         tokens = int(self._draw.lognormvariate(7.6, 0.7))
         prefix = tuple(range(self._draw.randrange(40) * 1000, tokens // 16))
@@ -193,7 +197,7 @@ class Feed:
         for decision in core.handle(Arrived(at_s, request)):
             self.state.policy = policy
             self.state.decided(decision, at_s)
-            self.state.policy = "netkv"
+            self.state.policy = self._policy
             if isinstance(decision, Prefill):
                 name = decision.instance
                 self._here[name] += 1
@@ -206,7 +210,7 @@ class Feed:
         for decision in core.handle(PrefillFinished(now_s, number)):
             self.state.policy = policy
             self.state.decided(decision, now_s)
-            self.state.policy = "netkv"
+            self.state.policy = self._policy
             if isinstance(decision, Decode):
                 took_s = decision.kv_bytes / float(self.cluster.tier_bytes_per_s[decision.tier]) * 1.6 + 0.004
                 self.state.transfer_started(decision, now_s, took_s)
@@ -284,10 +288,12 @@ async def serve(feed: Feed) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "two":
-        away, prefill, decode = (int(text) for text in sys.argv[2:5])
+    words = sys.argv[1:]
+    acting = words.pop(0) if words[0] == "foresight" else "netkv"
+    if words[0] == "two":
+        away, prefill, decode = (int(text) for text in words[1:4])
         file = two_datacenters(prefill_nodes=away, local_prefill_nodes=prefill, decode_nodes=decode)
-        asyncio.run(serve(Feed(file, float(sys.argv[5]))))
+        asyncio.run(serve(Feed(file, float(words[4]), acting)))
     else:
-        pods, racks, nodes = (int(text) for text in sys.argv[1:4])
-        asyncio.run(serve(Feed(played(pods, racks, nodes, *sys.argv[5:6]), float(sys.argv[4]))))
+        pods, racks, nodes = (int(text) for text in words[:3])
+        asyncio.run(serve(Feed(played(pods, racks, nodes, *words[4:5]), float(words[3]), acting)))

@@ -162,8 +162,9 @@ PIXELS = (
 )
 PRICED = (
     "[...document.querySelectorAll('#decisions button')]"
-    ".find(x => x.textContent.includes('→') && /(ms|µs| s)$/.test(x.textContent))"
+    ".find(x => x.textContent.includes('→') && /\\s(ms|µs|s)$/.test(x.textContent))"
 )
+LEARNED_NOTE = "document.querySelector('#learned-note').textContent"
 NEWEST = f"Math.max(...{TEXTS.format(repr('#decisions .request'))}.map(text => Number(text.slice(1))))"
 WIDTHS = (
     "[...document.querySelectorAll('#why .bar')].map("
@@ -227,12 +228,52 @@ def test_a_decision_explains_itself(browser: Browser) -> None:
 def test_the_shadow_is_told(browser: Browser) -> None:
     """How often the policy in the shadow differs, and at a decision what it would have done."""
     with _feed(browser, *CLUSTER):
-        chip = browser.until("/foresight, differs [0-9.]+ %/.test(document.querySelector('#shadow').textContent)")
+        chip = browser.until("/foresight, differs [0-9.]+\\s%/.test(document.querySelector('#shadow').textContent)")
         assert chip
+        assert browser.run(LEARNED_NOTE) == "from own transfers, by foresight in the shadow"
         assert "decode decisions would be others" in browser.run("document.querySelector('#shadow').title")
         browser.until(f"{PRICED} && ({PRICED}.click(), true)")
         said = browser.until("document.querySelector('#why .keys').textContent")
         assert "foresight would have chosen" in said
+
+
+def test_what_foresight_has_learned_is_shown(browser: Browser) -> None:
+    """Of the tiers that the cluster has beyond the rack: transfers over the link took longer than the map promises."""
+    with _feed(browser, "foresight", *TWO["16"]):
+        assert browser.run(LEARNED_NOTE) == "from own transfers"
+        assert browser.run(_texts("#learned td:first-child")) == ["across datacenters"]
+        row = browser.until(f"/[0-9] of [0-9]/.test({_texts('#learned td')}[3]) && {_texts('#learned td')}")
+        factor = float(row[1].removeprefix("× "))
+        assert 0.5 < factor < 0.95
+        assert float(row[2].split("\u00a0")[0]) == pytest.approx(12.5 * factor, abs=0.13)
+        believed, transfers = (float(text) for text in row[3].split(" of "))
+        assert 0 < believed <= min(transfers, 10)
+        assert re.fullmatch(r"just now|\d+\ss ago", row[4])
+
+
+def test_foresight_says_its_terms_by_their_names(browser: Browser) -> None:
+    """Five times, which make up the cost; and whether the transfer was played through."""
+    with _feed(browser, "foresight", *CLUSTER):
+        browser.until(f"{PRICED} && ({PRICED}.click(), true)")
+        head = browser.until(_texts("#why th"))
+        assert head[3:] == [
+            "transfer", "imposed on others", "slot wait", "first step", "slot price", "pace", "played", "tier"
+        ]  # fmt: skip
+        widths = browser.run(WIDTHS)
+        assert max(widths) > 0.9
+        assert all(0 < width <= 1.02 for width in widths)
+        played = browser.run(_texts("#why td:nth-child(10)"))
+        assert {"yes", "no"} == set(played)
+        assert browser.run(LEARNED_NOTE) == "from own transfers"
+
+
+def test_a_number_and_its_unit_stay_in_one_line(browser: Browser) -> None:
+    """No text has a space between them at which it could be broken."""
+    with _feed(browser, *TWO["16"]):
+        browser.until(f"{PRICED} && ({PRICED}.click(), true)")
+        said = browser.until("document.querySelector('#sites .said').textContent && document.body.textContent")
+        assert re.search(r"\d\u00a0%", said)
+        assert re.findall(r"\d (?:%|ms|µs|s|min|[KMGT]?B)(?!\w)", said) == []
 
 
 def test_the_list_stands_still_under_the_pointer(browser: Browser) -> None:
@@ -279,10 +320,14 @@ def test_the_keyboard_walks_the_map(browser: Browser) -> None:
         browser.until(f"{NAMED} !== {json.dumps(second)}")
 
 
-@pytest.mark.parametrize("feed", [SIZES["512"], TWO["16"], TWO["512"]], ids=["one", "two-16", "two-512"])
+@pytest.mark.parametrize(
+    "feed",
+    [SIZES["512"], TWO["16"], TWO["512"], ("foresight", *TWO["16"])],
+    ids=["one", "two-16", "two-512", "foresight"],
+)
 @pytest.mark.parametrize("width", [390, 1280])
 def test_nothing_sticks_out(browser: Browser, width: int, feed: tuple[str, ...]) -> None:
-    """At a phone's and at a laptop's width the page does not scroll sideways."""
+    """At a phone's and at a laptop's width the page does not scroll sideways, nor does what foresight has learned."""
     browser.devtools(
         "Emulation.setDeviceMetricsOverride", width=width, height=844, deviceScaleFactor=1, mobile=width < 500
     )
@@ -291,6 +336,10 @@ def test_nothing_sticks_out(browser: Browser, width: int, feed: tuple[str, ...])
             browser.until(f"{PRICED} && ({PRICED}.click(), true)")
             assert browser.run("innerWidth") == width
             assert browser.run("document.documentElement.scrollWidth") <= width
+            assert (
+                browser.run("(x => x.scrollWidth - x.clientWidth)(document.querySelector('#learned-panel .scroll'))")
+                == 0
+            )
     finally:
         browser.devtools("Emulation.clearDeviceMetricsOverride")
 
@@ -318,7 +367,7 @@ def test_nothing_moves_for_those_who_do_not_want_it(browser: Browser, motion: st
 def test_decisions_show_what_they_are_made_of(browser: Browser) -> None:
     """The seconds that a chosen candidate's cost adds up from stand in its row, inside it."""
     with _feed(browser, *CLUSTER):
-        browser.until(f"{_texts('#decisions .terms')}.some(text => /transfer [0-9.]+ (ms|µs|s) \\+ /.test(text))")
+        browser.until(f"{_texts('#decisions .terms')}.some(text => /transfer [0-9.]+\\s(ms|µs|s) \\+ /.test(text))")
         inside = "x => x.getBoundingClientRect().right <= x.parentElement.getBoundingClientRect().right + 1"
         assert browser.run(f"[...document.querySelectorAll('#decisions span')].every({inside})")
 
@@ -331,6 +380,8 @@ def test_a_saved_page_needs_nothing_else(browser: Browser, tmp_path: Path, feed:
         state = f"http://127.0.0.1:{program.stdout.readline().strip()}/state"
         while not (snapshot := _json(state))["tick"]["transfers"] or not _explained(snapshot):
             assert program.poll() is None
+        if feed[0] != "two":
+            snapshot["tick"]["load"]["foresight"] = None
         page = tmp_path / "dashboard.html"
         page.write_text(dashboard_page(json.dumps(snapshot).encode()), encoding="utf-8")
     browser.complaints()
@@ -339,6 +390,9 @@ def test_a_saved_page_needs_nothing_else(browser: Browser, tmp_path: Path, feed:
     assert browser.run("document.querySelectorAll('#decisions button').length === 14")
     assert browser.run("document.querySelectorAll('#why tr.chosen').length") == 1
     assert browser.run("document.querySelector('#sites-panel').hidden") == (feed[0] != "two")
+    assert browser.run("document.querySelector('#learned-panel').hidden") == (feed[0] != "two")
+    tiles = "[...document.querySelectorAll('.kpi')].find(x => x.textContent.endsWith('transfers'))"
+    assert browser.run(f"{tiles}.querySelector('b').textContent") == str(len(snapshot["tick"]["transfers"]))
     assert browser.until(PIXELS) > 50
     browser.run(COUNT)
     browser.until("frames_seen > 120")  # two seconds and more: longer than any of these transfers is shown
@@ -390,11 +444,11 @@ def test_two_datacenters_show_link_threshold_and_share(browser: Browser, size: s
         assert browser.run(STATES) == ["in use", "in use"]
         threshold, share = browser.run(_texts("#sites .figures"))
         assert threshold == "2K tokens, base 2K"
-        assert re.fullmatch(r"\d+ % away, \d+ % at home", share)
+        assert re.fullmatch(r"\d+\s% away, \d+\s% at home", share)
         said = browser.run("document.querySelector('#sites .said').textContent")
-        assert "serve 9.5/s (λ max), bound by the link home; the best one 11/s, gain 14 %" in said
+        assert "serve 9.5/s (λ max), bound by the link home; the best one 11/s, gain 14\u00a0%" in said
         browser.until("document.querySelector('#sites .area').getAttribute('d').length > 9")
-        assert browser.until(f"{_texts('#sites td:nth-child(3)')}[0] !== '0 %'")
+        assert browser.until(f"{_texts('#sites td:nth-child(3)')}[0].slice(0, 1) !== '0'")
         assert browser.complaints() == []
 
 

@@ -30,7 +30,7 @@ COMMANDS = {
     "llm": "llm:llm",
     "flows": "flows:flows",
     "replay": "replay:replay_log",
-    "explain": "replay:explain",
+    "explain": "explain:explain",
 }
 """Where each command is, as `module:name` in this room: a function, or a Typer app of several."""
 

@@ -60,7 +60,7 @@ class Offloading:
             what = "offloading knows one KV protocol, and the instances speak several"
             raise InputError(what, where=view.cluster.name, mend="use a cluster file for each protocol")
         self.spec, self._view = spec, view
-        self._model = next(iter(view.models.values()))
+        ((served, self._model),) = view.models.items()
         self.datacenters = Datacenters.of_cluster(view.cluster)
         self.thresholds = {site: spec.threshold() for site in self.datacenters.prfaas}
         self._scarcity = {site: spec.scarcity() for site in self.datacenters.prfaas}
@@ -75,7 +75,7 @@ class Offloading:
         self.last_review: Review | None = None
         self.converting = 0
         self._searched = spec.threshold_tokens is not None
-        self._pool: PrefillPool = view.prefill[self._model.name]
+        self._pool: PrefillPool = view.prefill[served]
         self._members = self.datacenters.members(self._pool.ids)
         self._stages = Stages(
             view, self.datacenters, self._pool, next(iter(view.decode.values())), self._model, spec.long_term.window_s
@@ -208,7 +208,7 @@ class Offloading:
             cached[position] = candidates.hit_tokens[longest_here]
             holders[position] = int(self._pool.ids[longest_here])
         away = order[1:]
-        scarce = np.array([True, *(self._scarcity[site].scarce for site in away)])
+        scarce = np.array([True, *(self._scarcity[site].scarce or not request.copyable for site in away)])
         holder, prefix_tokens = longest(up, scarce, cached)
         warm_s = self._warm_s(request, prefix_tokens, cached, prefill_s, order)
         transfer_s = self._transfer_s(request, cached, away, at)

@@ -25,7 +25,8 @@ class StreamOptions(msgspec.Struct, frozen=True):
 
 
 class KvParams(msgspec.Struct, frozen=True):
-    """`kv_transfer_params` of both legs: NIXL-like pull, Mooncake's `transfer_id`, and kvroute's early pull."""
+    """`kv_transfer_params` of all legs: NIXL-like pull, Mooncake's `transfer_id`, kvroute's early pull; both orders at
+    once where the beginning of a prompt is pulled, the rest computed and all of it held."""
 
     do_remote_decode: bool | None = None
     do_remote_prefill: bool | None = None
@@ -35,6 +36,8 @@ class KvParams(msgspec.Struct, frozen=True):
     remote_host: str | None = None
     remote_port: int | None = None
     remote_bootstrap_addr: str | None = None
+    remote_num_tokens: int | None = None
+    remote_prefill_cached_tokens: int | None = None
     transfer_id: str | None = None
 
 
@@ -66,6 +69,10 @@ class Ticket:
     """Whether the source may not have it yet."""
     early: bool = False
     """It is to be sent while it is computed, not when it is complete."""
+    tokens: int | None = None
+    """That the source has; None: it does not say."""
+    prefill_cached_tokens: int | None = None
+    """That it had before it computed the rest; None: the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +90,8 @@ class Ask:
     """One per answer, or none where nothing crosses (and on vLLM's prefill leg, where the engine makes it up)."""
     told: bool
     """Whether the answer of a prefill leg carries `kv_transfer_params`."""
+    prefix: Ticket | None = None
+    """What a prefill leg fetches of its prompt before it computes the rest."""
 
 
 _DECODER = msgspec.json.Decoder(Body)
@@ -117,6 +126,7 @@ def read_ask(kind: Kind, data: bytes, *, model: str, role: Role, block_tokens: i
         usage=bool(body.stream_options and body.stream_options.include_usage),
         tickets=tickets,
         told=leg == "prefill" and body.kv_transfer_params is not None,
+        prefix=_prefix(body.kv_transfer_params) if leg == "prefill" else None,
     )
 
 
@@ -143,10 +153,25 @@ def _tickets(body: Body, role: Role, answers: int) -> tuple[Leg, tuple[Ticket, .
         return "decode", (Ticket(params.transfer_id, host, port, awaited=True),)
     if params.transfer_id and not params.remote_request_id and params.remote_host and params.remote_port:
         return "decode", (Ticket(params.transfer_id, params.remote_host, params.remote_port, True, early=True),)
+    return "decode", (_forwarded(params),)
+
+
+def _prefix(params: KvParams | None) -> Ticket | None:
+    return _forwarded(params) if params is not None and params.do_remote_prefill else None
+
+
+def _forwarded(params: KvParams) -> Ticket:
+    """What another instance has answered."""
     if not (params.remote_request_id and params.remote_host and params.remote_port):
         what = "kv_transfer_params lacks remote_request_id, remote_host or remote_port; forward what prefill answered"
         raise Refusal(what, param="kv_transfer_params")
-    return "decode", (Ticket(params.remote_request_id, params.remote_host, params.remote_port),)
+    return Ticket(
+        params.remote_request_id,
+        params.remote_host,
+        params.remote_port,
+        tokens=params.remote_num_tokens,
+        prefill_cached_tokens=params.remote_prefill_cached_tokens,
+    )
 
 
 def _address(text: str) -> tuple[str, int]:

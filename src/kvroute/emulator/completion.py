@@ -149,6 +149,8 @@ class Completion:
         jobs, ask = self.jobs, self.ask
         for job, ticket in zip(jobs, ask.tickets, strict=False):
             job.name = ticket.key
+        if ask.prefix is not None:
+            await self._take_in(jobs[0], ask.prefix)
         await self._prefill()
         tickets = ask.tickets or (Ticket(f"{origin.engine_id}/{self.heading.id}"),)
         for job, ticket in zip(jobs, tickets, strict=True):
@@ -156,11 +158,31 @@ class Completion:
         if tickets[0].awaited:  # SGLang's prefill answers when its partner has the KV
             await self.bell.until(self._answered)
         choices = [choice(ask.kind, i, next(words(job.prompt.seed, i % ask.n))) for i, job in enumerate(jobs)]
-        tokens = usage(sum(job.input_tokens for job in jobs), len(jobs), self.cached_tokens)
+        known = ask.prefix.prefill_cached_tokens if ask.prefix is not None else None
+        cached_tokens = self.cached_tokens if known is None else known  # vLLM's rule, of prefixes too
+        tokens = usage(sum(job.input_tokens for job in jobs), len(jobs), cached_tokens)
         told = ask.told and self.engine.instance.protocol == "vllm"  # Mooncake's engines answer no params
         more = {"kv_transfer_params": self._kv_params(jobs[0], tickets[0].key, origin)} if told else {}
         document = self.heading.document(choices, stream=False, usage=tokens, **more)
         return web.Response(body=msgspec.json.encode(document), content_type=JSON)
+
+    async def _take_in(self, job: Job, ticket: Ticket) -> None:
+        """Pull the beginning of a prompt that the source has; what does not come is computed here."""
+        engine = self.engine
+        whole = job.input_tokens // engine.block_tokens * engine.block_tokens
+        tokens = whole if ticket.tokens is None else min(ticket.tokens, whole)
+        intake = engine.take_in(job.prompt, tokens)
+        lacking_tokens = intake.lacking * engine.block_tokens
+        order = Order(ticket.key, engine.instance.name, tokens - lacking_tokens)
+        asked_s = engine.clock.now()
+        try:
+            parcel = await pull(ticket.host, ticket.port, order, patience_s=engine.kv_patience_s)
+            intake.land()
+            engine.counters.transferred(parcel.source, parcel.kv_bytes, engine.clock.now() - asked_s)
+        except Broken:
+            engine.counters.kv_failed += 1
+        finally:
+            intake.give_up()
 
     def _kv_params(self, job: Job, key: str, origin: Origin) -> dict[str, Any]:
         """What the decode leg is told, as NIXL's connector answers; `remote_instance` is kvroute's own."""
@@ -214,7 +236,8 @@ class Completion:
         """Pull a job's KV and put it into the batch."""
         engine = self.engine
         await self._reserved(job)
-        self.cached_tokens += job.cached_tokens
+        known = ticket.prefill_cached_tokens  # vLLM tells the client of this one
+        self.cached_tokens += job.cached_tokens if known is None else known
         asked_s = engine.clock.now()
         order = Order(ticket.key, engine.instance.name, job.cached_tokens, ticket.awaited, ticket.early)
         try:

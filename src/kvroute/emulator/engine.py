@@ -16,6 +16,7 @@ from typing import TypeAlias
 from kvroute.emulator.batch import Batch
 from kvroute.emulator.clock import Alarm, Clock
 from kvroute.emulator.counters import Counters
+from kvroute.emulator.intake import Intake
 from kvroute.emulator.job import Door, Job
 from kvroute.emulator.prompt import Prompt
 from kvroute.llm import Model
@@ -79,6 +80,8 @@ class Engine:
     _reserving: deque[Job] = field(default_factory=deque)
     _reserved: int = 0
     """Jobs whose KV is on its way."""
+    _intakes: int = 0
+    """Of beginnings of prompts."""
     _closed: bool = False
 
     def __post_init__(self) -> None:
@@ -97,7 +100,7 @@ class Engine:
     @property
     def waiting(self) -> int:
         """Requests that wait for prefill, memory, KV or a slot."""
-        return len(self._queue) + len(self._reserving) + self._reserved + self.batch.waiting
+        return len(self._queue) + self._intakes + len(self._reserving) + self._reserved + self.batch.waiting
 
     @property
     def kv_used_share(self) -> float:
@@ -126,6 +129,22 @@ class Engine:
     ) -> Job:
         """A new job, at no stage yet."""
         return Job(self.next_number(), prompt, output_tokens, self.clock.now(), streaming, news)
+
+    def take_in(self, prompt: Prompt, tokens: int) -> Intake:
+        """Make room for the first whole blocks of a prompt, up to so many tokens, that another instance has."""
+        blocks = prompt.blocks[: tokens // self.block_tokens]
+        intake = Intake(prompt, blocks, self._memory, self._changed, self._taken_in)
+        self._intakes += intake.lacking > 0
+        return intake
+
+    def _changed(self, prompt: Prompt | None, before: int, now: int, evicted: list[Evicted]) -> None:
+        if not self._closed:
+            self.on_kv(prompt, before, now, evicted)
+
+    def _taken_in(self) -> None:
+        self._intakes -= 1
+        if not self._closed:
+            self._grant()
 
     def prefill(self, job: Job) -> None:
         """Queue the prompt; its stage becomes `prefilled`. What is cached counts as of now, as the simulator has it."""

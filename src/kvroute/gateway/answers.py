@@ -7,15 +7,28 @@ from collections.abc import Sequence
 import msgspec
 
 
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
 class _Usage(msgspec.Struct):
     completion_tokens: int | None = None
+    prompt_tokens_details: _Details | None = None
 
 
 class _Answer(msgspec.Struct):
     usage: _Usage | None = None
 
 
-_ANSWER = msgspec.json.Decoder(_Answer)
+class _Handover(msgspec.Struct):
+    remote_prefill_cached_tokens: int | None = None
+
+
+class _Prefilled(_Answer):
+    kv_transfer_params: _Handover | None = None
+
+
+_ANSWER, _PREFILLED = msgspec.json.Decoder(_Answer), msgspec.json.Decoder(_Prefilled)
 _encode = msgspec.json.Encoder().encode
 
 
@@ -65,3 +78,17 @@ def usage_tokens(body: bytes) -> int | None:
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
         return None
     return usage.completion_tokens if usage else None
+
+
+def cached_tokens(body: bytes) -> int | None:
+    """Tokens of the prompt that had not to be computed, by a prefill leg's own word, if it says so: vLLM does in what
+    it tells the decode engine, and in its usage where it is started with `--enable-prompt-tokens-details`."""
+    try:
+        answer = _PREFILLED.decode(body)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        return None
+    told = answer.kv_transfer_params
+    if told and told.remote_prefill_cached_tokens is not None:
+        return told.remote_prefill_cached_tokens
+    details = answer.usage.prompt_tokens_details if answer.usage else None
+    return details.cached_tokens if details else None

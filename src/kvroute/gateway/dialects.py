@@ -63,8 +63,9 @@ class Dialect(Protocol):
     def alone_body(self, completion: Completion) -> bytes:
         """Body for an instance that computes prefill and decode itself."""
 
-    def prefill_body(self, completion: Completion, meeting: Meeting) -> bytes:
-        """Body of the prefill leg.
+    def prefill_body(self, completion: Completion, meeting: Meeting, prefix: Raw | None = None) -> bytes:
+        """Body of the prefill leg. `prefix`: what the engine that holds the prompt's beginning has answered, where that
+        is to be fetched first (vllm).
 
         Raises:
             DialectError: the meeting lacks what the engine needs.
@@ -101,10 +102,13 @@ class Vllm:
     def alone_body(self, completion: Completion) -> bytes:
         return _encode(completion.fields)
 
-    def prefill_body(self, completion: Completion, meeting: Meeting) -> bytes:
-        if not meeting.early:
+    def prefill_body(self, completion: Completion, meeting: Meeting, prefix: Raw | None = None) -> bytes:
+        if prefix is None and not meeting.early:
             return _encode(_one_token(completion, _PULL))
-        params = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": meeting.transfer_id}
+        there = {} if prefix is None else msgspec.json.decode(prefix, type=dict[str, Raw])
+        there.pop("remote_prefill_cached_tokens", None)  # else the engine would tell it as its own number
+        name = {"transfer_id": meeting.transfer_id} if meeting.early else {}
+        params = {**there, "do_remote_decode": True, "do_remote_prefill": prefix is not None, **name}
         return _encode(_one_token(completion, Raw(_encode(params))))
 
     def handover(self, reply: bytes) -> Raw | None:
@@ -135,7 +139,8 @@ class Mooncake:
     def alone_body(self, completion: Completion) -> bytes:
         return _encode(completion.fields)
 
-    def prefill_body(self, completion: Completion, meeting: Meeting) -> bytes:
+    def prefill_body(self, completion: Completion, meeting: Meeting, prefix: Raw | None = None) -> bytes:
+        assert prefix is None, "nobody copies prefixes by this protocol"
         params = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": meeting.transfer_id}
         return _encode(_one_token(completion, Raw(_encode(params))))
 
@@ -175,7 +180,8 @@ class Sglang:
     def alone_body(self, completion: Completion) -> bytes:
         return _encode(completion.fields)
 
-    def prefill_body(self, completion: Completion, meeting: Meeting) -> bytes:
+    def prefill_body(self, completion: Completion, meeting: Meeting, prefix: Raw | None = None) -> bytes:
+        assert prefix is None, "nobody copies prefixes by this protocol"
         return _encode(completion.fields | _rooms(completion.n * completion.prompts, meeting))
 
     def handover(self, reply: bytes) -> Raw | None:

@@ -10,7 +10,17 @@ from kvroute.gateway.admission import Admission
 from kvroute.gateway.conversions import Conversions
 from kvroute.gateway.serving import Serving
 from kvroute.gateway.station import Station
-from kvroute.gateway.view import ConversionLoad, InstanceLoad, Load, OffloadLoad, OracleLoad, ReviewLoad, SiteLoad
+from kvroute.gateway.view import (
+    ConversionLoad,
+    ForesightLoad,
+    InstanceLoad,
+    Load,
+    OffloadLoad,
+    OracleLoad,
+    ReviewLoad,
+    SiteLoad,
+)
+from kvroute.policies import FORESIGHT_POLICIES
 from kvroute.policies.allocation import Review
 from kvroute.types import InstanceMeasured
 
@@ -43,6 +53,7 @@ def load_of(
         ready=ready,
         draining=draining,
         oracle=_oracle(serving, now),
+        foresight=_foresight(serving, now),
         offload=_offload(serving, conversions, now),
         instances=instances,
     )
@@ -129,3 +140,11 @@ def _oracle(serving: Serving, now: float) -> OracleLoad:
         congestion=tuple(float(share) for share in oracle.congestion(now)),
         learned_ratio=oracle.learned_ratio(now),
     )
+
+
+def _foresight(serving: Serving, now: float) -> ForesightLoad | None:
+    learned, settings = serving.control.learned(now), serving.settings
+    if learned is None:
+        return None
+    acts = settings.policy in FORESIGHT_POLICIES
+    return ForesightLoad(policy=settings.policy if acts else settings.shadow, tiers=learned)

@@ -1,4 +1,4 @@
-"""One completion on its way: two legs, their failures and their end; callbacks only, so that a request costs no task.
+"""One completion on its way: its legs, their failures and their end; callbacks only, so that a request costs no task.
 
 The journey tells the control core each step once and in order, whatever engines and clients do, and gives back all
 that it holds on every path: slots, in-flight counts, connections.
@@ -20,6 +20,7 @@ from kvroute.gateway.station import Suspicion
 from kvroute.types import Arrived, Decision, Decode, Finished, KvStored, Prefill, PrefillFinished, Reject, Request
 
 if TYPE_CHECKING:
+    from kvroute.gateway.copy_leg import CopyLeg
     from kvroute.gateway.exchange import Exchange
     from kvroute.gateway.prompt import Prompt
     from kvroute.gateway.serving import Serving
@@ -42,6 +43,7 @@ class Journey:
 
     __slots__ = (
         "_attempts",
+        "_ids",
         "_suspicion",
         "answer",
         "arrived",
@@ -81,6 +83,8 @@ class Journey:
         """Its way through another datacenter."""
         self.trace: RequestTrace | None = None
         self._suspicion: Suspicion | None = None
+        self._ids: list[int] | None = None
+        """The prompt's tokens, where a copy of its beginning may come to be ordered."""
         self._attempts = 1
         self.over = self.arrived = self.computed = False
 
@@ -133,7 +137,9 @@ class Journey:
             max_output_tokens=max_tokens,
             model=self.model,
             one_leg=completion.one_leg and serving.must_stay(completion),
+            copyable=prompt.ids is not None,
         )
+        self._ids = prompt.ids if serving.copy_s else None
         serving.metrics.prompt_read(prompt.input_tokens)
         serving.budget.request(now)
         if serving.landings.due_at <= now:
@@ -161,8 +167,19 @@ class Journey:
         self.computed = False
         serving.state.decided(decision, now)
         self._depart(decision, now)
-        leg = self.prefill = PrefillLeg(self, serving.stations[decision.instance], now, early=early)
+        leg = self.prefill = PrefillLeg(self, decision, now, early=early)
         return leg.begin(now)
+
+    def ids_once(self) -> list[int] | None:
+        """The prompt's tokens, the first time that somebody asks: a request that fails with a copy is tried again
+        without one."""
+        ids, self._ids = self._ids, None
+        return ids
+
+    def landing(self, at: float) -> AnswerLeg | CopyLeg | None:
+        """Whose bytes are expected at this time, if anybody's still are."""
+        copy = self.prefill.copy if self.prefill is not None else None
+        return next((leg for leg in (self.answer, copy) if leg is not None and leg.lands_at == at), None)
 
     def _depart(self, decision: Prefill, now: float) -> None:
         """What becomes of a passage that is not over says nothing of its way."""
@@ -183,7 +200,9 @@ class Journey:
         """The KV cache is complete on `station`."""
         serving, request, answer = self.serving, self.request, self.answer
         assert request is not None
-        self.computed = True
+        self.computed, self._ids = True, None
+        if self.prefill is not None and self.prefill.copy is not None:
+            self.prefill.copy.computed(None, now)
         if self._suspicion is not None:
             self._suspicion.confirm()
         if station.approximate and request.blocks:

@@ -29,6 +29,7 @@ class Judgement(msgspec.Struct, frozen=True, kw_only=True):
     policy: str
     chosen: str
     source: str = ""
+    """Where KV comes from: a decode's prompt, or the cached prefix that a prefill waits for."""
     tier: int | None = None
     kv_bytes: float = 0.0
     hit_tokens: int = 0
@@ -48,11 +49,12 @@ class Judgement(msgspec.Struct, frozen=True, kw_only=True):
 def judgement_of(number: int, at: float, policy: str, decision: Decision) -> Judgement:
     """A decision as the dashboard shows it, with at most CANDIDATES_MOST candidates."""
     terms = decision.terms
-    chosen = ""
+    chosen = source = ""
+    kv_bytes = 0.0
     match decision:
-        case Prefill(instance=chosen):
+        case Prefill(instance=chosen, copy_from=source, copy_bytes=kv_bytes):
             kind = "prefill"
-        case Decode(target=chosen):
+        case Decode(target=chosen, source=source, kv_bytes=kv_bytes):
             kind = "decode"
         case Reject():
             kind = "reject"
@@ -68,9 +70,9 @@ def judgement_of(number: int, at: float, policy: str, decision: Decision) -> Jud
         kind=kind,
         policy=policy,
         chosen=chosen,
-        source=decision.source if isinstance(decision, Decode) else "",
+        source=source,
         tier=decision.tier if isinstance(decision, Decode) else None,
-        kv_bytes=decision.kv_bytes if isinstance(decision, Decode) else 0.0,
+        kv_bytes=kv_bytes,
         hit_tokens=_hit_tokens(decision),
         reason=decision.reason if isinstance(decision, Reject) else "",
         unit=terms.unit if terms is not None else "",

@@ -1,4 +1,5 @@
-"""When KV caches land, by the decision's own terms: for answers that come whole and so do not show it.
+"""When KV caches land, by the decision's own terms: for answers that come whole and so do not show it, and for copies
+of prefixes, which nobody sees landing.
 
 One timer serves all of them, and none has to be exact: whoever is about to decide something looks first.
 """
@@ -75,11 +76,11 @@ class Landings:
         while due and due[0][0] <= now:
             at, number = heappop(due)
             journey = self._journeys.get(number)
-            answer = journey.answer if journey is not None else None
-            if journey is None or answer is None or answer.lands_at != at:
+            leg = journey.landing(at) if journey is not None else None
+            if journey is None or leg is None:
                 continue
             try:
-                answer.land(now)
+                leg.land(now)
             except Exception as error:
                 journey.broke(error)
         self.due_at = due[0][0] if due else NEVER_S

@@ -1,6 +1,6 @@
 """One call to one engine for one request: counted at its station, told to its guard, and given back, each exactly once.
 
-What an answer means is for the two kinds of leg; this is what they have in common.
+What an answer means is for the kinds of leg; this is what they have in common.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvroute.gateway.station import Station
     from kvroute.gateway.tracing import LegTrace
 
-LegKind = Literal["prefill", "decode"]
+LegKind = Literal["copy", "prefill", "decode"]
 
 ANSWER_BYTES_MAX = 64 * 2**20
 """A collected answer that is longer is a fault of its engine."""
@@ -71,14 +71,14 @@ class Leg:
         parts = self._parts
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    def send(self, body: bytes, first_byte_s: float, now: float) -> None:
-        """Begin the call."""
+    def send(self, body: bytes, first_byte_s: float, now: float, path: bytes = b"") -> None:
+        """Begin the call; `path` is the client's where none is given."""
         journey = self.journey
         head = journey.head
         if journey.trace is not None:
             self.trace = journey.trace.leg(self.kind, {"kvroute.instance": self.station.name})
             head += self.trace.head
-        self.station.send(self, journey.exchange.path, head, body, first_byte_s, now)
+        self.station.send(self, path or journey.exchange.path, head, body, first_byte_s, now)
 
     def on_head(self, status: int, headers: Headers) -> None:
         """See Sink."""

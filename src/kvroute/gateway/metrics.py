@@ -6,25 +6,22 @@ on every sample. One thread; a method costs about a microsecond or less.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Literal, TypeAlias
 
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.openmetrics import exposition as openmetrics_exposition
 
-from kvroute.gateway.exposition import Counter, Exemplar, Family, Histogram, Key, lines
-from kvroute.gateway.offload_gauges import offload_gauges
-from kvroute.gateway.view import BreakerState, InstanceLoad, Load, Ttft
+from kvroute.gateway.exposition import Counter, Exemplar, Histogram, lines
+from kvroute.gateway.load_gauges import TIER_LABELS, load_gauges
+from kvroute.gateway.view import Load, Ttft
 from kvroute.types import TIER_COUNT, Convert, Decision, Decode, Prefill, Role, Shadowed
 
-Leg: TypeAlias = Literal["prefill", "decode", "passed_on"]
+Leg: TypeAlias = Literal["copy", "prefill", "decode", "passed_on"]
 
-TIER_LABELS = ("node", "rack", "pod", "datacenter", "cross_datacenter")
-"""Values of the label `tier`, by tier."""
 _TIER_KEYS = [(label,) for label in TIER_LABELS]
 _PREFILL, _DECODE, _REJECT, _CONVERT = ("prefill",), ("decode",), ("reject",), ("convert",)
 _QUEUE, _TRANSFER, _FIRST_STEP = ("queue",), ("transfer",), ("first_step",)
-_BREAKER: dict[BreakerState, int] = {"closed": 0, "half-open": 1, "open": 2}
 _REQUEST_S = (
     *(0.001, 0.002, 0.005, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75),
     *(1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0),
@@ -70,6 +67,11 @@ class Metrics:
             ("tier",),
         )
         self._transfer_bytes = Counter("kvroute_transfer_bytes_total", "KV bytes given to the network.", ("tier",))
+        self._copies = Counter(
+            "kvroute_copies_total", "Cached prefixes to be copied before a prefill, by what became of it.", ("outcome",)
+        )
+        self._copy_bytes = Counter("kvroute_copy_bytes_total", "KV bytes of copied prefixes.", ("tier",))
+        self._copy_s = Histogram("kvroute_copy_leg_seconds", "Copy leg sent to its answer.", _REQUEST_S)
         self._shadowed = Counter(
             "kvroute_shadow_decisions_total", "Decode decisions, by what the shadow would do.", ("policy", "verdict")
         )
@@ -147,6 +149,16 @@ class Metrics:
             self._transfer_bytes.add(_TIER_KEYS[tier], kv_bytes)
             if seconds is not None:
                 self._transfer_s.observe(_TIER_KEYS[tier], seconds)
+
+    def copy_answered(self, seconds: float) -> None:
+        """The instance that has a cached prefix holds it out."""
+        self._copy_s.observe((), seconds)
+
+    def copied(self, outcome: str, tier: int, kv_bytes: float) -> None:
+        """A copy is over; `outcome` is one of a few words, and bytes count where it has landed."""
+        self._copies.add((outcome,))
+        if outcome == "landed":
+            self._copy_bytes.add(_TIER_KEYS[tier], kv_bytes)
 
     def first_token(self, protocol: str, ttft: Ttft, exemplar: Exemplar | None = None) -> None:
         """The first byte of a streamed answer went to the client; nobody sees the first token of a whole one."""
@@ -229,79 +241,8 @@ class Metrics:
         for counted in vars(self).values():
             if isinstance(counted, Counter | Histogram):
                 yield counted.text(openmetrics)
-        for family, samples in self._gauges(self._look()):
+        gauges = load_gauges(self._look(), self._transferring, self.roles, version=self.version, policy=self.policy)
+        for family, samples in gauges:
             yield lines(family, samples, openmetrics)
         generate = openmetrics_exposition.generate_latest if openmetrics else generate_latest
         yield generate(self._process).decode()
-
-    def _gauges(self, load: Load) -> Iterator[tuple[Family, Iterable[tuple[Key, float]]]]:
-        yield _INFO, [((self.version, self.policy), 1)]
-        yield _READY, [((), int(load.ready))]
-        yield _IN_FLIGHT, [((), load.in_flight)]
-        yield _QUEUED, [((), load.queued)]
-        yield _CONNECTIONS, [((), load.connections)]
-        yield _TRANSFERRING, [((label,), count) for label, count in zip(TIER_LABELS, self._transferring, strict=True)]
-        oracle = load.oracle
-        yield _ORACLE_AGE, [((oracle.source,), oracle.age_s)] if oracle.age_s is not None else []
-        yield _CONGESTION, [((label,), share) for label, share in zip(TIER_LABELS, oracle.congestion, strict=True)]
-        ratios = zip(TIER_LABELS, oracle.learned_ratio, strict=True)
-        yield _LEARNED, [((label,), ratio) for label, ratio in ratios if ratio is not None]
-        yield from offload_gauges(load.offload)
-        for family, value in _INSTANCE_GAUGES:
-            yield family, self._per_instance(family, value, load.instances)
-
-    def _per_instance(
-        self, family: Family, value: Callable[[InstanceLoad], float | None], instances: Iterable[InstanceLoad]
-    ) -> Iterator[tuple[Key, float]]:
-        with_role = "role" in family.labels
-        for instance in instances:
-            sample = value(instance)
-            if sample is not None:
-                name = instance.name
-                role = instance.role or self.roles.get(name) or ""
-                yield ((name, role) if with_role else (name,)), sample
-
-
-_INFO = Family("gauge", "kvroute_info", "Always 1; version and policy are labels.", ("version", "policy"))
-_READY = Family("gauge", "kvroute_ready", "1 while the gateway takes requests.")
-_IN_FLIGHT = Family("gauge", "kvroute_requests_in_flight", "Requests admitted and not over.")
-_QUEUED = Family("gauge", "kvroute_requests_queued", "Requests waiting at the door.")
-_CONNECTIONS = Family("gauge", "kvroute_client_connections", "Open client connections.")
-_TRANSFERRING = Family("gauge", "kvroute_transfers_in_flight", "Own KV transfers under way.", ("tier",))
-_ORACLE_AGE = Family("gauge", "kvroute_oracle_age_seconds", "Age of the last telemetry.", ("source",))
-_CONGESTION = Family("gauge", "kvroute_oracle_congestion_ratio", "Congestion as believed now.", ("tier",))
-_LEARNED = Family("gauge", "kvroute_learned_bandwidth_ratio", "Measured over static bandwidth.", ("tier",))
-_INSTANCE_GAUGES: tuple[tuple[Family, Callable[[InstanceLoad], float | None]], ...] = (
-    (
-        Family("gauge", "kvroute_instance_up", "1: healthy by the active check.", ("engine", "role")),
-        lambda instance: int(instance.up),
-    ),
-    (
-        Family("gauge", "kvroute_breaker_state", "0 closed, 1 half-open, 2 open.", ("engine",)),
-        lambda instance: _BREAKER[instance.breaker],
-    ),
-    (
-        Family("gauge", "kvroute_instance_requests", "Own requests there now.", ("engine", "role")),
-        lambda instance: instance.requests,
-    ),
-    (
-        Family("gauge", "kvroute_instance_running", "Requests running, by the engine's own word.", ("engine",)),
-        lambda instance: None if instance.scrape_age_s is None else instance.running,
-    ),
-    (
-        Family("gauge", "kvroute_instance_waiting", "Requests waiting, by the engine's own word.", ("engine",)),
-        lambda instance: None if instance.scrape_age_s is None else instance.waiting,
-    ),
-    (
-        Family("gauge", "kvroute_instance_kv_used_ratio", "KV memory in use.", ("engine",)),
-        lambda instance: instance.kv_used_share,
-    ),
-    (
-        Family("gauge", "kvroute_prefill_pending_seconds", "Prefill work given and not done.", ("engine",)),
-        lambda instance: instance.prefill_pending_s,
-    ),
-    (
-        Family("gauge", "kvroute_scrape_age_seconds", "Age of the last good scrape.", ("engine",)),
-        lambda instance: instance.scrape_age_s,
-    ),
-)

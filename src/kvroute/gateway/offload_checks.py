@@ -34,6 +34,7 @@ def site_faults(
 ) -> Iterator[FileError]:
     """What keeps prefills from being offloaded in this cluster. Args: `places` of its instances in the file."""
     yield from _early_faults(cluster, settings, lines, places)
+    yield from _copy_faults(cluster, settings, lines, places)
     if settings.offload is None:
         return
     try:
@@ -74,3 +75,17 @@ def _early_faults(
         elif endpoint.protocol == "vllm" and not endpoint.bootstrap:
             what = f"`layerwise` has the KV cache of {instance.name} asked for early, and nothing says where"
             yield lines.error(what, place, "add `bootstrap: HOST:PORT`, its connector's `advertised_host` and `port`")
+
+
+def _copy_faults(
+    cluster: Cluster, settings: GatewaySettings, lines: Lines, places: Mapping[str, Key]
+) -> Iterator[FileError]:
+    """Instances that cannot be asked for a copy of a cached prefix, or be given one, though `rule` says so."""
+    if settings.offload is None or not settings.offload.copy_s:
+        return
+    rule = settings.offload.rule
+    for instance in cluster.instances:
+        endpoint = instance.endpoint
+        if endpoint is not None and endpoint.protocol != "vllm" and instance.role != "decode":
+            what = f"`rule: {rule}` copies prefixes to and from {instance.name}, and {endpoint.protocol} cannot say so"
+            yield lines.error(what, (*places[instance.name], "endpoint"), "write `rule: scarce`, or use protocol vllm")

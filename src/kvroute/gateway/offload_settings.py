@@ -5,6 +5,7 @@ What is searched for and what is fixed is `policies.offload`'s; here it has unit
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Annotated
 
@@ -20,7 +21,7 @@ from kvroute.topology.units import Duration
 from kvroute.types import InputError
 
 _ENDPOINT = "{endpoint}"
-_SHORT, _LONG = ShortTerm(), LongTerm()
+_SHORT, _LONG, _OFFLOAD = ShortTerm(), LongTerm(), OffloadSpec()
 """Defaults are the policy's own."""
 Factor = Annotated[float, Meta(gt=0, le=1e6)]
 HookUrl = Annotated[
@@ -120,12 +121,25 @@ class ConversionSection(Entry, frozen=True, kw_only=True):
     """After a failure nothing is converted for so long; twice as long after the next, up to 16 times."""
 
 
+class CopySection(Entry, frozen=True, kw_only=True):
+    """Cached prefixes may be copied between datacenters; that it is there says that the engines can take part."""
+
+    min: Tokens = 1
+    """That another site has more of, at least."""
+    timeout_s: Wait = field(name="timeout", default=Wait(5.0))
+    """So long an instance may take to hold out what it has cached; then all is computed."""
+
+
 class OffloadSection(Entry, frozen=True, kw_only=True):
     """The whole section; an empty one serves."""
 
     threshold: Tokens | None = None
     """A base for good; None: searched from the observed traffic."""
     rule: Rule = "scarce"
+    scarce_above: Share = _OFFLOAD.scarce_above
+    abundant_below: Share = _OFFLOAD.abundant_below
+    copy: CopySection | None = None
+    """Every engine that prefills can hold out the beginning of a prompt, and take one in; None: they cannot."""
     layerwise: bool = False
     """KV leaves a prefill-only site while it is computed; False: when it is complete."""
     stay_factor: Factor | None = None
@@ -143,17 +157,28 @@ class OffloadSection(Entry, frozen=True, kw_only=True):
         Raises:
             InputError: values that do not go together, or what live engines cannot do.
         """
-        if self.rule != "scarce":
-            what = f"`rule: {self.rule}` copies cached prefixes between datacenters, and engines have no order for that"
-            raise InputError(what, where="offload.rule", mend="write `rule: scarce`, or leave it out")
+        if self.rule != "scarce" and self.copy is None:
+            what = f"`rule: {self.rule}` copies cached prefixes between datacenters, and nothing says that engines can"
+            mend = (
+                "add `copy: {}` where all that prefill have kvroute's connector as kv_both, or write `rule: scarce`"
+            )
+            raise InputError(what, where="offload.rule", mend=mend)
         return OffloadSpec(
             threshold_tokens=None if self.threshold is None else tokens(self.threshold),
             rule=self.rule,
+            scarce_above=self.scarce_above,
+            abundant_below=self.abundant_below,
+            copy_min_tokens=math.ceil(tokens(self.copy.min)) if self.copy is not None else 1,
             layerwise=self.layerwise,
             stay_factor=self.stay_factor,
             short_term=self.short_term.spec(),
             long_term=self.long_term.spec(conversions=self.conversion is not None),
         )
+
+    @property
+    def copy_s(self) -> float:
+        """The time that an instance has to hold out a prefix; 0: nothing is copied."""
+        return float(self.copy.timeout_s) if self.copy is not None and self.rule != "scarce" else 0.0
 
 
 def written(where: str) -> tuple[str, ...]:

@@ -1,9 +1,12 @@
-"""The leg that computes the KV cache: where it meets the decode leg, its short answer, and what follows from it."""
+"""The leg that computes the KV cache: what it waits for, where it meets the decode leg, its short answer, and what
+follows from that."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvroute.gateway.answers import cached_tokens
+from kvroute.gateway.copy_leg import CopyLeg
 from kvroute.gateway.dialects import DialectError, Meeting
 from kvroute.gateway.legs import Leg
 from kvroute.types import PrefillFailed
@@ -12,18 +15,20 @@ if TYPE_CHECKING:
     from msgspec import Raw
 
     from kvroute.gateway.journey import Journey
-    from kvroute.gateway.station import Station
+    from kvroute.types import Prefill
 
 
 class PrefillLeg(Leg):
     """Collects the short answer of a prefill engine; after its end it stays the journey's word on where the KV is."""
 
-    __slots__ = ("_early", "handover", "meeting")
+    __slots__ = ("_early", "copy", "handover", "meeting")
 
-    def __init__(self, journey: Journey, station: Station, now: float, *, early: bool) -> None:
+    def __init__(self, journey: Journey, decision: Prefill, now: float, *, early: bool) -> None:
         """Args: `early`: the decode leg is sent at once, too."""
-        super().__init__(journey, station, now)
+        super().__init__(journey, journey.serving.stations[decision.instance], now)
         self._early = early
+        self.copy = CopyLeg(journey, decision, now, self._copied) if decision.copy_from else None
+        """Of a cached prefix, before this leg is sent."""
         self.meeting: Meeting | None = None
         self.handover: Raw | None = None
         """What the decode engine is to be told of the answer."""
@@ -35,7 +40,17 @@ class PrefillLeg(Leg):
         if meeting is None:
             station.meet(self._met)
             return True
+        if self.copy is not None:
+            self.copy.begin(self.journey.ids_once(), now)
+            return True
         return self._send(meeting, now)
+
+    def _copied(self, prefix: Raw | None, now: float) -> None:
+        """The instance that has the prefix holds it out, or (None) will not."""
+        meeting = self.meeting
+        assert meeting is not None
+        if self.journey.prefill is self and not self.journey.over:
+            self._send(meeting, now, prefix)
 
     def _met(self) -> None:
         """The bootstrap server has answered, or not."""
@@ -54,13 +69,14 @@ class PrefillLeg(Leg):
         except Exception as error:
             journey.broke(error)
 
-    def _send(self, meeting: Meeting, now: float) -> bool:
+    def _send(self, meeting: Meeting, now: float, prefix: Raw | None = None) -> bool:
         try:
-            body = self.station.dialect.prefill_body(self.journey.completion, meeting)
+            body = self.station.dialect.prefill_body(self.journey.completion, meeting, prefix)
         except DialectError as error:
             self.attempt = self.station.guard.started(now)
             self.lost("malformed", f"prefill instance {self.station.name} {error}", 502, sent=False)
             return False
+        self.sent_at = now
         self.send(body, self.journey.serving.timeouts.prefill_s, now)
         return True
 
@@ -81,20 +97,28 @@ class PrefillLeg(Leg):
             if self.status >= 400:
                 self.refused()
                 return
+            body, now = self.body(), journey.serving.now()
             try:
-                self.handover = None if station.dialect.joint else station.dialect.handover(self.body())
+                self.handover = None if station.dialect.joint else station.dialect.handover(body)
             except DialectError as odd:
                 self.lost("malformed", f"prefill instance {station.name} {odd}", 502, sent=True)
                 return
-            now = journey.serving.now()
             self.succeeded(now)
             self.close()
             self._parts.clear()
+            if self.copy is not None and not journey.computed:
+                self.copy.computed(cached_tokens(body), now)
             journey.serving.metrics.prefill_answered(now - self.sent_at)
             if not (journey.computed or journey.over):  # else the decode leg's first token was faster
                 journey.compute(station, now)
         except Exception as error:
             journey.broke(error)
+
+    def abort(self, now: float) -> None:
+        """See Leg."""
+        if self.copy is not None:
+            self.copy.abort(now)
+        super().abort(now)
 
     def lost(self, kind: str, why: str, status: int, *, sent: bool) -> None:
         """See Leg: another prefill instance, if the budget allows. A decode engine that has been told early where the
@@ -103,6 +127,8 @@ class PrefillLeg(Leg):
         now = journey.serving.now()
         self.station.forget()
         self.failed(kind, why, now)
+        if self.copy is not None:
+            self.copy.abort(now)
         if journey.computed or journey.over:
             return  # nobody needs it any more
         journey.prefill = None

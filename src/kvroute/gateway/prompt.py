@@ -10,7 +10,7 @@ import asyncio
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
@@ -37,6 +37,8 @@ class Prompt:
     input_tokens: int
     blocks: tuple[int, ...]
     block_tokens: int
+    ids: list[int] | None = field(default=None, compare=False, repr=False)
+    """Token ids of the first prompt; None: only the engine knows them."""
 
 
 class Prompts:
@@ -90,19 +92,19 @@ class Prompts:
 
     def _read(self, completion: Completion) -> Prompt:
         seed = xxhash.xxh64_intdigest(completion.salt.encode()) if completion.salt else 0
-        tokens, blocks = self._first(completion, seed)
+        tokens, blocks, ids = self._first(completion, seed)
         for other in completion.further:
             tokens += len(other) if isinstance(other, list) else self._length(other, completion)
-        return Prompt(max(1, tokens), blocks, self._block_tokens)
+        return Prompt(max(1, tokens), blocks, self._block_tokens, ids)
 
-    def _first(self, completion: Completion, seed: int) -> tuple[int, tuple[int, ...]]:
+    def _first(self, completion: Completion, seed: int) -> tuple[int, tuple[int, ...], list[int] | None]:
         ids, text = completion.token_ids, completion.text
         if ids is None and text is None:
-            return 0, ()
+            return 0, (), None
         if ids is None and text is not None and (ids := self._ids(completion, text)) is None:
-            return self._text_tokens(text, completion.media), self._text_blocks(text, seed)
+            return self._text_tokens(text, completion.media), self._text_blocks(text, seed), None
         assert ids is not None
-        return len(ids), block_hashes(ids, self._block_tokens, seed)
+        return len(ids), block_hashes(ids, self._block_tokens, seed), ids
 
     def _ids(self, completion: Completion, text: bytes) -> list[int] | None:
         """Token ids as vLLM has them: special tokens are added to a plain prompt, a chat template brings its own.

@@ -95,6 +95,8 @@ class Serving:
         """The last word on the network."""
         self.landings = Landings(cluster, self.journeys)
         self.timeouts, self.reserve_output_tokens = settings.timeouts, settings.reserve_output_tokens
+        self.copy_s = settings.offload.copy_s if settings.offload is not None else 0.0
+        """So long an instance may take to hold out a cached prefix; 0: nobody is asked to."""
         self.left_out = OUR_OWN | tracer.replaced | (frozenset() if engine_key is None else {b"authorization"})
         """Of a client's headers: what engines do not get. A key for the gateway is no key for them."""
         self.added = b"authorization: Bearer %b\r\n" % engine_key if engine_key else b""

@@ -110,17 +110,26 @@ class ClusterState:
 
     def transfer_started(self, decision: Decode, at: float, expected_s: float = 0.0) -> None:
         """The KV cache of a request leaves its source. A second transfer of one request takes the first one's place."""
-        source, target = self._positions.get(decision.source), self._positions.get(decision.target)
-        if source is None or target is None:
+        number, ends = decision.request_id, (decision.source, decision.target)
+        self._moves(number, number, *ends, decision.tier, decision.kv_bytes, at, expected_s)
+
+    def copy_started(self, decision: Prefill, tier: int, at: float, expected_s: float) -> None:
+        """A cached prefix leaves for where it is needed; its end is told with the copy's number, negative."""
+        ends = decision.copy_from, decision.instance
+        self._moves(-decision.copy_id, decision.request_id, *ends, tier, decision.copy_bytes, at, expected_s)
+
+    def _moves(
+        self, key: int, request: int, source: str, target: str, tier: int, kv_bytes: float, at: float, expected_s: float
+    ) -> None:
+        ends = self._positions.get(source), self._positions.get(target)
+        if ends[0] is None or ends[1] is None:
             return  # decided before the cluster file was read again
         self._moved += 1
-        self._moving[decision.request_id] = _Moving(
-            self._moved, decision.request_id, source, target, decision.tier, decision.kv_bytes, at, expected_s
-        )
+        self._moving[key] = _Moving(self._moved, request, ends[0], ends[1], tier, kv_bytes, at, expected_s)
 
-    def transfer_ended(self, request_id: int, at: float, *, landed: bool = True) -> None:
+    def transfer_ended(self, number: int, at: float, *, landed: bool = True) -> None:
         """It has landed or failed; nothing happens if none is under way."""
-        moving = self._moving.pop(request_id, None)
+        moving = self._moving.pop(number, None)
         if moving is not None:
             moving.ended_s = at
             self._ended.append(moving)

@@ -9,6 +9,7 @@ import msgspec
 from kvroute.control import ShadowTally
 from kvroute.gateway.judgement import Judgement
 from kvroute.gateway.layout import Layout
+from kvroute.policies import TierLearned
 from kvroute.types import TIER_COUNT, Role
 
 BreakerState: TypeAlias = Literal["closed", "half-open", "open"]
@@ -43,6 +44,15 @@ class OracleLoad(msgspec.Struct, frozen=True, kw_only=True):
     congestion: tuple[float, ...] = (0.0,) * TIER_COUNT
     learned_ratio: tuple[float | None, ...] = (None,) * TIER_COUNT
     """Measured over static bandwidth; None: nothing measured."""
+
+
+class ForesightLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """What foresight has learned from own transfers."""
+
+    policy: str
+    """The acting one, else the one in the shadow."""
+    tiers: tuple[TierLearned, ...]
+    """Of length TIER_COUNT; those inside a node or a rack teach nothing."""
 
 
 class SiteLoad(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,6 +131,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     ready: bool = True
     draining: bool = False
     oracle: OracleLoad = OracleLoad()
+    foresight: ForesightLoad | None = None
+    """None: neither the policy nor the one in the shadow is foresight."""
     offload: OffloadLoad | None = None
     """None: prefills do not leave their datacenter by plan."""
     instances: tuple[InstanceLoad, ...] = ()

@@ -20,3 +20,5 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     one_leg: bool = False
     """Prefill and decode on one instance, for requests whose KV no protocol can hand over (several prompts or
     answers in one request)."""
+    copyable: bool = True
+    """A cached prefix of it can be copied between instances: whoever would order that knows the prompt's tokens."""

@@ -14,6 +14,8 @@ const RAMPS = { // low to high load
 };
 const light = matchMedia("(prefers-color-scheme: light)");
 
+const GAP = "\u00a0"; // a number and its unit stay in one line
+
 export const theme = () => (light.matches ? "light" : "dark");
 export const onTheme = (call) => light.addEventListener("change", call);
 
@@ -31,16 +33,16 @@ export function seconds(value) {
   if (value === null || value === undefined || !Number.isFinite(value)) return "–";
   const size = Math.abs(value);
   if (size === 0) return "0";
-  if (size < 1e-3) return `${figures(value * 1e6)} µs`;
-  if (size < 1) return `${figures(value * 1e3)} ms`;
-  return size < 120 ? `${figures(value)} s` : `${Math.round(value / 60)} min`;
+  if (size < 1e-3) return `${figures(value * 1e6)}${GAP}µs`;
+  if (size < 1) return `${figures(value * 1e3)}${GAP}ms`;
+  return size < 120 ? `${figures(value)}${GAP}s` : `${Math.round(value / 60)}${GAP}min`;
 }
 
 export function bytes(value) {
   const units = ["B", "KB", "MB", "GB", "TB"];
   let step = 0;
   for (; value >= 1000 && step < units.length - 1; step += 1) value /= 1000;
-  return `${figures(value)} ${units[step]}`;
+  return `${figures(value)}${GAP}${units[step]}`;
 }
 
 export function tokens(value) {
@@ -51,7 +53,7 @@ export function tokens(value) {
 export const figures = (value) =>
   Math.abs(value) >= 100 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(3)));
 
-export const percent = (share) => `${Math.round(share * 100)} %`;
+export const percent = (share) => `${Math.round(share * 100)}${GAP}%`;
 
 export function clock(at) {
   const whole = Math.floor(at);
@@ -62,6 +64,7 @@ export function clock(at) {
 export function term(name, value, tiers) {
   if (value === null || value === undefined) return "–";
   if (name === "tier") return tiers[value] ?? String(value);
+  if (name === "played") return value ? "yes" : "no";
   if (name.endsWith("_bytes_per_s")) return `${bytes(value)}/s`;
   if (name.endsWith("_s")) return seconds(value);
   if (name.endsWith("_bytes")) return bytes(value);

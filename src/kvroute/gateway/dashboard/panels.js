@@ -9,6 +9,7 @@ const $ = (id) => document.getElementById(id);
 const BREAKER = ["closed", "half-open", "open"];
 const TERM_COLOURS = ["#ee6677", "#4477aa", "#ccbb44", "#66ccee", "#aa3377", "#228833"];
 const LIST_MOST = 14;
+const FAR = 2; // the first tier beyond the rack
 const PLACED = {
   short: "what is not cached is no longer than the threshold", long: "what is not cached is longer than the threshold",
   home_down: "nobody at home is up who prefills", away_down: "no other datacenter is to be had",
@@ -53,6 +54,7 @@ export class Panels {
     this.figures(tick, load);
     this.ttft(tick.splits);
     this.tiers(tick.splits);
+    this.learned(load.foresight);
     this.oracle(load.oracle);
     this.offloading.setTick(tick);
     this.decisions(tick.decisions);
@@ -70,6 +72,7 @@ export class Panels {
   }
 
   figures(tick, load) {
+    const landed = tick.transfers.filter((transfer) => transfer.took_s !== null).length;
     const main = tick.splits.find((split) => split.policy === tick.policy) ?? tick.splits[0];
     const shown = [
       ["requests / s", figures(tick.arrivals_per_s), `${tick.requests} in all`],
@@ -77,7 +80,8 @@ export class Panels {
       ["queued", String(load.queued), "", load.queued > 0],
       ["TTFT p50", main && main.streams !== 0 ? seconds(main.ttft_p50_s) : "–", ""],
       ["TTFT p90", main && main.streams !== 0 ? seconds(main.ttft_p90_s) : "–", ""],
-      ["transfers", String(tick.transfers_under_way), ""],
+      // Most are over between two looks: those of the last second count, as they do on the map.
+      ["transfers", String(tick.transfers_under_way + landed), `${tick.transfers_under_way} under way, ${landed} ended within the last second`],
       ["rejected / s", figures(tick.rejects_per_s), `${tick.rejects} in all`, tick.rejects_per_s > 0],
       ["errors / s", figures(tick.errors_per_s), "", tick.errors_per_s > 0],
     ];
@@ -158,7 +162,23 @@ export class Panels {
       oracle.learned_ratio[tier] === null ? "–" : `× ${oracle.learned_ratio[tier].toFixed(2)}`,
     ]);
     fillTable($("oracle"), ["tier", "static", "congestion", "measured"], rows);
-    [...$("oracle").tBodies[0].rows].forEach((row, tier) => { row.cells[0].style.boxShadow = `inset 4px 0 ${TIER_COLOURS[tier]}`; row.cells[0].style.paddingLeft = "10px"; });
+    [...$("oracle").tBodies[0].rows].forEach(inColour);
+  }
+
+  // What own transfers have taught foresight of each tier beyond the rack; inside it the NICs decide.
+  learned(foresight) {
+    $("learned-panel").hidden = !foresight;
+    if (!foresight) return;
+    setText($("learned-note"), `from own transfers${foresight.policy === this.tick.policy ? "" : `, by ${foresight.policy} in the shadow`}`);
+    const tiers = foresight.tiers.map((tier, k) => ({ ...tier, k })).filter((tier) => tier.k >= FAR && tier.bytes_per_s !== null);
+    fillTable($("learned"), ["tier", "measured", "one gets", "rests on", "last"], tiers.map((tier) => [
+      this.layout.tiers[tier.k], `× ${tier.factor.toFixed(2)}`, `${bytes(tier.bytes_per_s)}/s`,
+      tier.transfers ? `${tier.weight.toFixed(1)} of ${tier.transfers}` : "–", tier.age_s === null ? "never" : tier.age_s ? `${seconds(tier.age_s)} ago` : "just now",
+    ]));
+    [...$("learned").tBodies[0].rows].forEach((row, k) => {
+      inColour(row, tiers[k].k);
+      row.title = `Measured over promised capacity of the paths, and what a transfer gets by that where no other one is under way. ${tiers[k].transfers} transfers have taught it; what they said fades with each further one and with time, and counts as ${tiers[k].weight.toFixed(1)} of them now.`;
+    });
   }
 
   hold(held) {
@@ -481,7 +501,9 @@ class Offloading {
 }
 
 const total = (values) => values.reduce((sum, value) => sum + value, 0);
-const spoken = (name) => (isTime(name) ? name.slice(0, -2) : name.replace(/_bytes_per_s$/, " bandwidth")).replaceAll("_", " ");
+const inColour = (row, tier) => { row.cells[0].style.boxShadow = `inset 4px 0 ${TIER_COLOURS[tier]}`; row.cells[0].style.paddingLeft = "10px"; };
+const SPOKEN = { imposed_s: "imposed on others", wait_s: "slot wait", step_s: "first step", slot_s: "slot price", pace_bytes_per_s: "pace" };
+const spoken = (name) => SPOKEN[name] ?? (isTime(name) ? name.slice(0, -2) : name.replace(/_bytes_per_s$/, " bandwidth")).replaceAll("_", " ");
 
 // What a cost in seconds is the sum of, without what adds nothing.
 const summands = (terms) => Object.entries(terms).filter(([name, value]) => isTime(name) && value > 0)

@@ -1,0 +1,244 @@
+"""`kvroute explain`: why each decision about one request of a recorded log was made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from kvroute.cli.learned import learned_at, learned_plain, learned_table
+from kvroute.cli.output import console, print_json, thin_table
+from kvroute.cli.replay import AsJson, LogFile
+from kvroute.control import ControlSpec, LogRecord, read_log
+from kvroute.policies import TierLearned
+from kvroute.types import (
+    Arrived,
+    Convert,
+    CopyFinished,
+    CopyPrefix,
+    Decode,
+    DecodeFailed,
+    Event,
+    InputError,
+    InstanceDown,
+    InstanceUp,
+    Offload,
+    Prefill,
+    PrefillFailed,
+    Reject,
+    Terms,
+)
+
+
+def explain(
+    log: LogFile,
+    request: Annotated[str, typer.Argument(help="Its number in the log, or its X-Request-Id.", show_default=False)],
+    as_json: AsJson = False,
+) -> None:
+    """Show every candidate's terms for each decision about one request, in order: retries after failures too.
+
+    Example: [bold]kvroute explain run.log 17[/bold]
+    """
+    header, records = read_log(log)
+    number = _number(request, records)
+    found = [] if number is None else _about(number, read_log(log)[1])
+    if not found:
+        what = f"has no decision about request {request}"
+        raise InputError(what, where=str(log), mend=_what_there_is(read_log(log)[1]))
+    assert number is not None
+    for made, learned in zip(found, learned_at(log, number, len(found)), strict=True):
+        made.learned = learned
+    if as_json:
+        decisions = [_plain(made, header.spec) for made in found]
+        print_json({"request": number, "policy": header.spec.decode, "decisions": decisions})
+        return
+    for made in found:
+        _show(made, header.spec)
+
+
+def _what_there_is(records: Iterable[LogRecord]) -> str:
+    ids = [record.event.request.id for record in records if isinstance(record.event, Arrived)]
+    return f"its {len(ids)} requests are between {min(ids)} and {max(ids)}" if ids else "it holds no request"
+
+
+def _number(request: str, records: Iterable[LogRecord]) -> int | None:
+    """A request by its number, else by the last one that its client called so."""
+    named: int | None = None
+    for record in records:
+        if isinstance(record.event, Arrived):
+            if str(record.event.request.id) == request:
+                return record.event.request.id
+            if record.name == request:
+                named = record.event.request.id
+    return named
+
+
+@dataclass(slots=True)
+class _Made:
+    """A decision, what called for it, who could not be chosen by then, and what became of the copy that it orders."""
+
+    event: Event
+    decision: Prefill | Decode | Reject
+    ruled_out: dict[str, str]
+    """Why, by instance."""
+    landed: bool | None = None
+    """None: the copy, if there is one, ended with the request or the prefill."""
+    learned: tuple[TierLearned, ...] | None = None
+    """What foresight had learned of each tier by then."""
+
+    def why_not(self, terms: Terms, index: int) -> str | None:
+        """Why a candidate could not be chosen; None: it could."""
+        if terms.feasible[index]:
+            return None
+        if terms.names[index] in self.ruled_out:
+            return self.ruled_out[terms.names[index]]
+        if "same_domain" in terms.parts and not terms.parts["same_domain"][index]:
+            return "outside"
+        if isinstance(self.decision, Prefill):
+            return "not asked" if self.decision.offload else "no partner"
+        return "no room"
+
+
+def _about(request: int, records: Iterable[LogRecord]) -> list[_Made]:
+    """The decisions about a request, in order."""
+    made: list[_Made] = []
+    copies: dict[int, _Made] = {}
+    down: set[str] = set()
+    failed: set[str] = set()
+    source = target = ""
+    for record in records:
+        match record.event:
+            case InstanceDown(instance=name):
+                down.add(name)
+            case InstanceUp(instance=name):
+                down.discard(name)
+            case PrefillFailed(request_id=number) if number == request:
+                failed.add(source)
+            case DecodeFailed(request_id=number) if number == request:
+                failed.add(target)
+            case CopyFinished(copy_id=copy, landed=landed) if copy in copies:
+                copies[copy].landed = landed
+        for decision in record.decisions:
+            if isinstance(decision, Convert | CopyPrefix) or decision.request_id != request:
+                continue
+            match decision:
+                case Prefill(instance=name):
+                    source = name
+                case Decode(target=name):
+                    target = name
+            ruled_out = dict.fromkeys(failed, "failed") | dict.fromkeys(down, "down")
+            made.append(_Made(record.event, decision, ruled_out))
+            if isinstance(decision, Prefill) and decision.copy_from:
+                copies[decision.copy_id] = made[-1]
+    return made
+
+
+def _chosen(decision: Prefill | Decode | Reject) -> str | None:
+    match decision:
+        case Prefill(instance=name) | Decode(target=name):
+            return name
+        case Reject():
+            return None
+
+
+def _plain(made: _Made, spec: ControlSpec) -> dict[str, Any]:
+    decision, terms = made.decision, made.decision.terms
+    candidates = [] if terms is None else [_row(made, terms, index) for index in range(len(terms.names))]
+    return {
+        "at_s": made.event.at,
+        "event": type(made.event).__struct_config__.tag,
+        "kind": type(decision).__name__.lower(),
+        "chosen": _chosen(decision),
+        "reason": decision.reason if isinstance(decision, Reject) else None,
+        "offload": decision.offload if isinstance(decision, Prefill) else None,
+        "copy": _copy(decision, made.landed) if isinstance(decision, Prefill) and decision.copy_from else None,
+        "unit": terms.unit if terms else None,
+        "candidates": candidates,
+        "left_out": terms.left_out if terms else 0,
+        "learned": learned_plain(spec, made.learned) if made.learned else None,
+    }
+
+
+def _row(made: _Made, terms: Terms, index: int) -> dict[str, Any]:
+    row: dict[str, Any] = {"name": terms.names[index], "feasible": bool(terms.feasible[index])}
+    row["ruled_out"] = made.why_not(terms, index)
+    row |= {name: float(values[index]) for name, values in terms.parts.items()}
+    return row | {"cost": float(terms.cost[index])}
+
+
+def _show(made: _Made, spec: ControlSpec) -> None:
+    """One line on the decision, and a table of its terms if it has any."""
+    terms, chosen = made.decision.terms, _chosen(made.decision)
+    out = console()
+    out.print(_sentence(made, spec), markup=False, highlight=False)
+    if isinstance(made.decision, Prefill) and made.decision.offload:
+        out.print(_site_table(made.decision.offload))
+    if terms is None:
+        return
+    table = thin_table()
+    for column in ("candidate", *terms.parts, f"cost ({terms.unit})"):
+        table.add_column(column, justify="left" if column == "candidate" else "right")
+    for index in terms.cost.argsort(kind="stable"):
+        row = _row(made, terms, int(index))
+        name, _, why_not = row.pop("name"), row.pop("feasible"), row.pop("ruled_out")
+        label = f"{name} ({why_not})" if why_not else name
+        table.add_row(
+            label, *(f"{value:.6g}" for value in row.values()), style="bold green" if name == chosen else None
+        )
+    out.print(table)
+    if terms.left_out:
+        out.print(f"{terms.left_out} dearer candidates are not in the log (gateway.log.terms: all keeps them).")
+    if made.learned and isinstance(made.decision, Decode):
+        out.print(learned_table(spec, made.learned))
+
+
+def _site_table(offload: Offload) -> Table:
+    """The datacenters that were compared; figures of the request itself stand in the title."""
+    own = {name: value for name, value in offload.terms.items() if "." not in name}
+    rows: dict[str, dict[str, float]] = {}
+    for name, value in offload.terms.items():
+        site, dot, figure = name.rpartition(".")
+        if dot:
+            rows.setdefault(site, {})[figure] = value
+    table = thin_table(title=", ".join(f"{name} {value:g}" for name, value in own.items()))
+    columns = list(dict.fromkeys(figure for row in rows.values() for figure in row))
+    for column in ("datacenter", *columns):
+        table.add_column(column, justify="left" if column == "datacenter" else "right")
+    for site, row in rows.items():
+        figures = (f"{row.get(column, 0.0):.6g}" for column in columns)
+        table.add_row(site, *figures, style="bold green" if site == offload.site else None)
+    return table
+
+
+def _copy(prefill: Prefill, landed: bool | None) -> dict[str, Any]:
+    """A prefix that comes from elsewhere before the prompt's rest is computed."""
+    what = {"from": prefill.copy_from, "tokens": prefill.copy_tokens, "bytes": prefill.copy_bytes}
+    return {"id": prefill.copy_id, **what, "landed": landed}
+
+
+def _copied(prefill: Prefill, landed: bool | None) -> str:
+    if not prefill.copy_from:
+        return ""
+    end = " (which did not come)" if landed is False else ""
+    return f" with {prefill.copy_tokens:,} cached tokens from {prefill.copy_from}{end}"
+
+
+def _sentence(made: _Made, spec: ControlSpec) -> str:
+    decision = made.decision
+    after = {PrefillFailed: " after a failed prefill", DecodeFailed: " after a failed decode"}.get(type(made.event), "")
+    start = f"request {decision.request_id} at {made.event.at:.3f} s{after}"
+    match decision:
+        case Reject(reason=reason):
+            return f"{start}: rejected: {reason}"
+        case Prefill(instance=name, offload=Offload(site=site, reason=reason)):
+            return f"{start}: prefill on {name}{_copied(decision, made.landed)}, by {spec.prefill} in {site}: {reason}"
+        case Prefill(instance=name):
+            by = spec.decode if decision.terms and "start_s" in decision.terms.parts else spec.prefill
+            return f"{start}: prefill on {name}{_copied(decision, made.landed)}, by {by}"
+        case Decode(target=name, terms=None):
+            return f"{start}: decode on {name} too"
+        case Decode(source=source, target=name):
+            return f"{start}: {'prefill and ' * (source == name)}decode on {name}, by {spec.decode}"

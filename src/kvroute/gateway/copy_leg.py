@@ -1,0 +1,174 @@
+"""The leg before a prefill that waits for a copied prefix: the instance that has it cached is asked to hold it out.
+
+That one computes next to nothing, and the prefill instance fetches what it holds. Whatever goes wrong here costs the
+request time alone: it is prefilled without the copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+import msgspec
+
+from kvroute.gateway.breaker import is_failure
+from kvroute.gateway.dialects import DialectError
+from kvroute.gateway.landing import NEVER_S
+from kvroute.gateway.legs import Leg
+from kvroute.types import CopyFinished
+
+if TYPE_CHECKING:
+    from msgspec import Raw
+
+    from kvroute.gateway.journey import Journey
+    from kvroute.gateway.openai import Completion
+    from kvroute.types import Prefill
+
+Outcome: TypeAlias = Literal["landed", "missed", "failed", "given_up", "left_out"]
+"""What becomes of a copy: cached where it was to be when the prompt was computed, or not; the instance that has the
+prefix did not hold it out; nobody waits any more; it was not asked for, since the gateway does not know the prompt's
+tokens or an earlier attempt with a copy has failed."""
+_PATH = b"/v1/completions"
+_KEPT = ("model", "cache_salt")
+"""Of a request's fields: what an engine tells cached prefixes apart by."""
+
+
+class CopyLeg(Leg):
+    """One call to the instance that has the prefix, and then the prefill leg's word on what becomes of the copy."""
+
+    __slots__ = ("_asked", "_on_end", "_over", "_told", "decision", "lands_at", "prefix_tokens")
+    kind = "copy"
+
+    def __init__(
+        self, journey: Journey, decision: Prefill, now: float, on_end: Callable[[Raw | None, float], None]
+    ) -> None:
+        """Args: `on_end` is told what the prefill leg is to say of the prefix, None where there will be no copy."""
+        super().__init__(journey, journey.serving.stations[decision.copy_from], now)
+        self.decision = decision
+        self.lands_at = NEVER_S
+        self.prefix_tokens = 0
+        """That are asked for: whole blocks."""
+        self._on_end = on_end
+        self._told = self._over = False
+        """`_told`: the core knows its end; `_over`: its outcome is counted."""
+        self._asked = False
+        """The prefill instance fetches it."""
+
+    def begin(self, ids: Sequence[int] | None, now: float) -> None:
+        """Send the leg. Args: `ids` are the prompt's tokens; None: it is not to be copied."""
+        serving, request = self.journey.serving, self.journey.request
+        assert request is not None
+        self.prefix_tokens = self.decision.cached_tokens // request.block_tokens * request.block_tokens
+        if ids is None or not self.prefix_tokens:
+            self._without("left_out", now)
+            return
+        self.send(copy_body(self.journey.completion, ids[: self.prefix_tokens]), serving.copy_s, now, _PATH)
+
+    def on_body(self, data: bytes) -> None:
+        """See Sink."""
+        try:
+            if not self.keep(data):
+                self.endless()
+        except Exception as error:
+            self.journey.broke(error)
+
+    def on_end(self) -> None:
+        """See Sink: the blocks are held, unless the answer says otherwise."""
+        journey, station = self.journey, self.station
+        try:
+            if self.status >= 400:
+                self.lost("status", f"copy from {station.name} was answered {self.status}", 502, sent=False)
+                return
+            try:
+                prefix = station.dialect.handover(self.body())
+            except DialectError as odd:
+                self.lost("malformed", f"copy from {station.name}: it {odd}", 502, sent=False)
+                return
+            now = journey.serving.now()
+            self.succeeded(now)
+            self.close()
+            self._parts.clear()
+            journey.serving.metrics.copy_answered(now - self.sent_at)
+            self._fetched(now)
+            self._on_end(prefix, now)
+        except Exception as error:
+            journey.broke(error)
+
+    def lost(self, kind: str, why: str, status: int, *, sent: bool) -> None:
+        """See Leg: the prompt is computed without the copy."""
+        now = self.journey.serving.now()
+        self.failed(kind, why, now)
+        self._without("failed", now)
+
+    def blame(self, kind: str, now: float) -> None:
+        """See Leg. A queue that is too long for a copy is no fault, and neither is an engine that knows no copies."""
+        if kind == "timeout" or (kind == "status" and not is_failure(self.status)):
+            self.station.guard.cancelled(self.attempt, now)
+        else:
+            super().blame(kind, now)
+
+    def abort(self, now: float) -> None:
+        """See Leg: nobody waits for the copy any more, and the core is told so with the failure or the end of what
+        did."""
+        super().abort(now)
+        self._told = True
+        self._end("given_up", now)
+
+    # What becomes of it
+
+    def _without(self, outcome: Outcome, now: float) -> None:
+        self._tell(now, landed=False)
+        self._end(outcome, now)
+        self._on_end(None, now)
+
+    def _fetched(self, now: float) -> None:
+        """The prefill instance is about to be told: bytes move until it is time that they are there."""
+        serving, decision = self.journey.serving, self.decision
+        self._asked = True
+        offload = decision.offload
+        expected_s = offload.terms.get(f"{offload.site}.copy_s", 0.0) if offload is not None else 0.0
+        tier = self._tier()
+        serving.metrics.transfer_started(tier)
+        serving.state.copy_started(decision, tier, now, expected_s)
+        self.lands_at = now + expected_s
+        serving.landings.expect(self.lands_at, self.journey.number, now)
+
+    def land(self, now: float) -> None:
+        """It should be there by now, as the decision had it: what is decided next reckons with a link without it."""
+        self.lands_at = NEVER_S
+        self._tell(now, landed=True)
+
+    def computed(self, cached_tokens: int | None, now: float) -> None:
+        """The prompt is computed; so much of it was cached, if the engine says so."""
+        if self._asked:
+            landed = cached_tokens is None or cached_tokens > self.decision.cached_tokens - self.decision.copy_tokens
+            self._tell(now, landed=landed)
+            self._end("landed" if landed else "missed", now)
+
+    def _tell(self, now: float, *, landed: bool) -> None:
+        if not self._told:
+            self._told = True
+            self.journey.serving.tell(CopyFinished(now, self.decision.copy_id, landed))
+
+    def _end(self, outcome: Outcome, now: float) -> None:
+        if not self._over:
+            self._over = True
+            self.lands_at = NEVER_S
+            serving, decision, landed = self.journey.serving, self.decision, outcome == "landed"
+            tier = self._tier()
+            serving.metrics.copied(outcome, tier, decision.copy_bytes)
+            if self._asked:
+                serving.metrics.transfer_ended(tier, decision.copy_bytes, landed)
+                serving.state.transfer_ended(-decision.copy_id, now, landed=landed)
+
+    def _tier(self) -> int:
+        cluster = self.journey.serving.cluster
+        return int(cluster.tier[cluster.index(self.decision.copy_from), cluster.index(self.decision.instance)])
+
+
+def copy_body(completion: Completion, tokens: Sequence[int]) -> bytes:
+    """A completion whose prompt are the request's first tokens by id: one token, and the KV held for another engine."""
+    kept = {name: completion.fields[name] for name in _KEPT if name in completion.fields}
+    params = {"do_remote_decode": True, "do_remote_prefill": False}
+    asked = {"prompt": list(tokens), "stream": False, "max_tokens": 1, "min_tokens": 1, "kv_transfer_params": params}
+    return msgspec.json.encode({**kept, **asked})

@@ -1,0 +1,392 @@
+"""Cached prefixes that cross from one datacenter to the other before a prompt is computed, through the whole gateway:
+three legs, and what becomes of a request where the first one, the bytes or the engines fail."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import uvloop
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tests.gateway.rig import LOOKS, Answer, Rig
+from tests.gateway.two_sites import AWAY, OFFLOAD, TEXT, comes, metric, two_sites
+from typer.testing import CliRunner
+
+from kvroute.cli.app import app
+from kvroute.control import read_log, replay, same
+from kvroute.llm import model
+from kvroute.topology import parse
+from kvroute.types import CopyFinished, Prefill
+
+SERIAL = OFFLOAD + "    rule: abundant\n    copy: {timeout: 10 s}\n"
+EARLY = SERIAL + "    layerwise: true\n"
+HASTY = SERIAL.replace("10 s", "100 ms")
+FAR = ("far0", "far1")
+TOKENS = list(range(3_000))
+SEEN, KEPT = 900, 896
+"""Tokens that a first prompt leaves in a cache, and what of them are whole blocks."""
+
+
+def bytes_of(tokens: int, cached: int = 0) -> float:
+    """KV of a prompt, beyond what is cached."""
+    return float(model("llama-3-70b").kv_bytes(tokens, cached))
+
+
+async def ask(gate: Rig, prompt: list[int], *, stream: bool = True) -> Answer:
+    """A completion of which the usage is told."""
+    told: dict[str, Any] = {"stream_options": {"include_usage": True}} if stream else {}
+    return await gate.ask(prompt, stream=stream, **told)
+
+
+def cached(answer: Answer) -> int:
+    """Tokens of the prompt that had not to be computed, as the client is told."""
+    document = answer.events[-1] if answer.events else answer.json
+    return int(document["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+async def copies(gate: Rig) -> dict[str, float]:
+    """How many copies came to which end."""
+    outcomes = ("landed", "missed", "failed", "given_up", "left_out")
+    counts = {outcome: await metric(gate, "kvroute_copies_total", outcome=outcome) for outcome in outcomes}
+    return {outcome: count for outcome, count in counts.items() if count}
+
+
+async def clean(gate: Rig) -> None:
+    """Nothing is held, by the gateway, by the core's links or by the engines."""
+    assert await gate.settles(), gate.leftovers()
+    assert backlog(gate) == [0.0, 0.0]
+    assert await metric(gate, "kvroute_transfers_in_flight", tier="cross_datacenter") == 0
+    assert not gate.gateway.state.snapshot(gate.gateway.now()).tick.transfers_under_way
+    servers = gate.fleet.servers.values()
+    await comes(lambda: not any(server.engine.waiting or server.engine.running for server in servers))
+
+
+@pytest.mark.parametrize("section", [SERIAL, EARLY], ids=["serial", "layerwise"])
+@pytest.mark.parametrize("stream", [True, False], ids=["streams", "whole"])
+def test_a_long_prompt_leaves_and_what_home_has_cached_of_it_goes_ahead(
+    tmp_path: Path, section: str, stream: bool
+) -> None:
+    """896 of 3,000 tokens are fetched and 2,104 computed; client, engines, metrics and log all say so."""
+    log = tmp_path / "events.log"
+
+    async def main() -> None:
+        async with two_sites(section + f"  log: {{events: {log}}}\n") as gate:
+            first = await ask(gate, TOKENS[:SEEN], stream=stream)
+            assert (first.status, cached(first), await copies(gate)) == (200, 0, {})
+            second = await ask(gate, TOKENS, stream=stream)
+            assert (second.status, cached(second), await copies(gate)) == (200, KEPT, {"landed": 1})
+            assert second.text == await gate.direct("decode0", TOKENS)
+            (engine,) = [
+                s.engine for n, s in gate.fleet.servers.items() if n in FAR and s.engine.counters.prompt_tokens
+            ]
+            pulled = engine.counters.pulled["prefill0"]
+            assert (pulled.transfers, pulled.kv_bytes) == (1, bytes_of(KEPT))
+            assert engine.counters.prefill_s.sum_s == pytest.approx(1e-3 + (3_000 - KEPT) * 2e-6)
+            tier = {"tier": "cross_datacenter"}
+            assert await metric(gate, "kvroute_copy_bytes_total", **tier) == bytes_of(KEPT)
+            crossed = await metric(gate, "kvroute_transfer_bytes_total", **tier)
+            assert crossed == bytes_of(KEPT) + bytes_of(3_000, KEPT)
+            assert await metric(gate, "kvroute_copy_leg_seconds_count") == 1
+            shown = gate.gateway.state.snapshot(gate.gateway.now()).tick.decisions
+            assert [(d.source, d.kv_bytes) for d in shown if d.kind == "prefill"] == [
+                ("", 0.0),
+                ("prefill0", bytes_of(KEPT)),
+            ]
+            await clean(gate)
+
+    uvloop.run(main())
+    header, read = read_log(log)
+    records = list(read)
+    assert all(same(record.decisions, again) for record, again in replay(header.spec.build(parse(TEXT)), iter(records)))
+    (prefill,) = [d for r in records for d in r.decisions if isinstance(d, Prefill) and d.copy_from]
+    assert (prefill.copy_from, prefill.copy_tokens, prefill.copy_bytes) == ("prefill0", KEPT, bytes_of(KEPT))
+    assert [r.event.landed for r in records if isinstance(r.event, CopyFinished)] == [True]
+    explained(log, prefill)
+
+
+def explained(log: Path, prefill: Prefill) -> None:
+    """`kvroute explain` shows the copy, in words and as JSON."""
+    words = CliRunner().invoke(app, ["explain", str(log), "1"])
+    assert f"prefill on {prefill.instance} with 896 cached tokens from prefill0, by" in words.stdout
+    (first, *others) = msgspec.json.decode(CliRunner().invoke(app, ["explain", str(log), "1", "--json"]).stdout)[
+        "decisions"
+    ]
+    what = {"id": prefill.copy_id, "from": "prefill0", "tokens": KEPT, "bytes": bytes_of(KEPT), "landed": True}
+    assert first["copy"] == what
+    assert first["offload"]["terms"]["copied_tokens"] == KEPT
+    assert [other["copy"] for other in others] == [None] * len(others)
+
+
+def test_a_short_prompt_stays_and_what_the_other_site_has_cached_of_it_comes() -> None:
+    """The conversation was prefilled away; its next turn is short, and home fetches the 3,000 tokens before it. The
+    turn after that finds them at home, and nothing is fetched."""
+
+    async def main() -> None:
+        async with two_sites(SERIAL) as gate:
+            assert (await ask(gate, TOKENS)).status == 200
+            for turn, ends in ((1, {"landed": 1}), (2, {"landed": 1})):
+                answer = await ask(gate, [*TOKENS, *range(100 * turn)])
+                assert (answer.status, cached(answer) >= 2_992, await copies(gate)) == (200, True, ends)
+            home = gate.fleet.servers["prefill0"].engine.counters
+            assert [pulled.kv_bytes for pulled in home.pulled.values()] == [bytes_of(2_992)]
+            await clean(gate)
+
+    uvloop.run(main())
+
+
+def test_a_copy_is_off_the_link_when_it_should_be_there() -> None:
+    """Not when the prompt is computed at last: who comes meanwhile finds the link free."""
+
+    async def main() -> None:
+        async with two_sites(SERIAL) as gate:
+            await ask(gate, TOKENS[:SEEN])
+            for name in FAR:
+                await gate.order(name, "slow", factor=1_000)
+            asking = asyncio.create_task(ask(gate, TOKENS))
+            await comes(lambda: sum(backlog(gate)) == bytes_of(KEPT))
+            await comes(lambda: sum(backlog(gate)) == 0.0)
+            assert not asking.done()
+            assert any(gate.fleet.servers[name].engine.running for name in FAR) or _at_target(gate)
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+            assert await gate.settles(), gate.leftovers()
+
+    uvloop.run(main())
+
+
+def backlog(gate: Rig) -> list[float]:
+    """Bytes that the core counts on the links between the sites."""
+    offloading = gate.gateway.serving.control.offloading
+    assert offloading is not None
+    sites = range(len(offloading.datacenters.names))
+    return [link.backlog_bytes for a in sites for b in sites for link in offloading.way(a, b)]
+
+
+def test_two_requests_fetch_the_same_prefix_at_once() -> None:
+    """Each has its own legs; who comes second to the same engine may find all of it there, and that is a copy too."""
+
+    async def main() -> None:
+        async with two_sites(SERIAL) as gate:
+            await ask(gate, TOKENS[:SEEN])
+            prompts = [[*TOKENS[:SEEN], *range(5_000 * n, 5_000 * n + 2_000)] for n in range(1, 5)]
+            answers = await asyncio.gather(*[ask(gate, prompt) for prompt in prompts])
+            assert [(answer.status, cached(answer)) for answer in answers] == [(200, KEPT)] * 4
+            assert list(await copies(gate)) == ["landed"]
+            await clean(gate)
+
+    uvloop.run(main())
+
+
+def test_a_prompt_whose_tokens_nobody_knows_is_computed_where_it_goes() -> None:
+    """Text without a tokenizer: the core is told, and decides by each site's own cache."""
+
+    async def main() -> None:
+        async with two_sites(SERIAL) as gate:
+            text = "word " * 800
+            assert [(await gate.ask(prompt)).status for prompt in (text, text + "more " * 2_000)] == [200, 200]
+            assert await copies(gate) == {}
+            assert await metric(gate, "kvroute_offload_decisions_total", site=AWAY, reason="long") == 1
+            await clean(gate)
+
+    uvloop.run(main())
+
+
+FAULTS = {
+    "refused": {"status": 503, "fail_next": 1},
+    "broken": {"status": 500, "fail_next": 1},
+    "bad request": {"status": 400, "fail_next": 1},
+    "reset": {"status": "reset", "fail_next": 2},
+    "late": {"status": "hang", "fail_next": 1},
+}
+"""A connection that was kept open and breaks at once is tried again, hence two."""
+
+
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+def test_where_the_prefix_is_not_held_out_all_is_computed(fault: dict[str, Any]) -> None:
+    """The request is answered, at the first try and rightly; a late or an odd answer speaks against nobody's health."""
+
+    async def main() -> None:
+        async with two_sites(HASTY) as gate:
+            await ask(gate, TOKENS[:SEEN])
+            await gate.order("prefill0", leg="prefill", **fault)
+            answer = await ask(gate, TOKENS)
+            assert (answer.status, cached(answer), await copies(gate)) == (200, 0, {"failed": 1})
+            assert answer.text == await gate.direct("decode0", TOKENS)
+            assert await metric(gate, "kvroute_retries_total", leg="prefill") is None
+            failures = [line for line in await page(gate) if line.startswith('kvroute_leg_failures_total{leg="copy"')]
+            assert len(failures) == 1
+            await clean(gate)
+
+    uvloop.run(main())
+
+
+async def page(gate: Rig) -> list[str]:
+    """The gateway's metrics."""
+    return (await gate.get("/metrics")).body.decode().splitlines()
+
+
+def test_late_answers_open_no_breaker() -> None:
+    """An instance whose queue is too long for copies is not ill: its own prompts still go there."""
+
+    async def main() -> None:
+        async with two_sites(HASTY + "  breaker: {failures: 1, share: 0.01}\n") as gate:
+            await ask(gate, TOKENS[:SEEN])
+            await gate.order("prefill0", leg="prefill", fail_next=1, status="hang")
+            assert ((await ask(gate, TOKENS)).status, await copies(gate)) == (200, {"failed": 1})
+            assert gate.gateway.serving.stations["prefill0"].guard.up
+            await clean(gate)
+
+    uvloop.run(main())
+
+
+def test_a_source_that_is_dead_costs_the_copy_and_nothing_else() -> None:
+    """It goes down after it has been chosen to read from; the prompt is computed where it was sent to."""
+
+    async def main() -> None:
+        async with two_sites(SERIAL + "  health: {interval: 60 s}\n") as gate:
+            await ask(gate, TOKENS[:SEEN])
+            await gate.order("prefill0", "restart", down_s=60.0)
+            await gone(gate.fleet.ready().instances["prefill0"].url)
+            answer = await ask(gate, TOKENS)
+            assert (answer.status, cached(answer), await copies(gate)) == (200, 0, {"failed": 1})
+            assert answer.text == await gate.direct("decode0", TOKENS)
+            await clean(gate)
+
+    uvloop.run(main())
+
+
+async def gone(url: str) -> None:
+    """Nobody listens there any more, sooner or later."""
+    host, _, port = url.removeprefix("http://").rpartition(":")
+    for _ in range(LOOKS):
+        try:
+            _, writer = await asyncio.open_connection(host, int(port))
+        except OSError:
+            return
+        writer.close()
+        await asyncio.sleep(0.005)
+    raise AssertionError(f"somebody still listens at {url}")
+
+
+def test_bytes_that_break_off_half_way_are_computed() -> None:
+    """The prefix was held out and did not come: the prefill engine computes all, and the copy counts as missed."""
+
+    async def main() -> None:
+        async with two_sites(SERIAL) as gate:
+            await ask(gate, TOKENS[:SEEN])
+            await gate.order("prefill0", leg="transfer", fail_next=1)
+            answer = await ask(gate, TOKENS)
+            assert (answer.status, cached(answer), await copies(gate)) == (200, 0, {"missed": 1})
+            assert await metric(gate, "kvroute_copy_bytes_total", tier="cross_datacenter") is None
+            await clean(gate)
+
+    uvloop.run(main())
+
+
+def test_a_link_that_is_cut_under_a_copy_costs_its_patience() -> None:
+    """What comes from the other site stands still; home gives up waiting and computes."""
+
+    async def main() -> None:
+        async with two_sites(SERIAL) as gate:
+            await ask(gate, TOKENS)
+            await gate.order("far0", "wan", share=0)
+            answer = await ask(gate, [*TOKENS, 1, 2, 3])
+            assert (answer.status, cached(answer), await copies(gate)) == (200, 0, {"missed": 1})
+            await clean(gate)
+
+    uvloop.run(main())
+
+
+def test_a_prefill_that_fails_with_a_copy_is_tried_again_without() -> None:
+    """The core orders one for the second instance too; it is not carried out."""
+
+    async def main() -> None:
+        async with two_sites(SERIAL) as gate:
+            await ask(gate, TOKENS[:SEEN])
+            await gate.order("far0", leg="prefill", fail_next=1, status=500)
+            answer = await ask(gate, TOKENS)
+            assert (answer.status, cached(answer)) == (200, 0)
+            assert await copies(gate) == {"given_up": 1, "left_out": 1}
+            await clean(gate)
+
+    uvloop.run(main())
+
+
+def _at_source(gate: Rig) -> bool:
+    return gate.gateway.serving.stations["prefill0"].under_way > 0
+
+
+def _at_target(gate: Rig) -> bool:
+    return any(gate.fleet.servers[name].engine.waiting for name in FAR)
+
+
+@pytest.mark.parametrize("reached", [_at_source, _at_target], ids=["first leg", "on the way"])
+def test_a_client_that_leaves_ends_the_copy(reached: Callable[[Rig], bool]) -> None:
+    """Nothing stays booked, whether the prefix is asked for or moves already."""
+
+    async def main() -> None:
+        async with two_sites(SERIAL, patience_s=30.0) as gate:
+            await ask(gate, TOKENS[:SEEN])
+            if reached is _at_source:
+                await gate.order("prefill0", leg="prefill", fail_next=1, status="hang")
+            else:
+                await gate.order("far0", "wan", share=0)
+            asking = asyncio.create_task(ask(gate, TOKENS))
+            await comes(lambda: reached(gate))
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+            await clean(gate)
+            assert await copies(gate) == {"given_up": 1}
+            held = [server.engine.held for server in gate.fleet.servers.values()]
+            assert sum(map(len, held)) == (reached is _at_target), "what was held out waits to expire"
+
+    uvloop.run(main())
+
+
+TROUBLE = st.fixed_dictionaries(
+    {
+        "leg": st.sampled_from(["prefill", "decode", "transfer"]),
+        "fail_next": st.integers(1, 2),
+        "status": st.sampled_from([400, 500, 503, "reset"]),
+    }
+)
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    st.dictionaries(st.sampled_from([*FAR, "prefill0", "decode0"]), TROUBLE, max_size=3), st.booleans(), st.booleans()
+)
+@example({"prefill0": {"leg": "transfer", "fail_next": 2, "status": 500}}, True, False)
+def test_whatever_fails_every_request_has_one_end_and_nothing_is_booked(
+    faults: dict[str, Any], stream: bool, early: bool
+) -> None:
+    """An answer that is right, or an error; links and engines are as free as before, and each copy has one end."""
+
+    async def main(log: str) -> None:
+        async with two_sites(f"{EARLY if early else SERIAL}  log: {{events: {log}}}\n") as gate:
+            await ask(gate, TOKENS[:SEEN])
+            await ask(gate, [7, *TOKENS])
+            for name, fault in faults.items():
+                await gate.order(name, **fault)
+            starts = (TOKENS[:SEEN], [7, *TOKENS])
+            prompts = [[*starts[n % 2], *range(9_000, 9_000 + 20 * n + 1_500 * (n % 3))] for n in range(6)]
+            answers = await asyncio.gather(*[ask(gate, prompt, stream=stream) for prompt in prompts])
+            await clean(gate)
+            for prompt, answer in zip(prompts, answers, strict=True):
+                assert answer.status in (200, 400, 502, 503, 504)
+                if answer.status == 200 and not any("error" in event for event in answer.events):
+                    assert answer.text == await gate.direct("decode1", prompt)
+            ends = await copies(gate)
+        ordered = [
+            d.copy_id for r in read_log(Path(log))[1] for d in r.decisions if isinstance(d, Prefill) and d.copy_from
+        ]
+        assert sum(ends.values()) == len(ordered) == len(set(ordered))
+
+    with tempfile.TemporaryDirectory() as folder:
+        uvloop.run(main(f"{folder}/events.log"))

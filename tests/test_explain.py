@@ -1,0 +1,138 @@
+"""`kvroute explain` of a log that foresight has decided: what it had learned by then, and where that cannot be said."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from typer.testing import CliRunner, Result
+
+from kvroute.cli.app import app
+from kvroute.control import ControlSpec, EventLog, LogHeader, read_log
+from kvroute.policies import TierLearned
+from kvroute.topology import parse
+from kvroute.types import (
+    SAME_POD,
+    Arrived,
+    Decode,
+    Event,
+    Finished,
+    PrefillFinished,
+    Request,
+    TransferFinished,
+)
+
+CLUSTER = """
+name: two-racks
+pods: [{name: pod0}]
+racks:
+  - {name: rack0, pod: pod0, uplinks: {count: 2, capacity: 50 Gbps}}
+  - {name: rack1, pod: pod0, uplinks: {count: 2, capacity: 50 Gbps}}
+nodes:
+  - {name: node0, rack: rack0, gpus: 4, nics: {compute: {count: 4, capacity: 100 Gbps}}}
+  - {name: node1, rack: rack1, gpus: 4, nics: {compute: {count: 4, capacity: 100 Gbps}}}
+timing:
+  default: {prefill: {kind: linear, per_token: 100 us, base: 10 ms}, decode: {base: 10 ms, per_request: 1 ms}}
+defaults: {model: llama-3-70b, tp: 2, batch_max: 2, kv_capacity: 40 GB}
+instances:
+  - {name: prefill0, role: prefill, gpus: "node0:0-1"}
+  - {name: decode0, role: decode, gpus: "node1:0-1"}
+  - {name: decode1, role: decode, gpus: "node1:2-3"}
+"""
+
+
+def explain(*arguments: str) -> Result:
+    """What the command prints for people and for programs."""
+    return CliRunner().invoke(app, ["explain", *arguments], env={"COLUMNS": "200"})
+
+
+def learned_of(ended: Result) -> list[Any]:
+    """Of each decision."""
+    assert ended.exit_code == 0, ended.stderr
+    return [one["learned"] for one in json.loads(ended.stdout)["decisions"]]
+
+
+def recorded(path: Path, decode: str) -> None:
+    """Six requests, one after the other; each transfer takes two seconds, more than the map says."""
+    spec = ControlSpec(decode=decode)
+    control = spec.build(parse(CLUSTER))
+    with EventLog(path, LogHeader(cluster=CLUSTER, spec=spec)) as log:
+
+        def tell(event: Event) -> None:
+            log.write(event, control.handle(event))
+
+        for number in range(6):
+            at = 10.0 * number
+            tell(Arrived(at, Request(id=number, input_tokens=8_000)))
+            tell(PrefillFinished(at + 1, number))
+            tell(TransferFinished(at + 3, number))
+            tell(Finished(at + 9, number))
+
+
+@pytest.fixture
+def foreseen(tmp_path: Path) -> str:
+    """A log of foresight."""
+    recorded(tmp_path / "foreseen.log", "foresight")
+    return str(tmp_path / "foreseen.log")
+
+
+def test_explain_shows_what_foresight_had_learned_by_then(foreseen: str) -> None:
+    """Not what it learned later: the core, told the same up to the decision, says the same."""
+    header, records = read_log(Path(foreseen))
+    control, expected = header.spec.build(parse(CLUSTER)), list[TierLearned]()
+    for record in records:
+        for made in record.decisions:
+            if isinstance(made, Decode):
+                learned = control.learned(record.event.at)
+                assert learned is not None
+                expected.append(learned[SAME_POD])
+        control.handle(record.event)
+    assert [tier.transfers for tier in expected] == [0, 1, 2, 3, 4, 5]
+    for number in (0, 5):
+        shown = explain(foreseen, str(number), "--json")
+        prefill, decode = learned_of(shown)
+        assert prefill["policy"] == decode["policy"] == "foresight"
+        (tier,) = decode["tiers"]
+        assert tier == {"tier": SAME_POD, "name": "same pod"} | msgspec.to_builtins(expected[number])
+    spoken = explain(foreseen, "5").stdout
+    assert "foresight had learned by then" in spoken
+    (row,) = [line.split() for line in spoken.splitlines() if "same pod" in line]
+    speed = expected[5].bytes_per_s
+    assert speed is not None
+    assert row == [
+        "2",
+        "(same",
+        "pod)",
+        f"{expected[5].factor:.6g}",
+        f"{expected[5].weight:.6g}",
+        "5",
+        "8",
+        f"{speed:.6g}",
+    ]
+    parts = ("transfer_s", "imposed_s", "wait_s", "step_s", "slot_s")
+    assert all(part in spoken for part in parts)
+
+
+def test_what_foresight_had_learned_is_not_guessed(foreseen: str, tmp_path: Path) -> None:
+    """A log that this version decides otherwise is explained all the same, but for that; one of NetKV has nothing."""
+    lines = Path(foreseen).read_text().splitlines(keepends=True)
+    number = next(index for index, line in enumerate(lines) if '"type":"decode"' in line)
+    lines[number] = lines[number].replace('"hit_tokens":0', '"hit_tokens":1')
+    other = tmp_path / "other.log"
+    other.write_text("".join(lines))
+    ended = explain(str(other), "0", "--json")
+    assert [learned is None for learned in learned_of(ended)] == [False, True]
+    assert f"other.log:{number + 1}: this version decides otherwise" in ended.stderr
+    assert explain(str(other), "5").stderr == ""
+    arrival = next(index for index, line in enumerate(lines) if '"type":"arrived"' in line)
+    other.write_text("".join(lines[:arrival] + lines[arrival + 1 :]))
+    ended = explain(str(other), "5", "--json")
+    assert learned_of(ended) == [None, None]
+    assert "this version decides otherwise" in ended.stderr
+    assert "had learned" not in explain(str(other), "5").stdout
+    recorded(other, "netkv")
+    shown = explain(str(other), "3", "--json")
+    assert (learned_of(shown), shown.stderr) == ([None, None], "")
