@@ -18,6 +18,7 @@ BENCHES = (
     *("simulate", "decision", "foresight", "flows", "prefix", "cachepool", "evaluation", "plan"),
     *("gateway.routers", "gateway.chaos", "gateway.scale", "gateway.live_vs_sim", "gateway.two_datacenters"),
     "gateway.layerwise",
+    "gateway.prefix_copies",
     *("wan.connections", "wan.layerwise", "testbed.transfers", "testbed.policies"),
 )
 PEERED = ("simulate", "decision", "gateway.routers")
@@ -33,6 +34,7 @@ QUICK = {
     "gateway.live_vs_sim": ["--requests", "50"],
     "gateway.two_datacenters": ["--speed", "8"],
     "gateway.layerwise": ["--rounds", "1", "--speed", "4"],
+    "gateway.prefix_copies": ["--rounds", "1", "--speed", "4"],
     "wan.connections": ["--rounds", "1"],
     "wan.layerwise": ["--rounds", "1"],
     "testbed.transfers": ["--rounds", "1"],

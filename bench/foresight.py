@@ -1,9 +1,10 @@
 """Latency of one foresight decision, beside playing every candidate through: `python -m bench.foresight`.
 
 Timed is `InFlight.sight` and `choose`: the model's bytes moved on, the closed form of every candidate, the what-if of
-the best, all terms. Booking (one transfer starts, one ends, rates solved again after each) is a row of its own. The
-bound is the same solver without closed form, pruning and neighbourhood: `FlowNetwork.transfer_s` of each candidate over
-all transfers in flight, and nothing for the delay imposed on them.
+the best, all terms. Booking (one transfer starts, one ends, rates solved again after each) is a row of its own, and so
+is `foresight-joint` at arrival: the closed form for every prefill instance that it looks at, the dearest case, in which
+all of them are idle. The bound is the same solver without closed form, pruning and neighbourhood:
+`FlowNetwork.transfer_s` of each candidate over all transfers in flight, and nothing for the delay imposed on them.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ SIZES = ((128, 50), (1_024, 400))
 """Decode instances, transfers in flight."""
 TARGETS_US = {128: 150.0, 1_024: 1_000.0}
 CALLS, PLAIN_CALLS = 2_000, 3
+ARRIVALS = 20
+"""Decisions for each pair that is chosen at an arrival: such a one takes so much longer."""
 WARM = 50
-POLICIES = ("foresight", "foresight-closed")
+POLICIES, JOINT = ("foresight", "foresight-closed"), "foresight-joint"
 
 
 class Driver:
@@ -115,6 +118,37 @@ def decisions(decode: int, in_flight: int, name: str, calls: int) -> dict[str, o
     return figures | {"played": played / (calls + WARM), "plain": _plain_us(driver)}
 
 
+def arrivals(decode: int, in_flight: int, calls: int) -> dict[str, object]:
+    """Figures of `foresight-joint` at arrival, in this process."""
+    from kvroute.policies import ForesightJoint, Pair, PrefillCandidates, Way
+    from kvroute.types import Request
+
+    driver, policy = Driver(decode, in_flight), ForesightJoint()
+    count = len(driver.sources)
+    none = np.zeros(count)
+    prefill = PrefillCandidates(tuple(map(str, range(count))), none, none.astype(np.int64), none + 1.0, None)
+    request, pools = Request(id=1, input_tokens=32_768), [driver.candidates() for _ in range(20)]
+    taken_ns, looked_at = [], 0
+    for call in range(calls + WARM):
+        pool = pools[call % len(pools)]
+
+        def way(position: int, pool: object = pool) -> Way:
+            source = driver.sources[position]
+            costs = driver.oracle.costs(source, driver.targets, driver.now)
+            return Way(pool, costs, driver.table.sight(driver.now, source, driver.targets, 1.0))  # type: ignore[arg-type]
+
+        start = time.perf_counter_ns()
+        pair = policy.choose(request, prefill, way, call)
+        taken_ns.append(time.perf_counter_ns() - start)
+        assert isinstance(pair, Pair)
+        looked_at += int(pair.prefill.terms.feasible.sum())
+        ended = min(driver.table.left_bytes(driver.now))
+        driver.table.finished(driver.now, ended)
+        while len(driver.table.rates_bytes_per_s) < in_flight:
+            driver.start(driver.draw.choice(driver.sources), driver.draw.randrange(decode), 4e9)
+    return {"choose": quantiles_us(taken_ns[WARM:]), "looked_at": looked_at / (calls + WARM), "prefill": count}
+
+
 def _plain_us(driver: Driver) -> float:
     """Median microseconds of playing every candidate through a network of all transfers."""
     from kvroute.flows import FlowNetwork
@@ -159,7 +193,14 @@ def rows(calls: int) -> list[Row]:
             found.append(row(f"{where}, p99", figures["choose"]["p99_us"]))
             if name == "foresight":
                 found.append(row(f"booking a start and an end, {in_flight} in flight", figures["book"]["p50_us"]))
-    return found
+    return [*found, *(_arrival(decode, in_flight, calls) for decode, in_flight in SIZES)]
+
+
+def _arrival(decode: int, in_flight: int, calls: int) -> Row:
+    figures = fresh("bench.foresight", "--one", decode, in_flight, JOINT, "--calls", max(calls // ARRIVALS, 1))
+    where = f"{JOINT} at arrival, {figures['prefill']} prefill, {decode:,} decode, {in_flight} in flight, median"
+    note = f"{where}: {figures['looked_at']:.0f} prefill instances looked at, p99 {figures['choose']['p99_us']:,.0f} us"
+    return Row(measure=where, unit="us", better="lower", ours=figures["choose"]["p50_us"], note=note)
 
 
 def main() -> None:
@@ -170,8 +211,13 @@ def main() -> None:
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.one:
-        decode, in_flight, name = given.one
-        print(json.dumps(decisions(int(decode), int(in_flight), name, given.calls)))
+        decode, in_flight, name = int(given.one[0]), int(given.one[1]), given.one[2]
+        figures = (
+            arrivals(decode, in_flight, given.calls)
+            if name == JOINT
+            else decisions(decode, in_flight, name, given.calls)
+        )
+        print(json.dumps(figures))
         return
     show(rows(given.calls), given.json)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from kvroute.control.pool import DecodePool
 from kvroute.control.view import View
 from kvroute.policies import Foresight, ForesightJoint, PrefillCandidates, Way
-from kvroute.types import Choice, Reject, Request
+from kvroute.types import Candidates, Choice, Reject, Request
 
 
 class Pairing:
@@ -26,10 +27,12 @@ class Pairing:
         """
         if self._policy is None or not self._hands_over(model):
             return choice
-        turn = self._view.prefill[model].decisions
-        pair = self._policy.choose(
-            request, candidates, lambda index: self._way(request, model, candidates, index, at), turn
-        )
+        turn, asked = self._view.prefill[model].decisions, dict[str, Candidates]()
+
+        def way(position: int) -> Way | None:
+            return self._way(request, model, candidates, position, at, asked)
+
+        pair = self._policy.choose(request, candidates, way, turn)
         return choice if isinstance(pair, Reject) else pair.prefill
 
     def _hands_over(self, model: str) -> bool:
@@ -37,16 +40,31 @@ class Pairing:
         ids = self._view.prefill[model].ids.tolist()
         return all(instances[index].role != "both" and instances[index].protocol != "sglang" for index in ids)
 
-    def _way(self, request: Request, model: str, candidates: PrefillCandidates, position: int, at: float) -> Way | None:
-        """Whom this prefill instance could hand the KV to, and what the network between them will be like."""
+    def _way(
+        self,
+        request: Request,
+        model: str,
+        candidates: PrefillCandidates,
+        position: int,
+        at: float,
+        asked: dict[str, Candidates],
+    ) -> Way | None:
+        """Whom this prefill instance could hand the KV to, and what the network between them will be like; `asked`
+        keeps the first for all instances that speak its protocol."""
         view = self._view
         source = int(view.prefill[model].ids[position])
-        pool = view.decode.get((model, view.cluster.instances[source].protocol))
+        protocol = view.cluster.instances[source].protocol
+        pool = view.decode.get((model, protocol))
         if pool is None or view.flight is None:
             return None
-        usable = None if pool.open else pool.up & pool.partner
-        hit_tokens = view.caches.hit_tokens(request, pool.ids, request.input_tokens)
-        asked = pool.candidates(request, view.models[model], hit_tokens, view.settings.reserve_bytes, usable)
+        if protocol not in asked:
+            asked[protocol] = self._asked(request, model, pool)
         costs = view.oracle.costs(source, pool.ids, at)
         starts_s = float(candidates.pending_s[position] + candidates.prefill_s[position])
-        return Way(asked, costs, view.flight.sight(source, pool.ids, costs, at, starts_s))
+        return Way(asked[protocol], costs, view.flight.sight(source, pool.ids, costs, at, starts_s))
+
+    def _asked(self, request: Request, model: str, pool: DecodePool) -> Candidates:
+        view = self._view
+        usable = None if pool.open else pool.up & pool.partner
+        hit_tokens = view.caches.hit_tokens(request, pool.ids, request.input_tokens)
+        return pool.candidates(request, view.models[model], hit_tokens, view.settings.reserve_bytes, usable)
