@@ -67,6 +67,17 @@ def test_a_state_matches_at_its_exact_length_only() -> None:
     assert (pool.free_blocks, pool.idle_blocks) == (1, 5 + 3 * 2)
 
 
+def test_a_state_that_is_gone_takes_its_match_along() -> None:
+    """Its block is still there, and goes next; the shorter prefix has its own state."""
+    pool = CachePool(HYBRID, 6)
+    store(pool, SYSTEM, states_at=[4, 8])
+    assert begun(pool, (9,), states_at=[]).evicted == Evicted((), (("linear", 2),))
+    assert pool.match_tokens(SYSTEM, 4) == 4
+    assert begun(pool, (8,), states_at=[]).evicted == Evicted((), ())
+    assert begun(pool, (7,), states_at=[]).evicted == Evicted((2,), ())
+    assert pool.match_tokens(SYSTEM, 4) == 4
+
+
 def test_what_is_filled_is_reusable_at_once_and_nothing_before() -> None:
     pool = CachePool(DENSE, 8)
     lease = begun(pool, ALICE)

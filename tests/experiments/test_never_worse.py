@@ -99,6 +99,8 @@ def test_a_cell_is_the_same_whenever_it_is_run() -> None:
     assert msgspec.structs.replace(first.summary, **unclocked) == msgspec.structs.replace(again.summary, **unclocked)
     assert (first.summary.policy, first.config["cla_ratio"]) == ("no uplinks", None)
     assert first.config["case"]["name"] == NEAR
+    assert first.config["variant"] == ["foresight", {"uplink_factor": 0.0}]
+    assert first.config["trace"] == "generated, seed 2025"
     assert runner(cell(NEAR, "cla")).config["cla_ratio"] == 2.0
 
 

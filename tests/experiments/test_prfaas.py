@@ -189,6 +189,17 @@ def test_the_scheduler_outdoes_an_old_threshold_while_the_link_is_narrow(narrow:
     assert max(thresholds[at] for at in thresholds if 400 <= at < 900) > 1.5 * thresholds[280.0]
 
 
+def test_waits_of_the_stages_make_up_those_of_all(narrow: dict[str, Record]) -> None:
+    """Before prefill, each stage's by the share of requests that pass it."""
+    for record in narrow.values():
+        figures, parts = record.figures, record.summary.ttft_parts_s
+        away = figures["offloaded_share"]
+        assert figures["prfaas_wait_s"] != pytest.approx(figures["pd_p_wait_s"], rel=0.1)
+        whole = away * figures["prfaas_wait_s"] + (1 - away) * figures["pd_p_wait_s"]
+        assert whole == pytest.approx(parts.prefill_wait, rel=1e-6)
+        assert figures["service_mean_s"] == pytest.approx(parts.prefill, rel=1e-6)
+
+
 def rows(arrived_s: list[float], finished_s: list[float], first_s: list[float]) -> Outcomes:
     """Answered requests of two tokens."""
     made = Outcomes.empty(len(arrived_s))

@@ -139,7 +139,7 @@ def test_results_of_other_code_are_run_again(tmp_path: Path, caplog: pytest.LogC
     path.write_bytes(path.read_bytes() + encode(other_code(ours[0])) + b"\n")
     assert run_cells(SWEEP, again, path, workers=1) == records
     assert [each.getMessage().partition(": ")[2] for each in caplog.records] == [
-        "2 results come from other code than this and no longer count; what is asked for is run"
+        "results of other code than this (2) no longer count; what is asked for is run again"
     ]
 
 

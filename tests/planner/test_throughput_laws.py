@@ -267,6 +267,8 @@ def test_a_worked_example() -> None:
     assert rates.egress_bytes_per_s[0, 0] == pytest.approx(0.5 * 2.4 * 0.8e9)
     slower = replace(system, prfaas=(replace(source, egress_bytes_per_s=0.9e9),))
     assert BINDINGS[stage_rates(slower, *one).binding[0, 0]] == "prfaas_egress"
+    both = replace(system, prfaas=(*slower.prfaas, replace(source, instances=0)))
+    assert BINDINGS[stage_rates(both, *one).binding[0, 0]] == "prfaas_egress"
     fewer = replace(system, prfaas=(replace(source, instances=1),))
     assert BINDINGS[stage_rates(fewer, *one).binding[0, 0]] == "prfaas_compute"
     assert BINDINGS[stage_rates(system, one[0], one[1] * 0, one[2]).binding[0, 0]] == "pd_p"

@@ -124,6 +124,15 @@ def test_claims_are_of_honest_oracles_and_lies_apart() -> None:
     assert {each.holds for each in matrix_findings(one_seed, [])} == {"unclear"}
 
 
+def test_lost_goodput_is_told_in_requests() -> None:
+    """A great share of next to nothing is next to nothing."""
+    matrix = [*runs(FAIR, foresight=9.96, cla=9.92, netkv=9.92), *runs(OTHER, foresight=2.0, cla=1.0, netkv=3.0)]
+    said = {each.claim: each for each in matrix_findings(matrix, []) if "goodput" in each.claim}
+    lost = said["goodput nowhere below cla"]
+    assert lost.holds == "does not hold"
+    assert f"lower in 2, at most by 50.63% ({FAIR}, 0.04 a second, not 0.08)." in lost.sentence
+
+
 def test_a_term_is_worth_what_is_lost_without_it() -> None:
     """Against the better of the two rivals: 0.8 with everything, 1.1 at worst without uplinks."""
     matrix = [*runs(FAIR, cla=1.0, netkv=2.0), *runs(OTHER, cla=3.0, netkv=1.0)]

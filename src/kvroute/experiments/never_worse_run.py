@@ -18,7 +18,7 @@ from kvroute.experiments.never_worse import CLAIRVOYANT, FORESEEN, SHORT_S, VARI
 from kvroute.experiments.never_worse_cases import CASES, Case
 from kvroute.experiments.readings import reading
 from kvroute.experiments.runner import finished, run_cells
-from kvroute.experiments.setup import Study, Weights, cluster_of, rate_per_s, requests_of
+from kvroute.experiments.setup import Study, Weights, cluster_of, config_of, rate_per_s, requests_of
 from kvroute.sim.run import Run, simulate
 from kvroute.sim.settings import Background, SimSettings, Slo
 from kvroute.sim.workload import PROFILES
@@ -110,6 +110,7 @@ class Runner:
         study = study_of(case, self.traces, cell, tuning=self.tuning)
         return {
             "case": _plain(case),
+            "trace": config_of(study)["trace"],
             "rate_per_s": rate_per_s(study, _inner(case, cell)),
             "cla_ratio": weights.cache / weights.load if weights and cell.policy == "cla" else None,
             "variant": _plain(VARIANTS.get(cell.policy)),

@@ -60,7 +60,7 @@ def finished(path: Path) -> dict[str, Record]:
     if whole < length:
         os.truncate(path, whole)
     if count := len(other - records.keys()):
-        _say(f"{path}: {count:,} results come from other code than this and no longer count; what is asked for is run")
+        _say(f"{path}: results of other code than this ({count:,}) no longer count; what is asked for is run again")
     return records
 
 

@@ -233,8 +233,13 @@ def _goodput(matrix: Sequence[Record]) -> list[Finding]:
         lost, won = [each for each in fair if each.is_lower], [each for each in fair if each.is_higher]
         worst = min(lost, key=lambda each: each.ratio, default=None)
         sentence = f"Of {len(fair)} cells it is higher in {len(won)}, lower in {len(lost)}"
-        sentence += f", at most by {1 - worst.ratio:.2%} ({worst.case})." if worst else "."
-        found.append(_finding("truthful or silent oracle", f"goodput nowhere below {rival}", not lost, sentence, fair))
+        if worst is not None:
+            sentence += (
+                f", at most by {1 - worst.ratio:.2%} ({worst.case}, {worst.ours:.2f} a second, not {worst.theirs:.2f})"
+            )
+        found.append(
+            _finding("truthful or silent oracle", f"goodput nowhere below {rival}", not lost, f"{sentence}.", fair)
+        )
     return found
 
 
