@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 from kvroute.experiments.cells import Cell, Record, cells
 from kvroute.experiments.prfaas import BURST, CASE_STUDY, EXPERIMENTS, of_study, run_cell
 from kvroute.experiments.prfaas_burst import DUAL, FROM_S, SCENARIOS, WARMUP_S, good_over_time, requests_of, static
-from kvroute.experiments.prfaas_case import MU, assumptions, published_problem
+from kvroute.experiments.prfaas_case import (
+    MU,
+    assumptions,
+    exact,
+    problem,
+    published_lengths,
+    published_optimum,
+    published_problem,
+)
 from kvroute.experiments.prfaas_kv import HYBRID, KV_THROUGHPUT, computed
 from kvroute.experiments.prfaas_queue import PrfaasStudy, keeps_up_per_s
 from kvroute.experiments.prfaas_traffic import Disturbance, spread_lengths, two_lengths
@@ -61,6 +69,23 @@ def test_the_case_study_is_the_example(kind: Kind) -> None:
     )  # fmt: skip
     assert here.lambda_max_per_s == pytest.approx(there.lambda_max_per_s)
     assert here.stage_per_s == pytest.approx(there.stage_per_s)
+
+
+def test_the_mean_request_costs_more_than_the_request_of_mean_length() -> None:
+    """Naive: four instances over E[T(L)], the link never binds; prefill bends upwards, so each has less."""
+    naive = published_optimum("naive")
+    mix = naive.system.mix
+    assert exact(naive) == pytest.approx(4 / (naive.system.prfaas[0].prefill_s(mix.tokens) @ mix.share))
+    for kind in KINDS:
+        assert exact(published_optimum(kind)) < published_optimum(kind).lambda_max_per_s * 0.99
+
+
+@pytest.mark.parametrize("gbps", [1.0, 6.0])
+def test_a_narrow_link_is_what_the_plan_of_the_bursts_has(gbps: float) -> None:
+    """At 1e9 bits a second and so many of them: naive offloading is bound by it."""
+    narrow = find(problem(published_lengths(), wan_gbps=gbps), "naive")
+    assert deployment(narrow, "naive").egress_gbps == pytest.approx(gbps)
+    assert deployment(narrow, "naive").binding == "prfaas_egress"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -160,6 +185,8 @@ def test_disturbances_are_what_they_say() -> None:
 
     assert len(inside("load-doubles")) == pytest.approx(2 * len(inside("calm")), rel=0.15)
     assert np.median(inside("longer-prompts")) == pytest.approx(np.exp(10.6 - MU) * np.median(inside("calm")), rel=0.15)
+    over = [[one for one in traces[name].requests if one.at_s >= 900.0] for name in ("calm", "longer-prompts")]
+    assert over[0] == over[1], "then all is as it was"
     assert SCENARIOS["link-30"].changes[0].share == 0.3
 
 
