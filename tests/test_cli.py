@@ -358,7 +358,6 @@ WRONG = [
     (f"simulate {CLUSTER} --requests 9 --warmup inf", "measurement window"),
     (f"simulate {CLUSTER} --requests 9 --slo-ttft inf", "slo.ttft_s is inf"),
     (f"simulate {CLUSTER} --requests 9 --on mars", "--on: cannot run on 'mars'"),
-    ("experiment netkv-load --seed 1 --seeds 3", "--seed is one seed and --seeds are several; give one of them"),
     ("trace show octets --seed 3", "--seed: nothing of a file is drawn; leave it out"),
     (f"simulate {CLUSTER} --trace nofile.jsonl", "nofile.jsonl: cannot be read"),
     (f"simulate {CLUSTER} --requests 9 --out file", "--out: file is no folder to write to"),

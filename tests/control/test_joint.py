@@ -115,16 +115,6 @@ def test_a_constraint_holds_for_the_pair() -> None:
     assert prefilled(core(constraint="rack:required"), 0.0, 0) == "p0"
 
 
-def test_each_protocol_has_its_own_decode_instances() -> None:
-    """The first prefill instance's one has no room; the other's has."""
-    text = TEXT.replace('d0, role: decode, gpus: "node2:0-1"', 'd0, role: decode, gpus: "node2:0-1", kv_capacity: 1 GB')
-    for name in ("p1", "d1"):
-        text = text.replace(f"name: {name}, ", f"name: {name}, protocol: mooncake, ")
-    (prefill,) = arrive(core(text), 0.0, 0)
-    assert isinstance(prefill, Prefill)
-    assert prefill.instance == "p1"
-
-
 def test_where_no_decode_instance_has_room_the_prefill_policy_chooses() -> None:
     """Somebody may have room when the prefill has ended."""
     control = core(TEXT.replace("kv_capacity: 100 GB", "kv_capacity: 1 GB"))

@@ -212,6 +212,7 @@ def test_the_scheduler_outdoes_an_old_threshold_while_the_link_is_narrow(narrow:
         counts = record.summary.requests
         assert (counts.finished, counts.rejected, counts.in_flight) == (counts.arrived, 0, 0)
     assert (dual.summary.goodput_per_s or 0.0) > 1.3 * (old.summary.goodput_per_s or 0.0)
+    assert dual.series["n_prefill"][0] == (0.0, dual.config["n_prefill"])
     thresholds = dict(dual.series["threshold_tokens"])
     assert max(thresholds[at] for at in thresholds if 400 <= at < 900) > 1.5 * thresholds[280.0]
 

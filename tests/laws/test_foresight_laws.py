@@ -96,6 +96,7 @@ class Obvious:
     paths: dict[int, list[int]] = field(default_factory=dict)
     tiers: dict[int, int] = field(default_factory=dict)
     ceilings: dict[int, float] = field(default_factory=dict)
+    believed: dict[int, float] = field(default_factory=dict)
     rates: dict[int, float] = field(default_factory=dict)
     congestion: FloatArray = field(default_factory=lambda: np.zeros(5))
     learned: Learned = field(default_factory=lambda: Learned(ForesightSpec()))
@@ -147,6 +148,7 @@ class Obvious:
         self.advance(at)
         self.ceilings[each] = self.ceiling(source, target)
         self.tiers[each] = int(self.links.tier[source, target])
+        self.believed[each] = float(self.learned.factor[self.tiers[each]])
         self.paths[each] = way_of(self.links, source, target)
         self.left[each] = self.size[each] = size
         self.sent[each] = self.limited[each] = 0.0
@@ -157,7 +159,9 @@ class Obvious:
             return
         self.advance(at)
         if landed:
-            self.learned.ended(self.tiers[each], self.size[each], self.sent[each], self.limited[each])
+            self.learned.ended(
+                self.tiers[each], self.size[each], self.sent[each], self.limited[each], self.believed[each]
+            )
         for kept in (self.left, self.size, self.paths, self.ceilings, self.rates, self.tiers):
             del kept[each]
         self.solve()
@@ -489,6 +493,21 @@ def test_a_transfer_alone_gets_the_pace_that_a_decision_expects(
     if isinstance(choice, Choice):
         moved = pool.kv_bytes > 0
         assert choice.terms.parts["pace_bytes_per_s"][moved] == pytest.approx(np.array(told)[moved], rel=1e-9)
+
+
+@given(st.integers(1, 40), st.floats(0.25, 4.0), st.integers(1, 4))
+def test_what_is_learned_is_never_beyond_the_truth(together: int, truth: float, rounds: int) -> None:
+    """Paths of their own that carry so much of what the map says, however many find it out at once."""
+    tier: TierArray = np.full((2 * together, 2 * together), 3, dtype=np.int8)
+    table, now = InFlight(LinkModel.of_tiers(tier, np.full(5, 1e9), nic_bytes_per_s=1e11)), 0.0
+    for _ in range(rounds):
+        for each in range(together):
+            table.started(now, each, each, together + each, 1e9)
+        now += 1.0 / truth
+        for each in range(together):
+            table.finished(now, each)
+        factor = float(table.learned.factor[3])
+        assert min(truth, 1.0) * (1 - 1e-9) <= factor <= max(truth, 1.0) * (1 + 1e-9)
 
 
 @given(tables(), st.lists(crowds(), min_size=3, max_size=3), st.lists(st.floats(0, 5), min_size=3, max_size=3))

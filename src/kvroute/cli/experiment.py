@@ -56,9 +56,11 @@ def experiment(
         str | None,
         typer.Option(help="One cell: profile, axis values, policy, e.g. 'rag,1.0,netkv'."),
     ] = None,
-    seed: Annotated[int | None, typer.Option(min=0, max=2**31 - 1, help="Only this seed.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, max=2**31 - 1, help="Only this seed; with --seeds the first one.")
+    ] = None,
     seeds: Annotated[
-        int | None, typer.Option(min=1, max=10_000, help="Seeds 0 to N-1; default 5.", show_default=False)
+        int | None, typer.Option(min=1, max=10_000, help="How many, from --seed or 0; default 5.", show_default=False)
     ] = None,
     on: Annotated[str, typer.Option(help="Where to run: local (all cores) or ray.")] = "local",
     workers: Annotated[int | None, typer.Option(min=1, max=1024, help="Processes; default one per core.")] = None,
@@ -83,15 +85,13 @@ def experiment(
         _list(as_json)
         return
     family, chosen = _chosen(names)
-    if seed is not None and seeds is not None:
-        raise InputError("--seed is one seed and --seeds are several", mend="give one of them")
     asked = Asked(
         reading=reading_name,
         changes=changes or (),
         profiles=profile or (),
         trace=trace,
         cell=cell,
-        seeds=(seed,) if seed is not None else tuple(range(seeds or _SEEDS)),
+        seeds=_seeds_of(seed, seeds),
         on=on,
         workers=workers,
         out=out,
@@ -103,6 +103,11 @@ def experiment(
     except KeyboardInterrupt:
         remarks().print(f"Stopped. What is finished stays in {out}; the same command goes on from there.")
         raise typer.Exit(130) from None
+
+
+def _seeds_of(seed: int | None, seeds: int | None) -> tuple[int, ...]:
+    first, count = seed or 0, seeds if seeds is not None else 1 if seed is not None else _SEEDS
+    return tuple(range(first, first + count))
 
 
 def _list(as_json: bool) -> None:

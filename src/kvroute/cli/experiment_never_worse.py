@@ -84,6 +84,9 @@ def _show(
             grids.append(terms_grid(results[one.name], matrix))
         else:
             grids.append(seen_grid(results[one.name]))
-    for grid in grids:
-        if grid.rows:
-            console().print(rich_table(grid, console().width))
+    shown = [grid for grid in grids if grid.rows]
+    for grid in shown:
+        console().print(rich_table(grid, console().width))
+    if not shown:
+        count = sum(map(len, sweeps.values()))
+        remarks().print(f"Nothing to compare in {count} runs of one policy: --json prints them.")

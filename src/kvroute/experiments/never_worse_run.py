@@ -27,7 +27,7 @@ from kvroute.topology.units import Size
 from kvroute.types import InputError
 
 SHORT_WARMUP_S = 2.0
-RATIOS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0)
+RATIOS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
 """Of CLA*'s weights, cache over load: only the ratio decides."""
 TUNING_SEEDS = (0, 1)
 TRACES_VARIABLE = "KVROUTE_TRACES"
@@ -171,7 +171,7 @@ def tune(
     workers: int | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[tuple[str, Weights], ...]:
-    """CLA*'s weights for each case: of nine ratios the one of least mean TTFT on requests that nobody measures.
+    """CLA*'s weights for each case: of eleven ratios the one of least mean TTFT on requests that nobody measures.
 
     Results land in `path` and are taken from there the next time; of equals the ratio nearest to 1 is taken.
     """

@@ -60,6 +60,8 @@ class _Under:
     tier: int
     kv_bytes: float
     path: tuple[int, ...]
+    believed: float
+    """Its tier's factor when it started."""
 
 
 class InFlight:
@@ -101,7 +103,7 @@ class InFlight:
         if not self._free:
             self._widen()
         slot = self._free.pop()
-        self._under[transfer] = _Under(slot, tier, kv_bytes, tuple(path))
+        self._under[transfer] = _Under(slot, tier, kv_bytes, tuple(path), float(self.learned.factor[tier]))
         self._crowd[path] += 1
         self._predicted[slot] = self._limited[slot] = 0.0
         if ceiling < math.inf:
@@ -120,7 +122,7 @@ class InFlight:
         if landed:
             slot = under.slot
             predicted, limited = float(self._predicted[slot]), float(self._limited[slot])
-            self.learned.ended(under.tier, under.kv_bytes, predicted, limited)
+            self.learned.ended(under.tier, under.kv_bytes, predicted, limited, under.believed)
         kernels.cancel(self.now, under.slot, self._state)
         self._crowd[list(under.path)] -= 1
         self._free.append(under.slot)

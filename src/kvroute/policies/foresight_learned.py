@@ -57,16 +57,19 @@ class Learned:
             self._weight *= share
             self._settle(self._log, self._weight, self.factor)
 
-    def ended(self, tier: int, kv_bytes: float, predicted_bytes: float, limited_bytes: float) -> None:
+    def ended(
+        self, tier: int, kv_bytes: float, predicted_bytes: float, limited_bytes: float, believed: float = 1.0
+    ) -> None:
         """A transfer of `kv_bytes` has landed when the model had sent `predicted_bytes` of it (of any size: the model
-        goes on), `limited_bytes` of these at its path's ceiling."""
+        goes on), `limited_bytes` of these at its path's ceiling, which was taken with the factor `believed`: with that
+        of now, transfers that were under way together would each add what they all have seen once."""
         spec = self._spec
         if tier < SAME_POD or not (kv_bytes > 0 and predicted_bytes > 0):
             return
         surprise = min(max(math.log(kv_bytes / predicted_bytes), -spec.surprise_max), spec.surprise_max)
         if limited_bytes <= spec.path_limited_share * predicted_bytes and surprise >= spec.late_log:
             return  # a NIC or a crowded uplink set the pace: that says nothing of the paths
-        target = math.log(self.factor[tier]) + surprise
+        target = math.log(believed) + surprise
         self._log[tier] = spec.remembered * self._log[tier] + target
         self._weight[tier] = spec.remembered * self._weight[tier] + 1.0
         self._transfers[tier] += 1
