@@ -97,6 +97,9 @@ def test_gauges_of_several_connections() -> None:
     busy = Sample(window, 700)
     other = Sample(TcpInfo(snd_mss=1000, rtt_us=50_000, snd_cwnd=2, min_rtt_us=0, delivery_rate=6), 1)
     resting = Sample(TcpInfo(snd_mss=9, rtt_us=9, snd_cwnd=9, min_rtt_us=9, delivery_rate=9), 0)
+    fresh = Sample(TcpInfo(snd_mss=1000, rtt_us=0, snd_cwnd=10, min_rtt_us=2**32 - 1), 1)
+    assert gauges([fresh]).min_rtt_s == 0.0
+    assert gauges([busy, fresh]).min_rtt_s == 0.02
     found = gauges([busy, resting, other])
     assert astuple(found) == pytest.approx((2, 0.04, 0.02, 12_000.0, 701.0, 11.0, 9.0, 0.0))
     assert gauges([resting]) == gauges([]) == Gauges()

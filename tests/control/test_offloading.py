@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvroute.control import Control, ControlSpec
+from kvroute.oracle import OracleSettings
 from kvroute.policies.allocation import LongTerm
 from kvroute.policies.offload import OffloadSpec
 from kvroute.topology import Cluster, InstanceDefaults, build, parse, two_datacenters
@@ -89,6 +90,27 @@ def test_what_is_longer_than_the_threshold_leaves_and_nothing_else(
     away = tokens > threshold
     assert (site(sites, prefill.instance), prefill.offload.site) == ((AWAY,) * 2 if away else (HOME,) * 2)
     assert [type(decision) for decision in decisions[1:]] == ([Decode] if away and layerwise else [])
+
+
+@pytest.mark.parametrize("parted", [True, False], ids=["parted", "in-all"])
+def test_what_others_take_of_the_way_does_not_hold_own_bytes(parted: bool) -> None:
+    """0.4 of the link is others', and something ours: both kinds of telemetry come to the same two shares."""
+    spec = ControlSpec(
+        prefill="cache-aware",
+        offload=OffloadSpec(threshold_tokens=20_000.0, rule="scarce"),
+        oracle=OracleSettings(separates_own_traffic=parted),
+    )
+    control = spec.build(cluster())
+    offloading = control.offloading
+    assert offloading is not None
+    away = next(iter(offloading.egress))
+    arrive(control, 1, 30_000)
+    control.handle(PrefillFinished(1.0, 1))
+    control.handle(TransferFinished(1.5, 1))
+    own = offloading.egress[away].own_share(2.0)
+    assert 0.01 < own < 0.5
+    control.handle(CongestionMeasured(2.0, (0.0, 0.0, 0.0, 0.0, 0.4 if parted else 0.4 + own)))
+    assert offloading.utilisation(away, 2.0) == pytest.approx((0.4, 0.4 + own))
 
 
 def test_a_cached_prefix_keeps_a_long_prompt_at_home() -> None:

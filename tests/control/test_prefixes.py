@@ -20,6 +20,7 @@ from kvroute.types import (
     Finished,
     InputError,
     InstanceDown,
+    InstanceUp,
     KvStored,
     Prefill,
     PrefillFailed,
@@ -169,6 +170,22 @@ def test_copies_queue_behind_each_other_on_the_link() -> None:
             control.handle(CopyFinished(0.0, 1))
             control.handle(CopyFinished(0.0, 2, landed=False))
     assert seen == pytest.approx([once_s, 2 * once_s, once_s, 2 * once_s])
+
+
+def test_who_is_asked_for_a_prefix_as_for_a_prompt_takes_its_time() -> None:
+    """30 s of other work are ahead at p0 before the 2.62 s on the wire; the base of a prefill is 0 here."""
+    spec = OffloadSpec(threshold_tokens=30_000.0, rule="abundant", layerwise=False, copy_asks=True)
+    control = core(offload=spec)
+    control.handle(InstanceDown(0.0, "f0"))
+    busy(control, "p0", 9)
+    control.handle(InstanceUp(0.0, "f0"))
+    control.handle(KvStored(0.0, "p0", CHAIN, BLOCK))
+    prefill = ask(control, 1, 60_000, (*CHAIN, *range(100, 140)))
+    assert (prefill.instance, prefill.copy_from) == ("f0", "p0")
+    assert prefill.offload is not None
+    once_s = 20_000 * TOKEN_BYTES / 1e9
+    assert prefill.offload.terms["away.copy_s"] == pytest.approx(30.0 + once_s)
+    assert "home.copy_s" not in prefill.offload.terms
 
 
 @pytest.mark.parametrize("ending", ["prefilled", "failed", "gone"])

@@ -28,6 +28,8 @@ _FIELDS = {
     "bytes_retrans": ("Q", 208),
 }
 """Format and offset in `struct tcp_info` of linux/tcp.h, which only ever grows at its end."""
+_NO_RTT_US = 2**32 - 1
+"""`min_rtt_us` of a connection on which no round trip has been measured yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +136,7 @@ def gauges(samples: Iterable[Sample]) -> Gauges:
     busy = [one for one in samples if one.queue_bytes]
     if not busy:
         return Gauges()
-    shortest_us = min((one.info.min_rtt_us for one in busy if one.info.min_rtt_us), default=0)
+    shortest_us = min((one.info.min_rtt_us for one in busy if 0 < one.info.min_rtt_us < _NO_RTT_US), default=0)
     return Gauges(
         connections=len(busy),
         rtt_s=sum(one.info.rtt_us for one in busy) / len(busy) / 1e6,

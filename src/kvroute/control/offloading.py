@@ -90,10 +90,12 @@ class Offloading:
         return instance in self._view.settings.convertible
 
     def utilisation(self, site: int, at: float) -> tuple[float, float]:
-        """Of the egress of a PrfaaS site: by others (as far as telemetry parts them), and in all, each 0 to 1."""
-        others = float(self._view.oracle.congestion(at)[CROSS_DATACENTER])
-        own = self.egress[site].own_share(at) if self._view.oracle.separates_own_traffic else 0.0
-        return others, min(others + own, 1.0)
+        """Of the egress of a PrfaaS site: by others, and in all, each 0 to 1. Telemetry that does not part them says
+        what is taken in all; what has landed of late is ours of that."""
+        told, own = float(self._view.oracle.congestion(at)[CROSS_DATACENTER]), self.egress[site].own_share(at)
+        if self._view.oracle.separates_own_traffic:
+            return told, min(told + own, 1.0)
+        return max(told - own, 0.0), told
 
     def way(self, source: int, target: int) -> tuple[Egress, ...]:
         """What our own bytes from one site to another pass: one link group, between two PrfaaS sites two, within a site
@@ -213,6 +215,8 @@ class Offloading:
         warm_s = self._warm_s(request, prefix_tokens, cached, prefill_s, order)
         transfer_s = self._transfer_s(request, cached, away, at)
         copy_s = self._copy_s(order[holder], prefix_tokens, cached, order, at)
+        if self.spec.copy_asks and holders[holder] >= 0:
+            copy_s[copy_s > 0.0] += self._ask_s(holders[holder], prefix_tokens, candidates)
         return SiteCandidates(
             names=tuple(self.datacenters.names[site] for site in order),
             up=up,
@@ -253,6 +257,12 @@ class Offloading:
                     (self._link_s(link, nbytes, at) for link in self.way(source, site)), default=0.0
                 )
         return seconds
+
+    def _ask_s(self, holder: int, prefix_tokens: int, candidates: PrefillCandidates) -> float:
+        """Until an instance holds out what it has cached: its queue, and a prefill of nothing."""
+        position = self._pool.position[holder]
+        time = self._pool.times[self._pool.timing[position]]
+        return float(candidates.pending_s[position]) + time.seconds(prefix_tokens, prefix_tokens)
 
     def _link_s(self, link: Egress, nbytes: float, at: float) -> float:
         others = float(self._view.oracle.congestion(at)[CROSS_DATACENTER])

@@ -65,6 +65,7 @@ class LongTermSection(Entry, frozen=True, kw_only=True):
 
     review_s: Wait = field(name="review", default=Wait(_LONG.review_s))
     window_s: Wait = field(name="window", default=Wait(_LONG.window_s))
+    start_requests: Limit = _LONG.start_requests
     requests_min: Limit = _LONG.requests_min
     gain_min: Share = _LONG.gain_min
     threshold_gain_min: Share = _LONG.threshold_gain_min
@@ -82,6 +83,7 @@ class LongTermSection(Entry, frozen=True, kw_only=True):
             conversions=conversions,
             review_s=float(self.review_s),
             window_s=float(self.window_s),
+            start_requests=self.start_requests,
             requests_min=self.requests_min,
             gain_min=self.gain_min,
             threshold_gain_min=self.threshold_gain_min,
@@ -159,15 +161,14 @@ class OffloadSection(Entry, frozen=True, kw_only=True):
         """
         if self.rule != "scarce" and self.copy is None:
             what = f"`rule: {self.rule}` copies cached prefixes between datacenters, and nothing says that engines can"
-            mend = (
-                "add `copy: {}` where all that prefill have kvroute's connector as kv_both, or write `rule: scarce`"
-            )
+            mend = "add `copy: {}` where all that prefill have kvroute's connector as kv_both, or write `rule: scarce`"
             raise InputError(what, where="offload.rule", mend=mend)
         return OffloadSpec(
             threshold_tokens=None if self.threshold is None else tokens(self.threshold),
             rule=self.rule,
             scarce_above=self.scarce_above,
             abundant_below=self.abundant_below,
+            copy_asks=self.copy is not None,
             copy_min_tokens=math.ceil(tokens(self.copy.min)) if self.copy is not None else 1,
             layerwise=self.layerwise,
             stay_factor=self.stay_factor,
