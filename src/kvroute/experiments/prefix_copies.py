@@ -8,7 +8,7 @@ import numpy as np
 from kvroute.cachepool import CopySpec
 from kvroute.control import ControlSpec
 from kvroute.experiments.cells import Cell, Experiment, Record
-from kvroute.experiments.prfaas_case import Assumptions, cluster
+from kvroute.experiments.prfaas_case import DECODE_POLICY, Assumptions, cluster
 from kvroute.policies.offload import OffloadSpec
 from kvroute.policies.threshold import Rule
 from kvroute.sim.run import Run, simulate
@@ -62,6 +62,7 @@ def spec_of(policy: str) -> ControlSpec:
     exchange, *more = policy.split("+")
     rule: Rule = "scarce" if exchange == OWN else "auto"
     return ControlSpec(
+        decode=DECODE_POLICY,
         prefill="cache-aware",
         offload=OffloadSpec(rule=rule),
         prefix_pool="pool" in more,

@@ -14,7 +14,7 @@ import numpy as np
 from kvroute.control import ControlSpec, EventLog, LogHeader, read_log
 from kvroute.experiments.cells import Cell, Record
 from kvroute.experiments.prfaas_agents import Crowd, played, users_for
-from kvroute.experiments.prfaas_case import TPOT_MAX_S, cluster
+from kvroute.experiments.prfaas_case import DECODE_POLICY, TPOT_MAX_S, cluster
 from kvroute.experiments.prfaas_queue import AWAY, PrfaasStudy, config_of, fixed, planned, run_figures, source
 from kvroute.experiments.prfaas_traffic import Disturbance
 from kvroute.planner.search import deployment
@@ -101,7 +101,9 @@ def burst_run(study: PrfaasStudy, cell: Cell) -> Record:
     found = deployment(planned(study, "prfaas", assumed.burst_wan_gbps))
     rate_per_s = assumed.burst_load * found.lambda_max_per_s
     sites = cluster("prfaas", found.n_prefill, found.n_decode, assumed.burst_wan_gbps, assumed)
-    spec = ControlSpec(prefill=assumed.prefill_policy, offload=offload_of(cell.policy, assumed.rule))
+    spec = ControlSpec(
+        decode=DECODE_POLICY, prefill=assumed.prefill_policy, offload=offload_of(cell.policy, assumed.rule)
+    )
     settings = SimSettings(
         transfer="layerwise",
         wan=assumed.transport,

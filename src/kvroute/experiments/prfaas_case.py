@@ -34,6 +34,8 @@ from kvroute.topology.units import Duration, Size
 from kvroute.types import InputError
 
 MODEL = "prfaas-1t-hybrid"
+DECODE_POLICY = "netkv"
+"""Inside the home, of all that is compared: what differs is where prompts are prefilled."""
 GPUS_PER_INSTANCE = 8
 PRFAAS_INSTANCES, PD_INSTANCES, HOMOGENEOUS_INSTANCES = 4, 8, 12
 """32 H200; 64 H20; 96 H20."""

@@ -25,6 +25,7 @@ from kvroute.experiments.prfaas_agents import (
     users_for,
 )
 from kvroute.experiments.prfaas_case import (
+    DECODE_POLICY,
     OUTPUT_TOKENS,
     Assumptions,
     cluster,
@@ -118,7 +119,7 @@ def case_run(study: PrfaasStudy, cell: Cell) -> Record:
     trace, from_s, to_s = _requests(study, cell, optimum, rate_per_s)
     sites = cluster(kind, found.n_prefill, found.n_decode, study.assumed.wan_gbps, study.assumed)
     offload = None if kind == "homogeneous" else fixed(optimum.threshold_tokens, study.assumed.rule)
-    spec = ControlSpec(prefill=study.assumed.prefill_policy, offload=offload)
+    spec = ControlSpec(decode=DECODE_POLICY, prefill=study.assumed.prefill_policy, offload=offload)
     settings = SimSettings(
         transfer="layerwise",
         wan=study.assumed.transport,
