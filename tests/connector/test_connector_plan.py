@@ -131,6 +131,47 @@ def test_a_shorter_prefill_gives_whole_blocks() -> None:
     assert decode.matched("d", 40, 0) == 32
 
 
+@given(
+    shared=st.integers(0, 80),
+    held=st.integers(0, 60),
+    more=st.integers(0, 60),
+    cached_blocks=st.integers(0, 8),
+    name=st.none() | st.just("7f3a"),
+)
+def test_the_beginning_of_a_prompt_is_pulled_and_all_of_it_held(
+    shared: int, held: int, more: int, cached_blocks: int, name: str | None
+) -> None:
+    """Of a peer that holds a prompt with which this one begins: its whole blocks, as far as they are not here. Of any
+    other prompt nothing. The request is held for the next peer in any case, by the router's name if it has one."""
+    there, prompt = [*range(shared), *range(1_000, 1_000 + held)], [*range(shared), *range(2_000, 2_000 + more)]
+    if not there or not prompt:
+        return
+    middle = scheduler(producer=True, consumer=True)
+    both = (
+        handover(there) | {"do_remote_decode": True, "remote_request_id": "c"} | ({"transfer_id": name} if name else {})
+    )
+    middle.arrived("p", both, prompt)
+    cached = min(cached_blocks, (len(prompt) - 1) // BLOCK_TOKENS) * BLOCK_TOKENS
+    usable = len(prompt) if prompt == there else len(there) // BLOCK_TOKENS * BLOCK_TOKENS if held == 0 else 0
+    matched = middle.matched("p", len(prompt), cached)
+    assert matched == max(usable - cached, 0)
+    blocks = list(range(500, 500 - (-len(prompt) // BLOCK_TOKENS)))
+    middle.allocated("p", len(prompt), blocks, matched)
+    step = middle.take()
+    assert len(step.pulls) + len(step.releases) == 1
+    for pull in step.pulls:
+        last = -(-usable // BLOCK_TOKENS)
+        assert (pull.first, pull.blocks) == (cached // BLOCK_TOKENS, tuple(blocks[pull.first : last]))
+        assert pull.handover.remote_request_id == "c"
+    ending = middle.finished("p", both, prompt, completed=True, computed_tokens=len(prompt), blocks=blocks)
+    assert middle.take().holds == [Held(name or "p", "p", tuple(blocks))]
+    assert ending.keep
+    assert ending.told is not None
+    decode = scheduler()
+    decode.arrived("d", json.loads(json.dumps(ending.told)), prompt)
+    assert decode.matched("d", len(prompt), 0) == len(prompt)
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -109,6 +109,7 @@ offloads = st.none() | st.builds(
     threshold_tokens=st.just(2_000.0),
     rule=st.sampled_from(["scarce", "abundant", "auto"]),
     layerwise=st.booleans(),
+    copy_asks=st.booleans(),
     long_term=st.builds(LongTerm, conversions=st.booleans(), review_s=st.just(1.0), requests_min=st.just(3)),
 )
 specs = st.builds(

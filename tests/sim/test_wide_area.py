@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from kvroute.control import ControlSpec, EventLog, LogHeader, read_log
@@ -211,6 +212,21 @@ def test_a_prefill_waits_for_the_prefix_that_is_copied_to_it() -> None:
     assert copied.transfers == 1
     assert copied.kv_bytes == pytest.approx(SHARED * TOKEN_BYTES)
     assert copied.network_bytes == pytest.approx(3 * SHARED * TOKEN_BYTES)
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_who_is_asked_as_for_a_prompt_holds_a_prefix_out_in_its_turn(asks: bool) -> None:
+    """p1 works until 100.1 s on a prompt of its own; only where it is asked, the bytes wait for that."""
+    own = TracedRequest(at_s=99.9, input_tokens=2_000, output_tokens=1, blocks=(9,), block_tokens=BLOCK)
+    assert OFFLOAD.offload is not None
+    offload = msgspec.structs.replace(OFFLOAD.offload, copy_asks=asks)
+    trace = Trace(name="asked", requests=(BEGUN, own, LONG))
+    run = simulate(FOUR, trace, msgspec.structs.replace(OFFLOAD, offload=offload), SimSettings())
+    rows = run.outcomes
+    assert [FOUR.instances[int(source)].name for source in rows.source] == ["p1", "p1", "p0"]
+    assert rows.prefill_finished_s[1] == pytest.approx(100.1)
+    assert rows.prefill_started_s[2] == pytest.approx((100.1 if asks else 100.0) + 0.005 + PREFIX_S)
+    assert rows.cached_tokens[2] == SHARED
 
 
 def test_a_copy_that_stalls_is_done_without() -> None:

@@ -17,7 +17,8 @@ NOT_YET = -1
 
 class Handover(msgspec.Struct, frozen=True, kw_only=True):
     """Where a request's KV blocks wait. The names are those of vLLM's own pull connector, so that a router that knows
-    that one knows this one."""
+    that one knows this one. With `do_remote_decode` besides, the request pulls them, computes the rest of a longer
+    prompt and is held itself."""
 
     do_remote_prefill: bool = True
     do_remote_decode: bool = False

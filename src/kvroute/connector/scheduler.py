@@ -131,7 +131,8 @@ class Scheduler:
             self._digests[request_id] = prompt_digest(prompt)
 
     def matched(self, request_id: str, prompt_tokens: int, computed_tokens: int) -> int:
-        """Tokens to pull beyond `computed_tokens`. Changes nothing."""
+        """Tokens to pull beyond `computed_tokens`: the prompt's, or, where the peer holds but its beginning, that one's
+        in whole blocks. Changes nothing."""
         handover = self._handovers.get(request_id)
         if handover is None:
             return 0
@@ -245,6 +246,8 @@ class Scheduler:
             return f"tensor parallelism is {handover.tp_size} on its prefill instance and {self._tp} here"
         if handover.early:
             return "" if prompt else "it has no tokens"
-        if handover.remote_prompt != prompt_digest(prompt) or not handover.remote_prompt:
-            return "its prompt has other tokens here than on its prefill instance"
+        beginning = (prompt or ())[: max(handover.remote_num_tokens, 0)]
+        alike = handover.remote_prompt in (prompt_digest(prompt), prompt_digest(beginning))
+        if not (alike and handover.remote_prompt):
+            return "its prompt begins with other tokens here than on the instance that holds them"
         return ""

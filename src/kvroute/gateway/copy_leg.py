@@ -130,7 +130,7 @@ class CopyLeg(Leg):
         tier = self._tier()
         serving.metrics.transfer_started(tier)
         serving.state.copy_started(decision, tier, now, expected_s)
-        self.lands_at = now + expected_s
+        self.lands_at = max(self.sent_at + expected_s, now + serving.landings.alone_s(tier, decision.copy_bytes))
         serving.landings.expect(self.lands_at, self.journey.number, now)
 
     def land(self, now: float) -> None:

@@ -58,10 +58,15 @@ class Landings:
         elif decision.source == decision.target:
             transfer_s = 0.0
         else:
-            transfer_s = decision.kv_bytes / self._bytes_per_s[decision.tier] + self._latency_s[decision.tier]
+            transfer_s = self.alone_s(decision.tier, decision.kv_bytes)
         if "decode_s" in parts:
             return Expected(transfer_s, float(parts["queue_s"][index]), float(parts["decode_s"][index]))
         return Expected(transfer_s, 0.0, self._alone_s[decision.target])
+
+    def alone_s(self, tier: int, nbytes: float) -> float:
+        """A transfer that has its tier's bandwidth for itself."""
+        seconds: float = nbytes / self._bytes_per_s[tier] + self._latency_s[tier]
+        return seconds
 
     def expect(self, at: float, number: int, now: float) -> None:
         """The KV cache of a journey lands at a time (of the gateway's clock), and the journey knows so too."""

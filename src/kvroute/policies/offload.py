@@ -44,6 +44,9 @@ class OffloadSpec(msgspec.Struct, frozen=True, kw_only=True):
     passed by. None: never, as in the publication."""
     copy_min_tokens: int = 1
     """Cached prefixes cross to another site where they are longer than its own by so many tokens or more."""
+    copy_asks: bool = False
+    """Who has a prefix is asked for it as for a prompt, as live engines are: its queue and the base of a prefill come
+    before the bytes. False: bytes leave at once, as in the publication."""
     short_term: ShortTerm = ShortTerm()
     long_term: LongTerm = LongTerm()
 

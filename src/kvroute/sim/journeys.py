@@ -48,13 +48,15 @@ class Journeys:
         outcomes: Outcomes,
         arrivals: Arrivals,
         prefill_cache: bool,
+        copy_asks: bool = False,
     ) -> None:
-        """`prefill_cache`: prefill instances keep the KV of their prompts."""
+        """`prefill_cache`: prefill instances keep the KV of their prompts. `copy_asks`: they are asked for a cached
+        prefix as for a prompt, which takes its turn there."""
         self._cluster, self._trace, self._settings = cluster, trace.requests, settings
         self._agenda, self._router, self._fleet = agenda, router, fleet
         self._delivery, self._copies = delivery, copies
         self._telemetry, self._outcomes = telemetry, outcomes
-        self._arrivals, self._prefill_cache = arrivals, prefill_cache
+        self._arrivals, self._prefill_cache, self._copy_asks = arrivals, prefill_cache, copy_asks
         self._booked: set[int] = set()
         """Requests whose target is known while they are prefilled."""
         self._produced_bytes_per_s: dict[int, float] = {}
@@ -114,10 +116,19 @@ class Journeys:
         self._awaiting_copy[request] = prefill
         if begun == "refused":
             self._go_without(request)
-        if begun != "held":
-            return
+        if begun == "held" and self._copy_asks:
+            tokens = prefill.cached_tokens
+            _, held_s = self._fleet.prefill[holder].submit(self._agenda.now, tokens, tokens)
+            self._agenda.at(held_s, self._held_out, request)
+        elif begun == "held":
+            self._held_out(request, 0)
+
+    def _held_out(self, request: int, _: int) -> None:
+        """The prefix may leave its source."""
+        prefill = self._awaiting_copy[request]
+        ends = self._cluster.index(prefill.copy_from), self._cluster.index(prefill.instance)
         self.advance()
-        self._delivery.copy(request, holder, source, prefill.copy_bytes)
+        self._delivery.copy(request, *ends, prefill.copy_bytes)
         self.watch_stalls()
 
     def _copied(self, request: int, _: int) -> None:

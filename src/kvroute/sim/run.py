@@ -125,6 +125,7 @@ class Simulation:
             outcomes=self._outcomes,
             arrivals=self._arrivals,
             prefill_cache=spec.prefill_cache,
+            copy_asks=spec.offload is not None and spec.offload.copy_asks,
         )
 
     def run(self) -> Run:

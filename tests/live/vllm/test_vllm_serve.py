@@ -116,12 +116,13 @@ def process(cluster: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 @contextmanager
-def serving(cluster: Pair, folder: Path, **more: Any) -> Iterator[Gateway]:
-    """A gateway in front of all servers; it ends by SIGTERM, and ends well. Args: `more` of its settings."""
+def serving(cluster: Pair, folder: Path, text: str = "", **more: Any) -> Iterator[Gateway]:
+    """A gateway in front of all servers; it ends by SIGTERM, and ends well. Args: `text` of its cluster file, or `more`
+    of its settings."""
     file, ready, log = (folder / name for name in ("cluster.yaml", "ready.json", "events.log"))
     cluster.revive()
     before = pulled_bytes(cluster)
-    file.write_text(cluster_file(cluster, more), encoding="utf-8")
+    file.write_text(text or cluster_file(cluster, more), encoding="utf-8")
     command = [sys.executable, "-m", "kvroute.cli.app", "serve", str(file), "--port", "0", "--admin-port", "0"]
     with (folder / "gateway.txt").open("wb") as output:
         process = subprocess.Popen(

@@ -16,6 +16,7 @@ from kvroute.report.never_worse_findings import OURS, Pairing, pairs, tbt_s, ter
 
 _LYING = "#b5472f"
 _RATIOS = (0.5, 1.16)
+_WORTH = (0.94, 1.16)
 """What is shown; whatever is lower stands as an arrow at the edge."""
 _TRADE_MAX = 60.0
 """Per cent."""
@@ -76,7 +77,8 @@ def trade(matrix: Sequence[Record]) -> Figure:
 
 
 def worth(ablation: Sequence[Record], matrix: Sequence[Record]) -> Figure:
-    """Geometric mean (bar) and worst cell (diamond) of mean TTFT over the better rival's, for each term left out."""
+    """Geometric mean (bar) and worst cell (diamond) of mean TTFT over the better rival's, for each term left out; what
+    is beyond the right edge stands there as a number."""
     found = terms(ablation, matrix)
     with style():
         figure, ((axes,),) = panels(1, 1, width=6.4, height=max(1.6, 0.24 * len(found)))
@@ -84,12 +86,24 @@ def worth(ablation: Sequence[Record], matrix: Sequence[Record]) -> Figure:
             return nothing(figure, "no term was left out anywhere")
         for number, each in enumerate(found):
             axes.barh(number, each.mean - 1, left=1, color="#86bcd8", height=0.65)
-            axes.plot([each.worst], [number], "D", color=_LYING, markersize=4)
+            if each.worst <= _WORTH[1]:
+                axes.plot([each.worst], [number], "D", color=_LYING, markersize=4)
+            else:
+                axes.plot([_WORTH[1]], [number], ">", color=_LYING, markersize=4, clip_on=False)
+                axes.annotate(
+                    f"{each.worst:.3g}",
+                    (_WORTH[1], number),
+                    (-5, 0),
+                    textcoords="offset points",
+                    ha="right",
+                    va="center",
+                )
         axes.axvline(1.0, color=INK, linewidth=1)
         axes.set_yticks(
             range(len(found)), [plain(each.variant if each.variant != OURS else "everything") for each in found]
         )
         axes.set_ylim(len(found) - 0.4, -0.6)
+        axes.set_xlim(*_WORTH)
         axes.set_xlabel("mean TTFT over the better rival's: geometric mean (bar), worst cell")
         grid(axes, "x")
     return figure

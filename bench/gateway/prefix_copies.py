@@ -1,0 +1,148 @@
+"""What a copied prefix saves: TTFT of long prompts that another datacenter prefills, with the beginning that home has
+cached fetched ahead, and with all of it computed.
+
+`python -m bench.gateway.prefix_copies` starts the embedded two-datacenter example twice, and sends it pairs, one after
+the other: a prompt that stays, then a longer one that begins like it and leaves. Nothing queues, so that a TTFT is
+copy, prefill and transfer alone. Beside each stands the simulator's word on the same file and trace.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+from bench.gateway.two_datacenters import faster
+from bench.measurement import Failed, Row, show
+
+from kvroute import topology
+from kvroute.experiments.live import Comparison, Question, embedded, observed, playable, played, predict
+from kvroute.sim.workload import Trace, TracedRequest
+from kvroute.types import InputError
+
+Mode = Literal["computed", "copied"]
+MODES: tuple[Mode, ...] = ("computed", "copied")
+RULES: dict[Mode, dict[str, Any]] = {"computed": {"rule": "scarce"}, "copied": {"rule": "abundant", "copy": {}}}
+PREFIXES = (8_192, 16_384, 32_768)
+"""Tokens of the first prompt of a pair."""
+MORE_TOKENS = 36_864
+"""That the second one has beyond them."""
+BLOCK_TOKENS = 16
+SLOWEST_S = 15.0
+"""A pair's first prompt, and its second, at speed 1; with time to draw breath."""
+WITHIN = 0.10
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """How often, and how fast."""
+
+    rounds: int = 2
+    speed: float = 1.0
+
+
+def file_of(course: Course, mode: Mode, folder: Path) -> Path:
+    """The example with a threshold between the two prompts of every pair."""
+    path, file = folder / f"{mode}.yaml", topology.load(faster(course.speed, folder)).file
+    fixed = {"short_term": {"enabled": False}, "long_term": {"requests_min": 1_000_000}}
+    offload = {"threshold": MORE_TOKENS - BLOCK_TOKENS, **RULES[mode], **fixed}
+    path.write_text(msgspec.structs.replace(file, gateway={"offload": offload}).to_yaml(), encoding="utf-8")
+    return path
+
+
+def trace_of(course: Course) -> Trace:
+    """Every pair once a round; no two pairs begin alike."""
+    requests: list[TracedRequest] = []
+    for number, tokens in enumerate(PREFIXES * course.rounds):
+        for part, length in enumerate((tokens, tokens + MORE_TOKENS)):
+            blocks = tuple(range(number * 1_000_000, number * 1_000_000 + length // BLOCK_TOKENS))
+            at_s = (2 * number + part) * SLOWEST_S / course.speed
+            requests.append(TracedRequest(at_s, length, 2, blocks, BLOCK_TOKENS))
+    return playable(Trace("pairs", tuple(requests)), 2)
+
+
+def compared(course: Course, mode: Mode, folder: Path) -> Comparison:
+    """One mode, live and predicted. Raises Failed where the gateway did not start, an answer is missing, or another
+    number of prefixes was copied than there are pairs."""
+    question = Question(file_of(course, mode, folder), trace_of(course), "netkv", "cache-aware", 0)
+    try:
+        with embedded(question) as starting:
+            predicted, served = predict(question), starting()
+            answers, _ = played(served, question.trace)
+            page = served.page("/metrics").decode()
+            live = observed(answers, page)
+    except InputError as error:
+        raise Failed(str(error)) from None
+    if live.answered < len(question.trace.requests):
+        raise Failed(f"{mode}: {live.answered} answers; {'; '.join(live.errors[:1])}")
+    due = len(question.trace.requests) // 2 if mode == "copied" else 0
+    landed = [line for line in page.splitlines() if line.startswith('kvroute_copies_total{outcome="landed"}')]
+    if sum(float(line.rpartition(" ")[2]) for line in landed) != due:
+        raise Failed(f"{mode}: {'; '.join(landed) or 'no prefix was copied'}, and {due} pairs were sent")
+    return Comparison(mode, live, predicted)
+
+
+def by_length(ttft_s: Sequence[float | None]) -> list[float]:
+    """Median of the second prompts of every length, in the order of PREFIXES."""
+    second, step = ttft_s[1::2], len(PREFIXES)
+    return [statistics.median(one for one in second[k::step] if one is not None) for k in range(step)]
+
+
+def rows(found: dict[Mode, Comparison], course: Course) -> list[Row]:
+    """Length by length how long each mode takes, live beside simulated, and what is saved."""
+    live, simulated = (
+        {mode: by_length(getattr(one, half).ttft_s) for mode, one in found.items()} for half in ("live", "predicted")
+    )
+    made = []
+    for k, tokens in enumerate(PREFIXES):
+        for mode in MODES:
+            ours, peer = live[mode][k] * course.speed, simulated[mode][k] * course.speed
+            what = f"TTFT, {tokens:,} of {tokens + MORE_TOKENS:,} tokens cached at home, {mode}"
+            made.append(Row(measure=what, unit="s", better="lower", ours=ours, peer=peer, peer_name="simulated"))
+    pairs = [(live, simulated, k) for k in range(len(PREFIXES))]
+    saved, due = (
+        [1.0 - half["copied"][k] / half["computed"][k] for k in range(len(PREFIXES))] for half in (live, simulated)
+    )
+    each = ", ".join(f"{tokens // 1024}K {100 * share:.0f} %" for tokens, share in zip(PREFIXES, saved, strict=True))
+    made.append(
+        Row(
+            measure="TTFT saved by the copy (median of the lengths)",
+            unit="%",
+            better="higher",
+            ours=100 * statistics.median(saved),
+            peer=100 * statistics.median(due),
+            peer_name="simulated",
+            note=f"{each}; all times of the example / {course.speed:g}",
+        )
+    )
+    off = max(abs(ours[mode][k] / peer[mode][k] - 1.0) for ours, peer, k in pairs for mode in MODES)
+    worst = "a TTFT live against simulated: off by at most"
+    made.append(Row(measure=worst, unit="%", better="lower", ours=100 * off, target=100 * WITHIN))
+    return made
+
+
+def main() -> None:
+    """Both modes, as rows or as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    course = Course()
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--rounds", type=int, default=course.rounds)
+    parser.add_argument("--speed", type=float, default=course.speed)
+    given = parser.parse_args()
+    course = Course(given.rounds, given.speed)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            found = {mode: compared(course, mode, Path(folder)) for mode in MODES}
+    except Failed as failed:
+        sys.exit(str(failed))
+    show(rows(found, course), given.json)
+
+
+if __name__ == "__main__":
+    main()
