@@ -21,6 +21,8 @@ REFERENCE = re.compile(
     r"(?<=rack: )\w[\w-]*|(?<=datacenter: )[a-z]\w*-\w+|(?<=from: )[\w-]+|(?<=to: )[\w-]+|node\d+(?=:\d)"
 )
 CHOICE = re.compile(r"(?<=kind: )[\w-]+|(?<=role: )\w+|(?<=scope: )\w+|(?<=ecmp: )\w+|(?<=placement: )\w+")
+OTHERS = re.compile(r"#.*|^gateway:.*\n(?:[ \n].*\n?)*", re.M)
+"""What this reader does not look at: comments, and the section that the gateway checks."""
 GPUS = re.compile(r"(?<=:)0-\d(?=\")")
 CORRUPTIONS: list[tuple[re.Pattern[str], list[str]]] = [
     (QUANTITY, ["100 Gb", "-1 Gbps", "100", ".nan", ".inf", "fast", "1e400 s", "[]", "9e99 GB", ""]),
@@ -43,7 +45,7 @@ def corrupted(draw: st.DrawFn) -> tuple[str, int, str]:
     """A valid file with one token replaced, the line of it and what stands there now."""
     text = TEXTS[draw(st.sampled_from(sorted(TEXTS)))]
     pattern, replacements = draw(st.sampled_from(CORRUPTIONS))
-    code = re.sub(r"#.*", lambda comment: " " * len(comment[0]), text)
+    code = OTHERS.sub(lambda match: re.sub(r"[^\n]", " ", match[0]), text)
     places = [match.span() for match in pattern.finditer(code)]
     if not places:
         pattern, replacements = CORRUPTIONS[0]
