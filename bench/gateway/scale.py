@@ -28,6 +28,7 @@ from bench.gateway.program import Program, free_ports
 from bench.measurement import Failed, Row, show
 
 from kvroute.emulator.player import Answer, Play, play
+from kvroute.policies import DEFAULT_DECODE_POLICY
 from kvroute.topology import ClusterFile, TimingEntry
 from kvroute.topology.schema import DecodeEntry, EndpointEntry, InstanceEntry, LinearPrefillEntry
 from kvroute.topology.units import Duration
@@ -58,6 +59,7 @@ class Load:
     decode: int = 375
     rate_per_s: float = 50.0
     seconds: float = 20.0
+    policy: str = DEFAULT_DECODE_POLICY
 
     def plays(self) -> Iterator[Play]:
         """Streamed completions of 2,048 token ids, three quarters of which are shared within a group."""
@@ -110,9 +112,10 @@ def run(load: Load, folder: Path) -> Seen:
         def file(gateway: Mapping[str, Any]) -> Path:
             return write(reached(cluster(load), endpoint, gateway), Path(tempfile.mkdtemp(dir=folder)))
 
-        with served(file, {"scrape": {"interval": "1 h"}}) as running:
+        policy = {"policy": load.policy}
+        with served(file, {**policy, "scrape": {"interval": "1 h"}}) as running:
             unscraped_share = idle(running)
-        with served(file, {}) as running:
+        with served(file, policy) as running:
             return observed(load, running, unscraped_share)
 
 
@@ -210,7 +213,7 @@ def quantile(cumulative: Mapping[float, float], share: float) -> float | None:
 def rows(seen: Seen) -> list[Row]:
     """Decision time by kind, CPU idle and busy, answers that failed."""
     instances = seen.load.prefill + seen.load.decode
-    size = f"{instances} instances"
+    size = f"{instances} instances, {seen.load.policy}"
     failed = [answer for answer in seen.answers if not answer.ok]
     note = (
         f"{size}: {len(seen.answers)} requests at {seen.load.rate_per_s:g}/s, {seen.batches:.0f} batches of KV events"
@@ -239,7 +242,14 @@ def main() -> None:
     """Run it, print the rows."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="one JSON document")
-    for name, of in (("prefill", "engines"), ("decode", "engines"), ("rate_per_s", "requests"), ("seconds", "of load")):
+    options = {
+        "prefill": "engines",
+        "decode": "engines",
+        "rate_per_s": "requests",
+        "seconds": "of load",
+        "policy": "decode",
+    }
+    for name, of in options.items():
         default = getattr(Load(), name)
         parser.add_argument("--" + name.replace("_", "-"), type=type(default), default=default, help=of)
     given = vars(parser.parse_args())

@@ -167,7 +167,7 @@ def _verdict(found: Sequence[Comparison]) -> Iterator[str]:
             f"The mean TTFT under {last.policy} is {_change(live)} than under {first.policy}; "
             f"the simulator had said {_change(predicted)}."
         )
-    off = " and ".join(f"{100 * abs(one.off):.1f} % ({one.policy})" for one in found)
+    off = ", ".join(f"{100 * abs(one.off):.1f} % ({one.policy})" for one in found)
     yield f"Live and predicted medians are {off} apart: one decision code, two clocks."
 
 
