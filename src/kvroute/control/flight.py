@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
@@ -12,6 +11,8 @@ from kvroute.oracle import NetworkOracle
 from kvroute.policies import Foresight, InFlight, LinkModel, Sight, TierLearned
 from kvroute.topology import Cluster
 from kvroute.types import TIER_COUNT, FloatArray, IntArray, NetworkCosts
+
+_NOTHING: FloatArray = np.zeros(TIER_COUNT)
 
 
 class Flight:
@@ -25,7 +26,8 @@ class Flight:
 
     def policy(self, source: int, targets: IntArray, costs: NetworkCosts, at: float) -> Foresight:
         """The policy as it sees this moment."""
-        return replace(self._policy, sight=self.sight(source, targets, costs, at))
+        sight, policy = self.sight(source, targets, costs, at), self._policy
+        return Foresight(policy.spec, sight, policy.at_arrival, policy.joint)
 
     def sight(self, source: int, targets: IntArray, costs: NetworkCosts, at: float, starts_s: float = 0.0) -> Sight:
         """What it may know of a transfer that starts `starts_s` from now."""
@@ -51,4 +53,4 @@ class Flight:
 
     def _others(self, congestion: FloatArray) -> FloatArray:
         # Telemetry that counts our own transfers would count them twice.
-        return congestion if self._oracle.separates_own_traffic else np.zeros(TIER_COUNT)
+        return congestion if self._oracle.separates_own_traffic else _NOTHING

@@ -36,6 +36,8 @@ WARMUP_S, FROM_S, TO_S, END_S = 240.0, 300.0, 900.0, 1_200.0
 """Nothing is measured before the first; the disturbance lasts from the second to the third; the last ends arrivals."""
 RAMP_S = 200.0
 """Agents' users begin within so much of the warm-up."""
+CUT_S = FROM_S + 0.4
+"""When the link fails: between two readings of the telemetry, for a cable does not wait for one."""
 STALL_S = 10.0
 REVIEW_S = 10.0
 """The driver asks for a review so often; the scheduler itself says when it is due."""
@@ -69,8 +71,8 @@ SCENARIOS = {
     for scenario in (
         Scenario("calm", "nothing changes: the old traffic"),
         Scenario("load-doubles", "twice the requests for 600 s", Disturbance(FROM_S, TO_S, rate_factor=2.0)),
-        Scenario("link-30", "the link at 30 % for 600 s", link_shares=((FROM_S, 0.3), (TO_S, 1.0))),
-        Scenario("link-cut", "the link cut for 60 s, whole again", link_shares=((FROM_S, 0.0), (FROM_S + 60.0, 1.0))),
+        Scenario("link-30", "the link at 30 % for 600 s", link_shares=((CUT_S, 0.3), (TO_S, 1.0))),
+        Scenario("link-cut", "the link cut for 60 s, whole again", link_shares=((CUT_S, 0.0), (CUT_S + 60.0, 1.0))),
         Scenario(
             "longer-prompts",
             "prompts about twice as long for 600 s",

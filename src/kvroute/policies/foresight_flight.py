@@ -8,14 +8,14 @@ far the model was off is what a tier learns from.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from kvroute.flows import arrays, kernels
 from kvroute.flows.kernels import State
 from kvroute.oracle.telemetry import CONGESTION_MAX
-from kvroute.policies.foresight_kernels import HOPS_MAX, ceiling_of, pass_time, path_of
+from kvroute.policies.foresight_kernels import HOPS_MAX, ceiling_of, pass_time, path_of, set_off
 from kvroute.policies.foresight_learned import Answers, Learned
 from kvroute.policies.foresight_links import LinkModel
 from kvroute.policies.foresight_spec import ForesightSpec
@@ -26,8 +26,7 @@ _NO_INTS: IntArray = np.empty(0, np.int64)
 _NO_FLOATS: FloatArray = np.empty(0)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Sight:
+class Sight(NamedTuple):
     """What one decision may know of the network: live arrays, which a policy reads and keeps nothing of."""
 
     links: LinkModel
@@ -52,8 +51,7 @@ class Sight:
     """From now until the transfer would start."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Under:
+class _Under(NamedTuple):
     """One transfer under way."""
 
     slot: int
@@ -83,6 +81,8 @@ class InFlight:
         self._under: dict[int, _Under] = {}
         self._path: IntArray = np.zeros(HOPS_MAX, dtype=np.int64)
         self.now = 0.0
+        self._mean: float | None = None
+        """Mean rate of a hashed path, as long as neither time nor the table moves on."""
 
     def started(self, at: float, transfer: int, source: int, target: int, kv_bytes: float) -> None:
         """A transfer leaves. One inside a node or of no bytes is nobody's rival and is not kept.
@@ -98,19 +98,37 @@ class InFlight:
         if tier == SAME_NODE or kv_bytes == 0.0:
             return
         mean = self._pass(at)
-        ceiling = self._ceiling(source, target, tier, mean)
-        path = self._path[: path_of(source, target, tier, self.links.ways, self.links.wan, self._path)].tolist()
         if not self._free:
             self._widen()
         slot = self._free.pop()
-        self._under[transfer] = _Under(slot, tier, kv_bytes, tuple(path), float(self.learned.factor[tier]))
-        self._crowd[path] += 1
-        self._predicted[slot] = self._limited[slot] = 0.0
-        if ceiling < math.inf:
-            private = len(self._all) + slot
-            self._state.link[private, kernels.CAPACITY] = ceiling
-            path.append(private)
-        self._solve(np.array([slot, len(path), *path], dtype=np.int64), np.array([kv_bytes, 1.0]))
+        links, hashed = self.links, self.links.hashed_paths
+        hops = set_off(
+            self.now,
+            slot,
+            source,
+            target,
+            tier,
+            kv_bytes,
+            links.ways,
+            links.wan,
+            self._cable,
+            links.cables,
+            self._crowd,
+            hashed,
+            self.spec.rival_weight * hashed,
+            self.spec.sibling_weight * (hashed - 1),
+            mean,
+            self.learned.factor,
+            self._tier_left,
+            *self._state,
+            self._predicted,
+            self._limited,
+            self._path,
+            self._out,
+        )
+        self._mean = None
+        path = tuple(self._path[:hops].tolist())
+        self._under[transfer] = _Under(slot, tier, kv_bytes, path, float(self.learned.factor[tier]))
 
     def finished(self, at: float, transfer: int, *, landed: bool = True) -> None:
         """Its end was observed: it has `landed`, or is given up and teaches nothing. One that is not in flight changes
@@ -126,11 +144,11 @@ class InFlight:
         kernels.cancel(self.now, under.slot, self._state)
         self._crowd[list(under.path)] -= 1
         self._free.append(under.slot)
-        self._solve(_NO_INTS, _NO_FLOATS)
+        self._solve()
 
     def congested(self, at: float, congestion: FloatArray) -> None:
         """What others take of each tier, [TIER_COUNT] in [0, 1), from `at` on."""
-        if (congestion == self._told).all():
+        if congestion.tobytes() == self._told.tobytes():
             return
         self._pass(at)
         self._told = congestion.copy()
@@ -139,7 +157,7 @@ class InFlight:
         self._cable = self.links.cable_bytes_per_s * left
         self._tier_left = self.links.tier_bytes_per_s * (1.0 - congestion)
         kernels.set_capacities(self._all, self.links.capacity_bytes_per_s * left, self._state)
-        self._solve(_NO_INTS, _NO_FLOATS)
+        self._solve()
 
     def sight(self, at: float, source: int, targets: IntArray, starts_s: float = 0.0) -> Sight:
         """What a decision at `at` may know, for a transfer from `source` that starts `starts_s` later."""
@@ -196,38 +214,21 @@ class InFlight:
         """Model rate of each transfer in flight, by its number."""
         return {each: float(self._state.flow[under.slot, kernels.RATE]) for each, under in self._under.items()}
 
-    def _ceiling(self, source: int, target: int, tier: int, mean: float) -> float:
-        links, factor = self.links, self.learned.factor
-        crowd, hashed, left = self._crowd, links.hashed_paths, self._tier_left
-        rivals, kin = self.spec.rival_weight * hashed, self.spec.sibling_weight * (hashed - 1)
-        return ceiling_of(
-            source,
-            target,
-            tier,
-            links.ways,
-            links.wan,
-            self._cable,
-            links.cables,
-            crowd,
-            hashed,
-            rivals,
-            kin,
-            mean,
-            factor,
-            left,
-        )
-
     def _pass(self, at: float) -> float:
         """Move the model's bytes; returns the mean rate of a hashed path."""
+        if at <= self.now and self._mean is not None:
+            return self._mean
         self.now = max(at, self.now)
         self.learned.grown_old(self.now)
         net, share = self._state, self.spec.left_floor_share
         total = pass_time(self.now, share, net.flow, net.link, net.lists, net.counts, self._predicted, self._limited)
-        return total / max(len(self._under) * self.links.hashed_paths, 1)
+        self._mean = total / max(len(self._under) * self.links.hashed_paths, 1)
+        return self._mean
 
-    def _solve(self, ints: IntArray, floats: FloatArray) -> None:
-        """Start what is staged and make the rates max-min again; -inf: no finish is acted upon."""
-        kernels.drive(self.now, -math.inf, *self._state, ints, floats, self._out)
+    def _solve(self) -> None:
+        """Make the rates max-min again; -inf: no finish is acted upon."""
+        kernels.drive(self.now, -math.inf, *self._state, _NO_INTS, _NO_FLOATS, self._out)
+        self._mean = None
 
     def _widen(self) -> None:
         slots = len(self._predicted)

@@ -238,6 +238,61 @@ def pass_time(
 
 
 @_compiled
+def set_off(
+    now: float,
+    slot: int,
+    source: int,
+    target: int,
+    tier: int,
+    kv_bytes: float,
+    ways: IntArray,
+    wan: IntArray,
+    cable: FloatArray,
+    cables: IntArray,
+    crowd: IntArray,
+    hashed: int,
+    rivals: float,
+    siblings: float,
+    mean: float,
+    factor: FloatArray,
+    tier_bytes_per_s: FloatArray,
+    flow: FloatArray,
+    flow_int: IntArray,
+    link: FloatArray,
+    link_int: IntArray,
+    hop: IntArray,
+    lists: IntArray,
+    counts: IntArray,
+    predicted: FloatArray,
+    limited: FloatArray,
+    path: IntArray,
+    out: IntArray,
+) -> int:
+    """Start a transfer of so many bytes in a free slot of the live state, and make the rates max-min again.
+
+    It adds itself to `crowd` and fills `path` with its links, as many as it returns; the ceiling of its hashed paths,
+    as the others leave it, is the capacity of a private link behind them.
+    """
+    fabric = Fabric(ways, wan, cable, cables, crowd, hashed, rivals, siblings, mean, factor, tier_bytes_per_s)
+    ceiling = _ceiling(source, target, tier, fabric)
+    count = hops = path_of(source, target, tier, ways, wan, path)
+    ints = np.empty(3 + HOPS_MAX, np.int64)
+    for k in range(count):
+        crowd[path[k]] += 1
+        ints[2 + k] = path[k]
+    if ceiling < np.inf:
+        private = link.shape[0] - flow.shape[0] + slot
+        link[private, flows.CAPACITY] = ceiling
+        ints[2 + hops] = private
+        hops += 1
+    ints[0], ints[1] = slot, hops
+    predicted[slot] = limited[slot] = 0.0
+    staged, floats = ints[: 2 + hops], np.array([kv_bytes, 1.0])
+    flows.drive(now, -np.inf, flow, flow_int, link, link_int, hop, lists, counts, staged, floats, out)
+    return count
+
+
+@_compiled
 def _near(
     path: IntArray, near_max: int, live: State, links: IntArray, link_at: IntArray, slots: IntArray, slot_at: IntArray
 ) -> tuple[int, int]:
@@ -406,27 +461,48 @@ def _price(i: int, transfer_s: float, imposed_s: float, asked: Asked, terms: Flo
 
 
 @_compiled
-def _closed(asked: Asked, fabric: Fabric, link: FloatArray, ceilings: FloatArray, terms: FloatArray) -> None:
-    """The closed form: the path's ceiling, or its most crowded link shared evenly, whichever is slower."""
-    path = np.empty(HOPS_MAX, np.int64)
-    known, known_tier = np.empty(len(fabric.crowd)), np.full(len(fabric.crowd), -1, np.int64)
-    for i in range(len(asked.tier)):
-        tier, target = asked.tier[i], asked.targets[i]
-        rack = fabric.ways[target, RACK_DOWN]
-        if rack >= 0 and known_tier[rack] == tier:
-            ceilings[i] = known[rack]
-        else:
-            ceilings[i] = _ceiling(asked.source, target, tier, fabric)
-            if rack >= 0:
-                known[rack], known_tier[rack] = ceilings[i], tier
-        pace = alone = ceilings[i]
-        for k in range(path_of(asked.source, target, tier, fabric.ways, fabric.wan, path)):
+def _shared(
+    source: int, target: int, tier: int, fabric: Fabric, link: FloatArray, path: IntArray
+) -> tuple[float, float, float]:
+    """Of the links that `target` shares with its rack: what their hashed paths allow one more transfer, the least of
+    that and the capacities, and the least of that and an even share of each link."""
+    ceiling = _ceiling(source, target, tier, fabric)
+    own = fabric.ways[target, NIC_DOWN]
+    alone = pace = ceiling
+    for k in range(path_of(source, target, tier, fabric.ways, fabric.wan, path)):
+        if path[k] != own:
             capacity = link[path[k], flows.CAPACITY]
             alone = min(alone, capacity)
             pace = min(pace, capacity / (1.0 + fabric.crowd[path[k]]))
-        bound_s = _price(i, asked.kv_bytes[i] / alone + asked.latency_s[i], 0.0, asked, terms)
-        _price(i, asked.kv_bytes[i] / pace + asked.latency_s[i], 0.0, asked, terms)
-        terms[PACE, i], terms[PLAYED, i], terms[BOUND, i] = pace, 0.0, bound_s
+    return ceiling, alone, pace
+
+
+@_compiled
+def _closed(asked: Asked, fabric: Fabric, link: FloatArray, ceilings: FloatArray, terms: FloatArray) -> None:
+    """The closed form: the path's ceiling, or its most crowded link shared evenly, whichever is slower.
+
+    What instances of a rack share is looked at once; the NIC is each one's own.
+    """
+    path, known = np.empty(HOPS_MAX, np.int64), np.empty((len(fabric.crowd), 3))
+    known_tier = np.full(len(fabric.crowd), -1, np.int64)
+    for i in range(len(asked.tier)):
+        tier, target = asked.tier[i], asked.targets[i]
+        rack, own = fabric.ways[target, RACK_DOWN], fabric.ways[target, NIC_DOWN]
+        if rack >= 0 and known_tier[rack] == tier:
+            ceilings[i], alone, pace = known[rack, 0], known[rack, 1], known[rack, 2]
+        else:
+            ceilings[i], alone, pace = _shared(asked.source, target, tier, fabric, link, path)
+            if rack >= 0:
+                known[rack, 0], known[rack, 1], known[rack, 2] = ceilings[i], alone, pace
+                known_tier[rack] = tier
+        if own >= 0 and tier > SAME_NODE:
+            capacity = link[own, flows.CAPACITY]
+            alone, pace = min(alone, capacity), min(pace, capacity / (1.0 + fabric.crowd[own]))
+        latency_s, bound_s = asked.latency_s[i], -1.0
+        if alone != pace:
+            bound_s = _price(i, asked.kv_bytes[i] / alone + latency_s, 0.0, asked, terms)
+        cost_s = _price(i, asked.kv_bytes[i] / pace + latency_s, 0.0, asked, terms)
+        terms[PACE, i], terms[PLAYED, i], terms[BOUND, i] = pace, 0.0, cost_s if alone == pace else bound_s
 
 
 @_compiled
