@@ -75,7 +75,7 @@ def test_out_writes_a_page_its_figures_and_all_numbers(run: Run, tmp_path: Path)
     assert found[0] == 0
     numbers = json.loads((tmp_path / "plan" / "plan.json").read_text())
     assert numbers["deployments"] == json.loads(found[1])
-    assert {"egress", "price", "lengths", "break_even_factor"} <= set(numbers["sensitivity"])
+    assert {"egress", "price", "lengths", "spread", "break_even_factor"} <= set(numbers["sensitivity"])
     page = (tmp_path / "plan" / "report.html").read_text()
     assert "kvroute plan prfaas" in page
     assert page.count("<svg") == 4

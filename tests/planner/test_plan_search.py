@@ -24,7 +24,7 @@ from kvroute.planner.lengths import Lengths, grouped, incremental, log_normal
 from kvroute.planner.plan import make_plan, over_splits, over_thresholds
 from kvroute.planner.problem import Hardware, Problem, Site, read_problem
 from kvroute.planner.search import KINDS, deployment, find, kept
-from kvroute.planner.sensitivity import LENGTH_FACTORS, price_point, with_egress, with_lengths
+from kvroute.planner.sensitivity import LENGTH_FACTORS, price_point, with_egress, with_lengths, with_spread
 from kvroute.policies.throughput import splits, stage_rates
 from kvroute.sim.workload import generate
 from kvroute.sim.workload.trace import Trace, TracedRequest
@@ -190,12 +190,13 @@ def test_sensitivity_is_a_search_of_the_changed_problem(problem: Problem) -> Non
         changed = with_egress(problem, egress.factor)
         assert egress.lambda_max_per_s == find(changed).lambda_max_per_s
         assert egress.kept_per_s == kept(changed, best).lambda_max_per_s[0, 0]
-    for longer in found.lengths:
-        changed = with_lengths(problem, longer.factor)
-        assert longer.lambda_max_per_s == find(changed).lambda_max_per_s
-        assert longer.kept_per_s == kept(changed, best).lambda_max_per_s[0, 0]
-        assert longer.homogeneous_per_s == find(changed, "homogeneous").lambda_max_per_s
-        assert longer.mean_tokens == pytest.approx(longer.factor * problem.lengths.mix.mean_tokens)
+    mean_tokens = problem.lengths.mix.mean_tokens
+    longer = [(with_lengths(problem, each.factor), each, each.factor * mean_tokens) for each in found.lengths]
+    for changed, each, tokens in longer + [(with_spread(problem, p.factor), p, mean_tokens) for p in found.spread]:
+        assert each.lambda_max_per_s == pytest.approx(find(changed).lambda_max_per_s)
+        assert each.kept_per_s == pytest.approx(kept(changed, best).lambda_max_per_s[0, 0])
+        assert each.homogeneous_per_s == pytest.approx(find(changed, "homogeneous").lambda_max_per_s)
+        assert each.mean_tokens == pytest.approx(tokens)
     same = [(each.lambda_max_per_s, each.kept_per_s) for each in found.egress if each.factor == 1]
     same += [(each.lambda_max_per_s, each.kept_per_s) for each in found.lengths if each.factor == 1]
     assert same == [(best.lambda_max_per_s, best.lambda_max_per_s)] * 2
@@ -381,6 +382,28 @@ def test_a_small_cache_forgets_the_least_recently_used() -> None:
     trace = Trace("small", tuple(TracedRequest(float(at), 10, 1, chain, 10) for at, chain in enumerate(chains)))
     assert incremental(trace, 20)[0].tolist() == [10, 10, 10, 1, 10, 1]
     assert incremental(trace, None)[0].tolist() == [10, 10, 10, 1, 1, 1]
+
+
+@given(lengths, st.floats(0.3, 2.0))
+def test_spreading_lengths_keeps_their_mean_their_order_and_their_groups(drawn: Lengths, factor: float) -> None:
+    """Logarithms lie `factor` times as far apart; what lay between two thresholds still does."""
+    spread = drawn.spread(factor)
+    assert spread.mix.mean_tokens == pytest.approx(drawn.mix.mean_tokens)
+    apart = np.log(spread.mix.tokens / spread.mix.tokens[0])
+    assert apart == pytest.approx(factor * np.log(drawn.mix.tokens / drawn.mix.tokens[0]))
+    assert (spread.thresholds[:-1] <= spread.mix.tokens).all()
+    assert (spread.mix.tokens <= spread.thresholds[1:]).all()
+
+
+def test_spreading_a_log_normal_mix_is_another_sigma() -> None:
+    """Within a percent of the same shares, as its cut edges move with it."""
+    one, wide = log_normal(9.0, 0.6, 1, 10**7, 100).spread(1.5), log_normal(9.0, 0.9, 1, 10**7, 100)
+    for times in (0.3, 1.0, 3.0):
+        cut = times * one.mix.mean_tokens
+        above = float(one.mix.share[one.mix.tokens > cut].sum())
+        assert above == pytest.approx(
+            float(wide.mix.share[wide.mix.tokens > times * wide.mix.mean_tokens].sum()), abs=0.01
+        )
 
 
 def test_scaling_lengths_scales_thresholds() -> None:

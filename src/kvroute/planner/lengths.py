@@ -30,6 +30,18 @@ class Lengths:
         mix = Mix(self.mix.tokens * factor, self.mix.share)
         return Lengths(mix, self.thresholds * factor, f"{self.about}, times {factor:g}")
 
+    def spread(self, factor: float) -> Lengths:
+        """The same mean of another mix: the logarithm of every length `factor` times (above 0) as far from the mean
+        logarithm, sigma times `factor` for a log-normal distribution. Its limits move with it."""
+        tokens, share = self.mix.tokens, self.mix.share
+        middle = math.exp(float(share @ np.log(tokens)))
+        moved, edges = (middle * (each / middle) ** factor for each in (tokens, self.thresholds))
+        back = self.mix.mean_tokens / float(share @ moved)
+        edges *= back
+        # Rounding must not carry a length over the edge of its own group.
+        mix = Mix(np.minimum(back * moved, edges[1:]), share)
+        return Lengths(mix, edges, f"{self.about}, spread times {factor:g}")
+
 
 def grouped(tokens: FloatArray, weights: FloatArray, step_tokens: int, about: str) -> Lengths:
     """Lengths above 0 and their weights, grouped in (k * step, (k + 1) * step]; E[L] stays what it is.

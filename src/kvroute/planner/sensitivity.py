@@ -1,4 +1,4 @@
-"""How the optimum moves: with egress bandwidth, with the price of PrfaaS GPUs, with the length of prompts."""
+"""How the optimum moves: with egress bandwidth, with the price of PrfaaS GPUs, with the length of prompts and its mix."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from kvroute.policies.throughput import Binding
 EGRESS_FACTORS = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0, 2.0)
 PRICE_FACTORS = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0)
 LENGTH_FACTORS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0)
+SPREAD_FACTORS = (0.5, 0.75, 1.0, 1.25, 1.5)
 
 
 class EgressPoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,7 +38,7 @@ class PricePoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LengthPoint(msgspec.Struct, frozen=True, kw_only=True):
-    """The optimum if every prompt were longer by `factor`."""
+    """The optimum if every prompt were longer by `factor`, or lengths lay `factor` times as far apart."""
 
     factor: float
     mean_tokens: float
@@ -61,6 +62,8 @@ class Sensitivity(msgspec.Struct, frozen=True, kw_only=True):
     below it offloading is cheaper. Negative: it is dearer even for free."""
     lengths: tuple[LengthPoint, ...]
     """Without the factors that make prompts so short that a prolonged profile says they take no time."""
+    spread: tuple[LengthPoint, ...]
+    """Likewise; the mean stays."""
 
 
 def sensitivity(problem: Problem, optima: dict[Kind, Optimum]) -> Sensitivity:
@@ -75,9 +78,14 @@ def sensitivity(problem: Problem, optima: dict[Kind, Optimum]) -> Sensitivity:
         price=tuple(price_point(optima, factor) for factor in PRICE_FACTORS),
         break_even_factor=break_even_factor(optima),
         lengths=tuple(
-            _length_point(problem, optima["prfaas"], factor)
+            _length_point(changed, optima["prfaas"], factor)
             for factor in LENGTH_FACTORS
-            if _takes_time(problem, factor)
+            if _takes_time(changed := with_lengths(problem, factor))
+        ),
+        spread=tuple(
+            _length_point(changed, optima["prfaas"], factor)
+            for factor in SPREAD_FACTORS
+            if _takes_time(changed := with_spread(problem, factor))
         ),
     )
 
@@ -91,6 +99,11 @@ def with_egress(problem: Problem, factor: float) -> Problem:
 def with_lengths(problem: Problem, factor: float) -> Problem:
     """The same with every prompt longer by `factor`."""
     return replace(problem, lengths=problem.lengths.scaled(factor))
+
+
+def with_spread(problem: Problem, factor: float) -> Problem:
+    """The same with the logarithms of lengths `factor` times as far from their mean, and the mean length kept."""
+    return replace(problem, lengths=problem.lengths.spread(factor))
 
 
 def price_point(optima: dict[Kind, Optimum], factor: float) -> PricePoint:
@@ -109,9 +122,9 @@ def break_even_factor(optima: dict[Kind, Optimum]) -> float:
     return (worth - sum(site.price for site in ours.pd)) / sum(site.price for site in ours.prfaas)
 
 
-def _takes_time(problem: Problem, factor: float) -> bool:
+def _takes_time(problem: Problem) -> bool:
     """Whether every prompt does, on all hardware that prefills: lines prolonged below the measured lengths reach 0."""
-    tokens = with_lengths(problem, factor).lengths.mix.tokens
+    tokens = problem.lengths.mix.tokens
     sites = (*problem.prfaas, *problem.pd, problem.homogeneous)
     return all(float(site.hardware.prefill_s(tokens).min()) > 0 for site in sites)
 
@@ -132,8 +145,7 @@ def _egress_point(problem: Problem, optimum: Optimum, factor: float) -> EgressPo
     )
 
 
-def _length_point(problem: Problem, optimum: Optimum, factor: float) -> LengthPoint:
-    changed = with_lengths(problem, factor)
+def _length_point(changed: Problem, optimum: Optimum, factor: float) -> LengthPoint:
     found = deployment(find(changed))
     assert found.threshold_tokens is not None
     return LengthPoint(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kvroute.planner.plan import PlanReport
 from kvroute.planner.search import Deployment, Kind
-from kvroute.planner.sensitivity import LENGTH_FACTORS, Sensitivity
+from kvroute.planner.sensitivity import LENGTH_FACTORS, SPREAD_FACTORS, LengthPoint, Sensitivity
 from kvroute.policies.throughput import Binding
 from kvroute.report.tables import UNKNOWN, Entry, Grid, Heading
 
@@ -119,6 +119,19 @@ def egress_grid(found: Sensitivity) -> Grid:
 
 def length_grid(found: Sensitivity) -> Grid:
     """The optimum over the length of prompts."""
+    about = "Every prompt longer by a factor. Homogeneous: split anew for each."
+    return _length_grid("Length of prompts", "lengths times", found.lengths, len(LENGTH_FACTORS), about)
+
+
+def spread_grid(found: Sensitivity) -> Grid:
+    """The optimum over how far lengths lie apart."""
+    about = (
+        "Logarithms of lengths so many times as far from their mean (sigma of a log-normal mix), the mean length kept."
+    )
+    return _length_grid("Length mix", "spread times", found.spread, len(SPREAD_FACTORS), about)
+
+
+def _length_grid(title: str, factor: str, points: Sequence[LengthPoint], tried: int, caption: str) -> Grid:
     rows = tuple(
         (
             Entry(f"{point.factor:g}"),
@@ -130,13 +143,12 @@ def length_grid(found: Sensitivity) -> Grid:
             Entry(str(point.n_prefill)),
             Entry(BINDING_TEXTS[point.binding]),
         )
-        for point in found.lengths
+        for point in points
     )
-    headings = _headings("lengths times", "mean tokens", "Λ max /s", "if kept /s", "homogeneous /s", "threshold tokens")
-    caption = "Every prompt longer by a factor. Homogeneous: split anew for each."
-    if len(rows) < len(LENGTH_FACTORS):
+    headings = _headings(factor, "mean tokens", "Λ max /s", "if kept /s", "homogeneous /s", "threshold tokens")
+    if len(rows) < tried:
         caption += " Left out: factors at which prompts would take no time, by profiles prolonged to shorter ones."
-    return Grid("Length mix", (*headings, Heading("prefill instances"), Heading("bound by")), rows, caption)
+    return Grid(title, (*headings, Heading("prefill instances"), Heading("bound by")), rows, caption)
 
 
 def price_grid(found: Sensitivity) -> Grid:
@@ -185,4 +197,11 @@ def _dearest(requests_per_price: dict[Kind, float], kind: Kind) -> bool:
 def grids(report: PlanReport) -> Sequence[Grid]:
     """All of them, in the order of reading."""
     found = report.sensitivity
-    return deployment_grid(report), egress_grid(found), length_grid(found), price_grid(found), need_grid(report)
+    return (
+        deployment_grid(report),
+        egress_grid(found),
+        length_grid(found),
+        spread_grid(found),
+        price_grid(found),
+        need_grid(report),
+    )

@@ -143,11 +143,12 @@ def cost(plan: Plan) -> Figure:
 
 
 def sensitivity_lines(plan: Plan) -> Figure:
-    """Throughput over bandwidth and over the length of prompts: searched anew, and with the plan's own choice kept."""
+    """Throughput over bandwidth, over the length of prompts and over their spread: searched anew, and with the plan's
+    own choice kept."""
     found = plan.report.sensitivity
     anew, same = _Curve("searched anew", _PRFAAS, "-", "o"), _Curve("plan kept", FAINT, "--", "x")
     with style():
-        figure, ((left, right),) = panels(1, 2, width=4.2, height=2.7)
+        figure, ((left, middle, right),) = panels(1, 3, width=3.9, height=2.7)
         gbps = np.array([point.available_gbps for point in found.egress])
         _draw(left, gbps, np.array([point.kept_per_s for point in found.egress]), same)
         _draw(left, gbps, np.array([point.lambda_max_per_s for point in found.egress]), anew)
@@ -158,19 +159,16 @@ def sensitivity_lines(plan: Plan) -> Figure:
         used_gbps = plan.report.deployments["prfaas"].egress_gbps
         if used_gbps > 0:
             left.axvline(used_gbps, color=FAINT, linewidth=1, linestyle=":", label=f"the plan uses {used_gbps:.3g}")
-        factors = np.array([point.factor for point in found.lengths])
-        for curve, values in (
-            (same, [point.kept_per_s for point in found.lengths]),
-            (
-                _Curve(TITLES["homogeneous"], _COLOURS["homogeneous"], ":", "s"),
-                [p.homogeneous_per_s for p in found.lengths],
-            ),
-            (anew, [point.lambda_max_per_s for point in found.lengths]),
-        ):
-            _draw(right, factors, np.array(values), curve)
-        right.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        right.set_xlabel("length of every prompt, times the plan's")
-        for axes in (left, right):
+        other = _Curve(TITLES["homogeneous"], _COLOURS["homogeneous"], ":", "s")
+        for axes, points in ((middle, found.lengths), (right, found.spread)):
+            factors = np.array([point.factor for point in points])
+            _draw(axes, factors, np.array([point.kept_per_s for point in points]), same)
+            _draw(axes, factors, np.array([point.homogeneous_per_s for point in points]), other)
+            _draw(axes, factors, np.array([point.lambda_max_per_s for point in points]), anew)
+            axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        middle.set_xlabel("length of every prompt, times the plan's")
+        right.set_xlabel("spread of lengths, times the plan's")
+        for axes in (left, middle, right):
             axes.set_ylabel("Λ max, requests/s")
             axes.set_ylim(bottom=0)
             axes.legend(loc="best")
