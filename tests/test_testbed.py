@@ -15,7 +15,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tests.examples import EXAMPLES
+from typer.testing import CliRunner
 
+from kvroute.cli.testbed import app
 from kvroute.flows import slow_start_s
 from kvroute.testbed import Build, Run, processes
 from kvroute.testbed.engines import UNBOUND, served, unpaced
@@ -26,6 +28,7 @@ from kvroute.topology.schema import Network
 from kvroute.types import SAME_NODE, TIER_COUNT, Endpoint, InputError
 
 NETWORK = IPv4Network("198.18.7.0/24")
+SMALL = str(EXAMPLES / "testbed-small.yaml")
 GBPS = 1e9 / 8
 
 
@@ -374,7 +377,7 @@ def kvroute(*arguments: str, **more: object) -> subprocess.CompletedProcess[str]
 
 @pytest.mark.parametrize(
     "arguments",
-    [["up", str(EXAMPLES / "testbed-small.yaml")], ["run", str(EXAMPLES / "testbed-small.yaml")], ["down", "--all"]],
+    [["up", SMALL], ["run", SMALL], ["down", "--all"]],
     ids=["up", "run", "down"],
 )
 def test_what_is_missing_is_said(arguments: list[str]) -> None:
@@ -385,8 +388,22 @@ def test_what_is_missing_is_said(arguments: list[str]) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_down_wants_to_know_which() -> None:
-    """Nothing is taken away by guess."""
-    done = kvroute("down")
-    assert done.returncode == 2
-    assert "which testbed" in done.stderr or "need root" in done.stderr or "iproute2" in done.stderr
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["up", SMALL, "--policy", "netkw"], "unknown decode policy 'netkw'; did you mean 'netkv'?"),
+        (["up", SMALL, "--prefill", "nope"], "unknown prefill policy 'nope'"),
+        (["down"], "testbed down: which testbed?"),
+        (["down", "--all", "--name", "x"], "--all: it takes every testbed away, not only x; leave out the one"),
+        (["down", "--all", SMALL], f"--all: it takes every testbed away, not only {SMALL}"),
+    ],
+    ids=["policy", "prefill", "down-what", "down-all-and-name", "down-all-and-file"],
+)
+def test_what_is_asked_is_checked_before_the_machine(
+    arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nothing could be laid or taken away, a wrong option is what is told; nothing is taken away by guess."""
+    monkeypatch.setenv("PATH", "/nowhere")
+    done = CliRunner().invoke(app, arguments)
+    assert isinstance(done.exception, InputError)
+    assert str(done.exception).startswith(said)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +24,31 @@ from kvroute.types import InputError
 
 NAMES = [path.stem for path in CLUSTERS]
 NETKV = str(EXAMPLES / "fat-tree-64gpu.yaml")
+SMALL = (EXAMPLES / "small.yaml").read_text(encoding="utf-8").rstrip("\n")
+END = SMALL.count("\n") + 1
+ELSEWHERE = """\
+  upstream_key_env: NO_SUCH_VARIABLE
+  prompt: {tokenizer: nowhere}
+  listen: {tls: {certificate: a, key: b}}
+"""
+GATEWAY_FAULTS = [
+    (
+        SMALL + "\ngateway: {polcy: netkv}\n",
+        [f"{END + 1}: gateway.polcy: the key 'polcy' is unknown; did you mean 'policy'?"],
+    ),
+    (
+        "nam: x\nname: y\nnodes: 3\ninstances: []\ngateway: {models: {a: b}, keys: {concurrency: {bob: 1}}}\n",
+        [
+            "1: nam: the key 'nam' is unknown; did you mean 'name'?",
+            "3: nodes: 3 is not a list of entries; write a list of entries here",
+            "5: gateway.keys.concurrency.bob: there is no key 'bob'; there are no keys: add `file` or `known`",
+        ],
+    ),
+    (
+        SMALL + "\ngateway: {models: {a: llama}}\n",
+        [f"{END + 1}: gateway.models.a: no instance serves 'llama'; did you mean 'llama-3-70b'?"],
+    ),
+]
 runner = CliRunner()
 
 
@@ -66,6 +92,32 @@ def test_check_as_json_is_one_document_either_way(broken: Path) -> None:
     good = json.loads(runner.invoke(app, ["check", NETKV, "--json"]).stdout)
     assert good["ok"] is True
     assert good["counts"] | {"instances": 16, "GPUs": 64, "prefill": 4, "decode": 12} == good["counts"]
+
+
+def test_check_looks_at_the_gateway_section_too(tmp_path: Path) -> None:
+    """Beside the faults of the rest; what another machine has, such as its key file and its environment, it leaves."""
+    path = tmp_path / "gateway.yaml"
+    for keys in ("file: keys.yaml", f'known: {{bob: "sha256:{64 * "0"}"}}'):
+        path.write_text(f"{SMALL}\ngateway:\n  keys: {{{keys}}}\n{ELSEWHERE}", encoding="utf-8")
+        assert runner.invoke(app, ["check", str(path)]).exit_code == 0
+    for text, faults in GATEWAY_FAULTS:
+        path.write_text(text, encoding="utf-8")
+        result = runner.invoke(app, ["check", str(path)])
+        assert result.exit_code == 2
+        assert result.stderr.splitlines()[:-1] == [f"{path}:{fault}" for fault in faults]
+
+
+def test_check_says_that_it_cannot_look_at_the_gateway_section(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the libraries of `kvroute[serve]`; a file without the section is as whole as ever."""
+    monkeypatch.setitem(sys.modules, "kvroute.gateway.preflight", None)
+    path = tmp_path / "gateway.yaml"
+    path.write_text(SMALL + "\ngateway: {polcy: netkv}\n", encoding="utf-8")
+    result = runner.invoke(app, ["check", str(path)])
+    assert result.exit_code == 0
+    assert "; the gateway section was not checked: that takes pip install 'kvroute[serve]'" in result.stdout
+    assert json.loads(runner.invoke(app, ["check", str(path), "--json"]).stdout)["gateway_checked"] is False
+    path.write_text(SMALL + "# gateway\n", encoding="utf-8")
+    assert "checked" not in runner.invoke(app, ["check", str(path)]).stdout
 
 
 def test_check_of_a_missing_file_exits_with_2(tmp_path: Path) -> None:
@@ -116,6 +168,10 @@ def test_show_draws(tmp_path: Path, ending: str, magic: bytes) -> None:
 
 def test_show_refuses_a_wrong_ending_and_an_unwritable_path(tmp_path: Path) -> None:
     assert isinstance(runner.invoke(app, ["show", NETKV, "--png", str(tmp_path / "a.jpg")]).exception, InputError)
+    for wrong, said in (("a.jpg", "does not end in .png"), ("none/a.png", "--png: ")):
+        both = runner.invoke(app, ["show", NETKV, "--svg", str(tmp_path / "a.svg"), "--png", str(tmp_path / wrong)])
+        assert said in str(both.exception)
+        assert (both.stderr, list(tmp_path.iterdir())) == ("", []), "nothing is drawn if not all can be"
     with pytest.raises(InputError, match="not a picture format"):
         draw_topology(load(NETKV), tmp_path / "a.gif")
     with pytest.raises(InputError, match="cannot be written"):
@@ -191,13 +247,21 @@ def test_new_writes_a_file_that_check_accepts_and_never_over_another(tmp_path: P
         ([], "no engine is named"),
         (["--prefill", "10.0.0.1:8000"], "'10.0.0.1:8000' is no engine's address; give it as http://host:port"),
         (["--prefill", "http://a:1", "--decode", "http://a:1"], "an address is named twice"),
-        (["--prefill", "http://a:1", "--decode", "http://b:1", "--tp", "9"], "need more than its 8"),
+        (
+            ["--prefill", "http://a:1", "--decode", "http://b:1", "--tp", "9"],
+            "1 engine of 9 GPUs on host 'a' needs more than its 8 GPUs",
+        ),
+        (
+            ["--both", "http://a:1", "--both", "http://a:2", "--gpus", "1"],
+            "2 engines of 1 GPU on host 'a' need more than its 1 GPU;",
+        ),
+        (["--both", "http://a:1", "--nic", "0"], "--nic: '0' is not a bandwidth"),
         (["--prefill", "http://a:1", "--decode", "http://b:1", "--protocol", "smoke"], "there is no protocol 'smoke'"),
         (["--prefill", "http://a:1"], "no decode engine is named; give --decode URL or --both URL"),
         (["--decode", "http://a:1"], "no prefill engine is named; give --prefill URL or --both URL"),
         (["--both", "http://a:99999"], "http://a:99999: port 99999 is not 1 to 65535"),
         (["--both", "http://a:1", "--model", "gpt-9"], "--model: there is no model 'gpt-9'"),
-        (["--both", "http://a:1", "--name", "no name"], "'no name'"),
+        (["--both", "http://a:1", "--name", "no name"], "--name: 'no name' does not fit"),
         (
             ["--both", "http://a:1", "--out", "/proc/foo"],
             "/proc/foo: cannot be written (No such file or directory); give",

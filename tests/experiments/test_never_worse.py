@@ -130,6 +130,8 @@ def test_traces_that_are_not_there_are_named(tmp_path: Path, monkeypatch: pytest
     assert list(missing) == recorded
     assert all("--trace-dir" in why for why in missing.values())
     (tmp_path / "deep").mkdir()
+    with pytest.raises(InputError, match=r"holds none .* that holds conversation_trace.jsonl or traces_rle.jsonl"):
+        Traces.of(tmp_path)
     (tmp_path / "deep" / "conversation_trace.jsonl").write_text("")
     found = Traces.of(tmp_path)
     assert found.path(CASES[recorded[0]]) == str(tmp_path / "deep" / "conversation_trace.jsonl")

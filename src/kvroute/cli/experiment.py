@@ -15,6 +15,7 @@ from kvroute.cli.sweeps import Asked
 from kvroute.experiments import netkv, never_worse, prefix_copies, prfaas
 from kvroute.experiments.cells import Experiment
 from kvroute.experiments.readings import READINGS
+from kvroute.experiments.runner import check_where
 from kvroute.types import InputError
 
 FAMILIES = {
@@ -85,6 +86,10 @@ def experiment(
         _list(as_json)
         return
     family, chosen = _chosen(names)
+    if trace_dir is not None and family != "never-worse":
+        mend = "leave it out: only never-worse reads a folder of traces"
+        raise InputError(f"{family} does not take it", where="--trace-dir", mend=mend)
+    check_where(on)
     asked = Asked(
         reading=reading_name,
         changes=changes or (),

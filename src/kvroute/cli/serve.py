@@ -161,10 +161,12 @@ def _adjusted(
 async def _serve(read: Callable[[], Deployment], ready_file: Path | None, seed: int | None, until_eof: bool) -> None:
     from kvroute.gateway.gateway import Gateway
     from kvroute.gateway.logs import Logs
+    from kvroute.gateway.preflight import check_places
 
     signals = _Signals(until_eof)
     deployment = read()
     settings = deployment.settings
+    check_places(settings)  # an older log is set aside only by a gateway that can listen
     logs = Logs(settings.log.format, settings.log.level, access=settings.log.access)
     _allow_files(deployment)
     gateway = Gateway(deployment, seed=seed, logs=logs)

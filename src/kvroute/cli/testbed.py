@@ -56,7 +56,10 @@ def up(
 
     Example: [bold]sudo kvroute testbed up examples/testbed-literal.yaml[/bold]
     """
+    from kvroute.control import ControlSpec
+
     cluster, build = topology.load(file), _build(scale, queues, background, seed)
+    ControlSpec(decode=policy, prefill=prefill).check()
     testbed = Testbed(_run(name, cluster.name), cluster, build)
     testbed.check()
     with _ended_by_signals():
@@ -141,9 +144,12 @@ def down(
 
     Example: [bold]sudo kvroute testbed down examples/testbed-literal.yaml[/bold]
     """
-    namespaces.check_tools()
     if not everything and name is None and file is None:
         raise InputError("which testbed?", where="testbed down", mend="give its cluster file, --name or --all")
+    if everything and (name is not None or file is not None):
+        what = f"it takes every testbed away, not only {name or file}"
+        raise InputError(what, where="--all", mend="leave out the one or the other")
+    namespaces.check_tools()
     runs = known() if everything else [_run(name, topology.load(file).name if file else "")]
     for each in runs:
         there = each.remains()

@@ -12,9 +12,10 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from kvroute.cli.output import console, print_json
+from kvroute.cli.output import check_writable, console, print_json
 from kvroute.llm import model as find_model
 from kvroute.topology import Cluster, FileError, bandwidth_text, duration_text, load, parse, size_text
+from kvroute.topology.assembly import read_text
 from kvroute.topology.draft import draft
 from kvroute.topology.tree import ROLE_COLOURS, TIER_NAMES, Domain, domain_tree, tier_rows, uplinks_text
 from kvroute.topology.units import bandwidth_bytes_per_s
@@ -36,12 +37,13 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document an
 
 @app.command()
 def check(file: File, as_json: AsJson = False) -> None:
-    """Name every fault of a cluster file with its line and field; exit with 2 if there is one.
+    """Name every fault of a cluster file with its line and field, also of its gateway section; exit with 2 if there is
+    one. The files that this section names, the environment and the engines' endpoints are for `kvroute serve`.
 
     Example: [bold]kvroute topology check examples/fat-tree-64gpu.yaml[/bold]
     """
     try:
-        cluster = load(file)
+        cluster, whole = _checked(file)
     except InputError as error:
         problems = error.problems if isinstance(error, InputErrors) else (error,)
         if as_json:
@@ -52,10 +54,11 @@ def check(file: File, as_json: AsJson = False) -> None:
         raise typer.Exit(2) from None
     counts = _counts(cluster)
     if as_json:
-        print_json({"file": str(file), "ok": True, "faults": [], "counts": counts})
+        print_json({"file": str(file), "ok": True, "faults": [], "counts": counts, "gateway_checked": whole})
         return
     words = (f"{count} {noun[:-1] if count == 1 and noun.endswith('s') else noun}" for noun, count in counts.items())
-    typer.echo(f"OK: {cluster.name}: {', '.join(words)}")
+    rest = "" if whole else "; the gateway section was not checked: that takes pip install 'kvroute[serve]'"
+    typer.echo(f"OK: {cluster.name}: {', '.join(words)}{rest}")
 
 
 @app.command()
@@ -82,6 +85,10 @@ def new(
         find_model(model)
     except InputError as error:
         raise InputError(error.what, where=f"--model: {error.where}".removesuffix(": "), mend=error.mend) from None
+    try:
+        nic_bytes_per_s = bandwidth_bytes_per_s(nic)
+    except InputError as error:
+        raise InputError(error.what, where="--nic", mend=error.mend) from None
     text = draft(
         name,
         prefill or (),
@@ -91,13 +98,14 @@ def new(
         protocol=cast(KvProtocol, protocol),
         tp=tp,
         gpus_per_node=gpus,
-        nic_bytes_per_s=bandwidth_bytes_per_s(nic),
+        nic_bytes_per_s=nic_bytes_per_s,
     )
     try:
         parse(text, where=str(out or name))
     except InputErrors as errors:
         # The file is not there yet: its lines would name nothing that a reader could look at.
-        raise InputErrors([InputError(fault.what, mend=fault.mend) for fault in errors.problems]) from None
+        problems = [InputError(fault.what, where=_option(fault), mend=fault.mend) for fault in errors.problems]
+        raise InputErrors(problems) from None
     if out is None:
         typer.echo(text, nl=False)
         return
@@ -126,14 +134,13 @@ def show(
     from kvroute.report.topology_figure import draw_topology  # plots take a second to import
 
     cluster = load(file)
+    pictures = [path for path in (svg, png) if path is not None]
     for path, ending in ((svg, ".svg"), (png, ".png")):
         if path is not None:
-            if path.suffix != ending:
-                raise InputError(
-                    f"{path} does not end in {ending}", mend=f"name the picture {path.with_suffix(ending)}"
-                )
-            draw_topology(cluster, path)
-            typer.echo(f"drew {path}", err=True)
+            _check_picture(path, ending)
+    for path in pictures:
+        draw_topology(cluster, path)
+        typer.echo(f"drew {path}", err=True)
     if as_json:
         print_json(_document(cluster))
         return
@@ -141,6 +148,30 @@ def show(
     out.print(_tree(cluster))
     out.print(_tier_table(cluster))
     _print_matrix(out, cluster)
+
+
+def _checked(file: Path) -> tuple[Cluster, bool]:
+    """The cluster, and whether all of its file was checked: without the gateway's libraries its section is not."""
+    text = read_text(file)
+    if "gateway" not in text:
+        return parse(text, str(file)), True
+    try:
+        from kvroute.gateway.preflight import deployment_of  # takes half a second to import
+    except ImportError:
+        cluster = parse(text, str(file))
+        return cluster, not cluster.file.gateway
+    return deployment_of(text, str(file), embedded=True, environ=None)[0], True
+
+
+def _check_picture(path: Path, ending: str) -> None:
+    if path.suffix != ending:
+        raise InputError(f"{path} does not end in {ending}", mend=f"name the picture {path.with_suffix(ending)}")
+    check_writable(path, f"--{ending[1:]}")
+
+
+def _option(fault: InputError) -> str:
+    """Of `new`, that a fault of the draft comes from; empty: none by itself."""
+    return "--name" if isinstance(fault, FileError) and fault.field == "name" else ""
 
 
 def _fault(problem: InputError) -> dict[str, Any]:

@@ -35,7 +35,8 @@ _FILES = {
     "mooncake": ("conversation_trace.jsonl", "conversation_trace.jsonl.zst"),
     "coding-agent": ("traces_rle.jsonl", "traces_rle.jsonl.zst"),
 }
-_GIVE = f"give the folder that holds {_FILES['mooncake'][0]} with --trace-dir or {TRACES_VARIABLE}"
+_KNOWN = " or ".join(files[0] for files in _FILES.values())
+_GIVE = f"give the folder that holds {_KNOWN} with --trace-dir or {TRACES_VARIABLE}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ class Traces:
         """What a folder and the folders below it hold; without one, what the environment's variable names.
 
         Raises:
-            InputError: the folder does not exist.
+            InputError: the folder does not exist, or holds none of the traces.
         """
         given = str(folder) if folder is not None else os.environ.get(TRACES_VARIABLE, "")
         found = [("generated", "")]
@@ -59,6 +60,8 @@ class Traces:
             for name, files in _FILES.items():
                 paths = sorted(path for file in files for path in Path(given).rglob(file))
                 found += [(name, str(path)) for path in paths[:1]]
+            if len(found) == 1:
+                raise InputError("this folder holds none of the recorded traces", where=given, mend=_GIVE)
         return cls(tuple(found))
 
     def path(self, case: Case) -> str | None:

@@ -12,6 +12,8 @@ import msgspec
 import numpy as np
 
 from kvroute.flows.network import WEIGHT_MAX, WEIGHT_MIN, FlowNetwork
+from kvroute.topology.document import other_kind
+from kvroute.topology.form import nearest
 from kvroute.types import InputError, InputErrors
 
 _SCENARIO_MEND = "give a JSON object with `links` and `flows`"
@@ -72,14 +74,10 @@ def parse_scenario(text: bytes | str, where: str = "scenario") -> Scenario:
     try:
         scenario = msgspec.json.decode(data, type=Scenario)
     except msgspec.ValidationError as error:
-        what, _, field = str(error).partition(" - at ")
-        place = field.strip("`").removeprefix("$").removeprefix(".")
-        missing = what.removeprefix("Object missing required field ")
-        if missing != what:
-            what = f"{missing} is missing"
-        mend = "correct the field" if place else _SCENARIO_MEND
-        raise InputError(what, where=f"{where}, {place}" if place else where, mend=mend) from error
+        raise _invalid(str(error), where) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        if (foreign := _foreign(data, where)) is not None:
+            raise foreign from error
         at = re.search(r"byte (\d+)", str(error))
         line = data[: int(at.group(1)) if at else len(data)].count(b"\n") + 1
         raise InputError(f"bad JSON: {error}", where=f"{where}, line {line}", mend="correct the JSON") from error
@@ -89,6 +87,31 @@ def parse_scenario(text: bytes | str, where: str = "scenario") -> Scenario:
     if problems:
         raise InputErrors(problems)
     return scenario
+
+
+def _invalid(error: str, where: str) -> InputError:
+    """What msgspec says of a field, as a sentence of ours."""
+    what, _, field = error.partition(" - at ")
+    place = field.strip("`").removeprefix("$").removeprefix(".")
+    mend = "correct the field" if place else _SCENARIO_MEND
+    if missing := re.fullmatch(r"Object missing required field (.*)", what):
+        what = f"{missing[1]} is missing"
+    elif unknown := re.fullmatch(r"Object contains unknown field `(.*)`", what):
+        what = f"unknown field `{unknown[1]}`"
+        kind = Link if place.startswith("links") else Flow
+        mend = nearest(unknown[1], [known.encode_name for known in msgspec.structs.fields(kind)])
+    return InputError(what, where=f"{where}, {place}" if place else where, mend=mend)
+
+
+def _foreign(data: bytes, where: str) -> InputError | None:
+    """What to say of a file of another kind, in YAML; None: it was meant to be JSON."""
+    if data.lstrip().startswith((b"{", b"[")):
+        return None
+    try:
+        what, mend = other_kind(data.decode(), Scenario) or ("this is YAML, not JSON", _SCENARIO_MEND)
+    except (UnicodeDecodeError, InputErrors):
+        return None
+    return InputError(what, where=where, mend=mend)
 
 
 def completion_times(scenario: Scenario) -> list[float]:

@@ -5,7 +5,9 @@ It looks at the file, at the files it names and at the environment; whether engi
 
 from __future__ import annotations
 
+import errno
 import os
+import socket
 import ssl
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -27,7 +29,7 @@ SECTION = "gateway"
 
 
 def deployment_of(
-    text: str, source: str, *, embedded: bool = False, environ: Mapping[str, str] = os.environ
+    text: str, source: str, *, embedded: bool = False, environ: Mapping[str, str] | None = os.environ
 ) -> tuple[Cluster, GatewaySettings]:
     """A cluster file's text as what a gateway needs; `source` is its path.
 
@@ -35,7 +37,8 @@ def deployment_of(
         text: the whole file.
         source: its path; names it in errors, and relative paths inside start at its folder.
         embedded: the engines are emulated, so that instances need no `endpoint`.
-        environ: the environment's variables.
+        environ: the environment's variables; None: another machine is to serve the file, so neither they nor the files
+            that the section names are looked at.
 
     Raises:
         InputErrors: every fault.
@@ -61,8 +64,9 @@ def deployment_of(
     return cluster, settings
 
 
-def settings_of(text: str, source: str, environ: Mapping[str, str] = os.environ) -> GatewaySettings:
+def settings_of(text: str, source: str, environ: Mapping[str, str] | None = os.environ) -> GatewaySettings:
     """The `gateway:` section of a cluster file's text, the defaults if there is none; its paths made absolute.
+    `environ` as for `deployment_of`.
 
     Raises:
         InputErrors: every fault of the section, and of the key file that it names.
@@ -82,12 +86,29 @@ def check_places(settings: GatewaySettings) -> None:
     listen, admin = settings.listen, settings.admin
     for host, port, where in ((listen.host, listen.port, "listen"), (admin.host, admin.port, "admin")):
         try:
-            held = bound(host, port)
+            _try(host, port)
         except OSError as error:
             why = error.strerror or str(error)
             raise cannot_listen(f"{host}:{port}", error.errno, why, where=f"{SECTION}.{where}") from None
-        if held is not None:
-            held.close()
+
+
+def _try(host: str, port: int) -> None:
+    """Bind an address and let it go; of a name, each address that it stands for, as listening does. Raises OSError."""
+    if (held := bound(host, port)) is not None:
+        held.close()
+        return
+    try:
+        places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except UnicodeError:
+        raise OSError("no machine can have this name") from None
+    addresses = list(dict.fromkeys(str(place[0]) for *_, place in places))
+    for address in addresses:
+        try:
+            _try(address, port)
+        except OSError as error:
+            # On a machine without IPv6 a name's other addresses are listened on.
+            if error.errno != errno.EAFNOSUPPORT or len(addresses) == 1:
+                raise
 
 
 def tls_context(tls: TlsSettings, context: ssl.SSLContext | None = None) -> ssl.SSLContext:
@@ -138,11 +159,12 @@ def _placed(settings: GatewaySettings, folder: Path) -> GatewaySettings:
     )
 
 
-def _faults(settings: GatewaySettings, lines: Lines, environ: Mapping[str, str]) -> Iterator[InputError]:
+def _faults(settings: GatewaySettings, lines: Lines, environ: Mapping[str, str] | None) -> Iterator[InputError]:
     yield from _policy_faults(settings, lines)
     yield from _oracle_faults(settings, lines)
     yield from offload_faults(settings, lines)
-    yield from _file_faults(settings, lines)
+    if environ is not None:
+        yield from _file_faults(settings, lines)
     yield from _key_faults(settings, lines, environ)
     listen, admin = settings.listen, settings.admin
     if listen.port == admin.port != 0:
@@ -210,7 +232,9 @@ def _file_faults(settings: GatewaySettings, lines: Lines) -> Iterator[FileError]
             yield lines.error(error.what, key, error.mend)
 
 
-def _key_faults(settings: GatewaySettings, lines: Lines, environ: Mapping[str, str]) -> Iterator[InputError]:
+def _key_faults(settings: GatewaySettings, lines: Lines, environ: Mapping[str, str] | None) -> Iterator[InputError]:
+    if environ is None and settings.keys.file is not None:
+        return
     try:
         keys = Keys.of(settings.keys)
     except InputErrors as errors:
@@ -227,7 +251,7 @@ def _key_faults(settings: GatewaySettings, lines: Lines, environ: Mapping[str, s
     if variable is not None and not keys.required:
         mend = "add `keys`, or leave this out: clients' own keys then go on to the engines"
         yield lines.error("the engines' key would be everybody's: clients need none here", key, mend)
-    elif variable is not None and not environ.get(variable):
+    elif variable is not None and environ is not None and not environ.get(variable):
         yield lines.error(f"the environment variable {variable} is not set", key, f"export {variable}=...")
 
 

@@ -62,6 +62,15 @@ def read_mapping(text: str, source: str, kind: type[T], begin: str) -> tuple[T, 
     return _converted(value, kind, (), lines, found), lines
 
 
+def other_kind(text: str, kind: type[msgspec.Struct]) -> tuple[str, str] | None:
+    """What a YAML file looks like that is none of `kind`, and who reads it; None: nothing that is known better.
+
+    Raises:
+        InputErrors: the text is no YAML mapping.
+    """
+    return _other_kind(_read_yaml(text, "", "")[0], kind)
+
+
 def _converted(value: object, kind: type[T], key: Key, lines: Lines, found: list[FileError]) -> T:
     """`value`, which stands at `key`, as a `kind`; InputErrors with what was `found` before and all that is wrong."""
     result = None

@@ -65,7 +65,8 @@ def draft(
         raise InputError("an address is named twice", mend="an engine that does both is --both URL")
     for host, engines in places.items():
         if len(engines) * tp > gpus_per_node:
-            what = f"{len(engines)} engines of {tp} GPUs on {host} need more than its {gpus_per_node}"
+            wanted = f"{_count(len(engines), 'engine')} of {_count(tp, 'GPU')} on host {host!r}"
+            what = f"{wanted} need{'s' if len(engines) == 1 else ''} more than its {_count(gpus_per_node, 'GPU')}"
             raise InputError(what, mend="give --gpus and --tp as they are")
     nics = Nics(compute=Nic(count=gpus_per_node, bytes_per_s=Bandwidth(nic_bytes_per_s)))
     file = ClusterFile(
@@ -77,6 +78,10 @@ def draft(
         instances=_instances(places, protocol, tp),
     )
     return _TODO + file.to_yaml()
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _host(url: str) -> str:
