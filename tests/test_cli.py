@@ -165,6 +165,19 @@ def test_a_log_takes_the_place_of_nothing_but_a_log(kvroute: Kvroute, trace: str
     assert (again.code, "would take the place of the trace" in again.err) == (2, True)
 
 
+def test_a_wrong_trace_leaves_no_folder_for_results(kvroute: Kvroute) -> None:
+    """It is read before the folder is made."""
+    Path("bad.jsonl").write_text("{}\n")
+    ended = kvroute("simulate", CLUSTER, "--trace", "bad.jsonl", "--out", "new")
+    assert (ended.code, Path("new").exists()) == (2, False)
+
+
+def test_what_is_replaced_is_said_in_the_help(kvroute: Kvroute) -> None:
+    """Files of an older run, and an older trace."""
+    for command, what in (("simulate", "those that are there"), ("trace generate", "one that is there already")):
+        assert what in " ".join(kvroute(*command.split(), "--help").out.replace("│", "").split())
+
+
 def test_a_report_leaves_stdout_to_the_document(kvroute: Kvroute, trace: str) -> None:
     """Its place is told on stderr, and the records lie beside the page."""
     ended = kvroute(
@@ -211,6 +224,7 @@ def test_what_is_of_no_effect_is_told(kvroute: Kvroute, trace: str) -> None:
     once = ("simulate", CLUSTER, "--trace", trace, "--policy", "netkv", "--seeds", "1", "--workers", "1")
     ended = kvroute(*once, "--policy", "netkv", "--warmup", "1e9")
     assert "named twice runs once" in ended.err
+    assert "No request was measured, so there is nothing to compare." in ended.out
     assert "none arrived after the warm-up: shorten it (--warmup)" in ended.out
     uneven = kvroute("llm", "llama-3-70b", "--tp", "3")
     assert (uneven.code, "do not share the KV heads evenly" in uneven.err) == (0, True)
@@ -396,6 +410,11 @@ WRONG = [
     ("llm llama-3-70", "did you mean llama-3-70b? `kvroute llm` lists the presets, and"),
     ("llm empty", "empty: the file is empty"),
     ("flows octets", "octets"),
+    (f"flows {CLUSTER}", "this looks like a cluster file; `kvroute topology check FILE` reads it"),
+    ("experiment netkv-load --cell x --trace-dir .", "--trace-dir: netkv does not take it; leave it out"),
+    ("experiment prfaas --cell x --trace-dir .", "--trace-dir: prfaas does not take it; leave it out"),
+    ("experiment prefix-copies --cell x --trace-dir .", "--trace-dir: prefix-copies does not take it; leave it out"),
+    ("experiment never-worse --cell x --trace-dir .", ".: this folder holds none of the recorded traces; give"),
     ("topology show nofile", "nofile: "),
     ("trace show nofile", "nofile: cannot be read (No such file or directory); check its path"),
     ("trace generate trace.txt", "trace.txt"),
@@ -451,6 +470,30 @@ def test_a_taken_port_is_found_before_engines_are_started(kvroute: Kvroute, opti
     assert ended.err.count("\n") == 1
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_place_to_run_that_is_none_leaves_no_folder(kvroute: Kvroute, name: str) -> None:
+    """`--on` is looked at first, whatever the publication."""
+    ended = kvroute("experiment", name, "--on", "mars", "--out", "made")
+    assert (ended.code, Path("made").exists()) == (2, False)
+    assert ended.err == "kvroute: --on: cannot run on 'mars'; choose local or ray\n"
+
+
+@pytest.mark.parametrize("how", ["embedded", "live"])
+def test_an_older_log_stays_where_nobody_can_listen(kvroute: Kvroute, log: Path, how: str) -> None:
+    """Of a name, each address that it stands for is tried; and what cannot be a name is told before engines start."""
+    Path("live.yaml").write_text(kvroute("topology", "new", "--both", "http://127.0.0.1:1").out)
+    start = ("serve", "--embedded", CLUSTER) if how == "embedded" else ("serve", "live.yaml")
+    before = log.read_bytes()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for host, why in (("localhost", "Address already in use"), ("no..name", "no machine can have this name")):
+            ended = kvroute(*start, "--host", host, "--port", str(port), "--admin-port", "0", "--log", str(log))
+            assert (ended.code, ended.out) == (2, "")
+            assert ended.err.startswith(f"kvroute: gateway.listen: cannot listen on {host}:{port} ({why}); ")
+            assert ended.err.count("\n") == 1
+    assert (log.read_bytes(), Path("run.log.1").exists()) == (before, False)
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -460,10 +503,35 @@ def test_a_taken_port_is_found_before_engines_are_started(kvroute: Kvroute, opti
     ],
 )  # fmt: skip
 def test_values_out_of_range_are_usage_errors(kvroute: Kvroute, options: str) -> None:
-    """Exit code 2 with the option's name, before anything runs."""
+    """Exit code 2 and one sentence with the option's name and where to look it up, before anything runs."""
     ended = kvroute("simulate", CLUSTER, *options.split(), "--json")
     assert (ended.code, ended.out) == (2, "")
+    assert ended.err.startswith("kvroute: ")
     assert options.split()[0] in ended.err
+    assert ended.err.endswith("; see `kvroute simulate --help`\n")
+    assert ended.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("simulat", "no such command 'simulat'; see `kvroute --help`"),
+        ("simulate", "missing argument 'cluster'; see `kvroute simulate --help`"),
+        ("topology nope", "no such command 'nope'; see `kvroute topology --help`"),
+        ("trace generate", "missing argument 'out'; see `kvroute trace generate --help`"),
+    ],
+)
+def test_a_command_line_that_is_none_is_one_sentence(kvroute: Kvroute, line: str, sentence: str) -> None:
+    """No box and no usage, only where to find them."""
+    assert kvroute(*line.split()) == Ended(2, "", f"kvroute: {sentence}\n")
+
+
+@pytest.mark.parametrize("line", ["", "topology"])
+def test_nothing_to_do_shows_what_there_is(kvroute: Kvroute, line: str) -> None:
+    """A group alone prints its help, and no complaint beside it."""
+    ended = kvroute(*line.split())
+    assert (ended.code, ended.err) == (2, "")
+    assert "Usage" in ended.out
 
 
 def test_one_cell_of_an_experiment_runs_alone_and_once(kvroute: Kvroute) -> None:

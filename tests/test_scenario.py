@@ -14,7 +14,9 @@ from typer.testing import CliRunner
 
 from kvroute.cli.app import app
 from kvroute.cli.scenario import read_scenario
-from kvroute.sim.settings import SimSettings
+from kvroute.control import ControlSpec
+from kvroute.experiments.simulation import Question, Workload
+from kvroute.sim.settings import CapacityChange, Fluctuation, SimSettings
 from kvroute.types import InputError
 
 runner = CliRunner()
@@ -119,6 +121,54 @@ def test_a_wrong_file_is_named_with_its_field(tmp_path: Path, text: str, sentenc
 def test_a_file_that_is_not_there_is_said(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="cannot be read"):
         read_scenario(tmp_path / "nothing.yaml")
+
+
+def test_an_unknown_link_is_named_before_anything_is_touched(tmp_path: Path) -> None:
+    """All of them, each by its line; an older log is not written over and no folder is made."""
+    text = (
+        "changes:\n  - {at: 3 s, link: wan, share: 0}\n  - {at: 4 s, link: wn, share: 1}\n"
+        "fluctuations:\n  - {link: wann, every: 2 s, share_min: 0.5}\n"
+    )
+    scenario, log, out = of(tmp_path, text), tmp_path / "run.log", tmp_path / "out"
+    line = [
+        "simulate",
+        SITES,
+        "--policy",
+        "netkv",
+        "--seeds",
+        "1",
+        "--workers",
+        "1",
+        "--requests",
+        "5",
+        "--log",
+        str(log),
+    ]
+    assert runner.invoke(app, line).exit_code == 0
+    before = log.read_bytes()
+    ended = runner.invoke(app, [*line, "--out", str(out), "--scenario", str(scenario)])
+    assert isinstance(ended.exception, InputError)
+    mend = "name a link, or one of wan, prefill-site to local-site, local-site to prefill-site"
+    assert str(ended.exception).splitlines() == [
+        f"{scenario}:3: changes[1].link: two-datacenters has no link 'wn'; {mend}",
+        f"{scenario}:5: fluctuations[0].link: two-datacenters has no link 'wann'; {mend}",
+    ]
+    assert (log.read_bytes(), out.exists()) == (before, False)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        SimSettings(changes=(CapacityChange(at_s=1.0, link="wn", share=0.0),)),
+        SimSettings(fluctuations=(Fluctuation(link="wn", every_s=1.0, share_min=0.5, share_max=1.0),)),
+    ],
+    ids=["changes", "fluctuations"],
+)
+def test_a_question_about_an_unknown_link_is_not_begun(settings: SimSettings) -> None:
+    """Whoever asks: the check before any run finds it."""
+    question = Question(SITES, Workload(generated_requests=1), settings, ControlSpec())
+    with pytest.raises(InputError, match="has no link 'wn'"):
+        question.check(["netkv"], 0)
 
 
 def test_offloading_needs_a_second_site(tmp_path: Path) -> None:

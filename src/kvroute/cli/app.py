@@ -5,6 +5,7 @@ A command's module is imported when it is asked for: some take a second, and nob
 
 from __future__ import annotations
 
+import errno
 import sys
 from importlib import import_module
 from typing import Any
@@ -15,6 +16,9 @@ from typer.core import TyperGroup
 from kvroute import __version__
 from kvroute.types import InputError
 
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+UsageError: Any = typer.BadParameter.__base__
+"""What a wrong command line raises; of its kinds typer names only this one."""
 COMMANDS = {
     "simulate": "simulate:simulate",
     "serve": "serve:serve",
@@ -83,10 +87,32 @@ def _root(
 def main() -> None:
     """Entry point of the `kvroute` command."""
     try:
-        app()
+        code = _run()
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+        place = error.filename or "the output"
+        code = _refused(f"{place} cannot be written ({error.strerror}); send stdout and files to a disk with room")
+    sys.exit(code)
+
+
+def _run() -> int:
+    """The exit code; what was wrong is told."""
+    try:
+        return int(app(prog_name="kvroute", standalone_mode=False) or 0)
     except InputError as error:
-        typer.echo(f"kvroute: {error}", err=True)
-        sys.exit(2)
+        return _refused(str(error))
+    except UsageError as error:
+        text = " ".join(error.format_message().split())  # choices stand on lines of their own
+        if not text:
+            return 2  # a command alone has printed its help
+        command = error.ctx.command_path if error.ctx else "kvroute"
+        return _refused(f"{text[0].lower()}{text[1:].rstrip('.')}; see `{command} --help`")
+
+
+def _refused(sentence: str) -> int:
+    typer.echo(f"kvroute: {sentence}", err=True)
+    return 2
 
 
 if __name__ == "__main__":

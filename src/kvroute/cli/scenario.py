@@ -12,11 +12,14 @@ from kvroute.cachepool import CopySpec, HotspotSpec
 from kvroute.gateway.offload_settings import OffloadSection
 from kvroute.policies.offload import OffloadSpec
 from kvroute.policies.threshold import Rule
+from kvroute.sim.capacity import links_named
 from kvroute.sim.settings import CapacityChange, Fluctuation, SimSettings, TransferMode, WanTransport
+from kvroute.topology import Cluster
 from kvroute.topology.document import read_mapping
+from kvroute.topology.form import Lines
 from kvroute.topology.schema import Entry
 from kvroute.topology.units import Duration, Size
-from kvroute.types import InputError
+from kvroute.types import InputError, InputErrors
 
 _BEGIN = "begin with `changes:`, `wan:`, `transfer:` or `offload:`"
 Share = Annotated[float, Meta(ge=0, le=1)]
@@ -140,22 +143,37 @@ class Scenario(Entry, frozen=True, kw_only=True):
         return msgspec.structs.replace(spec, rule=self.offload.rule, layerwise=layerwise, long_term=long_term)
 
 
-def read_scenario(path: Path) -> Scenario:
-    """Read a scenario file.
+def read_scenario(path: Path, cluster: Cluster | None = None) -> Scenario:
+    """Read a scenario file; with a cluster, its links are looked up there.
 
     Raises:
-        InputError: it cannot be read; InputErrors: every fault of form, each with its line and field.
+        InputError: it cannot be read; InputErrors: every fault of form, or every unknown link, with its line and field.
     """
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is no text in UTF-8"
         raise InputError(f"cannot be read ({why})", where=str(path), mend="give a YAML file") from None
-    scenario, _ = read_mapping(text, str(path), Scenario, _BEGIN)
+    scenario, lines = read_mapping(text, str(path), Scenario, _BEGIN)
     try:
         scenario.copy_spec()
         scenario.offload_spec()
         scenario.settings(SimSettings())
     except InputError as error:
         raise InputError(error.what, where=f"{path}: {error.where}".removesuffix(": "), mend=error.mend) from None
+    if cluster is not None:
+        _check_links(scenario, lines, cluster)
     return scenario
+
+
+def _check_links(scenario: Scenario, lines: Lines, cluster: Cluster) -> None:
+    faults: list[InputError] = []
+    changed = {("changes", number, "link"): each.link for number, each in enumerate(scenario.changes)}
+    fluctuating = {("fluctuations", number, "link"): each.link for number, each in enumerate(scenario.fluctuations)}
+    for key, link in (changed | fluctuating).items():
+        try:
+            links_named(cluster, link)
+        except InputError as error:
+            faults.append(lines.error(error.what, key, error.mend))
+    if faults:
+        raise InputErrors(faults)

@@ -12,15 +12,16 @@ import typer
 
 from kvroute.cli.output import console, make_folder, print_json, progress_bar, remarks
 from kvroute.cli.scenario import Scenario, read_scenario
-from kvroute.control import ControlSpec, EventLog, LogHeader
+from kvroute.control import ControlSpec, EventLog, LogHeader, check_place
 from kvroute.experiments.runner import check_where, encode
-from kvroute.experiments.simulation import Question, Workload, compare
+from kvroute.experiments.simulation import Question, Workload, cluster_of, compare
 from kvroute.oracle import OracleSettings
 from kvroute.policies import DECODE_POLICIES, DEFAULT_DECODE_POLICY, PREFILL_POLICIES
 from kvroute.report.compare import verdict
 from kvroute.report.tables import comparison_table
 from kvroute.sim.settings import Background, SimSettings, Slo, Telemetry
 from kvroute.sim.workload import PROFILES, THINK_MAX_S
+from kvroute.sim.workload.octets import written_whole
 from kvroute.types import InputError
 
 DEFAULT_POLICIES = ("round-robin", "cla", "netkv", DEFAULT_DECODE_POLICY)
@@ -165,12 +166,17 @@ def simulate(
     ] = None,
     on: Annotated[str, typer.Option(help="Where to run: local or ray.", rich_help_panel=OUTPUT)] = "local",
     out: Annotated[
-        Path | None, typer.Option(help="Folder for results.jsonl, figures and report.html.", rich_help_panel=OUTPUT)
+        Path | None,
+        typer.Option(
+            help="Folder for results.jsonl, figures and report.html; those that are there already are replaced.",
+            rich_help_panel=OUTPUT,
+        ),
     ] = None,
     log: Annotated[
         Path | None,
         typer.Option(
-            help="Record every event and decision (one policy, one seed) for replay and explain.",
+            help="Record every event and decision (one policy, one seed) for replay and explain; an older log is "
+            "replaced when the run ends.",
             rich_help_panel=OUTPUT,
         ),
     ] = None,
@@ -192,7 +198,7 @@ def simulate(
         raise InputError(
             f"there is no profile {profile!r}", where="--profile", mend=f"choose one of {_names(PROFILES)}"
         )
-    played = read_scenario(scenario) if scenario else Scenario()
+    played = read_scenario(scenario, cluster_of(str(cluster))) if scenario else Scenario()
     question = Question(
         cluster=str(cluster),
         workload=Workload(
@@ -237,19 +243,23 @@ def simulate(
     policies = list(dict.fromkeys(policy or DEFAULT_POLICIES))
     if policy and len(policies) < len(policy):
         remarks().print("A policy that is named twice runs once.")
+    if log is not None:
+        _check_log(question, policies, seeds, log)
     if out is not None:
+        question.check(policies, seed)  # before a folder is made for nothing
         make_folder(out, "--out")
     for remark in question.workload.remarks:
         remarks().print(f"{trace}: {remark}", markup=False, highlight=False, soft_wrap=True)
     if log is not None:
-        _record(question, policies, seed, seeds, log)
+        _record(question, policies[0], seed, log)
     with progress_bar("Simulating") as progress:
         records = compare(question, policies, range(seed, seed + seeds), on=on, workers=workers, progress=progress)
     runs = [record.summary for record in records]
     if out is not None:
         from kvroute.report.comparison_page import write_report  # plots take a second to import
 
-        (out / "results.jsonl").write_bytes(b"".join(encode(record) + b"\n" for record in records))
+        with written_whole(out / "results.jsonl", "choose another folder") as part:
+            part.write_bytes(b"".join(encode(record) + b"\n" for record in records))
         command = shlex.join(["kvroute", *sys.argv[1:]])
         page = write_report(records, out, title=f"{cluster.name}: {', '.join(policies)}", command=command)
         remarks().print(f"Report: {page}")
@@ -274,14 +284,18 @@ def _weights(text: str) -> dict[str, float]:
     return {"cache_weight": cache, "load_weight": load}
 
 
-def _record(question: Question, policies: list[str], seed: int, seeds: int, log: Path) -> None:
+def _check_log(question: Question, policies: list[str], seeds: int, log: Path) -> None:
     if len(policies) != 1 or seeds != 1:
         raise InputError("a log holds one run", where="--log", mend="give one --policy and --seeds 1")
     if question.workload.trace and log.exists() and log.samefile(question.workload.trace):
         raise InputError("the log would take the place of the trace", where="--log", mend="give another file")
-    question.check(policies, seed)  # before an older log is written over
+    check_place(log)
+
+
+def _record(question: Question, policy: str, seed: int, log: Path) -> None:
+    question.check([policy], seed)
     text = Path(question.cluster).read_text(encoding="utf-8")
-    spec = question.spec_of(policies[0])
-    with EventLog(log, LogHeader(cluster=text, spec=spec)) as records:
-        question.run(policies[0], seed, records)
+    header = LogHeader(cluster=text, spec=question.spec_of(policy))
+    with written_whole(log) as part, EventLog(part, header) as records:
+        question.run(policy, seed, records)
     remarks().print(f"Log: {log}")

@@ -95,7 +95,13 @@ def show(
 
 @app.command("generate")
 def generate_file(
-    out: Annotated[Path, typer.Argument(help="File to write: .jsonl, .jsonl.zst or .jsonl.gz.", show_default=False)],
+    out: Annotated[
+        Path,
+        typer.Argument(
+            help="File to write: .jsonl, .jsonl.zst or .jsonl.gz; one that is there already is replaced.",
+            show_default=False,
+        ),
+    ],
     requests: Annotated[int, typer.Option(min=1, max=_GENERATED_MAX, help="How many.")] = DEFAULT_REQUESTS,
     rate: Rate = None,
     seed: Seed = 0,

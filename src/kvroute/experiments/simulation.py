@@ -12,6 +12,7 @@ import msgspec
 from kvroute.control import ControlSpec, EventLog
 from kvroute.experiments.cells import Cell, Record
 from kvroute.experiments.runner import stream
+from kvroute.sim.capacity import links_named
 from kvroute.sim.run import Run, simulate
 from kvroute.sim.settings import SimSettings
 from kvroute.sim.workload import (
@@ -116,7 +117,8 @@ def _generate(requests: int, rate_per_s: float, seed: int) -> Trace:
 
 
 @lru_cache(maxsize=2)
-def _load(path: str) -> Cluster:
+def cluster_of(path: str) -> Cluster:
+    """A cluster file's cluster, read once. Raises InputErrors for a wrong file."""
     return load(Path(path))
 
 
@@ -136,8 +138,11 @@ class Question:
         return msgspec.structs.replace(self.spec, decode=policy, parameters=parameters)
 
     def check(self, policies: Sequence[str], seed: int) -> None:
-        """InputError for what no run could begin with: a wrong cluster, trace, policy or constraint."""
-        cluster = _load(self.cluster)
+        """InputError for what no run could begin with: a wrong cluster, link, trace, policy or constraint."""
+        cluster = cluster_of(self.cluster)
+        changes, fluctuations = self.settings.changes, self.settings.fluctuations
+        for link in [each.link for each in changes] + [each.link for each in fluctuations]:
+            links_named(cluster, link)
         for policy in policies:
             self.spec_of(policy).build(cluster)
         self.workload.of_seed(seed)
@@ -145,7 +150,7 @@ class Question:
     def run(self, policy: str, seed: int, log: EventLog | None = None) -> Run:
         """One run."""
         trace = self.workload.of_seed(seed)
-        return simulate(_load(self.cluster), trace, self.spec_of(policy), self.settings, seed=seed, log=log)
+        return simulate(cluster_of(self.cluster), trace, self.spec_of(policy), self.settings, seed=seed, log=log)
 
     def __call__(self, cell: Cell) -> Record:
         run = self.run(cell.policy, cell.seed)
@@ -170,7 +175,7 @@ def compare(
     """Every policy on every seed, the same requests for every policy of a seed; in the order policies, seeds.
 
     Raises:
-        InputError: before anything runs, for a wrong cluster, trace, policy or constraint.
+        InputError: before anything runs, for a wrong cluster, link, trace, policy or constraint.
     """
     question.check(policies, seeds[0])
     cells = [

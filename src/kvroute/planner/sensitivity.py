@@ -1,4 +1,4 @@
-"""How the optimum moves: with egress bandwidth, with the price of PrfaaS GPUs, with the length of prompts and its mix."""
+"""How the optimum moves: with bandwidth, with the price of PrfaaS GPUs, with the length of prompts and with its mix."""
 
 from __future__ import annotations
 

@@ -79,11 +79,13 @@ def verdict(runs: Sequence[Summary], metric: Metric = mean_ttft_s) -> Verdict:
         if value is not None:
             values.setdefault(run.policy, []).append(value)
     if not values:
+        unmeasured = not any(run.measured for run in runs)
+        nothing = "No request was measured" if unmeasured else "No policy gave a first token"
         return Verdict(
             winner=None,
             leads=(),
             remarks=_remarks(runs),
-            sentence="No policy gave a first token, so there is nothing to compare.",
+            sentence=f"{nothing}, so there is nothing to compare.",
         )
     means = {policy: float(np.mean(seconds)) for policy, seconds in values.items()}
     winner = min(means, key=lambda policy: (means[policy], policy))
@@ -105,8 +107,8 @@ def _remarks(runs: Sequence[Summary]) -> tuple[str, ...]:
         reasons = [run.reject_reason for run in runs if run.reject_reason]
         why = f" First reason: {reasons[0]}." if reasons else ""
         remarks.append(f"Requests were rejected ({shares}); times are of the others.{why}")
-    if any(run.requests.finished and not run.measured for run in runs):
-        remarks.append("Requests finished, and none arrived after the warm-up: shorten it (--warmup).")
+    if any(run.requests.arrived and not run.measured for run in runs):
+        remarks.append("Requests arrived, and none arrived after the warm-up: shorten it (--warmup).")
     waits = [
         run.ttft_parts_s.prefill_wait / run.ttft_s.mean
         for run in runs

@@ -20,6 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
+from kvroute.sim.workload.octets import written_whole
 from kvroute.types import InputError
 
 INK, PAPER, FAINT, GRID = "#26323d", "#ffffff", "#7b8894", "#d5dce2"
@@ -27,6 +28,7 @@ TIER_COLOURS = ("#1a4a7a", "#3b86b8", "#86bcd8", "#f0a860", "#b5472f")
 """Near is blue, far is red; lightness rises to the middle, so that neighbours differ in grey print too."""
 PART_COLOURS = ("#c9cfd5", "#5b7fa6", "#d55e00", "#f2c14e", "#3f9c7a")
 NO_TOKEN = "no request got a first token"
+_MEND = "choose another folder"
 AXIS_LABELS = {
     "load": "load, share of capacity",
     "tokens": "prompt length, tokens",
@@ -238,20 +240,19 @@ def _wide(match: re.Match[str]) -> str:
 
 
 def save(figure: Figure, folder: Path, name: str) -> str:
-    """Write `name`.svg and `name`.png (200 dots per inch) into the folder; returns the SVG text.
+    """Write `name`.svg and `name`.png (200 dots per inch) into the folder, each whole; returns the SVG text.
 
     Raises:
-        InputError: the folder cannot be written.
+        InputError: the folder or a file in it cannot be written.
     """
     text = svg(figure)
     figure.set_layout_engine("none")  # as laid out for the SVG; to do it again costs time and changes nothing
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{name}.svg").write_text(text, encoding="utf-8")
-        with style():
-            figure.savefig(folder / f"{name}.png", dpi=200, metadata={"Software": None})
     except OSError as error:
-        raise InputError(
-            f"cannot be written ({error.strerror})", where=str(folder), mend="choose another folder"
-        ) from error
+        raise InputError(f"cannot be written ({error.strerror})", where=str(folder), mend=_MEND) from error
+    with written_whole(folder / f"{name}.svg", _MEND) as part:
+        part.write_text(text, encoding="utf-8")
+    with written_whole(folder / f"{name}.png", _MEND) as part, style():
+        figure.savefig(part, format="png", dpi=200, metadata={"Software": None})
     return text

@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 
 from kvroute import __version__
 from kvroute.report.drawing import inline, save
+from kvroute.sim.workload.octets import written_whole
 from kvroute.types import InputError
 
 
@@ -49,11 +50,12 @@ def write_page(template: str, path: Path, **values: Any) -> Path:
     text = environment.get_template(template).render(version=__version__, **values)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise InputError(
             f"cannot be written ({error.strerror})", where=str(path), mend="choose another folder"
         ) from error
+    with written_whole(path, "choose another folder") as part:
+        part.write_text(text, encoding="utf-8")
     return path
 
 

@@ -10,7 +10,7 @@ from kvroute.planner.plan import Plan
 from kvroute.report.figures.plans import cost, egress_need, searches, sensitivity_lines
 from kvroute.report.page import picture, write_page
 from kvroute.report.plan_tables import grids, verdict
-from kvroute.types import InputError
+from kvroute.sim.workload.octets import written_whole
 
 
 def write_plan(plan: Plan, out: Path, command: str) -> Path:
@@ -50,9 +50,5 @@ def write_plan(plan: Plan, out: Path, command: str) -> Path:
 
 
 def _write_numbers(plan: Plan, path: Path) -> None:
-    try:
-        path.write_bytes(msgspec.json.format(msgspec.json.encode(plan.report), indent=2) + b"\n")
-    except OSError as error:
-        raise InputError(
-            f"cannot be written ({error.strerror})", where=str(path), mend="choose another folder"
-        ) from error
+    with written_whole(path, "choose another folder") as part:
+        part.write_bytes(msgspec.json.format(msgspec.json.encode(plan.report), indent=2) + b"\n")

@@ -1,10 +1,17 @@
-"""Lines of a plain, zstd or gzip file, told apart by their first octets; a cut-off or damaged file is wrong input."""
+"""Lines of a plain, zstd or gzip file, told apart by their first octets; a cut-off or damaged file is wrong input.
+
+Files are written whole or not at all: a full disk must not cost what stood there before.
+"""
 
 from __future__ import annotations
 
+import errno
 import gzip
+import os
+import shutil
 import zlib
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -19,6 +26,13 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _CHUNK_BYTES = 1 << 20
 _LINE_MAX_BYTES = 1 << 26
 """A longer line is no line of a trace but a file of another kind."""
+_MENDS = {
+    errno.ENOSPC: "choose a disk with room",
+    errno.EDQUOT: "choose a disk with room",
+    errno.EFBIG: "raise the limit of a file's size (`ulimit -f`)",
+    errno.EACCES: "choose what you may write",
+    errno.EROFS: "choose what you may write",
+}
 
 
 def lines_of(path: Path) -> Iterator[bytes]:
@@ -55,11 +69,38 @@ def write_octets(path: Path, octets: bytes) -> None:
         octets = zstandard.ZstdCompressor(level=9).compress(octets)
     elif path.suffix == ".gz":
         octets = gzip.compress(octets, mtime=0)
+    with written_whole(path) as part:
+        part.write_bytes(octets)
+
+
+@contextmanager
+def written_whole(path: Path, mend: str = "give a file in a folder that exists") -> Iterator[Path]:
+    """Where to write what becomes `path` once it is all there; after an error `path` is as it was and no part stays.
+
+    A link stays a link, and a pipe or device is written directly.
+
+    Raises:
+        InputError: the system does not take it; `mend` is for reasons that do not say themselves what to do.
+    """
+    whole = Path(os.path.realpath(path))
+    replaced = whole.is_file() or not whole.exists()
+    part = whole.with_name(f"{whole.name}.part") if replaced else whole
     try:
-        path.write_bytes(octets)
-    except OSError as error:
-        mend = "give a file in a folder that exists"
-        raise InputError(f"cannot be written ({error.strerror or error})", where=str(path), mend=mend) from None
+        if whole.is_file() and not os.access(whole, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))  # a folder's right would be enough to rename
+        yield part
+        if replaced:
+            if whole.exists():
+                shutil.copymode(whole, part)
+            part.replace(whole)
+    except BaseException as error:
+        if replaced:
+            with suppress(OSError):
+                part.unlink()
+        if not isinstance(error, OSError):
+            raise
+        what = f"cannot be written ({error.strerror or error})"
+        raise InputError(what, where=str(path), mend=_MENDS.get(error.errno or 0, mend)) from None
 
 
 def _chunks(file: BinaryIO) -> Iterator[bytes]:

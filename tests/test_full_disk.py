@@ -1,0 +1,176 @@
+"""A full disk, a wrong option, a reader who left: what was there before is still there, and one sentence is said."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from matplotlib.figure import Figure
+from tests.examples import EXAMPLES
+from typer.testing import CliRunner
+
+from kvroute.cli.app import app
+from kvroute.report.drawing import save
+from kvroute.sim.workload.octets import written_whole
+from kvroute.types import InputError
+
+CLUSTER = str(EXAMPLES / "small.yaml")
+KVROUTE = [sys.executable, "-m", "kvroute.cli.app"]
+NOBODY = 65_534
+needs_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+
+
+@contextmanager
+def files_no_longer_than(nbytes: int) -> Iterator[None]:
+    """As on a full disk: writing more fails."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@contextmanager
+def without_roots_rights(folder: Path) -> Iterator[Path]:
+    """Root may write what is read-only: as somebody else, whose folder it becomes."""
+    if os.geteuid() != 0:
+        yield folder
+        return
+    os.chown(folder, NOBODY, NOBODY)
+    os.setresuid(NOBODY, NOBODY, 0)
+    try:
+        yield folder
+    finally:
+        os.setresuid(0, 0, 0)
+
+
+def all_in(folder: Path) -> dict[str, bytes]:
+    """Every file of a folder with what is in it."""
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@given(st.none() | st.binary(max_size=9), st.binary(max_size=9), st.sampled_from([None, OSError, KeyError]))
+def test_a_file_is_the_new_one_or_the_old_one(old: bytes | None, new: bytes, fault: type[Exception] | None) -> None:
+    """And alone in its folder, whatever went wrong after its last byte; only the system's no becomes wrong input."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if old is not None:
+            (folder / "file").write_bytes(old)
+        before = all_in(folder)
+
+        def write() -> None:
+            with written_whole(folder / "file") as part:
+                part.write_bytes(new)
+                if fault is not None:
+                    raise fault(5, "no")
+
+        if fault is None:
+            write()
+            assert all_in(folder) == {"file": new}
+        else:
+            with pytest.raises(InputError if fault is OSError else fault):
+                write()
+            assert all_in(folder) == before
+
+
+def test_a_file_that_is_replaced_keeps_its_rights_and_its_link(tmp_path: Path) -> None:
+    """A link still points where it did, and what others may not read they may not read afterwards."""
+    (tmp_path / "file").write_text("old")
+    (tmp_path / "file").chmod(0o600)
+    (tmp_path / "link").symlink_to("file")
+    with written_whole(tmp_path / "link") as part:
+        part.write_text("new")
+    assert (tmp_path / "link").readlink() == Path("file")
+    assert ((tmp_path / "file").read_text(), (tmp_path / "file").stat().st_mode & 0o777) == ("new", 0o600)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_file_that_is_read_only_is_not_replaced() -> None:
+    """Though the folder would let it."""
+    with tempfile.TemporaryDirectory() as name, without_roots_rights(Path(name)) as folder:
+        (folder / "file").touch(0o444)
+        with pytest.raises(InputError, match="Permission denied"), written_whole(folder / "file") as part:
+            part.write_text("new")
+        assert all_in(folder) == {"file": b""}
+
+
+def test_an_older_trace_outlives_a_full_disk(tmp_path: Path) -> None:
+    """Whole, with nothing beside it, and the mend is one for a full disk."""
+    path = tmp_path / "trace.jsonl"
+    assert CliRunner().invoke(app, ["trace", "generate", str(path), "--requests", "2"]).exit_code == 0
+    before = all_in(tmp_path)
+    with files_no_longer_than(2_000):
+        ended = CliRunner().invoke(app, ["trace", "generate", str(path), "--requests", "200"])
+    assert isinstance(ended.exception, InputError)
+    assert str(ended.exception).startswith(f"{path}: cannot be written (File too large); raise the limit")
+    assert all_in(tmp_path) == before
+
+
+@needs_full
+def test_a_device_is_written_and_not_replaced(tmp_path: Path) -> None:
+    """One that is always full, by a link to it."""
+    path = tmp_path / "trace.jsonl"
+    path.symlink_to("/dev/full")
+    ended = CliRunner().invoke(app, ["trace", "generate", str(path), "--requests", "2"])
+    assert str(ended.exception) == f"{path}: cannot be written (No space left on device); choose a disk with room"
+    assert Path("/dev/full").is_char_device()
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_an_older_log_outlives_a_full_disk(tmp_path: Path) -> None:
+    """It is replaced by a whole one only."""
+    path = tmp_path / "run.log"
+    line = ["simulate", CLUSTER, "--policy", "netkv", "--seeds", "1", "--log", str(path), "--workers", "1"]
+    assert CliRunner().invoke(app, [*line, "--requests", "1"]).exit_code == 0
+    before = all_in(tmp_path)
+    with files_no_longer_than(5_000):
+        ended = CliRunner().invoke(app, [*line, "--requests", "9"])
+    assert isinstance(ended.exception, InputError), ended.output
+    assert str(ended.exception).startswith(f"{path}: cannot be written (File too large); ")
+    assert all_in(tmp_path) == before
+
+
+def test_no_half_figure_stays(tmp_path: Path) -> None:
+    """Neither the picture nor the text of one; the older ones do."""
+    figure = Figure(figsize=(1, 1))
+    figure.text(0.5, 0.5, "old")
+    save(figure, tmp_path, "figure")
+    before = all_in(tmp_path)
+    assert set(before) == {"figure.svg", "figure.png"}
+    figure.text(0.1, 0.1, "and much more than there was")
+    with files_no_longer_than(1_000), pytest.raises(InputError, match=r"figure\.svg: cannot be written"):
+        save(figure, tmp_path, "figure")
+    assert all_in(tmp_path) == before
+
+
+@needs_full
+@pytest.mark.parametrize("line", ["topology show superpod.yaml --json", "topology show small.yaml", "--version"])
+def test_a_full_stdout_is_one_sentence(line: str) -> None:
+    """More than a buffer holds, less, and what comes before any command: exit code 2, and no word at Python's end."""
+    with open("/dev/full", "wb") as full:
+        ended = subprocess.run([*KVROUTE, *line.split()], stdout=full, stderr=subprocess.PIPE, cwd=EXAMPLES, text=True)
+    said = (
+        "kvroute: the output cannot be written (No space left on device); send stdout and files to a disk with room\n"
+    )
+    assert (ended.returncode, ended.stderr) == (2, said)
+
+
+def test_a_reader_who_left_is_told_nothing() -> None:
+    """As `kvroute ... | head` does."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        ended = subprocess.run([*KVROUTE, "llm"], stdout=writing, stderr=subprocess.PIPE)
+    finally:
+        os.close(writing)
+    assert (ended.returncode, ended.stderr) == (1, b"")
