@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -15,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
+from tests.disk import files_no_longer_than
 from tests.examples import EXAMPLES
 from typer.testing import CliRunner
 
@@ -27,17 +27,6 @@ CLUSTER = str(EXAMPLES / "small.yaml")
 KVROUTE = [sys.executable, "-m", "kvroute.cli.app"]
 NOBODY = 65_534
 needs_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
-
-
-@contextmanager
-def files_no_longer_than(nbytes: int) -> Iterator[None]:
-    """As on a full disk: writing more fails."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @contextmanager

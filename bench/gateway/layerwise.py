@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
+from bench.gateway import lone_prompts
 from bench.gateway.two_datacenters import faster
 from bench.measurement import Failed, Row, show
 
 from kvroute import topology
-from kvroute.experiments.live import Comparison, Question, embedded, observed, playable, played, predict
+from kvroute.experiments.live import Comparison, Question, playable
 from kvroute.sim.workload import Trace, TracedRequest
 from kvroute.topology.units import Bandwidth
-from kvroute.types import InputError
 
 Mode = Literal["serial", "layerwise"]
 MODES: tuple[Mode, ...] = ("serial", "layerwise")
@@ -73,16 +73,7 @@ def trace_of(course: Course) -> Trace:
 def compared(course: Course, mode: Mode, folder: Path) -> Comparison:
     """One mode, live and predicted. Raises Failed where the gateway did not start, or an answer is missing."""
     question = Question(file_of(course, mode, folder), trace_of(course), "netkv", "cache-aware", 0)
-    try:
-        with embedded(question) as starting:
-            predicted, served = predict(question), starting()
-            answers, _ = played(served, question.trace)
-            live = observed(answers, served.page("/metrics").decode())
-    except InputError as error:
-        raise Failed(str(error)) from None
-    if live.answered < len(question.trace.requests):
-        raise Failed(f"{mode}: {live.answered} answers; {'; '.join(live.errors[:1])}")
-    return Comparison(mode, live, predicted)
+    return lone_prompts.compared(question, mode)[0]
 
 
 def by_length(ttft_s: Sequence[float | None]) -> list[float]:
@@ -99,8 +90,7 @@ def rows(found: dict[Mode, Comparison], course: Course) -> list[Row]:
     for k, tokens in enumerate(TOKENS):
         for mode in MODES:
             ours, peer = live[mode][k] * course.speed, simulated[mode][k] * course.speed
-            what = f"TTFT, {tokens:,} tokens, {mode}"
-            made.append(Row(measure=what, unit="s", better="lower", ours=ours, peer=peer, peer_name="simulated"))
+            made.append(lone_prompts.ttft_row(f"{tokens:,} tokens, {mode}", ours, peer))
     ratios = [live["layerwise"][k] / live["serial"][k] for k in range(len(TOKENS))]
     due = [simulated["layerwise"][k] / simulated["serial"][k] for k in range(len(TOKENS))]
     each = ", ".join(f"{tokens // 1024}K {ratio:.2f}" for tokens, ratio in zip(TOKENS, ratios, strict=True))

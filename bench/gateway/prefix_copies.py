@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
+from bench.gateway import lone_prompts
 from bench.gateway.two_datacenters import faster
 from bench.measurement import Failed, Row, show
 
 from kvroute import topology
-from kvroute.experiments.live import Comparison, Question, embedded, observed, playable, played, predict
+from kvroute.experiments.live import Comparison, Question, playable
 from kvroute.sim.workload import Trace, TracedRequest
-from kvroute.types import InputError
 
 Mode = Literal["computed", "copied"]
 MODES: tuple[Mode, ...] = ("computed", "copied")
@@ -71,21 +71,12 @@ def compared(course: Course, mode: Mode, folder: Path) -> Comparison:
     """One mode, live and predicted. Raises Failed where the gateway did not start, an answer is missing, or another
     number of prefixes was copied than there are pairs."""
     question = Question(file_of(course, mode, folder), trace_of(course), "netkv", "cache-aware", 0)
-    try:
-        with embedded(question) as starting:
-            predicted, served = predict(question), starting()
-            answers, _ = played(served, question.trace)
-            page = served.page("/metrics").decode()
-            live = observed(answers, page)
-    except InputError as error:
-        raise Failed(str(error)) from None
-    if live.answered < len(question.trace.requests):
-        raise Failed(f"{mode}: {live.answered} answers; {'; '.join(live.errors[:1])}")
+    comparison, page = lone_prompts.compared(question, mode)
     due = len(question.trace.requests) // 2 if mode == "copied" else 0
     landed = [line for line in page.splitlines() if line.startswith('kvroute_copies_total{outcome="landed"}')]
     if sum(float(line.rpartition(" ")[2]) for line in landed) != due:
         raise Failed(f"{mode}: {'; '.join(landed) or 'no prefix was copied'}, and {due} pairs were sent")
-    return Comparison(mode, live, predicted)
+    return comparison
 
 
 def by_length(ttft_s: Sequence[float | None]) -> list[float]:
@@ -103,8 +94,8 @@ def rows(found: dict[Mode, Comparison], course: Course) -> list[Row]:
     for k, tokens in enumerate(PREFIXES):
         for mode in MODES:
             ours, peer = live[mode][k] * course.speed, simulated[mode][k] * course.speed
-            what = f"TTFT, {tokens:,} of {tokens + MORE_TOKENS:,} tokens cached at home, {mode}"
-            made.append(Row(measure=what, unit="s", better="lower", ours=ours, peer=peer, peer_name="simulated"))
+            what = f"{tokens:,} of {tokens + MORE_TOKENS:,} tokens cached at home, {mode}"
+            made.append(lone_prompts.ttft_row(what, ours, peer))
     pairs = [(live, simulated, k) for k in range(len(PREFIXES))]
     saved, due = (
         [1.0 - half["copied"][k] / half["computed"][k] for k in range(len(PREFIXES))] for half in (live, simulated)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import resource
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +11,7 @@ import pytest
 import uvloop
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.disk import files_no_longer_than
 from tests.gateway.rig import CLUSTER, MODEL, rig
 
 from kvroute.cli.app import main
@@ -90,23 +88,12 @@ def test_a_log_is_kept_when_another_begins(tmp_path: Path) -> None:
     assert path.exists()
 
 
-@contextmanager
-def _files_no_longer_than(nbytes: int) -> Iterator[None]:
-    """As on a full disk: writing more fails."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 @pytest.mark.parametrize("how", ["write", "flush", "close"])
 def test_a_recording_gives_up_once_and_quietly(tmp_path: Path, how: str) -> None:
     """Whichever call finds that the disk is full; what it is told afterwards is dropped."""
     lost: list[str] = []
     recording = Recording(tmp_path / "run.log", HEADER, "best", lambda: lost.append("lost"))
-    with _files_no_longer_than(10_000):
+    with files_no_longer_than(10_000):
         for number in range(100_000 if how == "write" else 1_000):
             recording.write(InstanceDown(float(number), "d"), ())
         if how == "flush":
@@ -129,7 +116,7 @@ def test_a_full_disk_ends_the_log_and_no_request(tmp_path: Path, caplog: pytest.
     async def run() -> None:
         async with rig(f"  log: {{events: {log}}}\n") as gate:
             assert (await gate.ask("before")).status == 200
-            with _files_no_longer_than(20_000):
+            with files_no_longer_than(20_000):
                 page = ""
                 while "kvroute_logs_lost_total 1" not in page:
                     answers = await asyncio.gather(*[gate.ask(f"{n} " * 2_000) for n in range(8)])

@@ -1,0 +1,29 @@
+"""Lone prompts to the embedded two-datacenter example, one after the other: their TTFT live and as simulated."""
+
+from __future__ import annotations
+
+from bench.measurement import Failed, Row
+
+from kvroute.experiments.live import Comparison, Question, embedded, observed, played, predict
+from kvroute.types import InputError
+
+
+def compared(question: Question, name: str) -> tuple[Comparison, str]:
+    """Live and predicted, and the gateway's metrics afterwards. Raises Failed where the gateway did not start, or an
+    answer is missing."""
+    try:
+        with embedded(question) as starting:
+            predicted, served = predict(question), starting()
+            answers, _ = played(served, question.trace)
+            page = served.page("/metrics").decode()
+            live = observed(answers, page)
+    except InputError as error:
+        raise Failed(str(error)) from None
+    if live.answered < len(question.trace.requests):
+        raise Failed(f"{name}: {live.answered} answers; {'; '.join(live.errors[:1])}")
+    return Comparison(name, live, predicted), page
+
+
+def ttft_row(what: str, ours_s: float, simulated_s: float) -> Row:
+    """One length in one mode."""
+    return Row(measure=f"TTFT, {what}", unit="s", better="lower", ours=ours_s, peer=simulated_s, peer_name="simulated")
