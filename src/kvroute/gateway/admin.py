@@ -7,19 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import re
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.resources import files
 from ipaddress import IPv4Address, IPv6Address, ip_address
-from typing import Any
 
 import msgspec
 from aiohttp import web
 
 from kvroute.gateway.door import bound
 from kvroute.gateway.metrics import Metrics
+from kvroute.gateway.redaction import redacted
 from kvroute.gateway.state import ClusterState
 from kvroute.types import InputError, cannot_listen
 
@@ -43,8 +42,6 @@ _HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-_SECRET = re.compile(r"token|secret|password|hash|authorization|(^|_)keys?(_|$)", re.IGNORECASE)
-_USER_INFO = re.compile(r"(?<=://)[^/@\s]+@")
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -244,24 +241,6 @@ class Admin:
             return _json(404, {"error": "this gateway is drained by SIGTERM only"})
         self._parts.drain()
         return _json(202, {"status": "draining"})
-
-
-def redacted(value: object) -> Any:
-    """Plain values with everything struck out whose name says it is a secret, hashes, and user:password in URLs."""
-    return _redacted(msgspec.to_builtins(value), secret=False)
-
-
-def _redacted(value: Any, secret: bool) -> Any:
-    match value:
-        case dict():
-            return {name: _redacted(held, bool(_SECRET.search(str(name)))) for name, held in value.items()}
-        case list() | tuple():
-            return [_redacted(held, secret) for held in value]
-        case str():
-            struck = value and (secret or value.startswith("sha256:"))
-            return "***" if struck else _USER_INFO.sub("***@", value)
-        case _:
-            return value
 
 
 def _asset(name: str, kind: str) -> _Handler:

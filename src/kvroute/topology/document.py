@@ -62,6 +62,18 @@ def read_mapping(text: str, source: str, kind: type[T], begin: str) -> tuple[T, 
     return _converted(value, kind, (), lines, found), lines
 
 
+def read_plain(text: str, source: str) -> dict[str, object]:
+    """A cluster file as plain values; their form is not looked at.
+
+    Raises:
+        InputErrors: the text is no YAML mapping, or has what is not read here.
+    """
+    value, _, found = _read_yaml(text, source, _CLUSTER_BEGINS)
+    if found:
+        raise InputErrors(found)
+    return value
+
+
 def other_kind(text: str, kind: type[msgspec.Struct]) -> tuple[str, str] | None:
     """What a YAML file looks like that is none of `kind`, and who reads it; None: nothing that is known better.
 

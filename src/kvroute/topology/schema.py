@@ -317,9 +317,13 @@ class ClusterFile(Entry, frozen=True, kw_only=True):
 
     def to_yaml(self) -> str:
         """The file's text; reading it gives an equal ClusterFile."""
-        plain = msgspec.to_builtins(self, enc_hook=quantity_text)
-        text: str = yaml.dump(plain, Dumper=yaml.CSafeDumper, sort_keys=False, default_flow_style=None, width=160)
-        return text
+        return yaml_text(msgspec.to_builtins(self, enc_hook=quantity_text))
+
+
+def yaml_text(plain: Any) -> str:
+    """Plain values as YAML, in their order."""
+    text: str = yaml.dump(plain, Dumper=yaml.CSafeDumper, sort_keys=False, default_flow_style=None, width=160)
+    return text
 
 
 def read_quantity(kind: type[Any], value: object) -> object:

@@ -1,0 +1,82 @@
+"""Secrets never leave the process: not on a page, not in a log; which settings are secrets, their types say."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec import inspect
+from tests.gateway.every_setting import SECRETS, every_setting, leaves
+from tests.gateway.rig import CLUSTER
+
+from kvroute.gateway.preflight import SECTION
+from kvroute.gateway.redaction import STRUCK, is_secret, names_secret, redacted, redacted_file
+from kvroute.gateway.settings import GatewaySettings
+from kvroute.topology import parse
+
+NO_SECRETS = {"listen.tls.key", "keys.file", "prompt.tokenizer", "upstream_key_env"}
+"""Settings that sound like secrets: paths of files, and the name of an environment variable."""
+
+
+def test_a_setting_that_sounds_like_a_secret_is_marked_as_one() -> None:
+    """Mark a new one with `amounts.Secret`, or add it above if it is none."""
+    texts = [
+        (".".join(path), known)
+        for path, known in leaves(inspect.type_info(GatewaySettings))
+        if "StrType" in repr(known) and any(names_secret(name) for name in path)
+    ]
+    assert {"admin.push_token", "keys.known.*"} <= {name for name, known in texts if is_secret(known)}
+    assert {name for name, known in texts if not is_secret(known)} == NO_SECRETS
+
+
+def test_values_without_a_type_are_struck_out_by_name() -> None:
+    """What names itself a secret, hashes of keys, passwords and queries in URLs; all else stays."""
+    shown = redacted(
+        {
+            "keys": [{"name": "anna", "hash": "sha256:00", "concurrency": 4}, "sha256:11"],
+            "per_key": 256,
+            "url": "http://user:pass@prometheus:9090/api?token=S3CRET#part",
+            "policy": "netkv",
+            "other": "sha256:22",
+            "push_token": None,
+        }
+    )
+    assert shown == {
+        "keys": [{"name": "anna", "hash": "***", "concurrency": 4}, "***"],
+        "per_key": 256,
+        "url": "http://***@prometheus:9090/api?***#part",
+        "policy": "netkv",
+        "other": "***",
+        "push_token": None,
+    }
+
+
+@given(
+    st.recursive(
+        st.text(max_size=8) | st.integers(), lambda held: st.lists(held) | st.dictionaries(st.text(max_size=5), held)
+    )
+)
+def test_a_secret_is_struck_out_however_deep(settings: Any) -> None:
+    """Wherever a token stands, its text does not come out."""
+    shown = json.dumps(redacted({"a": settings, "b": [{"c": {"push_token": "S3CRET!", "x": settings}}]}))
+    assert "S3CRET!" not in shown
+
+
+def test_a_file_without_its_secrets_is_the_same_cluster() -> None:
+    """Every setting is given; comments, which may hold an older token, are gone."""
+    section = yaml.safe_dump({SECTION: every_setting()})
+    assert all(secret in section for secret in SECRETS)
+    text = CLUSTER.partition(f"{SECTION}:")[0] + f"# once push_token: {SECRETS[0]}\n" + section
+    struck = redacted_file(text, "f")
+    assert not any(secret in struck for secret in SECRETS)
+    assert struck.count(STRUCK) == 2
+    assert parse(struck).file == parse(redacted_file(struck, "f")).file
+    before, after = parse(text), parse(struck)
+    assert before.instances == after.instances
+    assert before.links == after.links
+    assert before.timing == after.timing
+    again = yaml.safe_load(struck)[SECTION]
+    assert (again["limits"], again["offload"]) == (every_setting()["limits"], every_setting()["offload"])
