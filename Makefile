@@ -7,7 +7,9 @@ STAMP := $(VENV)/.core
 export UV_SYSTEM_CERTS := true
 DEV_STAMP := $(VENV)/.dev
 
-.PHONY: demo test check lint types layers vllm live bench requirements clean
+SOAK_RUNS := 10
+
+.PHONY: demo test soak check lint types layers vllm live bench requirements clean
 
 $(BIN)/uv: requirements/uv.txt
 	$(PYTHON) -m venv $(VENV)
@@ -28,6 +30,9 @@ demo: $(STAMP)  ## a live gateway on 16 emulated engines under round-robin, NetK
 
 test: $(DEV_STAMP)  ## the whole test suite but the live tests
 	$(BIN)/pytest -n auto -m "not live"
+
+soak: $(DEV_STAMP)  ## the whole suite ten times, with other Hypothesis examples each time, beside two busy loops
+	env --unset=CI $(PYTHON) tests/soak.py --runs $(SOAK_RUNS) --loops 2 -- $(MAKE) --no-print-directory test
 
 lint: $(DEV_STAMP)
 	$(BIN)/ruff check .

@@ -20,7 +20,7 @@ from kvroute.connector.server import Server
 from kvroute.connector.wire import VERSION, Challenge, Channel, Hello, Welcome, proof
 
 BLOCKS = 24
-WAIT_S = 30.0
+WAIT_S = 120.0
 TOKEN = Options(token="secret", timeout_s=5.0)
 
 

@@ -15,6 +15,7 @@ import uvloop
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.emulator.test_wan import AWAY, DECODE, MODEL, SITES, WAY, Hand, Hold
+from tests.waiting import until
 
 from kvroute import llm
 from kvroute.emulator import Fleet, FleetSettings
@@ -28,7 +29,6 @@ QUICK = TimingSpec(
 )
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 200
 TOKENS = len(PROMPT) // 4
-LOOKS = 2000
 
 
 @settings(max_examples=40, deadline=None)
@@ -94,14 +94,6 @@ class Sites:
         return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(sample))
 
 
-async def comes(true: Callable[[], bool]) -> None:
-    for _ in range(LOOKS):
-        if true():
-            return
-        await asyncio.sleep(0.002)
-    raise AssertionError("it never came true")
-
-
 def on_sites(check: Callable[[Sites], Awaitable[None]]) -> None:
     cluster = replace(SITES, timing=dict.fromkeys(SITES.timing, QUICK))
 
@@ -132,7 +124,7 @@ def test_both_legs_at_once_in_any_order(first: str) -> None:
         nbytes = await sites.metric(DECODE, f"kvroute:kv_early_bytes_total{source}")
         assert 0 < nbytes <= llm.model(MODEL).kv_bytes(len(prompt) // 4 + 1)
         assert await sites.metric(AWAY, f'kvroute:kv_sent_bytes_total{{target="{DECODE}"}}') == nbytes
-        await comes(lambda: sites.held() == 0)
+        await until(lambda: sites.held() == 0)
 
     on_sites(check)
 
@@ -144,7 +136,7 @@ def test_bytes_leave_before_the_prompt_is_computed() -> None:
         long = PROMPT * 20
         legs = [asyncio.create_task(leg("k", long)) for leg in (sites.decode, sites.prefill)]
         engine = sites.fleet.servers[AWAY].engine
-        await comes(lambda: engine.under_way("k") is not None)
+        await until(lambda: engine.under_way("k") is not None)
         seen = [0.0]
         while engine.under_way("k") is not None and len(seen) < 4:
             sent = await sites.metric(AWAY, f'kvroute:kv_sent_bytes_total{{target="{DECODE}"}}')
@@ -166,11 +158,11 @@ def test_a_prompt_that_is_given_up_ends_the_pull(stage: str) -> None:
         await sites.post(AWAY, "/emulator/slow", {"factor": 20})
         if stage == "queued":
             ahead.append(asyncio.create_task(sites.prefill("ahead", PROMPT + "ahead")))
-            await comes(lambda: engine.under_way("ahead") is not None)
+            await until(lambda: engine.under_way("ahead") is not None)
         pulling = asyncio.create_task(sites.decode("k"))
-        await comes(lambda: sites.waits("k"))
+        await until(lambda: sites.waits("k"))
         asked = asyncio.create_task(sites.prefill("k"))
-        await comes(lambda: engine.waiting > 0 if ahead else engine.under_way("k") is not None)
+        await until(lambda: engine.waiting > 0 if ahead else engine.under_way("k") is not None)
         asked.cancel()
         status, told = await pulling
         assert (status, told["error"]["type"]) == (500, "InternalServerError")
@@ -190,15 +182,15 @@ def test_a_second_target_may_ask_for_the_same_name() -> None:
 
     async def check(sites: Sites) -> None:
         first = asyncio.create_task(sites.decode("k"))
-        await comes(lambda: sites.waits("k"))
+        await until(lambda: sites.waits("k"))
         computing = asyncio.create_task(sites.prefill("k"))
-        await comes(lambda: sites.fleet.servers[AWAY].engine.under_way("k") is not None)
+        await until(lambda: sites.fleet.servers[AWAY].engine.under_way("k") is not None)
         first.cancel()
         await asyncio.gather(first, return_exceptions=True)
         status, _ = await sites.decode("k")
         assert status == 200
         assert (await computing)[0] == 200
-        await comes(lambda: sites.held() == 0)
+        await until(lambda: sites.held() == 0)
 
     on_sites(check)
 
@@ -210,9 +202,8 @@ def test_a_link_that_is_cut_shows_a_queue_that_stands_still() -> None:
         await sites.post(AWAY, "/emulator/wan", {"share": 0})
         legs = [asyncio.create_task(leg("k")) for leg in (sites.decode, sites.prefill)]
         target = f'{{target="{DECODE}"}}'
-        for _ in range(LOOKS):
-            if await sites.metric(AWAY, f"kvroute:kv_link_connections{target}"):
-                break
+        while not await sites.metric(AWAY, f"kvroute:kv_link_connections{target}"):
+            pass
         before = await sites.metric(AWAY, f"kvroute:kv_sent_bytes_total{target}")
         looked = await sites.metric(AWAY, f"kvroute:kv_link_looked_seconds{target}")
         assert await sites.metric(AWAY, f"kvroute:kv_link_unsent_bytes{target}") > 0

@@ -14,6 +14,7 @@ import pytest
 import uvloop
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.waiting import until
 
 from kvroute.emulator import Fleet, FleetSettings
 from kvroute.emulator.clock import Alarm
@@ -29,7 +30,6 @@ AWAY, HOME_PREFILL, DECODE = (
 WAY = "prefill-site/local-site"
 MODEL = SITES.instances[0].model
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 200
-LOOKS = 2000
 
 
 class Hand:
@@ -171,10 +171,7 @@ def test_a_cut_stalls_transfers_and_a_mended_way_lets_them_go_on() -> None:
             assert await both.post(DECODE, "/emulator/wan", {"share": 0.0}) == (200, {})
             answer = asyncio.create_task(both.decode(await both.prefill()))
             shelf = both.fleet.servers[AWAY].kv_door.shelf
-            for _ in range(LOOKS):
-                if shelf.fabric.in_flight:
-                    break
-                await asyncio.sleep(0.005)
+            await until(lambda: bool(shelf.fabric.in_flight))
             assert shelf.fabric.in_flight == 1
             assert not answer.done()
             assert await both.post(AWAY, "/emulator/wan", {"way": WAY, "share": 1.0}) == (200, {})
@@ -231,10 +228,7 @@ def test_an_idle_engine_takes_another_role_with_an_empty_cache_and_a_busy_one_do
             assert (status, document["usage"]["prompt_tokens_details"]["cached_tokens"]) == (200, 0)
             await both.post(HOME_PREFILL, "/emulator/slow", {"factor": 1000})
             busy = asyncio.create_task(both.post(HOME_PREFILL, "/v1/completions", {**asked, "max_tokens": 5_000}))
-            for _ in range(LOOKS):
-                if server.engine.running or server.engine.waiting:
-                    break
-                await asyncio.sleep(0.005)
+            await until(lambda: bool(server.engine.running or server.engine.waiting))
             status, said = await both.post(HOME_PREFILL, "/emulator/role", {"role": "prefill"})
             assert (status, server.role) == (409, "decode")
             assert "drain" in said["error"]["message"]

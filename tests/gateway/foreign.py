@@ -13,7 +13,8 @@ import aiohttp
 import msgspec
 import uvloop
 from aiohttp import web
-from tests.gateway.rig import CLUSTER, LOOKS, MODEL, Front
+from tests.gateway.rig import CLUSTER, MODEL, Front
+from tests.waiting import HANGS_S
 
 from kvroute.gateway.deployment import Deployment
 from kvroute.gateway.gateway import Gateway
@@ -219,19 +220,10 @@ def run(main: Coroutine[Any, Any, None]) -> None:
     """Hanging is a failure, not a wait."""
 
     async def bounded() -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANGS_S):
             await main
 
     uvloop.run(bounded())
-
-
-async def sooner_or_later(what: Callable[[], bool]) -> bool:
-    """Whether it comes to be."""
-    for _ in range(LOOKS):
-        if what():
-            return True
-        await asyncio.sleep(0.005)
-    return False
 
 
 def completion(**fields: Any) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import Any
 
 import aiohttp
 import msgspec
+from tests.waiting import becomes_true
 
 from kvroute import topology
 from kvroute.emulator import Fleet, FleetSettings
@@ -38,7 +38,6 @@ gateway:
 """
 MODEL = "llama-3-70b"
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-LOOKS = 2000
 
 
 @dataclass(slots=True)
@@ -119,19 +118,11 @@ class Front:
 
     async def settles(self) -> bool:
         """Nothing is held any more, sooner or later; scrapes and health checks come and go."""
-        for _ in range(LOOKS):
-            if not any(self.leftovers().values()):
-                return True
-            await asyncio.sleep(0.005)
-        return False
+        return await becomes_true(lambda: not any(self.leftovers().values()))
 
     async def becomes(self, name: str, up: bool) -> bool:
         """The gateway takes an instance for up or down, sooner or later."""
-        for _ in range(LOOKS):
-            if self.gateway.serving.stations[name].guard.up is up:
-                return True
-            await asyncio.sleep(0.005)
-        return False
+        return await becomes_true(lambda: self.gateway.serving.stations[name].guard.up is up)
 
 
 @dataclass(slots=True)
@@ -145,6 +136,14 @@ class Rig(Front):
         body = {"model": MODEL, "prompt": prompt, "max_tokens": tokens}
         async with self.session.post(self.fleet.ready().instances[name].url + COMPLETIONS, json=body) as response:
             return str(msgspec.json.decode(await response.read())["choices"][0]["text"])
+
+    async def goes_down(self, name: str) -> None:
+        """An engine dies, and stays away until it `comes_back`."""
+        await self.order(name, "restart", down_s=3600)
+
+    async def comes_back(self, name: str) -> None:
+        """An engine that went down listens again, empty."""
+        await self.fleet.servers[name].come_back()
 
     async def order(self, name: str, path: str = "fault", **fault: Any) -> None:
         """Have an engine fail."""

@@ -13,6 +13,7 @@ from typing import Any
 import aiohttp
 import pytest
 from tests.gateway.every_setting import SECRETS, every_setting, read
+from tests.waiting import HANGS_S
 
 from kvroute.gateway.admin import WATCHERS_MOST, Admin, AdminParts
 from kvroute.gateway.metrics import Metrics
@@ -102,7 +103,7 @@ async def _open(gateway: Gateway, **changes: Any) -> AsyncIterator[Port]:
 
 def _run(gateway: Gateway, drive: Callable[[Port], Awaitable[None]], **changes: Any) -> None:
     async def main() -> None:
-        async with asyncio.timeout(20), _open(gateway, **changes) as port:
+        async with asyncio.timeout(HANGS_S), _open(gateway, **changes) as port:
             await drive(port)
 
     asyncio.run(main())

@@ -11,6 +11,7 @@ import httptools
 import pytest
 import uvloop
 import xxhash
+from tests.waiting import HANGS_S
 
 from kvroute.gateway.call import Call, Failure
 from kvroute.gateway.deadlines import Deadlines
@@ -35,7 +36,7 @@ def run(main: Coroutine[Any, Any, T], runner: Callable[[Coroutine[Any, Any, T]],
     """Hanging is a failure, not a wait."""
 
     async def bounded() -> T:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANGS_S):
             return await main
 
     return runner(bounded())

@@ -15,6 +15,7 @@ import uvloop
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.gateway.rig import COMPLETIONS, rig
+from tests.waiting import HANGS_S
 
 from kvroute.gateway.deadlines import Deadlines
 from kvroute.gateway.door import Door
@@ -35,7 +36,7 @@ def run(main: Coroutine[Any, Any, T]) -> T:
     """Hanging is a failure, not a wait."""
 
     async def bounded() -> T:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(HANGS_S):
             return await main
 
     return uvloop.run(bounded())

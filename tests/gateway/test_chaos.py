@@ -19,7 +19,8 @@ import pytest
 import uvloop
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.gateway.rig import CLUSTER, COMPLETIONS, LOOKS, MODEL, Rig, rig
+from tests.gateway.rig import CLUSTER, COMPLETIONS, MODEL, Rig, rig
+from tests.waiting import becomes_true
 
 from kvroute.control import ControlSpec, read_log, replay, same
 from kvroute.emulator.faults import Fault, Where
@@ -134,15 +135,6 @@ async def truths(gate: Rig) -> list[str]:
     return [await gate.direct("decode0", prompt, TOKENS) for prompt in PROMPTS]
 
 
-async def soon(holds: Callable[[], bool]) -> bool:
-    """Whether it comes to hold, sooner or later."""
-    for _ in range(LOOKS):
-        if holds():
-            return True
-        await asyncio.sleep(0.005)
-    return False
-
-
 async def nothing_stays(gate: Rig) -> None:
     """In the gateway, in the core's books and in the engines; connections of clients included."""
     assert await gate.settles(), gate.leftovers()
@@ -160,7 +152,7 @@ async def nothing_stays(gate: Rig) -> None:
             *engines,
         ]
 
-    assert await soon(lambda: not any(held())), held()
+    assert await becomes_true(lambda: not any(held())), held()
     assert all(line.endswith(" 0") for line in page(gate, "kvroute_transfers_in_flight"))
     gc.collect()
     kept = Counter(type(each).__name__ for each in gc.get_objects() if isinstance(each, Journey | Leg | Exchange))

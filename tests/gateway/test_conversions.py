@@ -14,7 +14,8 @@ import pytest
 import uvloop
 from aiohttp import web
 from tests.gateway.rig import Rig
-from tests.gateway.two_sites import LONG, TEXT, comes, metric, reaches, two_sites
+from tests.gateway.two_sites import LONG, TEXT, metric, reaches, two_sites
+from tests.waiting import until
 
 from kvroute.control import read_log, replay, same
 from kvroute.gateway.gateway import Deployment
@@ -104,7 +105,7 @@ def test_emulated_engines_change_their_roles_under_load(tmp_path: Path) -> None:
             (name,) = [n for n, s in gate.fleet.servers.items() if n.startswith("decode") and s.role == "prefill"][:1]
             stations = gate.gateway.serving.stations
             assert stations[name].role == "prefill"
-            await comes(lambda: stations[name].under_way > 0)
+            await until(lambda: stations[name].under_way > 0)
             assert await metric(gate, "kvroute_instance_up", engine=name, role="prefill") == 1
             async with gate.session.get(gate.admin + "/state") as response:
                 offloaded = (await response.json())["tick"]["load"]["offload"]
@@ -130,19 +131,19 @@ def test_a_hook_is_called_when_the_requests_have_left_and_told_who_and_what() ->
         for name in ("decode0", "decode1", "decode2"):
             await gate.order(name, "slow", factor=10)
         load = Load(gate, clients=9, tokens=30)  # two thirds of a second each, on every decode instance
-        await comes(lambda: bool(told))
+        await until(lambda: bool(told))
         name = told[0]["instance"]
         stations = gate.gateway.serving.stations
         assert stations[name].under_way == 0
         assert told == [{"instance": name, "role": "prefill", "from": "decode"}]
         before = load.answers
-        await comes(lambda: load.answers > before + 10)
+        await until(lambda: load.answers > before + 10)
         assert stations[name].under_way == 0
         assert stations[name].guard.why == "converting"
         assert await metric(gate, "kvroute_conversions_under_way") == 1
         gone.set()
         await reaches(gate, OUTCOMES, 1, outcome="converted")
-        await comes(lambda: stations[name].under_way > 0)
+        await until(lambda: stations[name].under_way > 0)
         await load.end()
         assert await gate.settles(), gate.leftovers()
 
@@ -205,17 +206,18 @@ def test_an_engine_that_dies_while_it_is_converted_stays_away_until_it_is_back()
             section = offload(f'{{url: "{url}"}}') + "  health: {interval: 20 ms, timeout: 1 s, failures: 1}\n"
             async with two_sites(section) as gate:
                 load = Load(gate)
-                await comes(lambda: bool(told))
+                await until(lambda: bool(told))
                 name = told[0]["instance"]
                 guard = gate.gateway.serving.stations[name].guard
-                await gate.order(name, "restart", down_s=0.5)
-                await comes(lambda: not guard.healthy)
+                await gate.goes_down(name)
+                await until(lambda: not guard.healthy)
                 gone.set()
                 await reaches(gate, OUTCOMES, 1, outcome="converted")
                 assert not guard.up
-                await comes(lambda: guard.up)
+                await gate.comes_back(name)
+                await until(lambda: guard.up)
                 stations = gate.gateway.serving.stations
-                await comes(lambda: stations[name].under_way > 0)
+                await until(lambda: stations[name].under_way > 0)
                 await load.end()
                 assert await gate.settles(), gate.leftovers()
 
@@ -234,7 +236,7 @@ def test_a_reload_during_a_conversion(tmp_path: Path, change: str) -> None:
             section = offload(f'{{url: "{url}"}}') + logged
             async with two_sites(section) as gate:
                 load = Load(gate)
-                await comes(lambda: bool(told))
+                await until(lambda: bool(told))
                 name = str(told[0]["instance"])
                 endpoints = dict(gate.fleet.ready().instances)
                 text = TEXT + (logged if change == "no-hook" else section)
@@ -284,7 +286,7 @@ def test_a_gateway_that_drains_converts_nothing_more() -> None:
         never = asyncio.Event()
         async with hook([200], never) as (url, told), two_sites(offload(f'{{url: "{url}"}}')) as gate:
             load = Load(gate)
-            await comes(lambda: bool(told))
+            await until(lambda: bool(told))
             await load.end()
             await gate.gateway.drain()
             await gate.gateway.close()

@@ -14,8 +14,9 @@ import pytest
 import uvloop
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tests.gateway.rig import LOOKS, Answer, Rig
-from tests.gateway.two_sites import AWAY, OFFLOAD, TEXT, comes, metric, two_sites
+from tests.gateway.rig import Answer, Rig
+from tests.gateway.two_sites import AWAY, OFFLOAD, TEXT, metric, two_sites
+from tests.waiting import until
 from typer.testing import CliRunner
 
 from kvroute.cli.app import app
@@ -64,7 +65,7 @@ async def clean(gate: Rig) -> None:
     assert await metric(gate, "kvroute_transfers_in_flight", tier="cross_datacenter") == 0
     assert not gate.gateway.state.snapshot(gate.gateway.now()).tick.transfers_under_way
     servers = gate.fleet.servers.values()
-    await comes(lambda: not any(server.engine.waiting or server.engine.running for server in servers))
+    await until(lambda: not any(server.engine.waiting or server.engine.running for server in servers))
 
 
 @pytest.mark.parametrize("section", [SERIAL, EARLY], ids=["serial", "layerwise"])
@@ -149,8 +150,8 @@ def test_a_copy_is_off_the_link_when_it_should_be_there() -> None:
             for name in FAR:
                 await gate.order(name, "slow", factor=1_000)
             asking = asyncio.create_task(ask(gate, TOKENS))
-            await comes(lambda: sum(backlog(gate)) == bytes_of(KEPT))
-            await comes(lambda: sum(backlog(gate)) == 0.0)
+            await until(lambda: sum(backlog(gate)) == bytes_of(KEPT))
+            await until(lambda: sum(backlog(gate)) == 0.0)
             assert not asking.done()
             assert any(gate.fleet.servers[name].engine.running for name in FAR) or _at_target(gate)
             asking.cancel()
@@ -251,7 +252,7 @@ def test_a_source_that_is_dead_costs_the_copy_and_nothing_else() -> None:
     async def main() -> None:
         async with two_sites(SERIAL + "  health: {interval: 60 s}\n") as gate:
             await ask(gate, TOKENS[:SEEN])
-            await gate.order("prefill0", "restart", down_s=60.0)
+            await gate.goes_down("prefill0")
             await gone(gate.fleet.ready().instances["prefill0"].url)
             answer = await ask(gate, TOKENS)
             assert (answer.status, cached(answer), await copies(gate)) == (200, 0, {"failed": 1})
@@ -264,14 +265,13 @@ def test_a_source_that_is_dead_costs_the_copy_and_nothing_else() -> None:
 async def gone(url: str) -> None:
     """Nobody listens there any more, sooner or later."""
     host, _, port = url.removeprefix("http://").rpartition(":")
-    for _ in range(LOOKS):
+    while True:
         try:
             _, writer = await asyncio.open_connection(host, int(port))
         except OSError:
             return
         writer.close()
         await asyncio.sleep(0.005)
-    raise AssertionError(f"somebody still listens at {url}")
 
 
 def test_bytes_that_break_off_half_way_are_computed() -> None:
@@ -338,7 +338,7 @@ def test_a_client_that_leaves_ends_the_copy(reached: Callable[[Rig], bool]) -> N
             else:
                 await gate.order("far0", "wan", share=0)
             asking = asyncio.create_task(ask(gate, TOKENS))
-            await comes(lambda: reached(gate))
+            await until(lambda: reached(gate))
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
             await clean(gate)

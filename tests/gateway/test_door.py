@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import pytest
 import uvloop
+from tests.waiting import HANGS_S
 
 from kvroute.gateway.deadlines import Deadlines
 from kvroute.gateway.door import Door, Limits
@@ -29,7 +30,7 @@ def run(main: Coroutine[Any, Any, T]) -> T:
     """Hanging is a failure, not a wait."""
 
     async def bounded() -> T:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(HANGS_S):
             return await main
 
     return uvloop.run(bounded())

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.disk import files_no_longer_than
 from tests.gateway.rig import CLUSTER, MODEL, rig
+from tests.waiting import HANGS_S
 
 from kvroute.cli.app import main
 from kvroute.control import ControlSpec, EventLog, LogHeader, read_log, replay, same, set_aside
@@ -126,7 +127,7 @@ def test_a_full_disk_ends_the_log_and_no_request(tmp_path: Path, caplog: pytest.
             assert await gate.settles(), gate.leftovers()
 
     async def bounded() -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANGS_S):
             await run()
 
     uvloop.run(bounded())

@@ -7,6 +7,7 @@ import asyncio
 import uvloop
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.waiting import HANGS_S
 
 from kvroute.gateway.health import Health, HealthChecks
 from kvroute.gateway.pool import Pool
@@ -90,7 +91,7 @@ def test_a_server_falls_ill_leaves_and_comes_back() -> None:
         assert paths == {b"/healthz"}
 
     async def bounded() -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANGS_S):
             await scenario()
 
     uvloop.run(bounded())

@@ -16,6 +16,7 @@ import zmq.asyncio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from tests.waiting import HANGS_S
 
 from kvroute.gateway.engine_blocks import BatchError, BlockEvent, EngineBlocks, read_batch
 from kvroute.gateway.kv_events import KvEvents
@@ -469,7 +470,7 @@ async def connected(
 
 def run(scenario: Callable[[], Awaitable[None]]) -> None:
     async def bounded() -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANGS_S):
             await scenario()
 
     uvloop.run(bounded())

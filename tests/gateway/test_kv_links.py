@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 from tests.gateway.rig import Rig
-from tests.gateway.two_sites import AWAY, HOME, LONG, OFFLOAD, TEXT, comes, metric, two_sites, until
+from tests.gateway.two_sites import AWAY, HOME, LONG, OFFLOAD, TEXT, metric, metric_is, two_sites
+from tests.waiting import until
 
 from kvroute.gateway.kv_links import LinkSeen, LinkTotals, LinkWatch, between, link_lines, read_links
 from kvroute.gateway.way_signals import OTHERS_MAX, WaySignals
@@ -282,13 +283,13 @@ def test_a_cut_way_is_shut_before_anybody_gives_up(layerwise: bool) -> None:
             assert (await gate.ask(LONG)).status == 200
             await gate.order("far0", "wan", share=0)
             waiting = [asyncio.create_task(gate.ask(f"{n} {LONG}", stream=True)) for n in range(2)]
-            await until(gate, "kvroute_way_state", 2, site=AWAY)
+            await metric_is(gate, "kvroute_way_state", 2, site=AWAY)
             assert (await gate.ask(f"later {LONG}", stream=True)).status == 200
             assert await metric(gate, "kvroute_offload_decisions_total", site=HOME, reason="away_down") == 1
             assert not any(task.done() for task in waiting)
             assert "kvroute_leg_failures_total{" not in (await gate.get("/metrics")).body.decode()
             await gate.order("far0", "wan", share=1)
-            await until(gate, "kvroute_way_state", 0, site=AWAY)
+            await metric_is(gate, "kvroute_way_state", 0, site=AWAY)
             assert [answer.status for answer in await asyncio.gather(*waiting)] == [200] * 2
             assert (await gate.ask(f"last {LONG}", stream=True)).status == 200
             assert await gate.settles(), gate.leftovers()
@@ -306,8 +307,8 @@ def test_a_slow_way_is_others_traffic_until_it_is_whole_again() -> None:
             events = heard(gate)
             await gate.order("far0", "wan", share=half)
             asking = [asyncio.create_task(gate.ask(f"{n} {HUGE}", stream=True)) for n in range(2)]
-            await comes(lambda: any(isinstance(event, CongestionMeasured) for event in events))
-            await comes(lambda: any(isinstance(event, TransferMeasured) for event in events))
+            await until(lambda: any(isinstance(event, CongestionMeasured) for event in events))
+            await until(lambda: any(isinstance(event, TransferMeasured) for event in events))
             first = next(event for event in events if isinstance(event, CongestionMeasured))
             assert first.per_tier[:4] == (0.0,) * 4
             offloading = gate.gateway.serving.control.offloading
@@ -331,7 +332,7 @@ def test_a_way_that_is_full_of_own_bytes_is_nobody_elses() -> None:
         async with two_sites(WATCHED + SCRAPED, patience_s=PATIENT) as gate:
             events = heard(gate)
             asking = [asyncio.create_task(gate.ask(f"{n} {HUGE}", stream=True)) for n in range(4)]
-            await comes(lambda: any(isinstance(event, TransferMeasured) for event in events))
+            await until(lambda: any(isinstance(event, TransferMeasured) for event in events))
             assert [answer.status for answer in await asyncio.gather(*asking)] == [200] * 4
             shares = sorted(event.per_tier[4] for event in events if isinstance(event, CongestionMeasured))
             assert not shares or shares[len(shares) // 2] < 0.1

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.gateway.foreign import Asked, Engine, Gate, begun, completion, failing, foreign, run, sides, tokens
 from tests.gateway.rig import Front, Rig, rig
-from tests.gateway.two_sites import AWAY, HOME, LONG, OFFLOAD, SHORT, TEXT, comes, metric, two_sites
+from tests.gateway.two_sites import AWAY, HOME, LONG, OFFLOAD, SHORT, TEXT, metric, two_sites
+from tests.waiting import until
 
 from kvroute.control import read_log, replay, same
 from kvroute.topology import parse
@@ -234,10 +235,10 @@ def test_a_prefill_engine_that_dies_while_it_is_pulled_from() -> None:
         async with two_sites(EARLY) as gate:
             asking = [asyncio.create_task(gate.ask(f"{n} {VERY_LONG}", stream=True)) for n in range(2)]
             engines = [gate.fleet.servers[name] for name in ("far0", "far1")]
-            await comes(lambda: any(each.engine.counters.sent or each.kv_door.awaited for each in engines))
-            await comes(lambda: any(each.engine.running for each in engines))
+            await until(lambda: any(each.engine.counters.sent or each.kv_door.awaited for each in engines))
+            await until(lambda: any(each.engine.running for each in engines))
             for name in ("far0", "far1"):
-                await gate.order(name, "restart", down_s=0.5)
+                await gate.goes_down(name)
             answers = await asyncio.gather(*asking)
             assert [answer.status for answer in answers] == [200] * 2
             assert all(answer.text for answer in answers)
@@ -269,13 +270,13 @@ def test_a_client_that_leaves_ends_both_legs() -> None:
         async with two_sites(EARLY) as gate:
             engines = [gate.fleet.servers[name].engine for name in ("far0", "far1")]
             asking = [asyncio.create_task(gate.ask(f"{n} {VERY_LONG}", stream=True)) for n in range(4)]
-            await comes(lambda: all(engine.running for engine in engines))
+            await until(lambda: all(engine.running for engine in engines))
             for task in asking:
                 task.cancel()
             await asyncio.gather(*asking, return_exceptions=True)
             assert await gate.settles(), gate.leftovers()
-            await comes(lambda: not any(gate.fleet.servers[name].engine.waiting for name in DECODERS))
-            await comes(lambda: not any(engine.running or engine.held for engine in engines))
+            await until(lambda: not any(gate.fleet.servers[name].engine.waiting for name in DECODERS))
+            await until(lambda: not any(engine.running or engine.held for engine in engines))
 
     uvloop.run(main())
 
@@ -305,6 +306,6 @@ def test_whatever_fails_every_request_has_one_end_and_nothing_is_held(faults: di
                 if answer.status == 200:
                     assert answer.text == await gate.direct("decode0", prompt)
             assert await gate.settles(), gate.leftovers()
-            await comes(lambda: not any(server.engine.waiting for server in gate.fleet.servers.values()))
+            await until(lambda: not any(server.engine.waiting for server in gate.fleet.servers.values()))
 
     uvloop.run(main())

@@ -83,7 +83,7 @@ def bodies(draw: st.DrawFn) -> dict[str, Any]:
     count = st.none() | st.sampled_from([-1, 0, 1, 2, 7, 1.0, 1.5, 2**31 - 1, 2**31, "1", True, [], 10**30])
     flag = st.none() | st.booleans() | st.sampled_from([0, 1, "true", {}])
     text = st.none() | st.text(max_size=3) | st.sampled_from([1, ["a"], {}])
-    ids = st.lists(st.sampled_from([0, 5, -1, 2**63 - 1, 2**63, "a", 1.5, None, [1]]), max_size=2)
+    ids = st.lists(st.sampled_from([0, 5, 2.0, -1, 2**63 - 1, 2**63, "a", 1.5, None, [1]]), max_size=2)
     parts = st.lists(st.sampled_from(["a", {"type": "text"}, {"type": None}, {"type": 1}, {}, 1, None]), max_size=2)
     content = st.none() | st.text(max_size=2) | parts | st.sampled_from([1, {}, True])
     message = st.fixed_dictionaries({}, optional={"role": text, "content": content, "name": values})
@@ -117,6 +117,11 @@ SCHEMAS = {
 @given(PATHS, bodies())
 @example(COMPLETIONS, {"echo": 0, "best_of": 2, "prompt": ""})
 @example(COMPLETIONS, {"best_of": -1, "prompt": ["a", "a"]})
+@example(COMPLETIONS, {"prompt": [0.0]})
+@example(COMPLETIONS, {"prompt": [[1, 2.0], [3e2]]})
+@example(COMPLETIONS, {"prompt": [0.5]})
+@example(COMPLETIONS, {"prompt": [-1.0]})
+@example(COMPLETIONS, {"prompt": [1e30]})
 def test_the_published_schema_accepts_what_the_gateway_accepts(path: bytes, body: dict[str, Any]) -> None:
     try:
         read_completion(path, json.dumps(body).encode())

@@ -14,6 +14,7 @@ import uvloop
 from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.waiting import HANGS_S
 
 from kvroute.gateway.amounts import Wait as WaitTime
 from kvroute.gateway.prometheus import LinkReader, PrometheusSource, TelemetryError, read_reply, tier_value
@@ -143,7 +144,7 @@ class Server:
 
 def run(scenario: Callable[[], Awaitable[None]]) -> None:
     async def bounded() -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANGS_S):
             await scenario()
 
     uvloop.run(bounded())

@@ -17,10 +17,10 @@ from tests.gateway.foreign import (
     foreign,
     run,
     sides,
-    sooner_or_later,
     tokens,
 )
-from tests.gateway.rig import COMPLETIONS, LOOKS
+from tests.gateway.rig import COMPLETIONS
+from tests.waiting import until
 
 from kvroute.gateway.keys import hash_text
 from kvroute.types import KvProtocol
@@ -183,12 +183,10 @@ def test_an_engine_that_has_restarted_is_asked_for_its_name_again() -> None:
         source = prefill[0]
         async with foreign([source, *decode], "  scrape: {interval: 20 ms}\n") as front:
             assert (await front.post(completion())).status == 200
-            assert await sooner_or_later(lambda: source.name in front.gateway.serving.measured)
+            await until(lambda: source.name in front.gateway.serving.measured)
             source.engine_id, source.started_s = "id-new", 2.0
-            for _ in range(LOOKS):
+            while source.queries < 2:
                 assert (await front.post(completion())).status == 200
-                if source.queries == 2:
-                    break
             last = max(asked_of(decode), key=lambda asked: asked.json["kv_transfer_params"]["remote_engine_id"])
             assert last.json["kv_transfer_params"]["remote_engine_id"] == "id-new"
             assert source.queries == 2

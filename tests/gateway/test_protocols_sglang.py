@@ -23,10 +23,10 @@ from tests.gateway.foreign import (
     run,
     serving,
     sides,
-    sooner_or_later,
     tokens,
 )
 from tests.gateway.rig import COMPLETIONS, Front
+from tests.waiting import becomes_true
 
 from kvroute.types import Instance
 
@@ -174,7 +174,7 @@ def test_a_prefill_that_fails_behind_the_first_token_harms_no_stream(status: int
             async with front.session.post(front.url + COMPLETIONS, json=completion(stream=True)) as response:
                 assert b"one" in await response.content.readuntil(b"\n\n")
                 relayed.open.set()
-                assert await sooner_or_later(lambda: front.leftovers()["legs"] == 1)
+                assert await becomes_true(lambda: front.leftovers()["legs"] == 1)
                 goes_on.open.set()
                 rest = await response.read()
             assert rest == event("two ") + b"data: [DONE]\n\n"
@@ -273,7 +273,7 @@ def test_a_client_that_leaves_frees_both_engines(token: bool) -> None:
             await left.entered.wait()
             await right.entered.wait()
             if token:
-                assert await sooner_or_later(lambda: not front.leftovers()["slots"])
+                assert await becomes_true(lambda: not front.leftovers()["slots"])
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
             await left.left.wait()

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 import uvloop
 from tests.gateway.rig import CLUSTER, COMPLETIONS, MODEL, Rig, rig
+from tests.waiting import HANGS_S
 
 from kvroute.gateway.admission import Admission, AdmissionLimits
 from kvroute.gateway.door import Door
@@ -57,7 +58,7 @@ def test_everybody_who_waits_is_answered_when_nobody_can_be_served() -> None:
             for name in ("decode0", "decode1"):
                 gate.gateway.serving.stations[name].guard.set_healthy(False, gate.gateway.now())
             first.close()
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(HANGS_S):
                 statuses = [await _status(*pair) for pair in waiting]
             assert statuses == [b"503"] * 300
             assert await gate.settles(), gate.leftovers()
@@ -78,7 +79,7 @@ def test_a_client_that_leaves_the_queue_gives_its_place_back() -> None:
             while _in_and_waiting(gate) > 2:
                 await asyncio.sleep(0)
             first.close()
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(HANGS_S):
                 assert await _status(*third) == b"200"
             assert await gate.settles(), gate.leftovers()
 
@@ -92,7 +93,7 @@ def test_whoever_waits_when_the_gateway_closes_is_told(caplog: pytest.LogCapture
         async with rig(HELD) as gate:
             clients = await _clients(gate, 6)
             await gate.gateway.close()
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(HANGS_S):
                 statuses = [await _status(*pair) for pair in clients]
             assert statuses[0] in (b"200", b"503")  # as far as it was
             assert statuses[1:] == [b"503"] * 5

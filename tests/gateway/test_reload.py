@@ -18,7 +18,8 @@ from typing import Any
 import msgspec
 import pytest
 import uvloop
-from tests.gateway.rig import CLUSTER, LOOKS, Rig, rig
+from tests.gateway.rig import CLUSTER, Rig, rig
+from tests.waiting import until
 
 from kvroute import __version__
 from kvroute.control import read_log, replay, same
@@ -37,14 +38,6 @@ def _reader(gate: Rig, section: str = "", text: str = CLUSTER) -> Callable[[], D
 
 def _said(caplog: pytest.LogCaptureFixture, event: str) -> list[dict[str, Any]]:
     return [record.__dict__["fields"] for record in caplog.records if record.message == event]
-
-
-async def _until(true: Callable[[], bool]) -> None:
-    for _ in range(LOOKS):
-        if true():
-            return
-        await asyncio.sleep(0.005)
-    raise AssertionError("it never came true")
 
 
 def _replays(log: Path) -> bool:
@@ -84,30 +77,29 @@ def test_requests_under_way_still_count(tmp_path: Path, scraped: bool) -> None:
     section = f"{SELDOM}  scrape: {{interval: {'1 h' if scraped else '20 ms'}, path: {path}}}\n"
     section += f"  log: {{events: {log}}}\n"
 
-    async def run() -> bool:
+    async def run() -> None:
         async with rig(section) as gate:
             if scraped:
-                await _until(lambda: len(gate.gateway.serving.measured) == 4)
+                await until(lambda: len(gate.gateway.serving.measured) == 4)
             tasks = [asyncio.create_task(gate.ask(f"{n} {PROMPT}", tokens=80, stream=True)) for n in range(12)]
             stations = gate.gateway.serving.stations
-            await _until(lambda: sum(stations[name].under_way for name in ("decode0", "decode1")) == 12)
+            await until(lambda: sum(stations[name].under_way for name in ("decode0", "decode1")) == 12)
             assert await gate.gateway.reload(_reader(gate, section))
             assert [len((await task).events) for task in tasks] == [80] * 12
-            await _until(lambda: not any(station.under_way for station in stations.values()))
+            await until(lambda: not any(station.under_way for station in stations.values()))
+
             # An engine that tells its load does so again only after an hour here. Nobody asks meanwhile: a word on an
             # engine counts the new core's own requests, too.
-            given_back = scraped
-            for _ in range(0 if scraped else LOOKS):
+            def given_back() -> bool:
                 gate.gateway.serving.events.flush()  # type: ignore[union-attr]
-                given_back = not any(event.running for event in _loads(log).values())
-                if given_back:
-                    break
-                await asyncio.sleep(0.005)
+                return not any(event.running for event in _loads(log).values())
+
+            if not scraped:
+                await until(given_back)
             assert (await gate.ask(PROMPT)).status == 200
             assert scraped or await gate.settles(), gate.leftovers()
-            return given_back
 
-    assert uvloop.run(run())
+    uvloop.run(run())
     first: dict[str, InstanceMeasured] = {}
     for record in read_log(log)[1]:
         if isinstance(record.event, InstanceMeasured):
@@ -161,13 +153,13 @@ def test_kv_events_are_followed_without_a_break() -> None:
                 return sum(prefix.used_blocks(index) for index in range(4))
 
             assert (await gate.ask(list(range(1_000, 2_600)))).status == 200
-            await _until(lambda: known() >= 2 * 99)
+            await until(lambda: known() >= 2 * 99)
             before = known()
             for policy in ("round-robin", "netkv"):
                 assert await gate.gateway.reload(_reader(gate, f"{section}  policy: {policy}\n"))
                 assert known() == before
             assert (await gate.ask(list(range(5_000, 6_600)))).status == 200
-            await _until(lambda: known() >= before + 2 * 99)
+            await until(lambda: known() >= before + 2 * 99)
             assert "kvroute_kv_event_gaps_total{" not in (await gate.get("/metrics")).body.decode()
 
     uvloop.run(run())
@@ -179,7 +171,7 @@ def test_health_and_breakers_stay_as_they_are() -> None:
     async def run() -> None:
         section = "  health: {interval: 20 ms, failures: 1}\n  breaker: {failures: 2, open: 1 h}\n"
         async with rig(section) as gate:
-            await gate.order("decode0", "restart", down_s=1.0)
+            await gate.goes_down("decode0")
             assert await gate.becomes("decode0", False)
             guard = gate.gateway.serving.stations["prefill0"].guard
             for _ in range(2):
@@ -188,6 +180,7 @@ def test_health_and_breakers_stay_as_they_are() -> None:
             stations = gate.gateway.serving.stations
             assert {name for name, station in stations.items() if not station.guard.up} == {"prefill0", "decode0"}
             assert stations["prefill0"].guard.breaker.state(gate.gateway.now()) == "open"
+            await gate.comes_back("decode0")
             assert await gate.becomes("decode0", True)
             assert (await gate.ask(PROMPT)).status == 200
 
@@ -201,13 +194,12 @@ def test_who_comes_back_around_a_reload_is_taken_back() -> None:
         section = "  health: {interval: 1 h, failures: 1}\n"
         async with rig(section) as gate:
             url = gate.fleet.ready().instances["decode0"].url + "/health"
-            await gate.order("decode0", "restart", down_s=3)
+            await gate.goes_down("decode0")
             while await asyncio.to_thread(_get, url, True):
                 await asyncio.sleep(0.01)
             assert await gate.gateway.reload(_reader(gate, section))
             assert await gate.becomes("decode0", False)
-            while not await asyncio.to_thread(_get, url, True):
-                await asyncio.sleep(0.01)
+            await gate.comes_back("decode0")
             assert not gate.gateway.serving.stations["decode0"].guard.up
             assert await gate.gateway.reload(_reader(gate, section))
             assert await gate.becomes("decode0", True)
@@ -368,14 +360,14 @@ def test_a_gateway_is_ready_when_its_engines_have_said_so() -> None:
             try:
                 await gateway.start()
                 assert gateway.ready() == "the engines have yet to say that they live"
-                await _until(lambda: gateway.ready() != "the engines have yet to say that they live")
+                await until(lambda: gateway.ready() != "the engines have yet to say that they live")
                 assert gateway.ready() == "no prefill instance is up"
             finally:
                 await gateway.close()
 
     async def alive() -> None:
         async with rig() as gate:
-            await _until(lambda: gate.gateway.ready() == "")
+            await until(lambda: gate.gateway.ready() == "")
             assert await gate.gateway.reload(_reader(gate))
             assert gate.gateway.ready() == ""
 

@@ -11,6 +11,7 @@ import uvloop
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
+from tests.waiting import HANGS_S
 
 from kvroute.gateway.pool import Pool
 from kvroute.gateway.scrape import EngineMetrics, Scraper, TransferCounters, TransferTotals, read_metrics
@@ -270,7 +271,7 @@ class Heard:
 
 def run(scenario: Callable[[], Awaitable[None]]) -> None:
     async def bounded() -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANGS_S):
             await scenario()
 
     uvloop.run(bounded())

@@ -15,6 +15,7 @@ import pytest
 import uvloop
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.waiting import HANGS_S
 
 from kvroute.gateway.call import Call, Failure
 from kvroute.gateway.deadlines import Deadlines
@@ -33,7 +34,7 @@ def run(main: Coroutine[Any, Any, T]) -> T:
     """Hanging is a failure, not a wait."""
 
     async def bounded() -> T:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(HANGS_S):
             return await main
 
     return uvloop.run(bounded())

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from pathlib import Path
 
 import pytest
 import uvloop
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.gateway.rig import LOOKS, Rig
-from tests.gateway.two_sites import AWAY, HOME, LONG, OFFLOAD, SHORT, TEXT, comes, metric, two_sites, until
+from tests.gateway.rig import Rig
+from tests.gateway.two_sites import AWAY, HOME, LONG, OFFLOAD, SHORT, TEXT, metric, metric_is, two_sites
+from tests.waiting import until
 
 from kvroute.control import read_log, replay, same
 from kvroute.gateway.breaker import Breaker
@@ -136,7 +138,7 @@ def test_a_client_that_leaves_says_nothing_of_the_way() -> None:
         async with two_sites() as gate:
             await gate.order("far0", "wan", share=0)
             tasks = [asyncio.create_task(gate.ask(f"{n} {LONG}", stream=True)) for n in range(4)]
-            await comes(lambda: sum(journey.computed for journey in gate.gateway.serving.journeys.values()) == 4)
+            await until(lambda: sum(journey.computed for journey in gate.gateway.serving.journeys.values()) == 4)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -156,9 +158,9 @@ def test_a_client_that_leaves_while_it_tries_the_way_makes_room_for_the_next() -
             assert [answer.status for answer in answers] == [200] * 3
             before = await _placed(gate, AWAY, "long")
             journeys = gate.gateway.serving.journeys
-            for n in range(LOOKS):
+            for n in itertools.count():
                 trying = asyncio.create_task(gate.ask(f"{n} tries {LONG}", stream=True))
-                await comes(lambda: bool(journeys) and all(each.answer is not None for each in journeys.values()))
+                await until(lambda: bool(journeys) and all(each.answer is not None for each in journeys.values()))
                 if any(each.passage is not None for each in journeys.values()):
                     break
                 await trying
@@ -167,7 +169,7 @@ def test_a_client_that_leaves_while_it_tries_the_way_makes_room_for_the_next() -
             await asyncio.gather(trying, return_exceptions=True)
             assert await gate.settles(), gate.leftovers()
             await gate.order("far0", "wan", share=1)
-            await comes(lambda: gate.gateway.serving.stations["far0"].guard.up)
+            await until(lambda: gate.gateway.serving.stations["far0"].guard.up)
             assert (await gate.ask(f"next {LONG}", stream=True)).status == 200
             assert await metric(gate, WAY, site=AWAY) == 0
 
@@ -182,7 +184,7 @@ def test_a_reload_knows_that_a_way_is_shut() -> None:
             await gate.order("far0", "wan", share=0)
             answers = await asyncio.gather(*[gate.ask(f"{n} {LONG}", stream=True) for n in range(3)])
             assert [answer.status for answer in answers] == [200] * 3
-            await until(gate, WAY, 2, site=AWAY)
+            await metric_is(gate, WAY, 2, site=AWAY)
             endpoints = gate.fleet.ready().instances
             text = TEXT + shut_long
             assert await gate.gateway.reload(lambda: Deployment.of(text, "new.yaml", endpoints=endpoints))
@@ -205,7 +207,7 @@ def test_a_reload_goes_on_from_the_threshold_that_was_searched(tmp_path: Path) -
         async with two_sites(searched + section) as gate:
             for n in range(8):
                 assert (await gate.ask(f"{n} {LONG if n % 2 else SHORT}", stream=True)).status == 200
-            await comes(lambda: gate.gateway.serving.control.offloading.last_review is not None)  # type: ignore[union-attr]
+            await until(lambda: gate.gateway.serving.control.offloading.last_review is not None)  # type: ignore[union-attr]
             before = await metric(gate, "kvroute_offload_threshold_tokens", site=AWAY)
             endpoints = gate.fleet.ready().instances
             text = TEXT + searched.replace("requests_min: 5", "requests_min: 1000") + section

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import aiohttp
-from tests.gateway.rig import LOOKS, Rig
+from tests.gateway.rig import Rig
+from tests.waiting import PATIENCE_S
 
 from kvroute import topology
 from kvroute.emulator import Fleet, FleetSettings
@@ -51,12 +53,12 @@ OFFLOAD = f"""  offload:
     short_term: {{enabled: false}}
     way: {{failures: 2, open: 200 ms}}
 """
-PATIENCE_S = 0.4
+KV_PATIENCE_S = 0.4
 
 
 @asynccontextmanager
 async def two_sites(
-    section: str = OFFLOAD, text: str = TEXT, *, kv_scale: float = 1e-3, patience_s: float = PATIENCE_S
+    section: str = OFFLOAD, text: str = TEXT, *, kv_scale: float = 1e-3, patience_s: float = KV_PATIENCE_S
 ) -> AsyncIterator[Rig]:
     """Engines of both sites, and a gateway with `section` in its settings."""
     settings = FleetSettings(kv_patience_s=patience_s, kv_scale=kv_scale)
@@ -71,7 +73,7 @@ async def two_sites(
             await gateway.close()
 
 
-async def until(gate: Rig, name: str, value: float, **labels: str) -> None:
+async def metric_is(gate: Rig, name: str, value: float, **labels: str) -> None:
     """A metric comes to be so, sooner or later."""
     await _until(gate, name, lambda now: now == value, labels)
 
@@ -82,7 +84,8 @@ async def reaches(gate: Rig, name: str, least: float, **labels: str) -> None:
 
 
 async def _until(gate: Rig, name: str, true: Callable[[float | None], bool], labels: dict[str, str]) -> None:
-    for _ in range(LOOKS // 4):
+    limit = time.monotonic() + PATIENCE_S
+    while time.monotonic() < limit:
         if true(await metric(gate, name, **labels)):
             return
         await asyncio.sleep(0.02)
@@ -97,12 +100,3 @@ async def metric(gate: Rig, name: str, **labels: str) -> float | None:
         if line.startswith(wanted):
             return float(line.removeprefix(wanted))
     return None
-
-
-async def comes(true: Callable[[], bool]) -> None:
-    """Something comes to be so, sooner or later."""
-    for _ in range(LOOKS):
-        if true():
-            return
-        await asyncio.sleep(0.005)
-    raise AssertionError("it never came true")

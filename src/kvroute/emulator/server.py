@@ -6,6 +6,7 @@ import asyncio
 import socket
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -71,6 +72,8 @@ class InstanceServer:
     _bound: list[socket.socket] = field(default_factory=list)
     """Ports kept while the server is down."""
     _restart: asyncio.Task[None] | None = None
+    _back: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set to end the time during which it is down."""
 
     @property
     def origin(self) -> Origin:
@@ -127,12 +130,20 @@ class InstanceServer:
     def restart(self, down_s: float) -> None:
         """Die soon, refuse connections for a while, and come back empty; nothing if it is about to anyway."""
         if self._restart is None or self._restart.done():
+            self._back.clear()
             self._restart = asyncio.get_running_loop().create_task(self._come_back(down_s))
+
+    async def come_back(self) -> None:
+        """End a restart's time down at once; nothing without a restart under way."""
+        self._back.set()
+        if self._restart is not None:
+            await self._restart
 
     async def _come_back(self, down_s: float) -> None:
         await asyncio.sleep(ANSWER_S)
         await self._down()
-        await asyncio.sleep(down_s)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._back.wait(), down_s)
         await self.open()
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:

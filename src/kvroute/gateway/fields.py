@@ -16,7 +16,8 @@ from kvroute.gateway.answers import error_body
 
 Fields: TypeAlias = dict[str, Raw]
 """Top level of a JSON body, values untouched."""
-TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+ID_MAX = 2**63 - 1
+TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=ID_MAX)]
 
 INVALID = "invalid_request_error"
 TOKENS_MAX = 2**31 - 1
@@ -42,6 +43,7 @@ _BODY = msgspec.json.Decoder(Fields)
 _TEXT = msgspec.json.Decoder(str)
 _NUMBER = msgspec.json.Decoder(int | float)
 _IDS = msgspec.json.Decoder(list[TokenId])
+_NUMBERS = msgspec.json.Decoder(list[int | float])
 _RUN = re.compile(rb"[\d,\s]+")
 
 
@@ -165,20 +167,21 @@ def utf8(word: bytes) -> bytes:
 
 
 def token_ids(word: bytes) -> list[int]:
-    """A JSON list of token ids; long ones in pieces, between which other threads run.
+    """A JSON list of token ids; long ones in pieces, between which other threads run. 2.0 is an integer, as in JSON
+    Schema.
 
     Raises:
         msgspec.MsgspecError: it is something else.
     """
     if len(word) <= PIECE_BYTES or word[:1] != b"[":
-        return _IDS.decode(word)
+        return _decode_ids(word)
     ids: list[int] = []
     at, last = 1, word.rindex(b"]")
     while at <= last:
         end = word.find(b",", at + PIECE_BYTES, last)
         end = last if end < 0 else end
         try:
-            ids += _IDS.decode(b"[%b]" % word[at:end])
+            ids += _decode_ids(b"[%b]" % word[at:end])
         except msgspec.ValidationError as error:
             before, place, after = str(error).partition("$[")
             index, bracket, rest = after.partition("]")
@@ -186,6 +189,19 @@ def token_ids(word: bytes) -> list[int]:
             raise msgspec.ValidationError(found) from None
         at = end + 1
     return ids
+
+
+def _decode_ids(word: bytes) -> list[int]:
+    try:
+        return _IDS.decode(word)
+    except msgspec.ValidationError as error:
+        try:
+            numbers = _NUMBERS.decode(word)
+        except msgspec.MsgspecError:
+            raise error from None
+        if all(0 <= number <= ID_MAX and number == int(number) for number in numbers):
+            return [int(number) for number in numbers]
+        raise
 
 
 def shown(word: bytes) -> str:
