@@ -30,6 +30,10 @@ from kvroute.types import SAME_NODE, TIER_COUNT, Endpoint, InputError
 NETWORK = IPv4Network("198.18.7.0/24")
 SMALL = str(EXAMPLES / "testbed-small.yaml")
 GBPS = 1e9 / 8
+TIMED = """\
+timing: {default: {prefill: {kind: linear, per_token: 90 us}, decode: {base: 10 ms}}}
+defaults: {model: llama-3-70b, kv_capacity: 80 GB}
+"""
 
 
 @st.composite
@@ -65,6 +69,22 @@ def ways(wiring: Wiring, source: str, target: str) -> Iterator[tuple[int, ...]]:
         yield links
         assert {beyond[link] for link in links} == {beyond[links[-1]]}
         place = beyond[links[-1]]
+
+
+def test_a_node_may_be_called_as_the_testbeds_own_programs_are() -> None:
+    """Each program has a log and a ready file of its own in one folder."""
+    own = ["gateway", "delay", "others", "engines", "state", "cluster", "lines"]
+    nodes = "".join(f"  - {{name: {name}, nics: {{compute: {{capacity: 100 Gbps, scope: server}}}}}}\n" for name in own)
+    roles = ["prefill", *["decode"] * (len(own) - 1)]
+    instances = "".join(
+        f"  - {{name: i{number}, role: {role}, gpus: '{name}:0'}}\n"
+        for number, (role, name) in enumerate(zip(roles, own, strict=True))
+    )
+    cluster = parse(
+        f"name: clash\nnetwork: {{flows_per_transfer: 1}}\nnodes:\n{nodes}{TIMED}instances:\n{instances}", "clash.yaml"
+    )
+    programs = [host.program for host in wire(cluster, NETWORK).hosts]
+    assert len(set(programs) | set(own)) == 2 * len(own)
 
 
 @settings(max_examples=40, deadline=None)

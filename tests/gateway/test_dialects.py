@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvroute.connector.handover import Handover, read_handover
+from kvroute.gateway.answers import cached_tokens, usage_tokens
 from kvroute.gateway.copy_leg import copy_body
 from kvroute.gateway.dialects import (
     DIALECTS,
@@ -285,6 +286,18 @@ def test_who_hands_over_what() -> None:
     assert [dialect.hands_over(completion()) for dialect in (vllm, mooncake, sglang)] == [True, True, True]
     assert [dialect.hands_over(several) for dialect in (vllm, mooncake, sglang)] == [False, False, True]
     assert b'"n":2' in vllm.alone_body(several)
+
+
+@pytest.mark.parametrize("tokens", ["-1", "9" * 20, "9" * 400, "9" * 5000, str(2**31)])
+def test_a_number_of_tokens_that_no_engine_has_counts_as_not_reported(tokens: str) -> None:
+    """It would overflow where it is counted."""
+    assert usage_tokens(f'{{"usage":{{"completion_tokens":{tokens}}}}}'.encode()) is None
+    assert cached_tokens(f'{{"usage":{{"prompt_tokens_details":{{"cached_tokens":{tokens}}}}}}}'.encode()) is None
+    assert cached_tokens(f'{{"kv_transfer_params":{{"remote_prefill_cached_tokens":{tokens}}}}}'.encode()) is None
+
+
+def test_a_rank_with_too_many_digits_comes_last() -> None:
+    assert engine_id(f'{{"{"1" * 5000}":{{"engine_id":"a"}},"2":{{"engine_id":"c"}}}}'.encode()) == "c"
 
 
 def test_engine_id_of_the_first_rank() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import ssl
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -22,6 +23,7 @@ from kvroute.policies.offload import OffloadSpec
 from kvroute.policies.threshold import ShortTerm
 from kvroute.topology import FileError
 from kvroute.topology.document import read_section
+from kvroute.topology.schema import ClusterFile
 from kvroute.topology.units import quantity
 from kvroute.types import InputError, InputErrors
 
@@ -71,7 +73,7 @@ gateway:
     way: {{failures: 9, open: 1 s}}
     conversion: {{url: "http://hook:8000/convert", drain: 1 s, timeout: 2 s, back_off: 3 s}}
 """
-ENVIRON = {"ENGINE_KEY": "x"}
+ENVIRON = {"ENGINE_KEY": "x", "WITH_NEWLINE": "x\n"}
 MACHINES = """\
 name: live
 nodes: [{name: node0}]
@@ -351,9 +353,52 @@ FAULTS = {
     "engines' key unset": (
         f"{{keys: {{known: {{a: '{hash_text('a')}'}}}}, upstream_key_env: NONE}}", "upstream_key_env", "export NONE=",
     ),
+    "engines' key with a line's end": (
+        f"{{keys: {{known: {{a: '{hash_text('a')}'}}}}, upstream_key_env: WITH_NEWLINE}}",
+        "upstream_key_env", "holds a space, a line's end",
+    ),
+    "name of a model with a line's end": ('models: {"llama\\n": llama-3-70b}', "models.llama", "does not fit"),
     "not a mapping": ("[listen]", "", "['listen'] is not a mapping"),
     "no value": ("policy:", "policy", "has no value"),
 }  # fmt: skip
+
+
+def patterns(kind: msgspec.inspect.Type) -> Iterator[tuple[str, str]]:
+    """Every pattern of text below a type, with a text that fits it."""
+    seen: set[int] = set()
+    rest: list[object] = [kind]
+    while rest:
+        part = rest.pop()
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        if isinstance(part, msgspec.inspect.Metadata) and isinstance(part.type, msgspec.inspect.StrType):
+            if part.type.pattern:
+                yield part.type.pattern, str((part.extra_json_schema or {}).get("examples", ["a"])[0])
+        elif isinstance(part, msgspec.inspect.StrType):
+            if part.pattern:
+                yield part.pattern, "a"
+        elif isinstance(part, list | tuple):
+            rest += part
+        elif isinstance(part, msgspec.Struct):
+            rest += [getattr(part, name) for name in part.__struct_fields__]
+
+
+MULTILINE = {r"\S"}
+"""Queries in PromQL may have several lines."""
+FITTING = {r"^sha256:[0-9a-f]{64}\Z": hash_text("a"), r"^[!-~]{16,1000}\Z": "0123456789abcdefg"}
+"""Texts for the patterns whose example is a description."""
+
+
+def test_no_text_of_a_cluster_file_ends_in_a_newline() -> None:
+    """`$` matches before a final newline and `\\Z` does not; these texts become headers, file names and labels."""
+    kinds = [msgspec.inspect.type_info(kind) for kind in (ClusterFile, GatewaySettings)]
+    found = {pair for kind in kinds for pair in patterns(kind) if pair[0] not in MULTILINE}
+    assert len(found) >= 8
+    for pattern, example in found:
+        fitting = FITTING.get(pattern, example)
+        assert re.search(pattern, fitting), (pattern, fitting)
+        assert not re.search(pattern, fitting + "\n"), pattern
 
 
 @pytest.mark.parametrize("fault", FAULTS)

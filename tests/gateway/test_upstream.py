@@ -21,7 +21,7 @@ from kvroute.gateway.call import Call, Failure
 from kvroute.gateway.deadlines import Deadlines
 from kvroute.gateway.exchange import Headers
 from kvroute.gateway.pool import Pool, request_bytes
-from kvroute.gateway.upstream import Line
+from kvroute.gateway.upstream import HEAD_BYTES_MAX, HEAD_LINES_MAX, Line
 from kvroute.types import InputError
 
 T = TypeVar("T")
@@ -619,6 +619,50 @@ def test_an_answer_is_the_same_however_the_bytes_are_cut(
         assert pool.connections == 0
 
     asyncio.run(main())
+
+
+CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nok\r\n"
+
+
+@pytest.mark.parametrize(
+    ("begin", "more", "phase"),
+    [
+        (b"HTTP/1.1 200 OK\r\nx: ", b"a" * 1000, "first_byte"),
+        (b"HTTP/1.1 200 OK\r\n", b"x: y\r\n" * 100, "first_byte"),
+        (b"", b"HTTP/1.1 103 Early Hints\r\nx: y\r\n\r\n" * 20, "first_byte"),
+        (CHUNKED + b"0\r\nx: ", b"a" * 1000, "body"),
+        (CHUNKED + b"0\r\n", b"x: y\r\n" * 100, "body"),
+        (CHUNKED + b"2;x=", b"a" * 1000, "body"),
+    ],
+    ids=["head", "head-lines", "informational", "trailer", "trailer-lines", "chunk-extension"],
+)
+def test_what_is_not_body_is_refused_beyond_its_limit(begin: bytes, more: bytes, phase: str) -> None:
+    """A head, trailer section or chunk extension without end is refused after a bounded number of bytes."""
+
+    async def main() -> None:
+        pool, heard = Pool("http://engine:1"), Heard()
+        line, wire = Line(pool), Wire()
+        line.connection_made(wire)
+        pool.keep(line)
+        send(pool, heard)
+        line.data_received(begin or more)
+        pieces = 0
+        while heard.failure is None and pieces * len(more) < 4 * HEAD_BYTES_MAX:
+            line.data_received(more)
+            pieces += 1
+        heard.check()
+        assert heard.failure is not None
+        assert (heard.failure.kind, heard.failure.phase) == ("malformed", phase)
+        assert pieces * len(more) <= HEAD_BYTES_MAX + len(more)
+        line.connection_lost(None)
+
+    asyncio.run(main())
+
+
+def test_a_response_has_a_bounded_number_of_header_lines() -> None:
+    for lines, kind in ((HEAD_LINES_MAX - 1, ""), (HEAD_LINES_MAX, "malformed")):
+        heard = one_answer(replies(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n" + b"x: y\r\n" * lines + b"\r\nok"))
+        assert (heard.failure.kind if heard.failure else "") == kind
 
 
 BEHAVIOURS: dict[str, tuple[bytes, bool]] = {

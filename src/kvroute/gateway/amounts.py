@@ -16,8 +16,10 @@ Url: TypeAlias = Annotated[str, Meta(pattern=r"^https?://[^\s/?#]+[^\s]*\Z", exa
 Secret: TypeAlias = Annotated[
     str, Meta(pattern=r"^[!-~]{16,1000}\Z", examples=["16 or more random letters"], extra={"secret": True})
 ]
-Word: TypeAlias = Annotated[str, Meta(pattern=r"\S", examples=["rack"])]
-"""Not blank."""
+Word: TypeAlias = Annotated[str, Meta(pattern=r"^ *[^\s\x00-\x1f\x7f][^\x00-\x1f\x7f]*\Z", examples=["rack"])]
+"""Not blank, and without control characters."""
+Query: TypeAlias = Annotated[str, Meta(pattern=r"\S", examples=["avg(rate(link_bytes[1m])) / 1e9"])]
+"""Not blank; it may have several lines."""
 Share: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
 ShareAboveZero: TypeAlias = Annotated[float, Meta(gt=0, le=1)]
 Number: TypeAlias = Annotated[float, Meta(ge=0, le=1e6)]

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Annotated, TypeAlias
 
 import msgspec
 
+TokenCount: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+"""A number of tokens that an engine reports; a larger or negative one counts as not reported."""
+
 
 class _Details(msgspec.Struct):
-    cached_tokens: int | None = None
+    cached_tokens: TokenCount | None = None
 
 
 class _Usage(msgspec.Struct):
-    completion_tokens: int | None = None
+    completion_tokens: TokenCount | None = None
     prompt_tokens_details: _Details | None = None
 
 
@@ -21,7 +25,7 @@ class _Answer(msgspec.Struct):
 
 
 class _Handover(msgspec.Struct):
-    remote_prefill_cached_tokens: int | None = None
+    remote_prefill_cached_tokens: TokenCount | None = None
 
 
 class _Prefilled(_Answer):

@@ -18,6 +18,7 @@ from kvroute.types import KvProtocol
 QUERY_PATH = b"/query"
 """Where a Mooncake bootstrap server tells its engines' ids."""
 ROOM_LIMIT = 1 << 63
+_RANK_DIGITS_MAX = 18
 
 _TRUE, _FALSE, _ONE = Raw(b"true"), Raw(b"false"), Raw(b"1")
 _PULL = Raw(
@@ -206,7 +207,7 @@ def engine_id(reply: bytes) -> str:
     """
     try:
         ranks = msgspec.json.decode(reply, type=dict[str, _Rank])
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise DialectError(f"has a bootstrap server that answers what is not understood: {error}") from None
     found = [ranks[rank].engine_id for rank in sorted(ranks, key=_rank_order) if ranks[rank].engine_id]
     if not found:
@@ -293,4 +294,5 @@ def _rooms(sequences: int, meeting: Meeting) -> Fields:
 
 
 def _rank_order(rank: str) -> tuple[int, str]:
-    return (int(rank) if rank.isascii() and rank.isdigit() else ROOM_LIMIT, rank)
+    numeric = rank.isascii() and rank.isdigit() and len(rank) <= _RANK_DIGITS_MAX
+    return (int(rank) if numeric else ROOM_LIMIT, rank)

@@ -185,7 +185,7 @@ class OffloadSection(Entry, frozen=True, kw_only=True):
 def written(where: str) -> tuple[str, ...]:
     """The key in the file for a field of the policy's settings: `offload.short_term.dwell_s` is `dwell` there."""
     parts = re.split(r"[.,]", where)
-    return tuple(re.sub(r"_(s|tokens)$", "", part) for part in parts if " " not in part)
+    return tuple(re.sub(r"_(s|tokens)\Z", "", part) for part in parts if " " not in part)
 
 
 def hook_url(template: str, endpoint: str) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import socket
 import ssl
 from collections.abc import Iterator, Mapping
@@ -26,6 +27,8 @@ from kvroute.topology.form import Key, Lines, nearest
 from kvroute.types import InputError, InputErrors, Instance, cannot_listen
 
 SECTION = "gateway"
+_KEY = re.compile(r"[!-~]+")
+"""What may stand in a header as it is."""
 
 
 def deployment_of(
@@ -253,6 +256,9 @@ def _key_faults(settings: GatewaySettings, lines: Lines, environ: Mapping[str, s
         yield lines.error("the engines' key would be everybody's: clients need none here", key, mend)
     elif variable is not None and environ is not None and not environ.get(variable):
         yield lines.error(f"the environment variable {variable} is not set", key, f"export {variable}=...")
+    elif variable is not None and environ is not None and not _KEY.fullmatch(environ[variable]):
+        what = f"the environment variable {variable} holds a space, a line's end or another character that no key has"
+        yield lines.error(what, key, "set it to the key alone: printable ASCII characters without spaces")
 
 
 def model_faults(cluster: Cluster, settings: GatewaySettings, lines: Lines) -> Iterator[FileError]:

@@ -18,6 +18,7 @@ from kvroute.gateway.amounts import (
     Number,
     Path,
     Port,
+    Query,
     Secret,
     Share,
     ShareAboveZero,
@@ -73,7 +74,7 @@ class AdminSettings(Entry, frozen=True, kw_only=True):
 class LinkQuery(Entry, frozen=True, kw_only=True):
     """One PromQL query whose result has a series for each link."""
 
-    query: Word
+    query: Query
     label: Word = "link"
     """The label that holds the link's name."""
 
@@ -82,7 +83,7 @@ class PrometheusSettings(Entry, frozen=True, kw_only=True):
     """Utilisation by others in [0, 1), asked of a Prometheus server; by tier or by link, not both."""
 
     url: Url
-    per_tier: dict[Tier, Word] | None = None
+    per_tier: dict[Tier, Query] | None = None
     """A PromQL query for each tier that has one; the others read 0."""
     per_link: LinkQuery | None = None
     interval_s: Wait = field(name="interval", default=Wait(5.0))

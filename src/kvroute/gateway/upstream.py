@@ -13,7 +13,9 @@ from kvroute.gateway.deadlines import NEVER_S
 from kvroute.gateway.exchange import Headers
 
 HEAD_BYTES_MAX = 256 * 1024
-"""An engine whose answer's head is longer than this is ill."""
+"""Bytes in a row without a byte of the body: the longest head, trailer section and chunk extension."""
+HEAD_LINES_MAX = 256
+"""Header lines of one response."""
 
 _SPENT = httptools.HttpResponseParser(object())
 """Calls nobody."""
@@ -58,7 +60,8 @@ class Line(asyncio.Protocol):
         self._clear()
 
     def _clear(self) -> None:
-        self._heard = 0
+        self._heard = False
+        self._bare_bytes = 0
         self._status = 0
         self._headers: Headers = []
         self._head_told = False
@@ -134,6 +137,9 @@ class Line(asyncio.Protocol):
         error = self._feed(data)
         if self._status and not self._head_told:
             self._head_told = True
+            if len(self._headers) > HEAD_LINES_MAX:
+                self._fail("malformed", f"the response has more than {HEAD_LINES_MAX} header lines")
+                return
             call.sink.on_head(self._status, self._headers)
         if self._parts and not call.over:
             body = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
@@ -200,15 +206,20 @@ class Line(asyncio.Protocol):
 
     def _feed(self, data: bytes) -> str:
         """Parse; the error in words, or nothing."""
-        self._heard += len(data)
+        self._heard = True
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
             return "the engine switches protocols, which nobody asked for"
         except httptools.HttpParserError as error:
             return f"the answer is no HTTP ({error})"
-        if not self._status and self._heard > HEAD_BYTES_MAX:
-            return f"the answer's head is longer than {HEAD_BYTES_MAX} bytes"
+        if self._parts:
+            self._bare_bytes = 0
+            return ""
+        self._bare_bytes += len(data)
+        if self._bare_bytes > HEAD_BYTES_MAX:
+            part = "trailer section or chunk extension" if self._status else "head"
+            return f"the response's {part} is longer than {HEAD_BYTES_MAX} bytes"
         return ""
 
     def _forget(self) -> None:

@@ -62,12 +62,12 @@ class Testbed:
         file.write_text(unpaced(self.cluster).to_yaml(), encoding="utf-8")
         waits: dict[Path, subprocess.Popen[bytes]] = {}
         for host in self.wiring.hosts:
-            ready = self.run.folder / f"{host.name}.json"
+            ready = self.run.folder / f"{host.program}.json"
             command = ["ip", "netns", "exec", self.run.namespace(host.name), *_kvroute("emulate"), str(file)]
             command += [f"--instance={name}" for name in host.instances]
             command += ["--host", str(host.address), "--ready-file", str(ready)]
             command += ["--kv-scale", repr(self.build.scale), "--seed", str(self.build.seed), *more]
-            waits[ready] = self._programs.begin(command, host.name)
+            waits[ready] = self._programs.begin(command, host.program)
         found: dict[str, Endpoint] = {}
         for ready, process in waits.items():
             said = self._programs.heard(process, ready)

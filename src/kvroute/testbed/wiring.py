@@ -32,6 +32,11 @@ class Host:
     address: IPv4Address
     instances: tuple[str, ...]
 
+    @property
+    def program(self) -> str:
+        """Name of its engines' process and files; the prefix tells them from the gateway's and other programs."""
+        return f"engines-{self.name}"
+
 
 @dataclass(frozen=True, slots=True)
 class End:

@@ -23,7 +23,7 @@ from kvroute.types import (
     TimingSpec,
 )
 
-Name: TypeAlias = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=200)]
+Name: TypeAlias = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*\Z", max_length=200)]
 Count: TypeAlias = Annotated[int, Meta(ge=1, le=65_536)]
 GpuCount: TypeAlias = Annotated[int, Meta(ge=0, le=1024)]
 Ratio: TypeAlias = Annotated[float, Meta(gt=0, le=1000)]
