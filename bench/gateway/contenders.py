@@ -7,7 +7,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,9 +75,9 @@ def started(name: str, place: Place) -> Program:
     return answering(CONTENDERS[name](place), name, place)
 
 
-def answering(command: list[str], name: str, place: Place) -> Program:
-    """The proxy that a command starts, once it answers."""
-    program = Program(command, name=name, cpus=PROXY_CPUS)
+def answering(command: list[str], name: str, place: Place, cpus: Collection[int] = PROXY_CPUS) -> Program:
+    """The proxy that a command starts, once it answers. `cpus`: the cores that it may use; empty: all."""
+    program = Program(command, name=name, cpus=cpus)
     try:
         program.listens(place.port, READY_S)
         _await_answer(program, f"http://127.0.0.1:{place.port}")

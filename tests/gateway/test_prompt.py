@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
-from kvroute.gateway.chat_template import ChatTemplate
+from kvroute.gateway.chat_template import TEMPLATE_FIELDS, ChatTemplate
 from kvroute.gateway.openai import Completion, read_completion
 from kvroute.gateway.prompt import MEDIA_TOKENS, Prompt, Prompts
 from kvroute.prefix import block_hashes
@@ -167,6 +167,25 @@ def test_large_prompts_are_read_off_the_loop(folder: Path) -> None:
             assert now == later
             assert asyncio.run(prompts.blocks(large)).input_tokens > later.input_tokens
         prompts.close()
+
+
+@pytest.mark.parametrize("name", [name for name in TEMPLATE_FIELDS if name != "messages"])
+def test_every_field_that_the_template_reads_counts_as_work(folder: Path, name: str) -> None:
+    """A short chat with one large field is read off the loop, whatever the field is called."""
+    prompts = Prompts(folder, inline_bytes=1000)
+    value: Any = {"preamble": "a" * 1000} if name == "chat_template_kwargs" else "a" * 1000
+    assert prompts.blocks_now(chat("a" * 100)) is not None
+    assert prompts.blocks_now(chat("a" * 100, **{name: value})) is None
+    prompts.close()
+
+
+def test_no_other_field_reaches_the_template(tmp_path: Path) -> None:
+    """What `TEMPLATE_FIELDS` leaves out is not seen by a template, so that it need not count as work."""
+    names = ("metadata", "chat_template", "user", "x", "documents")
+    shown = "".join(f"{{{{ {name} is defined }}}}" for name in names)
+    found = rendered(tmp_path, shown, [{"role": "user", "content": "hi"}], **dict.fromkeys(names, "seen"))
+    assert found == "FalseFalseFalseFalseTrue"
+    assert "documents" in TEMPLATE_FIELDS
 
 
 def test_pictures_count_as_pictures_and_keep_their_bytes(rough: Prompts, exact: Prompts) -> None:

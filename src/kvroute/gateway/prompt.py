@@ -17,7 +17,7 @@ from pathlib import Path
 import tokenizers
 import xxhash
 
-from kvroute.gateway.chat_template import ChatTemplate
+from kvroute.gateway.chat_template import TEMPLATE_FIELDS, ChatTemplate
 from kvroute.gateway.openai import Completion
 from kvroute.prefix import block_hashes
 from kvroute.types import InputError
@@ -76,11 +76,8 @@ class Prompts:
 
     def blocks_now(self, completion: Completion) -> Prompt | None:
         """The prompt, or None if it is so large that `blocks` should read it."""
-        size = _text_bytes(completion.text, completion.token_ids)
-        if completion.further:
-            size += sum(_text_bytes(*_pair(other)) for other in completion.further)
         limit = self._inline_bytes if completion.token_ids is None else TEXT_INLINE_BYTES
-        return self._read(completion) if size <= limit else None
+        return self._read(completion) if self._work_bytes(completion) <= limit else None
 
     async def blocks(self, completion: Completion) -> Prompt:
         """The same for a prompt of any size, off the event loop."""
@@ -89,6 +86,16 @@ class Prompts:
     def close(self) -> None:
         """End the threads; prompts under way are finished first."""
         self._threads.shutdown()
+
+    def _work_bytes(self, completion: Completion) -> int:
+        """Bytes to work through: all prompts; of a chat that goes through the template, every field that this reads."""
+        size = _text_bytes(completion.text, completion.token_ids)
+        if completion.further:
+            size += sum(_text_bytes(*_pair(other)) for other in completion.further)
+        if self._template is not None and completion.kind == "chat":
+            fields = completion.fields
+            size = max(size, sum([len(fields[name]) for name in TEMPLATE_FIELDS if name in fields]))
+        return size
 
     def _read(self, completion: Completion) -> Prompt:
         seed = xxhash.xxh64_intdigest(completion.salt.encode()) if completion.salt else 0
