@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.gateway.headers import OUR_OWN, THEIR_OWN, Headers, answered, forwarded, header_lines
+from kvroute.gateway.headers import FORWARDED, THEIR_OWN, Headers, answered, forwarded, header_lines
 
 names = st.sampled_from(
     [b"x-a", b"x-b", b"authorization", b"te", b"host", b"server", b"content-type", b"date", b"close"]
@@ -21,11 +21,11 @@ def test_exactly_what_belongs_to_a_connection_is_left_out(sent: Headers, values:
     headers = sent + [(b"connection", value) for value in values]
     getattr(shuffle, "shuffle")(headers)  # noqa: B009
     named = {word.strip().lower() for value in values for word in value.split(b",")}
-    gone = named | OUR_OWN
-    there = forwarded(headers, b"id")
+    allowed = FORWARDED | {b"x-a"}
+    there = forwarded(headers, b"id", allowed)
     typed = any(name == b"content-type" for name, _ in headers)
     assert there[0] == (b"x-request-id", b"id")
-    assert there[1 : None if typed else -1] == [header for header in headers if header[0] not in gone]
+    assert there[1 : None if typed else -1] == [header for header in headers if header[0] in allowed - named]
     assert typed or there[-1] == (b"content-type", b"application/json")
     _, back = answered(headers, b"id")
     gone = named | THEIR_OWN | {b"content-type"}
@@ -45,14 +45,17 @@ def test_on_the_way_to_an_engine() -> None:
         (b"accept-encoding", b"gzip"),
         (b"traceparent", b"00-client"),
         (b"x-request-id", b"theirs"),
+        (b"x-data-parallel-rank", b"1"),
     ]
-    assert forwarded(sent, b"id-1") == [
+    there = [
         (b"x-request-id", b"id-1"),
         (b"authorization", b"Bearer secret"),
         (b"content-type", b"application/json; charset=utf-8"),
         (b"traceparent", b"00-client"),
     ]
-    kept = forwarded(sent, b"id-1", OUR_OWN | {b"authorization", b"traceparent"})
+    assert forwarded(sent, b"id-1") == there
+    assert forwarded(sent, b"id-1", FORWARDED | {b"x-own"}) == there
+    kept = forwarded(sent, b"id-1", FORWARDED - {b"authorization", b"traceparent"})
     assert header_lines(kept) == b"x-request-id: id-1\r\ncontent-type: application/json; charset=utf-8\r\n"
 
 

@@ -114,7 +114,7 @@ def test_a_client_that_waits_for_100_is_told_to_go_on(streams: bool) -> None:
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/tokenize", "/detokenize"])
 def test_what_is_passed_on_is_passed_on_as_it_is(path: str) -> None:
     """Body byte for byte, query, headers and the engine's answer with its status and headers; each engine in turn."""
-    body = b'{"model":"%b",  "input":["a"], "bootstrap_host":1, "x":1.0}' % MODEL.encode()
+    body = b'{"model":"%b",  "input":["a"], "x":1.0}' % MODEL.encode()
 
     async def says(engine: Engine, request: web.BaseRequest, asked: Asked) -> web.StreamResponse:
         return web.Response(body=asked.body[::-1], status=203, headers={"X-Of-Engine": engine.name})
@@ -123,7 +123,7 @@ def test_what_is_passed_on_is_passed_on_as_it_is(path: str) -> None:
         prefill, decode = sides("vllm")
         for engine in prefill + decode:
             engine.serve = says
-        async with foreign(prefill + decode) as front:
+        async with foreign(prefill + decode, "  forward_headers: [X-Tenant]\n") as front:
             for _ in range(8):
                 sent = {"Authorization": "Bearer a", "X-Request-Id": "my-1", "X-Tenant": "b"}
                 answer = await asked_for(front, "POST", f"{path}?a=%20b", body, **sent)

@@ -35,9 +35,12 @@ ENGINE_FIELDS = frozenset(
         "bootstrap_pair_key",
         "decode_tp_size",
         "disagg_prefill_dp_rank",
+        "data_parallel_rank",
+        "routed_dp_rank",
+        "rid",
     }
 )
-"""Said between gateway and engines only; a client's are dropped."""
+"""Said between gateway and engines only; a client's are dropped, on every endpoint."""
 
 _BODY = msgspec.json.Decoder(Fields)
 _TEXT = msgspec.json.Decoder(str)
@@ -67,6 +70,11 @@ def read_fields(body: bytes) -> Fields:
     Raises:
         RequestError: 400, the body is no JSON object in UTF-8, nested too deep, or holds more than VALUES_MAX values.
     """
+    return read_fields_told(body)[0]
+
+
+def read_fields_told(body: bytes) -> tuple[Fields, bool]:
+    """The same, and whether the body holds any of `ENGINE_FIELDS`."""
     check_size(body)
     if not body:
         raise RequestError("the body is empty; send one JSON object", code="invalid_json")
@@ -89,11 +97,12 @@ def read_fields(body: bytes) -> Fields:
         ) from None
     except RecursionError:
         raise RequestError("the body is nested too deep; send flatter JSON", code="invalid_json") from None
-    for name in ENGINE_FIELDS.intersection(fields):
+    told = ENGINE_FIELDS.intersection(fields)
+    for name in told:
         del fields[name]
     if "vllm_xargs" in fields:
         _check_extra(fields["vllm_xargs"])
-    return fields
+    return fields, bool(told)
 
 
 def check_size(body: bytes) -> None:

@@ -1,6 +1,7 @@
 """What headers become on their way through the gateway; they are never changed, only left out or added.
 
-What belongs to one connection (RFC 9110, 7.6.1) does not cross.
+An engine gets the request headers of a list, because it acts on some that are for operators (`X-data-parallel-rank`).
+A client gets all response headers but those of one connection (RFC 9110, 7.6.1).
 """
 
 from __future__ import annotations
@@ -26,29 +27,45 @@ _HOP_BY_HOP = frozenset(
     }
 )
 OUR_OWN = _HOP_BY_HOP | {b"host", b"expect", b"accept-encoding", b"x-request-id"}
-"""Of a client's headers: what engines do not get as it is. Accept-Encoding, since answers are read on the way."""
+"""Request headers that only the gateway sets. Accept-Encoding is one because the gateway reads the answers."""
+FORWARDED = frozenset(
+    {
+        b"accept",
+        b"authorization",
+        b"content-type",
+        b"user-agent",
+        *(b"idempotency-key", b"openai-beta", b"openai-organization", b"openai-project"),
+        *(b"traceparent", b"tracestate", b"baggage", b"uber-trace-id", b"x-amzn-trace-id", b"x-cloud-trace-context"),
+        *(b"b3", b"x-b3-traceid", b"x-b3-spanid", b"x-b3-parentspanid", b"x-b3-sampled", b"x-b3-flags"),
+        *(b"x-datadog-trace-id", b"x-datadog-parent-id", b"x-datadog-sampling-priority"),
+        *(b"x-datadog-origin", b"x-datadog-tags"),
+    }
+)
+"""Request headers that reach engines: those of OpenAI's SDKs and of tracing; `gateway.forward_headers` adds others."""
 THEIR_OWN = _HOP_BY_HOP | {b"server", b"date", b"x-request-id"}
 """Of an engine's headers: what clients do not get."""
 _USUAL = frozenset({b"keep-alive", b"Keep-Alive", b"close", b"Close"})
 """Values of Connection that name no further header."""
 
 
-def forwarded(headers: Headers, request_id: bytes, left_out: frozenset[bytes] = OUR_OWN) -> Headers:
-    """What a client's headers become on the way to an engine.
+def forwarded(headers: Headers, request_id: bytes, names: frozenset[bytes] = FORWARDED) -> Headers:
+    """The headers that an engine gets of a client's request.
 
-    Authorization goes along; `request_id` is the client's own X-Request-Id, or made up for those that send none.
+    Args:
+        headers: of the client's request.
+        request_id: the client's X-Request-Id, or the gateway's own where the client sends none.
+        names: the headers that are forwarded, unless the client's Connection header names them.
     """
     kept = [(b"x-request-id", request_id)]
     typed = False
     for header in headers:
         name = header[0]
-        if name in left_out:
-            if name == b"connection" and header[1] not in _USUAL and not _words(header[1]) <= left_out:
-                return forwarded(headers, request_id, left_out | _words(header[1]))
-        else:
+        if name in names:
             kept.append(header)
             if name == b"content-type":
                 typed = True
+        elif name == b"connection" and header[1] not in _USUAL and not names.isdisjoint(_words(header[1])):
+            return forwarded(headers, request_id, names - _words(header[1]))
     if not typed:
         kept.append((b"content-type", b"application/json"))
     return kept

@@ -103,7 +103,9 @@ class Journey:
         try:
             exchange.on_gone = self._client_gone
             self.trace = serving.tracer.request(exchange.headers, completion.kind)
-            self.head = header_lines(forwarded(exchange.headers, self.request_id, serving.left_out)) + serving.added
+            self.head = (
+                header_lines(forwarded(exchange.headers, self.request_id, serving.forward_headers)) + serving.added
+            )
             self.model = serving.model_of(completion.model)
             prompt = serving.prompts.blocks_now(completion)
             if prompt is None:

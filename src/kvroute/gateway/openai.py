@@ -7,7 +7,7 @@ are taken out here, so that no client can point an engine at an address.
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Literal, NamedTuple, TypeAlias
 
 import msgspec
 from msgspec import Raw
@@ -15,11 +15,11 @@ from msgspec import Raw
 from kvroute.gateway.fields import (
     Fields,
     RequestError,
-    check_size,
     count,
     flag,
     given,
     read_fields,
+    read_fields_told,
     shown,
     string,
     token_ids,
@@ -46,15 +46,11 @@ class _Message(msgspec.Struct, gc=False):
     content: Raw = Raw(b"null")
 
 
-class _Model(msgspec.Struct, gc=False):
-    model: str = ""
-
-
 class _Part(msgspec.Struct, gc=False):
     type: str | None = None
 
 
-_MODEL = msgspec.json.Decoder(_Model)
+_encode = msgspec.json.Encoder().encode
 _TEXTS = msgspec.json.Decoder(list[str])
 _LISTS = msgspec.json.Decoder(list[Raw])
 _MESSAGES = msgspec.json.Decoder(Annotated[list[_Message], msgspec.Meta(min_length=1)])
@@ -91,6 +87,15 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     """`cache_salt`: engines keep the caches of different salts apart."""
     media: bool = False
     """Some part of a message is not text."""
+
+
+class PassedOn(NamedTuple):
+    """One request that any engine answers by itself."""
+
+    model: str
+    """Empty: the client names none."""
+    body: bytes
+    """As the engine gets it."""
 
 
 def read_completion(path: bytes, body: bytes) -> Completion:
@@ -131,19 +136,14 @@ def read_completion(path: bytes, body: bytes) -> Completion:
     )
 
 
-def read_model(path: bytes, body: bytes) -> str:
-    """The model that any other request names, or nothing.
+def read_passed_on(path: bytes, body: bytes) -> PassedOn:
+    """Read the body of a request that is passed on; it keeps its bytes unless it holds one of `ENGINE_FIELDS`.
 
     Raises:
         RequestError: 400, the body is no JSON object, or has a `model` that is no string, or too many values.
     """
-    check_size(body)
-    try:
-        return _MODEL.decode(body).model
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise RequestError(
-            f"the body is no JSON object with a string `model` ({error}); send one", code="invalid_value"
-        ) from None
+    fields, told = read_fields_told(body)
+    return PassedOn(string(fields, "model") or "", _encode(fields) if told else body)
 
 
 def _too_many_answers(param: str, what: str) -> RequestError:

@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 from kvroute.control import check_place
 from kvroute.gateway.door import bound
+from kvroute.gateway.headers import OUR_OWN
 from kvroute.gateway.keys import Keys
 from kvroute.gateway.offload_checks import offload_faults, site_faults
 from kvroute.gateway.settings import GatewaySettings, TlsSettings
@@ -173,6 +174,10 @@ def _faults(settings: GatewaySettings, lines: Lines, environ: Mapping[str, str] 
     if listen.port == admin.port != 0:
         what = f"clients and the operator would share port {admin.port}"
         yield lines.error(what, (SECTION, "admin", "port"), "give each its own port")
+    for index, name in enumerate(settings.forward_headers):
+        if name.lower().encode() in OUR_OWN:
+            what = f"the gateway sets {name} itself, and cannot forward a client's"
+            yield lines.error(what, (SECTION, "forward_headers", index), "leave it out")
 
 
 def _policy_faults(settings: GatewaySettings, lines: Lines) -> Iterator[FileError]:

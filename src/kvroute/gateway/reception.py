@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Coroutine, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote
@@ -13,7 +14,7 @@ from kvroute.gateway.fields import PIECE_BYTES, RequestError
 from kvroute.gateway.journey import Journey
 from kvroute.gateway.keys import Keys
 from kvroute.gateway.logs import access_on, note
-from kvroute.gateway.openai import Completion, read_completion, read_model
+from kvroute.gateway.openai import Completion, PassedOn, read_completion, read_passed_on
 from kvroute.gateway.reading import Fault
 from kvroute.gateway.relay import Relay
 from kvroute.gateway.serving import Caller
@@ -26,6 +27,7 @@ COMPLETIONS = frozenset((b"/v1/completions", b"/v1/chat/completions"))
 PASSED_ON = frozenset((b"/v1/embeddings", b"/tokenize", b"/detokenize"))
 _READ = frozenset((b"GET", b"HEAD"))
 _MODEL_PATH = b"/v1/models/"
+_MODEL_NAME = re.compile(r"[\w .:@+~/-]{1,500}")
 _ID_MOST = 200
 _NO_KEY = Fault(
     401,
@@ -37,7 +39,7 @@ _NO_KEY = Fault(
 _REASONS = {401: "key", 408: "too_slow", 413: "too_large", 431: "too_large", 503: "door_full"}
 """Of what the door refuses; the rest is malformed."""
 
-Read = TypeVar("Read", Completion, str)
+Read = TypeVar("Read", Completion, PassedOn)
 
 
 class Reception:
@@ -76,7 +78,7 @@ class Reception:
         if path in COMPLETIONS and method == b"POST":
             self._read(exchange, read_completion, self._complete)
         elif path in PASSED_ON and method == b"POST":
-            self._read(exchange, read_model, self._relay)
+            self._read(exchange, read_passed_on, self._relay)
         elif path == b"/v1/models" and method in _READ:
             self._models(exchange)
         else:
@@ -169,7 +171,7 @@ class Reception:
             return
         names = self.serving.served_models()
         if not names:
-            self._relay(exchange, key, "", self.serving.now())
+            self._engines_models(exchange, key)
         elif exchange.path == b"/v1/models":
             self._show_model(exchange, 200, models_body(names, self._started), key)
         elif (name := unquote(exchange.path[len(_MODEL_PATH) :].decode("latin-1"))) in names:
@@ -177,11 +179,19 @@ class Reception:
         else:
             self._show_model(exchange, 404, no_model_body(name), key)
 
+    def _engines_models(self, exchange: Exchange, key: str | None) -> None:
+        """The engines' own answer, where nothing but a model's name can follow the path."""
+        rest = exchange.path[len(_MODEL_PATH) :]
+        if exchange.path != b"/v1/models" and not is_model_name(rest):
+            self._show_model(exchange, 404, no_model_body(unquote(rest.decode("latin-1"))), key)
+            return
+        self._relay(exchange, key, PassedOn("", b""), self.serving.now())
+
     def _show_model(self, exchange: Exchange, status: int, body: bytes, key: str | None) -> None:
         exchange.respond(status, body)
         self._entrance.over(exchange, "models", status, 0.0, key)
 
-    def _relay(self, exchange: Exchange, key: str | None, model: str, received_at: float) -> None:
+    def _relay(self, exchange: Exchange, key: str | None, asked: PassedOn, received_at: float) -> None:
         request_id = self._request_id(exchange)
         self._turn += 1
 
@@ -192,7 +202,7 @@ class Reception:
                 self._entrance.over(exchange, "passed_on", status, serving.now() - received_at, key, request_id)
                 self._entrance.leave(ticket)
 
-            Relay(serving, exchange, model, self._turn, request_id, end).begin()
+            Relay(serving, exchange, asked, self._turn, request_id, end).begin()
 
         self._entrance.enter(exchange, "passed_on", key, start)
 
@@ -261,6 +271,16 @@ _OWN = frozenset((b"/v1/models", b"/health", b"/ready", b"/metrics", b"/openapi.
 def completion_kind(path: bytes) -> str:
     """The endpoint as metrics name it."""
     return {b"/v1/completions": "completions", b"/v1/chat/completions": "chat"}.get(path, "passed_on")
+
+
+def is_model_name(text: bytes) -> bool:
+    """Whether a path's rest, percent-encoded, is a model's name and leads nowhere else: after one decoding it holds no
+    further escape, no parameter, and no empty or dotted segment."""
+    try:
+        name = unquote(text.decode("ascii"), errors="strict")
+    except UnicodeDecodeError:
+        return False
+    return _MODEL_NAME.fullmatch(name) is not None and all(part.strip(".") for part in name.split("/"))
 
 
 async def _show_metrics(exchange: Exchange, page: Callable[[str], tuple[str, Iterator[str]]]) -> None:

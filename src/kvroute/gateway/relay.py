@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from kvroute.gateway.call import Call, Failure
     from kvroute.gateway.exchange import Exchange
     from kvroute.gateway.headers import Headers
+    from kvroute.gateway.openai import PassedOn
     from kvroute.gateway.serving import Serving
     from kvroute.gateway.station import Station
     from kvroute.gateway.tracing import LegTrace, RequestTrace
@@ -43,18 +44,18 @@ class Relay:
         self,
         serving: Serving,
         exchange: Exchange,
-        model: str,
+        asked: PassedOn,
         turn: int,
         request_id: bytes,
         on_end: Callable[[int], None],
     ) -> None:
         """
         Args:
-            model: as the client calls it; empty: any.
+            asked: the model and the body.
             turn: one more for each relay, so that instances take turns.
             on_end: called once with the status of the answer.
         """
-        self._serving, self._exchange, self._model, self._turn = serving, exchange, model, turn
+        self._serving, self._exchange, self._asked, self._turn = serving, exchange, asked, turn
         self._stations: Iterator[Station] = iter(())
         self._trace: RequestTrace | None = None
         self._request_id, self._on_end = request_id, on_end
@@ -74,7 +75,7 @@ class Relay:
         try:
             exchange.on_gone = self._client_gone
             self._trace = serving.tracer.request(exchange.headers, PASSED_ON)
-            model = serving.model_of(self._model) if self._model else ""
+            model = serving.model_of(self._asked.model) if self._asked.model else ""
             self._stations = answerers(serving.stations.values(), model, self._turn)
             serving.budget.request(serving.now())
             self._next("no instance is up", 503)
@@ -96,15 +97,17 @@ class Relay:
         station.under_way += 1
         self._attempt = station.guard.started(serving.now())
         target = exchange.path + (b"?" + exchange.query if exchange.query else b"")
-        head = header_lines(forwarded(exchange.headers, self._request_id, serving.left_out)) + serving.added
+        head = header_lines(forwarded(exchange.headers, self._request_id, serving.forward_headers)) + serving.added
         if self._trace is not None:
             self._leg = self._trace.leg(PASSED_ON, {"kvroute.instance": station.name})
             head += self._leg.head
         # Engines know no HEAD; the exchange leaves the body out.
         method = b"GET" if exchange.method == b"HEAD" else exchange.method
-        length = b"content-length: %d\r\n" % len(exchange.body) if method == b"POST" else b""
+        # A body without a length would be read as a second request: a GET is sent without its body.
+        body = self._asked.body if method == b"POST" else b""
+        length = b"content-length: %d\r\n" % len(body) if method == b"POST" else b""
         start = b"%b %b HTTP/1.1\r\nhost: %b\r\n" % (method, target, station.pool.host)
-        request = b"".join((start, head, length, b"\r\n", exchange.body))
+        request = b"".join((start, head, length, b"\r\n", body))
         timeouts = serving.timeouts
         self._call = station.pool.send(request, self, first_byte_s=timeouts.prefill_s, idle_s=timeouts.between_tokens_s)
 

@@ -15,7 +15,7 @@ from kvroute.control import Control
 from kvroute.gateway.budget import RetryBudget
 from kvroute.gateway.fallback import Fallbacks
 from kvroute.gateway.fields import RequestError
-from kvroute.gateway.headers import OUR_OWN
+from kvroute.gateway.headers import FORWARDED
 from kvroute.gateway.landing import Landings
 from kvroute.gateway.logs import access, note
 from kvroute.gateway.metrics import Leg, Metrics
@@ -97,8 +97,9 @@ class Serving:
         self.timeouts, self.reserve_output_tokens = settings.timeouts, settings.reserve_output_tokens
         self.copy_s = settings.offload.copy_s if settings.offload is not None else 0.0
         """So long an instance may take to hold out a cached prefix; 0: nobody is asked to."""
-        self.left_out = OUR_OWN | tracer.replaced | (frozenset() if engine_key is None else {b"authorization"})
-        """Of a client's headers: what engines do not get. A key for the gateway is no key for them."""
+        own = tracer.replaced | (frozenset() if engine_key is None else {b"authorization"})
+        self.forward_headers = FORWARDED.union(name.lower().encode() for name in settings.forward_headers) - own
+        """Request headers that engines get. The client's key is not one where engines have a key of their own."""
         self.added = b"authorization: Bearer %b\r\n" % engine_key if engine_key else b""
         """What they get besides, in lines."""
         self._control, self._rooms, self._on_end = control, rooms, on_end

@@ -12,6 +12,7 @@ from msgspec import Meta, field
 
 from kvroute.control import ControlSpec, TermsKept
 from kvroute.gateway.amounts import (
+    HeaderName,
     Host,
     Limit,
     LimitOrNone,
@@ -246,6 +247,8 @@ class GatewaySettings(Entry, frozen=True, kw_only=True):
     keys: KeySettings = KeySettings()
     upstream_key_env: str | None = None
     """Environment variable with the engines' own key, sent in place of the client's, which is checked here."""
+    forward_headers: list[HeaderName] = field(default_factory=list)
+    """Request headers that engines get, besides those of OpenAI's SDKs and of tracing (`headers.FORWARDED`)."""
     tracing: TracingSettings = TracingSettings()
     log: LogSettings = LogSettings()
     measure: Measure = "auto"

@@ -1,0 +1,205 @@
+"""What of a client's request reaches an engine: its path, headers and fields come from lists of what is allowed."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import Any
+from urllib.parse import quote, unquote
+
+import msgspec
+import pytest
+from aiohttp import web
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.gateway.foreign import Asked, Engine, completion, foreign, run, sides
+from tests.gateway.rig import CHAT, COMPLETIONS, MODEL
+
+from kvroute.gateway.fields import ENGINE_FIELDS
+from kvroute.gateway.preflight import settings_of
+from kvroute.gateway.reception import is_model_name
+from kvroute.types import InputErrors
+
+ALLOWED = {
+    "Accept": "application/json",
+    "Authorization": "Bearer sk-client",
+    "User-Agent": "OpenAI/Python 2.0",
+    "OpenAI-Organization": "org-1",
+    "OpenAI-Project": "project-1",
+    "Idempotency-Key": "once",
+    "Traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
+    "Tracestate": "a=1",
+    "Baggage": "b=2",
+    "B3": "0",
+}
+OPERATORS = {
+    "X-Data-Parallel-Rank": "1",
+    "X-Smg-Routed-Dp-Rank": "1",
+    "X-Forwarded-For": "10.0.0.1",
+    "Forwarded": "for=10.0.0.1",
+    "Cookie": "session=1",
+    "X-Stainless-Lang": "python",
+    "X-Tenant": "a",
+}
+CARRIED = {"host", "content-length", "content-type", "x-request-id"}
+POSTED = (COMPLETIONS, CHAT, "/v1/embeddings", "/tokenize", "/detokenize")
+
+
+async def raw(port: int, data: bytes) -> bytes:
+    """What the gateway answers to these bytes before it closes."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(data)
+    try:
+        return await reader.read()
+    finally:
+        writer.close()
+        await writer.wait_closed()
+
+
+def body_for(path: str, **more: Any) -> dict[str, Any]:
+    messages = {"messages": [{"role": "user", "content": "a"}]}
+    return {"model": MODEL, "max_tokens": 2} | (messages if path == CHAT else {"prompt": "a", "input": "a"}) | more
+
+
+@pytest.mark.parametrize("path", POSTED)
+def test_only_headers_of_the_list_reach_engines(path: str) -> None:
+    """Whatever the client's Connection header says, and whichever leg it is."""
+
+    async def main() -> None:
+        prefill, decode = sides("vllm")
+        async with foreign(prefill + decode) as front:
+            assert (await front.post(body_for(path), path, headers=ALLOWED | OPERATORS)).status == 200
+            asked = [each for engine in prefill + decode for each in engine.asked]
+            assert asked
+            for each in asked:
+                assert set(each.headers) == CARRIED | {name.lower() for name in ALLOWED}
+                assert all(each.headers[name.lower()] == value for name, value in ALLOWED.items())
+
+    run(main())
+
+
+def test_the_setting_adds_headers() -> None:
+    async def main() -> None:
+        prefill, decode = sides("vllm")
+        async with foreign(prefill + decode, "  forward_headers: [X-Tenant, x-data-parallel-rank]\n") as front:
+            assert (await front.post(completion(), headers=OPERATORS)).status == 200
+            for each in (each for engine in prefill + decode for each in engine.asked):
+                assert (each.headers["x-tenant"], each.headers["x-data-parallel-rank"]) == ("a", "1")
+                assert "cookie" not in each.headers
+
+    run(main())
+
+
+@pytest.mark.parametrize("name", ["Connection", "content-length", "Host", "X-Request-Id", "Accept-Encoding"])
+def test_a_header_that_the_gateway_sets_cannot_be_added(name: str) -> None:
+    with pytest.raises(InputErrors, match=f"sets {name} itself"):
+        settings_of(f"gateway:\n  forward_headers: [{name}]\n", "test.yaml")
+
+
+@pytest.mark.parametrize("path", POSTED)
+def test_no_field_for_engines_comes_from_a_client(path: str) -> None:
+    """On any endpoint that takes a body; the others keep their values."""
+    told = {name: {"remote_host": "10.6.6.6", "remote_port": 1} for name in ENGINE_FIELDS}
+    assert {"kv_transfer_params", "data_parallel_rank", "routed_dp_rank", "rid", "bootstrap_host"} <= ENGINE_FIELDS
+
+    async def main() -> None:
+        prefill, decode = sides("vllm")
+        async with foreign(prefill + decode) as front:
+            assert (await front.post(body_for(path, priority=1, **told), path)).status == 200
+            asked = [each for engine in prefill + decode for each in engine.asked]
+            assert asked
+            for each in asked:
+                assert b"10.6.6.6" not in each.body
+                assert each.json["priority"] == 1
+
+    run(main())
+
+
+WAYS_OUT = (
+    "../../metrics",
+    "..%2F..%2Fmetrics",
+    "%2e%2e/%2e%2e/metrics",
+    "a/../../../sleep",
+    "a/./b",
+    "a//b",
+    "..%5c..%5cmetrics",
+    "%252e%252e%252fmetrics",
+    "..;/metrics",
+    "a%00",
+    "a%0d%0aX:%20b",
+    "a%3fb",
+    "%ff",
+    "",
+    "/",
+)
+
+
+@pytest.mark.parametrize("rest", WAYS_OUT)
+def test_no_path_below_models_leads_elsewhere(rest: str) -> None:
+    """Where engines name the models themselves; the client reads that there is no such model."""
+
+    async def main() -> None:
+        prefill, decode = sides("vllm")
+        async with foreign(prefill + decode) as front:
+            said = await raw(
+                front.gateway.port,
+                b"GET /v1/models/%b HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n" % rest.encode(),
+            )
+            assert said.startswith(b"HTTP/1.1 404 ")
+            assert b"model_not_found" in said
+            assert not any(engine.asked for engine in prefill + decode)
+
+    run(main())
+
+
+@given(st.text(max_size=40))
+def test_a_model_name_has_no_segment_that_leads_away(name: str) -> None:
+    """For any text, however it is escaped: what is let through has no dotted segment and nothing left to decode."""
+    for text in (name, quote(name, safe=""), quote(name), quote(quote(name))):
+        if not text.isascii():
+            assert not is_model_name(text.encode())
+        elif is_model_name(text.encode()):
+            decoded = unquote(text)
+            assert unquote(decoded) == decoded
+            assert not re.search(r"[%;?#\\\x00-\x1f]|(^|/)\.*(/|$)", decoded)
+
+
+@pytest.mark.parametrize("name", ["llama-3-70b", "org/name", "org%2Fname", "a%20b", "qwen2.5:7b@q4_K+x~1"])
+def test_names_that_models_have_are_passed_on(name: str) -> None:
+    assert is_model_name(name.encode())
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+def test_the_body_of_a_read_is_no_second_request(method: str) -> None:
+    """It is not sent: an engine would read it as a request of its own."""
+    hidden = b"POST /v1/completions HTTP/1.1\r\nHost: engine\r\nContent-Length: 2\r\n\r\n{}"
+
+    async def says(engine: Engine, request: web.BaseRequest, asked: Asked) -> web.StreamResponse:
+        return web.json_response({})
+
+    async def main() -> None:
+        prefill, decode = sides("vllm")
+        for engine in prefill + decode:
+            engine.serve = says
+        async with foreign(prefill + decode) as front:
+            head = b"%b /v1/models HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
+            said = await raw(front.gateway.port, head % (method.encode(), len(hidden)) + hidden)
+            assert said.startswith(b"HTTP/1.1 200 ")
+            assert (await front.post({"input": "a"}, "/v1/embeddings")).status == 200
+            asked: list[Asked] = [each for engine in prefill + decode for each in engine.asked]
+            assert sorted(each.path for each in asked) == ["/v1/embeddings", "/v1/models"]
+
+    run(main())
+
+
+def test_a_query_of_a_path_that_is_passed_on_stays_a_query() -> None:
+    async def main() -> None:
+        prefill, decode = sides("vllm")
+        async with foreign(prefill + decode) as front:
+            data = msgspec.json.encode({"input": "a"})
+            head = b"POST /v1/embeddings?a=../../metrics HTTP/1.1\r\nHost: g\r\nConnection: close\r\n"
+            await raw(front.gateway.port, head + b"Content-Length: %d\r\n\r\n" % len(data) + data)
+            [asked] = [each for engine in prefill + decode for each in engine.asked]
+            assert asked.path.startswith("/v1/embeddings?")
+
+    run(main())
