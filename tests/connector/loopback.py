@@ -11,13 +11,15 @@ from typing import Any
 
 import numpy as np
 
+from kvroute.connector.authentication import session
 from kvroute.connector.blocks import ByteArray, HostRegion, Layout
+from kvroute.connector.channel import Channel
 from kvroute.connector.client import Client, Result
 from kvroute.connector.lanes import Transfer
 from kvroute.connector.options import Options
 from kvroute.connector.pool import Peer
 from kvroute.connector.server import Server
-from kvroute.connector.wire import VERSION, Challenge, Channel, Hello, Welcome, proof
+from kvroute.connector.wire import VERSION, Challenge, Hello, Welcome
 
 BLOCKS = 24
 WAIT_S = 120.0
@@ -117,6 +119,8 @@ def played(part: Any) -> Iterator[Peer]:
 
 def welcome(channel: Channel) -> None:
     """Greet as a server without a token does."""
-    channel.send(Challenge(VERSION, b"n" * 16))
-    hello = channel.expect(Hello)
-    channel.send(Welcome(proof("", "server", b"n" * 16, hello.nonce)))
+    challenge = Challenge(VERSION, b"n" * 16)
+    channel.send(challenge)
+    keys = session("", challenge, channel.expect(Hello))
+    channel.send(Welcome(keys.server_proof))
+    channel.secure(send_key=keys.server_key, receive_key=keys.client_key)

@@ -14,14 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.connector.loopback import BLOCKS, WAIT_S, Cache, ends, played, pull, pulling, welcome
 
+from kvroute.connector.channel import Channel
 from kvroute.connector.client import Client, Result
 from kvroute.connector.congestion import Sent
+from kvroute.connector.gate import greet
 from kvroute.connector.holds import Computing
 from kvroute.connector.lanes import Transfer
 from kvroute.connector.options import Options
 from kvroute.connector.pool import Peer
 from kvroute.connector.server import Server
-from kvroute.connector.wire import VERSION, Challenge, Channel, Fetch, Hello, Part, Waiting, Welcome, proof
+from kvroute.connector.wire import Fetch, Part, Waiting
 
 ALL = tuple(range(BLOCKS))
 
@@ -235,11 +237,8 @@ def test_who_waits_hears_that_the_peer_is_alive(begun: bool) -> None:
     ):
         if begun:
             server.computed(Computing("p", "p", (4,), 1), [0])
-        channel, own = Channel(sock, WAIT_S), b"c" * 16
-        shown = proof("", "client", channel.expect(Challenge).nonce, own)
-        layout = source.layout
-        channel.send(Hello(version=VERSION, nonce=own, proof=shown, layout=layout, traffic_class="kv", instance="x"))
-        channel.expect(Welcome)
+        channel = Channel(sock, WAIT_S)
+        greet(channel, "", source.layout, "kv", "x")
         channel.send(Fetch(request_id="p", first=0, count=1, transfer="t", wait_s=WAIT_S))
         if begun:
             part = channel.expect(Part)

@@ -14,7 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.connector.loopback import BLOCKS, TOKEN, WAIT_S, Cache, Clock, ends, played, pull, pulling, welcome
 
+from kvroute.connector.authentication import session
 from kvroute.connector.blocks import runs
+from kvroute.connector.channel import BUFFER_BYTES, Channel, mark, tune
 from kvroute.connector.client import Client, Result
 from kvroute.connector.handover import Handover
 from kvroute.connector.lanes import Transfer
@@ -22,20 +24,7 @@ from kvroute.connector.options import Options
 from kvroute.connector.pool import Peer
 from kvroute.connector.scheduler import Pull, Scheduler, Step
 from kvroute.connector.server import Server
-from kvroute.connector.wire import (
-    BUFFER_BYTES,
-    VERSION,
-    Challenge,
-    Channel,
-    Fetch,
-    Hello,
-    Part,
-    Welcome,
-    WireError,
-    mark,
-    proof,
-    tune,
-)
+from kvroute.connector.wire import VERSION, Challenge, Fetch, Hello, Part, Welcome, WireError
 from kvroute.connector.worker import Worker
 
 
@@ -161,11 +150,17 @@ def test_a_client_that_cannot_prove_the_token_is_told_so_and_left() -> None:
     ):
         server.hold("p", [0])
         channel = Channel(sock, WAIT_S)
-        nonce = channel.expect(Challenge).nonce
-        guess = proof("guess", "client", nonce, b"c" * 16)
-        channel.send(
-            Hello(version=VERSION, nonce=b"c" * 16, proof=guess, layout=source.layout, traffic_class="kv", instance="x")
+        challenge = channel.expect(Challenge)
+        hello = Hello(
+            version=VERSION,
+            nonce=b"c" * 16,
+            host=peer.host,
+            port=peer.port,
+            layout=source.layout,
+            traffic_class="kv",
+            instance="x",
         )
+        channel.send(msgspec.structs.replace(hello, proof=session("guess", challenge, hello).client_proof))
         channel.send(Fetch(request_id="p", first=0, count=1, transfer="t"))
         with pytest.raises(WireError, match="another token"):
             channel.expect(Part)

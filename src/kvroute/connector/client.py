@@ -14,11 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from kvroute.connector.authentication import fresh_nonce
 from kvroute.connector.blocks import Layout, Region
 from kvroute.connector.lanes import Lane, Progress, Transfer
 from kvroute.connector.options import Options
 from kvroute.connector.pool import Peer, Pool
-from kvroute.connector.wire import Release, Released, fresh_nonce
+from kvroute.connector.wire import Release, Released
 
 log = logging.getLogger(__name__)
 SHARE_BYTES_MIN = 256 << 10

@@ -1,52 +1,112 @@
-"""The prefill instance's side of a greeting: who may talk, and with what KV cache of their own."""
+"""Both sides of a handshake: who may talk, over which address, and with what KV cache."""
 
 from __future__ import annotations
 
-import logging
+import socket
+from collections.abc import Callable
 
+from msgspec.structs import replace
+
+from kvroute.connector.authentication import address_of, fresh_nonce, proven, session
 from kvroute.connector.blocks import Layout
+from kvroute.connector.channel import Channel, tune
 from kvroute.connector.options import Options
-from kvroute.connector.wire import (
-    VERSION,
-    Challenge,
-    Channel,
-    Hello,
-    Refused,
-    Welcome,
-    fresh_nonce,
-    mark,
-    proof,
-    proven,
-    tune,
-)
+from kvroute.connector.wire import VERSION, Challenge, Hello, Refused, Welcome, WireError
 
-log = logging.getLogger(__name__)
+_REASON_CHARACTERS_MAX = 500
+"""A refusal must fit into a frame of the handshake."""
 
 
-def admitted(channel: Channel, token: str, layout: Layout, options: Options) -> Hello | None:
-    """Greet a peer and make its connection ready to send KV on; None if it was refused, and told why."""
-    tune(channel.sock, 0, control=options.congestion_control, buffer_bytes=options.buffer_bytes)
-    nonce = fresh_nonce()
-    channel.send(Challenge(VERSION, nonce))
+def greet(channel: Channel, token: str, layout: Layout, traffic_class: str, instance: str) -> None:
+    """Shake hands with the server that `channel` is connected to.
+
+    Args:
+        layout: of the KV cache here.
+        traffic_class: by which the server marks its packets.
+        instance: name of this instance.
+
+    Raises:
+        WireError: the server does not know the token, or refuses.
+        OSError: the connection broke, or the handshake was not complete in time.
+    """
+    challenge = channel.expect(Challenge)
+    if challenge.version != VERSION:
+        raise WireError("version", f"this side speaks version {VERSION}, the peer {challenge.version}")
+    host, port = address_of(channel.sock.getpeername())
+    hello = Hello(
+        version=VERSION,
+        nonce=fresh_nonce(),
+        host=host,
+        port=port,
+        layout=layout,
+        traffic_class=traffic_class,
+        instance=instance,
+    )
+    keys = session(token, challenge, hello)
+    channel.send(replace(hello, proof=keys.client_proof))
+    welcome = channel.expect(Welcome)
+    if not proven(welcome.proof, keys.server_proof):
+        raise WireError("token", "the peer has another token")
+    channel.secure(send_key=keys.client_key, receive_key=keys.server_key)
+
+
+def admitted(channel: Channel, token: str, layout: Layout, options: Options, room: Callable[[], bool]) -> Hello:
+    """Shake hands with a peer and make its connection ready to send KV on.
+
+    Args:
+        room: called once the peer has proved the token; whether one more connection is accepted.
+
+    Raises:
+        WireError: the peer was refused, and told why.
+        OSError: the connection broke, or the handshake was not complete in time.
+    """
+    challenge = Challenge(VERSION, fresh_nonce())
+    channel.send(challenge)
     hello = channel.expect(Hello)
-    refusal = _refusal(hello, nonce, token, layout)
+    if hello.version != VERSION:
+        raise _refused(channel, Refused("version", f"this side speaks version {VERSION}, the peer {hello.version}"))
+    keys = session(token, challenge, hello)
+    if not proven(hello.proof, keys.client_proof):
+        raise _refused(channel, Refused("token", "the peer has another token"))
+    refusal = _refusal(channel, hello, layout, options) if room() else Refused("busy", "too many KV connections")
     if refusal:
-        log.warning("refused KV connection of %s: %s", hello.instance or "a peer without a name", refusal.reason)
-        channel.send(refusal)
-        return None
-    mark(channel.sock, options.dscp.get(hello.traffic_class, 0))
-    channel.send(Welcome(proof(token, "server", nonce, hello.nonce)))
+        raise _refused(channel, refusal)
+    tune(
+        channel.sock,
+        options.dscp.get(hello.traffic_class, 0),
+        control=options.congestion_control,
+        buffer_bytes=options.buffer_bytes,
+    )
+    channel.send(Welcome(keys.server_proof))
+    channel.secure(send_key=keys.server_key, receive_key=keys.client_key)
     return hello
 
 
-def _refusal(hello: Hello, nonce: bytes, token: str, layout: Layout) -> Refused | None:
-    if hello.version != VERSION:
-        return Refused("version", f"this side speaks version {VERSION}, the peer {hello.version}")
-    if not proven(hello.proof, proof(token, "client", nonce, hello.nonce)):
-        return Refused("token", "the peer has another token")
+def _refused(channel: Channel, refusal: Refused) -> WireError:
+    channel.send(replace(refusal, reason=refusal.reason[:_REASON_CHARACTERS_MAX]))
+    return WireError(refusal.code, refusal.reason)
+
+
+def _refusal(channel: Channel, hello: Hello, layout: Layout, options: Options) -> Refused | None:
+    here = address_of(channel.sock.getsockname())
+    if options.protected and (hello.host, hello.port) != here and not _advertised(hello, here[1], options):
+        return Refused(
+            "address",
+            f"the peer has connected to {hello.host} port {hello.port}, and this server is {here[0]} port {here[1]}: "
+            "where addresses are translated, advertised_host must name the address that peers connect to",
+        )
     if hello.layout != layout:
         return Refused("layout", f"KV caches differ: {_difference(layout, hello.layout)}")
     return None
+
+
+def _advertised(hello: Hello, port: int, options: Options) -> bool:
+    """Whether the peer has connected to what it was told, though the network translates that into another address."""
+    try:
+        found = socket.getaddrinfo(options.advertised(), port, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    return any(address_of((str(address[0]), port)) == (hello.host, hello.port) for *_, address in found)
 
 
 def _difference(ours: Layout, theirs: Layout) -> str:

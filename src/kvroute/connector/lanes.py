@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvroute.connector.blocks import Region
+from kvroute.connector.channel import Channel
 from kvroute.connector.pool import Peer, Pool
-from kvroute.connector.wire import Channel, End, Fetch, Message, Part, Waiting, WireError, crc32
+from kvroute.connector.wire import End, Fetch, Message, Part, Waiting, WireError, crc32
 
 log = logging.getLogger(__name__)
 _BARREN_MAX = {"reset": 3, "checksum": 3, "timeout": 1}

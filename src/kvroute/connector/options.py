@@ -56,6 +56,11 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """For tests: a file that says `corrupt-layer-N`, `corrupt-layer-N-block-K` (of the prompt) or `stall-layer-N` while
     the fault shall last."""
 
+    @property
+    def protected(self) -> bool:
+        """Whether peers must prove a token."""
+        return bool(self.token or self.token_env)
+
     def secret(self, environ: Mapping[str, str] = os.environ) -> str:
         """The token, from wherever it is given.
 

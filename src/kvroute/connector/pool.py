@@ -7,22 +7,10 @@ import threading
 from dataclasses import dataclass
 
 from kvroute.connector.blocks import Layout
+from kvroute.connector.channel import Channel, tune
+from kvroute.connector.gate import greet
 from kvroute.connector.options import KV_CLASS, Options
-from kvroute.connector.wire import (
-    VERSION,
-    Challenge,
-    Channel,
-    Fetch,
-    Hello,
-    Message,
-    Release,
-    Welcome,
-    WireError,
-    fresh_nonce,
-    proof,
-    proven,
-    tune,
-)
+from kvroute.connector.wire import Fetch, Message, Release, WireError
 
 IDLE_MAX = 64
 """Kept connections to one peer."""
@@ -115,29 +103,11 @@ class Pool:
             dscp = self._options.dscp.get(peer.traffic_class, 0)
             control, buffer_bytes = self._options.congestion_control, self._options.buffer_bytes
             tune(sock, dscp, control=control, buffer_bytes=buffer_bytes)
-            self._greet(channel, peer)
+            greet(channel, self._token, self._layout, peer.traffic_class, self._options.instance)
         except BaseException:
             self.drop(channel)
             raise
         return channel
-
-    def _greet(self, channel: Channel, peer: Peer) -> None:
-        challenge = channel.expect(Challenge)
-        if challenge.version != VERSION:
-            raise WireError("version", f"this side speaks version {VERSION}, {peer.source} {challenge.version}")
-        nonce = fresh_nonce()
-        hello = Hello(
-            version=VERSION,
-            nonce=nonce,
-            proof=proof(self._token, "client", challenge.nonce, nonce),
-            layout=self._layout,
-            traffic_class=peer.traffic_class,
-            instance=self._options.instance,
-        )
-        channel.send(hello)
-        welcome = channel.expect(Welcome)
-        if not proven(welcome.proof, proof(self._token, "server", challenge.nonce, nonce)):
-            raise WireError("token", f"{peer.source} has another token")
 
 
 def _died_idle(error: OSError) -> bool:

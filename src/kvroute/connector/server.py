@@ -6,36 +6,22 @@ fetch. All connections of a transfer draw on one heap of pieces: who has room in
 
 from __future__ import annotations
 
-import logging
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from kvroute.connector.blocks import Layout, Region
+from kvroute.connector.channel import Channel
 from kvroute.connector.congestion import Gauges, Links, Sent
 from kvroute.connector.faults import spoil
 from kvroute.connector.gate import admitted
 from kvroute.connector.holds import Computing, Fence, Freed, Hold, Holds
+from kvroute.connector.listener import Admit, Listener
 from kvroute.connector.options import Options
 from kvroute.connector.stripes import Piece, Stripe
-from kvroute.connector.wire import (
-    Channel,
-    End,
-    Fetch,
-    Part,
-    Refused,
-    Release,
-    Released,
-    Waiting,
-    WireError,
-    crc32,
-    shut,
-)
+from kvroute.connector.wire import End, Fetch, Part, Refused, Release, Released, Waiting, WireError, crc32
 
-log = logging.getLogger(__name__)
-CONNECTIONS_MAX = 1024
 UNKNOWN_WAIT_S = 5.0
 """A fetch may be faster than the scheduler's own word to its worker; for so long it waits for it, or half of
 `timeout_s`: the refusal shall come before the peer has lost its patience."""
@@ -66,19 +52,15 @@ class Server:
         self._changed = threading.Condition()
         self._reading: dict[Channel, Hold] = {}
         self._links = Links()
-        self._connections: dict[Channel, threading.Thread] = {}
         self._closed = False
         self._ending = threading.Event()
         port = options.port + port_offset if options.port else 0
-        family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-        self._listener = socket.create_server((options.host, port), family=family, backlog=128)
-        self._acceptor = threading.Thread(target=self._accept, name="kv-accept", daemon=True)
-        self._acceptor.start()
+        self._listener = Listener(options.host, port, options.timeout_s, self._serve)
 
     @property
     def address(self) -> tuple[str, int]:
         """Where decode instances reach it."""
-        return self._options.advertised(), int(self._listener.getsockname()[1])
+        return self._options.advertised(), self._listener.port
 
     @property
     def held(self) -> int:
@@ -139,49 +121,18 @@ class Server:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-            connections = dict(self._connections)
         self._ending.set()
-        shut(self._listener)
-        self._acceptor.join()
-        for channel in connections:
-            channel.close()
-        for thread in connections.values():
-            thread.join()
+        self._listener.close()
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                sock, peer = self._listener.accept()
-            except OSError:
-                if self._closed:
-                    return
-                self._ending.wait(0.05)  # out of descriptors, or the peer went between its knock and our answer
-                continue
-            channel = Channel(sock, self._options.timeout_s)
-            thread = threading.Thread(target=self._serve, args=(channel, peer[0]), name="kv-serve", daemon=True)
-            with self._changed:
-                if self._closed or len(self._connections) >= CONNECTIONS_MAX:
-                    channel.close()
-                    continue
-                self._connections[channel] = thread
-                thread.start()
-
-    def _serve(self, channel: Channel, peer: str) -> None:
+    def _serve(self, channel: Channel, peer: str, admit: Admit) -> None:
+        hello = admitted(channel, self._token, self._layout, self._options, admit)
+        self._links.opened(channel.sock, hello.instance or peer)
         try:
-            hello = admitted(channel, self._token, self._layout, self._options)
-            if hello:
-                self._links.opened(channel.sock, hello.instance or peer)
-                # An idle peer may stay as long as it likes; a dead one is found by TCP's keep-alive.
-                while (message := self._next(channel)) is not None:
-                    self._answer(channel, message)
-        except OSError as error:
-            if not self._closed:
-                log.warning("KV connection from %s ended: %s", peer, error)
+            # An idle peer may stay as long as it likes; a dead one is found by TCP's keep-alive.
+            while (message := self._next(channel)) is not None:
+                self._answer(channel, message)
         finally:
             self._links.closing(channel.sock)
-            channel.close()
-            with self._changed:
-                self._connections.pop(channel, None)
 
     def _next(self, channel: Channel) -> Fetch | Release | None:
         channel.sock.settimeout(None)

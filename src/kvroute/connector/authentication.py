@@ -1,0 +1,73 @@
+"""Proof of the shared token, bound to one connection, and the tags that bind every later frame to it. Pure.
+
+Both sides derive everything from the token and a transcript: the server's challenge and all that the client says of
+itself, including the address that it has connected to. The token and the keys never cross the network.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import secrets
+from dataclasses import dataclass
+
+from msgspec.structs import replace
+
+from kvroute.connector.wire import HANDSHAKE_BYTES_MAX, Challenge, Hello, encode
+
+NONCE_BYTES = 16
+TAG_BYTES = 16
+_CONTEXT = b"kvroute KV connection 3\0"
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """What both sides of one connection know and nobody else: proofs of the token, and a key for each direction."""
+
+    client_proof: bytes
+    server_proof: bytes
+    client_key: bytes
+    """Of the frames that the client sends."""
+    server_key: bytes
+    """Of the frames that the server sends."""
+
+
+def fresh_nonce() -> bytes:
+    """Random bytes that are used once."""
+    return secrets.token_bytes(NONCE_BYTES)
+
+
+def session(token: str, challenge: Challenge, hello: Hello) -> Session:
+    """The session of a handshake; `hello.proof` does not count.
+
+    Each value is an HMAC-SHA256 with a label of its own, so that none can be reflected or used in another's place.
+
+    Raises:
+        WireError: the hello is longer than a handshake allows.
+    """
+    said = (encode(message, HANDSHAKE_BYTES_MAX) for message in (challenge, replace(hello, proof=b"")))
+    transcript = b"".join(hashlib.sha256(header).digest() for header in said)
+    secret = hmac.digest(token.encode(), _CONTEXT + transcript, hashlib.sha256)
+    labels = (b"client proof", b"server proof", b"client key", b"server key")
+    return Session(*(hmac.digest(secret, label, hashlib.sha256) for label in labels))
+
+
+def proven(given: bytes, expected: bytes) -> bool:
+    """Compare in constant time."""
+    return hmac.compare_digest(given, expected)
+
+
+def frame_tag(key: bytes, number: int, header: bytes) -> bytes:
+    """Tag of the `number`-th frame of one direction: keyed BLAKE2b over the number and the header.
+
+    The number keeps a frame from being repeated, left out or moved.
+    """
+    return hashlib.blake2b(number.to_bytes(8, "big") + header, digest_size=TAG_BYTES, key=key).digest()
+
+
+def address_of(sockname: tuple[str, int, *tuple[int, ...]]) -> tuple[str, int]:
+    """IP address and port of a TCP socket's end, written in one way on both sides of a connection."""
+    address = ipaddress.ip_address(sockname[0].partition("%")[0])
+    mapped = getattr(address, "ipv4_mapped", None)
+    return str(mapped or address), sockname[1]

@@ -1,0 +1,65 @@
+"""Which connection has to go when too many are in their handshake. Pure; the caller locks."""
+
+from __future__ import annotations
+
+import ipaddress
+from typing import Generic, TypeVar
+
+C = TypeVar("C")
+_IPV6_NETWORK_BITS = 64
+"""One customer usually holds so many bits of IPv6 addresses and can use any of them."""
+
+
+class Handshakes(Generic[C]):
+    """Connections whose peer has not proved the token yet, at most `most`."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._begun = 0
+        self._by_network: dict[str, dict[C, int]] = {}
+        """Connections in the order of their arrival, which is their number."""
+        self._network: dict[C, str] = {}
+
+    def __len__(self) -> int:
+        return len(self._network)
+
+    def begin(self, connection: C, address: str) -> C | None:
+        """One more; returns the one to be closed in its place, if there are too many.
+
+        That is the oldest one of the network that has the most, so that a peer which opens many does not push out one
+        of another network.
+        """
+        network = network_of(address)
+        self._network[connection] = network
+        self._by_network.setdefault(network, {})[connection] = self._begun
+        self._begun += 1
+        if len(self._network) <= self._most:
+            return None
+        crowd = max(self._by_network.values(), key=lambda members: (len(members), -next(iter(members.values()))))
+        oldest = next(iter(crowd))
+        self.end(oldest)
+        return oldest
+
+    def end(self, connection: C) -> bool:
+        """The handshake is over, well or not; False if it was over before."""
+        network = self._network.pop(connection, None)
+        if network is None:
+            return False
+        members = self._by_network[network]
+        del members[connection]
+        if not members:
+            del self._by_network[network]
+        return True
+
+
+def network_of(address: str) -> str:
+    """An IPv4 address as it is, the first 64 bits of an IPv6 address, anything else as it is."""
+    try:
+        parsed = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return address
+    if isinstance(parsed, ipaddress.IPv4Address):
+        return str(parsed)
+    if parsed.ipv4_mapped:
+        return str(parsed.ipv4_mapped)
+    return str(ipaddress.IPv6Network((parsed, _IPV6_NETWORK_BITS), strict=False))

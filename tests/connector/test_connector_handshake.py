@@ -1,0 +1,400 @@
+"""Before a peer has proved the token it costs little and gets nothing; afterwards nobody can speak in its place."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+from tests.connector.loopback import TOKEN, WAIT_S, Cache, ends, pull
+
+from kvroute.connector.authentication import session
+from kvroute.connector.channel import Channel
+from kvroute.connector.client import Client
+from kvroute.connector.gate import admitted, greet
+from kvroute.connector.handshakes import Handshakes, network_of
+from kvroute.connector.listener import LIMITS, Admit, Limits, Listener
+from kvroute.connector.options import Options
+from kvroute.connector.pool import Peer
+from kvroute.connector.wire import (
+    HANDSHAKE_BYTES_MAX,
+    HEADER_BYTES_MAX,
+    LENGTH_BYTES,
+    VERSION,
+    Challenge,
+    Fetch,
+    Hello,
+    Message,
+    Part,
+    Release,
+    Waiting,
+    WireError,
+    decode,
+    decode_length,
+    encode,
+    encode_length,
+)
+
+LAYOUT = Cache(1, 64).layout
+NETWORKS = ["10.0.0.1", "10.0.0.2", "2001:db8::1", "2001:db8::2", "2001:db8:0:1::1", "::ffff:10.0.0.1"]
+
+
+@given(most=st.integers(1, 6), arrivals=st.lists(st.tuples(st.sampled_from(NETWORKS), st.integers(0, 3)), max_size=40))
+def test_a_crowd_gives_way_to_others(most: int, arrivals: list[tuple[str, int]]) -> None:
+    """Never more than `most`; the one that has to go is the oldest of the network with the most connections."""
+    handshakes: Handshakes[int] = Handshakes(most)
+    under_way: list[tuple[int, str]] = []
+    for number, (address, ended) in enumerate(arrivals):
+        for connection, _ in under_way[:ended]:
+            assert handshakes.end(connection)
+            assert not handshakes.end(connection)
+        under_way = [*under_way[ended:], (number, network_of(address))]
+        counts = Counter(network for _, network in under_way)
+        evicted = handshakes.begin(number, address)
+        assert (evicted is not None) == (len(under_way) > most)
+        if evicted is not None:
+            network = dict(under_way)[evicted]
+            assert counts[network] == max(counts.values())
+            assert evicted == min(connection for connection, own in under_way if own == network)
+            under_way.remove((evicted, network))
+        assert len(handshakes) == len(under_way) <= most
+
+
+def test_addresses_of_one_customer_are_one_network() -> None:
+    """IPv4 addresses one by one, IPv6 by 64 bits."""
+    networks = [network_of(address) for address in NETWORKS]
+    assert networks[2] == networks[3] != networks[4]
+    assert networks[0] == networks[5] != networks[1]
+    assert network_of("fe80::1%eth0") == network_of("fe80::2")
+
+
+@given(data=st.binary(max_size=300) | st.binary(max_size=40).map(lambda tail: b"\x89\xa4type\xa5fetch" + tail))
+def test_any_bytes_are_a_message_or_malformed(data: bytes) -> None:
+    with suppress(WireError):
+        assert decode(encode(decode(data))) == decode(data)
+
+
+@given(size=st.integers(0, 2**32 - 1), limit=st.sampled_from([HANDSHAKE_BYTES_MAX, HEADER_BYTES_MAX]))
+def test_a_long_header_is_refused_by_its_length_alone(size: int, limit: int) -> None:
+    if size <= limit:
+        assert decode_length(struct.pack("!I", size), limit) == size
+    else:
+        with pytest.raises(WireError, match="at most"):
+            decode_length(struct.pack("!I", size), limit)
+
+
+@given(name=st.text(max_size=100), first=st.integers(0, 2**31))
+def test_messages_survive_their_frame(name: str, first: int) -> None:
+    fetch = Fetch(request_id=name, first=first, count=1, transfer="t")
+    header = encode(fetch)
+    assert decode_length(encode_length(header)) == len(header)
+    assert decode(header) == fetch
+
+
+@contextmanager
+def listening(options: Options, limits: Limits = LIMITS) -> Iterator[Listener]:
+    """A server that shakes hands and then keeps the connection until the peer leaves."""
+
+    def serve(channel: Channel, peer: str, admit: Admit) -> None:
+        admitted(channel, options.token, LAYOUT, options, admit)
+        channel.receive()
+
+    listener = Listener("127.0.0.1", 0, WAIT_S, serve, limits)
+    try:
+        yield listener
+    finally:
+        listener.close()
+
+
+def left(sock: socket.socket) -> bool:
+    """Whether the peer closes the connection, whatever it says before."""
+    sock.settimeout(WAIT_S)
+    with suppress(ConnectionError):
+        while sock.recv(1 << 16):
+            pass
+    return True
+
+
+def test_a_stranger_cannot_announce_a_large_header() -> None:
+    """It is left at once, before the header has come."""
+    with listening(TOKEN) as listener, socket.create_connection(("127.0.0.1", listener.port)) as sock:
+        sock.sendall(struct.pack("!I", HANDSHAKE_BYTES_MAX + 1))
+        assert left(sock)
+
+
+def test_a_handshake_has_one_deadline_for_all_of_it() -> None:
+    """A peer that sends a byte now and then is left, though each byte comes in time."""
+    limits = Limits(handshake_s=0.2)
+    with listening(TOKEN, limits) as listener, socket.create_connection(("127.0.0.1", listener.port)) as sock:
+        sock.sendall(struct.pack("!I", HANDSHAKE_BYTES_MAX))
+        sent, begun = 0, time.monotonic()
+        with suppress(ConnectionError):
+            while sent < HANDSHAKE_BYTES_MAX and time.monotonic() < begun + WAIT_S:
+                sock.sendall(b"\0")
+                sent += 1
+                time.sleep(0.02)
+        assert sent < HANDSHAKE_BYTES_MAX
+        assert time.monotonic() < begun + WAIT_S, "never left"
+
+
+def test_a_client_leaves_a_server_that_only_drips() -> None:
+    """The same deadline on the other side."""
+    near, far = socket.socketpair()
+    with near, far:
+        far.sendall(struct.pack("!I", HANDSHAKE_BYTES_MAX))
+        stop = threading.Event()
+
+        def drip() -> None:
+            with suppress(OSError):
+                while not stop.wait(0.02):
+                    far.sendall(b"\0")
+
+        thread = threading.Thread(target=drip)
+        thread.start()
+        try:
+            with pytest.raises(TimeoutError):
+                Channel(near, WAIT_S, handshake_s=0.2).receive()
+        finally:
+            stop.set()
+            thread.join()
+
+
+def test_strangers_push_out_each_other_and_no_authenticated_peer() -> None:
+    """Five silent connections where two are allowed: three are left; holders of the token come through."""
+    limits = Limits(handshakes=2)
+    with listening(TOKEN, limits) as listener, ExitStack() as stack:
+        address = ("127.0.0.1", listener.port)
+
+        def connect() -> socket.socket:
+            return stack.enter_context(socket.create_connection(address))
+
+        early = Channel(connect(), WAIT_S)
+        greet(early, TOKEN.token, LAYOUT, "kv", "early")
+        silent = [connect() for _ in range(5)]
+        assert all(left(sock) for sock in silent[:3])
+        late = Channel(connect(), WAIT_S)
+        greet(late, TOKEN.token, LAYOUT, "kv", "late")
+        for channel in (early, late):  # answered by the end of the connection, and not broken before
+            channel.send(Release("p"))
+            assert channel.receive() is None
+
+
+def test_a_server_with_too_many_peers_says_so() -> None:
+    with listening(TOKEN, Limits(connections=1)) as listener, ExitStack() as stack:
+        first, second = (
+            Channel(stack.enter_context(socket.create_connection(("127.0.0.1", listener.port))), WAIT_S)
+            for _ in range(2)
+        )
+        greet(first, TOKEN.token, LAYOUT, "kv", "first")
+        with pytest.raises(WireError, match="too many"):
+            greet(second, TOKEN.token, LAYOUT, "kv", "second")
+
+
+def test_silent_connections_do_not_keep_others_from_fetching() -> None:
+    """More of them than a server takes; each costs a thread only while it is among the last."""
+    source, target = Cache(1, 64, seed=1), Cache(1, 64)
+    with ends(source, target) as (server, client, peer), ExitStack() as stack:
+        server.hold("p", [3])
+        for _ in range(LIMITS.handshakes + 40):
+            sock = stack.enter_context(socket.create_connection((peer.host, peer.port)))
+            sock.sendall(struct.pack("!I", HANDSHAKE_BYTES_MAX))
+        assert pull(client, peer, [0]).failure == ""  # accepted in order, so after all of them
+        # And at most the connections of this fetch, and one that is ending.
+        assert sum(thread.name == "kv-serve" for thread in threading.enumerate()) <= LIMITS.handshakes + 3
+    assert target.block(0, 0) == source.block(0, 3)
+
+
+class Relay:
+    """Listens at an address, passes everything on to a server in both directions, and keeps what the server sent."""
+
+    def __init__(self, address: tuple[str, int], server: tuple[str, int]) -> None:
+        self._listener = socket.create_server(address)
+        self._server = server
+        self.address: tuple[str, int] = self._listener.getsockname()
+        self.overheard = bytearray()
+        self._threads = [threading.Thread(target=self._accept)]
+        self._sockets: list[socket.socket] = []
+        self._threads[0].start()
+
+    def close(self) -> None:
+        """End all connections."""
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._threads[0].join()
+        for sock in self._sockets:
+            with suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads[1:]:
+            thread.join()
+        for sock in self._sockets:
+            sock.close()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                near, _ = self._listener.accept()
+                far = socket.create_connection(self._server)
+                self._sockets += [near, far]
+                for source, target, keep in ((near, far, False), (far, near, True)):
+                    thread = threading.Thread(target=self._pass_on, args=(source, target, keep))
+                    self._threads.append(thread)
+                    thread.start()
+
+    def _pass_on(self, source: socket.socket, target: socket.socket, keep: bool) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                if keep:
+                    self.overheard += data
+                target.sendall(data)
+        for sock in (source, target):
+            with suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+
+@contextmanager
+def relayed(address: tuple[str, int], server: Peer) -> Iterator[Relay]:
+    relay = Relay(address, (server.host, server.port))
+    try:
+        yield relay
+    finally:
+        relay.close()
+
+
+def fetch_through(relay: Relay, client: Client) -> str:
+    """How a fetch ends whose decode instance was told the relay's address."""
+    return pull(client, Peer(*relay.address, "prefill0"), [0]).failure
+
+
+def test_a_relay_between_two_holders_of_the_token_learns_nothing() -> None:
+    """It passes on every byte of an honest handshake, and the server refuses: the client proved another address."""
+    source, target = Cache(1, 4096, seed=2), Cache(1, 4096)
+    with ends(source, target) as (server, client, peer), relayed(("127.0.0.1", 0), peer) as relay:
+        server.hold("p", [3])
+        assert fetch_through(relay, client) == "address"
+        assert source.block(0, 3)[:16] not in relay.overheard
+        assert server.held == 1
+    assert not target.memory.any()
+
+
+@pytest.mark.parametrize(("advertised", "failure"), [("", "address"), ("127.0.0.2", "")])
+def test_an_address_that_is_translated_must_be_advertised(advertised: str, failure: str) -> None:
+    """Same port, other address, as behind network address translation."""
+    source, target = Cache(1, 64, seed=3), Cache(1, 64)
+    options = Options(token="secret", advertised_host=advertised)
+    with ends(source, target, options) as (server, client, peer):
+        here = Peer("127.0.0.1", peer.port)
+        with relayed(("127.0.0.2", peer.port), here) as relay:
+            server.hold("p", [3])
+            assert fetch_through(relay, client) == failure
+
+
+def test_servers_without_a_token_do_not_ask_for_the_address() -> None:
+    """There is nothing to protect: whatever reaches the loopback address may read."""
+    source, target = Cache(1, 64, seed=4), Cache(1, 64)
+    with (
+        ends(source, target, Options(), Options()) as (server, client, peer),
+        relayed(("127.0.0.1", 0), peer) as relay,
+    ):
+        server.hold("p", [3])
+        assert fetch_through(relay, client) == ""
+
+
+@given(
+    token=st.text(max_size=8),
+    change=st.sampled_from(["token", "nonce", "challenge", "host", "port", "traffic_class", "instance"]),
+)
+def test_a_session_depends_on_everything_that_was_said(token: str, change: str) -> None:
+    """Two handshakes that differ in anything share no proof and no key; the proof itself does not count."""
+    challenge = Challenge(VERSION, b"s")
+    hello = Hello(version=VERSION, nonce=b"c", host="10.0.0.1", port=1, layout=LAYOUT, traffic_class="kv", instance="d")
+
+    def values(token: str, challenge: Challenge, hello: Hello) -> set[bytes]:
+        found = session(token, challenge, hello)
+        return {found.client_proof, found.server_proof, found.client_key, found.server_key}
+
+    plain = values(token, challenge, hello)
+    assert len(plain) == 4
+    assert values(token, challenge, replace(hello, proof=b"anything")) == plain
+    match change:
+        case "token":
+            other = values(token + "x", challenge, hello)
+        case "challenge":
+            other = values(token, Challenge(VERSION, b"t"), hello)
+        case "nonce":
+            other = values(token, challenge, replace(hello, nonce=b"d"))
+        case "port":
+            other = values(token, challenge, replace(hello, port=2))
+        case _:
+            other = values(token, challenge, replace(hello, **{change: "other"}))
+    assert not plain & other
+
+
+KEYS = (b"k" * 32, b"l" * 32)
+MESSAGES: list[Message] = [
+    Fetch(request_id="p", first=0, count=1, transfer="t"),
+    Release("p"),
+    Part(region=0, first=0, count=1, number=0, nbytes=0),
+    Waiting(),
+]
+
+
+def recorded(messages: Sequence[Message], key: bytes) -> list[bytes]:
+    """The frames of messages in their order, as they cross the network."""
+    near, far = socket.socketpair()
+    frames = []
+    with near, far:
+        channel = Channel(near, WAIT_S)
+        channel.secure(send_key=key, receive_key=b"unused")
+        for message in messages:
+            channel.send(message)
+            frames.append(far.recv(1 << 16))
+    return frames
+
+
+def heard(frames: Sequence[bytes], key: bytes) -> Iterator[Message | None]:
+    """What the receiver takes for messages of its peer."""
+    near, far = socket.socketpair()
+    with near, far:
+        near.sendall(b"".join(frames))
+        near.shutdown(socket.SHUT_WR)
+        channel = Channel(far, WAIT_S)
+        channel.secure(send_key=b"unused", receive_key=key)
+        while (message := channel.receive()) is not None:
+            yield message
+
+
+def flipped(frames: list[bytes], at: int) -> list[bytes]:
+    """One bit of the frame's header or tag is another one."""
+    frame = bytearray(frames[0])
+    frame[LENGTH_BYTES + at % (len(frame) - LENGTH_BYTES)] ^= 1
+    return [bytes(frame), *frames[1:]]
+
+
+TAMPERING: dict[str, Callable[[list[bytes], int], list[bytes]]] = {
+    "flipped": flipped,
+    "repeated": lambda frames, _: [frames[0], frames[0], *frames[1:]],
+    "left out": lambda frames, _: frames[1:],
+    "swapped": lambda frames, _: [frames[1], frames[0], *frames[2:]],
+    "of another key": lambda frames, _: [*recorded(MESSAGES[1:2], KEYS[1]), *frames[1:]],
+}
+
+
+@pytest.mark.parametrize("what", TAMPERING)
+@given(messages=st.permutations(MESSAGES), at=st.integers(0, 200))
+@settings(deadline=None, max_examples=20)
+def test_a_frame_that_somebody_changed_is_noticed(what: str, messages: list[Message], at: int) -> None:
+    """Flipped, repeated, left out, moved or made up: the receiver never takes it for a message of its peer."""
+    frames = recorded(messages, KEYS[0])
+    assert list(heard(frames, KEYS[0])) == messages
+    taken: list[Message | None] = []
+    with pytest.raises(WireError, match="tag of this connection"):
+        taken.extend(heard(TAMPERING[what](frames, at), KEYS[0]))
+    assert taken == messages[: len(taken)]
