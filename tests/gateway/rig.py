@@ -137,6 +137,11 @@ class Rig(Front):
         async with self.session.post(self.fleet.ready().instances[name].url + COMPLETIONS, json=body) as response:
             return str(msgspec.json.decode(await response.read())["choices"][0]["text"])
 
+    def slow(self, factor: float) -> None:
+        """All engines take so many times as long for what they begin from now on; 1: as fast as they are."""
+        for server in self.fleet.servers.values():
+            server.engine.slow(factor)
+
     async def goes_down(self, name: str) -> None:
         """An engine dies, and stays away until it `comes_back`."""
         await self.order(name, "restart", down_s=3600)

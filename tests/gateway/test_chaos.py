@@ -275,13 +275,16 @@ def test_a_drain_in_a_storm_answers_all_who_are_in() -> None:
     """Those in the queue too, while legs fail."""
 
     async def run() -> None:
-        async with rig(PATIENCE + "  limits: {in_flight: 4, queue: 40}\n", TEXT) as gate:
+        section = "  retries: {attempts: 8, floor_per_s: 1000}\n  limits: {in_flight: 4, queue: 40}\n"
+        async with rig(section, TEXT) as gate:
             storm = Storm(gate, await truths(gate), random.Random(5))
             for name in NAMES:
                 gate.fleet.servers[name].faults.order(Fault(fail_next=1, status="reset"))
+            gate.slow(20)
             storming = asyncio.create_task(storm.blow(requests=24, clients=24))
             while gate.gateway.state.tick(gate.gateway.now()).load.queued < 20:
                 await asyncio.sleep(0)
+            gate.slow(1)
             await gate.gateway.drain()
             await storming
             assert storm.kinds == {"whole": 24}

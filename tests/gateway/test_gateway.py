@@ -152,12 +152,14 @@ def test_a_client_that_leaves_gives_everything_back(tokens: int) -> None:
             if tokens:
                 await asyncio.gather(*[leave(gate, number) for number in range(8)])
             else:
+                gate.slow(100)
                 tasks = [asyncio.create_task(gate.ask(f"{n} {PROMPT * 40}", tokens=5_000)) for n in range(8)]
                 while gate.leftovers()["legs"] < 8:
                     await asyncio.sleep(0)
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
+                gate.slow(1)
             assert await gate.settles(), gate.leftovers()
             assert (await gate.ask("hi")).status == 200
 
@@ -324,9 +326,11 @@ def test_a_drain_loses_no_request() -> None:
 
     async def run() -> None:
         async with rig() as gate:
+            gate.slow(100)
             tasks = [asyncio.create_task(gate.ask(f"{n} {PROMPT}", tokens=60, stream=True)) for n in range(12)]
             while gate.leftovers()["journeys"] < 12:
                 await asyncio.sleep(0)
+            gate.slow(1)
             await gate.gateway.drain()
             answers = [await task for task in tasks]
             assert [(answer.status, len(answer.events)) for answer in answers] == [(200, 60)] * 12
@@ -347,12 +351,14 @@ def test_keys_and_limits() -> None:
             assert (await gate.ask("hi")).status == 401
             headers = {"Authorization": f"Bearer {key}"}
             body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 400}
+            gate.slow(100)
             tasks = [asyncio.create_task(gate.post(body, headers=headers)) for _ in range(3)]
             while gate.gateway.state.tick(gate.gateway.now()).load.queued < 1:
                 await asyncio.sleep(0)
             refused = await gate.post(body, headers=headers)
             assert (refused.status, refused.json["error"]["type"]) == (429, "rate_limit_error")
             assert int(refused.headers["retry-after"]) >= 1
+            gate.slow(1)
             assert [(await task).status for task in tasks] == [200] * 3
             assert await gate.settles(), gate.leftovers()
 

@@ -25,6 +25,7 @@ async def _clients(gate: Rig, count: int) -> list[tuple[asyncio.StreamReader, as
     """One that is served for long, and more that wait."""
     body = msgspec.json.encode({"model": MODEL, "prompt": "hi", "max_tokens": 5_000, "stream": True})
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+    gate.slow(100)
     pairs = []
     for number in range(count):
         pairs.append(await asyncio.open_connection("127.0.0.1", gate.gateway.port))

@@ -50,6 +50,7 @@ def test_a_reload_changes_the_policy_and_a_wrong_file_changes_nothing() -> None:
 
     async def run() -> None:
         async with rig() as gate:
+            gate.slow(10)
             running = asyncio.create_task(gate.ask(PROMPT, tokens=40, stream=True))
             while not gate.leftovers()["journeys"]:
                 await asyncio.sleep(0)
@@ -81,10 +82,12 @@ def test_requests_under_way_still_count(tmp_path: Path, scraped: bool) -> None:
         async with rig(section) as gate:
             if scraped:
                 await until(lambda: len(gate.gateway.serving.measured) == 4)
+            gate.slow(100)
             tasks = [asyncio.create_task(gate.ask(f"{n} {PROMPT}", tokens=80, stream=True)) for n in range(12)]
             stations = gate.gateway.serving.stations
             await until(lambda: sum(stations[name].under_way for name in ("decode0", "decode1")) == 12)
             assert await gate.gateway.reload(_reader(gate, section))
+            gate.slow(1)
             assert [len((await task).events) for task in tasks] == [80] * 12
             await until(lambda: not any(station.under_way for station in stations.values()))
 

@@ -135,7 +135,7 @@ def test_an_engine_that_is_gone_is_blamed_itself() -> None:
 
 def test_a_client_that_leaves_says_nothing_of_the_way() -> None:
     async def run() -> None:
-        async with two_sites() as gate:
+        async with two_sites(patience_s=3600.0) as gate:
             await gate.order("far0", "wan", share=0)
             tasks = [asyncio.create_task(gate.ask(f"{n} {LONG}", stream=True)) for n in range(4)]
             await until(lambda: sum(journey.computed for journey in gate.gateway.serving.journeys.values()) == 4)
