@@ -19,6 +19,7 @@ BENCHES = (
     *("gateway.routers", "gateway.chaos", "gateway.scale", "gateway.live_vs_sim", "gateway.two_datacenters"),
     "gateway.layerwise",
     "gateway.prefix_copies",
+    "gateway.large_prompts",
     *("wan.connections", "wan.layerwise", "testbed.transfers", "testbed.policies"),
 )
 PEERED = ("simulate", "decision", "gateway.routers")
@@ -35,6 +36,7 @@ QUICK = {
     "gateway.two_datacenters": ["--speed", "8"],
     "gateway.layerwise": ["--rounds", "1", "--speed", "4"],
     "gateway.prefix_copies": ["--rounds", "1", "--speed", "4"],
+    "gateway.large_prompts": ["3 MB"],
     "wan.connections": ["--rounds", "1"],
     "wan.layerwise": ["--rounds", "1"],
     "testbed.transfers": ["--rounds", "1"],

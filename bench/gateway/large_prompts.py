@@ -8,6 +8,7 @@ longest time that each took. Memory is the gateway's peak resident size, before 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import http.client
 import json
 import signal
@@ -86,19 +87,17 @@ def post(port: int, path: str, body: bytes) -> tuple[int, float]:
     try:
         with socket.create_connection(("127.0.0.1", port), timeout=ANSWER_S) as client:
             head = f"POST {path} HTTP/1.1\r\nhost: bench\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
-            try:
+            with contextlib.suppress(ConnectionError):  # refused before its end: the answer says so
                 client.sendall(head.encode())
                 client.sendall(body)
-            except ConnectionError:
-                pass  # refused before its end: the answer says so
             line = client.makefile("rb").readline()
     except OSError:
         return 0, time.monotonic() - start
     return int(line.split()[1]) if line else 0, time.monotonic() - start
 
 
-def probe(port: int) -> dict[str, float]:
-    """Ask for the two small things until SIGTERM; the longest that each took."""
+def probe(port: int, result: Path) -> None:
+    """Ask for the two small things until SIGTERM, then write the longest that each took."""
     over = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: over.set())
     worst = {"health_s": 0.0, "small_prompt_s": 0.0, "small_prompt_refused": 0}
@@ -122,10 +121,11 @@ def probe(port: int) -> dict[str, float]:
     ]
     for thread in threads:
         thread.start()
+    print(json.dumps({"ready": True}), flush=True)
     over.wait()
     for thread in threads:
         thread.join()
-    return worst
+    result.write_text(json.dumps(worst), encoding="ascii")
 
 
 def peak_mib(pid: int) -> float:
@@ -140,8 +140,10 @@ def measured(case: Case, workers: Mapping[str, Any], folder: Path) -> dict[str, 
     place = Place.of(workers, folder)
     answers: list[tuple[int, float]] = []
     with answering(kvroute(case.section)(place), case.name, place, cpus=()) as gateway:
-        command = [sys.executable, "-m", "bench.gateway.large_prompts", "--probe", str(place.port)]
+        result = folder / "probe.json"
+        command = [sys.executable, "-m", "bench.gateway.large_prompts", "--probe", str(place.port), str(result)]
         with Program(command) as prober:
+            prober.document()
             time.sleep(SETTLE_S)
             before = peak_mib(gateway.pid)
             clients = [
@@ -155,7 +157,8 @@ def measured(case: Case, workers: Mapping[str, Any], folder: Path) -> dict[str, 
             time.sleep(SETTLE_S)
             after = peak_mib(gateway.pid)
             prober.send_signal(signal.SIGTERM)
-            worst = prober.document(ANSWER_S)
+            prober.wait(ANSWER_S)
+            worst = json.loads(result.read_text(encoding="ascii"))
     statuses = sorted(status for status, _ in answers)
     slowest_s = max(seconds for _, seconds in answers)
     return {"before_mib": before, "after_mib": after, "statuses": statuses, "slowest_s": slowest_s, **worst}
@@ -180,10 +183,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("cases", nargs="*", help="words that a case's name holds; none: all cases")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--probe", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--probe", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.probe:
-        print(json.dumps(probe(options.probe)), flush=True)
+        probe(int(options.probe[0]), Path(options.probe[1]))
         return
     wanted = [case for case in CASES if not options.cases or any(word in case.name for word in options.cases)]
     found: list[Row] = []

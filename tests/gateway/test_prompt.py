@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
@@ -18,6 +19,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from kvroute.gateway.chat_template import TEMPLATE_FIELDS, ChatTemplate
 from kvroute.gateway.openai import Completion, read_completion
 from kvroute.gateway.prompt import MEDIA_TOKENS, Prompt, Prompts
+from kvroute.gateway.prompt_queue import QueueFull
 from kvroute.prefix import block_hashes
 from kvroute.types import InputError
 
@@ -186,6 +188,64 @@ def test_no_other_field_reaches_the_template(tmp_path: Path) -> None:
     found = rendered(tmp_path, shown, [{"role": "user", "content": "hi"}], **dict.fromkeys(names, "seen"))
     assert found == "FalseFalseFalseFalseTrue"
     assert "documents" in TEMPLATE_FIELDS
+
+
+def slow_prompts(folder: Path, tmp_path: Path, wait_max_s: float) -> tuple[Prompts, threading.Event]:
+    """A reader whose large chats take until the event is set: their template asks for the date."""
+    over = threading.Event()
+
+    def clock() -> datetime:
+        assert over.wait(60)
+        return datetime(2024, 7, 26)
+
+    (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    template = (
+        "{% if messages[0].content | length > 70000 %}{{ strftime_now('%Y') }}{% endif %}{{ messages[0].content }}"
+    )
+    (tmp_path / "chat_template.jinja").write_text(template)
+    return Prompts(tmp_path, wait_max_s=wait_max_s, clock=clock), over
+
+
+def test_small_prompts_do_not_wait_for_large_ones(folder: Path, tmp_path: Path) -> None:
+    prompts, over = slow_prompts(folder, tmp_path, 60)
+
+    async def main() -> None:
+        larges = [asyncio.ensure_future(prompts.blocks(chat("a" * 100_000))) for _ in range(6)]
+        async with asyncio.timeout(60):
+            for _ in range(5):
+                assert (await prompts.blocks(chat("b" * 5_000))).input_tokens
+            assert not any(large.done() for large in larges)
+            over.set()
+            assert len({prompt.blocks for prompt in await asyncio.gather(*larges)}) == 1
+
+    asyncio.run(main())
+    prompts.close()
+
+
+def test_a_prompt_that_nobody_wants_any_more_leaves_the_queue(folder: Path, tmp_path: Path) -> None:
+    """At once where it waits, so that its bytes go; a thread that works on one is not given another meanwhile."""
+    prompts, over = slow_prompts(folder, tmp_path, 0.001)
+    large = chat("a" * 100_000)
+
+    async def main() -> None:
+        async with asyncio.timeout(60):
+            busy = [asyncio.ensure_future(prompts.blocks(large)) for _ in range(2)]
+            await asyncio.sleep(0)
+            waiting = asyncio.ensure_future(prompts.blocks(large))
+            await asyncio.sleep(0)
+            with pytest.raises(QueueFull):
+                await prompts.blocks(large)
+            waiting.cancel()
+            busy[0].cancel()
+            await asyncio.wait([waiting, busy[0]])
+            waiting = asyncio.ensure_future(prompts.blocks(large))
+            await asyncio.sleep(0)
+            assert not waiting.done(), "the place in the queue is free, the thread is not"
+            over.set()
+            assert (await waiting) == (await busy[1])
+
+    asyncio.run(main())
+    prompts.close()
 
 
 def test_pictures_count_as_pictures_and_keep_their_bytes(rough: Prompts, exact: Prompts) -> None:

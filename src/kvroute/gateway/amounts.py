@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, TypeAlias
 
 from msgspec import Meta
 
-from kvroute.topology.units import Duration
+from kvroute.topology.units import Duration, Size
 
 Host: TypeAlias = Annotated[str, Meta(pattern=r"^[^\s/]+\Z", examples=["127.0.0.1"])]
 HeaderName: TypeAlias = Annotated[str, Meta(pattern=r"^[A-Za-z0-9!#$%&'*+.^_`|~-]{1,100}\Z", examples=["X-Tenant"])]
@@ -42,6 +42,13 @@ class Wait(Duration):
     least: ClassVar[float] = 2.0**-10
     most: ClassVar[float] = 86_400.0
     range_text: ClassVar[str] = "between 1 ms and 24 h"
+
+
+class MemorySize(Size):
+    """Memory for a kind of work."""
+
+    least: ClassVar[float] = 100e6
+    range_text: ClassVar[str] = "100 MB or more"
 
 
 def tokens(length: Tokens) -> float:

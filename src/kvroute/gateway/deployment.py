@@ -133,7 +133,14 @@ class Deployment:
         """A reader of prompts, to be closed. Raises InputError where the tokenizer cannot be read."""
         prompt = self.settings.prompt
         tokenizer = Path(prompt.tokenizer) if prompt.tokenizer else None
-        return Prompts(tokenizer, block_tokens=prompt.block_tokens, bytes_per_token=prompt.bytes_per_token)
+        return Prompts(
+            tokenizer,
+            block_tokens=prompt.block_tokens,
+            bytes_per_token=prompt.bytes_per_token,
+            context_tokens=prompt.context,
+            memory_bytes=float(prompt.memory_bytes),
+            wait_max_s=float(self.settings.limits.queue_wait_s),
+        )
 
     def needs_restart(self, before: Deployment) -> Iterator[str]:
         """Settings that differ from those before, and that only a new process takes up."""

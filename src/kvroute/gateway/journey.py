@@ -14,8 +14,9 @@ from kvroute.gateway.answer_leg import UPSTREAM, AnswerLeg
 from kvroute.gateway.answers import error_body
 from kvroute.gateway.fields import RequestError
 from kvroute.gateway.headers import forwarded, header_lines
-from kvroute.gateway.openai import Completion
+from kvroute.gateway.openai import Completion, without_prompts
 from kvroute.gateway.prefill_leg import PrefillLeg
+from kvroute.gateway.prompt_queue import QueueFull
 from kvroute.gateway.station import Suspicion
 from kvroute.types import Arrived, Decision, Decode, Finished, KvStored, Prefill, PrefillFinished, Reject, Request
 
@@ -44,6 +45,7 @@ class Journey:
     __slots__ = (
         "_attempts",
         "_ids",
+        "_reading",
         "_suspicion",
         "answer",
         "arrived",
@@ -83,6 +85,8 @@ class Journey:
         """Its way through another datacenter."""
         self.trace: RequestTrace | None = None
         self._suspicion: Suspicion | None = None
+        self._reading: asyncio.Task[None] | None = None
+        """The prompt's way through the threads."""
         self._ids: list[int] | None = None
         """The prompt's tokens, where a copy of its beginning may come to be ordered."""
         self._attempts = 1
@@ -109,7 +113,7 @@ class Journey:
             self.model = serving.model_of(completion.model)
             prompt = serving.prompts.blocks_now(completion)
             if prompt is None:
-                serving.spawn(self._begin_later())
+                self._reading = serving.spawn(self._begin_later())
             else:
                 self._arrive(prompt)
         except RequestError as refused:
@@ -118,10 +122,22 @@ class Journey:
             self.broke(error)
 
     async def _begin_later(self) -> None:
+        serving = self.serving
         try:
-            prompt = await self.serving.prompts.blocks(self.completion)
+            prompt = await serving.prompts.blocks(self.completion)
+            self._reading = None
             if not self.over:
+                self.completion = without_prompts(self.completion)
                 self._arrive(prompt)
+        except RequestError as refused:
+            self._reading = None
+            self._answer_error(refused.status, refused.body(), serving.now(), refused.message)
+        except QueueFull as full:
+            self._reading = None
+            serving.metrics.rejected("prompt_queue")
+            serving.state.rejected(serving.now())
+            body = error_body(str(full), UNAVAILABLE)
+            self._answer_error(503, body, serving.now(), str(full), full.retry_after_s)
         except Exception as error:
             self.broke(error)
 
@@ -258,7 +274,7 @@ class Journey:
         """Answer with an error; nothing of the request is left."""
         self._answer_error(status, error_body(why, kind), now, why)
 
-    def _answer_error(self, status: int, body: bytes, now: float, why: str) -> None:
+    def _answer_error(self, status: int, body: bytes, now: float, why: str, retry_after_s: int = 1) -> None:
         self.drop_legs(now)
         exchange = self.exchange
         if exchange.started:
@@ -266,7 +282,7 @@ class Journey:
         else:
             headers = [(b"x-request-id", self.request_id)]
             if status == 503:
-                headers.append((b"retry-after", b"1"))
+                headers.append((b"retry-after", b"%d" % retry_after_s))
             exchange.respond(status, body, b"application/json", headers)
         self.end(status, now, error=why)
 
@@ -332,6 +348,9 @@ class Journey:
         assert not self.over
         self.over = True
         self.prefill = self.answer = None
+        if self._reading is not None:
+            self._reading.cancel()  # a prompt that waits to be read is let go of at once
+            self._reading = None
         serving = self.serving
         try:
             if self.passage is not None:

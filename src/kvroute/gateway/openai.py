@@ -136,6 +136,11 @@ def read_completion(path: bytes, body: bytes) -> Completion:
     )
 
 
+def without_prompts(completion: Completion) -> Completion:
+    """The same without its copies of the prompts, which stay in `fields` alone."""
+    return msgspec.structs.replace(completion, text=None, token_ids=None, further=())
+
+
 def read_passed_on(path: bytes, body: bytes) -> PassedOn:
     """Read the body of a request that is passed on; it keeps its bytes unless it holds one of `ENGINE_FIELDS`.
 

@@ -7,9 +7,11 @@ pieces of text: equal text is equal, but engines' own events mean nothing then.
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -19,11 +21,15 @@ import xxhash
 
 from kvroute.gateway.chat_template import TEMPLATE_FIELDS, ChatTemplate
 from kvroute.gateway.openai import Completion
+from kvroute.gateway.prompt_bounds import MEMORY_BYTES, PromptBounds, context_of, longest_token_bytes
+from kvroute.gateway.prompt_queue import LANE_LIMITS, PromptQueue
 from kvroute.prefix import block_hashes
 from kvroute.types import InputError
 
 TEXT_INLINE_BYTES = 256 * 1024
 TOKENIZER_INLINE_BYTES = 4 * 1024
+TOKENIZER_BYTES_PER_S, TEXT_BYTES_PER_S = 1e6, 50e6
+"""Pace of a thread until it is measured."""
 MEDIA_TOKENS = 1024
 """A guess for one image or recording, whose bytes say nothing of its tokens."""
 
@@ -42,7 +48,7 @@ class Prompt:
 
 
 class Prompts:
-    """Reads prompts, small ones at once, large ones in a thread. `close` ends the threads."""
+    """Reads prompts, small ones at once, large ones in threads, by lanes. `close` ends the threads."""
 
     def __init__(
         self,
@@ -51,7 +57,9 @@ class Prompts:
         block_tokens: int = 16,
         bytes_per_token: int = 4,
         inline_bytes: int | None = None,
-        threads: int = 2,
+        context_tokens: int | None = None,
+        memory_bytes: float = MEMORY_BYTES,
+        wait_max_s: float = math.inf,
         clock: Callable[[], datetime] = datetime.now,
     ) -> None:
         """Args:
@@ -59,7 +67,9 @@ class Prompts:
             block_tokens: tokens of one block, as in the engines' cache.
             bytes_per_token: what a token is taken for without a tokenizer.
             inline_bytes: prompts up to here are read at once; None: what takes about a millisecond.
-            threads: for larger ones.
+            context_tokens: of the model; None: what the tokenizer's folder says, if anything.
+            memory_bytes: for all prompts that are tokenized at the same time.
+            wait_max_s: large prompts that would wait for longer are refused.
             clock: for chat templates that tell the date.
 
         Raises:
@@ -72,16 +82,65 @@ class Prompts:
         self._inline_bytes = default if inline_bytes is None else inline_bytes
         self._tokenizer = _load(tokenizer) if tokenizer else None
         self._template = ChatTemplate.load(_folder(tokenizer), clock) if tokenizer else None
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="prompt")
+        if tokenizer is not None:
+            context_tokens = context_tokens or context_of(_folder(tokenizer))
+        longest = longest_token_bytes(_file(tokenizer)) if tokenizer is not None and context_tokens else None
+        self.bounds = PromptBounds(context_tokens, longest, memory_bytes)
+        pace = TOKENIZER_BYTES_PER_S if self.exact else TEXT_BYTES_PER_S
+        self._queue = PromptQueue(pace, wait_max_s)
+        self._turns: dict[int, asyncio.Future[None]] = {}
+        """Of the prompts that wait."""
+        self._tickets = 0
+        self._threads = ThreadPoolExecutor(len(LANE_LIMITS), thread_name_prefix="prompt")
+
+    def change(self, wait_max_s: float) -> None:
+        """From now on, large prompts that would wait for longer are refused."""
+        self._queue.wait_max_s = wait_max_s
 
     def blocks_now(self, completion: Completion) -> Prompt | None:
-        """The prompt, or None if it is so large that `blocks` should read it."""
+        """The prompt, or None if it is so large that `blocks` should read it. Raises RequestError as `blocks` does."""
         limit = self._inline_bytes if completion.token_ids is None else TEXT_INLINE_BYTES
-        return self._read(completion) if self._work_bytes(completion) <= limit else None
+        if self._work_bytes(completion) <= limit:
+            return self._read(completion)
+        self._check(completion)
+        return None
 
     async def blocks(self, completion: Completion) -> Prompt:
-        """The same for a prompt of any size, off the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._read, completion)
+        """The same for a prompt of any size, off the event loop; cancelling it takes it out of the queue.
+
+        Raises:
+            RequestError: 400, the prompt cannot fit into the model's context or is too large to be tokenized.
+            QueueFull: it would wait for too long.
+        """
+        loop = asyncio.get_running_loop()
+        self._tickets += 1
+        ticket, turn = self._tickets, loop.create_future()
+        self._turns[ticket] = turn
+        try:
+            self._begin(self._queue.enter(ticket, self._work_bytes(completion), loop.time()))
+            await turn
+        except BaseException:
+            self._turns.pop(ticket, None)
+            self._begin(self._queue.leave(ticket, loop.time()))
+            raise
+        reading = self._threads.submit(self._read, completion)
+
+        def done(_: object) -> None:
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(self._left, ticket)
+
+        # Not with the asyncio future, which is over as soon as it is cancelled, while the thread goes on.
+        reading.add_done_callback(done)
+        return await asyncio.wrap_future(reading)
+
+    def _begin(self, tickets: list[int]) -> None:
+        for ticket in tickets:
+            turn = self._turns.pop(ticket)
+            if not turn.done():
+                turn.set_result(None)
+
+    def _left(self, ticket: int) -> None:
+        self._begin(self._queue.leave(ticket, asyncio.get_running_loop().time()))
 
     def close(self) -> None:
         """End the threads; prompts under way are finished first."""
@@ -92,16 +151,35 @@ class Prompts:
         size = _text_bytes(completion.text, completion.token_ids)
         if completion.further:
             size += sum(_text_bytes(*_pair(other)) for other in completion.further)
-        if self._template is not None and completion.kind == "chat":
+        if completion.kind == "chat" and self._renders(completion):
             fields = completion.fields
             size = max(size, sum([len(fields[name]) for name in TEMPLATE_FIELDS if name in fields]))
         return size
 
+    def _check(self, completion: Completion) -> None:
+        """Raises RequestError for what is too large to be tokenized, as far as that is known beforehand."""
+        if completion.token_ids is not None:
+            self.bounds.check_tokens(len(completion.token_ids), "prompt", completion.fields)
+        elif self._tokenizer is None or completion.text is None:
+            return
+        elif completion.kind == "completions":
+            self.bounds.check_text(len(completion.text), "prompt", completion.fields)
+        elif self._renders(completion):
+            self.bounds.check_template_fields(self._work_bytes(completion))
+
     def _read(self, completion: Completion) -> Prompt:
         seed = xxhash.xxh64_intdigest(completion.salt.encode()) if completion.salt else 0
         tokens, blocks, ids = self._first(completion, seed)
+        if ids is not None:
+            param = "prompt" if completion.kind == "completions" else "messages"
+            self.bounds.check_tokens(tokens, param, completion.fields)
+        left = self.bounds.text_bytes - len(completion.text or b"")
         for other in completion.further:
-            tokens += len(other) if isinstance(other, list) else self._length(other, completion)
+            if isinstance(other, list):
+                tokens += len(other)
+                continue
+            left -= len(other)
+            tokens += self._length(other, completion) if left >= 0 else self._text_tokens(other, False)
         return Prompt(max(1, tokens), blocks, self._block_tokens, ids)
 
     def _first(self, completion: Completion, seed: int) -> tuple[int, tuple[int, ...], list[int] | None]:
@@ -123,14 +201,20 @@ class Prompts:
         prompt: str | None = text.decode() if completion.kind == "completions" else self._rendered(completion)
         if prompt is None:
             return None
+        param = "prompt" if completion.kind == "completions" else "messages"
+        self.bounds.check_text(len(prompt) if prompt.isascii() else len(prompt.encode()), param, completion.fields)
         special = _wants_special(completion, default=completion.kind == "completions")
         ids: list[int] = self._tokenizer.encode_batch_fast([prompt], add_special_tokens=special)[0].ids
         return ids
 
     def _rendered(self, completion: Completion) -> str | None:
-        if self._template is None or completion.media or "chat_template" in completion.fields:
+        if not self._renders(completion):
             return None
-        return self._template.render(completion.fields)
+        return self._template.render(completion.fields) if self._template is not None else None
+
+    def _renders(self, completion: Completion) -> bool:
+        """Whether the tokens of a chat can be known."""
+        return self._template is not None and not completion.media and "chat_template" not in completion.fields
 
     def _length(self, text: bytes, completion: Completion) -> int:
         ids = self._ids(completion, text)
@@ -166,8 +250,12 @@ def _folder(tokenizer: Path) -> Path:
     return tokenizer if tokenizer.is_dir() else tokenizer.parent
 
 
+def _file(tokenizer: Path) -> Path:
+    return tokenizer / "tokenizer.json" if tokenizer.is_dir() else tokenizer
+
+
 def _load(tokenizer: Path) -> tokenizers.Tokenizer:
-    path = tokenizer / "tokenizer.json" if tokenizer.is_dir() else tokenizer
+    path = _file(tokenizer)
     mend = "give the model's tokenizer.json or the folder that holds it"
     if not path.is_file():
         raise InputError("there is no such tokenizer", where=str(path), mend=mend)

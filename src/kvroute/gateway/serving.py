@@ -183,11 +183,12 @@ class Serving:
         """63 random bits."""
         return self._rooms.getrandbits(63)
 
-    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run beside the callbacks; kept until it is done."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     def model_of(self, served: str) -> str:
         """The cluster's name of a model; with one model engines judge the name themselves (empty).

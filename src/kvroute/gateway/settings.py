@@ -16,6 +16,7 @@ from kvroute.gateway.amounts import (
     Host,
     Limit,
     LimitOrNone,
+    MemorySize,
     Number,
     Path,
     Port,
@@ -29,6 +30,7 @@ from kvroute.gateway.amounts import (
 )
 from kvroute.gateway.keys import KeySettings
 from kvroute.gateway.offload_settings import OffloadSection
+from kvroute.gateway.prompt_bounds import MEMORY_BYTES
 from kvroute.oracle import OracleSettings
 from kvroute.policies import DEFAULT_DECODE_POLICY
 from kvroute.topology.schema import Entry
@@ -122,6 +124,10 @@ class PromptSettings(Entry, frozen=True, kw_only=True):
     block_tokens: Annotated[int, Meta(ge=1, le=4096)] = 16
     bytes_per_token: Annotated[int, Meta(ge=1, le=64)] = 4
     """Of text, where there is no tokenizer."""
+    context: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    """Tokens that the model's context holds; None: what `config.json` beside the tokenizer says, if it is there."""
+    memory_bytes: MemorySize = field(name="memory", default=MemorySize(MEMORY_BYTES))
+    """For all prompts that are tokenized at the same time; bounds the longest one."""
 
 
 class LimitSettings(Entry, frozen=True, kw_only=True):

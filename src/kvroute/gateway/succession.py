@@ -122,6 +122,7 @@ class Succession:
         self.conversions.take_over(old, serving)
         self._watchers = Watchers(serving, self._heard, watchers)
         self.serving, self.deployment, self._prompts = serving, prepared.deployment, prepared.prompts
+        self._prompts.change(float(serving.settings.limits.queue_wait_s))
         return watchers
 
     async def settle(self, watchers: Watchers) -> None:
