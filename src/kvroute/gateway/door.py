@@ -56,7 +56,7 @@ class Door:
         self.server = b"server: %b\r\n" % server_name if server_name else b""
         self.draining = False
         self.bodies_bytes = 0
-        self._deadlines = deadlines or Deadlines()
+        self._deadlines = deadlines if deadlines is not None else Deadlines()
         self._clients: dict[Client, None] = {}
         self._servers: list[asyncio.Server] = []
         self._empty = asyncio.Event()

@@ -23,6 +23,7 @@ from kvroute.gateway.gauges import load_of
 from kvroute.gateway.journey import Journey
 from kvroute.gateway.keys import Keys
 from kvroute.gateway.logs import Logs, note
+from kvroute.gateway.loop_lag import LoopLag
 from kvroute.gateway.metrics import Metrics
 from kvroute.gateway.preflight import tls_context
 from kvroute.gateway.reception import Reception
@@ -54,9 +55,10 @@ class Gateway:
         settings = deployment.settings
         self._start = time.monotonic()
         self._first, self._logs = deployment, logs
-        self._deadlines = Deadlines()
         roles = {instance.name: instance.role for instance in deployment.cluster.instances}
         self.metrics = Metrics(self._look, roles, version=__version__, policy=settings.policy)
+        self._lag = LoopLag(self.metrics.loop_lagged)
+        self._deadlines = Deadlines(lag=self._lag)
         self.state = ClusterState(deployment.cluster, self._look, policy=settings.policy, version=__version__)
         self._shadowed(settings.shadow)
         self._tracer = tracer_of(settings.tracing.otlp, settings.tracing.share, version=__version__)
@@ -71,6 +73,7 @@ class Gateway:
             budget=self._budget,
             rooms=random.Random(seed),
             deadlines=self._deadlines,
+            lag=self._lag,
             on_end=self._ended,
         )
         self._reloading = asyncio.Lock()
@@ -103,6 +106,7 @@ class Gateway:
         Raises:
             InputError: an address cannot be had, or the event log not be written.
         """
+        self._lag.start()
         deployment = self._first
         settings, listen = deployment.settings, deployment.settings.listen
         succession = self._succession = Succession(deployment, self._common)
@@ -170,6 +174,7 @@ class Gateway:
         if self._ticker is not None:
             self._ticker.cancel()
             await asyncio.gather(self._ticker, return_exceptions=True)
+        self._lag.close()
         if door is not None:
             door.stop_accepting()
         # Those who wait go first: whoever is broken off makes room for them.

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from kvroute.gateway.loop_lag import LoopLag
 from kvroute.gateway.polling import Answer, Poller
 from kvroute.gateway.pool import Pool
 
@@ -51,10 +52,12 @@ class HealthChecks:
         failures: int = 2,
         successes: int = 1,
         known: Mapping[str, bool] | None = None,
+        lag: LoopLag | None = None,
+        on_discard: Callable[[str], None] | None = None,
     ) -> None:
         """
         Args:
-            names, pool_of, interval_s, timeout_s: see `Poller`.
+            names, pool_of, interval_s, timeout_s, lag, on_discard: see `Poller`.
             on_change: (instance, whether it is up, when), only on a change.
             now: the clock of `on_change`.
             failures, successes: see `Health`.
@@ -65,7 +68,16 @@ class HealthChecks:
         self._on_change = on_change
         self._now = now
         self._why: dict[str, str] = {}
-        self._poller = Poller(names, pool_of, path.encode(), self._answered, interval_s=interval_s, timeout_s=timeout_s)
+        self._poller = Poller(
+            names,
+            pool_of,
+            path.encode(),
+            self._answered,
+            interval_s=interval_s,
+            timeout_s=timeout_s,
+            lag=lag,
+            on_discard=on_discard,
+        )
 
     def start(self) -> None:
         """Begin, from within the loop."""

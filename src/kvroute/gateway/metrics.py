@@ -27,6 +27,7 @@ _REQUEST_S = (
     *(1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0),
 )
 _DECISION_S = (20e-6, 50e-6, 100e-6, 150e-6, 200e-6, 300e-6, 500e-6, 1e-3, 2e-3, 5e-3, 10e-3, 50e-3)
+_LAG_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 
 
 class Metrics:
@@ -81,6 +82,8 @@ class Metrics:
         self._prompt_tokens = Counter("kvroute_prompt_tokens_total", "Tokens of all prompts.")
         self._hit_tokens = Counter("kvroute_prefix_hit_tokens_total", "Prompt tokens cached where they went.", ("leg",))
         self._relayed_bytes = Counter("kvroute_relayed_bytes_total", "Answer bytes relayed to clients.")
+        self._lag_s = Histogram("kvroute_event_loop_lag_seconds", "How late the event loop runs a timer.", _LAG_S)
+        self._discarded = Counter("kvroute_health_checks_discarded_total", "Timeouts of a late loop.", ("engine",))
         self._kv_events = Counter("kvroute_kv_events_total", "KV event batches from engines.", ("engine",))
         self._kv_gaps = Counter("kvroute_kv_event_gaps_total", "Gaps in an engine's KV events.", ("engine",))
         self._log_bytes = Counter("kvroute_log_bytes_total", "Bytes written to the event log.")
@@ -199,6 +202,14 @@ class Metrics:
     def stream_failed(self) -> None:
         """A stream ended with an error event."""
         self._stream_errors.add()
+
+    def loop_lagged(self, seconds: float) -> None:
+        """The event loop ran a periodic timer so late."""
+        self._lag_s.observe((), seconds)
+
+    def health_check_discarded(self, instance: str) -> None:
+        """A health check timed out because the event loop was late: it says nothing about the engine."""
+        self._discarded.add((instance,))
 
     def kv_events(self, instance: str, batches: int = 1) -> None:
         """Batches of KV events were taken in."""

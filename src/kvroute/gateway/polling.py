@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvroute.gateway.call import Call, Failure
 from kvroute.gateway.exchange import Headers
+from kvroute.gateway.loop_lag import LoopLag, judge
 from kvroute.gateway.pool import Pool, request_bytes
 
 _TICK_MIN_S = 0.01
@@ -27,12 +29,13 @@ class Answer:
 class _Question:
     """One GET under way: the sink of its call."""
 
-    __slots__ = ("_body_bytes", "_parts", "_poller", "_status", "_timer", "call", "name")
+    __slots__ = ("_body_bytes", "_lag_s", "_loop", "_parts", "_poller", "_sent_s", "_status", "_timer", "call", "name")
 
     def __init__(self, poller: Poller, name: str, pool: Pool, loop: asyncio.AbstractEventLoop) -> None:
         self.name = name
-        self._poller = poller
+        self._poller, self._loop = poller, loop
         self._status = 0
+        self._sent_s, self._lag_s = time.monotonic(), poller.lag.total_s()
         self._parts: list[bytes] = []
         self._body_bytes = 0
         timeout_s = poller.timeout_s
@@ -62,8 +65,18 @@ class _Question:
         self.call.abort()
 
     def _too_late(self) -> None:
-        self.call.abort()
-        self._done(Answer(0, failure=f"no whole answer in {self._poller.timeout_s:g} s"))
+        timeout_s = self._poller.timeout_s
+        elapsed_s, lag_s = time.monotonic() - self._sent_s, self._poller.lag.total_s() - self._lag_s
+        match judge(timeout_s, elapsed_s, lag_s):
+            case "failed":
+                self.call.abort()
+                self._done(Answer(0, failure=f"no whole answer in {timeout_s:g} s"))
+            case "wait":
+                rest_s = max(timeout_s - (elapsed_s - lag_s), _TICK_MIN_S)
+                self._timer = self._loop.call_later(rest_s, self._too_late)
+            case "discarded":
+                self.call.abort()
+                self._poller.discard(self)
 
     def _done(self, answer: Answer) -> None:
         self._timer.cancel()
@@ -88,26 +101,31 @@ class Poller:
         at_once: int = 64,
         body_max_bytes: int = 8 << 20,
         headers: Headers | None = None,
+        lag: LoopLag | None = None,
+        on_discard: Callable[[str], None] | None = None,
     ) -> None:
         """
         Args:
             names: whom to ask.
             pool_of: their connections; None: not now.
             path: with its query.
-            on_answer: told once for each question; must not raise.
+            on_answer: told once for each question that is not discarded; must not raise.
             interval_s: between two questions to the same engine.
             timeout_s: for a whole answer.
             at_once: questions under way at most.
             body_max_bytes: a longer answer is a failure.
             headers: of the request.
+            lag: of the loop; time during which it was late does not count as the engine's.
+            on_discard: told of each question that says nothing about its engine, for the loop was late; must not raise.
         """
+        self.lag = lag if lag is not None else LoopLag()
         self.path = path
         self.timeout_s = timeout_s
         self.body_max_bytes = body_max_bytes
         self.headers = headers or []
         self._names = tuple(names)
         self._pool_of = pool_of
-        self._on_answer = on_answer
+        self._on_answer, self._on_discard = on_answer, on_discard
         self._interval_s = interval_s
         self._at_once = at_once
         self._under_way: dict[str, _Question] = {}
@@ -136,6 +154,12 @@ class Poller:
         """A question is over."""
         del self._under_way[question.name]
         self._on_answer(question.name, answer)
+
+    def discard(self, question: _Question) -> None:
+        """A question is over and says nothing about its engine."""
+        del self._under_way[question.name]
+        if self._on_discard is not None:
+            self._on_discard(question.name)
 
     def _tick(self) -> None:
         count = len(self._names)

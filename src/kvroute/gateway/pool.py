@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+import time
 from typing import Literal
 from urllib.parse import SplitResult, urlsplit
 
 from kvroute.gateway.call import Call, Failure, Sink
 from kvroute.gateway.deadlines import Deadlines
 from kvroute.gateway.exchange import Headers
+from kvroute.gateway.loop_lag import judge
 from kvroute.gateway.upstream import Line
 from kvroute.types import InputError
 
@@ -66,7 +68,7 @@ class Pool:
         self._connect_s = connect_s
         self._idle_max = idle_max
         self._keep_s = keep_s
-        self._deadlines = deadlines or Deadlines()
+        self._deadlines = deadlines if deadlines is not None else Deadlines()
         self._idle: list[Line] = []
         self._open: set[Line] = set()
         self._opening: set[asyncio.Task[None]] = set()
@@ -144,12 +146,8 @@ class Pool:
 
     async def _connect(self, call: Call) -> None:
         """Open a connection for a call, which may be over by the time it stands."""
-        line = Line(self)
         try:
-            async with asyncio.timeout(self._connect_s):
-                await asyncio.get_running_loop().create_connection(
-                    lambda: line, self._address, self._port, ssl=self._tls
-                )
+            line = await self._open_line(call)
         except TimeoutError:
             failure = Failure("timeout", "connect", f"no connection to {self.host.decode()} in {self._connect_s:g} s")
         except (OSError, UnicodeError) as error:  # the latter: a name that is none (`a..b`)
@@ -164,10 +162,34 @@ class Pool:
                 call.finish()
                 call.sink.on_failure(Failure("reset", "connect", "the engine closed the connection"))
             return
-        line.drop()
         if not call.over:
             call.finish()
             call.sink.on_failure(failure)
+
+    async def _open_line(self, call: Call) -> Line:
+        """An attempt that times out while the loop is late says nothing about the engine and is repeated, until the
+        attempts have had `connect_s` of a loop that is on time. Raises OSError or UnicodeError."""
+        lag = self._deadlines.lag
+        started_s, lag_s = time.monotonic(), lag.total_s()
+        while True:
+            try:
+                return await self._attempt()
+            except TimeoutError:
+                verdict = judge(self._connect_s, time.monotonic() - started_s, lag.total_s() - lag_s)
+                if verdict == "failed" or call.over:
+                    raise
+
+    async def _attempt(self) -> Line:
+        line = Line(self)
+        try:
+            async with asyncio.timeout(self._connect_s):
+                await asyncio.get_running_loop().create_connection(
+                    lambda: line, self._address, self._port, ssl=self._tls
+                )
+        except (OSError, UnicodeError):
+            line.drop()
+            raise
+        return line
 
 
 def _origin(url: str) -> SplitResult:

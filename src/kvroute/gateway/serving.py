@@ -18,6 +18,7 @@ from kvroute.gateway.fields import RequestError
 from kvroute.gateway.headers import FORWARDED
 from kvroute.gateway.landing import Landings
 from kvroute.gateway.logs import access, note
+from kvroute.gateway.loop_lag import LoopLag
 from kvroute.gateway.metrics import Leg, Metrics
 from kvroute.gateway.openai import Completion
 from kvroute.gateway.prompt import Prompts
@@ -76,13 +77,14 @@ class Serving:
         tracer: Tracer,
         events: Recording | None,
         rooms: random.Random,
+        lag: LoopLag,
         engine_key: bytes | None,
         on_end: Callable[[Journey], None],
         first_number: int = 0,
     ) -> None:
         self.cluster, self.settings, self.now = cluster, settings, now
         self.prompts, self.budget, self.metrics, self.state = prompts, budget, metrics, state
-        self.tracer, self.events = tracer, events
+        self.tracer, self.events, self.lag = tracer, events, lag
         self.stations: dict[str, Station] = {}
         self.ways: Ways | None = None
         """Where prefills may leave their datacenter."""

@@ -18,6 +18,7 @@ from kvroute.gateway.handover import Handover
 from kvroute.gateway.journey import Journey
 from kvroute.gateway.keys import Keys
 from kvroute.gateway.logs import note
+from kvroute.gateway.loop_lag import LoopLag
 from kvroute.gateway.metrics import Metrics
 from kvroute.gateway.preflight import tls_context
 from kvroute.gateway.prompt import Prompts
@@ -42,6 +43,7 @@ class Common:
     budget: RetryBudget
     rooms: random.Random
     deadlines: Deadlines
+    lag: LoopLag
     on_end: Callable[[Journey], None]
 
 
@@ -196,6 +198,7 @@ class Succession:
             tracer=common.tracer,
             events=Recording(Path(log.events), deployment.log_header, log.terms, lost) if log.events else None,
             rooms=common.rooms,
+            lag=common.lag,
             engine_key=key if Keys.of(settings.keys).required else None,
             on_end=common.on_end,
             first_number=first_number,

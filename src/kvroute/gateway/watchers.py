@@ -49,6 +49,8 @@ class Watchers:
             timeout_s=float(health.timeout_s),
             failures=health.failures,
             known=before.known(serving) if before is not None else None,
+            lag=serving.lag,
+            on_discard=serving.metrics.health_check_discarded,
         )
         self._publishers = self._publishing()
         taken = before.hand_over(settings.prompt.block_tokens) if before is not None else None

@@ -1,0 +1,217 @@
+"""Event loop lag: what a timeout says by the law, how lag is measured, and that a late loop blames no engine."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+import uvloop
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.gateway.test_upstream import GET, Heard
+
+from kvroute.gateway.deadlines import NEVER_S, Deadlines
+from kvroute.gateway.health import HealthChecks
+from kvroute.gateway.loop_lag import DISCARD_AFTER, LoopLag, judge
+from kvroute.gateway.pool import Pool
+
+TIMEOUT_S = 0.2
+seconds = st.floats(0, 100)
+
+
+def stall(seconds_s: float) -> None:
+    """Block the loop, as a callback that computes for too long does."""
+    until_s = time.monotonic() + seconds_s
+    while time.monotonic() < until_s:
+        pass
+
+
+def run(scenario: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(120):
+            await scenario()
+
+    uvloop.run(bounded())
+
+
+@given(st.floats(0.001, 100), seconds, st.floats(0, 1))
+def test_an_engine_fails_exactly_when_it_has_had_its_time_from_a_loop_that_was_on_time(
+    timeout_s: float, elapsed_s: float, late_share: float
+) -> None:
+    """Without lag a timeout is a failure; a loop that was late for all but less than the timeout blames nobody, and no
+    check is undecided for ever."""
+    lag_s = elapsed_s * late_share
+    verdict = judge(timeout_s, elapsed_s, lag_s)
+    assert (verdict == "failed") == (elapsed_s - lag_s >= timeout_s)
+    assert judge(timeout_s, timeout_s, 0.0) == "failed"
+    if verdict == "wait":
+        assert elapsed_s < DISCARD_AFTER * timeout_s
+    if verdict == "discarded":
+        assert lag_s > (1 - 1 / DISCARD_AFTER) * elapsed_s * (1 - 1e-9), "the loop was late most of the time"
+
+
+@given(st.floats(0.001, 100), seconds, seconds, seconds)
+def test_more_lag_never_makes_a_failure_and_more_time_never_takes_one_back(
+    timeout_s: float, elapsed_s: float, lag_s: float, more_s: float
+) -> None:
+    if judge(timeout_s, elapsed_s, lag_s) != "failed":
+        assert judge(timeout_s, elapsed_s, lag_s + more_s) != "failed"
+    else:
+        assert judge(timeout_s, elapsed_s + more_s, lag_s) == "failed"
+
+
+def test_lag_is_the_time_that_a_timer_is_late_at_once_and_afterwards() -> None:
+    """Also before the late timer has run: others that are due in the same turn ask for it."""
+
+    async def scenario() -> None:
+        clock = [0.0]
+        heard: list[float] = []
+        lag = LoopLag(heard.append, period_s=0.01, now=lambda: clock[0])
+        assert lag.total_s() == 0.0
+        lag.start()
+        clock[0] = 3.01
+        assert lag.total_s() == 3.0
+        while not heard:
+            await asyncio.sleep(0)
+        assert heard == [3.0]
+        assert lag.total_s() == 3.0
+        clock[0] += 0.01
+        while len(heard) < 2:
+            await asyncio.sleep(0)
+        assert heard[1] == 0.0
+        assert lag.total_s() == 3.0, "a timer that runs in time adds nothing"
+        lag.close()
+
+    run(scenario)
+
+
+def test_deadlines_move_on_by_the_lag() -> None:
+    """Of what waits; what waits for nothing goes on waiting for nothing."""
+
+    class Waiting:
+        def __init__(self, deadline_s: float) -> None:
+            self.deadline_s, self.expired = deadline_s, False
+
+        def expire(self, now: float) -> None:
+            self.expired, self.deadline_s = True, NEVER_S
+
+    async def scenario() -> None:
+        clock = [0.0]
+        lag = LoopLag(period_s=0.01, now=lambda: clock[0])
+        lag.start()
+        deadlines, loop = Deadlines(0.01, lag), asyncio.get_running_loop()
+        due_s = loop.time() - 1.0
+        late, never, gone = Waiting(due_s), Waiting(NEVER_S), Waiting(due_s - 10_000.0)
+        for waiting in (late, never, gone):
+            deadlines.watch(waiting)
+        clock[0] = 5000.01
+        while not gone.expired:
+            await asyncio.sleep(0)
+        assert not late.expired
+        assert late.deadline_s == due_s + 5000.0
+        assert never.deadline_s == NEVER_S
+        late.deadline_s = due_s
+        while not late.expired:
+            await asyncio.sleep(0)
+        for waiting in (late, never, gone):
+            deadlines.forget(waiting)
+        lag.close()
+
+    run(scenario)
+
+
+def test_a_stalled_loop_fails_no_health_check_and_a_silent_engine_still_fails_it() -> None:
+    """One stall is waited out; where the loop is late for three times the timeout, the check is discarded."""
+
+    async def scenario() -> None:
+        speaks = True
+        asked = 0
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            nonlocal asked
+            try:
+                while await reader.readuntil(b"\r\n\r\n"):
+                    asked += 1
+                    if speaks:
+                        stall(1.5 * TIMEOUT_S)
+                        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
+            except (asyncio.IncompleteReadError, ConnectionError):
+                pass
+            finally:
+                writer.close()
+
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        lag = LoopLag(period_s=0.01)
+        lag.start()
+        pool = Pool(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", deadlines=Deadlines(0.01, lag))
+        changes: list[bool] = []
+        discarded: list[str] = []
+        checks = HealthChecks(
+            ["a"],
+            {"a": pool}.get,
+            lambda name, up, at: changes.append(up),
+            lambda: 0.0,
+            interval_s=0.01,
+            timeout_s=TIMEOUT_S,
+            failures=1,
+            lag=lag,
+            on_discard=discarded.append,
+        )
+        checks.start()
+        while asked < 5:
+            await asyncio.sleep(0.001)
+        assert checks.all_checked
+        assert not changes, checks.why("a")
+        speaks = False
+        while not discarded:
+            stall(2 * TIMEOUT_S)
+            await asyncio.sleep(0)
+        assert set(discarded) == {"a"}
+        assert not changes, checks.why("a")
+        while not changes:
+            await asyncio.sleep(0.001)
+        assert changes == [False]
+        assert checks.why("a")
+        checks.close()
+        pool.close()
+        lag.close()
+        server.close()
+
+    run(scenario)
+
+
+def test_a_stalled_loop_fails_no_request_leg() -> None:
+    """Neither while it connects nor while it waits for the first byte: the answer has been there all the time."""
+
+    async def scenario() -> None:
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            try:
+                while await reader.readuntil(b"\r\n\r\n"):
+                    writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")
+                    await writer.drain()
+                    stall(2 * TIMEOUT_S)
+            except (asyncio.IncompleteReadError, ConnectionError):
+                pass
+            finally:
+                writer.close()
+
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        lag = LoopLag(period_s=0.01)
+        lag.start()
+        deadlines = Deadlines(0.01, lag)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        pool = Pool(url, connect_s=TIMEOUT_S, deadlines=deadlines)
+        for _ in range(5):
+            heard = Heard()
+            pool.send(GET, heard, first_byte_s=TIMEOUT_S, idle_s=TIMEOUT_S)
+            if not pool.idle:
+                asyncio.get_running_loop().call_soon(stall, 2 * TIMEOUT_S)
+            await heard.over.wait()
+            assert heard.failure is None, heard.failure
+            await asyncio.sleep(0)
+        pool.close()
+        lag.close()
+        server.close()
+
+    run(scenario)
