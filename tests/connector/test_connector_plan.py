@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import astuple
 from functools import partial
 from typing import Any
@@ -13,7 +14,8 @@ from hypothesis import strategies as st
 
 from kvroute.connector.congestion import Gauges, Sent
 from kvroute.connector.faults import fault_of
-from kvroute.connector.holds import Computing, Hold, Holds
+from kvroute.connector.handover import prompt_digest
+from kvroute.connector.holds import Computing, Freed, Hold, Holds
 from kvroute.connector.options import Options, read_options
 from kvroute.connector.scheduler import Ending, Held, Scheduler, Step
 from kvroute.connector.stats import (
@@ -109,7 +111,7 @@ def test_a_worked_example() -> None:
     prompt = list(range(40))
     prefill = scheduler()
     keep, told = prefill.finished("p", ASK, prompt, completed=True, computed_tokens=40, blocks=[4, 9, 2])
-    assert prefill.take().holds == [Held("p", "p", (4, 9, 2))]
+    assert prefill.take().holds == [Held("p", "p", (4, 9, 2), prompt_digest(prompt))]
     assert keep
     assert told is not None
     assert (told["do_remote_prefill"], told["do_remote_decode"]) == (True, False)
@@ -164,7 +166,7 @@ def test_the_beginning_of_a_prompt_is_pulled_and_all_of_it_held(
         assert (pull.first, pull.blocks) == (cached // BLOCK_TOKENS, tuple(blocks[pull.first : last]))
         assert pull.handover.remote_request_id == "c"
     ending = middle.finished("p", both, prompt, completed=True, computed_tokens=len(prompt), blocks=blocks)
-    assert middle.take().holds == [Held(name or "p", "p", tuple(blocks))]
+    assert middle.take().holds == [Held(name or "p", "p", tuple(blocks), prompt_digest(prompt))]
     assert ending.keep
     assert ending.told is not None
     decode = scheduler()
@@ -303,7 +305,7 @@ def test_a_prompt_is_asked_for_before_it_is_computed() -> None:
     told = prefill.finished("p", ASK, prompt, completed=True, computed_tokens=40, blocks=[4, 9, 2]).told
     assert told is not None
     assert told["remote_request_id"] == "t"
-    assert prefill.take().holds == [Held("t", "p", (4, 9, 2))]
+    assert prefill.take().holds == [Held("t", "p", (4, 9, 2), prompt_digest(prompt))]
     decode.finished("d", EARLY, prompt, completed=True, computed_tokens=40, blocks=[30, 31, 32])
     assert decode.take().cancels == ["d"]
 
@@ -325,7 +327,7 @@ def test_without_the_option_a_named_prompt_is_held_when_it_is_done() -> None:
     prefill.arrived("p", ASK | {"transfer_id": "t"}, [1])
     assert prefill.watched({"p": 1}) == []
     assert prefill.finished("p", ASK, [1], completed=True, computed_tokens=1, blocks=[3]).keep
-    assert prefill.take().holds == [Held("t", "p", (3,))]
+    assert prefill.take().holds == [Held("t", "p", (3,), prompt_digest([1]))]
 
 
 @pytest.mark.parametrize(
@@ -384,6 +386,61 @@ def test_held_blocks_are_freed_once_and_never_under_a_reader(actions: list[tuple
         due = {name for name in held if name in released or now >= until[name]}
         assert all(readers.get(name) for name in due)
     assert len(holds) == len(held)
+
+
+NAMES = st.sampled_from(["x", "y"])
+OWNERS = st.sampled_from(["a", "b", "c"])
+
+
+@given(actions=st.lists(st.tuples(NAMES, OWNERS, st.sampled_from(["hold", "hold", "compute", "drop"]))))
+def test_a_name_keeps_what_it_names(actions: list[tuple[str, str, str]]) -> None:
+    """Another owner is refused unless it holds the same prompt; its blocks are freed at once, and those held stay.
+
+    Owners "a" and "b" have the same prompt in different blocks, "c" has another one. Each comes once.
+    """
+    holds = Holds()
+    blocks = {"a": (1, 2), "b": (3, 4), "c": (5, 6)}
+    prompts = {"a": "same", "b": "same", "c": "other"}
+    names: dict[str, str] = {}
+    kept: set[str] = set()
+    come: set[str] = set()
+    for name, owner, action in actions:
+        if owner in come:
+            continue
+        come.add(owner)
+        first = names.setdefault(name, owner)
+        match action:
+            case "compute":
+                holds.computed(Computing(name, owner, blocks[owner], 2, prompts[owner]), 1, [0])
+                if first == owner:
+                    kept.add(owner)
+            case "drop":
+                holds.drop(name, owner)
+            case "hold":
+                taken = prompts[first] != prompts[owner] and first in kept
+                with pytest.raises(InputError, match=f"by request {first}") if taken else nullcontext():
+                    holds.hold(name, blocks[owner], 10.0, owner, prompts[owner])
+                if first == owner:
+                    kept.add(owner)
+        freed = holds.freed(0.0)
+        assert freed == ([] if owner in kept or (action == "compute" and first != owner) else [Freed(owner, False)])
+        for own_name, own in names.items():
+            if own in kept:
+                hold = holds.read(own_name, 0, 2)
+                assert hold is not None
+                assert (hold.owner, hold.blocks, hold.prompt) == (own, blocks[own], prompts[own])
+                holds.leave(hold)
+
+
+def test_a_request_that_is_held_may_be_held_again_as_it_was() -> None:
+    """And not with other blocks: those that are held stay held."""
+    holds = Holds()
+    holds.hold("p", [1, 2], 10.0, prompt="x")
+    holds.hold("p", [1, 2], 20.0, prompt="x")
+    with pytest.raises(InputError, match="another prompt is held under this name, by request p"):
+        holds.hold("p", [3], 30.0, prompt="y")
+    assert holds.freed(19.0) == []
+    assert holds.freed(20.0) == [Freed("p", True)]
 
 
 @given(steps=st.lists(st.tuples(st.integers(0, 1), st.integers(0, 5)), min_size=1, max_size=8))

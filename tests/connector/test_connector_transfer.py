@@ -22,7 +22,7 @@ from kvroute.connector.handover import Handover
 from kvroute.connector.lanes import Transfer
 from kvroute.connector.options import Options
 from kvroute.connector.pool import Peer
-from kvroute.connector.scheduler import Pull, Scheduler, Step
+from kvroute.connector.scheduler import Held, Pull, Scheduler, Step
 from kvroute.connector.server import Server
 from kvroute.connector.wire import VERSION, Challenge, Fetch, Hello, Part, Welcome, WireError
 from kvroute.connector.worker import Worker
@@ -297,6 +297,28 @@ def test_blocks_are_freed_by_a_release_or_by_time() -> None:
         assert late is not None
         assert late.failure == "gone"
         assert server.freed() == []
+
+
+@pytest.mark.parametrize(("asked", "failure"), [("digest1", ""), ("digest2", "prompt")])
+def test_two_prompts_under_one_name_do_not_mix(caplog: pytest.LogCaptureFixture, asked: str, failure: str) -> None:
+    """The second hold is refused with a line in the log, and its blocks are freed; who asks for the first prompt gets
+    it, and who asks for the second one is refused."""
+    source, target = Cache(1, 64, seed=13), Cache(1, 64)
+    prefill = Worker(source.regions, source.layout, Options(), consumer=False, environ={})
+    try:
+        prefill.begin(Step(holds=[Held("t", "first", (3,), "digest1")]))
+        prefill.begin(Step(holds=[Held("t", "second", (5,), "digest2")]))
+        assert "request second cannot be fetched" in caplog.text
+        assert prefill.ended()[0] == {"second"}
+        assert prefill.address is not None
+        with pulling(target, Options()) as client:
+            client.start(Transfer("d", Peer(*prefill.address), "t", 0, (0,), prompt=asked))
+            result = client.wait(WAIT_S)
+    finally:
+        prefill.close()
+    assert result is not None
+    assert result.failure == failure
+    assert target.block(0, 0) == (bytes(64) if failure else source.block(0, 3))
 
 
 def test_a_fetch_may_come_before_the_scheduler_has_said_so() -> None:

@@ -392,7 +392,7 @@ def test_held_kv_is_released_once_fetched_or_expired() -> None:
     engine = engine_on(clock)
     for key in ("a", "b"):
         job = engine.arrive(prompt_of(*range(12)), 1)
-        job.news = lambda job=job, key=key: engine.hold(job, key) if job.stage == "prefilled" else None  # type: ignore[misc]
+        job.news = lambda job=job, key=key: job.stage == "prefilled" and engine.hold(job, key)  # type: ignore[assignment,misc]
         clock.call(0.0, lambda job=job: engine.prefill(job))  # type: ignore[misc]
     clock.call(1.0, lambda: engine.release("a"))
     clock.call(2.0, lambda: shares.append(engine.kv_used_share))

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from kvroute.connector.stripes import Stripe
+from kvroute.types import InputError
 
 State = Literal["held", "unknown", "gone"]
 Fence: TypeAlias = Callable[[], None]
@@ -30,7 +31,7 @@ class Hold:
     fences: dict[int, Fence] = field(default_factory=dict)
     """By region; none where a computed block is written already."""
     prompt: str = ""
-    """Digest of the prompt, if the peers' is to be compared."""
+    """Digest of the prompt, to be compared with the peers'; empty: not known."""
     stripes: dict[str, Stripe] = field(default_factory=dict)
     """By the transfer's name."""
     readers: int = 0
@@ -72,17 +73,37 @@ class Holds:
     def __init__(self) -> None:
         self._holds: dict[str, Hold] = {}
         self._gone: OrderedDict[str, None] = OrderedDict()
+        self._not_kept: list[Freed] = []
+        """Requests whose name another one has; their blocks are vLLM's again at once."""
 
     def __len__(self) -> int:
         return len(self._holds)
 
-    def hold(self, request_id: str, blocks: Sequence[int], until: float, owner: str = "") -> None:
+    def hold(self, request_id: str, blocks: Sequence[int], until: float, owner: str = "", prompt: str = "") -> None:
         """All of `blocks`, in the order of the prompt, are computed; keep them until the time `until`.
 
-        A release may have come before. `owner` is vLLM's name of the request, where that is another.
+        A release may have come before. Where another request holds the same prompt under this name, its blocks serve
+        for both, and these are freed.
+
+        Args:
+            owner: vLLM's name of the request, where that is another.
+            prompt: digest of the prompt.
+
+        Raises:
+            InputError: something else is held under this name; it stays, and these blocks are freed.
         """
-        hold = self._holds.get(request_id) or self._new(request_id, owner)
-        hold.blocks, hold.until, hold.ready = tuple(blocks), until, None
+        hold = self._holds.get(request_id)
+        if hold is None:
+            hold = self._new(request_id, owner)
+        elif hold.owner != (owner or request_id):
+            self._not_kept.append(Freed(owner or request_id, expired=False))
+            if not prompt or prompt != hold.prompt:
+                raise _taken(request_id, hold)
+            hold.until = max(hold.until, until)
+            return
+        elif not hold.computing and hold.blocks != tuple(blocks):
+            raise _taken(request_id, hold)
+        hold.blocks, hold.until, hold.ready, hold.prompt = tuple(blocks), until, None, prompt
         hold.fences.clear()  # the request's last step has ended before vLLM says that it is over
 
     def computed(self, step: Computing, regions: int, done: Iterable[int], fence: Fence | None = None) -> None:
@@ -91,7 +112,7 @@ class Holds:
         if hold is None:
             hold = self._new(step.name, step.owner)
             hold.ready, hold.prompt = [0] * regions, step.prompt
-        if hold.ready is None:
+        if hold.ready is None or hold.owner != step.owner:
             return
         if len(step.blocks) > len(hold.blocks):
             hold.blocks = step.blocks
@@ -130,6 +151,9 @@ class Holds:
     def drop(self, request_id: str, owner: str) -> None:
         """vLLM has given the request up; it wants the blocks back when the readers have left."""
         hold = self._holds.get(request_id) or self._new(request_id, owner)
+        if hold.owner != owner:
+            self._not_kept.append(Freed(owner, expired=False))
+            return
         hold.released = hold.stopped = True
         hold.ready = None
 
@@ -151,7 +175,8 @@ class Holds:
         for request_id, _ in free:
             del self._holds[request_id]
             self._forget(request_id)
-        return [Freed(hold.owner, expired=not hold.released) for _, hold in free]
+        not_kept, self._not_kept = self._not_kept, []
+        return not_kept + [Freed(hold.owner, expired=not hold.released) for _, hold in free]
 
     def _new(self, request_id: str, owner: str) -> Hold:
         hold = Hold((), owner or request_id, released=request_id in self._gone)
@@ -162,3 +187,11 @@ class Holds:
         self._gone[request_id] = None
         if len(self._gone) > _GONE_MAX:
             self._gone.popitem(last=False)
+
+
+def _taken(request_id: str, hold: Hold) -> InputError:
+    return InputError(
+        f"the KV of another prompt is held under this name, by request {hold.owner}",
+        where=f"KV of {request_id}",
+        mend="give every request a name of its own (transfer_id, X-Request-Id)",
+    )

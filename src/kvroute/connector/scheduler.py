@@ -29,7 +29,7 @@ class Pull:
     first: int
     blocks: tuple[int, ...]
     prompt: str = ""
-    """Digest of the prompt, where only the prefill instance can compare it."""
+    """Digest of the tokens that the peer is to hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,8 @@ class Held:
     owner: str
     """vLLM's name of the request."""
     blocks: tuple[int, ...]
+    prompt: str = ""
+    """Digest of the prompt."""
 
 
 @dataclass(slots=True)
@@ -143,7 +145,7 @@ class Scheduler:
         handover = self._handovers.pop(request_id, None)
         if handover is None:
             return
-        digest = self._digests.pop(request_id, "")
+        digest = self._digests.pop(request_id, handover.remote_prompt)
         if not pulled_tokens:
             self._step.releases.append(handover)
             return
@@ -196,7 +198,8 @@ class Scheduler:
         if not (params and params.get("do_remote_decode") and self._producer and completed and blocks):
             return self._given_up(request_id, named)
         name = named.name if named else request_id
-        self._step.holds.append(Held(name, request_id, tuple(blocks)))
+        digest = prompt_digest(prompt)
+        self._step.holds.append(Held(name, request_id, tuple(blocks), digest))
         host, port = self._addresses[0]
         told = Handover(
             remote_engine_id=self._engine_id,
@@ -206,7 +209,7 @@ class Scheduler:
             remote_ports=tuple(port for _, port in self._addresses) if self._tp > 1 else (),
             remote_block_ids=(tuple(blocks),),
             remote_num_tokens=computed_tokens,
-            remote_prompt=prompt_digest(prompt),
+            remote_prompt=digest,
             remote_instance=self._options.instance,
             tp_size=self._tp,
         )

@@ -68,13 +68,18 @@ class Server:
         with self._changed:
             return len(self._holds)
 
-    def hold(self, request_id: str, blocks: Sequence[int], owner: str = "") -> None:
+    def hold(self, request_id: str, blocks: Sequence[int], owner: str = "", prompt: str = "") -> None:
         """Keep `blocks` (the prompt's, in order, all computed) for fetching until released or expired.
 
-        `owner` is vLLM's name of the request, where peers know it by another: `freed` says that one.
+        Args:
+            owner: vLLM's name of the request, where peers know it by another: `freed` says that one.
+            prompt: digest of the prompt, to be compared with that of a peer.
+
+        Raises:
+            InputError: the KV of another prompt is held under this name.
         """
         with self._changed:
-            self._holds.hold(request_id, blocks, self._clock() + self._options.hold_s, owner)
+            self._holds.hold(request_id, blocks, self._clock() + self._options.hold_s, owner, prompt)
             self._changed.notify_all()
 
     def computed(self, step: Computing, regions: Iterable[int], fence: Fence | None = None) -> None:

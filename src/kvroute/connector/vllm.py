@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kvroute.connector.amx import allow_amx
 from kvroute.connector.blocks import Layout
 from kvroute.connector.options import Options, read_options
 from kvroute.connector.scheduler import Scheduler, Step
@@ -136,7 +137,8 @@ class KvrouteConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return self._worker
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """Where the blocks lie."""
+        """Where the blocks lie; called before the first step."""
+        allow_amx(next(iter(kv_caches.values())).device.type)
         config, transfer = self._vllm_config, self._vllm_config.kv_transfer_config
         blocks, staging = self._kv_cache_config.num_blocks, self._options.staging
         by_layer = {layer: regions_of(layer, tensor, blocks, staging=staging) for layer, tensor in kv_caches.items()}

@@ -15,9 +15,10 @@ from kvroute.connector.holds import Fence
 from kvroute.connector.lanes import Transfer
 from kvroute.connector.options import Options
 from kvroute.connector.pool import Peer
-from kvroute.connector.scheduler import Pull, Step
+from kvroute.connector.scheduler import Held, Pull, Step
 from kvroute.connector.server import Server
 from kvroute.connector.stats import Counts, count_early, count_failure, count_link, count_transfer, no_counts
+from kvroute.types import InputError
 
 log = logging.getLogger(__name__)
 LOOK_S = 0.5
@@ -58,7 +59,7 @@ class Worker:
         """Hold, pull and release; returns at once."""
         if self._server:
             for held in step.holds:
-                self._server.hold(held.name, held.blocks, held.owner)
+                self._hold(self._server, held)
             for name, owner in step.drops:
                 self._server.drop(name, owner)
             for name in step.refusals:
@@ -118,6 +119,12 @@ class Worker:
             self._client.close()
         if self._server:
             self._server.close()
+
+    def _hold(self, server: Server, held: Held) -> None:
+        try:
+            server.hold(held.name, held.blocks, held.owner, held.prompt)
+        except InputError as error:
+            log.error("the KV of request %s cannot be fetched: %s", held.owner, error)
 
     def _transfer(self, pull: Pull) -> Transfer:
         handover = pull.handover

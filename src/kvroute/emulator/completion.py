@@ -154,7 +154,9 @@ class Completion:
         await self._prefill()
         tickets = ask.tickets or (Ticket(f"{origin.engine_id}/{self.heading.id}"),)
         for job, ticket in zip(jobs, tickets, strict=True):
-            self.engine.hold(job, ticket.key)
+            if not self.engine.hold(job, ticket.key):
+                what = f"the KV of another prompt is held under {ticket.key}"
+                raise Refusal(f"{what}; give every request a name of its own", status=409, kind="ConflictError")
         if tickets[0].awaited:  # SGLang's prefill answers when its partner has the KV
             await self.bell.until(self._answered)
         choices = [choice(ask.kind, i, next(words(job.prompt.seed, i % ask.n))) for i, job in enumerate(jobs)]

@@ -190,16 +190,24 @@ class Engine:
         # Reserved memory may leave no room for the end of this very chain: it is told of before it goes.
         self._evicted(index.make_room(0, self._memory.reserved_blocks[0]))
 
-    def hold(self, job: Job, key: str) -> None:
-        """Keep a prefilled job's KV until it is fetched (`release`) or too old."""
+    def hold(self, job: Job, key: str) -> bool:
+        """Keep a prefilled job's KV until it is fetched (`release`) or too old.
+
+        Returns:
+            False if the KV of another prompt is held under this key; that stays.
+        """
         assert job.stage == "prefilled"
-        self.release(key)  # who gives the same key again means the newer KV
+        held = self.held.get(key)
+        if held is not None and not held.job.prompt.same(job.prompt):
+            return False
+        self.release(key)  # the same KV, which is waited for a second time
         job.pinned_blocks = self._memory.index.pin(0, job.prompt.blocks, len(job.prompt.blocks))
         self.held[key] = Held(job)
         job.move("held")
         self.keep(key)
         if self.door is not None:
             self.door.held(key)
+        return True
 
     def keep(self, key: str) -> None:
         """Start its time to expire anew."""

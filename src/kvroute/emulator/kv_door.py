@@ -20,11 +20,11 @@ from kvroute.emulator.counters import Link
 from kvroute.emulator.engine import Engine
 from kvroute.emulator.fabric import Fabric, Transfer
 from kvroute.emulator.job import Job
-from kvroute.emulator.kv_wire import Order, Parcel
+from kvroute.emulator.kv_arrivals import Arrivals
+from kvroute.emulator.kv_wire import LINE_BYTES_MAX, QUERY, Order, Parcel, is_complete, read_order
 from kvroute.topology import Cluster
 from kvroute.types import InputError
 
-LINE_MAX = 1 << 16
 ZEROS = bytes(1 << 18)
 AWAIT_S = 60.0
 """How long a source waits for KV that it has been told will come."""
@@ -56,6 +56,7 @@ class KvDoor:
         """Open connections."""
         self.awaited: dict[str, Delivery] = {}
         """Those whose KV is not complete, by its key."""
+        self.arrivals = Arrivals(shelf.clock)
 
     def open(self, engine: Engine) -> None:
         """Serve from this engine from now on."""
@@ -88,8 +89,7 @@ class KvDoor:
         """What is on its way, by target."""
         found: dict[str, Link] = {}
         for delivery in self.deliveries:
-            link = delivery.link()
-            if link is not None:
+            if (link := delivery.link()) is not None:
                 target = delivery.target
                 found[target] = found[target].beside(link) if target in found else link
         return found
@@ -120,31 +120,32 @@ class Delivery(asyncio.Protocol):
     @property
     def target(self) -> str:
         """Who pulls."""
-        return self._order.target if self._order is not None else ""
+        return self._order.target if self._order else ""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See `asyncio.Protocol`."""
         self._transport = cast(asyncio.Transport, transport)
         self._door.deliveries.add(self)
+        self._door.arrivals.begin(self)
 
     def data_received(self, data: bytes) -> None:
         """The order; nothing is expected after it."""
-        if self._order is not None:
+        assert self._transport is not None
+        if self._order is not None or self._transport.is_closing():
             return
         self._line += data
-        if self._line.startswith(b"GET "):
-            self._answer_query()
-        elif b"\n" in self._line:
-            self._take(self._line)
-        elif len(self._line) > LINE_MAX:
+        if is_complete(self._line):
+            self._door.arrivals.end(self)
+            self._answer_query() if self._line.startswith(QUERY) else self._take(self._line)
+        elif len(self._line) >= LINE_BYTES_MAX:
             self.abort()
 
     def _take(self, line: bytes) -> None:
-        try:
-            order = self._order = msgspec.json.decode(line, type=Order)
-        except msgspec.DecodeError as error:
-            self._refuse(f"the order cannot be read: {error}")
+        order = read_order(line)
+        if isinstance(order, str):
+            self._refuse(f"the order cannot be read: {order}")
             return
+        self._order = order
         if order.key in self._engine.held:
             self.start()
         elif order.awaited:
@@ -271,13 +272,12 @@ class Delivery(asyncio.Protocol):
     def _answer_query(self) -> None:
         """`GET /query` of Mooncake's bootstrap: data-parallel rank to engine."""
         assert self._transport is not None
-        if b"\r\n\r\n" in self._line:
-            found = self._line.startswith(b"GET /query")
-            body = msgspec.json.encode({"0": {"engine_id": self._shelf.engine_id}}) if found else b"{}"
-            status = b"200 OK" if found else b"404 Not Found"
-            head = b"HTTP/1.1 %b\r\nContent-Type: application/json\r\nContent-Length: %d\r\nConnection: close\r\n\r\n"
-            self._transport.write(head % (status, len(body)) + body)
-            self._transport.close()
+        found = self._line.startswith(b"GET /query")
+        body = msgspec.json.encode({"0": {"engine_id": self._shelf.engine_id}}) if found else b"{}"
+        status = b"200 OK" if found else b"404 Not Found"
+        head = b"HTTP/1.1 %b\r\nContent-Type: application/json\r\nContent-Length: %d\r\nConnection: close\r\n\r\n"
+        self._transport.write(head % (status, len(body)) + body)
+        self._transport.close()
 
     def abort(self) -> None:
         """Break off."""
@@ -287,6 +287,7 @@ class Delivery(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Whatever has not been sent stays held: another target may ask for it."""
         self._door.deliveries.discard(self)
+        self._door.arrivals.end(self)
         self._be_patient()
         order = self._order
         if order is None:

@@ -8,14 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import math
-from typing import cast
+from typing import Annotated, TypeVar, cast
 
 import msgspec
 
 from kvroute.emulator.refusal import Broken
 
+LINE_BYTES_MAX = 4 << 10
+"""Of an order or an answer, its end included."""
+QUERY = b"GET "
+"""How a query of HTTP begins."""
 _LOOKS = 4
 """Within the time after which a transfer that stands still is given up."""
+
+
+S = TypeVar("S", bound=msgspec.Struct)
 
 
 class Order(msgspec.Struct, frozen=True):
@@ -24,7 +31,7 @@ class Order(msgspec.Struct, frozen=True):
     key: str
     target: str
     """Its name in the cluster."""
-    cached_tokens: int = 0
+    cached_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
     """It has these."""
     awaited: bool = False
     """Wait for KV that is not there yet."""
@@ -36,10 +43,34 @@ class Parcel(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a source is about to send."""
 
     source: str
-    wire_bytes: int = 0
-    kv_bytes: float = 0.0
+    wire_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
+    kv_bytes: Annotated[float, msgspec.Meta(ge=0.0)] = 0.0
     """As modelled, before scaling."""
     error: str = ""
+
+
+def is_complete(data: bytes) -> bool:
+    """Whether `data` holds all of an order, which is a line, or of a query, which is an HTTP head."""
+    return (b"\r\n\r\n" if data.startswith(QUERY) else b"\n") in data[:LINE_BYTES_MAX]
+
+
+def read_order(data: bytes) -> Order | str:
+    """The order in the first line of `data`, or in words what is wrong with it."""
+    return _read(data.partition(b"\n")[0], Order)
+
+
+def read_parcel(line: bytes) -> Parcel | str:
+    """The answer in a line of JSON, or in words what is wrong with it."""
+    return _read(line, Parcel)
+
+
+def _read(line: bytes, kind: type[S]) -> S | str:
+    if len(line) > LINE_BYTES_MAX:
+        return f"it is longer than {LINE_BYTES_MAX} bytes"
+    try:
+        return msgspec.json.decode(line, type=kind)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        return str(error)
 
 
 class PullFailed(Broken):
@@ -54,6 +85,7 @@ class _Intake(asyncio.Protocol):
         self._head = b""
         self._parcel: Parcel | None = None
         self._left = 0
+        self._transport: asyncio.Transport | None = None
         self.pieces = 0
         """So many have come."""
 
@@ -63,19 +95,30 @@ class _Intake(asyncio.Protocol):
         return self._left > 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        cast(asyncio.Transport, transport).write(msgspec.json.encode(self._order) + b"\n")
+        self._transport = cast(asyncio.Transport, transport)
+        self._transport.write(msgspec.json.encode(self._order) + b"\n")
 
     def data_received(self, data: bytes) -> None:
         self.pieces += 1
         if self._parcel is None:
             self._head += data
             line, found, rest = self._head.partition(b"\n")
-            if not found:
+            if not found and len(self._head) < LINE_BYTES_MAX:
                 return
-            self._parcel = msgspec.json.decode(line, type=Parcel)
+            parcel = read_parcel(line)
+            if isinstance(parcel, str):
+                self._fail(f"the KV source's answer for {self._order.key} cannot be read: {parcel}")
+                return
+            self._parcel = parcel
             self._left = self._parcel.wire_bytes - len(rest)
         else:
             self._left -= len(data)
+
+    def _fail(self, why: str) -> None:
+        if not self._done.done():
+            self._done.set_exception(PullFailed(why))
+        assert self._transport is not None
+        self._transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The end of the connection is the end of the transfer: with nothing to send, latency is paid all the same."""

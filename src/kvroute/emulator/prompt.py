@@ -39,6 +39,10 @@ class Prompt:
         """From token ids [n]."""
         return cls(tokens, block_hashes(tokens, block_tokens), xxhash.xxh64_intdigest(tokens.tobytes()))
 
+    def same(self, other: Prompt) -> bool:
+        """Whether the tokens are the same."""
+        return self.seed == other.seed and np.array_equal(self.tokens, other.tokens)
+
 
 def text_tokens(text: bytes) -> IntArray:
     """Token ids of UTF-8 text; the last one may stand for less than four bytes."""

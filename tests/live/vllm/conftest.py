@@ -26,6 +26,10 @@ READY_S = 420.0
 BLOCK_TOKENS = 32
 BLOCKS = 512
 MODEL = "tiny"
+DTYPE = "float32"
+"""Of the servers whose tokens are compared: bfloat16 may round a decode's last bits otherwise than a prefill's."""
+LAYER_BYTES = 2 * 2 * 64 * BLOCK_TOKENS * 4
+"""Of one block of one layer: keys and values, 2 heads of 64 numbers, in float32."""
 HOLD_S = 10.0
 """How long the prefill server keeps what nobody fetches."""
 
@@ -162,7 +166,9 @@ def pair(cluster: Pair) -> Pair:
     return cluster
 
 
-def start_member(role: str, name: str, model: Path, folder: Path, ports: list[int] | None = None) -> Server:
+def start_member(
+    role: str, name: str, model: Path, folder: Path, ports: list[int] | None = None, dtype: str = DTYPE
+) -> Server:
     """Start a server of the cluster in `role` (`kv_producer` or `kv_consumer`); it is not ready yet."""
     ports = ports or free_ports(4)
     connector = {
@@ -190,14 +196,14 @@ def start_member(role: str, name: str, model: Path, folder: Path, ports: list[in
         "topic": f"kv@{name}",
     }
     options = ["--kv-transfer-config", json.dumps(connector), "--kv-events-config", json.dumps(publisher)]
-    return start(name, model, folder, ports, options)
+    return start(name, model, folder, ports, options, dtype)
 
 
-def start(name: str, model: Path, folder: Path, ports: list[int], options: list[str]) -> Server:
+def start(name: str, model: Path, folder: Path, ports: list[int], options: list[str], dtype: str = DTYPE) -> Server:
     """Start a server; it is not ready yet. Prompts of more than 2,048 tokens are computed in chunks."""
     command = [
         *(str(BIN / "vllm"), "serve", str(model), "--served-model-name", MODEL),
-        *("--host", "127.0.0.1", "--port", str(ports[0]), "--dtype", "bfloat16", "--max-model-len", "4096"),
+        *("--host", "127.0.0.1", "--port", str(ports[0]), "--dtype", dtype, "--max-model-len", "4096"),
         *("--max-num-seqs", "32", "--max-num-batched-tokens", "2048", "--enforce-eager"),
         *("--block-size", str(BLOCK_TOKENS), "--num-gpu-blocks-override", str(BLOCKS)),
         *("--enable-prompt-tokens-details", *options),

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.live.vllm.conftest import BLOCK_TOKENS, start_member, wait_ready
-from tests.live.vllm.test_vllm_pair import ASK, LAYER_BYTES, answer, complete, prompt
+from tests.live.vllm.conftest import BLOCK_TOKENS, LAYER_BYTES, start_member, wait_ready
+from tests.live.vllm.test_vllm_pair import ASK, answer, complete, prompt
 from tests.live.vllm.test_vllm_serve import ANSWER_TOKENS, alone, cluster_file, serving, until
 
 if TYPE_CHECKING:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.live.vllm.conftest import BLOCK_TOKENS, LAYER_BYTES
 from tests.live.vllm.test_vllm_serve import (
     FAILURES,
     GREEDY,
@@ -30,9 +31,6 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 ANSWER_TOKENS = 24
 LAYERS = 4
-BLOCK_TOKENS = 32
-BLOCK_BYTES = 16_384
-"""Of one layer."""
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +72,7 @@ def test_tokens_equal_those_of_one_server(pair: Pair, gateway: Gateway, tokens: 
         with client.completions.create(prompt=streamed, stream=True, **body) as stream:
             got = [token for chunk in stream for choice in chunk.choices for token in token_ids(choice)]
     blocks = -(-tokens // BLOCK_TOKENS)
-    until(lambda: early(pair) == (transfers + 2, nbytes + 2 * LAYERS * blocks * BLOCK_BYTES))
+    until(lambda: early(pair) == (transfers + 2, nbytes + 2 * LAYERS * blocks * LAYER_BYTES))
     assert token_ids(reply.choices[0]) == alone(pair, whole)
     assert got == alone(pair, streamed)
     until(lambda: decisions(gateway, "arrived")[-2:] == [["prefill", "decode"]] * 2)

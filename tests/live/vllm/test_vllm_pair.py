@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.live.vllm.conftest import BLOCK_TOKENS, LAYER_BYTES
 
 if TYPE_CHECKING:
     from tests.live.vllm.conftest import Pair, Server
@@ -22,10 +23,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 HERE = Path(__file__).parent
 ANSWER_TOKENS = 32
-BLOCK_TOKENS = 32
 ASK = {"do_remote_decode": True, "do_remote_prefill": False}
-LAYER_BYTES = 2 * 2 * 64 * BLOCK_TOKENS * 2
-"""Of one block: keys and values, 2 heads of 64 numbers, in bfloat16."""
 
 
 def prompt(tokens: int, seed: int) -> list[int]:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import openai
 import pytest
+from tests.live.vllm.conftest import LAYER_BYTES
 
 if TYPE_CHECKING:
     from tests.live.vllm.conftest import Pair, Server
@@ -276,8 +277,8 @@ def test_kv_events_show_the_second_request_its_hit(pair: Pair, gateway: Gateway)
         again = client.completions.create(model="tiny", prompt=[*asked, 5, 6, 7], extra_body=TOKENS, **GREEDY)
     for leg, before in hits.items():
         assert gateway.metric("kvroute_prefix_hit_tokens_total", leg=leg) - before == 640
-    # Of 643 tokens only the last block crossed: 4 layers of 16 KiB.
-    until(lambda: pulled_bytes(pair) - nbytes == 4 * 16384)
+    # Of 643 tokens only the last block crossed, in 4 layers.
+    until(lambda: pulled_bytes(pair) - nbytes == 4 * LAYER_BYTES)
     assert token_ids(again.choices[0]) == alone(pair, [*asked, 5, 6, 7])
 
 

@@ -1,0 +1,139 @@
+"""The KV port of an emulated engine: what strangers may take of it, and what is held under a name that is taken."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.emulator.test_early import PROMPT, Sites, on_sites
+from tests.emulator.test_wan import AWAY, Hand
+from tests.waiting import until
+
+from kvroute.emulator.kv_arrivals import Arrivals
+from kvroute.emulator.kv_wire import LINE_BYTES_MAX, Order, Parcel, PullFailed, pull, read_order, read_parcel
+
+
+class Silent:
+    """A connection of a peer that says nothing."""
+
+    def __init__(self) -> None:
+        self.broken = 0
+
+    def abort(self) -> None:
+        """Once at most."""
+        self.broken += 1
+
+
+@given(
+    most=st.integers(1, 4),
+    steps=st.lists(st.one_of(st.just("arrive"), st.integers(0, 20), st.floats(0.0, 3.0)), max_size=40),
+)
+def test_silent_connections_are_bounded_in_number_and_time(most: int, steps: list[str | int | float]) -> None:
+    """Never more than `most`; the oldest go first, nobody stays longer than 5 s, and who has ordered is left alone."""
+    clock = Hand()
+    arrivals = Arrivals(clock, most, order_s=5.0)
+    everyone: list[Silent] = []
+    waiting: list[tuple[float, Silent]] = []
+    for step in steps:
+        match step:
+            case "arrive":
+                everyone.append(Silent())
+                waiting.append((clock.now(), everyone[-1]))
+                arrivals.begin(everyone[-1])
+                waiting = waiting[-most:]
+            case int() if step < len(everyone):
+                arrivals.end(everyone[step])
+                waiting = [(since, one) for since, one in waiting if one is not everyone[step]]
+            case float():
+                clock.run(clock.now() + step)
+                waiting = [(since, one) for since, one in waiting if clock.now() < since + 5.0]
+        assert len(arrivals) == len(waiting)
+        assert not any(one.broken for _, one in waiting)
+    assert all(one.broken <= 1 for one in everyone)
+
+
+@given(st.binary(max_size=200) | st.binary(min_size=LINE_BYTES_MAX, max_size=LINE_BYTES_MAX + 50))
+def test_any_bytes_are_an_order_or_a_sentence(data: bytes) -> None:
+    """The same of answers; sizes are never negative."""
+    order, parcel = read_order(data), read_parcel(data)
+    assert isinstance(order, Order | str)
+    assert isinstance(parcel, Parcel | str)
+
+
+@pytest.mark.parametrize(
+    "line", [b'{"source": "p", "wire_bytes": -1}', b'{"source": "p", "kv_bytes": -1.0}', b"[" * 4000]
+)
+def test_answers_that_make_no_sense_are_refused(line: bytes) -> None:
+    assert isinstance(read_parcel(line), str)
+
+
+@given(key=st.text(max_size=40), target=st.text(max_size=40), cached_tokens=st.integers(0, 2**40), early=st.booleans())
+def test_orders_survive_the_wire(key: str, target: str, cached_tokens: int, early: bool) -> None:
+    order = Order(key, target, cached_tokens, awaited=early, early=early)
+    assert read_order(msgspec.json.encode(order) + b"\nwhatever follows") == order
+
+
+@pytest.mark.parametrize("begin", [b"", b"GET "], ids=["order", "query"])
+def test_a_stranger_may_not_send_a_long_line(begin: bytes) -> None:
+    """Its connection is broken off, and others are served."""
+
+    async def check(sites: Sites) -> None:
+        host, _, port = sites.fleet.ready().instances[AWAY].bootstrap.rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(begin + b"x" * LINE_BYTES_MAX)
+        with suppress(ConnectionError):
+            assert await reader.read() == b""
+        writer.close()
+        with suppress(ConnectionError):
+            await writer.wait_closed()
+        answers = await asyncio.gather(sites.decode("k"), sites.prefill("k"))
+        assert [status for status, _ in answers] == [200, 200]
+
+    on_sites(check)
+
+
+@pytest.mark.parametrize("answer", [b"x" * (2 * LINE_BYTES_MAX), b'{"source": 1}\n', b"\xff\n"])
+def test_a_source_that_answers_nonsense_is_left(answer: bytes) -> None:
+    """The pull fails with a sentence; nothing is read without end."""
+
+    async def main() -> None:
+        left = asyncio.Event()
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readline()
+            with suppress(ConnectionError):
+                writer.write(answer)
+                await writer.drain()
+                await reader.read()
+            writer.close()
+            with suppress(ConnectionError):
+                await writer.wait_closed()
+            left.set()
+
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        async with server:
+            with pytest.raises(PullFailed, match="cannot be read"):
+                await pull("127.0.0.1", server.sockets[0].getsockname()[1], Order("k", "t"))
+            await left.wait()
+
+    asyncio.run(main())
+
+
+def test_a_name_that_is_taken_is_refused() -> None:
+    """To the KV of another prompt; the same prompt may be held again, and what is held stays."""
+
+    async def check(sites: Sites) -> None:
+        assert (await sites.prefill("k"))[0] == 200
+        status, told = await sites.prefill("k", PROMPT + "and another end")
+        assert (status, "held under k" in told["error"]["message"]) == (409, True)
+        assert (await sites.prefill("k"))[0] == 200
+        assert sites.held() == 1
+        assert (await sites.decode("k"))[0] == 200
+        await until(lambda: sites.held() == 0)
+        assert (await sites.prefill("k", PROMPT + "and another end"))[0] == 200
+
+    on_sites(check)

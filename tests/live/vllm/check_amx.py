@@ -1,0 +1,63 @@
+"""Runs in vLLM's environment: whoever registers the KV cache of a CPU asks for AMX tiles before the first step.
+
+`check_amx.py CPUINFO` takes that file for the kernel's /proc/cpuinfo, registers a KV cache with a real connector, and
+prints what is logged of AMX.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch  # type: ignore[import-not-found]
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole  # type: ignore[import-not-found]
+
+from kvroute.connector import amx
+from kvroute.connector.vllm import KvrouteConnector
+
+BLOCKS = 4
+
+
+class Printer(logging.Handler):
+    """Prints messages, and nothing else of them."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """One line."""
+        print(record.getMessage())  # noqa: T201
+
+
+def main() -> None:
+    """Register, and shut down."""
+    amx.CPUINFO = Path(sys.argv[1])
+    amx.log.addHandler(Printer())
+    transfer = SimpleNamespace(
+        kv_connector_extra_config={},
+        engine_id="e",
+        is_kv_producer=True,
+        is_kv_consumer=True,
+        kv_load_failure_policy="recompute",
+    )
+    parallel = SimpleNamespace(
+        pipeline_parallel_size=1,
+        prefill_context_parallel_size=1,
+        decode_context_parallel_size=1,
+        tensor_parallel_size=1,
+        rank=0,
+        data_parallel_index=0,
+    )
+    config = SimpleNamespace(
+        kv_transfer_config=transfer,
+        parallel_config=parallel,
+        cache_config=SimpleNamespace(block_size=32),
+        model_config=SimpleNamespace(served_model_name="tiny"),
+    )
+    cache = SimpleNamespace(num_blocks=BLOCKS, kv_cache_groups=[None])
+    connector = KvrouteConnector(config, KVConnectorRole.WORKER, cache)
+    connector.register_kv_caches({"layer0": torch.zeros(BLOCKS, 2, 32, 8)})
+    connector.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""Live: two servers in bfloat16, as most models run: the first step of one is a decode, and probabilities agree."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.live.vllm.conftest import BLOCK_TOKENS, LAYER_BYTES, MODEL, start_member, wait_ready
+from tests.live.vllm.test_vllm_pair import ASK, prompt, pulled
+
+if TYPE_CHECKING:
+    from tests.live.vllm.conftest import Pair, Server
+
+pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
+HERE = Path(__file__).parent
+LAYERS = 4
+ANSWER_TOKENS = 16
+TOLERANCE = 0.5
+"""Of a natural logarithm. Logits here are tens, of which bfloat16 keeps eight bits."""
+
+
+@dataclass(frozen=True)
+class Half:
+    """One that prefills and one that decodes."""
+
+    prefill: Server
+    decode: Server
+
+
+@pytest.fixture(scope="module")
+def half(cluster: Pair) -> Iterator[Half]:
+    """Fresh servers, which have computed nothing."""
+    servers = Half(
+        start_member("kv_producer", "prefill16", cluster.model, cluster.folder, dtype="bfloat16"),
+        start_member("kv_consumer", "decode16", cluster.model, cluster.folder, dtype="bfloat16"),
+    )
+    try:
+        wait_ready([servers.prefill, servers.decode])
+        yield servers
+    finally:
+        servers.prefill.kill()
+        servers.decode.kill()
+
+
+@dataclass(frozen=True)
+class Scored:
+    """An answer's tokens, the logarithm of each one's probability, and those of the most likely ones beside it."""
+
+    tokens: list[str]
+    scores: list[float]
+    likely: list[dict[str, float]]
+
+
+def answer(server: Server, tokens: list[int], params: dict[str, Any] | None = None) -> Scored:
+    """Greedy."""
+    body: dict[str, Any] = {
+        "model": MODEL,
+        "prompt": tokens,
+        "max_tokens": ANSWER_TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+        "logprobs": 5,
+        "return_tokens_as_token_ids": True,
+    }
+    reply = server.post("/v1/completions", body | ({"kv_transfer_params": params} if params else {}))
+    found = reply["choices"][0]["logprobs"]
+    return Scored(found["tokens"], found["token_logprobs"], found["top_logprobs"])
+
+
+def fetched(half: Half, tokens: list[int]) -> Scored:
+    """Prefilled by one server and decoded by the other."""
+    body = {"model": MODEL, "prompt": tokens, "max_tokens": 1, "kv_transfer_params": ASK}
+    told = half.prefill.post("/v1/completions", body)["kv_transfer_params"]
+    return answer(half.decode, tokens, told)
+
+
+def alone(half: Half, tokens: list[int]) -> Scored:
+    """Of one server that has none of the prompt cached."""
+    half.prefill.post("/reset_prefix_cache", {})
+    return answer(half.prefill, tokens)
+
+
+def distance(one: Scored, other: Scored) -> float:
+    """The largest difference of scores up to the first token that differs; there, of that token's in both answers."""
+    largest = 0.0
+    for k, (token, expected) in enumerate(zip(one.tokens, other.tokens, strict=True)):
+        largest = max(largest, abs(one.scores[k] - other.likely[k].get(token, float("-inf"))))
+        if token != expected:
+            break  # what follows has other beginnings
+    return largest
+
+
+def test_the_first_step_of_a_process_may_be_a_decode(half: Half) -> None:
+    """All of the prompt is fetched, so that no prefill comes before; the connector has asked for AMX where there is."""
+    assert half.decode.metric("vllm:request_success_total") == 0
+    tokens = prompt(300, seed=90_000)
+    got = fetched(half, tokens)
+    assert half.decode.alive
+    blocks = -(-300 // BLOCK_TOKENS)
+    assert pulled(half.decode) == (1, LAYERS * blocks * LAYER_BYTES / 2, 0)
+    assert distance(got, alone(half, tokens)) < TOLERANCE
+    tiles = " amx_tile " in Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    assert ("AMX tiles" in half.decode.log.read_text(encoding="utf-8", errors="replace")) == tiles
+
+
+@pytest.mark.parametrize("tokens", [45, 1000, 2100])
+def test_probabilities_agree_with_those_of_one_server(half: Half, tokens: int) -> None:
+    """Tokens may differ where two are almost equally likely."""
+    asked = prompt(tokens, seed=91_000 + tokens)
+    assert distance(fetched(half, asked), alone(half, asked)) < TOLERANCE
+
+
+def test_a_damaged_block_changes_the_probabilities(half: Half) -> None:
+    """The control of the tests above."""
+    asked = prompt(300, seed=92_000)
+    half.prefill.fault_file.write_text("corrupt-layer-2", encoding="utf-8")
+    damaged = fetched(half, asked)
+    half.prefill.fault_file.unlink()
+    assert distance(damaged, alone(half, asked)) > TOLERANCE
+
+
+@pytest.mark.parametrize("flags", ["fpu amx_tile avx2", "fpu avx2"], ids=["amx", "none"])
+def test_a_worker_asks_for_amx_before_its_first_step(pair: Pair, tmp_path: Path, flags: str) -> None:
+    """When its KV cache is registered; a kernel that refuses ends nothing."""
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text(f"flags\t: {flags}\n", encoding="utf-8")
+    command = [pair.python, HERE / "check_amx.py", cpuinfo]
+    told = subprocess.run(command, env=pair.environment(), capture_output=True, text=True, timeout=300)
+    assert told.returncode == 0, told.stderr
+    assert ("AMX tiles" in told.stdout) == ("amx_tile" in flags), told.stdout
