@@ -20,6 +20,7 @@ BENCHES = (
     "gateway.layerwise",
     "gateway.prefix_copies",
     "gateway.large_prompts",
+    "gateway.reloads",
     *("wan.connections", "wan.layerwise", "testbed.transfers", "testbed.policies"),
 )
 PEERED = ("simulate", "decision", "gateway.routers")
@@ -37,6 +38,7 @@ QUICK = {
     "gateway.layerwise": ["--rounds", "1", "--speed", "4"],
     "gateway.prefix_copies": ["--rounds", "1", "--speed", "4"],
     "gateway.large_prompts": ["3 MB"],
+    "gateway.reloads": ["--reloads", "50"],
     "wan.connections": ["--rounds", "1"],
     "wan.layerwise": ["--rounds", "1"],
     "testbed.transfers": ["--rounds", "1"],

@@ -101,6 +101,10 @@ class Program:
         """Resident memory of the whole session; pages that processes share count for each."""
         return sum(_rss_bytes(pid) for pid in _session(self.pid))
 
+    def own_rss_bytes(self) -> int:
+        """Resident memory of the first process alone."""
+        return _rss_bytes(self.pid)
+
     def sockets(self) -> int:
         """Open sockets of the first process: listening, connected, and those of its own loop."""
         count = 0

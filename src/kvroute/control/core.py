@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from kvroute.control.dispatch import Dispatch, Journey
@@ -64,28 +64,6 @@ class Control:
         self._prefixes = Prefixes(self._view, self.offloading)
         self._dispatch = Dispatch(self._view, self.offloading, self._prefixes)
         self._journeys: dict[int, Journey] = {}
-        self._handlers: dict[type, Callable[[Any], tuple[Decision, ...]]] = {
-            Arrived: self._arrived,
-            PrefillFinished: self._prefill_finished,
-            PrefillFailed: self._prefill_failed,
-            TransferFinished: self._transfer_finished,
-            Admitted: self._admitted,
-            DecodeFailed: self._decode_failed,
-            Finished: self._finished,
-            KvStored: self._kv_stored,
-            KvEvicted: self._kv_evicted,
-            KvCleared: self._kv_cleared,
-            InstanceDown: self._instance_down,
-            InstanceUp: self._instance_up,
-            InstanceConverted: self._instance_converted,
-            CopyFinished: self._copy_finished,
-            ReviewDue: self._review_due,
-            ThresholdKnown: self._threshold_known,
-            InstanceMeasured: self._instance_measured,
-            TransferMeasured: self._transfer_measured,
-            CongestionMeasured: self._congestion_measured,
-            LinksMeasured: self._links_measured,
-        }
 
     def handle(self, event: Event) -> tuple[Decision, ...]:
         """Take note of one event; return what to do now (often nothing).
@@ -99,7 +77,7 @@ class Control:
             InputError: an event that cannot be: a request that arrives twice, is not in flight or is not that far, an
                 instance that the cluster does not have. The view stays as it was.
         """
-        return self._handlers[type(event)](event)
+        return _HANDLERS[type(event)](self, event)
 
     @property
     def in_flight(self) -> int:
@@ -115,6 +93,10 @@ class Control:
         shadow; None where neither is foresight. Changes nothing."""
         flights = self._view.flights
         return flights[0].learned(at) if flights else None
+
+    def dismantle(self) -> Iterator[int]:
+        """Free what is known of cached prefixes, step by step (`PrefixIndex.dismantle`); the core is of no use then."""
+        return self.prefix.dismantle()
 
     @property
     def prefix(self) -> PrefixIndex:
@@ -299,3 +281,28 @@ class Control:
     def _links_measured(self, event: LinksMeasured) -> tuple[Decision, ...]:
         self.oracle.links_measured(event.at, event.utilisation)
         return ()
+
+
+_HANDLERS: dict[type, Callable[[Control, Any], tuple[Decision, ...]]] = {
+    Arrived: Control._arrived,
+    PrefillFinished: Control._prefill_finished,
+    PrefillFailed: Control._prefill_failed,
+    TransferFinished: Control._transfer_finished,
+    Admitted: Control._admitted,
+    DecodeFailed: Control._decode_failed,
+    Finished: Control._finished,
+    KvStored: Control._kv_stored,
+    KvEvicted: Control._kv_evicted,
+    KvCleared: Control._kv_cleared,
+    InstanceDown: Control._instance_down,
+    InstanceUp: Control._instance_up,
+    InstanceConverted: Control._instance_converted,
+    CopyFinished: Control._copy_finished,
+    ReviewDue: Control._review_due,
+    ThresholdKnown: Control._threshold_known,
+    InstanceMeasured: Control._instance_measured,
+    TransferMeasured: Control._transfer_measured,
+    CongestionMeasured: Control._congestion_measured,
+    LinksMeasured: Control._links_measured,
+}
+"""Functions, not methods of one core: a core that held its own methods would be a reference cycle."""

@@ -48,7 +48,8 @@ class CopyLeg(Leg):
         self.lands_at = NEVER_S
         self.prefix_tokens = 0
         """That are asked for: whole blocks."""
-        self._on_end = on_end
+        self._on_end: Callable[[Raw | None, float], None] | None = on_end
+        """None once it has been called or the copy is over: it is a method of the leg that holds this one."""
         self._told = self._over = False
         """`_told`: the core knows its end; `_over`: its outcome is counted."""
         self._asked = False
@@ -90,7 +91,7 @@ class CopyLeg(Leg):
             self._parts.clear()
             journey.serving.metrics.copy_answered(now - self.sent_at)
             self._fetched(now)
-            self._on_end(prefix, now)
+            self._answer(prefix, now)
         except Exception as error:
             journey.broke(error)
 
@@ -112,6 +113,7 @@ class CopyLeg(Leg):
         did."""
         super().abort(now)
         self._told = True
+        self._on_end = None
         self._end("given_up", now)
 
     # What becomes of it
@@ -119,7 +121,13 @@ class CopyLeg(Leg):
     def _without(self, outcome: Outcome, now: float) -> None:
         self._tell(now, landed=False)
         self._end(outcome, now)
-        self._on_end(None, now)
+        self._answer(None, now)
+
+    def _answer(self, prefix: Raw | None, now: float) -> None:
+        """Tell the prefill leg, once."""
+        on_end, self._on_end = self._on_end, None
+        if on_end is not None:
+            on_end(prefix, now)
 
     def _fetched(self, now: float) -> None:
         """The prefill instance is about to be told: bytes move until it is time that they are there."""

@@ -40,6 +40,10 @@ class Handover:
         """Whether nothing is left to hand over."""
         return not self._to_tell and not any(self._told.values())
 
+    def reads(self, serving: Serving) -> bool:
+        """Whether a cluster still has cached prefixes to be told of."""
+        return serving is self._old and bool(self._to_tell)
+
     def at_once(self) -> None:
         """How network and ways are, who is up, whose transfers are measured by whom, and how much is under way."""
         old, new, now = self._old, self._new, self._new.now()

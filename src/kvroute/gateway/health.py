@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from kvroute.gateway.callbacks import weakly
 from kvroute.gateway.loop_lag import LoopLag
 from kvroute.gateway.polling import Answer, Poller
 from kvroute.gateway.pool import Pool
@@ -72,7 +73,7 @@ class HealthChecks:
             names,
             pool_of,
             path.encode(),
-            self._answered,
+            weakly(self._answered),
             interval_s=interval_s,
             timeout_s=timeout_s,
             lag=lag,

@@ -40,7 +40,7 @@ class _Question:
         self._body_bytes = 0
         timeout_s = poller.timeout_s
         request = request_bytes(b"GET", poller.path, pool.host, poller.headers, b"")
-        self.call: Call = pool.send(request, self, first_byte_s=timeout_s, idle_s=timeout_s)
+        self.call: Call | None = pool.send(request, self, first_byte_s=timeout_s, idle_s=timeout_s)
         self._timer = loop.call_later(timeout_s, self._too_late)
 
     def on_head(self, status: int, headers: Headers) -> None:
@@ -50,7 +50,7 @@ class _Question:
         self._parts.append(data)
         self._body_bytes += len(data)
         if self._body_bytes > self._poller.body_max_bytes:
-            self.call.abort()
+            self._abort()
             self._done(Answer(0, failure=f"the answer is longer than {self._poller.body_max_bytes} bytes"))
 
     def on_end(self) -> None:
@@ -62,23 +62,30 @@ class _Question:
     def give_up(self) -> None:
         """Nobody waits for the answer any more."""
         self._timer.cancel()
-        self.call.abort()
+        self._abort()
 
     def _too_late(self) -> None:
         timeout_s = self._poller.timeout_s
         elapsed_s, lag_s = time.monotonic() - self._sent_s, self._poller.lag.total_s() - self._lag_s
         match judge(timeout_s, elapsed_s, lag_s):
             case "failed":
-                self.call.abort()
+                self._abort()
                 self._done(Answer(0, failure=f"no whole answer in {timeout_s:g} s"))
             case "wait":
                 rest_s = max(timeout_s - (elapsed_s - lag_s), _TICK_MIN_S)
                 self._timer = self._loop.call_later(rest_s, self._too_late)
             case "discarded":
-                self.call.abort()
+                self._abort()
                 self._poller.discard(self)
 
+    def _abort(self) -> None:
+        """End the call, which holds this question as its sink: without the two references memory comes back at once."""
+        call, self.call = self.call, None
+        if call is not None:
+            call.abort()
+
     def _done(self, answer: Answer) -> None:
+        self.call = None
         self._timer.cancel()
         self._poller.done(self, answer)
 

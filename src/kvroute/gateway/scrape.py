@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from kvroute.gateway.callbacks import weakly
 from kvroute.gateway.kv_links import LinkSeen, LinkTotals, LinkWatch, link_lines, read_links
 from kvroute.gateway.logs import note
 from kvroute.gateway.polling import Answer, Poller
@@ -190,7 +191,9 @@ class Scraper:
         self._gone: set[str] = set()
         """Nobody listened there since the last good page."""
         self._strangers: set[str] = set()
-        self._poller = Poller(names, pool_of, path.encode(), self._answered, interval_s=interval_s, timeout_s=timeout_s)
+        self._poller = Poller(
+            names, pool_of, path.encode(), weakly(self._answered), interval_s=interval_s, timeout_s=timeout_s
+        )
 
     def start(self) -> None:
         """Begin, from within the loop."""

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-from collections.abc import Callable
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvroute.control import Control
 from kvroute.gateway.budget import RetryBudget
+from kvroute.gateway.callbacks import weakly
 from kvroute.gateway.conversions import Conversions
 from kvroute.gateway.deadlines import Deadlines
 from kvroute.gateway.deployment import Deployment
@@ -30,6 +33,9 @@ from kvroute.gateway.tracing import Tracer
 from kvroute.gateway.watchers import Watchers
 from kvroute.gateway.ways import Ways
 from kvroute.types import Event, InputError
+
+_FREE_S, _FREE_PAUSE_S = 1e-3, 4e-3
+"""Memory of closed clusters is freed for so long at once, and then not for so long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +80,9 @@ class Succession:
         self.conversions = Conversions(self.serving, self._heard)
         self._retired: list[Serving] = []
         self._handover: Handover | None = None
+        self._closed: deque[Iterator[int]] = deque()
+        """Clusters without requests, whose memory is yet to be freed."""
+        self._freeing: asyncio.Task[None] | None = None
 
     @property
     def clusters(self) -> tuple[Serving, ...]:
@@ -151,13 +160,27 @@ class Succession:
         if self._handover is not None:
             self._handover.look()
         self.conversions.look(self.clusters)
-        for serving in [each for each in self._retired if each.idle]:
+        handover = self._handover
+        for serving in [each for each in self._retired if each.idle and not (handover and handover.reads(each))]:
             self._retired.remove(serving)
             serving.close()
+            self._closed.append(serving.control.dismantle())
             if all(serving.prompts is not each.prompts for each in self.clusters):
                 serving.prompts.close()
         if self._handover is not None and self._handover.over and not self._retired:
             self._handover = None
+        if self._closed and self._freeing is None:
+            self._freeing = asyncio.get_running_loop().create_task(self._free())
+
+    async def _free(self) -> None:
+        """Free the memory of closed clusters, a short time at once: requests must not wait for it."""
+        while self._closed:
+            until = time.perf_counter() + _FREE_S
+            while self._closed and time.perf_counter() < until:
+                if next(self._closed[0], None) is None:
+                    self._closed.popleft()
+            await asyncio.sleep(_FREE_PAUSE_S)
+        self._freeing = None
 
     def stop(self) -> None:
         """Break off what is under way; its clients are told."""
@@ -172,6 +195,8 @@ class Succession:
 
     def close(self) -> None:
         """No more requests."""
+        if self._freeing is not None:
+            self._freeing.cancel()
         for serving in self.clusters:
             serving.close()
             serving.prompts.close()
@@ -204,7 +229,7 @@ class Succession:
             first_number=first_number,
         )
         exact, deadlines = prompts.exact, common.deadlines
-        serving.stations = stations_of(cluster, settings, serving.changed, deadlines, exact=exact)
+        serving.stations = stations_of(cluster, settings, weakly(serving.changed), deadlines, exact=exact)
         if settings.offload is not None:
             scrape_s = float(settings.scrape.interval_s)
             serving.ways = Ways(cluster, serving.stations, settings.offload.way, scrape_s=scrape_s)

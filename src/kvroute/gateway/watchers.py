@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+from kvroute.gateway.callbacks import weakly
 from kvroute.gateway.handover import stays
 from kvroute.gateway.health import HealthChecks
 from kvroute.gateway.kv_events import KvEvents
@@ -42,7 +43,7 @@ class Watchers:
         self._health = HealthChecks(
             names,
             pool_of,
-            self._health_changed,
+            weakly(self._health_changed),
             serving.now,
             path=health.path,
             interval_s=float(health.interval_s),
@@ -56,7 +57,7 @@ class Watchers:
         taken = before.hand_over(settings.prompt.block_tokens) if before is not None else None
         self._takes_over = taken is not None
         self._kv_events = taken or KvEvents(
-            self._publishers, settings.prompt.block_tokens, self._heard, serving.now, count=self._count_kv
+            self._publishers, settings.prompt.block_tokens, self._heard, serving.now, count=weakly(self._count_kv)
         )
         self._hands_over = False
         self._scraper = Scraper(
@@ -109,7 +110,7 @@ class Watchers:
         if self._prometheus is not None:
             self._prometheus.start()
         if self._takes_over:
-            self._kv_events.emit, self._kv_events.count = self._heard, self._count_kv
+            self._kv_events.emit, self._kv_events.count = self._heard, weakly(self._count_kv)
             self._kv_events.change(self._publishers)
         else:
             self._kv_events.start()

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from kvroute.gateway.breaker import Attempt, Breaker, BreakerState
+from kvroute.gateway.callbacks import weakly
 from kvroute.gateway.kv_links import LinkSeen
 from kvroute.gateway.logs import note
 from kvroute.gateway.offload_settings import WaySection
@@ -82,7 +83,7 @@ class Ways:
             # Successes of before a cut are no reason to go on, so that only failures in a row count; and a long cut
             # makes the way no less worth trying.
             breaker = Breaker(failures=section.failures, share=1.0, open_s=open_s, open_max_s=open_s)
-            self.guards[site] = Guard(site, breaker, self._changed)
+            self.guards[site] = Guard(site, breaker, weakly(self._changed))
 
     def depart(self, prefill: Prefill, now: float) -> Passage | None:
         """A request is sent to be prefilled; None where it stays in a datacenter that decodes."""

@@ -125,6 +125,21 @@ class PrefixIndex:
         in the order of their last touch, so that the order of eviction is the same. Nothing may change meanwhile."""
         return self._of(instance).chains()
 
+    def dismantle(self) -> Iterator[int]:
+        """Free the index piece by piece, for callers that cannot wait for all of it: one run of blocks at each step,
+        whose length it yields. Nothing may be asked of the index from the first step on.
+
+        A run holds its parent and is held by it: without this, only the cyclic collector would free them.
+        """
+        self._instances.clear()
+        doomed, self._root = [self._root], Node((), None, 0)
+        while doomed:
+            node = doomed.pop()
+            doomed += node.children.values()
+            node.children.clear()
+            node.parent = None
+            yield len(node.blocks)
+
     def touch(self, instance: int, blocks: Blocks) -> int:
         """What `instance` holds of this chain goes last from now on; how many blocks that is."""
         own = self._of(instance)

@@ -1,0 +1,215 @@
+"""What a request, a connection or a retired cluster leaves behind: nothing, and without the cyclic collector's help.
+
+The gateway raises the collector's thresholds, so that a cycle of references may stay for hours.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import weakref
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import aiohttp
+import pytest
+import uvloop
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.gateway.rig import CLUSTER, COMPLETIONS, MODEL, Rig, rig
+from tests.gateway.two_sites import two_sites
+from tests.waiting import until
+
+from kvroute.gateway.callbacks import weakly
+from kvroute.gateway.gateway import Deployment
+from kvroute.gateway.serving import Serving
+from kvroute.prefix import PrefixIndex
+
+OURS = ("control", "flows", "gateway", "oracle", "policies", "prefix", "topology")
+"""Packages of the gateway's process; the engines of the rig are others."""
+PROMPT = "The quick brown fox jumps over the lazy dog. " * 30
+COPIES = """  offload:
+    threshold: 1000 tokens
+    rule: abundant
+    layerwise: true
+    copy: {timeout: 10 s}
+    look: 20 ms
+"""
+
+
+@contextmanager
+def without_collector() -> Iterator[Callable[[], Counter[str]]]:
+    """The collector is off inside; what it gives tells which objects of ours only the collector could free by now."""
+
+    def cyclic() -> Counter[str]:
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        try:
+            gc.collect()
+            kinds = [f"{type(each).__module__}.{type(each).__qualname__}" for each in gc.garbage]
+        finally:
+            gc.set_debug(0)
+            gc.garbage.clear()
+        return Counter(kind for kind in kinds if kind.split(".")[0] == "kvroute" and kind.split(".")[1] in OURS)
+
+    gc.collect()
+    gc.disable()
+    try:
+        yield cyclic
+    finally:
+        gc.enable()
+        gc.collect()
+
+
+async def _streamed(gate: Rig) -> None:
+    assert (await gate.ask(PROMPT, stream=True)).status == 200
+
+
+async def _whole(gate: Rig) -> None:
+    assert (await gate.ask(PROMPT)).status == 200
+
+
+async def _passed_on(gate: Rig) -> None:
+    await gate.post({"model": MODEL, "input": "hi"}, "/v1/embeddings")
+    await gate.get("/v1/models")
+
+
+async def _refused(gate: Rig) -> None:
+    for body, path in (({"prompt": 5}, COMPLETIONS), ({"model": MODEL}, COMPLETIONS), ({}, "/nowhere")):
+        assert (await gate.post(body, path)).status in (400, 404)
+    await gate.get("/metrics")
+
+
+async def _failing(gate: Rig) -> None:
+    """Legs that fail, are tried again, or fail for good."""
+    for leg, status in (("prefill", 500), ("decode", 503), ("decode", 429)):
+        for name in ("prefill0", "prefill1") if leg == "prefill" else ("decode0", "decode1"):
+            await gate.order(name, fail_next=1, status=status, leg=leg)
+        await gate.ask(PROMPT)
+        await gate.ask(PROMPT, stream=True)
+
+
+async def _leaving(gate: Rig) -> None:
+    """Clients that leave in the middle of a stream."""
+    body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 2000, "stream": True}
+    async with aiohttp.ClientSession() as session, session.post(gate.url + COMPLETIONS, json=body) as response:
+        await response.content.readany()
+        response.close()
+
+
+WAYS = [_streamed, _whole, _passed_on, _refused, _failing, _leaving]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__.strip("_"))
+def test_requests_leave_no_cycles(way: Callable[[Rig], Coroutine[Any, Any, None]]) -> None:
+    """Exchange, journey, legs, calls, relay, and the connections on both sides, health checks and scrapes included."""
+
+    async def run() -> None:
+        section = "  health: {interval: 20 ms}\n  scrape: {interval: 20 ms}\n"
+        async with rig(section) as gate:
+            await _whole(gate)
+            await until(lambda: len(gate.gateway.serving.measured) == 4)
+            with without_collector() as cyclic:
+                for _ in range(2):
+                    await way(gate)
+                await gate.session.close()
+                assert await gate.settles(), gate.leftovers()
+                await until(lambda: not _connected(gate))
+                assert cyclic() == {}
+
+    uvloop.run(run())
+
+
+def _connected(gate: Rig) -> bool:
+    """Whether a client is."""
+    return "kvroute_client_connections 0\n" not in "".join(gate.gateway.metrics.page("")[1])
+
+
+def test_copies_and_pulled_prompts_leave_no_cycles() -> None:
+    """A prefix that is fetched from another datacenter, and KV that is pulled while it is computed."""
+
+    async def run() -> None:
+        async with two_sites(COPIES) as gate:
+            prompt = list(range(3_000))
+            assert (await gate.ask(prompt[:900], stream=True)).status == 200
+            with without_collector() as cyclic:
+                for tokens in (2_000, 3_000):
+                    assert (await gate.ask(prompt[:tokens], stream=True)).status == 200
+                assert await gate.settles(), gate.leftovers()
+                assert cyclic() == {}
+
+    uvloop.run(run())
+
+
+@pytest.mark.parametrize("policy", ["foresight", "round-robin"])
+def test_a_retired_cluster_is_gone_when_its_last_request_is(policy: str) -> None:
+    """It, its stations and pools, its core with all prefixes, and its watchers; with requests under way meanwhile."""
+
+    async def run() -> None:
+        section = f"  policy: {policy}\n  scrape: {{interval: 20 ms}}\n"
+        async with rig(section) as gate:
+            endpoints = gate.fleet.ready().instances
+
+            def read() -> Deployment:
+                return Deployment.of(CLUSTER + section, "f", endpoints=endpoints)
+
+            # What is loaded or compiled at its first use is so by now, and no cycle of ours.
+            for _ in range(2):
+                assert (await gate.ask(PROMPT, stream=True)).status == 200
+                assert await gate.gateway.reload(read)
+            with without_collector() as cyclic:
+                for number in range(3):
+                    parts = _parts(gate.gateway.serving)
+                    for name in ("one", "two"):
+                        assert (await gate.ask(f"{number} {name} {PROMPT}")).status == 200
+                    running = asyncio.create_task(gate.ask(PROMPT, tokens=40, stream=True))
+                    await until(lambda: gate.leftovers()["journeys"] > 0)
+                    assert await gate.gateway.reload(read)
+                    assert len((await running).events) == 40
+                    await until(lambda gone=parts: not any(each() for each in gone))  # type: ignore[misc]
+                assert await gate.settles(), gate.leftovers()
+                assert cyclic() == {}
+
+    uvloop.run(run())
+
+
+def _parts(serving: Serving) -> list[weakref.ref[Any]]:
+    """What is to be gone with a cluster."""
+    stations = serving.stations.values()
+    pools = [station.pool for station in stations]
+    return [weakref.ref(each) for each in (serving, serving.control, serving.control.oracle, *stations, *pools)]
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.lists(st.integers(0, 3), min_size=1, max_size=8)), max_size=20))
+def test_an_index_of_prefixes_is_freed_run_by_run(stored: list[tuple[int, list[int]]]) -> None:
+    """Every block once, and no node needs the collector afterwards."""
+    index = PrefixIndex(3)
+    for instance, blocks in stored:
+        index.store(instance, tuple(blocks))
+    prefixes = {tuple(blocks[:depth]) for _, blocks in stored for depth in range(1, len(blocks) + 1)}
+    gc.collect()
+    gc.disable()
+    try:
+        assert sum(index.dismantle()) == len(prefixes)
+        del index
+        assert not [each for each in gc.get_objects() if type(each).__name__ == "Node" and each.end]
+    finally:
+        gc.enable()
+
+
+def test_a_callback_does_not_keep_its_owner_alive() -> None:
+    """It calls while the owner is there, and does nothing afterwards."""
+
+    heard: list[int] = []
+
+    class Owner:
+        def hear(self, number: int) -> None:
+            heard.append(number)
+
+    owner = Owner()
+    call = weakly(owner.hear)
+    call(1)
+    del owner
+    call(2)
+    assert heard == [1]
