@@ -306,6 +306,21 @@ def test_a_share_of_prefills_fails_and_decodes_do_not() -> None:
     on_fleet(check)
 
 
+def test_a_poison_request_fails_every_time_and_others_do_not() -> None:
+    """The fault is tied to the request: the marker in its prompt; a newer order takes it back."""
+
+    async def check(client: Client) -> None:
+        poison = ASKED | {"prompt": "say POISON now"}
+        await client.ask("prefill0", {"prompt_contains": "POISON", "status": 503}, "/emulator/fault")
+        for _ in range(3):
+            assert (await client.post("prefill0", "/v1/completions", poison))[0] == 503
+            assert (await client.post("prefill0", "/v1/completions", ASKED))[0] == 200
+        await client.ask("prefill0", {}, "/emulator/fault")
+        assert (await client.post("prefill0", "/v1/completions", poison))[0] == 200
+
+    on_fleet(check)
+
+
 def test_a_transfer_that_breaks_leaves_the_kv_where_it_was() -> None:
     """The decode leg fails; another instance fetches the same KV."""
 

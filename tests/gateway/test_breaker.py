@@ -7,15 +7,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvroute.gateway.breaker import Breaker, is_failure
+from kvroute.gateway.breaker import Attempt, Breaker, Cause, is_failure
 
 FAILURES, WINDOW_S, OPEN_S, OPEN_MAX_S, PROBE_S = 3, 10.0, 4.0, 14.0, 6.0
+CAUSES: tuple[Cause, ...] = ("no_answer", "error", "unexplained")
 
 
 def breaker(share: float = 0.5) -> Breaker:
     return Breaker(
         failures=FAILURES, window_s=WINDOW_S, open_s=OPEN_S, share=share, open_max_s=OPEN_MAX_S, probe_s=PROBE_S
     )
+
+
+def report(one: Breaker, attempt: Attempt, end: str, now: float) -> None:
+    """The end of an attempt, by its name: a cause of failure, or what else became of it."""
+    if end in CAUSES:
+        one.failed(attempt, now, end)
+    else:
+        {"succeeded": one.succeeded, "cancelled": one.cancelled, "acquitted": one.acquitted}[end](attempt, now)
 
 
 def opened(at: float = 0.0) -> Breaker:
@@ -38,8 +47,8 @@ class AgainstTheModel(RuleBasedStateMachine):
         self.period = 0
         self.opened_at = 0.0
         self.reopenings = 0
-        self.outcomes: list[tuple[float, bool]] = []
-        """Time and success of what counted in this closed period."""
+        self.outcomes: list[tuple[float, str]] = []
+        """Time and kind of what counted in this closed period."""
         self.probe: int | None = None
         self.probe_at = 0.0
         self.running: dict[int, int] = {}
@@ -77,34 +86,40 @@ class AgainstTheModel(RuleBasedStateMachine):
             self.probe, self.probe_at = attempt, self.now
 
     @precondition(lambda self: self.running)
-    @rule(data=st.data(), end=st.sampled_from(["succeeded", "failed", "failed", "cancelled"]))
+    @rule(data=st.data(), end=st.sampled_from(["succeeded", "cancelled", "acquitted", *CAUSES, "no_answer"]))
     def end(self, data: st.DataObject, end: str) -> None:
         attempt = data.draw(st.sampled_from(sorted(self.running)))
         counts = self.running.pop(attempt) == self.period
-        if end == "cancelled":
-            self.breaker.cancelled(attempt, self.now)
-            if attempt == self.probe:
-                self.probe = None
+        report(self.breaker, attempt, end, self.now)
+        if attempt == self.probe and end in ("cancelled", "acquitted"):
+            self.probe = None
+        if not counts or self.state == "open" or end == "cancelled":
             return
-        (self.breaker.succeeded if end == "succeeded" else self.breaker.failed)(attempt, self.now)
-        if not counts or self.state == "open":
-            return
-        if self.state == "half-open":
-            self.reopenings = 0 if end == "succeeded" else self.reopenings + 1
-            self.enter("closed" if end == "succeeded" else "open")
-        else:
-            self.outcomes.append((self.now, end == "succeeded"))
-            if end == "failed" and self.too_many():
+        if self.state == "closed":
+            if end == "unexplained" and self.recent().count("acquitted") > self.bad(self.recent()):
+                return
+            self.outcomes.append((self.now, end))
+            if end in CAUSES and self.too_many():
                 self.enter("open")
+        elif end != "acquitted":
+            self.reopenings = 0 if end == "succeeded" else self.reopenings + (end != "unexplained")
+            self.enter("closed" if end == "succeeded" else "open")
         if self.state == "open":
             self.opened_at = self.now
 
-    def too_many(self) -> bool:
-        in_a_row = [good for _, good in self.outcomes[-FAILURES:]]
+    def recent(self) -> list[str]:
         slice_s = WINDOW_S / 10
-        recent = [good for at, good in self.outcomes if at // slice_s > self.now // slice_s - 10]
-        many = len(recent) >= 4 * FAILURES and recent.count(False) * 2 >= len(recent)
-        return many or (len(in_a_row) == FAILURES and not any(in_a_row))
+        return [end for at, end in self.outcomes if at // slice_s > self.now // slice_s - 10]
+
+    def bad(self, ends: list[str]) -> int:
+        return sum(end in CAUSES for end in ends)
+
+    def too_many(self) -> bool:
+        counted = [end for end in self.recent() if end != "acquitted"]
+        all_ends = [end for _, end in self.outcomes]
+        run = all_ends[len(all_ends) - all_ends[::-1].index("succeeded") :] if "succeeded" in all_ends else all_ends
+        weight = sum({"no_answer": 4, "acquitted": 0}.get(end, 1) for end in run)
+        return weight >= 4 * FAILURES or (len(counted) >= 4 * FAILURES and self.bad(counted) * 2 >= len(counted))
 
     @invariant()
     def they_agree(self) -> None:
@@ -214,53 +229,84 @@ def test_the_open_time_doubles_up_to_its_bound_and_starts_afresh() -> None:
     assert one.refuses_until(until) == until + OPEN_S
 
 
-@given(st.lists(st.sampled_from(["good", "bad", "forgiven"]), max_size=60))
-def test_what_is_forgiven_counts_as_little_as_if_it_had_not_been(ends: list[str]) -> None:
+@given(st.lists(st.sampled_from(["succeeded", "no_answer", "acquitted"]), max_size=60))
+def test_an_attempt_whose_request_was_to_blame_counts_as_little_as_if_it_had_not_been(ends: list[str]) -> None:
     """The same sequence without it leads to the same state."""
     one, other = breaker(), breaker()
     for end in ends:
-        attempt = one.started(1.0)
-        if end == "forgiven":
-            before = one.state(1.0)
-            one.failed(attempt, 1.0)
-            if one.state(1.0) != before:
-                return  # what it has led to stays
-            one.forgiven(attempt)
-            continue
-        (one.succeeded if end == "good" else one.failed)(attempt, 1.0)
-        (other.succeeded if end == "good" else other.failed)(other.started(1.0), 1.0)
+        report(one, one.started(1.0), end, 1.0)
+        if end != "acquitted":
+            report(other, other.started(1.0), end, 1.0)
         assert one.state(1.0) == other.state(1.0)
 
 
-def test_what_is_forgiven_does_not_count_against_later_failures_either() -> None:
-    """It leaves the window's sums at once, and not a second time with its age."""
-    one = breaker()
-    for _ in range(10):
-        attempt = one.started(0.0)
-        one.failed(attempt, 0.0)
-        one.forgiven(attempt)
-    later = 2 * WINDOW_S
-    for _ in range(2 * FAILURES):
-        assert one.state(later) == "closed"
-        one.succeeded(one.started(later), later)
-        one.failed(one.started(later), later)
-    assert one.state(later) == "open"
+@st.composite
+def poisoned(draw: st.DrawFn) -> tuple[float, list[str]]:
+    """A healthy engine's outcomes, ten at a time, fewer than `share` of each ten failed by poison; and that share."""
+    tenths = draw(st.integers(2, 9))
+    ends: list[str] = []
+    for _ in range(draw(st.integers(1, 40))):
+        bad = draw(st.integers(0, tenths - 1))
+        causes = draw(st.lists(st.sampled_from(["error", "unexplained"]), min_size=bad, max_size=bad))
+        ends += draw(st.permutations([*causes, *["succeeded"] * (10 - bad)]))
+    return tenths / 10, ends
 
 
-def test_what_is_forgiven_too_late_changes_nothing() -> None:
-    """The breaker has opened meanwhile, or closed again."""
-    one = breaker()
-    attempts = [one.started(0.0) for _ in range(FAILURES)]
-    for attempt in attempts:
-        one.failed(attempt, 0.0)
-    one.forgiven(attempts[-1])
+@given(poisoned(), st.floats(0.001, 0.02))
+@settings(max_examples=60, deadline=None)
+def test_poison_below_the_share_never_opens_a_healthy_engine(given_: tuple[float, list[str]], every_s: float) -> None:
+    """Whatever is found out about each poison request, and in whatever order they come."""
+    share, ends = given_
+    one = Breaker(share=share)
+    for number, end in enumerate(ends):
+        report(one, one.started(number * every_s), end, number * every_s)
+        assert one.state(number * every_s) == "closed"
+
+
+@given(
+    st.lists(st.sampled_from(["succeeded", "cancelled", *CAUSES]), max_size=80),
+    st.lists(st.sampled_from(CAUSES), min_size=20, max_size=20),
+    st.integers(1, 5),
+)
+def test_an_engine_that_fails_everything_opens_within_so_many_answers(
+    before: list[str], after: list[Cause], failures: int
+) -> None:
+    """However well it worked before: after 4 * `failures` errors, and after `failures` attempts without an answer."""
+    one = Breaker(failures=failures)
+    for end in before:
+        report(one, one.started(0.0), end, 0.0)
+        if one.state(0.0) == "open":
+            return
+    for cause in after[: 4 * failures]:
+        report(one, one.started(1.0), cause, 1.0)
+    assert one.state(1.0) == "open"
+    one = Breaker(failures=failures)
+    report(one, one.started(0.0), "succeeded", 0.0)
+    for _ in range(failures):
+        assert one.state(0.0) == "closed"
+        report(one, one.started(0.0), "no_answer", 0.0)
     assert one.state(0.0) == "open"
-    one.succeeded(one.started(OPEN_S), OPEN_S)
-    one.failed(one.started(OPEN_S), OPEN_S)
-    one.forgiven(attempts[0])
-    for attempt in [one.started(OPEN_S) for _ in range(FAILURES - 1)]:
-        one.failed(attempt, OPEN_S)
-    assert one.state(OPEN_S) == "open"
+
+
+def test_errors_that_nothing_explains_do_not_count_while_most_were_the_requests_own() -> None:
+    """A flood of poison that the retry budget cannot follow; errors that are the engine's for sure still count."""
+    one = breaker()
+    report(one, one.started(0.0), "acquitted", 0.0)
+    for _ in range(100):
+        report(one, one.started(0.0), "unexplained", 0.0)
+    assert one.state(0.0) == "closed"
+    for _ in range(4 * FAILURES):
+        report(one, one.started(0.0), "error", 0.0)
+    assert one.state(0.0) == "open"
+
+
+def test_a_probe_by_a_poison_request_prolongs_nothing() -> None:
+    """Acquitted, it makes room for another probe at once; unexplained, the open time stays as it was."""
+    one = opened()
+    one.acquitted(one.started(OPEN_S), OPEN_S)
+    assert one.allows(OPEN_S)
+    report(one, one.started(OPEN_S), "unexplained", OPEN_S)
+    assert one.refuses_until(OPEN_S) == 2 * OPEN_S
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ async def complete(
         Refusal: it cannot be served, or has failed before the answer began.
         CutOff: a fault that was ordered.
     """
-    fault = faults.strikes("prefill" if ask.leg == "prefill" else "decode")
+    fault = faults.strikes("prefill" if ask.leg == "prefill" else "decode", await request.read())
     if fault is not None and not (fault.after_tokens and ask.leg != "prefill"):
         await _fail(fault)
     _check_length(ask, engine)

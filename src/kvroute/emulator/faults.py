@@ -23,6 +23,8 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Prefill legs, legs that answer tokens (decode), or KV transfers from here, which break off in the middle."""
     after_tokens: int = 0
     """Of a decode leg: only then, in place of at once."""
+    prompt_contains: str = ""
+    """Every request whose body contains this text fails, whatever the two numbers above say; empty: none does."""
 
 
 class Faults:
@@ -34,17 +36,19 @@ class Faults:
 
     def order(self, fault: Fault) -> None:
         """Fail as told from now on; nothing to fail takes the order back."""
-        if fault.fail_next or fault.share:
+        if fault.fail_next or fault.share or fault.prompt_contains:
             self._orders[fault.leg] = fault
         else:
             self._orders.pop(fault.leg, None)
 
-    def strikes(self, leg: Where) -> Fault | None:
+    def strikes(self, leg: Where, body: bytes = b"") -> Fault | None:
         """Whether the request that comes now fails, and how; counts it."""
         for where in (leg, "any"):
             fault = self._orders.get(where)
             if fault is None or (where == "any" and leg == "transfer"):
                 continue
+            if fault.prompt_contains and fault.prompt_contains.encode() in body:
+                return fault
             if fault.fail_next > 0:
                 self._orders[where] = msgspec.structs.replace(fault, fail_next=fault.fail_next - 1)
                 return fault

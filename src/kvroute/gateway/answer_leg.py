@@ -181,10 +181,8 @@ class AnswerLeg(Leg):
             return False
         self.first = False
         now = journey.serving.now()
-        self.succeeded(now)
+        self._answered(now)
         decode_s = now - self.sent_at
-        if journey.passage is not None:
-            journey.passage.arrived(now)
         step_s = min(self.expected.step_s, decode_s)
         shows = self.crossing and journey.computed  # else all of it has gone beside the prefill
         crossed_s = max(0.0, now - self.crossing_at - step_s) if shows else None
@@ -198,6 +196,15 @@ class AnswerLeg(Leg):
         content_type, headers = answered(self.headers, journey.request_id)
         exchange.start(self.status, [(b"content-type", content_type), *headers], None)
         return True
+
+    def _answered(self, now: float) -> None:
+        """The first token or the whole answer is here."""
+        self.succeeded(now)
+        journey = self.journey
+        if journey.suspicion is not None:
+            journey.suspicion.answered("decode", now)
+        if journey.passage is not None:
+            journey.passage.arrived(now)
 
     def _measure(self, now: float) -> None:
         """What the transfer took, where nobody else measures it and no queue stood in its way."""
@@ -221,9 +228,7 @@ class AnswerLeg(Leg):
             else:
                 serving, exchange = journey.serving, journey.exchange
                 now = serving.now()
-                self.succeeded(now)
-                if journey.passage is not None:
-                    journey.passage.arrived(now)
+                self._answered(now)
                 self.land(now)
                 serving.whole_answer(self.decision, now)
                 content_type, headers = answered(self.headers, journey.request_id)

@@ -13,13 +13,19 @@ from typing import Literal, TypeAlias
 BreakerState: TypeAlias = Literal["closed", "half-open", "open"]
 Attempt: TypeAlias = int
 """What `started` gives and the end of that request gives back."""
+Cause: TypeAlias = Literal["no_answer", "error", "unexplained"]
+"""Why an attempt failed: the instance did not answer; it answered with an error, and the same request was answered
+later; it answered with an error, and nothing shows whether the instance or the request is at fault."""
 
 _SLICES = 10
 """The window moves on in steps of a tenth of itself."""
 _VOLUME = 4
-"""A share of failures says something after so many times `failures` outcomes."""
+"""A share of failures says something after so many times `failures` outcomes. So many errors in a row weigh as much as
+one failure without an answer, for one request that no engine can serve may cause an error."""
 
 
+_GOOD, _BAD, _ACQUITTED = 1, 2, 3
+"""Places in a slice of the window."""
 _NOT_IMPLEMENTED = 501
 
 
@@ -30,21 +36,24 @@ def is_failure(status: int) -> bool:
 
 
 class Breaker:
-    """Opens after `failures` in a row, or when `share` of the last `window_s` seconds' outcomes are failures.
+    """Opens after `failures` attempts in a row without an answer, after 4 * `failures` errors in a row, or when `share`
+    of the last `window_s` seconds' outcomes are failures.
 
+    An unexplained error does not count while most errors of the window were the requests' own fault (`acquitted`).
     Each opening that follows a failed probe lasts twice as long as the one before, up to `open_max_s`. A probe whose
     client leaves frees its place at once; one that does not end within `probe_s` lets another one pass beside it, so
     whatever becomes of a probe, the breaker never refuses for longer than max(open_max_s, probe_s).
     """
 
     __slots__ = (
+        "_acquitted",
         "_bad",
         "_first",
         "_good",
-        "_in_a_row",
         "_next",
         "_open_s",
         "_probe",
+        "_run",
         "_slice_until",
         "_slices",
         "_state",
@@ -70,7 +79,7 @@ class Breaker:
         """Start closed.
 
         Args:
-            failures: so many in a row open it, 1 or more.
+            failures: so many in a row without an answer open it, 1 or more.
             window_s: outcomes count for so long, above 0.
             open_s: it stays open for so long at first, above 0.
             share: of failures that opens it, in (0, 1].
@@ -123,30 +132,35 @@ class Breaker:
         if self._state == "half-open":
             self._close()
             return
-        self._in_a_row = 0
-        self._record(now, bad=False)
+        self._run = 0
+        self._record(now, _GOOD)
 
-    def failed(self, attempt: Attempt, now: float) -> None:
-        """The instance has not answered, or with a 5xx."""
+    def failed(self, attempt: Attempt, now: float, cause: Cause = "no_answer") -> None:
+        """The instance has not answered, or with an error (5xx). An unexplained error of a probe opens the breaker
+        again for as long as before, not for longer."""
         if not self._counts(attempt):
             return
         if self._state == "half-open":
-            self._open_s = min(2 * self._open_s, self.open_max_s)
+            if cause != "unexplained":
+                self._open_s = min(2 * self._open_s, self.open_max_s)
             self._open(now)
             return
-        self._in_a_row += 1
-        self._record(now, bad=True)
+        if now >= self._slice_until:
+            self._move(now)
+        if cause == "unexplained" and self._acquitted > self._bad:
+            return
+        self._run += _VOLUME if cause == "no_answer" else 1
+        self._record(now, _BAD)
         outcomes = self._bad + self._good
         many = outcomes >= _VOLUME * self.failures and self._bad >= self.share * outcomes
-        if many or self._in_a_row >= self.failures:
+        if many or self._run >= _VOLUME * self.failures:
             self._open(now)
 
-    def forgiven(self, attempt: Attempt) -> None:
-        """A failed attempt speaks against nobody after all; what it has led to by now stays."""
-        if self._counts(attempt) and self._state == "closed" and self._bad:
-            self._in_a_row = max(0, self._in_a_row - 1)
-            self._bad -= 1
-            next(part for part in reversed(self._slices) if part[2])[2] -= 1
+    def acquitted(self, attempt: Attempt, now: float) -> None:
+        """The instance has answered with an error, and the request was to blame: neither a success nor a failure."""
+        self.cancelled(attempt, now)
+        if self._counts(attempt) and self._state == "closed":
+            self._record(now, _ACQUITTED)
 
     def cancelled(self, attempt: Attempt, now: float) -> None:
         """The client left before anybody could tell: neither a success nor a failure."""
@@ -171,29 +185,32 @@ class Breaker:
         self._state, self._first, self._probe = state, self._next, None
 
     def _forget(self) -> None:
-        self._in_a_row = self._good = self._bad = 0
+        self._run = self._good = self._bad = self._acquitted = 0
+        """`_run`: weight of the failures since the last success."""
         self._slices: deque[list[int]] = deque()
-        """[number of the slice, good, bad], ascending."""
+        """[number of the slice, good, bad, acquitted], ascending."""
         self._slice_until = -math.inf
         """The newest slice takes what comes before then."""
 
-    def _record(self, now: float, *, bad: bool) -> None:
+    def _record(self, now: float, outcome: int) -> None:
         if now >= self._slice_until:
             self._move(now)
-        if bad:
-            self._bad += 1
-            self._slices[-1][2] += 1
-        else:
+        self._slices[-1][outcome] += 1
+        if outcome == _GOOD:
             self._good += 1
-            self._slices[-1][1] += 1
+        elif outcome == _BAD:
+            self._bad += 1
+        else:
+            self._acquitted += 1
 
     def _move(self, now: float) -> None:
         number = int(now * _SLICES / self.window_s)
         slices = self._slices
         if not slices or slices[-1][0] < number:
-            slices.append([number, 0, 0])
+            slices.append([number, 0, 0, 0])
         self._slice_until = (number + 1) * self.window_s / _SLICES
         while slices[0][0] <= number - _SLICES:
-            _, good, failed = slices.popleft()
+            _, good, failed, acquitted = slices.popleft()
             self._good -= good
             self._bad -= failed
+            self._acquitted -= acquitted

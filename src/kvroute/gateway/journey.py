@@ -17,7 +17,7 @@ from kvroute.gateway.headers import forwarded, header_lines
 from kvroute.gateway.openai import Completion, without_prompts
 from kvroute.gateway.prefill_leg import PrefillLeg
 from kvroute.gateway.prompt_queue import QueueFull
-from kvroute.gateway.station import Suspicion
+from kvroute.gateway.suspicion import Suspicion
 from kvroute.types import Arrived, Decision, Decode, Finished, KvStored, Prefill, PrefillFinished, Reject, Request
 
 if TYPE_CHECKING:
@@ -46,7 +46,6 @@ class Journey:
         "_attempts",
         "_ids",
         "_reading",
-        "_suspicion",
         "answer",
         "arrived",
         "completion",
@@ -62,6 +61,7 @@ class Journey:
         "request",
         "request_id",
         "serving",
+        "suspicion",
         "ticket",
         "trace",
     )
@@ -84,20 +84,20 @@ class Journey:
         self.passage: Passage | None = None
         """Its way through another datacenter."""
         self.trace: RequestTrace | None = None
-        self._suspicion: Suspicion | None = None
         self._reading: asyncio.Task[None] | None = None
         """The prompt's way through the threads."""
+        self.suspicion: Suspicion | None = None
+        """What failed attempts say about engines or about the request; None: none has failed."""
         self._ids: list[int] | None = None
         """The prompt's tokens, where a copy of its beginning may come to be ordered."""
         self._attempts = 1
         self.over = self.arrived = self.computed = False
 
-    @property
-    def suspicion(self) -> Suspicion:
-        """What engines' own errors say of them, or of the request."""
-        if self._suspicion is None:
-            self._suspicion = Suspicion()
-        return self._suspicion
+    def suspect(self) -> Suspicion:
+        """`suspicion`, from the first failure on."""
+        if self.suspicion is None:
+            self.suspicion = Suspicion()
+        return self.suspicion
 
     # The way in
 
@@ -221,8 +221,8 @@ class Journey:
         self.computed, self._ids = True, None
         if self.prefill is not None and self.prefill.copy is not None:
             self.prefill.copy.computed(None, now)
-        if self._suspicion is not None:
-            self._suspicion.confirm()
+        if self.suspicion is not None:
+            self.suspicion.answered("prefill", now)
         if station.approximate and request.blocks:
             serving.tell(KvStored(now, station.name, request.blocks, request.block_tokens))
         if serving.landings.due_at <= now:
@@ -353,6 +353,8 @@ class Journey:
             self._reading = None
         serving = self.serving
         try:
+            if self.suspicion is not None:
+                self.suspicion.ended(status, now)
             if self.passage is not None:
                 self.passage.given_up(now)
             if self.arrived:

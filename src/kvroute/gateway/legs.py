@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from kvroute.gateway.breaker import is_failure
 from kvroute.gateway.headers import answered
+from kvroute.gateway.suspicion import NOT_COUNTED
 
 if TYPE_CHECKING:
     from kvroute.gateway.breaker import Attempt
@@ -118,21 +119,26 @@ class Leg:
     def failed(self, kind: str, why: str, now: float) -> None:
         """The engine has not answered, has stopped half-way, or (`kind` "status") answers with its own error."""
         if self.told:
-            self.attempt = self.station.guard.started(now)
+            self.attempt = self.station.guard.late_failure(now)
         self.told = True
         self.blame(kind, now)
         self.close(why)
         self.journey.serving.leg_failed(self.kind, self.station.name, kind, why, self.journey.request_id)
 
     def blame(self, kind: str, now: float) -> None:
-        """Tell the guard of a failure, which ends its attempt."""
+        """Report a failure, which ends the attempt."""
         guard = self.station.guard
-        if kind != "status" or self.status == 503:
-            guard.failed(self.attempt, now)
-        elif self.status == 429:
+        if kind == "status" and self.status == 429:
             guard.succeeded(self.attempt, now)
         else:
-            self.journey.suspicion.blame(guard, self.attempt, now)
+            suspicion = self.journey.suspect()
+            suspicion.failed(guard, self.attempt, self.kind, now, error=kind == "status")
+            if self.journey.over:  # its client has the answer
+                suspicion.ended(200, now)
+
+    def not_sent(self, now: float) -> None:
+        """The call fails before it is sent: begin the attempt that will be reported as failed."""
+        self.attempt = self.station.guard.started(now) if self.journey.suspicion is None else NOT_COUNTED
 
     def endless(self) -> None:
         """The engine sends more than anybody should."""

@@ -61,7 +61,7 @@ class PrefillLeg(Leg):
             now = journey.serving.now()
             meeting = self.meeting = station.meeting(journey.serving.draw)
             if meeting is None:
-                self.attempt = station.guard.started(now)
+                self.not_sent(now)
                 why = f"the bootstrap server of prefill instance {station.name} does not answer"
                 self.lost("refused", why, 502, sent=False)
             else:
@@ -73,7 +73,7 @@ class PrefillLeg(Leg):
         try:
             body = self.station.dialect.prefill_body(self.journey.completion, meeting, prefix)
         except DialectError as error:
-            self.attempt = self.station.guard.started(now)
+            self.not_sent(now)
             self.lost("malformed", f"prefill instance {self.station.name} {error}", 502, sent=False)
             return False
         self.sent_at = now

@@ -12,7 +12,7 @@ from kvroute.gateway.breaker import is_failure
 from kvroute.gateway.fields import RequestError
 from kvroute.gateway.headers import answered, forwarded, header_lines
 from kvroute.gateway.legs import FULL
-from kvroute.gateway.station import Suspicion
+from kvroute.gateway.suspicion import NOT_COUNTED, Suspicion
 
 if TYPE_CHECKING:
     from kvroute.gateway.breaker import Attempt
@@ -63,7 +63,7 @@ class Relay:
         self._station: Station | None = None
         self._leg: LegTrace | None = None
         self._attempt: Attempt = 0
-        self._suspicion = Suspicion()
+        self._suspicion: Suspicion | None = None
         self._attempts = 0
         self._status = 0
         self._headers: Headers = []
@@ -95,7 +95,7 @@ class Relay:
             self._serving.metrics.retried(PASSED_ON)
         self._station, exchange, serving = station, self._exchange, self._serving
         station.under_way += 1
-        self._attempt = station.guard.started(serving.now())
+        self._attempt = station.guard.started(serving.now()) if self._suspicion is None else NOT_COUNTED
         target = exchange.path + (b"?" + exchange.query if exchange.query else b"")
         head = header_lines(forwarded(exchange.headers, self._request_id, serving.forward_headers)) + serving.added
         if self._trace is not None:
@@ -151,7 +151,10 @@ class Relay:
             if self._refused():
                 self._lost("status", f"instance {station.name} answered {status}", 503 if status in FULL else 502)
                 return
-            station.guard.succeeded(self._attempt, self._serving.now())
+            now = self._serving.now()
+            station.guard.succeeded(self._attempt, now)
+            if self._suspicion is not None and status < 400:
+                self._suspicion.answered(PASSED_ON, now)
             self._start()
             self._exchange.end()
             self._leave("")
@@ -176,12 +179,11 @@ class Relay:
         station, serving = self._station, self._serving
         assert station is not None
         now = serving.now()
-        if kind != "status" or self._status == 503:
-            station.guard.failed(self._attempt, now)
-        elif self._status == 429:
+        if kind == "status" and self._status == 429:
             station.guard.succeeded(self._attempt, now)
         else:
-            self._suspicion.blame(station.guard, self._attempt, now)
+            self._suspicion = self._suspicion or Suspicion()
+            self._suspicion.failed(station.guard, self._attempt, PASSED_ON, now, error=kind == "status")
         self._leave(why)
         serving.leg_failed(PASSED_ON, station.name, kind, why, self._request_id)
         if self._exchange.started:
@@ -244,6 +246,8 @@ class Relay:
     def _end(self, status: int, error: str = "") -> None:
         self._over = True
         try:
+            if self._suspicion is not None:
+                self._suspicion.ended(status, self._serving.now())
             if self._trace is not None:
                 self._trace.end(status, error)
         finally:

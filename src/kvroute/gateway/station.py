@@ -6,11 +6,12 @@ import uuid
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kvroute.gateway.breaker import Attempt, Breaker
+from kvroute.gateway.breaker import Attempt, Breaker, Cause
 from kvroute.gateway.call import Failure, Sink
 from kvroute.gateway.dialects import DIALECTS, QUERY_PATH, DialectError, Meeting, engine_id
 from kvroute.gateway.headers import Headers
 from kvroute.gateway.pool import Pool, request_bytes
+from kvroute.gateway.suspicion import NOT_COUNTED
 from kvroute.types import Instance, Role
 
 if TYPE_CHECKING:
@@ -45,14 +46,20 @@ class Guard:
         if self._tried:
             self.look(now)
 
-    def failed(self, attempt: Attempt, now: float) -> None:
+    def failed(self, attempt: Attempt, now: float, cause: Cause = "no_answer") -> None:
         """It was not."""
-        self.breaker.failed(attempt, now)
+        self.breaker.failed(attempt, now, cause)
         self.look(now)
 
-    def forgiven(self, attempt: Attempt) -> None:
-        """It was not, but others would not have answered either."""
-        self.breaker.forgiven(attempt)
+    def acquitted(self, attempt: Attempt, now: float) -> None:
+        """It was answered with an error, for which the request is to blame."""
+        self.breaker.acquitted(attempt, now)
+        if self._tried:
+            self.look(now)
+
+    def late_failure(self, now: float) -> Attempt:
+        """An attempt for a request that fails after its success was reported: it is no half-open probe."""
+        return self.breaker.started(now) if self.breaker.state(now) == "closed" else NOT_COUNTED
 
     def cancelled(self, attempt: Attempt, now: float) -> None:
         """Nobody waited for the answer."""
@@ -87,35 +94,6 @@ class Guard:
         if up != self.up:
             self.up = up
             self._on_change(self.name, up, now)
-
-
-class Suspicion:
-    """Whose fault it is that engines answer one request with errors of their own (5xx).
-
-    The first such answer speaks against its instance. Should a second instance say the same, the request is to blame:
-    the first is forgiven, and neither the second nor later ones count, so that no request shuts several doors.
-    """
-
-    __slots__ = ("_attempt", "_guard")
-
-    def __init__(self) -> None:
-        self._guard: Guard | None = None
-        self._attempt: Attempt = 0
-
-    def blame(self, guard: Guard, attempt: Attempt, now: float) -> None:
-        """An instance has answered with an error; this ends its attempt."""
-        first = self._guard
-        if first is None:
-            guard.failed(attempt, now)
-            self._guard, self._attempt = guard, attempt
-            return
-        guard.cancelled(attempt, now)
-        if first is not guard:
-            first.forgiven(self._attempt)
-
-    def confirm(self) -> None:
-        """Another instance has done what the first could not: what fails now is another matter."""
-        self._guard = None
 
 
 class Station:
@@ -161,7 +139,7 @@ class Station:
         """Start a leg's call; `head` is its headers, in lines."""
         leg.open = True
         self.under_way += 1
-        leg.attempt = self.guard.started(now)
+        leg.attempt = self.guard.started(now) if leg.journey.suspicion is None else NOT_COUNTED
         request = b"POST %b HTTP/1.1\r\nhost: %b\r\n%bcontent-length: %d\r\n\r\n%b" % (
             path,
             self._host,

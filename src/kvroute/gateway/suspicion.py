@@ -1,0 +1,73 @@
+"""Decides whether an error is the engine's fault or the request's, so that a poison request opens no circuit breaker.
+
+An engine that cannot be reached, breaks off or is silent has failed. An error that it answers (5xx) may also be the
+fault of the request. That verdict is pending until another attempt of the same request has shown it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+if TYPE_CHECKING:
+    from kvroute.gateway.breaker import Attempt
+    from kvroute.gateway.station import Guard
+
+LegName: TypeAlias = Literal["copy", "prefill", "decode", "passed_on"]
+
+NOT_COUNTED: Attempt = -1
+"""The attempt of a request that has failed before: no breaker counts it, and it is no half-open probe."""
+_CLIENT_GONE = 499
+
+
+class Suspicion:
+    """The failures of one request; it exists from the first one on. All of them together count at most once.
+
+    The first failure is the one that may count. If it is an error that the engine answered, it counts as `error` once
+    a later attempt is answered. It does not count if a second instance answers with an error too, or if the request
+    turns out to be the client's error (4xx). If the request ends without either, for example because it may not be
+    tried again, the failure counts as `unexplained`.
+    """
+
+    __slots__ = ("_attempt", "_failed_elsewhere", "_guard", "_leg", "_new")
+
+    def __init__(self) -> None:
+        self._new = True
+        self._guard: Guard | None = None
+        """The instance whose verdict is pending."""
+        self._attempt: Attempt = NOT_COUNTED
+        self._leg: LegName = "prefill"
+        self._failed_elsewhere = False
+
+    def failed(self, guard: Guard, attempt: Attempt, leg: LegName, now: float, *, error: bool) -> None:
+        """An attempt has failed, which ends it. `error`: the engine has answered, with an error of its own."""
+        if not self._new:
+            guard.cancelled(attempt, now)
+            if error and guard is not self._guard:
+                self._failed_elsewhere = True
+            return
+        self._new = False
+        if error:
+            self._guard, self._attempt, self._leg = guard, attempt, leg
+        else:
+            guard.failed(attempt, now)
+
+    def answered(self, leg: LegName, now: float) -> None:
+        """A later attempt has succeeded. A prefill proves nothing about a decode leg that has failed."""
+        guard = self._guard
+        if guard is not None and not (self._leg == "decode" and leg == "prefill"):
+            self._guard = None
+            guard.failed(self._attempt, now, "error")
+
+    def ended(self, status: int, now: float) -> None:
+        """The request is over, with this status for its client."""
+        guard, self._guard = self._guard, None
+        if guard is None:
+            return
+        if status < 400:
+            guard.failed(self._attempt, now, "error")
+        elif self._failed_elsewhere or (400 <= status < 500 and status != _CLIENT_GONE):
+            guard.acquitted(self._attempt, now)
+        elif status == _CLIENT_GONE:
+            guard.cancelled(self._attempt, now)
+        else:
+            guard.failed(self._attempt, now, "unexplained")

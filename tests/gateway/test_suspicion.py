@@ -1,0 +1,209 @@
+"""Whose fault an error is: laws over one request's attempts; poison requests and broken engines behind a gateway."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from aiohttp import web
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.gateway.foreign import Asked, Engine, Gate, Serve, completion, failing, foreign, run, sides, tokens
+from tests.gateway.rig import COMPLETIONS, MODEL, Front
+from tests.waiting import becomes_true
+
+from kvroute.gateway.breaker import Breaker
+from kvroute.gateway.station import Guard
+from kvroute.gateway.suspicion import NOT_COUNTED, LegName, Suspicion
+
+EMBEDDINGS = "/v1/embeddings"
+CALM = "  health: {interval: 1 h}\n  scrape: {interval: 1 h}\n"
+MARKER = b"POISON"
+FAILURES = 5
+"""Of a breaker, by default."""
+
+OUTCOMES = st.sampled_from(["no_answer", "error", "error", "answered"])
+ATTEMPTS = st.lists(st.tuples(st.integers(0, 2), OUTCOMES, st.sampled_from(["prefill", "decode"])), max_size=6)
+
+
+def guards(failures: int) -> list[Guard]:
+    """Three instances."""
+    return [Guard(f"{number}", Breaker(failures=failures), lambda *_: None) for number in range(3)]
+
+
+def request(among: list[Guard], attempts: list[tuple[int, str, LegName]], status: int) -> None:
+    """One request: instance, outcome and leg of each attempt, and the status at its end."""
+    suspicion: Suspicion | None = None
+    for number, outcome, leg in attempts:
+        guard = among[number]
+        attempt = guard.started(0.0) if suspicion is None else NOT_COUNTED
+        if outcome == "answered":
+            guard.succeeded(attempt, 0.0)
+            if suspicion is not None:
+                suspicion.answered(leg, 0.0)
+        else:
+            suspicion = suspicion or Suspicion()
+            suspicion.failed(guard, attempt, leg, 0.0, error=outcome == "error")
+    if suspicion is not None:
+        suspicion.ended(status, 0.0)
+
+
+def opened(among: list[Guard]) -> list[str]:
+    return [guard.name for guard in among if guard.breaker.state(0.0) == "open"]
+
+
+@given(ATTEMPTS, st.sampled_from([200, 400, 499, 502, 503]))
+def test_no_request_counts_more_than_once_against_all_instances_together(
+    attempts: list[tuple[int, str, LegName]], status: int
+) -> None:
+    """A breaker that opens after one failure (or four errors): four equal requests open one breaker at most, and only
+    that of the instance that failed first."""
+    among = guards(1)
+    for _ in range(4):
+        request(among, attempts, status)
+    first = [f"{number}" for number, outcome, _ in attempts if outcome != "answered"][:1]
+    assert opened(among) in ([], first)
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.just("error"), st.just("decode")), min_size=2, max_size=6))
+def test_a_request_that_two_instances_answer_with_errors_counts_against_none(
+    attempts: list[tuple[int, str, LegName]],
+) -> None:
+    among = guards(FAILURES)
+    for _ in range(100):
+        request(among, attempts, 502)
+    several = len({number for number, _, _ in attempts}) > 1
+    assert (opened(among) == []) == several
+
+
+@given(st.sampled_from(["prefill", "decode"]), st.sampled_from([0, 1]))
+def test_an_instance_that_fails_what_is_answered_later_opens(leg: LegName, by: int) -> None:
+    """Be it by another instance or by the same one."""
+    among = guards(FAILURES)
+    for number in range(4 * FAILURES):
+        assert opened(among) == [], number
+        request(among, [(0, "error", leg), (by, "answered", "decode")], 200)
+    assert opened(among) == ["0"]
+
+
+def test_a_request_under_suspicion_is_no_probe() -> None:
+    """The half-open instance waits for another request, which decides."""
+    among = guards(1)
+    one = among[1]
+    one.failed(one.started(-10.0), -10.0)
+    assert one.breaker.state(0.0) == "half-open"
+    request(among, [(0, "error", "decode"), (1, "error", "decode"), (1, "answered", "decode")], 200)
+    assert one.breaker.state(0.0) == "half-open"
+    assert one.breaker.allows(0.0)
+
+
+# Behind a gateway
+
+
+def poisonous(of: Gate | None = None) -> Serve:
+    """An engine that answers every request with the marker with a 500, once the gate is open."""
+
+    async def serve(engine: Engine, request: web.BaseRequest, asked: Asked) -> web.StreamResponse:
+        if MARKER not in asked.body:
+            return await tokens(engine, request, asked)
+        if of is not None:
+            await of.open.wait()
+        return await failing(500)(engine, request, asked)
+
+    return serve
+
+
+def up(front: Front) -> list[str]:
+    """Instances that take requests."""
+    return sorted(name for name, station in front.gateway.serving.stations.items() if station.guard.up)
+
+
+def asked(engines: list[Engine]) -> int:
+    """Requests that have reached the engines."""
+    return sum(len(engine.asked) for engine in engines)
+
+
+def poison(number: int) -> dict[str, object]:
+    return completion(prompt=f"{MARKER.decode()} {number}") | {"input": f"{MARKER.decode()} {number}"}
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, EMBEDDINGS])
+@pytest.mark.parametrize("failing_side", ["prefill", "decode", "both"])
+def test_ten_poison_requests_at_once_cost_no_other_client_an_answer(path: str, failing_side: str) -> None:
+    """All ten are with the engines before the first one is answered; default settings, several times over."""
+
+    async def main() -> None:
+        prefill, decode = sides("vllm")
+        async with foreign(prefill + decode, CALM) as front:
+            for turn in range(3):
+                gate = Gate()
+                struck = {"prefill": prefill, "decode": decode, "both": prefill + decode}[failing_side]
+                for engine in struck:
+                    engine.serve = poisonous(gate)
+                for engine in prefill + decode:
+                    engine.asked.clear()
+                sent = [asyncio.create_task(front.post(poison(10 * turn + n), path)) for n in range(10)]
+                assert await becomes_true(lambda: asked(prefill + decode) >= 10)
+                gate.open.set()
+                others = [front.post(completion(prompt=f"{turn} {n}") | {"input": "x"}, path) for n in range(20)]
+                assert {answer.status for answer in await asyncio.gather(*others)} == {200}
+                statuses = {answer.status for answer in await asyncio.gather(*sent)}
+                assert statuses <= ({200, 502} if path == EMBEDDINGS else {502})
+                assert up(front) == ["decode0", "decode1", "prefill0", "prefill1"]
+            assert await front.settles(), front.leftovers()
+
+    run(main())
+
+
+@pytest.mark.parametrize("section", ["{}", "{attempts: 1}", "{share: 0, floor_per_s: 0}"])
+@pytest.mark.parametrize("status", [500, 503])
+def test_an_engine_that_fails_everything_is_left_alone_soon(section: str, status: int) -> None:
+    """Alone, or with another one; with retries, without, and where the budget allows none."""
+
+    async def main(count: int) -> None:
+        engines = [Engine(f"engine{number}", "both") for number in range(count)]
+        engines[0].serve = failing(status)
+        async with foreign(engines, f"{CALM}  retries: {section}\n") as front:
+            for number in range(200):
+                await front.post(completion(prompt=f"{number}"))
+                if "engine0" not in up(front):
+                    break
+            assert up(front) == [engine.name for engine in engines[1:]]
+            assert len(engines[0].asked) <= 4 * FAILURES * (3 if count == 1 and section == "{}" else 1)
+            assert await front.settles(), front.leftovers()
+
+    run(main(1))
+    run(main(2))
+
+
+def test_a_request_that_one_instance_has_failed_is_no_probe_of_another() -> None:
+    """Its decode leg goes to an instance that is half-open, which waits for another request's verdict."""
+
+    async def main() -> None:
+        prefill, decode = sides("vllm")
+        gate, left = Gate(), [1]
+
+        async def once(engine: Engine, request: web.BaseRequest, asked: Asked) -> web.StreamResponse:
+            left[0] -= 1
+            return await failing(500, times=left[0] + 1)(engine, request, asked)
+
+        for engine in prefill:
+            engine.serve = once
+        decode[0].serve = gate.before(tokens)
+        async with foreign(prefill + decode[:1], CALM + "  breaker: {open: 1 ms}\n") as front:
+            guard = front.gateway.serving.stations["decode0"].guard
+            now = front.gateway.now()
+            for attempt in [guard.started(now) for _ in range(FAILURES)]:
+                guard.failed(attempt, now)
+            assert await front.becomes("decode0", False)
+            assert await front.becomes("decode0", True)
+            under_way = asyncio.create_task(front.post(completion()))
+            await gate.entered.wait()
+            assert guard.breaker.allows(front.gateway.now())
+            gate.open.set()
+            assert (await under_way).status == 200
+            assert guard.breaker.state(front.gateway.now()) == "half-open"
+            assert (await front.post(completion(prompt=f"{MODEL}"))).status == 200
+            assert guard.breaker.state(front.gateway.now()) == "closed"
+
+    run(main())
