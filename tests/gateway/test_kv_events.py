@@ -18,7 +18,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from tests.waiting import HANGS_S
 
-from kvroute.gateway.engine_blocks import BatchError, BlockEvent, EngineBlocks, read_batch
+from kvroute.gateway.engine_blocks import DEPTH_MAX, SLICE_UNITS, EngineBlocks
+from kvroute.gateway.kv_batch import (
+    BATCH_BLOCKS_MAX,
+    BATCH_BYTES_MAX,
+    BATCH_EVENTS_MAX,
+    BatchError,
+    BlockEvent,
+    read_batch,
+)
 from kvroute.gateway.kv_events import KvEvents
 from kvroute.gateway.kv_stream import KvStream
 from kvroute.prefix import PrefixIndex, block_hashes
@@ -135,7 +143,7 @@ class BlocksMachine(RuleBasedStateMachine):
         self.blocks = EngineBlocks("p0", OURS)
 
     def apply(self, event: dict[str, Any]) -> None:
-        self.blocks.apply(msgspec.convert(event, BlockEvent))
+        self.blocks.apply(read_batch(batch(event)).events[0])
 
     @rule(which=WHICH, blocks=BLOCKS, root=st.booleans())
     def store(self, which: int, blocks: list[int], root: bool) -> None:
@@ -171,12 +179,17 @@ class BlocksMachine(RuleBasedStateMachine):
 class StreamMachine(RuleBasedStateMachine):
     """Batches reach the stream, or are lost, repeated or repeated in part; engines restart."""
 
-    @initialize(per_block=st.sampled_from([1, 2]), replays=st.booleans(), buffer=st.integers(1, 6))
-    def start(self, per_block: int, replays: bool, buffer: int) -> None:
+    @initialize(
+        per_block=st.sampled_from([1, 2]),
+        replays=st.booleans(),
+        buffer=st.integers(1, 6),
+        slice_units=st.sampled_from([1, 5, SLICE_UNITS]),
+    )
+    def start(self, per_block: int, replays: bool, buffer: int, slice_units: int) -> None:
         self.engine = Engine(per_block * OURS)
         self.buffer_most = buffer
         self.index = PrefixIndex(1)
-        self.stream = KvStream("p0", OURS, replays=replays)
+        self.stream = KvStream("p0", OURS, replays=replays, slice_units=slice_units)
         self.sequence = 0
         self.line: list[tuple[int, bytes]] = []
         self.buffer: list[tuple[int, bytes]] = []
@@ -210,17 +223,22 @@ class StreamMachine(RuleBasedStateMachine):
             self.replay_round = self.stream.rounds
             self.replay = [message for message in self.buffer if message[0] >= self.stream.wanted]
 
-    @precondition(lambda self: self.line)
+    @precondition(lambda self: self.line and not self.stream.pending)
     @rule()
     def deliver(self) -> None:
         self.tell(self.stream.received(0.0, *self.line.pop(0)))
+
+    @precondition(lambda self: self.stream.pending)
+    @rule()
+    def go_on(self) -> None:
+        self.tell(self.stream.more(0.0))
 
     @precondition(lambda self: self.line)
     @rule()
     def lose(self) -> None:
         self.line.pop(0)
 
-    @precondition(lambda self: self.replay)
+    @precondition(lambda self: self.replay and not self.stream.pending)
     @rule()
     def deliver_replay(self) -> None:
         self.tell(self.stream.replayed(0.0, *self.replay.pop(0)))
@@ -230,7 +248,7 @@ class StreamMachine(RuleBasedStateMachine):
     def lose_of_the_replay(self, number: int) -> None:
         self.replay.pop(number % len(self.replay))
 
-    @precondition(lambda self: self.stream.wanted is not None)
+    @precondition(lambda self: self.stream.wanted is not None and not self.stream.pending)
     @rule()
     def end_replay(self) -> None:
         self.tell(self.stream.replay_ended(0.0))
@@ -242,17 +260,21 @@ class StreamMachine(RuleBasedStateMachine):
         self.sequence, self.line, self.buffer = 0, [], []
         if announced:
             self.stream.restart()
-            self.tell(self.stream.blocks.changes(0.0))
+            self.tell(self.stream.more(0.0))
         else:
             self.publish(self.engine.store(0, [1], True))
+            while self.stream.pending:
+                self.go_on()
             self.deliver()
 
     def settle(self) -> None:
         """Everything under way arrives."""
-        while self.line or self.stream.wanted is not None:
-            while self.replay:
+        while self.line or self.stream.wanted is not None or self.stream.pending:
+            while self.replay and not self.stream.pending:
                 self.deliver_replay()
-            if self.stream.wanted is not None:
+            if self.stream.pending:
+                self.go_on()
+            elif self.stream.wanted is not None:
                 self.end_replay()
             elif self.line:
                 self.deliver()
@@ -330,6 +352,23 @@ def test_what_no_plain_prompt_hits_is_left_out(more: dict[str, Any]) -> None:
     assert len(blocks) == 0
 
 
+KEYS: st.SearchStrategy[Any] = st.none() | st.lists(st.text(min_size=1, max_size=3), max_size=2)
+
+
+@given(st.none() | st.lists(KEYS, max_size=20), st.booleans())
+def test_blocks_before_the_first_extra_key_are_routed_by(keys: list[Any] | None, arrays: bool) -> None:
+    """An empty key is none."""
+    names = list(range(1, len(keys or ()) + 3))
+    event: Any = stored(names, None, [7] * (len(names) * 2), 2, extra_keys=keys)
+    if arrays:
+        event = [event[name] for name in BlockEvent.__struct_fields__]
+    plain = next((number for number, key in enumerate(keys or ()) if key), len(names))
+    blocks = EngineBlocks("p0", OURS)
+    told = changes(blocks, event)
+    assert [len(each.blocks) for each in told if isinstance(each, KvStored)] == [plain] * bool(plain)
+    assert blocks.counts.foreign == len(names) - plain
+
+
 def test_an_unknown_parent_and_a_wrong_size_are_counted() -> None:
     blocks = EngineBlocks("p0", OURS)
     assert changes(blocks, stored([2], 1, [3, 4], 2)) == []
@@ -378,6 +417,78 @@ def test_a_broken_batch_forgets_the_engine() -> None:
     assert len(stream.received(0.0, 0, batch(stored([1], None, [1, 2], 2)))) == 1
     assert stream.received(1.0, 1, b"\xc1") == [KvCleared(1.0, "p0")]
     assert stream.counts.broken == 1
+
+
+def all_of(stream: KvStream, sequence: int, payload: bytes) -> list[Event]:
+    """What a batch makes the stream tell, slice by slice."""
+    events = stream.received(1.0, sequence, payload)
+    while stream.pending:
+        events += stream.more(1.0)
+    return events
+
+
+def long_chain(count: int, size: int = OURS) -> dict[str, Any]:
+    return stored(list(range(1, count + 1)), None, [7] * (count * size), size)
+
+
+def test_a_large_batch_is_applied_in_slices() -> None:
+    """No slice takes more blocks than its share, and what is told in the end is what one slice would tell."""
+    count = 20_000
+    stream = KvStream("p0", OURS, replays=False)
+    events, known, most = stream.received(1.0, 0, batch(long_chain(count))), 0, 0
+    while stream.pending:
+        most, known = max(most, len(stream.blocks) - known), len(stream.blocks)
+        events += stream.more(1.0)
+    assert events == [KvStored(1.0, "p0", block_hashes([7] * (count * OURS), OURS), OURS)]
+    assert 0 < most < 2000
+    gone = all_of(stream, 1, batch(removed(list(range(1, count + 1)))))
+    assert [type(event) for event in gone] == [KvEvicted]
+    assert len(stream.blocks) == 0
+
+
+def test_a_clear_in_the_middle_of_a_large_batch_leaves_nothing_of_it() -> None:
+    """Whether it is being applied or being told."""
+    events = [stored([n], None, [n, n], 2) for n in range(1, 3000)]
+    for slices in (0, 1, 2, 5, 10):
+        stream, index = KvStream("p0", OURS, replays=False), PrefixIndex(1)
+        feed(index, stream.received(1.0, 0, batch(*events)))
+        for _ in range(slices):
+            feed(index, stream.more(1.0))
+        stream.restart()
+        feed(index, all_of(stream, 0, batch(stored([1], None, [1, 2], 2))))
+        assert index.used_blocks(0) == 1
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        batch(long_chain(BATCH_BLOCKS_MAX // 2), long_chain(BATCH_BLOCKS_MAX // 2 + 1)),
+        batch(*[{"type": "SomethingNew"}] * (BATCH_EVENTS_MAX + 1)),
+        batch(stored([1], None, [1, 2], 2, extra_keys=["x" * BATCH_BYTES_MAX])),
+        b"\x92\x00\x91" + b"\x91" * 100_000 + b"\x00",
+    ],
+    ids=["blocks", "events", "bytes", "depth"],
+)
+def test_a_batch_beyond_its_bounds_is_refused_and_forgets_the_engine(payload: bytes) -> None:
+    """It may have held a removal. What follows is taken again."""
+    stream = KvStream("p0", OURS, replays=False)
+    assert len(all_of(stream, 0, batch(stored([1], None, [1, 2], 2)))) == 1
+    assert all_of(stream, 1, payload) == [KvCleared(1.0, "p0")]
+    assert stream.counts.broken == 1
+    assert stream.why_broken
+    assert len(all_of(stream, 2, batch(stored([1], None, [1, 2], 2)))) == 1
+
+
+def test_a_chain_is_routed_by_down_to_a_depth() -> None:
+    """Telling of a deep block costs as much as it is deep, however small the batch."""
+    size = 4096
+    blocks = EngineBlocks("p0", OURS)
+    engine_blocks = DEPTH_MAX * OURS // size
+    (told,) = changes(blocks, long_chain(engine_blocks + 3, size))
+    assert isinstance(told, KvStored)
+    assert len(told.blocks) == DEPTH_MAX
+    assert blocks.counts.foreign == 3
+    assert changes(blocks, stored([10**6], engine_blocks, [1] * size, size)) == []
 
 
 class Publisher:
@@ -502,6 +613,24 @@ def test_live_batches_arrive_and_missed_ones_are_asked_for() -> None:
             await publisher.publish(removed([2, 3]))
             assert (await listener.until(4))[3] == KvEvicted(5.0, "p0", chain(2).blocks, 1)
         assert (listener.batches, listener.gaps) == ({"p0": 4}, {"p0": 1})
+
+    run(scenario)
+
+
+def test_other_work_has_its_turn_while_a_large_batch_is_applied() -> None:
+    """What the engine sends behind it waits, and comes in order."""
+
+    async def scenario() -> None:
+        async with connected(replays=False) as (publisher, source, listener):
+            batches: set[int] = set()
+            await publisher.publish(*[stored([n], None, [n, n], 2) for n in range(1, 5001)])
+            await publisher.publish(removed(list(range(2, 5001))))
+            while len(listener.events) < 5000 + 4999:
+                batches.add(source.counts()["p0"][1].stored)
+                await asyncio.sleep(0)
+            assert len(batches) >= 5000 * 6 // SLICE_UNITS
+            kinds = [type(event) for event in listener.events]
+            assert kinds == [KvStored] * 5000 + [KvEvicted] * 4999
 
     run(scenario)
 

@@ -19,6 +19,8 @@ from tests.gateway.two_sites import AWAY, HOME, LONG, OFFLOAD, TEXT, metric, met
 from tests.waiting import until
 
 from kvroute.gateway.kv_links import LinkSeen, LinkTotals, LinkWatch, between, link_lines, read_links
+from kvroute.gateway.samples import Budget
+from kvroute.gateway.slices import whole
 from kvroute.gateway.way_signals import OTHERS_MAX, WaySignals
 from kvroute.topology import parse
 from kvroute.types import CongestionMeasured, Event, TransferMeasured
@@ -65,7 +67,7 @@ def test_pages_are_read_as_prometheus_reads_them(rows: list[tuple[str, str, int,
             totals = expected.setdefault(sample.labels["target"], {})
             before = totals.get(field, 0.0)
             totals[field] = max(before, sample.value) if field in LONGEST else before + sample.value
-    assert read_links(link_lines(b"\n" + page.encode())) == {
+    assert whole(read_links(link_lines(b"\n" + page.encode()), Budget())) == {
         target: LinkTotals(**totals) for target, totals in expected.items()
     }
 

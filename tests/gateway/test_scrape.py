@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 from tests.waiting import HANGS_S
 
+from kvroute.gateway.metrics_page import EngineMetrics, TransferTotals, metrics_in, read_metrics
 from kvroute.gateway.pool import Pool
-from kvroute.gateway.scrape import EngineMetrics, Scraper, TransferCounters, TransferTotals, read_metrics
+from kvroute.gateway.samples import LINE_BYTES_MAX, SERIES_MAX, PageError
+from kvroute.gateway.scrape import Scraper, TransferCounters
 from kvroute.types import Event, InstanceMeasured, KvCleared, TransferMeasured
 
 VLLM = """\
@@ -96,6 +98,45 @@ def test_pages_of_other_engines() -> None:
 )
 def test_odd_lines(line: bytes, running: int | None) -> None:
     assert read_metrics(line + b"\nother 1\n").running == running
+
+
+LOADED = b"vllm:num_requests_running 1\n"
+
+
+def test_numbers_that_no_engine_has_are_skipped() -> None:
+    """They would overflow where they are counted, and too many digits are no int to Python."""
+    digits = b"1" * 5000
+    config = b'vllm:cache_config_info{block_size="%b",num_gpu_blocks="%b"} 1\n' % (digits, digits)
+    page = LOADED + b"vllm:num_requests_waiting %b\nkvroute:kv_transfers_total 1e308\n" % digits + config
+    assert read_metrics(page) == EngineMetrics(running=1, waiting=0, kv_used_share=None)
+    many = read_metrics(b"vllm:num_requests_running 1e18\n" * 100 + b"vllm:kv_cache_usage_perc -1e300\n")
+    assert (many.running, many.kv_used_share) == (2**31 - 1, None)
+
+
+def test_a_line_that_is_too_long_is_skipped() -> None:
+    long = b'vllm:num_requests_running{a="%b"} 5\n' % (b"a" * LINE_BYTES_MAX)
+    assert read_metrics(long).running is None
+    assert read_metrics(long + LOADED).running == 1
+    assert read_metrics(LOADED + long[:-1]).running == 1
+
+
+def test_a_page_is_read_in_slices_and_its_series_are_bounded() -> None:
+    """However many series it has, others have their turn every 16 KiB of what is read."""
+
+    def page(series: int) -> bytes:
+        return LOADED + b"".join(
+            b'kvroute:kv_transfer_bytes_total{source="%b%d"} 1\n' % (b"p" * 100, n) for n in range(series)
+        )
+
+    turns = []
+    for series in (10, 1000, SERIES_MAX - 1):
+        turns.append(sum(1 for _ in metrics_in(page(series))))
+        assert len(read_metrics(page(series)).transfers) == series
+    assert turns[0] == 0
+    assert turns[1] >= 2 * 1000 * 100 // 16384
+    assert turns[2] >= 2 * (SERIES_MAX - 1) * 100 // 16384
+    with pytest.raises(PageError, match="too many series"):
+        read_metrics(page(SERIES_MAX))
 
 
 LABEL_VALUES = st.text(st.sampled_from('ab"\\\n{},= #'), max_size=6)
@@ -336,6 +377,42 @@ def test_a_scraper_tells_load_transfers_and_restarts() -> None:
         assert restarts == [("d0", 2.0), ("d0", 3.0)]
         told = [event for event in heard.events if not isinstance(event, InstanceMeasured)]
         assert told == [transfer, KvCleared(4.0, "d0")]
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("more", "body_max_bytes", "why"),
+    [
+        (b"#" * 100_000, 100_000, "the answer is longer than 100000 bytes"),
+        (b"#" * 90_000, 100_000, ""),
+        (b"vllm:num_requests_waiting 1\n" * 5000, 1_000_000, "the page has too many series"),
+    ],
+    ids=["size", "fine", "series"],
+)
+def test_a_page_beyond_its_bounds_is_a_failed_scrape(more: bytes, body_max_bytes: int, why: str) -> None:
+    async def scenario() -> None:
+        engine, heard = Engine(), Heard()
+        await engine.start()
+        engine.page = LOADED + more
+        pool = Pool(f"http://127.0.0.1:{engine.port}")
+        scraper = Scraper(
+            ["a"],
+            {"a": pool}.get,
+            heard.emit,
+            lambda: 0.0,
+            interval_s=0.01,
+            timeout_s=30.0,
+            body_max_bytes=body_max_bytes,
+        )
+        scraper.start()
+        while not (scraper.failure("a") or heard.events):
+            await asyncio.sleep(0.001)
+        assert scraper.failure("a").startswith(why)
+        assert bool(heard.events) == (not why)
+        scraper.close()
+        pool.close()
+        await engine.stop()
 
     run(scenario)
 

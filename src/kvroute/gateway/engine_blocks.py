@@ -7,92 +7,31 @@ whatever they hash with, stand for the same prompts.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeAlias
 
 import msgspec
 
+from kvroute.gateway.kv_batch import BlockEvent, EngineHash
+from kvroute.gateway.slices import Meter, Slices, whole
 from kvroute.prefix import block_hashes
 from kvroute.types import Event, InputError, KvCleared, KvEvicted, KvStored
 
-EngineHash: TypeAlias = int | bytes
 _MEDIUM = "GPU"
 """Of blocks that serve a request at once; vLLM on a CPU says so too. An engine that names none has no other."""
 _BLOCKS_MAX = 1 << 20
 """Blocks kept of one engine; no engine has so many, but a broken one may say so."""
-
-
-class BlockEvent(msgspec.Struct, gc=False):
-    """One event: vLLM's `BlockStored`, `BlockRemoved` or `AllBlocksCleared`; what is not read here is left out."""
-
-    type: str
-    block_hashes: list[EngineHash] = []
-    parent_block_hash: EngineHash | None = None
-    token_ids: list[int] = []
-    block_size: int = 0
-    lora_id: int | None = None
-    medium: str | None = None
-    lora_name: str | None = None
-    extra_keys: list[Any] | None = None
-    group_idx: int | None = None
-
-
-class Batch(msgspec.Struct, array_like=True, gc=False):
-    """One message: when the engine made it, seconds since 1970, and what had happened."""
-
-    ts: float
-    events: list[BlockEvent]
-
-
-class _BatchMap(msgspec.Struct, gc=False):
-    ts: float
-    events: list[BlockEvent]
-
-
-class _BatchOfArrays(msgspec.Struct, array_like=True, gc=False):
-    ts: float
-    events: list[list[Any]]
-
-
-class BatchError(ValueError):
-    """The bytes are no batch of KV events."""
-
-
-_FIELDS = {
-    "BlockStored": (
-        *("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id"),
-        *("medium", "lora_name", "extra_keys", "group_idx"),
-    ),
-    "BlockRemoved": ("block_hashes", "medium", "group_idx"),
-}
-"""Order of the fields where events are arrays, as older engines and SGLang send them."""
-_DECODERS = (
-    msgspec.msgpack.Decoder(Batch),
-    msgspec.msgpack.Decoder(_BatchOfArrays),
-    msgspec.msgpack.Decoder(_BatchMap),
-)
-
-
-def read_batch(payload: bytes) -> Batch:
-    """One message: `[ts, events, dp_rank]` or a map of these, and each event a map with `type` or an array.
-
-    Raises:
-        BatchError: it is none of these.
-    """
-    for decoder in _DECODERS:
-        try:
-            batch = decoder.decode(payload)
-            if isinstance(batch, _BatchOfArrays):
-                return Batch(batch.ts, [_event_of(row) for row in batch.events])
-            return batch if isinstance(batch, Batch) else Batch(batch.ts, batch.events)
-        except msgspec.MsgspecError:
-            continue
-    raise BatchError("not a batch of KV events")
-
-
-def _event_of(row: list[Any]) -> BlockEvent:
-    name = str(row[0]) if row else ""
-    return msgspec.convert({"type": name} | dict(zip(_FIELDS.get(name, ()), row[1:], strict=False)), BlockEvent)
+DEPTH_MAX = 1 << 16
+"""Our blocks of one chain; what is deeper is not routed by. Telling of a chain costs as much as it is deep."""
+SLICE_UNITS = 4096
+"""Work between two turns of others, in microseconds, about."""
+_STORE_UNITS, _REMOVE_UNITS, _LOOK_UNITS = 6, 2, 1
+"""Work on one block."""
+_EVENT_UNITS = 16
+"""Work of others on one event that is told."""
+_CHAIN_BLOCKS_PER_UNIT = 4
+_BLOCKS_AT_ONCE = 256
+"""Of one event, between two looks at the meter."""
 
 
 class _Block(msgspec.Struct, gc=False):
@@ -105,6 +44,8 @@ class _Block(msgspec.Struct, gc=False):
     """Copies in the engine. A block without one stays known while others hang below it."""
     children: int = 0
     """Known blocks whose parent it is."""
+    depth: int = 0
+    """Our blocks from the root to the end of this one."""
 
 
 @dataclass(slots=True)
@@ -136,6 +77,8 @@ class EngineBlocks:
         self._new: dict[EngineHash, None] = {}
         """The other way round; both in the order of the events, hence dicts."""
         self._cleared = False
+        self._telling = False
+        """Some of the changes have been told, and others have not."""
 
     def __len__(self) -> int:
         """Blocks known, in the engine's size."""
@@ -143,37 +86,53 @@ class EngineBlocks:
 
     def apply(self, event: BlockEvent) -> None:
         """Take note of one event; unknown kinds are passed by."""
+        whole(self.applied(event, Meter(SLICE_UNITS)))
+
+    def applied(self, event: BlockEvent, meter: Meter) -> Slices[None]:
+        """`apply` in slices. `clear` alone may come in between: it ends what is not done yet."""
+        if meter.spend(1):
+            yield
         if event.group_idx or event.medium not in (None, _MEDIUM):
             self.counts.foreign += len(event.block_hashes)
         elif event.type == "BlockStored":
-            self._store(event)
+            yield from self._store(event, meter)
         elif event.type == "BlockRemoved":
             for name in event.block_hashes:
                 self._remove(name)
+                if meter.spend(_REMOVE_UNITS):
+                    yield
         elif event.type == "AllBlocksCleared":
             self.clear()
 
     def clear(self) -> None:
         """Nothing is held any more, or nothing is known any more."""
         self.counts.cleared += 1
-        self._cleared = self._cleared or len(self._blocks) > len(self._new) or bool(self._gone)
+        told = self._telling or len(self._blocks) > len(self._new) or bool(self._gone)
+        self._cleared = self._cleared or told
+        self._telling = False
         self._blocks.clear()
         self._gone.clear()
         self._new.clear()
 
     def changes(self, at: float) -> list[Event]:
         """The events that turn what was told last into what is held now: chains that grew together become one."""
-        events: list[Event] = [KvCleared(at, self.instance)] if self._cleared else []
+        return [event for event in self.told(lambda: at, Meter(SLICE_UNITS)) if event is not None]
+
+    def told(self, now: Callable[[], float], meter: Meter) -> Iterator[Event | None]:
+        """`changes` in slices: None where others may have their turn. `clear` alone may come before its end."""
+        self._telling = True
+        if self._cleared:
+            self._cleared = False
+            yield KvCleared(now(), self.instance)
         if self._gone:
-            events += self._evictions(at)
+            yield from self._evictions(now, meter)
         if self._new:
-            events += self._stores(at)
-        self._cleared = False
+            yield from self._stores(now, meter)
         self._gone.clear()
         self._new.clear()
-        return events
+        self._telling = False
 
-    def _store(self, event: BlockEvent) -> None:
+    def _store(self, event: BlockEvent, meter: Meter) -> Slices[None]:
         names, size = event.block_hashes, event.block_size
         if size < 1 or size % self._block_tokens or len(event.token_ids) != size * len(names):
             self.counts.unusable += len(names)
@@ -184,30 +143,37 @@ class EngineBlocks:
             self.counts.orphans += len(names)
             return
         self.counts.stored += len(names)
-        routable = self._routable(event, above)
-        seed = above.ours[-1] if above is not None and above.ours else 0
-        try:
-            ours = block_hashes(event.token_ids[: routable * size], self._block_tokens, seed)
-        except InputError:  # token ids beyond 64 bits
-            routable, ours = 0, ()
         per_block = size // self._block_tokens
-        self.counts.foreign += len(names) - routable
-        for number, name in enumerate(names):
-            part = ours[number * per_block : (number + 1) * per_block] if number < routable else ()
-            self._hold(name, parent, part)
-            parent = name
+        depth = above.depth if above is not None else 0
+        routable = min(self._routable(event, above), (DEPTH_MAX - depth) // per_block)
+        seed = above.ours[-1] if above is not None and above.ours else 0
+        for start in range(0, len(names), _BLOCKS_AT_ONCE):
+            some = names[start : start + _BLOCKS_AT_ONCE]
+            known = max(min(len(some), routable - start), 0)
+            try:
+                ours = block_hashes(event.token_ids[start * size : (start + known) * size], self._block_tokens, seed)
+            except InputError:  # token ids beyond 64 bits
+                ours, known, routable = (), 0, 0
+            seed = ours[-1] if ours else 0
+            self.counts.foreign += len(some) - known
+            for number, name in enumerate(some):
+                part = ours[number * per_block : (number + 1) * per_block] if number < known else ()
+                depth += len(part)
+                self._hold(name, parent, part, depth)
+                parent = name
+            if meter.spend(_STORE_UNITS * len(some)):
+                yield
 
     def _routable(self, event: BlockEvent, above: _Block | None) -> int:
         """How many blocks from the first one on are the plain model's own."""
         if event.lora_id is not None or event.lora_name is not None or (above is not None and not above.ours):
             return 0
-        keys = event.extra_keys or ()
-        return next((number for number, key in enumerate(keys) if key), len(event.block_hashes))
+        return event.first_keyed()
 
-    def _hold(self, name: EngineHash, parent: EngineHash | None, ours: tuple[int, ...]) -> None:
+    def _hold(self, name: EngineHash, parent: EngineHash | None, ours: tuple[int, ...], depth: int) -> None:
         block = self._blocks.get(name)
         if block is None:
-            block = self._blocks[name] = _Block(parent, ours)
+            block = self._blocks[name] = _Block(parent, ours, depth=depth)
             if parent is not None:
                 self._blocks[parent].children += 1
         block.held += 1
@@ -244,52 +210,72 @@ class EngineBlocks:
             if name is not None:
                 self._blocks[name].children -= 1
 
-    def _evictions(self, at: float) -> list[Event]:
-        events: list[Event] = []
+    def _evictions(self, now: Callable[[], float], meter: Meter) -> Iterator[Event | None]:
         for name in self._gone:
             block = self._blocks[name]
             # With a block goes all that hangs below: only the uppermost need be told, and it alone has a chain left.
-            if (chain := self._chain(name)) is not None:
-                events.append(KvEvicted(at, self.instance, chain, len(chain) - len(block.ours)))
+            chain, walked = self._chain(name)
+            if chain is not None:
+                yield KvEvicted(now(), self.instance, chain, len(chain) - len(block.ours))
+            if meter.spend(_told_units(chain, walked)):
+                yield None
         gone = list(self._gone)
         self._gone.clear()
         for name in gone:
             if name in self._blocks:
                 self._forget(name)
-        return events
+            if meter.spend(_LOOK_UNITS):
+                yield None
 
-    def _stores(self, at: float) -> list[Event]:
-        tips: dict[EngineHash | None, None] = dict.fromkeys(self._new)
-        fresh_children = Counter(self._blocks[name].parent for name in self._new)
-        for parent in fresh_children:
-            tips.pop(parent, None)
-        revived = {name for name in self._new if self._blocks[name].children > fresh_children[name]}
+    def _stores(self, now: Callable[[], float], meter: Meter) -> Iterator[Event | None]:
+        fresh_children: Counter[EngineHash | None] = Counter()
+        for name in self._new:
+            fresh_children[self._blocks[name].parent] += 1
+            if meter.spend(_LOOK_UNITS):
+                yield None
+        tips: dict[EngineHash, None] = {}
+        revived: set[EngineHash] = set()
+        for name in self._new:
+            if name not in fresh_children:
+                tips[name] = None
+            if self._blocks[name].children > fresh_children[name]:
+                revived.add(name)
+            if meter.spend(_LOOK_UNITS):
+                yield None
         if revived:
-            self._extend_tips(tips, revived)
-        return [
-            KvStored(at, self.instance, chain, self._block_tokens)
-            for name in tips
-            if name is not None and (chain := self._chain(name)) is not None
-        ]
+            yield from self._extend_tips(tips, revived, meter)
+        for name in tips:
+            chain, walked = self._chain(name)
+            if chain is not None:
+                yield KvStored(now(), self.instance, chain, self._block_tokens)
+            if meter.spend(_told_units(chain, walked)):
+                yield None
 
-    def _extend_tips(self, tips: dict[EngineHash | None, None], revived: set[EngineHash]) -> None:
+    def _extend_tips(self, tips: dict[EngineHash, None], revived: set[EngineHash], meter: Meter) -> Slices[None]:
         """Blocks that were held below a gap are within reach again: rare, so all blocks are looked through."""
         within_reach: set[EngineHash | None] = set(revived)
         for name, block in self._blocks.items():  # parents come before their children
             if block.parent in within_reach and block.held and block.ours:
                 within_reach.add(name)
-                tips.pop(block.parent, None)
+                if block.parent is not None:
+                    tips.pop(block.parent, None)
                 tips[name] = None
+            if meter.spend(_LOOK_UNITS):
+                yield
 
-    def _chain(self, name: EngineHash) -> tuple[int, ...] | None:
-        """Our hashes from the root to the end of this block; None where one above it is not held."""
+    def _chain(self, name: EngineHash) -> tuple[tuple[int, ...] | None, int]:
+        """Our hashes from the root to the end of this block, None where one above it is not held; blocks walked."""
         blocks = self._blocks
         block = blocks[name]
         parts = [block.ours]
         while block.parent is not None:
             block = blocks[block.parent]
             if not block.held:
-                return None
+                return None, len(parts)
             parts.append(block.ours)
         parts.reverse()
-        return tuple([each for part in parts for each in part])
+        return tuple([each for part in parts for each in part]), len(parts)
+
+
+def _told_units(chain: tuple[int, ...] | None, walked: int) -> int:
+    return _LOOK_UNITS + walked // _CHAIN_BLOCKS_PER_UNIT + (_EVENT_UNITS + len(chain) // 16 if chain else 0)

@@ -11,11 +11,13 @@ from collections.abc import Callable, Mapping
 import zmq
 
 from kvroute.gateway.engine_blocks import BlockCounts
+from kvroute.gateway.kv_batch import BATCH_BYTES_MAX
 from kvroute.gateway.kv_stream import KvStream, StreamCounts
 from kvroute.gateway.logs import note
 from kvroute.types import Endpoint, Event, InputError, InputErrors
 
-_MESSAGE_BYTES_MAX = 256 << 20
+_MESSAGE_BYTES_MAX = 2 * BATCH_BYTES_MAX
+"""ZMQ closes the connection of an engine that sends more; what is a bit too large is refused with a log line."""
 _TURN_S = 0.002
 """After so long in one socket's messages others have their turn: a replay may bring thousands."""
 _HEARTBEAT_MS, _SILENCE_MS = 5_000, 15_000
@@ -36,8 +38,10 @@ class _Link:
         self._replay_url = replay_url
         self._replay: zmq.Socket[bytes] | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._next: asyncio.Handle | None = None
+        """While a large batch is applied in slices; nothing more is read meanwhile."""
         self._round = 0
-        self._warned = False
+        self._warned: set[str] = set()
         self._told = (0, 0)
         """Batches and gaps that the owner's `count` has heard of."""
         self._loop = asyncio.get_running_loop()
@@ -51,6 +55,10 @@ class _Link:
 
     def close(self) -> None:
         """Give all sockets and timers back."""
+        if self._next is not None:
+            self._next.cancel()
+            self._next = None
+        self.stream.close()
         self._end_replay()
         if not self._live.closed:
             self._loop.remove_reader(self._live.FD)
@@ -60,11 +68,13 @@ class _Link:
         """See `KvEvents.restarted`."""
         if started_s is None or not self.stream.follows(started_s):
             self.stream.restart()
-            self._tell(self.stream.blocks.changes(self._owner.now()))
+            self._tell(self.stream.more(self._owner.now()))
 
     def _read_live(self) -> None:
         until = self._loop.time() + _TURN_S
         while self._loop.time() < until:
+            if self._next is not None:
+                return
             frames = _receive(self._live)
             if frames is None:
                 return
@@ -76,6 +86,8 @@ class _Link:
     def _read_replay(self) -> None:
         until = self._loop.time() + _TURN_S
         while self._loop.time() < until:
+            if self._next is not None:
+                return
             frames = None if self._replay is None else _receive(self._replay)
             if frames is None:
                 return
@@ -97,16 +109,38 @@ class _Link:
         for event in events:
             self._owner.emit(event)
         self._count()
-        if self.stream.blocks.counts.unusable and not self._warned:
-            self._warned = True
+        if self.stream.blocks.counts.unusable:
             reason = f"its blocks are no multiple of {self._owner.block_tokens} tokens (gateway.prompt.block_tokens)"
-            note("warning", "kv_events_ignored", instance=self.stream.blocks.instance, reason=reason)
+            self._warn("kv_events_ignored", reason)
+        if self.stream.counts.broken:
+            self._warn("kv_events_refused", f"{self.stream.why_broken}; what it had cached is forgotten")
         if self.stream.wanted is None:
             self._end_replay()
         elif self.stream.rounds != self._round:
             self._end_replay()
             self._round = self.stream.rounds
             self._begin_replay(self.stream.wanted)
+        if self.stream.pending and self._next is None:
+            if self._timer is not None:  # the engine is not silent: its messages wait
+                self._timer.cancel()
+                self._timer = None
+            self._next = self._loop.call_soon(self._go_on)
+
+    def _go_on(self) -> None:
+        """The next slice of what was received."""
+        self._next = None
+        self._tell(self.stream.more(self._owner.now()))
+        if self._next is None:
+            if self._replay is not None:
+                self._set_timer()
+                self._read_replay()
+            self._read_live()
+
+    def _warn(self, event: str, reason: str) -> None:
+        """Once."""
+        if event not in self._warned:
+            self._warned.add(event)
+            note("warning", event, instance=self.stream.blocks.instance, reason=reason)
 
     def _count(self) -> None:
         counts, (batches, gaps) = self.stream.counts, self._told

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvroute.gateway.samples import labels_of, lines_between, samples
+from kvroute.gateway.samples import Budget, labels_of, lines_between, samples
+from kvroute.gateway.slices import Slices
 
 _LINK, _SENT = b"\nkvroute:kv_link", b"\nkvroute:kv_sent"
 _BUSY_SHARE = 0.9
@@ -89,11 +90,13 @@ def link_lines(page: bytes) -> bytes:
     return lines_between(page, _LINK, _SENT) if page.find(_LINK) >= 0 else b""
 
 
-def read_links(lines: bytes) -> dict[str, LinkTotals]:
+def read_links(lines: bytes, budget: Budget) -> Slices[dict[str, LinkTotals]]:
     """By target, what `link_lines` gave; round trips and clocks of several ranks count as the longest of them."""
     found: dict[str, dict[str, float]] = {}
     for name, field in _FIELDS.items():
-        for text, value in samples(lines, name):
+        for text, value in (yield from samples(lines, name, budget)):
+            if budget.spend(len(text)):
+                yield
             target = labels_of(text).get("target", "")
             totals = found.setdefault(target, {})
             before = totals.get(field, 0.0)

@@ -1,35 +1,84 @@
-"""Samples on a Prometheus text page, found by their names in its bytes; lines of other names are not read."""
+"""Samples on a Prometheus text page, found by their names in its bytes; lines of other names are not read.
+
+A page may come from an engine that is broken or hostile, so the work per page is bounded, and it is done in slices.
+"""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 
+from kvroute.gateway.slices import Meter, Slices
+
+SERIES_MAX = 4096
+"""Samples of wanted names on one page."""
+LINE_BYTES_MAX = 2048
+"""A longer line is skipped."""
+VALUE_MAX = 1e18
+"""A sample beyond this, or one that is not a number, is skipped."""
+_SLICE_BYTES = 16 * 1024
+_SKIP_BYTES = 32
+"""What a line that is found and not read counts for."""
 _SAMPLE = re.compile(rb'[ \t]*(?:\{((?:[^"}]++|"(?:[^"\\]++|\\.)*+")*+)\})?[ \t]*([^\s#{]+)')
 """Labels and value behind a name; what follows (a timestamp, an exemplar) is not read. Possessive, hence linear."""
-_LABEL = re.compile(rb'([A-Za-z_][A-Za-z0-9_]*)[ \t]*=[ \t]*"((?:[^"\\]|\\.)*)"')
+_LABEL = re.compile(rb'(?<![A-Za-z0-9_])([A-Za-z_][A-Za-z0-9_]*+)[ \t]*+=[ \t]*+"((?:[^"\\]++|\\.)*+)"')
+"""Linear too: a search begins at the start of a word only."""
 _ESCAPE = re.compile(rb"\\(.)")
+_BEHIND_NAME = (b"{", b" ", b"\t")
 
 
-def samples(page: bytes, name: bytes) -> Iterator[tuple[bytes, float]]:
-    """Labels as they stand and value of each sample of exactly this name."""
+class PageError(ValueError):
+    """A page with more samples than are read."""
+
+
+class Budget(Meter):
+    """Counts the work on one page, in bytes, and its samples."""
+
+    __slots__ = ("_series",)
+
+    def __init__(self, series_max: int = SERIES_MAX) -> None:
+        super().__init__(_SLICE_BYTES)
+        self._series = series_max
+
+    def count(self) -> None:
+        """Note one sample. Raises PageError: it is one too many."""
+        self._series -= 1
+        if self._series < 0:
+            raise PageError("the page has too many series of transfers and load")
+
+
+def samples(page: bytes, name: bytes, budget: Budget) -> Slices[list[tuple[bytes, float]]]:
+    """Labels as they stand and value of each sample of exactly this name; `page` begins with a line feed.
+
+    Raises:
+        PageError: more samples than the budget allows.
+    """
+    found = []
     line = b"\n" + name
     at = page.find(line)
     while at >= 0:
         at += len(line)
-        if page[at : at + 1] in (b"{", b" ", b"\t"):
-            match = _SAMPLE.match(page, at)
-            if match is not None:
-                value = _number(match[2])
-                if math.isfinite(value):
-                    yield match[1] or b"", value
+        read = page[at : at + 1] in _BEHIND_NAME
+        if read:
+            budget.count()
+            end = page.find(b"\n", at, at + LINE_BYTES_MAX)
+            if end < 0:
+                end = len(page) if len(page) - at <= LINE_BYTES_MAX else at
+            match = _SAMPLE.match(page, at, end)
+            if match is not None and abs(value := _number(match[2])) <= VALUE_MAX:
+                found.append((match[1] or b"", value))
+        if budget.spend(end - at if read else _SKIP_BYTES):
+            yield
         at = page.find(line, at)
+    return found
 
 
-def values(page: bytes, name: bytes) -> list[float]:
-    return [value for _, value in samples(page, name)]
+def values(page: bytes, name: bytes, budget: Budget) -> Slices[list[float]]:
+    """Values of each sample of exactly this name."""
+    found = yield from samples(page, name, budget)
+    return [value for _, value in found]
 
 
 def _number(text: bytes) -> float:

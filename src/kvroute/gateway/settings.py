@@ -196,6 +196,8 @@ class ScrapeSettings(Entry, frozen=True, kw_only=True):
 
     path: Path = "/metrics"
     interval_s: Wait = field(name="interval", default=Wait(1.0))
+    body_bytes: Size = field(name="body", default=Size(4e6))
+    """A longer page is not read."""
 
 
 class TracingSettings(Entry, frozen=True, kw_only=True):

@@ -70,6 +70,7 @@ class Watchers:
             path=scrape.path,
             interval_s=float(scrape.interval_s),
             timeout_s=float(scrape.interval_s),
+            body_max_bytes=int(scrape.body_bytes),
         )
         prometheus = settings.oracle.prometheus
         self._prometheus: PrometheusSource | None = None

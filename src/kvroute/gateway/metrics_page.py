@@ -1,0 +1,145 @@
+"""One `/metrics` page of an engine: load, KV memory, and what its connector says of transfers.
+
+A page has hundreds of series of which three matter: names are looked for in the bytes, and only their lines are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from kvroute.gateway.kv_links import LinkTotals, link_lines, read_links
+from kvroute.gateway.samples import SERIES_MAX, Budget, labels_of, lines_between, samples, values
+from kvroute.gateway.slices import Slices, whole
+
+_VLLM = (b"vllm:num_requests_running", b"vllm:num_requests_waiting", b"vllm:kv_cache_usage_perc")
+_SGLANG = (b"sglang:num_running_reqs", b"sglang:num_queue_reqs", b"sglang:token_usage")
+_OLD_USAGE = b"vllm:gpu_cache_usage_perc"
+_CACHE_CONFIG = b"vllm:cache_config_info"
+_STARTED = b"process_start_time_seconds"
+_TRANSFER = b"\nkvroute:kv_transfer"
+_COUNT_MAX = 2**31 - 1
+_DIGITS_MAX = 9
+_TRANSFERS = (b"kvroute:kv_transfer_bytes_total", b"kvroute:kv_transfer_seconds_total", b"kvroute:kv_transfers_total")
+
+
+@dataclass(frozen=True, slots=True)
+class TransferTotals:
+    """What an engine has pulled from one source since it started."""
+
+    kv_bytes: float = 0.0
+    seconds: float = 0.0
+    transfers: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMetrics:
+    """One page. Where it has several engines (data-parallel ranks), counts are summed and shares averaged."""
+
+    running: int | None
+    """None: the page is not one of an engine that is known here."""
+    waiting: int
+    kv_used_share: float | None
+    """In [0, 1]; None: it does not say."""
+    block_tokens: int | None = None
+    kv_blocks: int | None = None
+    started_s: float | None = None
+    """When its process started, seconds since 1970."""
+    transfers: Mapping[str, TransferTotals] = field(default_factory=dict)
+    """By source instance."""
+    transfer_lines: bytes = field(default=b"", compare=False, repr=False)
+    """Where they stand on the page."""
+    links: Mapping[str, LinkTotals] = field(default_factory=dict)
+    """Connections that its KV leaves by, by target."""
+    link_lines: bytes = field(default=b"", compare=False, repr=False)
+
+
+def read_metrics(page: bytes, before: EngineMetrics | None = None) -> EngineMetrics:
+    """`metrics_in`, all at once."""
+    return whole(metrics_in(page, before))
+
+
+def metrics_in(page: bytes, before: EngineMetrics | None = None, series_max: int = SERIES_MAX) -> Slices[EngineMetrics]:
+    """What matters of a Prometheus text page of vLLM or SGLang; a value that is not a finite number is skipped.
+
+    Args:
+        page: the whole page.
+        before: what the same engine's last page said: an engine has three lines for each source, and mostly all of
+            them stand there again.
+        series_max: samples that are read.
+
+    Raises:
+        PageError: it has more of them.
+    """
+    page = b"\n" + page
+    budget = Budget(series_max)
+    names = _VLLM if page.find(b"\n" + _VLLM[0]) >= 0 else _SGLANG
+    running = yield from values(page, names[0], budget)
+    waiting = yield from values(page, names[1], budget)
+    shares = yield from values(page, names[2], budget)
+    if not shares and names is _VLLM:
+        shares = yield from values(page, _OLD_USAGE, budget)
+    block_tokens, kv_blocks = yield from _cache_config(page, budget)
+    started = yield from values(page, _STARTED, budget)
+    transfer_lines = lines_between(page, _TRANSFER)
+    if before is not None and before.transfer_lines == transfer_lines:
+        transfers = before.transfers
+    else:
+        transfers = yield from _transfers(transfer_lines, budget)
+    about_links = link_lines(page)
+    if before is not None and before.link_lines == about_links:
+        links = before.links
+    else:
+        links = yield from read_links(about_links, budget)
+    return EngineMetrics(
+        running=_count(sum(running)) if running else None,
+        waiting=_count(sum(waiting)),
+        kv_used_share=min(max(sum(shares) / len(shares), 0.0), 1.0) if shares else None,
+        block_tokens=block_tokens,
+        kv_blocks=kv_blocks,
+        started_s=started[0] if started else None,
+        transfers=transfers,
+        transfer_lines=transfer_lines,
+        links=links,
+        link_lines=about_links,
+    )
+
+
+def _count(value: float) -> int:
+    return round(min(max(value, 0.0), _COUNT_MAX))
+
+
+def _cache_config(page: bytes, budget: Budget) -> Slices[tuple[int | None, int | None]]:
+    """Tokens of a block, and blocks of all engines of the page."""
+    block_tokens, kv_blocks = None, 0
+    for text, _ in (yield from samples(page, _CACHE_CONFIG, budget)):
+        if budget.spend(len(text)):
+            yield
+        labels = labels_of(text)
+        block_tokens = _whole_number(labels.get("block_size", "")) or block_tokens
+        kv_blocks += _whole_number(labels.get("num_gpu_blocks", "")) or 0
+    return block_tokens, min(kv_blocks, _COUNT_MAX) or None
+
+
+def _whole_number(text: str) -> int | None:
+    return int(text) if len(text) <= _DIGITS_MAX and text.isascii() and text.isdecimal() else None
+
+
+def _transfers(page: bytes, budget: Budget) -> Slices[dict[str, TransferTotals]]:
+    kv_bytes = yield from _by_source(page, _TRANSFERS[0], budget)
+    seconds = yield from _by_source(page, _TRANSFERS[1], budget)
+    counts = yield from _by_source(page, _TRANSFERS[2], budget)
+    return {
+        source: TransferTotals(total, seconds.get(source, 0.0), _count(counts.get(source, 0.0)))
+        for source, total in kv_bytes.items()
+    }
+
+
+def _by_source(page: bytes, name: bytes, budget: Budget) -> Slices[dict[str, float]]:
+    totals: dict[str, float] = {}
+    for text, value in (yield from samples(page, name, budget)):
+        if budget.spend(len(text)):
+            yield
+        source = labels_of(text).get("source", "")
+        totals[source] = totals.get(source, 0.0) + value
+    return totals
