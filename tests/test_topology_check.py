@@ -65,6 +65,60 @@ def test_every_corruption_is_named_on_its_line(drawn: tuple[str, int, str]) -> N
     assert [problem.line for problem in problems] == sorted(problem.line for problem in problems)
 
 
+VALUES = [(QUANTITY, ["100 Gb", "-1 Gbps", "fast", "[]"]), (CHOICE, ["no-such-thing", "{}"]), (GPUS, ["0-900", "x"])]
+LEAF = re.compile(rf"{KEY.pattern}(?=: +[^\s\[{{#])", re.M)
+"""A key whose value holds no further keys."""
+
+
+@st.composite
+def corrupted_twice(draw: st.DrawFn) -> tuple[str, list[int]]:
+    """A valid file with a token replaced on each of two lines, and the lines."""
+    text = TEXTS[draw(st.sampled_from(sorted(TEXTS)))]
+    code = OTHERS.sub(lambda match: re.sub(r"[^\n]", " ", match[0]), text)
+    edits: list[tuple[int, int, str]] = []
+    for _ in range(2):
+        kinds = [*VALUES, (LEAF, ["kye", "nam"]), (REFERENCE, ["nowhere", "rack77"])]
+        places = [
+            (*match.span(), news)
+            for pattern, news in kinds
+            for match in pattern.finditer(code)
+            if all(text.count("\n", 0, match.start()) != text.count("\n", 0, edit[0]) for edit in edits)
+        ]
+        start, end, news = draw(st.sampled_from(places))
+        edits.append((start, end, draw(st.sampled_from(news))))
+    lines = sorted(text.count("\n", 0, start) + 1 for start, _, _ in edits)
+    for start, end, new in sorted(edits, reverse=True):
+        text = text[:start] + new + text[end:]
+    return text, lines
+
+
+@given(corrupted_twice())
+@settings(max_examples=150, deadline=None)
+def test_of_two_corruptions_both_are_told(drawn: tuple[str, list[int]]) -> None:
+    """Neither hides the other, whether one is of form or of meaning; faults come in the order of their lines."""
+    text, lines = drawn
+    told = [problem.line for problem in problems_of(text)]
+    assert told == sorted(told)
+    assert set(lines) <= set(told), [str(problem) for problem in problems_of(text)]
+
+
+@given(st.data())
+@settings(max_examples=150, deadline=None)
+def test_what_follows_from_a_fault_of_form_is_not_told(data: st.DataObject) -> None:
+    """A wrong key or unit is one fault on one line, whatever depends on the value that cannot be read."""
+    text = TEXTS[data.draw(st.sampled_from(sorted(TEXTS)))]
+    code = OTHERS.sub(lambda match: re.sub(r"[^\n]", " ", match[0]), text)
+    kinds = [(QUANTITY, ["100 Gb", "fast", "[]"]), (KEY, ["kye", "zzz"])]
+    places = [(*match.span(), news) for pattern, news in kinds for match in pattern.finditer(code)]
+    start, end, news = data.draw(st.sampled_from(places))
+    changed = text[:start] + data.draw(st.sampled_from(news)) + text[end:]
+    problems = problems_of(changed)
+    missing = [problem for problem in problems if "is missing" in problem.what]
+    here = text.count("\n", 0, start) + 1
+    assert {problem.line for problem in problems if problem not in missing} == {here}, [str(each) for each in problems]
+    assert len(missing) <= 1
+
+
 @given(st.sampled_from(sorted(TEXTS)), st.data())
 @settings(max_examples=60, deadline=None)
 def test_a_lost_line_is_refused_or_harmless(name: str, data: st.DataObject) -> None:

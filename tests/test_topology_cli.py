@@ -41,6 +41,8 @@ GATEWAY_FAULTS = [
         [
             "1: nam: the key 'nam' is unknown; did you mean 'name'?",
             "3: nodes: 3 is not a list of entries; write a list of entries here",
+            "4: instances: there is no prefill instance; add one with `role: prefill`",
+            "4: instances: there is no decode instance; add one with `role: decode`",
             "5: gateway.keys.concurrency.bob: there is no key 'bob'; there are no keys: add `file` or `known`",
         ],
     ),

@@ -426,9 +426,33 @@ def test_all_faults_are_named_at_once_and_on_their_lines() -> None:
         "oracle: {source: push, a: 1}",
     ]
     text = "\n  ".join(lines)
-    assert [problem.line for problem in said(text)] == [6]
+    assert [problem.line for problem in said(text)] == [2, 3, 4, 5, 6]
     text = text.replace(", a: 1", ", prometheus: {url: 'http://p'}")
     assert [problem.line for problem in said(text)] == [2, 3, 4, 5, 6, 6]
+
+
+WRONG = [
+    "policy: none-such",
+    "shadow: none-such",
+    "prefill: none-such",
+    "constraint: none-such",
+    "prompt: {tokenizer: nowhere}",
+    "oracle: {source: prometheus}",
+    "limits: {body: 3}",
+    "timeouts: {prefil: 3 s}",
+    "retries: {attempts: none}",
+    "keys: {concurrency: {bob: 1}}",
+    "log: {events: /nowhere/at/all}",
+    "none_such: 3",
+    "tracing: []",
+]
+"""Parts of a section, each with one fault of form or of meaning."""
+
+
+@given(st.lists(st.sampled_from(WRONG), unique=True, min_size=1))
+def test_no_fault_hides_another(parts: list[str]) -> None:
+    text = "\n  ".join(["gateway:", *parts])
+    assert [problem.line for problem in said(text)] == list(range(2, 2 + len(parts)))
 
 
 def test_a_section_is_read_whatever_stands_beside_it() -> None:

@@ -6,11 +6,7 @@ Every step on a block is a few reads and writes, however many blocks there are.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar, cast
-
-import numba
-
+from kvroute.compiled import compiled
 from kvroute.types import IntArray
 
 HOLDERS, EXTENT, MEMBER, STORED, OLDER, NEWER, STACK = range(7)
@@ -20,20 +16,14 @@ column is the idle list's anchor: NEWER leads to the oldest entry, OLDER to the 
 FREE, IDLE = range(2)
 """Entries of `counts`: free blocks, blocks of idle entries."""
 
-Function = TypeVar("Function", bound=Callable[..., object])
 
-
-def _compiled(function: Function) -> Function:
-    return cast(Function, numba.njit(cache=True)(function))
-
-
-@_compiled
+@compiled
 def _pop(table: IntArray, counts: IntArray) -> int:
     counts[FREE] -= 1
     return int(table[STACK, counts[FREE]])
 
 
-@_compiled
+@compiled
 def _give(head: int, table: IntArray, counts: IntArray) -> None:
     """All blocks of an entry are free."""
     block = head
@@ -43,7 +33,7 @@ def _give(head: int, table: IntArray, counts: IntArray) -> None:
         block = table[MEMBER, block]
 
 
-@_compiled
+@compiled
 def _unlink(head: int, table: IntArray, counts: IntArray) -> None:
     older, newer = table[OLDER, head], table[NEWER, head]
     table[NEWER, older] = newer
@@ -51,7 +41,7 @@ def _unlink(head: int, table: IntArray, counts: IntArray) -> None:
     counts[IDLE] -= table[EXTENT, head]
 
 
-@_compiled
+@compiled
 def _link_newest(head: int, table: IntArray, counts: IntArray) -> None:
     anchor = table.shape[1] - 1
     newest = table[OLDER, anchor]
@@ -62,7 +52,7 @@ def _link_newest(head: int, table: IntArray, counts: IntArray) -> None:
     counts[IDLE] += table[EXTENT, head]
 
 
-@_compiled
+@compiled
 def take(extents: IntArray, heads: IntArray, table: IntArray, counts: IntArray) -> None:
     """Entries of so many blocks each (1 or more), held once; their heads. There must be enough free blocks."""
     for entry in range(len(extents)):
@@ -78,7 +68,7 @@ def take(extents: IntArray, heads: IntArray, table: IntArray, counts: IntArray) 
         heads[entry] = head
 
 
-@_compiled
+@compiled
 def hold(heads: IntArray, table: IntArray, counts: IntArray) -> None:
     """One holder more on each; an idle entry is idle no longer."""
     for entry in range(len(heads)):
@@ -88,7 +78,7 @@ def hold(heads: IntArray, table: IntArray, counts: IntArray) -> None:
         table[HOLDERS, head] += 1
 
 
-@_compiled
+@compiled
 def release(heads: IntArray, table: IntArray, counts: IntArray) -> None:
     """One holder less on each, in this order: without holders a stored entry is the newest idle one, another free."""
     for entry in range(len(heads)):
@@ -101,7 +91,7 @@ def release(heads: IntArray, table: IntArray, counts: IntArray) -> None:
                 _give(head, table, counts)
 
 
-@_compiled
+@compiled
 def evict(free_blocks: int, gone: IntArray, table: IntArray, counts: IntArray) -> int:
     """Free idle entries, the oldest first, until so many blocks are free; heads into `gone`, and how many."""
     anchor, count = table.shape[1] - 1, 0
@@ -115,7 +105,7 @@ def evict(free_blocks: int, gone: IntArray, table: IntArray, counts: IntArray) -
     return count
 
 
-@_compiled
+@compiled
 def idle_among(heads: IntArray, table: IntArray) -> int:
     """Blocks of those entries that are idle."""
     blocks = 0

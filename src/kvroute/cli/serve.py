@@ -250,7 +250,14 @@ async def _until_told(gateway: Gateway, read: Callable[[], Deployment], signals:
 @contextlib.contextmanager
 def _engines(cluster: Path, kv_scale: float, background: str, seed: int | None) -> Iterator[dict[str, Endpoint]]:
     """Emulated engines in a process of their own, which ends with this one."""
-    with tempfile.TemporaryDirectory(prefix="kvroute-") as folder:
+    try:
+        temporary = tempfile.TemporaryDirectory(prefix="kvroute-")
+    except OSError as error:
+        mend = "set TMPDIR to a folder that can be"
+        raise InputError(
+            f"no temporary folder can be written ({error.strerror})", where="--embedded", mend=mend
+        ) from None
+    with temporary as folder:
         ready = Path(folder, "ready.json")
         command = [sys.executable, "-m", "kvroute.cli.app", "emulate", str(cluster), "--ready-file", str(ready)]
         command += ["--kv-scale", str(kv_scale), "--background", background, "--seed", str(seed or 0)]

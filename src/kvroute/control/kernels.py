@@ -5,21 +5,11 @@ An array operation of numpy takes about as long for sixteen numbers as one of th
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar, cast
-
-import numba
-
+from kvroute.compiled import compiled
 from kvroute.types import FloatArray, IntArray
 
-Function = TypeVar("Function", bound=Callable[..., object])
 
-
-def _compiled(function: Function) -> Function:
-    return cast(Function, numba.njit(cache=True, error_model="numpy")(function))
-
-
-@_compiled
+@compiled
 def cached_tokens(depths: IntArray, ids: IntArray, block_tokens: int, most: int, tokens: IntArray) -> None:
     """Fill `tokens` [m]: of a prefix held to `depths` blocks, [n] by instance, what each of `ids` [m] has, at most
     `most`."""
@@ -27,7 +17,7 @@ def cached_tokens(depths: IntArray, ids: IntArray, block_tokens: int, most: int,
         tokens[i] = min(depths[ids[i]] * block_tokens, most)
 
 
-@_compiled
+@compiled
 def work_ahead(busy_until_s: FloatArray, others: IntArray, mean_s: float, at: float, pending_s: FloatArray) -> None:
     """Fill `pending_s` [n]: the rest of what was booked on each instance, and others' requests at `mean_s` each."""
     for i in range(len(pending_s)):

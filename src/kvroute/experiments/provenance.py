@@ -16,6 +16,7 @@ import xxhash
 from kvroute.policies import DECODE_POLICIES, FORESIGHT_POLICIES
 
 ROOMS = (
+    "compiled.py",
     "types",
     "llm",
     "topology",

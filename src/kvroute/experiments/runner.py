@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from functools import lru_cache
@@ -130,9 +131,19 @@ def stream(cells: Sequence[Cell], run_cell: RunCell, on: str = "local", workers:
     if on == "ray":
         return _on_ray(cells, run_cell)
     workers = workers or len(os.sched_getaffinity(0))
-    if workers == 1 or len(cells) == 1:
+    if workers == 1 or len(cells) == 1 or not _can_start_workers():
         return map(run_cell, cells)
     return _on_processes(cells, run_cell, workers)
+
+
+def _can_start_workers() -> bool:
+    """Worker processes are reached through a socket in a temporary folder."""
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError:
+        _say("no temporary folder can be written, so all runs share one process; set TMPDIR to a folder that can be")
+        return False
+    return True
 
 
 def _on_processes(cells: Sequence[Cell], run_cell: RunCell, workers: int) -> Iterator[Record]:

@@ -1,16 +1,12 @@
-"""The compiled heart of `FlowNetwork`: numba functions over plain arrays; no ids, no checks, no growth.
-
-All of it is in one file because numba's cache only notices a change of the file that holds the function called.
-"""
+"""The compiled heart of `FlowNetwork`: numba functions over plain arrays; no ids, no checks, no growth."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple, TypeVar, cast
+from typing import NamedTuple
 
-import numba
 import numpy as np
 
+from kvroute.compiled import compiled
 from kvroute.types import FloatArray, IntArray
 
 FINISH, LEFT, RATE, SINCE, WEIGHT, SIZE, BEGUN, TRIAL = range(8)
@@ -47,14 +43,7 @@ class State(NamedTuple):
     counts: IntArray
 
 
-Function = TypeVar("Function", bound=Callable[..., object])
-
-
-def _compiled(function: Function) -> Function:
-    return cast(Function, numba.njit(cache=True, error_model="numpy")(function))
-
-
-@_compiled
+@compiled
 def _touch(link: int, net: State) -> None:
     if net.link_int[link, QUEUED] == 0:
         net.link_int[link, QUEUED] = 1
@@ -62,7 +51,7 @@ def _touch(link: int, net: State) -> None:
         net.counts[DIRTIES] += 1
 
 
-@_compiled
+@compiled
 def _chain(hop: int, slot: int, link: int, net: State) -> None:
     """Put a hop of a slot's path on its link."""
     after = net.link_int[link, HEAD]
@@ -73,7 +62,7 @@ def _chain(hop: int, slot: int, link: int, net: State) -> None:
     _touch(link, net)
 
 
-@_compiled
+@compiled
 def _unchain(hop: int, net: State) -> int:
     """Take a hop off its link; returns the link."""
     link, before, after = net.hop[hop, LINK], net.hop[hop, PREV], net.hop[hop, NEXT]
@@ -88,7 +77,7 @@ def _unchain(hop: int, net: State) -> int:
     return left
 
 
-@_compiled
+@compiled
 def _insert(
     now: float,
     net: State,
@@ -117,7 +106,7 @@ def _insert(
         at += 2 + si[at + 1]
 
 
-@_compiled
+@compiled
 def _remove(slot: int, sent: float, net: State) -> None:
     """Take a flow off its links, which carried `sent` bytes of it; its place in ORDER is the caller's."""
     longest = net.hop.shape[0] // net.flow.shape[0]
@@ -125,7 +114,7 @@ def _remove(slot: int, sent: float, net: State) -> None:
         net.link[_unchain(hop, net), CARRIED] += sent
 
 
-@_compiled
+@compiled
 def _sink(at: int, size: int, net: State) -> None:
     """Let heap[at] sink below every link of smaller share; ties by link number."""
     heap = net.lists[HEAP]
@@ -148,7 +137,7 @@ def _sink(at: int, size: int, net: State) -> None:
     heap[at] = link
 
 
-@_compiled
+@compiled
 def _give(now: float, slot: int, net: State) -> None:
     """Make a flow's trial rate its rate from `now` on; an equal one keeps its finish time to the last bit."""
     rate = net.flow[slot, TRIAL]
@@ -162,7 +151,7 @@ def _give(now: float, slot: int, net: State) -> None:
         net.flow[slot, FINISH] = now if left <= 1e-12 * net.flow[slot, SIZE] else np.inf
 
 
-@_compiled
+@compiled
 def _seed(net: State) -> int:
     """Put into GROUP the flows that a dirty link moves for sure or likely: new there, limited there, or crowded out."""
     net.counts[EPOCH] += 2
@@ -188,7 +177,7 @@ def _seed(net: State) -> int:
     return size
 
 
-@_compiled
+@compiled
 def _open(link: int, epoch: int, net: State) -> None:
     """Ready a link for a solve: what flows outside the group leave of it, and the group's count and weight."""
     rising, others, weight, room = 0, 0, 0.0, net.link[link, CAPACITY]
@@ -213,7 +202,7 @@ def _open(link: int, epoch: int, net: State) -> None:
     net.link[link, TOP] = 0.0
 
 
-@_compiled
+@compiled
 def _gather(size: int, net: State) -> int:
     """Mark the group and list its links in HEAP, ready for `_fill`; returns how many."""
     longest = net.hop.shape[0] // net.flow.shape[0]
@@ -233,7 +222,7 @@ def _gather(size: int, net: State) -> int:
     return n_links
 
 
-@_compiled
+@compiled
 def _fill(size: int, net: State) -> None:
     """Weighted max-min of the group in the room it has: the link of least share freezes its flows, again and again.
 
@@ -277,7 +266,7 @@ def _fill(size: int, net: State) -> None:
             _sink(0, size, net)
 
 
-@_compiled
+@compiled
 def _widen(
     size: int,
     n_links: int,
@@ -308,7 +297,7 @@ def _widen(
     return size
 
 
-@_compiled
+@compiled
 def _solve(now: float, net: State) -> None:
     """Make the rates weighted max-min again after changes on the dirty links.
 
@@ -327,7 +316,7 @@ def _solve(now: float, net: State) -> None:
         _give(now, net.lists[GROUP, k], net)
 
 
-@_compiled
+@compiled
 def _earliest(net: State) -> tuple[float, int]:
     """The least finish time, and of the slots that end then the one that started first; inf and -1 if none can end."""
     at = np.inf
@@ -341,20 +330,20 @@ def _earliest(net: State) -> tuple[float, int]:
     return at, net.lists[ORDER, k]
 
 
-@_compiled
+@compiled
 def _slack(at: float) -> float:
     slack: float = 8.0 * np.spacing(at)
     return slack
 
 
-@_compiled
+@compiled
 def _ends(slot: int, at: float, slack: float, net: State) -> bool:
     """Does a flow end at `at`, the least finish time, or so little later that only rounding parts the two?"""
     ends: bool = net.flow[slot, FINISH] - at <= slack + 1e-12 * (at - net.flow[slot, BEGUN])
     return ends
 
 
-@_compiled
+@compiled
 def _retire(now: float, out: IntArray, done: int, net: State) -> int:
     """Finish what ends at `now`, the least finish time; slots go to `out` from `done` on, by start order."""
     kept, slack = 0, _slack(now)
@@ -371,7 +360,7 @@ def _retire(now: float, out: IntArray, done: int, net: State) -> int:
     return done
 
 
-@_compiled
+@compiled
 def _drive(now: float, to: float, net: State, si: IntArray, sf: FloatArray, out: IntArray) -> tuple[int, float, int]:
     if sf.shape[0] > 0:
         _insert(now, net, si, sf)
@@ -388,7 +377,7 @@ def _drive(now: float, to: float, net: State, si: IntArray, sf: FloatArray, out:
             return done, now, -2
 
 
-@_compiled
+@compiled
 def drive(
     now: float,
     to: float,
@@ -412,7 +401,7 @@ def drive(
     return _drive(now, to, State(flow, flow_int, link, link_int, hop, lists, counts), si, sf, out)
 
 
-@_compiled
+@compiled
 def cancel(now: float, slot: int, net: State) -> float:
     """Take an unfinished flow out; returns its bytes left."""
     left: float = max(net.flow[slot, LEFT] - net.flow[slot, RATE] * (now - net.flow[slot, SINCE]), 0.0)
@@ -426,7 +415,7 @@ def cancel(now: float, slot: int, net: State) -> float:
     return left
 
 
-@_compiled
+@compiled
 def set_capacities(links: IntArray, values: FloatArray, net: State) -> None:
     """New capacities, bytes per second; an equal one changes nothing."""
     for k in range(links.shape[0]):
@@ -435,7 +424,7 @@ def set_capacities(links: IntArray, values: FloatArray, net: State) -> None:
             _touch(links[k], net)
 
 
-@_compiled
+@compiled
 def set_ceiling(now: float, slot: int, bytes_per_s: float, net: State) -> None:
     """Hold an unfinished flow to a rate by its private link; inf takes it off that link. A hop must be free for it."""
     longest, hops = net.hop.shape[0] // net.flow.shape[0], net.flow_int[slot, HOPS]
@@ -457,7 +446,7 @@ def set_ceiling(now: float, slot: int, bytes_per_s: float, net: State) -> None:
             _chain(last + 1, slot, private, net)
 
 
-@_compiled
+@compiled
 def link_loads(now: float, net: State) -> tuple[FloatArray, FloatArray]:
     """Per link: the rate it carries (bytes per second) and all bytes it has carried until `now`."""
     longest = net.hop.shape[0] // net.flow.shape[0]
@@ -471,7 +460,7 @@ def link_loads(now: float, net: State) -> tuple[FloatArray, FloatArray]:
     return rates, carried
 
 
-@_compiled
+@compiled
 def finish_of(slot: int, now: float, real: State, si: IntArray, sf: FloatArray) -> float:
     """Start the staged flows on a copy of the state and drive it on until `slot` has finished: that time, or inf."""
     net = State(

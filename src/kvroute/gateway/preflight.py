@@ -10,10 +10,10 @@ import os
 import re
 import socket
 import ssl
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 
-from msgspec.structs import replace
+from msgspec.structs import fields, replace
 
 from kvroute.control import check_place
 from kvroute.gateway.door import bound
@@ -22,14 +22,17 @@ from kvroute.gateway.keys import Keys
 from kvroute.gateway.offload_checks import offload_faults, site_faults
 from kvroute.gateway.settings import GatewaySettings, TlsSettings
 from kvroute.policies import DECODE_POLICIES, TopologyConstraint, decode_policy, prefill_policy
-from kvroute.topology import Cluster, FileError, InstanceEntry, parse
-from kvroute.topology.document import read_section
+from kvroute.topology import Cluster, FileError, InstanceEntry
+from kvroute.topology.assembly import examine
+from kvroute.topology.document import salvage_section
 from kvroute.topology.form import Key, Lines, nearest
 from kvroute.types import InputError, InputErrors, Instance, cannot_listen
 
 SECTION = "gateway"
 _KEY = re.compile(r"[!-~]+")
 """What may stand in a header as it is."""
+_CROSSING = ("models", "offload", "layerwise", "prefix")
+"""Parts of the section that are held against the instances."""
 
 
 def deployment_of(
@@ -48,22 +51,20 @@ def deployment_of(
         InputErrors: every fault.
     """
     problems: list[InputError] = []
-    cluster = settings = None
+    cluster = None
     try:
-        cluster = parse(text, source)
+        cluster, faults = examine(text, source)
+        problems += faults
     except InputErrors as errors:
         problems += errors.problems
-    try:
-        settings = settings_of(text, source, environ)
-    except InputErrors as errors:
-        problems += errors.problems
-    if cluster is not None and settings is not None:
-        lines = _section(text, source)[1]
+    settings, lines, wrong = _examined(text, source, environ)
+    problems += wrong
+    if cluster is not None and all(lines.sure(SECTION, part, whole=True) for part in _CROSSING):
         problems += model_faults(cluster, settings, lines)
         problems += site_faults(cluster, settings, lines, _places(cluster, lines))
         if not embedded:
             problems += live_faults(cluster, settings, lines)
-    if cluster is None or settings is None or problems:
+    if cluster is None or problems:
         raise _errors(problems)
     return cluster, settings
 
@@ -75,12 +76,37 @@ def settings_of(text: str, source: str, environ: Mapping[str, str] | None = os.e
     Raises:
         InputErrors: every fault of the section, and of the key file that it names.
     """
-    written, lines = _section(text, source)
-    settings = _placed(written, Path(source).parent)
-    problems = list(_faults(settings, lines, environ))
+    settings, _, problems = _examined(text, source, environ)
     if problems:
         raise _errors(problems)
     return settings
+
+
+def _examined(
+    text: str, source: str, environ: Mapping[str, str] | None
+) -> tuple[GatewaySettings, Lines, list[InputError]]:
+    """The section, with defaults for parts that cannot be read, and every fault of it."""
+    try:
+        written, lines, faults = salvage_section(text, source, SECTION, GatewaySettings)
+    except InputErrors as errors:
+        return GatewaySettings(), Lines(source, doubts={(SECTION,)}), list(errors.problems)
+    doubts = {str(doubt[1]) if len(doubt) > 1 else "*" for doubt in lines.doubts}
+    plain = GatewaySettings()
+    unread = {
+        entry.name: getattr(plain, entry.name)
+        for entry in fields(plain)
+        if entry.encode_name in doubts or "*" in doubts
+    }
+    settings = _placed(replace(written, **unread), Path(source).parent)
+    found = _faults(settings, lines, environ)
+    return settings, lines, [*faults, *(fault for fault in found if not _doubtful(fault, doubts))]
+
+
+def _doubtful(fault: InputError, doubts: Set[str]) -> bool:
+    """Whether a fault may follow from a part of the section that could not be read."""
+    part = fault.field.removeprefix(f"{SECTION}.").split(".")[0] if isinstance(fault, FileError) else "keys"
+    others = {"parameters": "policy", "upstream_key_env": "keys", "admin": "listen"}
+    return bool(doubts & {"*", part, others.get(part, part)})
 
 
 def check_places(settings: GatewaySettings) -> None:
@@ -129,10 +155,6 @@ def tls_context(tls: TlsSettings, context: ssl.SSLContext | None = None) -> ssl.
         mend = "give a certificate and its own key, both PEM and without a pass phrase"
         raise InputError(f"certificate and key cannot be used: {why}", where=tls.certificate, mend=mend) from error
     return context
-
-
-def _section(text: str, source: str) -> tuple[GatewaySettings, Lines]:
-    return read_section(text, source, SECTION, GatewaySettings)
 
 
 def _errors(problems: list[InputError]) -> InputErrors:

@@ -1,19 +1,17 @@
 """foresight's arithmetic, compiled: the closed form of every candidate, and the fluid what-if of the best of them.
 
 Rates come from `flows.kernels`, never from a solver of its own. The functions refuse to know requests and instances;
-`kvroute.policies.foresight` says what the numbers mean. numba's cache notices a change of this file only: after one of
-`flows/kernels.py` touch this file, too.
+`kvroute.policies.foresight` says what the numbers mean.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import NamedTuple, TypeVar, cast
+from typing import NamedTuple
 
-import numba
 import numpy as np
 
+from kvroute.compiled import compiled
 from kvroute.flows import kernels as flows
 from kvroute.flows.kernels import State
 from kvroute.types import (
@@ -83,14 +81,7 @@ class Asked(NamedTuple):
     step_floor_s, output_tokens."""
 
 
-Function = TypeVar("Function", bound=Callable[..., object])
-
-
-def _compiled(function: Function) -> Function:
-    return cast(Function, numba.njit(cache=True, error_model="numpy")(function))
-
-
-@_compiled
+@compiled
 def path_of(source: int, target: int, tier: int, ways: IntArray, wan: IntArray, path: IntArray) -> int:
     """Fill `path` with the links from `source` to `target`; how many. None inside a node."""
     count = 0
@@ -114,7 +105,7 @@ def path_of(source: int, target: int, tier: int, ways: IntArray, wan: IntArray, 
     return kept
 
 
-@_compiled
+@compiled
 def collided(cable_bytes_per_s: float, rivals: float, hashed_paths: int, mean_bytes_per_s: float) -> float:
     """What a transfer of `hashed_paths` equal parts gets where each draws a cable, bytes per second.
 
@@ -142,7 +133,7 @@ def collided(cable_bytes_per_s: float, rivals: float, hashed_paths: int, mean_by
         mass *= rivals / x
 
 
-@_compiled
+@compiled
 def _drawn(up: int, down: int, otherwise: float, fabric: Fabric) -> float:
     """Capacity of the hashed paths over a group going up and one coming down; `otherwise` where both are unknown.
 
@@ -162,7 +153,7 @@ def _drawn(up: int, down: int, otherwise: float, fabric: Fabric) -> float:
     return collided(width, both, fabric.hashed, mean)
 
 
-@_compiled
+@compiled
 def _ceiling(source: int, target: int, tier: int, fabric: Fabric) -> float:
     far, ways = fabric.tier_bytes_per_s[tier], fabric.ways
     if tier <= SAME_NODE:
@@ -179,7 +170,7 @@ def _ceiling(source: int, target: int, tier: int, fabric: Fabric) -> float:
     return learned
 
 
-@_compiled
+@compiled
 def ceiling_of(
     source: int,
     target: int,
@@ -204,7 +195,7 @@ def ceiling_of(
     return _ceiling(source, target, tier, fabric)
 
 
-@_compiled
+@compiled
 def pass_time(
     now: float,
     floor_share: float,
@@ -237,7 +228,7 @@ def pass_time(
     return total
 
 
-@_compiled
+@compiled
 def set_off(
     now: float,
     slot: int,
@@ -292,7 +283,7 @@ def set_off(
     return count
 
 
-@_compiled
+@compiled
 def _near(
     path: IntArray, near_max: int, live: State, links: IntArray, link_at: IntArray, slots: IntArray, slot_at: IntArray
 ) -> tuple[int, int]:
@@ -323,7 +314,7 @@ def _near(
     return n_links, n_slots
 
 
-@_compiled
+@compiled
 def _room(link: int, slot_at: IntArray, live: State) -> float:
     """What the transfers that are left out leave of a link, at their present rates."""
     capacity = live.link[link, flows.CAPACITY]
@@ -338,7 +329,7 @@ def _room(link: int, slot_at: IntArray, live: State) -> float:
     return left
 
 
-@_compiled
+@compiled
 def _idle(slots: int, links: int) -> State:
     net = State(
         np.zeros((slots, 8)),
@@ -353,7 +344,7 @@ def _idle(slots: int, links: int) -> State:
     return net
 
 
-@_compiled
+@compiled
 def _run(now: float, to: float, net: State, ints: IntArray, floats: FloatArray) -> None:
     """Start the staged flows at `now` and let the network run; a flow that has ended keeps its finish time."""
     out = np.empty(net.flow.shape[0], np.int64)
@@ -362,7 +353,7 @@ def _run(now: float, to: float, net: State, ints: IntArray, floats: FloatArray) 
     )
 
 
-@_compiled
+@compiled
 def _excerpt(path: IntArray, near_max: int, ceiling: float, live: State) -> State:
     """A network of the nearest transfers and their links alone, with a free slot and, last, the newcomer's ceiling."""
     near_max = min(near_max, live.counts[flows.ACTIVE])
@@ -390,7 +381,7 @@ def _excerpt(path: IntArray, near_max: int, ceiling: float, live: State) -> Stat
     return net
 
 
-@_compiled
+@compiled
 def _copied(net: State) -> State:
     return State(
         net.flow.copy(),
@@ -403,7 +394,7 @@ def _copied(net: State) -> State:
     )
 
 
-@_compiled
+@compiled
 def played(
     kv_bytes: float, starts_s: float, path: IntArray, ceiling: float, near_max: int, imposed: bool, live: State
 ) -> tuple[float, float]:
@@ -435,7 +426,7 @@ def played(
     return net.flow[slot, flows.FINISH] - starts_s, max(delay_s, 0.0)
 
 
-@_compiled
+@compiled
 def _price(i: int, transfer_s: float, imposed_s: float, asked: Asked, terms: FloatArray) -> float:
     """Fill candidate i's terms and return its cost; everything but the transfer and what it imposes is its load's.
 
@@ -460,7 +451,7 @@ def _price(i: int, transfer_s: float, imposed_s: float, asked: Asked, terms: Flo
     return cost
 
 
-@_compiled
+@compiled
 def _shared(
     source: int, target: int, tier: int, fabric: Fabric, link: FloatArray, path: IntArray
 ) -> tuple[float, float, float]:
@@ -477,7 +468,7 @@ def _shared(
     return ceiling, alone, pace
 
 
-@_compiled
+@compiled
 def _closed(asked: Asked, fabric: Fabric, link: FloatArray, ceilings: FloatArray, terms: FloatArray) -> None:
     """The closed form: the path's ceiling, or its most crowded link shared evenly, whichever is slower.
 
@@ -505,7 +496,7 @@ def _closed(asked: Asked, fabric: Fabric, link: FloatArray, ceilings: FloatArray
         terms[PACE, i], terms[PLAYED, i], terms[BOUND, i] = pace, 0.0, cost_s if alone == pace else bound_s
 
 
-@_compiled
+@compiled
 def _play(i: int, asked: Asked, fabric: Fabric, ceiling: float, near_max: int, live: State, terms: FloatArray) -> float:
     """Put the fluid what-if in the place of candidate i's closed form; its cost."""
     path = np.empty(HOPS_MAX, np.int64)
@@ -520,7 +511,7 @@ def _play(i: int, asked: Asked, fabric: Fabric, ceiling: float, near_max: int, l
     return _price(i, seconds + asked.latency_s[i], imposed_s, asked, terms)
 
 
-@_compiled
+@compiled
 def _first_least(cost: FloatArray, among: BoolArray) -> int:
     best = NOBODY
     for i in range(len(cost)):
@@ -529,7 +520,7 @@ def _first_least(cost: FloatArray, among: BoolArray) -> int:
     return best
 
 
-@_compiled
+@compiled
 def _play_best(
     asked: Asked,
     fabric: Fabric,
@@ -563,7 +554,7 @@ def _play_best(
             terms[COST, i] = max(terms[COST, i] + shift_s, terms[BOUND, i])
 
 
-@_compiled
+@compiled
 def foresee(
     need_bytes: FloatArray,
     free_kv_bytes: FloatArray,
@@ -621,7 +612,7 @@ def foresee(
     return _first_least(terms[COST], feasible)
 
 
-@_compiled
+@compiled
 def price_all(
     transfer_s: FloatArray,
     batch: IntArray,

@@ -5,12 +5,9 @@ The functions refuse to know requests and instances; `kvroute.policies.decode` s
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar, cast
-
-import numba
 import numpy as np
 
+from kvroute.compiled import compiled
 from kvroute.types import BoolArray, FloatArray, IntArray, TierArray
 
 TRANSFER_S, QUEUE_S, DECODE_S, HIT_TOKENS, EFFECTIVE, TIER, CONGESTION, OWN_TRANSFERS, COST = range(9)
@@ -20,14 +17,8 @@ NOBODY = -1
 NO_PAIRS: FloatArray = np.empty(0)
 """For `lone_bytes_per_s` where only the tiers' bandwidths are known."""
 
-Function = TypeVar("Function", bound=Callable[..., object])
 
-
-def _compiled(function: Function) -> Function:
-    return cast(Function, numba.njit(cache=True, error_model="numpy")(function))
-
-
-@_compiled
+@compiled
 def earliest_finish(pending_s: FloatArray, prefill_s: FloatArray, allowed: BoolArray, finish_s: FloatArray) -> int:
     """Fill `finish_s` [n]; the allowed candidate that is done first, the first of equals, or NOBODY."""
     best = NOBODY
@@ -38,7 +29,7 @@ def earliest_finish(pending_s: FloatArray, prefill_s: FloatArray, allowed: BoolA
     return best
 
 
-@_compiled
+@compiled
 def netkv_terms(
     kv_bytes: FloatArray,
     need_bytes: FloatArray,

@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar, cast
-
-import numba
-
+from kvroute.compiled import compiled
 from kvroute.types import FloatArray, IntArray
 
-Function = TypeVar("Function", bound=Callable[..., object])
 
-
-def _compiled(function: Function) -> Function:
-    return cast(Function, numba.njit(cache=True, error_model="numpy")(function))
-
-
-@_compiled
+@compiled
 def linear_each_s(base_s: float, per_token_s: float, tokens: int, cached_tokens: IntArray, seconds: FloatArray) -> None:
     """Fill `seconds` [n] for a prompt of `tokens` of which so many are cached, [n]."""
     for i in range(len(seconds)):

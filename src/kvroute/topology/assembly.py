@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from kvroute.topology.bandwidth import tier_bytes_per_s
-from kvroute.topology.check import entries_of, faults, reach_faults, shorthand_faults
+from kvroute.topology.check import (
+    can_expand,
+    can_place,
+    entries_of,
+    place_faults,
+    port_faults,
+    reach_faults,
+    setting_faults,
+    shorthand_faults,
+)
 from kvroute.topology.cluster import STORAGE, Cables, Cluster, Link, tier_latency_s, tier_matrix
 from kvroute.topology.document import read_document
 from kvroute.topology.expansion import expand
-from kvroute.topology.form import Lines
+from kvroute.topology.form import FileError, Lines
 from kvroute.topology.place import Places, Shards, gpu_list, places_of, wan_routes
 from kvroute.topology.schema import ClusterFile, Nic, Uplinks
 from kvroute.types import (
@@ -24,6 +34,9 @@ from kvroute.types import (
     InputErrors,
     Instance,
 )
+
+_NEEDED = ("datacenters", "wan", "timing", "defaults", "instances")
+"""Sections without placeholders, if the gateway's section is to be held against them."""
 
 
 def load(path: Path | str) -> Cluster:
@@ -53,8 +66,20 @@ def parse(text: str, where: str = "<text>") -> Cluster:
     Raises:
         InputErrors: every fault, each with its line and field.
     """
-    file, lines = read_document(text, where)
-    return _assembled(file, lines)
+    cluster, problems = examine(text, where)
+    if problems or cluster is None:
+        raise InputErrors(problems)
+    return cluster
+
+
+def examine(text: str, where: str = "<text>") -> tuple[Cluster | None, list[FileError]]:
+    """The cluster of a file's text and every fault in the file's order; None where it cannot be assembled. Where there
+    are faults, some of its values may be placeholders.
+
+    Raises:
+        InputErrors: the text is no YAML mapping, or some other file.
+    """
+    return _assembled(*read_document(text, where))
 
 
 def build(file: ClusterFile) -> Cluster:
@@ -63,24 +88,34 @@ def build(file: ClusterFile) -> Cluster:
     Raises:
         InputErrors: every fault, each with its field.
     """
-    return _assembled(file, Lines(file.name))
+    cluster, problems = _assembled(file, Lines(file.name), [])
+    if problems or cluster is None:
+        raise InputErrors(problems)
+    return cluster
 
 
-def _assembled(file: ClusterFile, lines: Lines) -> Cluster:
-    _refuse(list(shorthand_faults(file, lines)))
-    try:
-        flat = expand(file)
-    except InputError as error:
-        raise InputErrors([lines.error(error.what, ("instances",), error.mend)]) from error
-    _refuse(list(faults(flat, file, lines)))
-    places = places_of(flat)
-    _refuse(list(reach_faults(flat, places, lines)))
-    return _cluster(flat, places)
-
-
-def _refuse(problems: list[InputError]) -> None:
-    if problems:
-        raise InputErrors(sorted(problems, key=lambda problem: getattr(problem, "line", 0)))
+def _assembled(
+    file: ClusterFile, lines: Lines, faults_of_form: Sequence[FileError]
+) -> tuple[Cluster | None, list[FileError]]:
+    problems = [*shorthand_faults(file, lines)]
+    flat = None
+    if not problems and can_expand(file, lines):
+        try:
+            flat = expand(file)
+        except InputError as error:
+            problems.append(lines.error(error.what, ("instances",), error.mend))
+    problems += place_faults(flat or file, lines)
+    places = None
+    if flat is not None and not problems and can_place(lines):
+        places = places_of(flat)
+        problems += reach_faults(flat, places, lines)
+    problems += setting_faults(file, lines)
+    problems += port_faults(flat or file, lines)
+    cluster = None
+    known = all(lines.sure(section, whole=True) for section in _NEEDED)
+    if flat is not None and places is not None and not problems and known:
+        cluster = _cluster(flat, places)
+    return cluster, sorted([*faults_of_form, *problems], key=lambda problem: problem.line)
 
 
 def _cluster(file: ClusterFile, places: Places) -> Cluster:

@@ -24,7 +24,7 @@ from kvroute.types import CROSS_DATACENTER, InputError
 
 
 def shorthand_faults(file: ClusterFile, lines: Lines) -> Iterator[FileError]:
-    """Faults that must be mended before shorthands can be expanded."""
+    """What keeps shorthands from being expanded."""
     if file.fabric is not None:
         for key, entries in (("pods", file.pods), ("racks", file.racks), ("nodes", file.nodes)):
             if entries:
@@ -33,27 +33,51 @@ def shorthand_faults(file: ClusterFile, lines: Lines) -> Iterator[FileError]:
             yield lines.error("a fabric is one datacenter", ("datacenters",), "list nodes and racks for several")
     if isinstance(file.fabric, FatTree):
         yield from _fat_tree_faults(file.fabric, lines)
-    elif file.fabric is None and not file.nodes:
+    elif file.fabric is None and not file.nodes and lines.sure("nodes") and lines.sure("fabric"):
         yield lines.error("there are no nodes", (), "add `nodes:` or `fabric:`")
 
 
 def _fat_tree_faults(tree: FatTree, lines: Lines) -> Iterator[FileError]:
     size = tree.pods * tree.racks_per_pod * tree.nodes_per_rack
-    if size > 100_000:
+    if size > 100_000:  # a placeholder is 1
         yield lines.error(f"{size} nodes are too many", ("fabric",), "build at most 100000")
     if tree.oversubscription and tree.rack_uplinks and tree.pod_uplinks:
         what = "`oversubscription` says nothing beside `rack_uplinks` and `pod_uplinks`"
         yield lines.error(what, ("fabric", "oversubscription"), "leave it out, or leave the uplinks out")
 
 
-def faults(file: ClusterFile, written: ClusterFile, lines: Lines) -> Iterator[FileError]:
-    """Every fault of an expanded file; `written` is the same before its shorthands were expanded."""
+def can_expand(file: ClusterFile, lines: Lines) -> bool:
+    """Whether what the shorthands stand for is known."""
+    sizes = ("kind", "pods", "racks_per_pod", "nodes_per_rack", "gpus_per_node", "units", "nodes_per_unit")
+    known = all(lines.sure("fabric", key) for key in sizes)
+    if isinstance(file.instances, InstanceCounts):
+        known &= all(lines.sure("instances", key) for key in ("prefill", "decode", "placement", "tp", "pp"))
+        known &= all(lines.sure("defaults", key) for key in ("tp", "pp"))
+        known &= all(lines.sure("nodes", "*", key) for key in ("gpus", "rack"))
+    return known
+
+
+def setting_faults(written: ClusterFile, lines: Lines) -> Iterator[FileError]:
+    """Wrong timings, models and memory of a file as it is written."""
+    yield from _timing_faults(written, lines)
+    yield from _setting_faults(written, lines)
+
+
+def place_faults(file: ClusterFile, lines: Lines) -> Iterator[FileError]:
+    """Wrong names, parents, links between datacenters and GPUs; of a file that is not expanded, what can be told."""
     yield from _duplicates(file, lines)
     yield from _parent_faults(file, lines)
     yield from _wan_faults(file, lines)
-    yield from _timing_faults(file, lines)
-    yield from _instance_faults(file, lines)
-    yield from _setting_faults(written, lines)
+    if isinstance(file.instances, list) and file.fabric is None:
+        yield from _instance_faults(file, lines)
+
+
+def port_faults(file: ClusterFile, lines: Lines) -> Iterator[FileError]:
+    """Endpoints without a port."""
+    for index, entry in enumerate(file.instances if isinstance(file.instances, list) else []):
+        key = ("instances", index, "endpoint", "url")
+        if entry.endpoint is not None and lines.sure(*key) and (fault := port_fault(entry.endpoint.url)):
+            yield lines.error(fault, key, "give the port that the engine listens on")
 
 
 def _duplicates(file: ClusterFile, lines: Lines) -> Iterator[FileError]:
@@ -62,7 +86,7 @@ def _duplicates(file: ClusterFile, lines: Lines) -> Iterator[FileError]:
         "pods": file.pods,
         "racks": file.racks,
         "nodes": file.nodes,
-        "instances": entries_of(file),
+        "instances": file.instances if isinstance(file.instances, list) else [],
     }
     for section, entries in sections.items():
         first: dict[str, int] = {}
@@ -97,16 +121,22 @@ def _parent_faults(file: ClusterFile, lines: Lines) -> Iterator[FileError]:
             given = {kind: getattr(entry, kind, None) for kind in names}
             parents = {kind: parent for kind, parent in given.items() if parent is not None}
             for kind, parent in parents.items():
-                if parent not in known[kind]:
+                if parent not in known[kind] and _listed(f"{kind}s", lines) and lines.sure(section, index, kind):
                     key = (section, index, kind)
                     mend = nearest(parent, names[kind]) or f"the file lists no {kind}s"
                     yield lines.error(f"there is no {kind} {parent!r}", key, mend)
             if len(parents) > 1:
                 what = f"{entry.name} has several parents: {', '.join(parents)}"
                 yield lines.error(what, (section, index), "give the nearest one only; the rest follows from it")
-            if not parents and len(names["datacenter"]) > 1:
+            orphan = not parents and all(lines.sure(section, index, kind) for kind in names if hasattr(entry, kind))
+            if orphan and len(names["datacenter"]) > 1:
                 what = f"{entry.name} has no parent, and there are several datacenters"
                 yield lines.error(what, (section, index), "add `datacenter: ...`")
+
+
+def _listed(section: str, lines: Lines) -> bool:
+    """Whether all names of a section are known."""
+    return lines.sure(section, "*", "name") and (section not in ("pods", "racks", "nodes") or lines.sure("fabric"))
 
 
 def _wan_faults(file: ClusterFile, lines: Lines) -> Iterator[FileError]:
@@ -114,7 +144,7 @@ def _wan_faults(file: ClusterFile, lines: Lines) -> Iterator[FileError]:
     joined: dict[frozenset[str], int] = {}
     for index, wan in enumerate(file.wan):
         for key, end in (("from", wan.source), ("to", wan.target)):
-            if end not in names:
+            if end not in names and _listed("datacenters", lines) and lines.sure("wan", index, key):
                 mend = nearest(end, names) or "list it under `datacenters`"
                 yield lines.error(f"there is no datacenter {end!r}", ("wan", index, key), mend)
         pair = frozenset((wan.source, wan.target))
@@ -133,6 +163,8 @@ def _timing_faults(file: ClusterFile, lines: Lines) -> Iterator[FileError]:
         if not isinstance(prefill, PiecewisePrefillEntry):
             continue
         key = ("timing", name, "prefill")
+        if not lines.sure(*key, "tokens", whole=True) or not lines.sure(*key, "times"):
+            continue
         if len(prefill.tokens) != len(prefill.times_s) or len(prefill.tokens) < 2:
             what = f"{len(prefill.tokens)} tokens stand beside {len(prefill.times_s)} times"
             yield lines.error(what, key, "give two or more points, as many times as tokens")
@@ -145,16 +177,11 @@ def _instance_faults(file: ClusterFile, lines: Lines) -> Iterator[FileError]:
     owner: dict[tuple[str, int], str] = {}
     entries = entries_of(file)
     for index, entry in enumerate(entries):
-        yield from _gpu_faults(entry, file, nodes, owner, ("instances", index), lines)
-        yield from _endpoint_faults(entry, ("instances", index), lines)
+        if lines.sure("instances", index, "gpus"):
+            yield from _gpu_faults(entry, file, nodes, owner, ("instances", index), lines)
     for role in ("prefill", "decode"):
-        if not any(entry.role in (role, "both") for entry in entries):
+        if lines.sure("instances", "*", "role") and not any(entry.role in (role, "both") for entry in entries):
             yield lines.error(f"there is no {role} instance", ("instances",), f"add one with `role: {role}`")
-
-
-def _endpoint_faults(entry: InstanceEntry, key: Key, lines: Lines) -> Iterator[FileError]:
-    if entry.endpoint is not None and (fault := port_fault(entry.endpoint.url)):
-        yield lines.error(fault, (*key, "endpoint", "url"), "give the port that the engine listens on")
 
 
 def _setting_faults(file: ClusterFile, lines: Lines) -> Iterator[FileError]:
@@ -171,8 +198,12 @@ def _setting_faults(file: ClusterFile, lines: Lines) -> Iterator[FileError]:
             attribute = "kv_capacity_bytes" if setting == "kv_capacity" else setting
             own, inherited = getattr(entry, attribute), getattr(file.defaults, attribute)
             place: Key = (*key, setting) if own is not None else ("defaults", setting)
-            if place not in told:
-                fault = _setting_fault(setting, inherited if own is None else own, file)
+            known = lines.sure(*key, setting) and (own is not None or lines.sure("defaults", setting))
+            if place not in told and known:
+                value = inherited if own is None else own
+                if setting == "timing" and not lines.sure("timing"):
+                    continue
+                fault = _setting_fault(setting, value, file)
                 if fault is not None:
                     told.add(place)
                     missing = own is None and inherited is None
@@ -209,10 +240,10 @@ def _gpu_faults(
         yield lines.error(error.what, place, error.mend)
         return
     for name in dict.fromkeys(node for node, _ in gpus):
-        if name not in nodes:
+        if name not in nodes and _listed("nodes", lines):
             yield lines.error(f"there is no node {name!r}", place, nearest(name, list(nodes)))
     beyond = [(node, gpu) for node, gpu in gpus if node in nodes and gpu >= nodes[node].gpus]
-    if beyond:
+    if beyond and lines.sure("nodes", "*", "gpus"):
         node, gpu = beyond[0]
         what = f"{node} has {nodes[node].gpus} GPUs, none with number {gpu}"
         yield lines.error(what, place, f"use 0 to {nodes[node].gpus - 1}" if nodes[node].gpus else "use another node")
@@ -222,9 +253,26 @@ def _gpu_faults(
         yield lines.error(f"GPU {clash[0]}:{clash[1]} is used twice", place, f"{user} has it already")
     owner.update((gpu, entry.name) for gpu in gpus if gpu not in owner)
     tp, pp = entry.tp or file.defaults.tp, entry.pp or file.defaults.pp
-    if tp * pp != len(gpus):
+    shards_known = all(lines.sure(*place, part) for part in ("tp", "pp") for place in (key, ("defaults",)))
+    if tp * pp != len(gpus) and shards_known:
         what = f"{entry.name} has {len(gpus)} GPUs, but tp {tp} x pp {pp} = {tp * pp}"
         yield lines.error(what, place, "name as many GPUs as shards, or change tp or pp")
+
+
+def can_place(lines: Lines) -> bool:
+    """Whether it is known where every instance stands and which links there are."""
+    presence = {
+        "nodes": ("name", "rack", "pod", "datacenter", "nics"),
+        "racks": ("name", "pod", "datacenter", "uplinks"),
+        "pods": ("name", "datacenter", "uplinks"),
+        "datacenters": ("name",),
+        "wan": ("from", "to"),
+        "instances": ("role", "gpus"),
+    }
+    known = all(lines.sure(section, "*", key) for section, keys in presence.items() for key in keys)
+    links = ("nics", "rack_uplinks", "pod_uplinks", "oversubscription")
+    known &= all(lines.sure("nodes", "*", "nics", kind) for kind in ("compute", "storage"))
+    return known and all(lines.sure("fabric", key) for key in links) and lines.sure("fabric", "nics", "compute")
 
 
 def reach_faults(file: ClusterFile, places: Places, lines: Lines) -> Iterator[FileError]:

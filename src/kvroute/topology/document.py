@@ -5,12 +5,14 @@ What the values mean together (unknown parents, GPUs used twice, unreachable pai
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TypeVar
 
 import msgspec
 import yaml
 
 from kvroute.topology.form import FileError, Key, Lines, field_text, form_faults
+from kvroute.topology.salvage import salvaged
 from kvroute.topology.schema import ClusterFile, read_quantity
 from kvroute.types import InputErrors
 
@@ -28,14 +30,15 @@ _KINDS = (
 _CLUSTER_BEGINS = "begin with `name: my-cluster`, `nodes:` and `instances:`"
 
 
-def read_document(text: str, source: str) -> tuple[ClusterFile, Lines]:
-    """Parse and validate the form of a cluster file.
+def read_document(text: str, source: str) -> tuple[ClusterFile, Lines, list[FileError]]:
+    """A cluster file as far as it can be read, with every fault of form, each with its line and field; the lines say
+    which values are placeholders.
 
     Raises:
-        InputErrors: every fault of form, each with its line and field.
+        InputErrors: the text is no YAML mapping, or some other file.
     """
     value, lines, found = _read_yaml(text, source, _CLUSTER_BEGINS)
-    return _converted(value, ClusterFile, (), lines, found), lines
+    return _salvaged(value, ClusterFile, (), lines, found)
 
 
 def read_section(text: str, source: str, key: str, kind: type[T]) -> tuple[T, Lines]:
@@ -45,11 +48,23 @@ def read_section(text: str, source: str, key: str, kind: type[T]) -> tuple[T, Li
     Raises:
         InputErrors: every fault of the section's form, each with its line and field; or the text is no YAML mapping.
     """
+    section, lines, found = salvage_section(text, source, key, kind)
+    if found:
+        raise InputErrors(found)
+    return section, lines
+
+
+def salvage_section(text: str, source: str, key: str, kind: type[T]) -> tuple[T, Lines, list[FileError]]:
+    """As `read_section`, as far as the section can be read, with every fault of its form.
+
+    Raises:
+        InputErrors: the text is no YAML mapping.
+    """
     value, lines, found = _read_yaml(text, source, _CLUSTER_BEGINS)
     inside = [fault for fault in found if fault.field == key or fault.field.startswith((f"{key}.", f"{key}["))]
     if key not in value and not inside:
-        return kind(), lines
-    return _converted(value.get(key), kind, (key,), lines, inside), lines
+        return kind(), lines, []
+    return _salvaged(value.get(key), kind, (key,), lines, inside)
 
 
 def read_mapping(text: str, source: str, kind: type[T], begin: str) -> tuple[T, Lines]:
@@ -59,7 +74,10 @@ def read_mapping(text: str, source: str, kind: type[T], begin: str) -> tuple[T, 
         InputErrors: every fault of form, each with its line and field.
     """
     value, lines, found = _read_yaml(text, source, begin)
-    return _converted(value, kind, (), lines, found), lines
+    result, lines, found = _salvaged(value, kind, (), lines, found)
+    if found:
+        raise InputErrors(found)
+    return result, lines
 
 
 def read_plain(text: str, source: str) -> dict[str, object]:
@@ -83,21 +101,21 @@ def other_kind(text: str, kind: type[msgspec.Struct]) -> tuple[str, str] | None:
     return _other_kind(_read_yaml(text, "", "")[0], kind)
 
 
-def _converted(value: object, kind: type[T], key: Key, lines: Lines, found: list[FileError]) -> T:
-    """`value`, which stands at `key`, as a `kind`; InputErrors with what was `found` before and all that is wrong."""
-    result = None
+def _salvaged(
+    value: object, kind: type[T], key: Key, lines: Lines, found: list[FileError]
+) -> tuple[T, Lines, list[FileError]]:
+    """`value`, which stands at `key`, as a `kind`; what was `found` before and all that is wrong, in file order."""
     try:
-        result = msgspec.convert(value, kind, dec_hook=read_quantity)
+        result, doubts = msgspec.convert(value, kind, dec_hook=read_quantity), frozenset[Key]()
     except msgspec.ValidationError as error:
         if not key and (other := _other_kind(value, kind)):
             raise InputErrors([FileError(other[0], source=lines.source, line=1, field="", mend=other[1])]) from None
-        known = {fault.field for fault in found}
-        found = found + [fault for fault in form_faults(value, kind, key, lines) if fault.field not in known]
+        known = {(fault.line, fault.field) for fault in found}
+        wrong = form_faults(value, kind, key, lines)
+        found = found + [fault for fault in wrong if (fault.line, fault.field) not in known]
         found = found or [lines.error(str(error), key)]
-    if result is None or found:
-        found = sorted(found, key=lambda fault: (fault.line, fault.field))
-        raise InputErrors(found)
-    return result
+        result, doubts = salvaged(value, kind, key)
+    return result, replace(lines, doubts=doubts), sorted(found, key=lambda fault: (fault.line, fault.field))
 
 
 def _other_kind(value: object, kind: type) -> tuple[str, str] | None:

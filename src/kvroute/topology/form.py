@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -33,6 +33,16 @@ class Lines:
 
     source: str
     of: Mapping[Key, int] = field(default_factory=dict)
+    doubts: Set[Key] = frozenset()
+    """Keys whose values could not be read; what depends on them is not checked."""
+
+    def sure(self, *pattern: str | int, whole: bool = False) -> bool:
+        """Whether the value at a key (`*`: any index or name) was read; `whole`: with everything below it."""
+        return not any(
+            (whole or len(doubt) <= len(pattern))
+            and all(part in ("*", at) for part, at in zip(pattern, doubt, strict=False))
+            for doubt in self.doubts
+        )
 
     def error(self, what: str, key: Key = (), mend: str = "") -> FileError:
         """A fault at `key`; what a shorthand made is placed at the shorthand."""
@@ -55,12 +65,10 @@ def field_text(key: Key) -> str:
 
 def form_faults(value: object, kind: Any, key: Key, lines: Lines) -> Iterator[FileError]:
     """Every fault of `value` against a type of the schema, each at its own key; none where msgspec accepts it."""
-    kind, options = _options(kind)
+    options = kind_options(kind)
     if value is None and type(None) in options:
         return
-    structs = [option for option in options if isinstance(option, type) and issubclass(option, msgspec.Struct)]
-    array = next((option for option in options if get_origin(option) is list), None)
-    table = next((option for option in options if get_origin(option) is dict), None)
+    structs, array, table = entry_kinds(options)
     if array is not None and isinstance(value, list):
         for index, item in enumerate(value):
             yield from form_faults(item, get_args(array)[0], (*key, index), lines)
@@ -81,40 +89,65 @@ def form_faults(value: object, kind: Any, key: Key, lines: Lines) -> Iterator[Fi
         yield from _leaf_faults(value, kind, options, key, lines)
 
 
-def _options(kind: Any) -> tuple[Any, Sequence[Any]]:
-    """The type and its alternatives: `A | None` gives (A | None, [A, None])."""
+def kind_options(kind: Any) -> Sequence[Any]:
+    """The alternatives of a type: `A | None` gives [A, None]."""
     if get_origin(kind) in (Union, types.UnionType):
-        return kind, [part for option in get_args(kind) for part in _options(option)[1]]
-    return kind, [kind]
+        return [part for option in get_args(kind) for part in kind_options(option)]
+    return [kind]
+
+
+def entry_kinds(options: Sequence[Any]) -> tuple[list[type[msgspec.Struct]], Any, Any]:
+    """Of the alternatives the Structs, the list and the dict (None: there is none)."""
+    structs = [option for option in options if isinstance(option, type) and issubclass(option, msgspec.Struct)]
+    array = next((option for option in options if get_origin(option) is list), None)
+    return structs, array, next((option for option in options if get_origin(option) is dict), None)
+
+
+def struct_of(value: Mapping[str, object], structs: Sequence[type[msgspec.Struct]]) -> type[msgspec.Struct]:
+    """The Struct that a mapping names by its tag, else the one that knows most of its keys."""
+
+    def known(struct: type[msgspec.Struct]) -> tuple[bool, int]:
+        config = struct.__struct_config__
+        names = {entry.encode_name for entry in msgspec.structs.fields(struct)}
+        return config.tag_field is not None and value.get(config.tag_field) == config.tag, len(names & value.keys())
+
+    return max(structs, key=known)
+
+
+def meant_keys(value: Iterable[str], known: Collection[str]) -> dict[str, str]:
+    """Unknown keys that are nearly the name of a key which is not there, and that name."""
+    absent = sorted(set(known).difference(value))
+    meant: dict[str, str] = {}
+    for name in value:
+        if name not in known and (close := _close(name, absent)) is not None:
+            meant[name] = close
+            absent.remove(close)
+    return meant
 
 
 def _struct_faults(
     value: dict[str, object], structs: Sequence[type[msgspec.Struct]], key: Key, lines: Lines
 ) -> Iterator[FileError]:
-    tag_field = structs[0].__struct_config__.tag_field
-    if tag_field is not None:
-        by_tag = {str(option.__struct_config__.tag): option for option in structs}
-        tag = value.get(tag_field)
-        if not isinstance(tag, str) or tag not in by_tag:
-            known = {entry.encode_name for option in structs for entry in msgspec.structs.fields(option)} | {tag_field}
-            yield from _unknown_keys(value, known, key, lines)
-            what = f"{_shown(tag)} is no {tag_field}" if tag_field in value else f"`{tag_field}` is missing"
-            yield lines.error(what, (*key, tag_field), f"write one of {', '.join(by_tag)}")
-            return
-        structs = [by_tag[tag]]
-    entries = {entry.encode_name: entry for entry in msgspec.structs.fields(structs[0])}
-    yield from _unknown_keys(value, entries.keys() | {tag_field or ""}, key, lines)
-    for name, entry in entries.items():
-        if name in value:
-            yield from form_faults(value[name], entry.type, (*key, name), lines)
-        elif entry.required:
-            yield lines.error(f"`{name}` is missing", key, f"add `{name}: ...`")
-
-
-def _unknown_keys(value: Iterable[str], known: Set[str], key: Key, lines: Lines) -> Iterator[FileError]:
+    struct = struct_of(value, structs)
+    tag_field, tag = struct.__struct_config__.tag_field, struct.__struct_config__.tag
+    entries = {entry.encode_name: entry for entry in msgspec.structs.fields(struct)}
+    own = known = entries.keys() | {tag_field or ""}
+    meant = meant_keys(value, own)
+    if tag_field is not None and value.get(tag_field) != tag and tag_field not in meant.values():
+        what = f"{_shown(value[tag_field])} is no {tag_field}" if tag_field in value else f"`{tag_field}` is missing"
+        tags = ", ".join(str(option.__struct_config__.tag) for option in structs)
+        yield lines.error(what, (*key, tag_field), f"write one of {tags}")
+        known = own | {entry.encode_name for option in structs for entry in msgspec.structs.fields(option)}
     for name in value:
         if name not in known:
-            yield lines.error(f"the key {name!r} is unknown", (*key, name), nearest(name, sorted(known - {""})))
+            mend = f"did you mean {meant[name]!r}?" if name in meant else nearest(name, sorted(known - {""}))
+            yield lines.error(f"the key {name!r} is unknown", (*key, name), mend)
+    written = {meant.get(name, name): name for name in value}
+    for name, entry in entries.items():
+        if name in written:
+            yield from form_faults(value[written[name]], entry.type, (*key, written[name]), lines)
+        elif entry.required and known == own:
+            yield lines.error(f"`{name}` is missing", key, f"add `{name}: ...`")
 
 
 def _leaf_faults(value: object, kind: Any, options: Sequence[Any], key: Key, lines: Lines) -> Iterator[FileError]:
@@ -160,11 +193,15 @@ def _wanted(value: object, options: Sequence[Any]) -> str:
     return f"write {' or '.join(wanted)}" if wanted else ""
 
 
+def _close(name: str, known: Sequence[str]) -> str | None:
+    return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=0.6)), None)
+
+
 def nearest(name: str, known: Sequence[str]) -> str:
     """How to mend an unknown name: the nearest known one, else all of them if they are few."""
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    if close:
-        return f"did you mean {close[0]!r}?"
+    close = _close(name, known)
+    if close is not None:
+        return f"did you mean {close!r}?"
     if not known:
         return ""
     return f"known are {', '.join(known)}" if len(known) <= 16 else f"{len(known)} are known, such as {known[0]!r}"

@@ -1,0 +1,132 @@
+"""Live: a user without a home on an installation that he cannot write, as under systemd's DynamicUser or in a read-only
+container: commands work where `/tmp` alone can be written, and where nothing can."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+import pytest
+from msgspec.structs import replace
+from tests.examples import EXAMPLES
+
+from kvroute.topology import load
+from kvroute.topology.schema import EndpointEntry
+
+pytestmark = [pytest.mark.live, pytest.mark.timeout(1200)]
+PROGRAM = Path(sys.executable).with_name("kvroute")
+WRITABLE = ["unshare", "--mount", "--propagation", "private", "sh", "-c"]
+KEEPS = "+dac_read_search"
+"""May read everything, for a checkout is often below a private home; may write what any other user may."""
+SERVICE_USER = (
+    *("setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"),
+    *("--inh-caps", f"-all,{KEEPS}", "--ambient-caps", KEEPS, "--bounding-set", f"-all,{KEEPS}"),
+    *("env", "-i", "HOME=/nonexistent", "PATH=/usr/bin:/bin", "PYTHONDONTWRITEBYTECODE=1"),
+)
+Place = Literal["tmp", "nothing"]
+
+
+def as_service(place: Place, *arguments: str, kept: Path = EXAMPLES) -> list[str]:
+    """The command line of kvroute where that alone can be written: an empty `/tmp`, or nothing."""
+    steps = [
+        f"mount --bind {kept} /var/tmp",  # first, because it may be below the /tmp that is hidden next
+        "mount -t tmpfs -o mode=1777 none /tmp",
+        *(["mount -o remount,ro /tmp"] if place == "nothing" else []),
+        'cd / && exec "$@"',
+    ]
+    script = " && ".join(steps)
+    return [*WRITABLE, script, "sh", *SERVICE_USER, str(PROGRAM), *arguments]
+
+
+@pytest.fixture(autouse=True)
+def _possible() -> None:
+    """It takes root, and a checkout outside of what is replaced."""
+    tried = subprocess.run(as_service("tmp", "--version"), capture_output=True, text=True)
+    if tried.returncode:
+        if os.environ.get("KVROUTE_REQUIRE_LIVE") == "1":
+            pytest.fail(tried.stderr)
+        pytest.skip(f"no user without rights can be played here: {tried.stderr.strip()[-200:]}")
+
+
+def test_kernels_are_cached_below_tmp_with_one_warning() -> None:
+    """Several workers share the folder and the warning."""
+    arguments = ("simulate", "/var/tmp/small.yaml", "--requests", "20", "--seeds", "2", "--policy", "netkv", "--json")
+    done = subprocess.run(as_service("tmp", *arguments, "--workers", "2"), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert len(json.loads(done.stdout)["runs"]) == 2
+    assert done.stderr.count("kvroute: ") == 1
+    assert "/tmp/kvroute-kernels-65534" in done.stderr
+
+
+def test_kernels_are_compiled_in_memory_where_nothing_can_be_written() -> None:
+    """Worker processes need a folder as well; the runs share one process then."""
+    arguments = ("simulate", "/var/tmp/small.yaml", "--requests", "20", "--seeds", "2", "--policy", "netkv", "--json")
+    done = subprocess.run(as_service("nothing", *arguments, "--workers", "2"), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert len(json.loads(done.stdout)["runs"]) == 2
+    assert done.stderr.count("kernels cannot be cached") == 1
+    assert "Traceback" not in done.stderr
+
+
+@contextmanager
+def started(command: list[str], ready: str) -> Iterator[str]:
+    """A service while it runs, and the line that says `ready`; it ends without a fault."""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        lines: list[str] = []
+        try:
+            while not lines or ready not in lines[-1]:
+                line = process.stdout.readline()
+                assert line, "".join(lines)
+                lines.append(line)
+            yield lines[-1]
+        finally:
+            process.send_signal(signal.SIGTERM)
+            lines.append(process.communicate(timeout=300)[0])
+    assert process.returncode == 0, "".join(lines)
+    assert "Traceback" not in "".join(lines)
+
+
+def completed(ready: str) -> int:
+    """Tokens that the gateway answers with."""
+    base = ready.split(": ", 1)[1].strip()
+    body = json.dumps({"model": "llama-3-70b", "prompt": "Once upon a time", "max_tokens": 3}).encode()
+    request = urllib.request.Request(f"{base}/completions", body, {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=600) as answer:
+        return int(json.load(answer)["usage"]["completion_tokens"])
+
+
+def test_the_gateway_serves_with_embedded_engines() -> None:
+    arguments = ("serve", "--embedded", "/var/tmp/small.yaml", "--port", "0", "--admin-port", "0")
+    with started(as_service("tmp", *arguments), "kvroute serves") as ready:
+        assert completed(ready) == 3
+
+
+def test_embedded_engines_without_a_temporary_folder_are_refused_in_one_sentence() -> None:
+    command = as_service("nothing", "serve", "--embedded", "/var/tmp/small.yaml")
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "--embedded: no temporary folder can be written" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_engines_and_gateway_run_where_nothing_can_be_written(tmp_path: Path) -> None:
+    emulated = as_service("nothing", "emulate", "/var/tmp/small.yaml")
+    with started(emulated, '{"instances"') as line:
+        file = load(EXAMPLES / "small.yaml").file
+        assert isinstance(file.instances, list)
+        urls = {name: places["url"] for name, places in json.loads(line)["instances"].items()}
+        placed = [replace(entry, endpoint=EndpointEntry(url=urls[entry.name])) for entry in file.instances]
+        section = {"listen": {"port": 0}, "admin": {"port": 0}}
+        (tmp_path / "small.yaml").write_text(replace(file, instances=placed, gateway=section).to_yaml())
+        command = as_service("nothing", "serve", "/var/tmp/small.yaml", kept=tmp_path)
+        with started(command, "kvroute serves") as ready:
+            assert completed(ready) == 3

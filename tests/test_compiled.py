@@ -1,0 +1,110 @@
+"""Kernels: the cache notices what a kernel calls, a folder that fails costs no run, only an own folder is trusted."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvroute.compiled import temporary_folder
+
+CALLEE = """
+from kvroute.compiled import compiled
+FACTOR = {factor}
+
+@compiled
+def scaled(x):
+    return {term} * FACTOR
+"""
+CALLER = """
+from kvroute.compiled import compiled
+import callee
+from callee import FACTOR, scaled
+from kvroute.types import TIER_COUNT
+
+@compiled
+def asked(x):
+    return callee.scaled(x) + scaled(x) + FACTOR * 1000
+
+print(asked(1), sum(asked.stats.cache_hits.values()))
+"""
+
+
+def played(folder: Path, *, limit: int = resource.RLIM_INFINITY) -> tuple[str, str]:
+    """stdout and stderr of the caller in a process of its own, which can write files of at most `limit` bytes."""
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(folder / "cache"), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(
+        [sys.executable, "caller.py"],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY)),
+    )
+    return done.stdout.strip(), done.stderr
+
+
+def written(folder: Path, factor: int = 2, term: str = "x") -> None:
+    (folder / "callee.py").write_text(CALLEE.format(factor=factor, term=term), encoding="utf-8")
+    (folder / "caller.py").write_text(CALLER, encoding="utf-8")
+
+
+def test_a_cached_kernel_is_used_until_what_it_calls_changes(tmp_path: Path) -> None:
+    """A changed kernel and a changed constant of another file count as a change of the caller."""
+    written(tmp_path)
+    assert played(tmp_path)[0] == "2004 0"
+    assert played(tmp_path)[0] == "2004 1"
+    written(tmp_path, term="3 * x")
+    assert played(tmp_path)[0] == "2012 0"
+    written(tmp_path, term="3 * x", factor=5)
+    assert played(tmp_path)[0] == "5030 0"
+    assert played(tmp_path)[0] == "5030 1"
+
+
+def test_a_cache_that_cannot_be_written_costs_one_warning(tmp_path: Path) -> None:
+    """The folder is there and takes no data, as on a full disk."""
+    written(tmp_path)
+    out, warning = played(tmp_path, limit=0)
+    assert out == "2004 0"
+    assert warning.count("\n") == 1
+    assert "compiled kernels cannot be cached" in warning
+    assert "NUMBA_CACHE_DIR" in warning
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where the folder of last resort would be; the system's temporary folder is a test's own meanwhile."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    temporary_folder.cache_clear()
+    yield tmp_path / f"kvroute-kernels-{os.geteuid()}"
+    temporary_folder.cache_clear()
+
+
+def test_the_folder_of_last_resort_is_this_users_alone(temporary: Path) -> None:
+    """It is made so, and found again."""
+    assert temporary_folder() == str(temporary)
+    assert temporary.stat().st_mode & 0o777 == 0o700
+    temporary_folder.cache_clear()
+    assert temporary_folder() == str(temporary)
+
+
+@pytest.mark.parametrize("trap", ["link", "file", "open to all"])
+def test_a_folder_that_another_user_could_fill_is_not_used(temporary: Path, trap: str) -> None:
+    """Loading a cached kernel runs code."""
+    elsewhere = temporary.with_name("elsewhere")
+    elsewhere.mkdir(mode=0o700)
+    if trap == "link":
+        temporary.symlink_to(elsewhere)
+    elif trap == "file":
+        temporary.touch(mode=0o600)
+    else:
+        temporary.mkdir()
+        temporary.chmod(0o777)
+    assert temporary_folder() is None
