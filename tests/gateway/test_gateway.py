@@ -235,8 +235,9 @@ def test_kv_events_make_the_second_request_a_hit() -> None:
     uvloop.run(run())
 
 
-def test_an_instance_that_dies_is_left_out_and_taken_back() -> None:
-    """Its health check says so, both times."""
+def test_an_instance_that_dies_is_left_out_and_taken_back(caplog: pytest.LogCaptureFixture) -> None:
+    """Its health check says so, both times; only the first is a warning."""
+    caplog.set_level("INFO", logger="kvroute")
 
     async def run() -> None:
         section = "  health: {interval: 20 ms, failures: 1}\n  breaker: {open: 50 ms}\n"
@@ -250,6 +251,8 @@ def test_an_instance_that_dies_is_left_out_and_taken_back() -> None:
             assert await gate.settles(), gate.leftovers()
 
     uvloop.run(run())
+    levels = {record.message: record.levelname for record in caplog.records if record.message.startswith("instance_")}
+    assert levels == {"instance_down": "WARNING", "instance_up": "INFO"}
 
 
 def test_without_any_decode_instance_the_answer_is_503_at_once() -> None:
@@ -349,6 +352,9 @@ def test_keys_and_limits() -> None:
     async def run() -> None:
         async with rig(section) as gate:
             assert (await gate.ask("hi")).status == 401
+            assert [(await gate.get(path)).status for path in ("/v1/models", f"/v1/models/{MODEL}")] == [401, 401]
+            page = (await gate.get("/metrics")).body.decode()
+            assert 'kvroute_requests_total{endpoint="models",code="401"} 2' in page
             headers = {"Authorization": f"Bearer {key}"}
             body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 400}
             gate.slow(100)

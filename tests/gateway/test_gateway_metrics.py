@@ -375,6 +375,8 @@ def test_the_grafana_dashboard_asks_for_names_that_exist() -> None:
     known = _families() | {f"{name}{end}" for name in _families() for end in ("_bucket", "_sum", "_count")}
     assert asked
     assert asked <= known
+    [errors] = [panel for panel in panels if panel["title"] == "Errors"]
+    assert "kvroute_stream_errors_total" in errors["targets"][0]["expr"], "a broken stream's code is 200"
     identifiers = [panel["id"] for panel in dashboard["panels"]]
     assert len(identifiers) == len(set(identifiers))
 

@@ -197,6 +197,7 @@ def test_an_engine_that_dies_within_an_event_leaves_none_that_is_half(extra: byt
             assert first["choices"][0]["text"] == "one"
             assert "broke off" in last["error"]["message"]
             assert await front.settles(), front.leftovers()
+            assert front.gateway.state.tick(front.gateway.now() + 2.0).errors_per_s > 0, "the dashboard shows it"
 
     run(main())
 

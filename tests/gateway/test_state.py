@@ -156,6 +156,9 @@ def test_rates_count_what_they_say() -> None:
     state.rejected(0.5)
     tick = state.tick(2.0)
     assert (tick.arrivals_per_s, tick.finishes_per_s, tick.errors_per_s, tick.rejects_per_s) == (10.0, 3.0, 1.0, 0.5)
+    state.stream_failed(2.5)
+    state.finished(2.5, 200)
+    assert state.tick(3.0).errors_per_s == 1.0
     assert (tick.requests, tick.rejects) == (20, 1)
 
 

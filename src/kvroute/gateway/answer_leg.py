@@ -266,6 +266,7 @@ class AnswerLeg(Leg):
         self.failed(kind, why, now)
         if journey.exchange.started:
             serving.metrics.stream_failed()
+            serving.state.stream_failed(now)
             self.break_off(why)
             journey.drop_legs(now)
             journey.end(200, now, self.events, relayed_bytes=self.size, error=why)

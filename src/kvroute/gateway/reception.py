@@ -249,7 +249,9 @@ class Reception:
         body = error_body(_NO_KEY.message, _NO_KEY.type, code=_NO_KEY.code)
         exchange.respond(401, body, headers=[(b"www-authenticate", b"Bearer")])
         self.serving.metrics.rejected("key")
-        self._entrance.over(exchange, completion_kind(exchange.path), 401, 0.0, None)
+        path = exchange.path
+        kind = "models" if path == b"/v1/models" or path.startswith(_MODEL_PATH) else completion_kind(path)
+        self._entrance.over(exchange, kind, 401, 0.0, None)
         return _NOBODY
 
     def _request_id(self, exchange: Exchange) -> bytes:

@@ -148,7 +148,7 @@ class Serving:
         """A guard's word."""
         if self.ways is None or not self.ways.changing:  # which says so once, for all instances behind it
             reason = {} if up else {"reason": self.stations[name].guard.why or "breaker"}
-            note("warning", "instance_up" if up else "instance_down", instance=name, **reason)
+            note("info" if up else "warning", "instance_up" if up else "instance_down", instance=name, **reason)
         self.tell(InstanceUp(now, name) if up else InstanceDown(now, name))
 
     def heard(self, event: Event) -> None:

@@ -165,6 +165,10 @@ class ClusterState:
         if code >= 500 and code != 503:
             self._errors.add(at)
 
+    def stream_failed(self, at: float) -> None:
+        """A stream ended with an error event. Its status was sent as 200, so `finished` does not count it."""
+        self._errors.add(at)
+
     def snapshot(self, at: float) -> Snapshot:
         """Everything as it is now, with all remembered decisions."""
         self._splits_at = -SPLITS_S  # what is kept of a run must hold its last request
