@@ -335,11 +335,11 @@ def test_a_copy_keeps_a_block() -> None:
     [
         {"lora_id": 3},
         {"lora_name": "poet"},
-        {"extra_keys": [["salt"]]},
+        {"extra_keys": [["salt", ["a picture", 0]]]},
         {"medium": "CPU"},
         {"group_idx": 1},
     ],
-    ids=["lora-id", "lora-name", "salt", "cpu", "group"],
+    ids=["lora-id", "lora-name", "picture", "cpu", "group"],
 )
 def test_what_no_plain_prompt_hits_is_left_out(more: dict[str, Any]) -> None:
     """And so is what hangs below; its removal is no surprise."""

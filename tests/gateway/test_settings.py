@@ -32,7 +32,7 @@ DOCUMENTED, KEYED, ASKED = re.findall(
     r"```yaml\n(gateway:\n.*?)```", (ROOT / "docs" / "cluster-file.md").read_text(encoding="utf-8"), re.S
 )
 SERVE = (ROOT / "docs" / "serve.md").read_text(encoding="utf-8")
-OFFLOADED, OBSERVED, CONVERTED = re.findall(r"```yaml\n(gateway:\n.*?)```", SERVE, re.S)
+OFFLOADED, OBSERVED, CONVERTED, SALTED = re.findall(r"```yaml\n(gateway:\n.*?)```", SERVE, re.S)
 FULL = f"""\
 gateway:
   listen: {{host: 0.0.0.0, port: 8443}}
@@ -104,7 +104,7 @@ def refused(text: str, *, embedded: bool = False) -> list[FileError]:
 def test_the_documented_defaults_are_the_defaults() -> None:
     assert settings_of(DOCUMENTED, "f") == GatewaySettings() == settings_of("name: a\n", "f")
     keys = re.findall(r"^  (\w+):", DOCUMENTED, re.M)
-    assert set(keys) | {"reserve", "upstream_key_env", "offload"} == {
+    assert set(keys) | {"reserve", "upstream_key_env", "cache_salt_secret_env", "offload"} == {
         field.encode_name for field in msgspec.structs.fields(GatewaySettings)
     }
 
@@ -164,6 +164,7 @@ def test_the_documented_defaults_of_offloading_are_the_defaults() -> None:
     assert msgspec.to_builtins(read.spec()) == msgspec.to_builtins(
         OffloadSpec(rule="scarce", layerwise=False, long_term=LongTerm(conversions=False))
     )
+    assert settings_of(SALTED, "f", None).cache_salt == "per-tenant"
     assert settings_of(OBSERVED, "f").oracle.prometheus is not None
     converted = settings_of(CONVERTED, "f")
     assert converted.offload is not None
@@ -349,6 +350,22 @@ FAULTS = {
         "keys.concurrency.alise", "did you mean 'alice'?",
     ),
     "limit without keys": ("keys: {concurrency: {alice: 1}}", "keys.concurrency.alice", "there are no keys"),
+    "salts without keys": ("cache_salt: per-key", "cache_salt", "add `keys`, or write `cache_salt: none`"),
+    "salts without tenants": (
+        f"{{keys: {{known: {{a: '{hash_text('a')}'}}}}, cache_salt: per-tenant}}",
+        "cache_salt", "no key names a tenant",
+    ),
+    "unknown key of a tenant": (
+        f"keys: {{known: {{alice: '{hash_text('a')}'}}, tenants: {{alise: acme}}}}",
+        "keys.tenants.alise", "did you mean 'alice'?",
+    ),
+    "salts' secret unset": (
+        f"{{keys: {{known: {{a: '{hash_text('a')}'}}}}, cache_salt: per-key, cache_salt_secret_env: NONE}}",
+        "cache_salt_secret_env", "export NONE=",
+    ),
+    "salts' secret for nothing": ("cache_salt_secret_env: NONE", "cache_salt_secret_env", "there are none"),
+    "little memory": ("prompt: {memory: 1 MB}", "prompt.memory", "100 MB or more"),
+    "no context": ("prompt: {context: 0}", "prompt.context", "whole number from 1"),
     "engines' key for all": ("upstream_key_env: ENGINE_KEY", "upstream_key_env", "would be everybody's"),
     "engines' key unset": (
         f"{{keys: {{known: {{a: '{hash_text('a')}'}}}}, upstream_key_env: NONE}}", "upstream_key_env", "export NONE=",

@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
-from kvroute.emulator.prompt import Prompt, chat_prompt, completion_prompts
+from kvroute.emulator.prompt import Prompt, chat_prompt, checked_salt, completion_prompts
 from kvroute.emulator.refusal import Refusal
 from kvroute.types import Role
 
@@ -53,6 +53,7 @@ class Body(msgspec.Struct, frozen=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     kv_transfer_params: KvParams | None = None
+    cache_salt: str | None = None
     bootstrap_host: str | list[str] | None = None
     bootstrap_port: int | list[int] | None = None
     bootstrap_room: int | list[int] | None = None
@@ -111,7 +112,11 @@ def read_ask(kind: Kind, data: bytes, *, model: str, role: Role, block_tokens: i
         what = f"The model `{body.model}` does not exist; ask for {model}"
         raise Refusal(what, status=404, kind="NotFoundError", param="model")
     chat = kind == "chat"
-    prompts = [chat_prompt(body.messages, block_tokens)] if chat else completion_prompts(body.prompt, block_tokens)
+    salt = checked_salt(body.cache_salt)
+    if chat:
+        prompts = [chat_prompt(body.messages, block_tokens, salt)]
+    else:
+        prompts = completion_prompts(body.prompt, block_tokens, salt)
     n = _bounded(body.n, "n", 1, N_MAX)
     answers = len(prompts) * n
     leg, tickets = _tickets(body, role, answers)

@@ -29,7 +29,7 @@ class BlockStored(msgspec.Struct, frozen=True, tag=True):
     lora_id: int | None = None
     medium: str = "GPU"
     lora_name: str | None = None
-    extra_keys: list[None] | None = None
+    extra_keys: list[tuple[str] | None] | None = None
     group_idx: int = 0
     kv_cache_spec_kind: str = "full_attention"
 
@@ -56,8 +56,16 @@ def changes(prompt: Prompt | None, before: int, now: int, evicted: list[Evicted]
     if prompt is not None and now > before:
         parent = prompt.blocks[before - 1] if before else None
         tokens = prompt.tokens[before * block_tokens : now * block_tokens].tolist()
-        events.append(BlockStored(list(prompt.blocks[before:now]), parent, tokens, block_tokens))
+        keys = _extra_keys(prompt, before, now)
+        events.append(BlockStored(list(prompt.blocks[before:now]), parent, tokens, block_tokens, extra_keys=keys))
     return events
+
+
+def _extra_keys(prompt: Prompt, before: int, now: int) -> list[tuple[str] | None] | None:
+    """What besides its tokens tells a block apart: the prompt's cache salt, at its first block alone."""
+    if not prompt.salt:
+        return None
+    return [(prompt.salt,) if block == 0 else None for block in range(before, now)]
 
 
 class KvPublisher:

@@ -15,11 +15,13 @@ import numpy as np
 import xxhash
 
 from kvroute.emulator.refusal import Refusal
-from kvroute.prefix import block_hashes
+from kvroute.prefix import block_hashes, salt_seed
 from kvroute.types import IntArray
 
 TOKEN_BYTES = 4
 """Of text in one token."""
+SALT_MAX = 128
+_SALT_FORBIDDEN = frozenset("@/\\\0")
 _RAW = msgspec.json.Decoder(str | list[int] | None)
 _BATCH = msgspec.json.Decoder(list[str | list[int]])
 Value: TypeAlias = str | list[int]
@@ -33,11 +35,14 @@ class Prompt:
     blocks: tuple[int, ...]
     seed: int
     """Of the answer: a hash of all tokens."""
+    salt: str = ""
+    """`cache_salt`: prompts share cached blocks only where it is the same."""
 
     @classmethod
-    def of(cls, tokens: IntArray, block_tokens: int) -> Prompt:
+    def of(cls, tokens: IntArray, block_tokens: int, salt: str = "") -> Prompt:
         """From token ids [n]."""
-        return cls(tokens, block_hashes(tokens, block_tokens), xxhash.xxh64_intdigest(tokens.tobytes()))
+        blocks = block_hashes(tokens, block_tokens, salt_seed(salt))
+        return cls(tokens, blocks, xxhash.xxh64_intdigest(tokens.tobytes()), salt)
 
     def same(self, other: Prompt) -> bool:
         """Whether the tokens are the same."""
@@ -60,7 +65,17 @@ def value_tokens(value: Value) -> IntArray:
         raise Refusal("a token id does not fit into 64 bits", param="prompt") from None
 
 
-def completion_prompts(raw: msgspec.Raw, block_tokens: int) -> list[Prompt]:
+def checked_salt(salt: str | None) -> str:
+    """A request's `cache_salt`, empty where there is none. Raises Refusal for what vLLM refuses."""
+    if salt is None:
+        return ""
+    if not salt or len(salt) > SALT_MAX or not _SALT_FORBIDDEN.isdisjoint(salt):
+        what = f"cache_salt is empty, longer than {SALT_MAX} characters or holds '@', '/', '\\\\' or NUL"
+        raise Refusal(f"{what}; leave it out or give another one", param="cache_salt")
+    return salt
+
+
+def completion_prompts(raw: msgspec.Raw, block_tokens: int, salt: str = "") -> list[Prompt]:
     """The prompts of a completion: text, token ids, or a list of either.
 
     Raises:
@@ -72,7 +87,7 @@ def completion_prompts(raw: msgspec.Raw, block_tokens: int) -> list[Prompt]:
         values = [] if value is None else [value]
     except msgspec.ValidationError:
         values = _batch(raw)
-    prompts = [Prompt.of(value_tokens(value), block_tokens) for value in values]
+    prompts = [Prompt.of(value_tokens(value), block_tokens, salt) for value in values]
     if not prompts or any(not len(prompt.tokens) for prompt in prompts):
         raise Refusal("prompt is empty; give text or token ids", param="prompt")
     return prompts
@@ -86,7 +101,7 @@ def _batch(raw: msgspec.Raw) -> Sequence[Value]:
         raise Refusal(what, param="prompt") from None
 
 
-def chat_prompt(raw: msgspec.Raw, block_tokens: int) -> Prompt:
+def chat_prompt(raw: msgspec.Raw, block_tokens: int, salt: str = "") -> Prompt:
     """The prompt of a chat: its messages as JSON without the closing bracket, so that a longer chat prolongs it.
 
     Raises:
@@ -100,4 +115,4 @@ def chat_prompt(raw: msgspec.Raw, block_tokens: int) -> Prompt:
         ) from None
     if not messages or not all(isinstance(message.get("role"), str) for message in messages):
         raise Refusal("messages is empty or lacks a role; give role and content each", param="messages")
-    return Prompt.of(text_tokens(bytes(raw)[:-1].rstrip()), block_tokens)
+    return Prompt.of(text_tokens(bytes(raw)[:-1].rstrip()), block_tokens, salt)

@@ -14,7 +14,7 @@ import msgspec
 
 from kvroute.gateway.kv_batch import BlockEvent, EngineHash
 from kvroute.gateway.slices import Meter, Slices, whole
-from kvroute.prefix import block_hashes
+from kvroute.prefix import block_hashes, salt_seed
 from kvroute.types import Event, InputError, KvCleared, KvEvicted, KvStored
 
 _MEDIUM = "GPU"
@@ -39,7 +39,7 @@ class _Block(msgspec.Struct, gc=False):
 
     parent: EngineHash | None
     ours: tuple[int, ...]
-    """Our hashes of its tokens; empty: not a block that we route by (another adapter, salt or medium)."""
+    """Our hashes of its tokens; empty: not a block that we route by (another adapter or medium, media)."""
     held: int = 0
     """Copies in the engine. A block without one stays known while others hang below it."""
     children: int = 0
@@ -58,7 +58,7 @@ class BlockCounts:
     orphans: int = 0
     """Stored below a parent that is not known: left out until the engine stores that parent again."""
     foreign: int = 0
-    """Left out because of their adapter, salt, medium or group."""
+    """Left out because of their adapter, media, medium or group."""
     unusable: int = 0
     """Left out because of their size: not a multiple of ours, or not as many tokens as said."""
 
@@ -145,8 +145,9 @@ class EngineBlocks:
         self.counts.stored += len(names)
         per_block = size // self._block_tokens
         depth = above.depth if above is not None else 0
-        routable = min(self._routable(event, above), (DEPTH_MAX - depth) // per_block)
-        seed = above.ours[-1] if above is not None and above.ours else 0
+        salt, keyed = event.salt_and_keyed()
+        routable = min(self._routable(event, above, keyed), (DEPTH_MAX - depth) // per_block)
+        seed = above.ours[-1] if above is not None and above.ours else salt_seed(salt)
         for start in range(0, len(names), _BLOCKS_AT_ONCE):
             some = names[start : start + _BLOCKS_AT_ONCE]
             known = max(min(len(some), routable - start), 0)
@@ -164,11 +165,12 @@ class EngineBlocks:
             if meter.spend(_STORE_UNITS * len(some)):
                 yield
 
-    def _routable(self, event: BlockEvent, above: _Block | None) -> int:
-        """How many blocks from the first one on are the plain model's own."""
+    def _routable(self, event: BlockEvent, above: _Block | None, keyed: int) -> int:
+        """How many blocks from the first one on are the plain model's own, with or without a cache salt; `keyed` is the first
+        one with other extra keys."""
         if event.lora_id is not None or event.lora_name is not None or (above is not None and not above.ours):
             return 0
-        return event.first_keyed()
+        return keyed
 
     def _hold(self, name: EngineHash, parent: EngineHash | None, ours: tuple[int, ...], depth: int) -> None:
         block = self._blocks.get(name)

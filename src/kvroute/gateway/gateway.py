@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import secrets
 import ssl
 import time
 from collections.abc import Callable
@@ -74,6 +75,7 @@ class Gateway:
             rooms=random.Random(seed),
             deadlines=self._deadlines,
             lag=self._lag,
+            salt_secret=secrets.token_bytes(32),
             on_end=self._ended,
         )
         self._reloading = asyncio.Lock()

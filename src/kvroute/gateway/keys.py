@@ -41,6 +41,8 @@ class KeySettings(Entry, frozen=True, kw_only=True):
     known: dict[Name, KeyHash] = field(default_factory=dict)
     concurrency: dict[Name, Count] = field(default_factory=dict)
     """Requests at once of a key, in place of `limits.per_key`."""
+    tenants: dict[Name, Name] = field(default_factory=dict)
+    """Whose a key is, for `cache_salt: per-tenant`; a key that is not listed is a tenant of its own."""
 
 
 def new_key(random_bytes: bytes) -> tuple[str, str]:

@@ -18,6 +18,10 @@ _EMPTY = b"\xc0\x90"
 _SHORT_ARRAY = range(0x90, 0xA0)
 _LONG_ARRAYS = {0xDC: 3, 0xDD: 5}
 """First byte of longer msgpack arrays, and length of their heads."""
+_ARRAY_OF_ONE = 0x91
+_SHORT_TEXT = range(0xA0, 0xC0)
+_LONG_TEXTS = {0xD9: 1, 0xDA: 2}
+"""First byte of longer msgpack texts, and bytes of their length."""
 
 EngineHash: TypeAlias = int | bytes
 
@@ -34,20 +38,26 @@ class BlockEvent(msgspec.Struct, gc=False):
     medium: str | None = None
     lora_name: str | None = None
     extra_keys: Raw = _NIL
-    """As they came: anything may be in there, and what it is does not matter."""
+    """As they came: anything may be in there, and of it only a cache salt matters."""
     group_idx: int | None = None
 
-    def first_keyed(self) -> int:
-        """Number of the first block that an extra key belongs to; as many as there are keys where all are empty."""
+    def salt_and_keyed(self) -> tuple[str, int]:
+        """The cache salt, where the first block is a prompt's first and has no extra key but that; and the number of the
+        first block that other extra keys belong to, as many as there are blocks where there is none."""
+        keys = self._keys()
+        salt, length = _salt(keys) if self.parent_block_hash is None else ("", 0)
+        rest = keys[length:]
+        if not rest.strip(_EMPTY):
+            return salt, len(self.block_hashes)
+        return salt, bool(salt) + len(rest) - len(rest.lstrip(_EMPTY))
+
+    def _keys(self) -> bytes:
+        """Extra keys of the blocks, one after the other."""
         raw = bytes(self.extra_keys)
         mark = raw[0] if raw else 0xC0
         if mark in _SHORT_ARRAY:
-            keys = raw[1:]
-        elif mark in _LONG_ARRAYS:
-            keys = raw[_LONG_ARRAYS[mark] :]
-        else:
-            keys = b""
-        return len(keys) - len(keys.lstrip(_EMPTY)) if keys.strip(_EMPTY) else len(self.block_hashes)
+            return raw[1:]
+        return raw[_LONG_ARRAYS[mark] :] if mark in _LONG_ARRAYS else b""
 
 
 class Batch(msgspec.Struct, array_like=True, gc=False):
@@ -92,6 +102,19 @@ _OF_ARRAY = (msgspec.msgpack.Decoder(Batch), msgspec.msgpack.Decoder(_BatchOfArr
 _OF_MAP = (msgspec.msgpack.Decoder(_BatchMap),)
 _MAP_MARKS = frozenset([*range(0x80, 0x90), 0xDE, 0xDF])
 """First bytes of a map."""
+
+
+def _salt(keys: bytes) -> tuple[str, int]:
+    """The text of an array of one text at the beginning of `keys`, and its length in bytes; "" and 0: it is another."""
+    mark = keys[1] if len(keys) > 1 and keys[0] == _ARRAY_OF_ONE else 0
+    if mark in _SHORT_TEXT:
+        start, length = 2, mark - _SHORT_TEXT.start
+    elif mark in _LONG_TEXTS:
+        start = 2 + _LONG_TEXTS[mark]
+        length = int.from_bytes(keys[2:start], "big")
+    else:
+        return "", 0
+    return (keys[start : start + length].decode(errors="replace"), start + length) if length else ("", 0)
 
 
 def read_batch(payload: bytes) -> Batch:

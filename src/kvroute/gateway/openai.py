@@ -7,6 +7,7 @@ are taken out here, so that no client can point an engine at an address.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Annotated, Literal, NamedTuple, TypeAlias
 
 import msgspec
@@ -136,6 +137,12 @@ def read_completion(path: bytes, body: bytes) -> Completion:
     )
 
 
+def with_salt(completion: Completion, salt: str) -> Completion:
+    """The same with another `cache_salt`."""
+    fields = {**completion.fields, "cache_salt": Raw(_encode(salt))}
+    return msgspec.structs.replace(completion, fields=fields, salt=salt)
+
+
 def without_prompts(completion: Completion) -> Completion:
     """The same without its copies of the prompts, which stay in `fields` alone."""
     return msgspec.structs.replace(completion, text=None, token_ids=None, further=())
@@ -149,6 +156,14 @@ def read_passed_on(path: bytes, body: bytes) -> PassedOn:
     """
     fields, told = read_fields_told(body)
     return PassedOn(string(fields, "model") or "", _encode(fields) if told else body)
+
+
+def passed_on_with_salt(asked: PassedOn, salt: Callable[[str], str]) -> PassedOn:
+    """The same with the `cache_salt` that `salt` makes of the client's."""
+    fields = read_fields(asked.body)
+    own = bytes(fields.get("cache_salt", b"null"))
+    fields["cache_salt"] = Raw(_encode(salt("" if own == b"null" else own.decode())))
+    return PassedOn(asked.model, _encode(fields))
 
 
 def _too_many_answers(param: str, what: str) -> RequestError:

@@ -29,6 +29,8 @@ from kvroute.topology.form import Key, Lines, nearest
 from kvroute.types import InputError, InputErrors, Instance, cannot_listen
 
 SECTION = "gateway"
+SECRET_MIN = 16
+"""Letters of a secret."""
 _KEY = re.compile(r"[!-~]+")
 """What may stand in a header as it is."""
 _CROSSING = ("models", "offload", "layerwise", "prefix")
@@ -277,6 +279,11 @@ def _key_faults(settings: GatewaySettings, lines: Lines, environ: Mapping[str, s
         if name not in keys.names:
             mend = nearest(name, keys.names) or "there are no keys: add `file` or `known`"
             yield lines.error(f"there is no key {name!r}", (SECTION, "keys", "concurrency", name), mend)
+    for name in settings.keys.tenants:
+        if name not in keys.names:
+            mend = nearest(name, keys.names) or "there are no keys: add `file` or `known`"
+            yield lines.error(f"there is no key {name!r}", (SECTION, "keys", "tenants", name), mend)
+    yield from _salt_faults(settings, keys.required, lines, environ)
     variable, key = settings.upstream_key_env, (SECTION, "upstream_key_env")
     if variable is not None and not keys.required:
         mend = "add `keys`, or leave this out: clients' own keys then go on to the engines"
@@ -286,6 +293,27 @@ def _key_faults(settings: GatewaySettings, lines: Lines, environ: Mapping[str, s
     elif variable is not None and environ is not None and not _KEY.fullmatch(environ[variable]):
         what = f"the environment variable {variable} holds a space, a line's end or another character that no key has"
         yield lines.error(what, key, "set it to the key alone: printable ASCII characters without spaces")
+
+
+def _salt_faults(
+    settings: GatewaySettings, has_keys: bool, lines: Lines, environ: Mapping[str, str] | None
+) -> Iterator[FileError]:
+    mode, variable = settings.cache_salt, settings.cache_salt_secret_env
+    if mode != "none" and not has_keys:
+        what = f"`cache_salt: {mode}` tells clients apart by their keys, and they need none here"
+        yield lines.error(what, (SECTION, "cache_salt"), "add `keys`, or write `cache_salt: none`")
+    if mode == "per-tenant" and not settings.keys.tenants:
+        mend = "add `keys: {tenants: {KEY: TENANT}}`, or write `cache_salt: per-key`"
+        yield lines.error("no key names a tenant", (SECTION, "cache_salt"), mend)
+    if variable is None:
+        return
+    key = (SECTION, "cache_salt_secret_env")
+    if mode == "none":
+        mend = "write `cache_salt: per-key` or `per-tenant`, or leave this out"
+        yield lines.error("the secret is for cache salts, and there are none", key, mend)
+    elif environ is not None and len(environ.get(variable, "")) < SECRET_MIN:
+        mend = f"export {variable}=... with {SECRET_MIN} or more random letters"
+        yield lines.error(f"the environment variable {variable} is not set, or too short", key, mend)
 
 
 def model_faults(cluster: Cluster, settings: GatewaySettings, lines: Lines) -> Iterator[FileError]:

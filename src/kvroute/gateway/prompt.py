@@ -23,7 +23,7 @@ from kvroute.gateway.chat_template import TEMPLATE_FIELDS, ChatTemplate
 from kvroute.gateway.openai import Completion
 from kvroute.gateway.prompt_bounds import MEMORY_BYTES, PromptBounds, context_of, longest_token_bytes
 from kvroute.gateway.prompt_queue import LANE_LIMITS, PromptQueue
-from kvroute.prefix import block_hashes
+from kvroute.prefix import block_hashes, salt_seed
 from kvroute.types import InputError
 
 TEXT_INLINE_BYTES = 256 * 1024
@@ -168,7 +168,7 @@ class Prompts:
             self.bounds.check_template_fields(self._work_bytes(completion))
 
     def _read(self, completion: Completion) -> Prompt:
-        seed = xxhash.xxh64_intdigest(completion.salt.encode()) if completion.salt else 0
+        seed = salt_seed(completion.salt)
         tokens, blocks, ids = self._first(completion, seed)
         if ids is not None:
             param = "prompt" if completion.kind == "completions" else "messages"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable, Coroutine, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote
 
@@ -14,7 +15,14 @@ from kvroute.gateway.fields import PIECE_BYTES, RequestError
 from kvroute.gateway.journey import Journey
 from kvroute.gateway.keys import Keys
 from kvroute.gateway.logs import access_on, note
-from kvroute.gateway.openai import Completion, PassedOn, read_completion, read_passed_on
+from kvroute.gateway.openai import (
+    Completion,
+    PassedOn,
+    passed_on_with_salt,
+    read_completion,
+    read_passed_on,
+    with_salt,
+)
 from kvroute.gateway.reading import Fault
 from kvroute.gateway.relay import Relay
 from kvroute.gateway.serving import Caller
@@ -151,6 +159,8 @@ class Reception:
 
     def _complete(self, exchange: Exchange, key: str | None, completion: Completion, received_at: float) -> None:
         serving = self.serving
+        if serving.salts is not None and key is not None:
+            completion = with_salt(completion, serving.salts.salt(key, completion.salt))
         request_id = self._request_id(exchange)
         serving.state.arrived(received_at)
 
@@ -192,6 +202,9 @@ class Reception:
         self._entrance.over(exchange, "models", status, 0.0, key)
 
     def _relay(self, exchange: Exchange, key: str | None, asked: PassedOn, received_at: float) -> None:
+        salts = self.serving.salts
+        if salts is not None and key is not None and exchange.path == b"/v1/embeddings":
+            asked = passed_on_with_salt(asked, partial(salts.salt, key))
         request_id = self._request_id(exchange)
         self._turn += 1
 

@@ -44,6 +44,7 @@ from kvroute.types import (
 )
 
 if TYPE_CHECKING:
+    from kvroute.gateway.cache_salt import CacheSalts
     from kvroute.gateway.journey import Journey
     from kvroute.gateway.recording import Recording
     from kvroute.gateway.settings import GatewaySettings
@@ -88,6 +89,8 @@ class Serving:
         self.stations: dict[str, Station] = {}
         self.ways: Ways | None = None
         """Where prefills may leave their datacenter."""
+        self.salts: CacheSalts | None = None
+        """Of the clients' keys, where these have caches of their own."""
         self.journeys: dict[int, Journey] = {}
         self.callers: dict[int, Caller] = {}
         """By journey, where somebody logs them."""

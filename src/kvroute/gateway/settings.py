@@ -28,6 +28,7 @@ from kvroute.gateway.amounts import (
     Wait,
     Word,
 )
+from kvroute.gateway.cache_salt import CacheSaltMode
 from kvroute.gateway.keys import KeySettings
 from kvroute.gateway.offload_settings import OffloadSection
 from kvroute.gateway.prompt_bounds import MEMORY_BYTES
@@ -257,6 +258,10 @@ class GatewaySettings(Entry, frozen=True, kw_only=True):
     """Environment variable with the engines' own key, sent in place of the client's, which is checked here."""
     forward_headers: list[HeaderName] = field(default_factory=list)
     """Request headers that engines get, besides those of OpenAI's SDKs and of tracing (`headers.FORWARDED`)."""
+    cache_salt: CacheSaltMode = "none"
+    """Whose prompts share the engines' prefix caches: everybody's, those of one API key, or those of one tenant."""
+    cache_salt_secret_env: str | None = None
+    """Environment variable with the secret that salts are derived with; None: drawn at the start."""
     tracing: TracingSettings = TracingSettings()
     log: LogSettings = LogSettings()
     measure: Measure = "auto"

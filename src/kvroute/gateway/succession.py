@@ -13,6 +13,7 @@ from pathlib import Path
 
 from kvroute.control import Control
 from kvroute.gateway.budget import RetryBudget
+from kvroute.gateway.cache_salt import CacheSalts
 from kvroute.gateway.callbacks import weakly
 from kvroute.gateway.conversions import Conversions
 from kvroute.gateway.deadlines import Deadlines
@@ -50,6 +51,8 @@ class Common:
     rooms: random.Random
     deadlines: Deadlines
     lag: LoopLag
+    salt_secret: bytes
+    """Of cache salts, where the settings name none."""
     on_end: Callable[[Journey], None]
 
 
@@ -228,6 +231,8 @@ class Succession:
             on_end=common.on_end,
             first_number=first_number,
         )
+        secret = os.environ.get(settings.cache_salt_secret_env or "", "").encode() or common.salt_secret
+        serving.salts = CacheSalts.of(settings.cache_salt, settings.keys, secret)
         exact, deadlines = prompts.exact, common.deadlines
         serving.stations = stations_of(cluster, settings, weakly(serving.changed), deadlines, exact=exact)
         if settings.offload is not None:

@@ -32,6 +32,14 @@ def block_hashes(tokens: Sequence[int] | IntArray, block_tokens: int = 16, seed:
     return tuple([parent := digest(octets[at : at + step], parent) for at in range(0, len(octets) - step + 1, step)])
 
 
+def salt_seed(salt: str) -> int:
+    """Seed of the block hashes of prompts with this cache salt, which keeps equal prompts of different salts apart.
+
+    An empty salt is none, and its seed is 0.
+    """
+    return xxhash.xxh64_intdigest(salt.encode("utf-8", "surrogatepass")) if salt else 0
+
+
 def _token_bytes(tokens: Sequence[int] | IntArray) -> bytes:
     try:
         # array() is twice as fast as numpy on a list, but it would take bytes for numbers in memory.

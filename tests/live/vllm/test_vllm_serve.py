@@ -21,6 +21,8 @@ import openai
 import pytest
 from tests.live.vllm.conftest import LAYER_BYTES
 
+from kvroute.gateway.keys import hash_text
+
 if TYPE_CHECKING:
     from tests.live.vllm.conftest import Pair, Server
 
@@ -408,3 +410,31 @@ def at_rest(gateway: Gateway) -> None:
     assert gateway.metric("kvroute_instance_requests") == 0
     assert gateway.metric("kvroute_transfers_in_flight") == 0
     assert gateway.process.poll() is None
+
+
+def test_keys_share_no_cached_prompts(pair: Pair, tmp_path: Path) -> None:
+    """With a salt per key, another key's prompt is not cached for this one: not by the engine's count of cached tokens,
+    and not by the gateway's, which follows the engines' KV events. One's own prompt is."""
+    names = ("alice", "bob")
+    settings: dict[str, Any] = {"keys": {"known": {name: hash_text(name) for name in names}}, "cache_salt": "per-key"}
+    asked = prompt(640, seed=4711)
+    with serving(pair, tmp_path, **settings) as gateway:
+        all_up(gateway, pair)
+
+        def cached(name: str) -> tuple[int, float]:
+            """As the client is told, and as the gateway took it for when it chose the prefill instance."""
+            before = gateway.metric("kvroute_prefix_hit_tokens_total", leg="prefill")
+            client = gateway.client().with_options(api_key=name)
+            usage = client.completions.create(model="tiny", prompt=asked, extra_body=TOKENS, **GREEDY).usage
+            assert usage is not None
+            details = usage.prompt_tokens_details
+            found = gateway.metric("kvroute_prefix_hit_tokens_total", leg="prefill") - before
+            return (details.cached_tokens or 0) if details else 0, found
+
+        assert cached("alice") == (0, 0)
+        until(lambda: {"prefill", "decode"} <= holders(gateway, asked))
+        assert cached("bob") == (0, 0)
+        until(lambda: {"prefill", "decode"} <= holders(gateway, asked))
+        told, routed = cached("alice")
+        assert told >= 608
+        assert routed == 640
