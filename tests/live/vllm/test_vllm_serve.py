@@ -437,4 +437,4 @@ def test_keys_share_no_cached_prompts(pair: Pair, tmp_path: Path) -> None:
         until(lambda: {"prefill", "decode"} <= holders(gateway, asked))
         told, routed = cached("alice")
         assert told >= 608
-        assert routed == 640
+        assert routed == 639, "the last token is always computed"
