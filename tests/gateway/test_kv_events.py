@@ -357,12 +357,13 @@ KEYS: st.SearchStrategy[Any] = st.none() | st.lists(st.text(min_size=1, max_size
 
 @given(st.none() | st.lists(KEYS, max_size=20), st.booleans())
 def test_blocks_before_the_first_extra_key_are_routed_by(keys: list[Any] | None, arrays: bool) -> None:
-    """An empty key is none."""
+    """An empty key is none, and a lone text at a prompt's first block is its cache salt."""
     names = list(range(1, len(keys or ()) + 3))
     event: Any = stored(names, None, [7] * (len(names) * 2), 2, extra_keys=keys)
     if arrays:
         event = [event[name] for name in BlockEvent.__struct_fields__]
-    plain = next((number for number, key in enumerate(keys or ()) if key), len(names))
+    others = [None if number == 0 and key and len(key) == 1 else key for number, key in enumerate(keys or ())]
+    plain = next((number for number, key in enumerate(others) if key), len(names))
     blocks = EngineBlocks("p0", OURS)
     told = changes(blocks, event)
     assert [len(each.blocks) for each in told if isinstance(each, KvStored)] == [plain] * bool(plain)

@@ -166,8 +166,10 @@ class EngineBlocks:
                 yield
 
     def _routable(self, event: BlockEvent, above: _Block | None, keyed: int) -> int:
-        """How many blocks from the first one on are the plain model's own, with or without a cache salt; `keyed` is the first
-        one with other extra keys."""
+        """How many blocks from the first one on are the plain model's own, with or without a cache salt.
+
+        Args: `keyed`: the first one with other extra keys.
+        """
         if event.lora_id is not None or event.lora_name is not None or (above is not None and not above.ours):
             return 0
         return keyed

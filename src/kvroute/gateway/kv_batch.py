@@ -42,8 +42,8 @@ class BlockEvent(msgspec.Struct, gc=False):
     group_idx: int | None = None
 
     def salt_and_keyed(self) -> tuple[str, int]:
-        """The cache salt, where the first block is a prompt's first and has no extra key but that; and the number of the
-        first block that other extra keys belong to, as many as there are blocks where there is none."""
+        """The cache salt, where the first block is a prompt's first and has no extra key but that; and the number of
+        the first block that other extra keys belong to, as many as there are blocks where there is none."""
         keys = self._keys()
         salt, length = _salt(keys) if self.parent_block_hash is None else ("", 0)
         rest = keys[length:]
