@@ -101,6 +101,11 @@ class Front:
                 await response.read(),
             )
 
+    async def metrics(self) -> str:
+        """The metrics, from the admin port."""
+        async with self.session.get(f"{self.admin}/metrics") as response:
+            return await response.text()
+
     async def ask(self, prompt: Any = "What is a KV cache? " * 20, *, tokens: int = 4, **more: Any) -> Answer:
         """A completion."""
         return await self.post({"model": MODEL, "prompt": prompt, "max_tokens": tokens, **more})

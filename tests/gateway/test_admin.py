@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+from base64 import b64encode
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import aiohttp
 import pytest
 from tests.gateway.every_setting import SECRETS, every_setting, read
-from tests.waiting import HANGS_S
+from tests.waiting import HANGS_S, until
 
 from kvroute.gateway.admin import WATCHERS_MOST, Admin, AdminParts
+from kvroute.gateway.admin_connections import AdminConnections
 from kvroute.gateway.metrics import Metrics
 from kvroute.gateway.state import ClusterState
 from kvroute.gateway.view import InstanceLoad, Load
@@ -348,3 +350,107 @@ def test_a_taken_port_is_said_plainly() -> None:
             await other.close()
 
     asyncio.run(main())
+
+
+READ = "a token for readers of it"
+
+
+def _basic(name: str, password: str) -> str:
+    return "Basic " + b64encode(f"{name}:{password}".encode()).decode()
+
+
+@pytest.mark.parametrize("path", ["/", "/state", "/events", "/metrics", "/config", "/version", "/dashboard.js"])
+def test_reading_asks_for_a_token_where_there_is_one(path: str) -> None:
+    """As a bearer token, or as the password that a browser asks its user for; the token for writing reads, too."""
+
+    async def drive(port: Port) -> None:
+        wrong = ("", "Bearer ", f"Bearer {READ}x", READ, _basic("a", "b"), _basic(READ, ""), "Basic ???", "Basic")
+        for shown in wrong:
+            async with port.session.get(port.url + path, headers={"Authorization": shown} if shown else {}) as answer:
+                assert answer.status == 401
+                assert answer.headers["WWW-Authenticate"].startswith("Basic ")
+        for shown in (f"Bearer {READ}", f"Bearer {TOKEN}", _basic("any", READ), _basic("", TOKEN)):
+            async with port.session.get(port.url + path, headers={"Authorization": shown}) as answer:
+                assert answer.status == 200
+
+    _run(Gateway(), drive, token=TOKEN, read_token=READ)
+
+
+def test_a_token_for_reading_changes_nothing_and_health_needs_none() -> None:
+    gateway = Gateway()
+
+    async def drive(port: Port) -> None:
+        assert (await port.get("/health"))[0] == (await port.get("/ready"))[0] == 200
+        assert (await port.post("/drain", Authorization=f"Bearer {READ}"))[0] == 401
+        assert (await port.post("/drain", Authorization=_basic("", TOKEN)))[0] == 401
+        assert (await port.post("/drain", Authorization=f"Bearer {TOKEN}"))[0] == 202
+
+    _run(gateway, drive, token=TOKEN, read_token=READ)
+    assert gateway.drained == 1
+
+
+@asynccontextmanager
+async def _limited(**limits: Any) -> AsyncIterator[tuple[AdminConnections, int]]:
+    connections = AdminConnections(**limits)
+    admin = Admin(Gateway().parts(), connections)
+    try:
+        yield connections, await admin.start("127.0.0.1", 0)
+    finally:
+        await admin.close()
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nHost: localhost\r\nX: "], ids=["nothing", "half-a-head"])
+def test_a_connection_without_a_request_is_closed(sent: bytes) -> None:
+    """However slowly its headers come."""
+
+    async def main() -> None:
+        async with asyncio.timeout(HANGS_S), _limited(head_s=0.1) as (connections, port):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(sent)
+            answer = asyncio.create_task(reader.read())
+            while not answer.done():
+                writer.write(b"a" if sent else b"")
+                await asyncio.sleep(0.001)
+            with suppress(ConnectionError):
+                await answer
+            writer.close()
+            await until(lambda: not len(connections))
+
+    asyncio.run(main())
+
+
+def test_idle_connections_do_not_keep_the_operator_out_and_dashboards_stay() -> None:
+    async def main() -> None:
+        async with asyncio.timeout(HANGS_S), _limited(most=5) as (connections, port):
+            watching, watcher = await asyncio.open_connection("127.0.0.1", port)
+            watcher.write(b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert (await watching.readline()).startswith(b"HTTP/1.1 200 ")
+            idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(20)]
+            async with aiohttp.ClientSession() as session:
+                while True:  # the flood may not have been accepted yet
+                    try:
+                        async with session.get(f"http://127.0.0.1:{port}/state") as answer:
+                            if answer.status == 200:
+                                break
+                    except aiohttp.ClientError:
+                        continue
+            assert len(connections) <= 6
+            await watching.readuntil(b"event: tick")
+            for _, writer in [*idle, (watching, watcher)]:
+                writer.close()
+
+    asyncio.run(main())
+
+
+def test_a_client_that_ends_its_side_gets_its_page() -> None:
+    async def drive(port: Port) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(port.url.rpartition(":")[2]))
+        writer.write(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        writer.write_eof()
+        said = await reader.read()
+        assert said.startswith(b"HTTP/1.1 200 ")
+        assert b"kvroute_requests_in_flight" in said
+        writer.close()
+        await writer.wait_closed()
+
+    _run(Gateway(), drive)

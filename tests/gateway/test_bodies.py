@@ -220,7 +220,7 @@ def test_who_has_no_key_is_refused_before_the_body(path: str, framing: str) -> N
             assert b"www-authenticate: Bearer\r\n" in answer
             assert b'"code":"invalid_api_key"' in answer
             await close(client)
-            page = (await gate.get("/metrics")).body.decode()
+            page = await gate.metrics()
             assert 'kvroute_rejects_total{reason="key"} 1' in page
             kind = {COMPLETIONS: "completions", "/v1/embeddings": "passed_on"}.get(path, "other")
             assert f'kvroute_requests_total{{endpoint="{kind}",code="401"}} 1' in page

@@ -408,19 +408,6 @@ def test_an_idle_connection_is_closed_in_silence() -> None:
     assert len(answers(raw)) == 1
 
 
-def test_one_connection_too_many_is_told_to_come_back() -> None:
-    async def main() -> None:
-        async with open_door(echo, Limits(connections=1)) as (_, port), client(port) as (reader, writer):
-            writer.write(b"GET / HTTP/1.1\r\n" + HOST + b"\r\n")
-            await reader.readuntil(b"}")
-            [(status, headers, _)] = answers(await talk(port, b"GET / HTTP/1.1\r\n" + HOST + b"\r\n"))
-            assert (status, headers[b"retry-after"]) == (503, b"1")
-            writer.write(b"GET / HTTP/1.1\r\n" + LAST + b"\r\n")
-            assert b"200 OK" in await reader.read()
-
-    run(main())
-
-
 def test_far_too_many_connections_are_not_even_told() -> None:
     async def main() -> list[bytes]:
         async with open_door(echo, Limits(connections=0, linger_s=99)) as (_, port):
@@ -477,18 +464,102 @@ def test_a_client_that_leaves_is_noticed_once_and_later_writes_go_nowhere() -> N
     run(main())
 
 
-def test_a_client_that_only_ends_its_side_has_gone_as_well() -> None:
-    async def main() -> None:
-        gone = asyncio.Event()
+PIPELINE = b"GET /a HTTP/1.1\r\n" + HOST + b"\r\nGET /b HTTP/1.1\r\n" + HOST + b"\r\n"
+
+
+@pytest.mark.parametrize("how", ["at-once", "later", "streamed", "http10"])
+def test_a_client_that_only_ends_its_side_gets_its_answers(how: str) -> None:
+    """As `nc -N` does; also of a pipeline. The connection closes behind the last one."""
+    version = b"1.0" if how == "http10" else b"1.1"
+    asked = PIPELINE if how != "http10" else b"GET /b HTTP/1.0\r\n" + HOST + b"\r\n"
+
+    async def main() -> bytes:
+        waiting: asyncio.Queue[Exchange] = asyncio.Queue()
+
+        async def answer() -> None:
+            for _ in range(asked.count(b"GET")):
+                exchange = await waiting.get()
+                await ended.wait()
+                await asyncio.sleep(0)
+                if how == "streamed":
+                    exchange.start(200, [], 4)
+                    for _ in range(2):
+                        exchange.write(b"ok")
+                        await asyncio.sleep(0.01)
+                    exchange.end()
+                else:
+                    echo(exchange)
 
         def handler(exchange: Exchange) -> None:
-            exchange.on_gone = gone.set
+            if how == "at-once":
+                echo(exchange)
+            else:
+                waiting.put_nowait(exchange)
+
+        ended = asyncio.Event()
+        async with open_door(handler) as (_, port), client(port) as (reader, writer):
+            answering = asyncio.create_task(answer()) if how != "at-once" else None
+            writer.write(asked)
+            writer.write_eof()
+            asyncio.get_running_loop().call_later(0.05, ended.set)
+            said = await reader.read()
+            if answering is not None:
+                await answering
+            return said
+
+    said = run(main())
+    assert said.count(b"HTTP/1.1 200 OK\r\n") == asked.count(b"GET")
+    assert version == b"1.0" or how == "streamed" or b'"/a"' in said.partition(b'"/b"')[0]
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_a_client_that_has_gone_is_told_from_one_that_only_ends_its_side(started: bool) -> None:
+    """Both end their side alike. What is sent to the one comes back as a reset; the other one has its answer when that
+    is ready, behind interim answers."""
+
+    async def main() -> None:
+        gone: list[bytes] = []
+        exchanges: dict[bytes, Exchange] = {}
+        lost = asyncio.Event()
+
+        def handler(exchange: Exchange) -> None:
+            path = exchanges.setdefault(exchange.path, exchange).path
+
+            def leaves() -> None:
+                gone.append(path)
+                lost.set()
+
+            exchange.on_gone = leaves
+            if started:
+                exchange.start(200, [], 2)
 
         async with open_door(handler) as (_, port), client(port) as (reader, writer):
-            writer.write(b"GET / HTTP/1.1\r\n" + HOST + b"\r\n")
+            writer.write(b"GET /stays HTTP/1.1\r\n" + HOST + b"\r\n")
             writer.write_eof()
-            await gone.wait()
-            assert await reader.read() == b""
+            async with client(port) as (_, leaving):
+                leaving.write(b"GET /goes HTTP/1.1\r\n" + HOST + b"\r\n")
+                while len(exchanges) < 2:
+                    await asyncio.sleep(0)
+            await lost.wait()
+            if not started:
+                assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+                exchanges[b"/stays"].start(200, [], 2)
+            exchanges[b"/stays"].write(b"ok")
+            exchanges[b"/stays"].end()
+            said = await reader.read()
+            assert b"HTTP/1.1 200 OK\r\n" in said
+            assert said.endswith(b"ok")
+            assert gone == [b"/goes"]
+
+    run(main())
+
+
+def test_a_request_that_its_client_ends_in_the_middle_is_let_go() -> None:
+    async def main() -> None:
+        async with open_door(echo) as (_, port), client(port) as (reader, writer):
+            writer.write(b"GET /a HTTP/1.1\r\n" + HOST + b"\r\nPOST /b HTTP/1.1\r\nHo")
+            writer.write_eof()
+            assert (await reader.read()).count(b"HTTP/1.1") == 1
 
     run(main())
 
@@ -681,7 +752,11 @@ def test_tls_serves_the_same_and_a_plain_client_does_no_harm(certificate: Path) 
     async def main() -> None:
         door = Door(echo, Limits(linger_s=0.02), deadlines=Deadlines(0.01))
         port = await door.listen("127.0.0.1", 0, server)
-        assert await talk(port, b"GET / HTTP/1.1\r\n" + LAST + b"\r\n") == b""
+        plain = await talk(port, b"GET / HTTP/1.1\r\n" + LAST + b"\r\n")
+        assert plain.startswith(b"HTTP/1.1 400 Bad Request\r\ncontent-type: text/plain\r\n")
+        assert b"use https://" in plain
+        with suppress(ConnectionError):
+            assert await talk(port, b"\x00\x01") == b""
         for request, status in ((b"GET / HTTP/1.1\r\n" + LAST + b"\r\n", 200), (b"rubbish\r\n\r\n", 400)):
             reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trusting)
             writer.write(request)

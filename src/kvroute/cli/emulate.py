@@ -14,6 +14,7 @@ import typer
 
 from kvroute import topology
 from kvroute.cli.output import check_writable, remarks, write_whole
+from kvroute.origins import is_loopback
 from kvroute.topology import Cluster
 from kvroute.types import TIER_COUNT, InputError
 
@@ -126,6 +127,10 @@ async def _run(
         else:
             write_whole(ready_file, line + "\n", "--ready-file")
         how = "" if until_eof else "; Ctrl-C ends them"
+        beyond = sorted({server.host for server in fleet.servers.values() if not is_loopback(server.host)})
+        if beyond:
+            what = f"warning: every machine that reaches {', '.join(beyond)} may have these engines fail or restart"
+            remarks().print(what, style="yellow", markup=False, highlight=False, soft_wrap=True)
         remarks().print(f"{len(fleet.servers)} emulated engines of {cluster.name} are ready{how}")
         await stop.wait()
 

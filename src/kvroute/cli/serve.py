@@ -20,7 +20,7 @@ import msgspec
 import typer
 
 from kvroute.cli.emulate import shares_by_tier
-from kvroute.cli.output import check_writable, console, write_whole
+from kvroute.cli.output import check_writable, console, remarks, write_whole
 from kvroute.types import Endpoint, InputError
 
 if TYPE_CHECKING:
@@ -192,12 +192,16 @@ def _allow_files(deployment: Deployment) -> None:
 
 
 def _announce(gateway: Gateway, deployment: Deployment, ready_file: Path | None) -> None:
+    from kvroute.gateway.exposure import exposures
+
     settings = deployment.settings
     scheme = "https" if settings.listen.tls else "http"
     url, admin = (
         f"{scheme}://{settings.listen.host}:{gateway.port}",
-        f"http://{settings.admin.host}:{gateway.admin_port}",
+        f"{'https' if settings.admin.tls else 'http'}://{settings.admin.host}:{gateway.admin_port}",
     )
+    for exposure in exposures(settings):
+        remarks().print(f"warning: {exposure}", style="yellow", markup=False, highlight=False, soft_wrap=True)
     out = console()
     out.print(f"kvroute serves {len(deployment.cluster.instances)} instances of {deployment.cluster.name}: {url}/v1")
     out.print(f"dashboard and metrics: {admin}")

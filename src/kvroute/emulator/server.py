@@ -16,6 +16,7 @@ from aiohttp.http_parser import RawRequestMessage
 from aiohttp.streams import StreamReader
 from aiohttp.web_protocol import RequestHandler
 
+from kvroute import origins
 from kvroute.emulator.completion import CutOff, Origin
 from kvroute.emulator.engine import Engine
 from kvroute.emulator.faults import Faults
@@ -147,6 +148,14 @@ class InstanceServer:
         await self.open()
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        why = origins.refusal(
+            request.headers.get("Host", ""),
+            request.headers.get("Origin"),
+            known={self.host.lower()},
+            any_host=not origins.is_loopback(self.host),
+        )
+        if why:
+            return web.Response(status=403, body=Refusal(why, status=403).body(), content_type="application/json")
         try:
             return await self.answer(self, request)
         except Refusal as refusal:

@@ -7,24 +7,30 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import ssl
+from base64 import b64decode
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.resources import files
-from ipaddress import IPv4Address, IPv6Address, ip_address
 
 import msgspec
 from aiohttp import web
 
-from kvroute.gateway.door import bound
+from kvroute.gateway.admin_connections import AdminConnection, AdminConnections
+from kvroute.gateway.listener import Listener
 from kvroute.gateway.metrics import Metrics
 from kvroute.gateway.redaction import redacted
 from kvroute.gateway.state import ClusterState
+from kvroute.origins import address, host_name
 from kvroute.types import InputError, cannot_listen
 
 TICK_S = 0.25
 WATCHERS_MOST = 32
 BODY_MOST_BYTES = 4 << 20
+BODY_S = 60.0
+_OPEN = frozenset({"/health", "/ready"})
+"""For load balancers, which have no token."""
 _ASSETS = {
     "index.html": "text/html",
     "dashboard.css": "text/css",
@@ -62,6 +68,8 @@ class AdminParts:
     drain: Callable[[], None] | None = None
     token: str = ""
     """What POST must bear; empty: POST is for this machine only."""
+    read_token: str = ""
+    """What GET must bear, or `token`; empty: it is for everybody."""
     host_names: frozenset[str] = frozenset()
     """Names by which the port may be called besides `localhost` and any IP address."""
 
@@ -79,17 +87,20 @@ class _Watch:
 class Admin:
     """The port, open between `start` and `close`."""
 
-    def __init__(self, parts: AdminParts) -> None:
+    def __init__(self, parts: AdminParts, connections: AdminConnections | None = None) -> None:
+        """`connections`: with other limits than the usual ones."""
         self._watch = _Watch()
         self.change(parts)
         self._runner: web.AppRunner | None = None
+        self._listener: Listener | None = None
+        self._connections = connections or AdminConnections()
 
     def change(self, parts: AdminParts) -> None:
         """Show and call these from now on."""
         self._parts = parts
         self._names = {"localhost", *(name.lower() for name in parts.host_names)}
 
-    async def start(self, host: str, port: int) -> int:
+    async def start(self, host: str, port: int, tls: ssl.SSLContext | None = None) -> int:
         """Listen; returns the port, drawn by the system where `port` is 0.
 
         Raises:
@@ -97,22 +108,28 @@ class Admin:
         """
         runner = web.AppRunner(self._application(), access_log=None, shutdown_timeout=2.0)
         await runner.setup()
+        assert runner.server is not None
+        server = runner.server
+        listener = Listener(self._connections, lambda: AdminConnection(self._connections, server()), tls)
         try:
-            own = bound(host, port)
-            await (web.SockSite(runner, own) if own else web.TCPSite(runner, host, port)).start()
+            drawn = await listener.listen(host, port)
         except OSError as error:
             await runner.cleanup()
             why = error.strerror or str(error)
             raise cannot_listen(f"{host}:{port}", error.errno, why, where="gateway.admin") from None
-        self._runner = runner
-        return int(runner.addresses[0][1])
+        self._runner, self._listener = runner, listener
+        return drawn
 
     async def close(self) -> None:
         """Let the watchers go and stop listening."""
         self._watch.closing.set()
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
+            await self._connections.close()
 
     @property
     def watchers(self) -> int:
@@ -137,25 +154,38 @@ class Admin:
 
     @web.middleware
     async def _guarded(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
-        refusal = self._refusal(request)
-        if refusal is not None:
-            return refusal
+        self._connections.begin(request)
         try:
-            return await handler(request)
+            return self._refusal(request) or await handler(request)
         except web.HTTPException as error:
             return _json(error.status, {"error": error.reason})
+        finally:
+            self._connections.end(request)
 
     def _refusal(self, request: web.Request) -> web.Response | None:
-        name = _host_name(request.headers.get("Host", ""))
-        if not (name in self._names or _address(name)):
+        name = host_name(request.headers.get("Host", ""))
+        if not (name in self._names or address(name)):
             mend = "call it by address, or list the name under gateway.admin.hosts"
             return _json(403, {"error": f"unknown host name in the Host header; {mend}"})
         if request.method in ("GET", "HEAD"):
-            return None
+            return self._unread(request)
         origin = request.headers.get("Origin")
         if origin is not None and origin.partition("://")[2] != request.headers.get("Host"):
             return _json(403, {"error": "requests of other web pages are refused"})
         return self._unauthorized(request)
+
+    def _unread(self, request: web.Request) -> web.Response | None:
+        """A browser asks its user for the token as the password of any name; it sends that with each request."""
+        parts = self._parts
+        if not parts.read_token or request.path in _OPEN:
+            return None
+        shown = _token_of(request.headers.get("Authorization", ""))
+        tokens = [token.encode() for token in (parts.read_token, parts.token) if token]
+        if sum(hmac.compare_digest(shown, token) for token in tokens):
+            return None
+        response = _json(401, {"error": "a token is needed: gateway.admin.read_token"})
+        response.headers["WWW-Authenticate"] = 'Basic realm="kvroute", charset="UTF-8"'
+        return response
 
     def _unauthorized(self, request: web.Request) -> web.Response | None:
         if self._parts.token:
@@ -163,7 +193,7 @@ class Admin:
             if hmac.compare_digest(given, b"Bearer " + self._parts.token.encode()):
                 return None
             return _json(401, {"error": "a bearer token is needed: gateway.admin.push_token"})
-        peer = _address(request.remote or "")
+        peer = address(request.remote or "")
         if peer and (getattr(peer, "ipv4_mapped", None) or peer).is_loopback:
             return None
         return _json(403, {"error": "from other machines only with a token; set gateway.admin.push_token"})
@@ -231,7 +261,11 @@ class Admin:
         if self._parts.push is None:
             return _json(404, {"error": "telemetry is not taken; set gateway.oracle.source to push"})
         try:
-            self._parts.push(await request.read())
+            async with asyncio.timeout(BODY_S):
+                body = await request.read()
+            self._parts.push(body)
+        except TimeoutError:
+            return _json(408, {"error": f"the body took longer than {BODY_S:g} s"})
         except InputError as error:
             return _json(400, {"error": str(error), "where": error.where})
         return _json(200, {"status": "taken"})
@@ -252,6 +286,19 @@ def _asset(name: str, kind: str) -> _Handler:
     return asset
 
 
+def _token_of(authorization: str) -> bytes:
+    """A bearer token, or the password of Basic authentication; empty: there is none."""
+    scheme, _, given = authorization.encode(errors="surrogateescape").partition(b" ")
+    if scheme.lower() == b"bearer":
+        return given
+    if scheme.lower() != b"basic":
+        return b""
+    try:
+        return b64decode(given, validate=True).partition(b":")[2]
+    except ValueError:
+        return b""
+
+
 async def _set_within(event: asyncio.Event, timeout_s: float) -> None:
     with suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
@@ -264,18 +311,3 @@ def _response(status: int, body: bytes, content_type: str = "application/json") 
 
 def _json(status: int, value: dict[str, str]) -> web.Response:
     return _response(status, msgspec.json.encode(value))
-
-
-def _host_name(host: str) -> str:
-    """The Host header without its port, lower-case; an IPv6 address without its brackets."""
-    host = host.strip().lower()
-    if host.startswith("["):
-        return host[1:].partition("]")[0]
-    return host.partition(":")[0].rstrip(".")
-
-
-def _address(text: str) -> IPv4Address | IPv6Address | None:
-    try:
-        return ip_address(text)
-    except ValueError:
-        return None

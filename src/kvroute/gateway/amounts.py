@@ -11,6 +11,10 @@ from kvroute.topology.units import Duration, Size
 
 Host: TypeAlias = Annotated[str, Meta(pattern=r"^[^\s/]+\Z", examples=["127.0.0.1"])]
 HeaderName: TypeAlias = Annotated[str, Meta(pattern=r"^[A-Za-z0-9!#$%&'*+.^_`|~-]{1,100}\Z", examples=["X-Tenant"])]
+WebOrigin: TypeAlias = Annotated[
+    str, Meta(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^\s/]+)\Z", examples=["https://app.example"])
+]
+"""A web page's site, as a browser writes it in the Origin header; `*`: any."""
 Port: TypeAlias = Annotated[int, Meta(ge=0, le=65_535)]
 Path: TypeAlias = Annotated[str, Meta(pattern=r"^/[!-~]*\Z", examples=["/health"])]
 Url: TypeAlias = Annotated[str, Meta(pattern=r"^https?://[^\s/?#]+[^\s]*\Z", examples=["http://10.0.0.9:9090"])]

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable
 from typing import Protocol, TypeAlias, cast
 
 from kvroute.gateway.answers import error_body
+from kvroute.gateway.connections import BEGINNING, BUSY, UNREAD, Entry, network_of
+from kvroute.gateway.connections import IDLE as NO_REQUEST
 from kvroute.gateway.deadlines import NEVER_S
 from kvroute.gateway.exchange import Exchange, Headers, status_line
 from kvroute.gateway.reading import BODY, HEAD, IDLE, LIGHT_BYTES, Fault, Limits, RequestReader
+from kvroute.gateway.web_pages import WebPages
 
 _HELD_BYTES = 64 * 1024
 """Reading stops when a pipeline has more bytes waiting. Below, it goes on, so that a client's leaving is seen."""
 _NEITHER = -1
+_PROBE_S, _PROBE_MOST_S = 0.5, 30.0
+"""When a half-closed connection is looked at first, and how seldom at last: twice as late each time."""
 
 _RETRY = b"retry-after: 1\r\n"
 _BUSY = Fault(503, "the gateway has as many connections as it may; try again later", headers=_RETRY)
+_BUSY_ADDRESS = Fault(503, "your address has as many connections as it may; try again later", headers=_RETRY)
 _FULL = Fault(503, "the gateway holds as many large bodies as it may; try again later", headers=_RETRY)
 _SLOW_HEAD = Fault(408, "the request's headers took too long")
 _SLOW_BODY = Fault(408, "the request's body took too long")
@@ -36,17 +43,19 @@ class Frontage(Protocol):
     refused: Callable[[int, bytes], None] | None
     """Hears the status and path (empty: not known) of what the door itself refuses."""
     limits: Limits
+    pages: WebPages | None
+    """Which web pages may send requests; None: all."""
     bodies_bytes: int
     """Of the bodies that clients have weighed in."""
     server: bytes
     """A whole header line, or nothing."""
     draining: bool
 
-    def enter(self, client: Client) -> int:
-        """A client has connected; how many more may (negative: it is one too many)."""
+    def enter(self, new: Client) -> Entry:
+        """A client has connected; whether there is room for it."""
         ...
 
-    def leave(self, client: Client) -> None:
+    def leave(self, gone: Client) -> None:
         """A client's connection is closed."""
         ...
 
@@ -59,8 +68,8 @@ class Client(asyncio.Protocol):
         self._door = door
         self._now: Callable[[], float] = asyncio.get_running_loop().time
         self._transport: asyncio.Transport
-        self._peer = ""
-        self._reader = RequestReader(door.limits)
+        self._peer = self.address = ""
+        self._reader = RequestReader(door.limits, door.pages)
         self._current: Exchange | None = None
         self._held = b""
         self._timed = _NEITHER
@@ -70,6 +79,9 @@ class Client(asyncio.Protocol):
         self._unsent_bytes = -1
         """-1: the client reads as fast as it is written to."""
         self._reading_paused = self._advancing = self._leaving = False
+        self._half_closed = False
+        """The client sends no more, and may be waiting for its answers."""
+        self._probe_s = _PROBE_S
 
     def drain(self, idle_until_s: float) -> None:
         """Close after the answer under way; between requests wait until then: one may be on its way."""
@@ -82,6 +94,15 @@ class Client(asyncio.Protocol):
         """Close at once."""
         self._transport.abort()
 
+    def waits_for(self) -> int:
+        """What would be lost by closing now: see `connections`."""
+        phase = self._reader.phase
+        if self._current is not None:
+            return BUSY
+        if self._leaving or self._unsent_bytes >= 0:
+            return UNREAD
+        return NO_REQUEST if phase == IDLE else BEGINNING if phase == HEAD else BUSY
+
     def expire(self, now: float) -> None:
         """A deadline has passed: close, or answer that the client is too slow."""
         if self._leaving:
@@ -93,6 +114,8 @@ class Client(asyncio.Protocol):
             else:  # slow, but there
                 self._unsent_bytes = unsent
                 self.deadline_s = now + self._door.limits.stall_s
+        elif self._current is not None:
+            self._probe(now)
         elif self._reader.phase == IDLE:
             self._leave()
         else:
@@ -104,15 +127,15 @@ class Client(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by name
         peer = transport.get_extra_info("peername")
         self._peer = str(peer[0]) if peer else ""
-        limits = self._door.limits
-        self.deadline_s = self._now() + limits.header_s
+        self.address = network_of(peer)
+        self.deadline_s = self._now() + self._door.limits.header_s
         self._timed = IDLE
-        room = self._door.enter(self)
-        if room < -(limits.connections // 8 + 64):  # even saying so costs too much
+        entry = self._door.enter(self)
+        if entry is Entry.DROPPED:
             self._leaving = True
             self._transport.abort()
-        elif room < 0:
-            self._refuse(_BUSY)
+        elif entry is not Entry.TAKEN:
+            self._refuse(_BUSY if entry is Entry.FULL else _BUSY_ADDRESS)
 
     def data_received(self, data: bytes) -> None:
         if self._leaving:
@@ -126,9 +149,32 @@ class Client(asyncio.Protocol):
             self._reading_paused = True
             self._transport.pause_reading()
 
-    def eof_received(self) -> None:
-        if self._current is not None:
-            self._transport.abort()  # nobody is there to read the answer
+    def eof_received(self) -> bool:
+        """The client sends no more. It may have left, or wait for its answers; TLS knows no such half of an end."""
+        if (self._current is None and not (self._held or self._reader.ready)) or self._leaving:
+            return False
+        if self._transport.get_extra_info("sslcontext") is not None:
+            self._transport.abort()
+            return False
+        self._half_closed = True
+        if self._current is not None and not (self._held or self._reader.ready):
+            self._current.keep_alive = False
+        if self._unsent_bytes < 0:
+            self.deadline_s = self._now() + self._probe_s
+        return True
+
+    def _probe(self, now: float) -> None:
+        """Learn whether a client that sends no more is there: one that has left resets the connection when it is sent
+        anything. Before the answer begins, HTTP/1.1 has `100 Continue` for that."""
+        current, own = self._current, self._transport.get_extra_info("socket")
+        assert current is not None
+        if own is not None and own.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self._transport.abort()
+            return
+        if not current.started and not current.http10:
+            self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        self.deadline_s = now + self._probe_s
+        self._probe_s = min(2 * self._probe_s, _PROBE_MOST_S)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._leaving = True
@@ -150,7 +196,7 @@ class Client(asyncio.Protocol):
         self._unsent_bytes = -1
         if self._leaving:
             return
-        self.deadline_s = NEVER_S
+        self.deadline_s = self._now() + self._probe_s if self._half_closed else NEVER_S
         self._timed = _NEITHER
         if self._current is not None:
             self._current.resume()
@@ -187,7 +233,7 @@ class Client(asyncio.Protocol):
         self._current = exchange
         if self._weight or len(exchange.body) > LIGHT_BYTES:
             self._weigh(len(exchange.body))
-        self.deadline_s = NEVER_S
+        self.deadline_s = self._now() + self._probe_s if self._half_closed else NEVER_S
         self._timed = _NEITHER
         if door.draining:
             exchange.keep_alive = False
@@ -216,6 +262,9 @@ class Client(asyncio.Protocol):
 
     def _wait(self) -> None:
         """For the next request, or for the rest of one."""
+        if self._half_closed:
+            self._leave()
+            return
         phase, door = self._reader.phase, self._door
         if phase == BODY and not self._may_send():
             return

@@ -26,6 +26,7 @@ _NEEDS_RESTART: tuple[tuple[str, Callable[[GatewaySettings], object]], ...] = (
     ("listen.tls", lambda settings: settings.listen.tls is None),
     ("admin.host", lambda settings: settings.admin.host),
     ("admin.port", lambda settings: settings.admin.port),
+    ("admin.tls", lambda settings: settings.admin.tls is None),
     ("tracing.otlp", lambda settings: settings.tracing.otlp),
     ("tracing.share", lambda settings: settings.tracing.share),
 )
@@ -126,6 +127,7 @@ class Deployment:
             body_s=float(limits.body_s),
             keep_alive_s=float(limits.keep_alive_s),
             connections=limits.connections,
+            connections_per_address=limits.connections_per_address or max(1, 3 * limits.connections // 4),
             stall_s=float(limits.stall_s),
         )
 

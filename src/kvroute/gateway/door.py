@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import ipaddress
 import os
 import socket
 import ssl as tls
 import struct
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 
 from kvroute.gateway.client import Client, Guard, Handler
+from kvroute.gateway.connections import Connection, Connections, Entry
 from kvroute.gateway.deadlines import Deadlines
+from kvroute.gateway.listener import Listener
 from kvroute.gateway.reading import Limits
+from kvroute.gateway.web_pages import WebPages
 
 __all__ = ["Door", "Handler", "Limits"]
 
-_BACKLOG = 4096
 _HANDSHAKE_S = 0.05
 """For so long connections that had begun before the door closed may still come to stand."""
 _SO_ATTACH_FILTER = 26
@@ -41,6 +41,7 @@ class Door:
         refused: Callable[[int, bytes], None] | None = None,
         server_name: bytes = b"kvroute",
         deadlines: Deadlines | None = None,
+        pages: WebPages | None = None,
     ) -> None:
         """
         Args:
@@ -50,21 +51,22 @@ class Door:
             refused: called with status and path (empty: not known) for each answer that the door gives by itself.
             server_name: what the Server header says; empty: there is none.
             deadlines: shared with others, so that one timer serves all; None: an own one.
+            pages: which web pages may send requests; None: all.
         """
         self.handler, self.guard, self.refused = handler, guard, refused
         self.limits = limits or Limits()
         self.server = b"server: %b\r\n" % server_name if server_name else b""
         self.draining = False
         self.bodies_bytes = 0
+        self.pages = pages
         self._deadlines = deadlines if deadlines is not None else Deadlines()
-        self._clients: dict[Client, None] = {}
-        self._servers: list[asyncio.Server] = []
-        self._empty = asyncio.Event()
+        self._connections = Connections()
+        self._listeners: list[Listener] = []
 
     @property
     def connections(self) -> int:
-        """Clients that are connected."""
-        return len(self._clients)
+        """Clients that are connected, those in a TLS handshake among them."""
+        return len(self._connections)
 
     async def listen(self, host: str, port: int, ssl: tls.SSLContext | None = None) -> int:
         """Accept clients at an address; returns the port (chosen by the system if 0 was given).
@@ -72,24 +74,16 @@ class Door:
         Raises:
             OSError: the address is taken, or not of this machine.
         """
-        loop = asyncio.get_running_loop()
-        make = partial(
-            loop.create_server,
-            lambda: Client(self),
-            ssl=ssl,
-            backlog=_BACKLOG,
-            ssl_handshake_timeout=self.limits.header_s if ssl else None,
-        )
-        own = bound(host, port)
-        server = await (make(host, port) if own is None else make(sock=own))
-        self._servers.append(server)
-        return int(server.sockets[0].getsockname()[1])
+        listener = Listener(self, lambda: Client(self), ssl)
+        drawn = await listener.listen(host, port)
+        self._listeners.append(listener)
+        return drawn
 
     def stop_accepting(self) -> None:
         """Close the listening sockets; clients that are connected stay."""
-        for server in self._servers:
-            server.close()
-        self._servers.clear()
+        for listener in self._listeners:
+            listener.close()
+        self._listeners.clear()
 
     async def drain(self, timeout_s: float, *, idle_s: float = 0.5) -> None:
         """Let all clients go: requests under way are answered, and each connection is closed behind its answer.
@@ -109,73 +103,54 @@ class Door:
                     await self._accept_last()
                 self.stop_accepting()
                 self._let_go(idle_s)
-                await self._until_empty()
+                await self._connections.until_empty()
         except TimeoutError:
             self.stop_accepting()
-            for client in tuple(self._clients):
-                client.abort()
-            await self._until_empty()
+            for connection in self._connections.all():
+                connection.abort()
+            await self._connections.until_empty()
 
     def _let_go(self, idle_s: float) -> None:
         until_s = asyncio.get_running_loop().time() + idle_s
-        for client in tuple(self._clients):
-            client.drain(until_s)
+        for connection in self._connections.all():
+            connection.drain(until_s)
 
     async def _accept_last(self) -> None:
         """Accept whoever is connected already: closing a listening socket resets those that wait in its queue."""
-        for listening in [sock for server in self._servers for sock in server.sockets]:
+        for fileno in [fileno for listener in self._listeners for fileno in listener.filenos]:
             with suppress(OSError):  # of a system without such filters: there, some may be reset
-                _refuse_syn(listening.fileno())
+                _refuse_syn(fileno)
         await asyncio.sleep(_HANDSHAKE_S)
         # A loop that was late may wake here before it has looked at its sockets.
         seen = -1
-        while seen != len(self._clients):
-            seen = len(self._clients)
+        while seen != self.connections:
+            seen = self.connections
             await asyncio.sleep(0)
             await asyncio.sleep(0)
 
-    async def _until_empty(self) -> None:
-        while self._clients:
-            self._empty.clear()
-            await self._empty.wait()
+    # what connections say
 
-    # what clients say
+    @property
+    def times_s(self) -> tuple[float, float]:
+        """See `Port`."""
+        return self.limits.header_s, self.limits.linger_s
 
-    def enter(self, client: Client) -> int:
+    def enter(self, new: Connection) -> Entry:
         """See `Frontage`."""
-        self._clients[client] = None
-        self._deadlines.watch(client)
-        return self.limits.connections - len(self._clients)
+        limits = self.limits
+        self._deadlines.watch(new)
+        now = asyncio.get_running_loop().time()
+        return self._connections.enter(new, limits.connections, limits.connections_per_address, now)
 
-    def leave(self, client: Client) -> None:
+    def leave(self, gone: Connection) -> None:
         """See `Frontage`."""
-        self._clients.pop(client, None)
-        self._deadlines.forget(client)
-        if not self._clients:
-            self._empty.set()
+        self._deadlines.forget(gone)
+        self._connections.leave(gone)
 
-
-def bound(host: str, port: int) -> socket.socket | None:
-    """A socket bound to an IP address, so that no resolver is asked for it; None where the host is a name.
-
-    Raises:
-        OSError: the address is taken, or not of this machine.
-    """
-    try:
-        version = ipaddress.ip_address(host.partition("%")[0]).version
-    except ValueError:
-        return None
-    own = socket.socket(socket.AF_INET6 if version == 6 else socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if version == 6:
-            own.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        own.bind((host, port))
-    except OSError:
-        own.close()
-        raise
-    own.setblocking(False)
-    return own
+    def not_tls(self) -> None:
+        """See `Port`."""
+        if self.refused is not None:
+            self.refused(400, b"")
 
 
 def _refuse_syn(fd: int) -> None:

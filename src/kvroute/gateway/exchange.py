@@ -106,6 +106,11 @@ class Exchange:
                 return value
         return None
 
+    def add_header_lines(self, lines: bytes) -> None:
+        """Send whole header lines with the answer, whoever gives it; before it begins."""
+        assert not self.started, "the head is on its way"
+        self._server += lines
+
     def respond(
         self,
         status: int,

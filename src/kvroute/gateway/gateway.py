@@ -20,6 +20,7 @@ from kvroute.gateway.deadlines import Deadlines
 from kvroute.gateway.deployment import Deployment
 from kvroute.gateway.door import Door
 from kvroute.gateway.entrance import Entrance
+from kvroute.gateway.exposure import exposures
 from kvroute.gateway.gauges import load_of
 from kvroute.gateway.journey import Journey
 from kvroute.gateway.keys import Keys
@@ -33,6 +34,7 @@ from kvroute.gateway.state import ClusterState
 from kvroute.gateway.succession import Common, Prepared, Succession
 from kvroute.gateway.tracing import tracer_of
 from kvroute.gateway.view import Load
+from kvroute.gateway.web_pages import WebPages
 from kvroute.types import InputError, cannot_listen
 
 __all__ = ["Deployment", "Gateway"]
@@ -78,8 +80,10 @@ class Gateway:
             salt_secret=secrets.token_bytes(32),
             on_end=self._ended,
         )
+        self._pages = WebPages()
         self._reloading = asyncio.Lock()
         self._tls: ssl.SSLContext | None = None
+        self._admin_tls: ssl.SSLContext | None = None
         self._checked = self._draining = False
         self._succession: Succession | None = None
         self._admin: Admin | None = None
@@ -117,16 +121,20 @@ class Gateway:
             self._entrance,
             Keys.of(settings.keys),
             ready=self.ready,
-            page=self.metrics.page if listen.metrics else None,
+            page=self.metrics.page if listen.metrics is not False else None,
             description=msgspec.json.encode(openapi.document(__version__)),
             started_unix_s=int(time.time()),
+            metrics_without_key=listen.metrics is True,
+            pages=self._pages,
         )
+        self._check_pages(deployment)
         door = self._door = Door(
             self._reception,
             deployment.door_limits,
             guard=self._reception.guard,
             refused=self._reception.refused,
             deadlines=self._deadlines,
+            pages=self._pages,
         )
         self._tls = tls_context(listen.tls) if listen.tls else None
         try:
@@ -135,11 +143,25 @@ class Gateway:
             place, why = f"{listen.host}:{listen.port}", error.strerror or str(error)
             raise cannot_listen(place, error.errno, why, where="gateway.listen") from None
         self._admin = Admin(self._admin_parts(deployment))
-        self.admin_port = await self._admin.start(settings.admin.host, settings.admin.port)
+        self._admin_tls = tls_context(settings.admin.tls) if settings.admin.tls else None
+        self.admin_port = await self._admin.start(settings.admin.host, settings.admin.port, self._admin_tls)
         succession.watch()
         self._ticker = asyncio.get_running_loop().create_task(self._tick())
         address = f"{listen.host}:{self.port}"
+        for exposure in exposures(settings):
+            note("warning", "port_open_to_all", address=exposure.host, field=exposure.field, reason=exposure.why)
         note("info", "serving", address=address, policy=settings.policy, instances=len(succession.serving.stations))
+
+    def _check_pages(self, deployment: Deployment) -> None:
+        """Web pages are checked where no key is asked for."""
+        assert self._reception is not None
+        listen = deployment.settings.listen
+        self._pages.change(
+            checked=not self._reception.keys.required,
+            listen_host=self._first.settings.listen.host,
+            hosts=listen.hosts,
+            origins=listen.origins,
+        )
 
     def ready(self) -> str:
         """Why no requests are taken; empty: they are."""
@@ -225,6 +247,7 @@ class Gateway:
         self.metrics.roles = {instance.name: instance.role for instance in serving.cluster.instances}
         self.metrics.policy = self.state.policy = serving.settings.policy
         self._shadowed(serving.settings.shadow)
+        self._check_pages(prepared.deployment)
         self._change_settings(prepared.deployment)
         await succession.settle(watchers)
 
@@ -241,6 +264,8 @@ class Gateway:
             self._logs.change(settings.log.format, settings.log.level, access=settings.log.access)
         if self._tls is not None and settings.listen.tls is not None:
             tls_context(settings.listen.tls, self._tls)
+        if self._admin_tls is not None and settings.admin.tls is not None:
+            tls_context(settings.admin.tls, self._admin_tls)
 
     def _admin_parts(self, deployment: Deployment) -> AdminParts:
         assert self._succession is not None
@@ -254,6 +279,7 @@ class Gateway:
             config=lambda: settings,
             push=self._succession.push if settings.oracle.source == "push" else None,
             token=settings.admin.push_token or "",
+            read_token=settings.admin.read_token or "",
             host_names=frozenset(settings.admin.hosts),
         )
 

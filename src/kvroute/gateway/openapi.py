@@ -25,7 +25,7 @@ _FLAG: Schema = {"type": ["boolean", "null"]}
 _REASONS = {
     400: "The request is not understood, or the engine refuses it.",
     401: "The API key is missing or unknown.",
-    403: "The engine refuses the key that was forwarded to it.",
+    403: "The engine refuses the key that was forwarded to it, or a web page of another site asks.",
     404: "There is no such path or model.",
     408: "The request came in too slowly.",
     413: "The body is too large.",

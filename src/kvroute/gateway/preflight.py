@@ -16,9 +16,9 @@ from pathlib import Path
 from msgspec.structs import fields, replace
 
 from kvroute.control import check_place
-from kvroute.gateway.door import bound
 from kvroute.gateway.headers import OUR_OWN
 from kvroute.gateway.keys import Keys
+from kvroute.gateway.listener import bound
 from kvroute.gateway.offload_checks import offload_faults, site_faults
 from kvroute.gateway.settings import GatewaySettings, TlsSettings
 from kvroute.policies import DECODE_POLICIES, TopologyConstraint, decode_policy, prefill_policy
@@ -170,16 +170,19 @@ def _placed(settings: GatewaySettings, folder: Path) -> GatewaySettings:
     def path(text: str | None) -> str | None:
         return text if text is None else os.path.abspath(folder / Path(text).expanduser())
 
-    tls, offload = settings.listen.tls, settings.offload
+    listen, admin, offload = settings.listen, settings.admin, settings.offload
+
+    def files(tls: TlsSettings | None) -> TlsSettings | None:
+        return tls and replace(tls, certificate=path(tls.certificate), key=path(tls.key))
+
     conversion = offload.conversion if offload is not None else None
     if offload is not None and conversion is not None and conversion.command and os.sep in conversion.command[0]:
         program, *rest = conversion.command
         offload = replace(offload, conversion=replace(conversion, command=[path(program), *rest]))
-    if tls is not None:
-        tls = replace(tls, certificate=path(tls.certificate), key=path(tls.key))
     return replace(
         settings,
-        listen=replace(settings.listen, tls=tls),
+        listen=replace(listen, tls=files(listen.tls)),
+        admin=replace(admin, tls=files(admin.tls)),
         prompt=replace(settings.prompt, tokenizer=path(settings.prompt.tokenizer)),
         keys=replace(settings.keys, file=path(settings.keys.file)),
         log=replace(settings.log, events=path(settings.log.events)),
@@ -243,16 +246,19 @@ def _oracle_faults(settings: GatewaySettings, lines: Lines) -> Iterator[FileErro
 
 
 def _file_faults(settings: GatewaySettings, lines: Lines) -> Iterator[FileError]:
-    tokenizer, events, tls = settings.prompt.tokenizer, settings.log.events, settings.listen.tls
+    tokenizer, events = settings.prompt.tokenizer, settings.log.events
     if tokenizer is not None and not (Path(tokenizer).is_file() or Path(tokenizer, "tokenizer.json").is_file()):
         mend = "give a tokenizer.json, or the folder that holds it"
         yield lines.error(f"there is no tokenizer at {tokenizer}", (SECTION, "prompt", "tokenizer"), mend)
     if events is not None and not Path(events).parent.is_dir():
         what = f"there is no folder {Path(events).parent}"
         yield lines.error(what, (SECTION, "log", "events"), "make it, or name a file in a folder that exists")
-    if tls is None:
-        return
-    key = (SECTION, "listen", "tls")
+    for port, tls in (("listen", settings.listen.tls), ("admin", settings.admin.tls)):
+        if tls is not None:
+            yield from _tls_faults(tls, (SECTION, port, "tls"), lines)
+
+
+def _tls_faults(tls: TlsSettings, key: Key, lines: Lines) -> Iterator[FileError]:
     parts = {"certificate": tls.certificate, "key": tls.key}
     missing = {part: path for part, path in parts.items() if not Path(path).is_file()}
     for part, path in missing.items():

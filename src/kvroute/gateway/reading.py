@@ -13,6 +13,7 @@ from typing import NamedTuple
 import httptools
 
 from kvroute.gateway.exchange import Headers
+from kvroute.gateway.web_pages import WebPages
 
 SLICE_BYTES = 16 * 1024
 """The parser cannot be stopped behind a request: so much of a pipeline is parsed ahead at most."""
@@ -24,7 +25,7 @@ IDLE, HEAD, BODY = range(3)
 """What a reader is inside of: nothing, a request's head, a request's body."""
 
 _METHODS = frozenset((b"GET", b"HEAD", b"POST", b"PUT", b"PATCH", b"DELETE", b"OPTIONS", b"TRACE", b"QUERY"))
-_FRAMING = frozenset((b"host", b"content-length", b"transfer-encoding", b"expect", b"upgrade"))
+_FRAMING = frozenset((b"host", b"content-length", b"transfer-encoding", b"expect", b"upgrade", b"origin"))
 _SPENT = httptools.HttpRequestParser(object())
 """Calls nobody."""
 _VERSION_ERRORS = ("Invalid HTTP version", "Pause on PRI/Upgrade")
@@ -45,6 +46,7 @@ class Limits:
     """From the end of the headers to the end of the body."""
     keep_alive_s: float = 75.0
     connections: int = 4096
+    connections_per_address: int = 3072
     header_count: int = 128
     stall_s: float = 120.0
     """For so long a client may read nothing of an answer that waits for it."""
@@ -80,11 +82,13 @@ class Parsed(NamedTuple):
 class RequestReader:
     """Reads the requests of one connection: `feed` it, take from `ready`, and stop at a `fault`."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, pages: WebPages | None = None) -> None:
+        """`pages` says which web pages may send requests; None: all."""
         self.ready: deque[Parsed] = deque()
         self.fault: Fault | None = None
         """Concerns the request behind those that are ready."""
         self._limits = limits
+        self._pages = pages
         self._parser = httptools.HttpRequestParser(self)
         self._clear()
 
@@ -96,6 +100,8 @@ class RequestReader:
         self._head_bytes = self._head_lines = 0
         self._raw_bytes = 0
         self._hosts = 0
+        self._host = b""
+        self._origin: bytes | None = None
         self._content_length = 0
         self._chunked = self._expects = self._upgrades = False
         self._path = self._query = b""
@@ -207,6 +213,7 @@ class RequestReader:
     def _on_framing(self, name: bytes, value: bytes) -> None:
         if name == b"host":
             self._hosts += 1
+            self._host = value
         elif name == b"content-length":
             self._content_length = int(value)  # digits: the parser has seen to it
         elif name == b"transfer-encoding":
@@ -215,6 +222,8 @@ class RequestReader:
             self._chunked = True
         elif name == b"expect":
             self._expects = value.lower() == b"100-continue"
+        elif name == b"origin":
+            self._origin = value
         else:
             self._upgrades = True
 
@@ -233,6 +242,9 @@ class RequestReader:
             self._refuse(400, "the request must have one Host header")
         if self._http10 and self._chunked:
             self._refuse(400, "HTTP/1.0 knows no Transfer-Encoding; send Content-Length")
+        pages = self._pages
+        if pages is not None and (self._origin is not None or self._host not in pages.passed):
+            self._check_page(pages)
         self._read_target()
         if self._content_length > self._limits.body_bytes:
             self._refuse(413, self._too_large(), "body_too_large")
@@ -240,6 +252,12 @@ class RequestReader:
             self._expects = False
         self._keep_alive = parser.should_keep_alive()
         self.phase = BODY
+
+    def _check_page(self, pages: WebPages) -> None:
+        if self._hosts or self._origin is not None:  # a client of HTTP/1.0 without Host is no browser
+            why = pages.refusal(self._host, self._origin)
+            if why:
+                self._refuse(403, why, "web_page_refused")
 
     def _read_target(self) -> None:
         url = self._url

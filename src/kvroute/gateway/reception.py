@@ -26,6 +26,7 @@ from kvroute.gateway.openai import (
 from kvroute.gateway.reading import Fault
 from kvroute.gateway.relay import Relay
 from kvroute.gateway.serving import Caller
+from kvroute.gateway.web_pages import WebPages, answer_other_site
 
 if TYPE_CHECKING:
     from kvroute.gateway.exchange import Exchange, Headers
@@ -44,7 +45,7 @@ _NO_KEY = Fault(
     "invalid_api_key",
     b"www-authenticate: Bearer\r\n",
 )
-_REASONS = {401: "key", 408: "too_slow", 413: "too_large", 431: "too_large", 503: "door_full"}
+_REASONS = {401: "key", 403: "web_page", 408: "too_slow", 413: "too_large", 431: "too_large", 503: "door_full"}
 """Of what the door refuses; the rest is malformed."""
 
 Read = TypeVar("Read", Completion, PassedOn)
@@ -63,6 +64,8 @@ class Reception:
         page: Callable[[str], tuple[str, Iterator[str]]] | None,
         description: bytes,
         started_unix_s: int,
+        metrics_without_key: bool = False,
+        pages: WebPages | None = None,
     ) -> None:
         """
         Args:
@@ -71,10 +74,13 @@ class Reception:
             keys: whose requests are served.
             ready: why no requests are taken; empty: they are.
             page: content type and pieces of the metrics for an Accept header; None: only the admin port has them.
+            metrics_without_key: they are for every client, though keys are asked for.
             description: the OpenAPI document.
             started_unix_s: for the list of models.
+            pages: which web pages may read answers; None: none of another site.
         """
         self.serving, self.keys = serving, keys
+        self._pages, self._open_metrics = pages or WebPages(), metrics_without_key
         self._entrance = entrance
         self._ready, self._page, self._description, self._started = ready, page, description, started_unix_s
         self._turn = 0
@@ -83,6 +89,8 @@ class Reception:
     def __call__(self, exchange: Exchange) -> None:
         """Take a request."""
         path, method = exchange.path, exchange.method
+        if self._pages.origins and answer_other_site(self._pages, exchange):
+            return
         if path in COMPLETIONS and method == b"POST":
             self._read(exchange, read_completion, self._complete)
         elif path in PASSED_ON and method == b"POST":
@@ -237,12 +245,14 @@ class Reception:
                 exchange.respond(503, error_body(why, "service_unavailable"), headers=[(b"retry-after", b"1")])
             else:
                 exchange.respond(200, b'{"status":"ready"}')
-        elif path == b"/metrics" and self._page is not None:
+        elif path == b"/metrics" and self._page is not None and (self._open_metrics or not self.keys.required):
             self._spawn(_show_metrics(exchange, self._page))
         elif path == b"/openapi.json":
             exchange.respond(200, self._description)
         else:
             what = f"there is no {path.decode('latin-1')[:200]!r} here"
+            if path == b"/metrics":
+                what += "; the admin port has it, and `gateway: {listen: {metrics: true}}` opens it to all clients"
             self._refuse(exchange, 404, error_body(what, "invalid_request_error", code="not_found"), "other", None)
 
     def _wrong_method(self, exchange: Exchange, allowed: bytes) -> None:

@@ -26,6 +26,7 @@ from kvroute.gateway.amounts import (
     ShareAboveZero,
     Url,
     Wait,
+    WebOrigin,
     Word,
 )
 from kvroute.gateway.cache_salt import CacheSaltMode
@@ -60,8 +61,12 @@ class ListenSettings(Entry, frozen=True, kw_only=True):
     port: Port = 8080
     """0: the system draws one."""
     tls: TlsSettings | None = None
-    metrics: bool = True
-    """/metrics is answered here too, to anybody; otherwise on the admin port alone."""
+    metrics: bool | None = None
+    """/metrics is answered here too, to every client; None: where no keys are asked for. Always on the admin port."""
+    hosts: list[Host] = field(default_factory=list)
+    """Names that clients may call it by where no keys are asked for, besides those that `origins` knows."""
+    origins: list[WebOrigin] = field(default_factory=list)
+    """Web pages of other sites that may send requests and read the answers."""
 
 
 class AdminSettings(Entry, frozen=True, kw_only=True):
@@ -71,6 +76,10 @@ class AdminSettings(Entry, frozen=True, kw_only=True):
     port: Port = 9090
     push_token: Secret | None = None
     """What POST requests must show as a bearer token; without one they are for this machine alone."""
+    read_token: Secret | None = None
+    """What GET requests must show, as a bearer token or as the password of Basic authentication; `push_token` does too.
+    Without one, whoever reaches the port may read. /health and /ready need none."""
+    tls: TlsSettings | None = None
     hosts: list[Host] = field(default_factory=list)
     """Names that it may be called by, beside `localhost` and any IP address."""
 
@@ -139,6 +148,8 @@ class LimitSettings(Entry, frozen=True, kw_only=True):
     """Of all requests together, from a body's first byte to its answer's last; those up to 64 KiB are not counted."""
     header_bytes: Size = field(name="headers", default=Size(64e3))
     connections: Limit = 4096
+    connections_per_address: Limit | None = None
+    """Of one IPv4 address or IPv6 /64 network; None: three quarters of `connections`."""
     in_flight: Limit = 2048
     queue: LimitOrNone = 512
     queue_wait_s: Wait = field(name="queue_wait", default=Wait(30.0))

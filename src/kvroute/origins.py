@@ -1,0 +1,69 @@
+"""Which web pages may use a port: checks of a request's Host and Origin, against DNS rebinding and cross-site requests.
+
+A browser lets any page send requests to any address. Its Origin header names the page's site. With DNS rebinding the
+page's own name leads to this machine, so that Origin and Host agree; that name is one of public DNS.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Collection
+from ipaddress import IPv4Address, IPv6Address, ip_address
+
+_PRIVATE = re.compile(r"(^|\.)(localhost|internal|svc|cluster\.local|home\.arpa)\Z")
+"""Names that no public DNS server answers for."""
+
+
+def host_name(host: str) -> str:
+    """The Host header without its port, lower-case; an IPv6 address without its brackets."""
+    host = host.strip().lower()
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0].rstrip(".")
+
+
+def address(text: str) -> IPv4Address | IPv6Address | None:
+    """The IP address that a text is, if it is one."""
+    try:
+        return ip_address(text)
+    except ValueError:
+        return None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a port that listens on this host is reached from this machine only."""
+    name = host_name(host) if host.startswith("[") else host.lower()
+    found = address(name.partition("%")[0])
+    return found.is_loopback if found is not None else name == "localhost" or name.endswith(".localhost")
+
+
+def is_own_name(name: str, known: Collection[str] = ()) -> bool:
+    """Whether no attacker can own this name: an IP address, a name without a dot, one of a private zone (`.svc`,
+    `.cluster.local`, `.internal`), this machine's, or one of `known` (lower-case)."""
+    if not name:
+        return False
+    if address(name) is not None or name in known or name == socket.gethostname().lower():
+        return True
+    return "." not in name or _PRIVATE.search(name) is not None
+
+
+def refusal(
+    host: str, origin: str | None, *, known: Collection[str], origins: Collection[str] = (), any_host: bool = False
+) -> str:
+    """Why a request is refused; empty: it is not.
+
+    Args:
+        host: the Host header.
+        origin: the Origin header, which browsers send with every request that may change something.
+        known: further names of this port, lower-case.
+        origins: pages of other sites that may use it, as `https://app.example`; `*`: all.
+        any_host: requests without an Origin may use any name.
+    """
+    if origin is not None and (origin in origins or "*" in origins):
+        return ""
+    if not (is_own_name(host_name(host), known) or (any_host and origin is None)):
+        return "unknown host name in the Host header"
+    if origin is not None and origin.partition("://")[2].lower() != host.strip().lower():
+        return "requests of other web pages are refused"
+    return ""

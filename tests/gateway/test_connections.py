@@ -1,0 +1,273 @@
+"""Who keeps a connection when there are too many: idle ones close, requests stay, and no address takes them all."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+import subprocess
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.gateway.test_door import HOST, LAST, answers, client, echo, open_door, run, talk
+from tests.waiting import becomes_true
+
+from kvroute.gateway.connections import BEGINNING, BUSY, IDLE, UNREAD, Connection, Connections, Entry, network_of
+from kvroute.gateway.deadlines import Deadlines
+from kvroute.gateway.door import Door, Limits
+from kvroute.gateway.exchange import Exchange
+
+GET = b"GET / HTTP/1.1\r\n"
+
+
+@dataclass(eq=False)
+class Held:
+    """A connection that does what a test says."""
+
+    address: str = "10.0.0.1"
+    state: int = IDLE
+    deadline_s: float = 0.0
+    closed: list[Held] = field(default_factory=list)
+
+    def waits_for(self) -> int:
+        return self.state
+
+    def expire(self, now: float) -> None: ...
+
+    def drain(self, idle_until_s: float) -> None: ...
+
+    def abort(self) -> None:
+        self.closed.append(self)
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("abc"), st.sampled_from([IDLE, BEGINNING, UNREAD, BUSY]), st.integers(0, 5)),
+        max_size=40,
+    ),
+    st.integers(1, 6),
+    st.integers(1, 6),
+)
+def test_room_is_made_by_the_longest_idle_and_never_by_a_request(
+    arrivals: list[tuple[str, int, int]], most: int, per_address: int
+) -> None:
+    """The law for any order of arrivals, a second apart: counts stay within the limits; who closes waits for less, or
+    for as long, as all others of those that it may take the place of; a refusal means that all of those are busy."""
+    connections = Connections()
+    closed: list[Held] = []
+    counted: list[Held] = []
+    for second, (address, state, deadline_s) in enumerate(arrivals):
+        new = Held(address, state, float(deadline_s), closed)
+        before = len(closed)
+        entry = connections.enter(new, most, per_address, float(second))
+        same = [held for held in counted if held.address == address]
+        rivals = same if len(same) >= per_address else counted
+        for gone in closed[before:]:
+            assert gone.state != BUSY
+            assert (gone.state, gone.deadline_s) == min((held.state, held.deadline_s) for held in rivals)
+            counted.remove(gone)
+        if entry is Entry.TAKEN:
+            counted.append(new)
+        else:
+            assert all(held.state == BUSY for held in rivals)
+        assert len(counted) <= most
+        assert sum(held.address == address for held in counted) <= per_address
+    for held in [*counted, *connections.all()]:
+        connections.leave(held)
+    assert len(connections) == 0
+
+
+def test_refusals_are_bounded_too() -> None:
+    connections = Connections()
+    assert connections.enter(Held(state=BUSY), 1, 9, 0.0) is Entry.TAKEN
+    entries = [connections.enter(Held(state=BUSY), 1, 9, 0.0) for _ in range(66)]
+    assert entries == [Entry.FULL] * 64 + [Entry.DROPPED] * 2
+    full: Connection = Held(state=BUSY)
+    assert Connections().enter(full, 1, 0, 0.0) is Entry.ADDRESS_FULL
+
+
+@pytest.mark.parametrize(
+    ("peer", "network"),
+    [
+        (("192.0.2.7", 1), "192.0.2.7"),
+        (("::ffff:192.0.2.7", 1, 0, 0), "192.0.2.7"),
+        (("2001:db8:1:2:3:4:5:6", 1, 0, 0), "2001:db8:1:2::"),
+        (("fe80::1%lo", 1, 0, 1), "fe80::"),
+        ("", ""),
+        (None, ""),
+    ],
+)
+def test_an_ipv6_host_is_one_address_whichever_of_its_own_it_uses(peer: object, network: str) -> None:
+    assert network_of(peer) == network
+
+
+def test_idle_connections_do_not_keep_others_out() -> None:
+    """A hundred of them, each behind an answered request, where the limit is a hundred; the oldest goes first."""
+
+    async def main() -> None:
+        async with open_door(echo, Limits(connections=100)) as (door, port):
+            idle = []
+            for _ in range(100):
+                streams = await asyncio.open_connection("127.0.0.1", port)
+                streams[1].write(GET + HOST + b"\r\n")
+                await streams[0].readuntil(b"}")
+                idle.append(streams)
+            for _ in range(5):
+                assert answers(await talk(port, GET + LAST + b"\r\n"))[0][0] == 200
+            assert await idle[0][0].read() == b""
+            idle[-1][1].write(GET + LAST + b"\r\n")
+            assert answers(await idle[-1][0].read())[0][0] == 200
+            assert door.connections <= 100
+            for _, writer in idle:
+                writer.close()
+
+    run(main())
+
+
+def test_requests_keep_their_connections_and_the_next_client_is_told_to_come_back() -> None:
+    async def main() -> None:
+        waiting: list[Exchange] = []
+        async with (
+            open_door(waiting.append, Limits(connections=2)) as (_, port),
+            client(port) as (first, one),
+            client(port) as (second, two),
+        ):
+            for writer in (one, two):
+                writer.write(GET + LAST + b"\r\n")
+            assert await becomes_true(lambda: len(waiting) == 2)
+            [(status, headers, body)] = answers(await talk(port, GET + LAST + b"\r\n"))
+            assert (status, headers[b"retry-after"]) == (503, b"1")
+            assert b"as many connections as it may" in body
+            for exchange in waiting:
+                echo(exchange)
+            assert answers(await first.read())[0][0] == answers(await second.read())[0][0] == 200
+
+    run(main())
+
+
+def test_one_address_does_not_take_all_connections() -> None:
+    """Its own idle ones make room, and where it has none it is refused; another address comes in."""
+
+    async def main() -> None:
+        waiting: list[Exchange] = []
+        async with (
+            open_door(waiting.append, Limits(connections=9, connections_per_address=2)) as (_, port),
+            client(port) as (idle, _),
+            client(port) as (_, one),
+            client(port) as (_, two),
+        ):
+            assert await idle.read() == b""
+            for writer in (one, two):
+                writer.write(GET + LAST + b"\r\n")
+            assert await becomes_true(lambda: len(waiting) == 2)
+            [(status, _, body)] = answers(await talk(port, GET + LAST + b"\r\n"))
+            assert status == 503
+            assert b"your address" in body
+            other = await asyncio.open_connection("127.0.0.1", port, local_addr=("127.0.0.2", 0))
+            other[1].write(GET + LAST + b"\r\n")
+            assert await becomes_true(lambda: len(waiting) == 3)
+            for exchange in waiting:
+                echo(exchange)
+            assert answers(await other[0].read())[0][0] == 200
+            other[1].close()
+
+    run(main())
+
+
+@pytest.fixture(scope="module")
+def tls(tmp_path_factory: pytest.TempPathFactory) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+    """Contexts of a server on 127.0.0.1 and of a client that trusts it."""
+    folder = tmp_path_factory.mktemp("tls")
+    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-keyout", "key.pem"]
+    command = ["openssl", "req", "-x509", *key, "-out", "cert.pem", "-days", "2", *names]
+    subprocess.run(command, cwd=folder, check=True, capture_output=True)
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server.load_cert_chain(folder / "cert.pem", folder / "key.pem")
+    return server, ssl.create_default_context(cafile=str(folder / "cert.pem"))
+
+
+async def comes_in(port: int, trusting: ssl.SSLContext) -> None:
+    """Be served over TLS, at once or when the flood has been accepted."""
+    while True:
+        try:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trusting)
+        except ConnectionError:
+            continue
+        writer.write(GET + LAST + b"\r\n")
+        assert answers(await reader.read())[0][0] == 200
+        writer.close()
+        with suppress(ConnectionError, ssl.SSLError):
+            await writer.wait_closed()
+        return
+
+
+@pytest.mark.parametrize("sent", [b"", b"\x16\x03\x01\x02\x00\x01"], ids=["nothing", "half-a-hello"])
+def test_handshakes_count_as_connections(tls: tuple[ssl.SSLContext, ssl.SSLContext], sent: bytes) -> None:
+    """Many that are never ended, where the limit is ten: a client that ends its own comes in."""
+    server, trusting = tls
+
+    async def main() -> None:
+        door = Door(echo, Limits(connections=10), deadlines=Deadlines(0.01))
+        port = await door.listen("127.0.0.1", 0, server)
+        silent = []
+        for _ in range(50):
+            each = socket.create_connection(("127.0.0.1", port))
+            each.sendall(sent)
+            silent.append(each)
+            await asyncio.sleep(0)
+        assert await becomes_true(lambda: 0 < door.connections <= 10)
+        await comes_in(port, trusting)
+        for each in silent:
+            each.close()
+        assert await becomes_true(lambda: door.connections == 0)
+        await door.drain(0)
+
+    run(main())
+
+
+@pytest.mark.parametrize("sent", [b"", b"\x16\x03\x01\x02\x00\x01"], ids=["nothing", "half-a-hello"])
+def test_a_handshake_has_a_deadline(tls: tuple[ssl.SSLContext, ssl.SSLContext], sent: bytes) -> None:
+    async def main() -> None:
+        door = Door(echo, Limits(header_s=0.05), deadlines=Deadlines(0.01))
+        port = await door.listen("127.0.0.1", 0, tls[0])
+        async with client(port) as (reader, writer):
+            writer.write(sent)
+            with suppress(ConnectionError):
+                assert await reader.read() == b""
+        assert await becomes_true(lambda: door.connections == 0)
+        await door.drain(0)
+
+    run(main())
+
+
+def test_draining_ends_handshakes(tls: tuple[ssl.SSLContext, ssl.SSLContext]) -> None:
+    async def main() -> None:
+        door = Door(echo, deadlines=Deadlines(0.01))
+        port = await door.listen("127.0.0.1", 0, tls[0])
+        async with client(port) as (_, one), client(port) as (_, _two):
+            one.write(b"\x16\x03\x01")
+            assert await becomes_true(lambda: door.connections == 2)
+            await door.drain(0.05, idle_s=0.0)
+            assert door.connections == 0
+
+    run(main())
+
+
+def test_a_name_is_listened_on_with_tls_too(tls: tuple[ssl.SSLContext, ssl.SSLContext], tmp_path: Path) -> None:
+    async def main() -> None:
+        door = Door(echo)
+        port = await door.listen("localhost", 0, tls[0])
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=tls[1])
+        writer.write(GET + LAST + b"\r\n")
+        assert answers(await reader.read())[0][0] == 200
+        writer.close()
+        with suppress(ConnectionError, ssl.SSLError):
+            await writer.wait_closed()
+        await door.drain(1, idle_s=0)
+
+    run(main())

@@ -1,0 +1,224 @@
+"""Web pages of other sites cannot use a port that asks for no key, and clients that are no browsers notice nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.gateway.foreign import completion, foreign, run, sides
+from tests.gateway.rig import CLUSTER, COMPLETIONS, Rig, rig
+
+from kvroute.gateway.deployment import Deployment
+from kvroute.gateway.keys import hash_text
+from kvroute.origins import is_loopback, is_own_name, refusal
+
+LISTEN = "  listen: {port: 0}\n"
+KEY = "kvr_alice"
+KEYS = f"  keys: {{known: {{alice: '{hash_text(KEY)}'}}}}\n"
+REBOUND = "evil.example:8080"
+PAGES = ("/v1/models", "/metrics", "/openapi.json", "/health", "/ready")
+OWN_NAMES = (
+    "localhost",
+    "localhost:8080",
+    "LOCALHOST",
+    "api.localhost",
+    "127.0.0.1:8080",
+    "10.1.2.3",
+    "[::1]:8080",
+    "kvroute",
+    "kvroute:8080",
+    "kvroute.team.svc",
+    "kvroute.team.svc.cluster.local:8080",
+    "gateway.internal",
+    socket.gethostname(),
+)
+
+
+async def told(port: int, host: str, *, method: str = "GET", path: str = "/v1/models", **headers: str) -> int:
+    """The status of an answer to a request that names `host`."""
+    lines = "".join(f"{name.replace('_', '-')}: {value}\r\n" for name, value in headers.items())
+    length = "Content-Length: 2\r\n" if method == "POST" else ""
+    data = f"{method} {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n{length}{lines}\r\n"
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(data.encode() + (b"{}" if method == "POST" else b""))
+    said = await reader.read()
+    writer.close()
+    await writer.wait_closed()
+    return int(said[9:12])
+
+
+def listening(settings: str, section: str = "") -> tuple[str, str]:
+    """A rig's arguments for a port with these settings."""
+    return section, CLUSTER.replace(LISTEN, f"  listen: {{port: 0, {settings}}}\n")
+
+
+@pytest.mark.parametrize("path", PAGES)
+def test_a_rebound_name_reads_nothing_on_loopback(path: str) -> None:
+    async def main() -> None:
+        async with rig() as gate:
+            port = gate.gateway.port
+            assert await told(port, REBOUND, path=path) == 403
+            for name in OWN_NAMES:
+                assert await told(port, name, path=path) == 200
+
+    run(main())
+
+
+def test_no_web_page_sends_a_completion() -> None:
+    """Neither by a request across sites, which needs no permission as plain text, nor by a name that is rebound; no
+    engine hears of it, and its connection ends before the body."""
+
+    async def main() -> None:
+        prefill, decode = sides("vllm")
+        async with foreign(prefill + decode) as front:
+            port = front.gateway.port
+            own = f"localhost:{port}"
+            for origin, host in (
+                ("https://evil.example", own),
+                ("http://localhost:1", own),
+                ("null", own),
+                ("", own),
+                (f"http://{REBOUND}", REBOUND),
+            ):
+                assert await told(port, host, method="POST", path=COMPLETIONS, Origin=origin) == 403
+            assert not any(engine.asked for engine in prefill + decode)
+            page = (await front.get("/metrics")).body.decode()
+            assert 'kvroute_rejects_total{reason="web_page"} 5\n' in page
+            # A page of its own, a client without a browser.
+            for headers in ({"Origin": front.url}, {}):
+                assert (await front.post(completion(), headers=headers)).status == 200
+
+    run(main())
+
+
+def test_beyond_loopback_any_name_will_do_without_an_origin() -> None:
+    """Who reaches the port may call it as they like; a browser's request that may change something names its page."""
+
+    async def main() -> None:
+        async with rig(*listening("host: 0.0.0.0")) as gate:
+            port = gate.gateway.port
+            assert await told(port, "gateway.example") == 200
+            assert await told(port, REBOUND, method="POST", path=COMPLETIONS, Origin=f"http://{REBOUND}") == 403
+
+    run(main())
+
+
+def test_names_and_pages_can_be_listed() -> None:
+    async def main() -> None:
+        listed = "hosts: [Gateway.Example], origins: ['https://app.example']"
+        async with rig(*listening(listed)) as gate:
+            port = gate.gateway.port
+            assert await told(port, "gateway.example:8080") == 200
+            assert await told(port, "other.example") == 403
+            preflight = {
+                "Origin": "https://app.example",
+                "Access-Control-Request-Method": "POST",
+                "Access-Control-Request-Headers": "authorization, content-type",
+            }
+            async with gate.session.options(gate.url + COMPLETIONS, headers=preflight) as response:
+                assert response.status == 204
+                assert response.headers["Access-Control-Allow-Origin"] == "https://app.example"
+                assert response.headers["Access-Control-Allow-Headers"] == "authorization, content-type"
+                assert "POST" in response.headers["Access-Control-Allow-Methods"]
+            answer = await gate.post(completion(stream=True), headers={"Origin": "https://app.example"})
+            assert answer.status == 200
+            assert answer.headers["access-control-allow-origin"] == "https://app.example"
+            assert (await gate.post(completion(), headers={"Origin": "https://other.example"})).status == 403
+            assert "access-control-allow-origin" not in (await gate.post(completion())).headers
+
+    run(main())
+
+
+def test_with_keys_names_and_pages_do_not_matter_and_metrics_are_closed() -> None:
+    """No page knows a key. The admin port has the metrics."""
+
+    async def main() -> None:
+        async with rig(KEYS) as gate:
+            port = gate.gateway.port
+            bearer = f"Bearer {KEY}"
+            assert await told(port, REBOUND, Authorization=bearer, Origin="https://a.example") == 200
+            assert await told(port, "localhost", path="/metrics") == 404
+            assert await told(port, "localhost", path="/metrics", Authorization=bearer) == 404
+            async with gate.session.get(f"{gate.admin}/metrics") as response:
+                assert response.status == 200
+        async with rig(*listening("metrics: true", KEYS)) as gate:
+            assert await told(gate.gateway.port, "localhost", path="/metrics") == 200
+
+    run(main())
+
+
+def test_a_reload_that_brings_keys_closes_metrics_and_opens_names() -> None:
+    """And the other way round; also on connections that were there before."""
+
+    async def statuses(gate: Rig) -> Sequence[int]:
+        found = []
+        for path, host in (("/metrics", "localhost"), ("/health", REBOUND)):
+            async with gate.session.get(gate.url + path, headers={"Host": host}) as response:
+                found.append(response.status)
+        return found
+
+    async def main() -> None:
+        async with rig() as gate:
+            endpoints = gate.fleet.ready().instances
+            for section, expected in (("", [200, 403]), (KEYS, [404, 200]), ("", [200, 403])):
+                made = Deployment.of(CLUSTER + section, "test.yaml", endpoints=endpoints)
+                assert await gate.gateway.reload(lambda made=made: made)  # type: ignore[misc]
+                assert await statuses(gate) == expected
+
+    run(main())
+
+
+@pytest.mark.parametrize("path", ["/emulator/restart", "/emulator/fault", "/reset_prefix_cache", COMPLETIONS])
+def test_no_web_page_gives_an_emulated_engine_orders(path: str) -> None:
+    async def main() -> None:
+        async with rig() as gate:
+            engine = gate.fleet.servers["prefill0"]
+            for origin, host in (("https://evil.example", f"127.0.0.1:{engine.port}"), (f"http://{REBOUND}", REBOUND)):
+                assert await told(engine.port, host, method="POST", path=path, Origin=origin) == 403
+            assert await told(engine.port, REBOUND, path="/metrics") == 403
+            assert await told(engine.port, f"127.0.0.1:{engine.port}", path="/metrics") == 200
+
+    run(main())
+
+
+LABEL = st.from_regex(r"[a-z0-9]([a-z0-9-]{0,8}[a-z0-9])?", fullmatch=True)
+PUBLIC = st.tuples(LABEL, LABEL, st.sampled_from(["com", "example", "dev", "local", "io"])).map(".".join)
+
+
+@given(PUBLIC, st.sampled_from(["", ":80", ":8080", "."]), st.booleans())
+def test_a_public_name_is_refused_whatever_it_looks_like(name: str, port: str, same: bool) -> None:
+    """Unless it is listed; with an Origin of its own, too."""
+    origin = f"http://{name}{port}" if same else None
+    for suffix in ("", ".evil.com"):
+        for prefix in ("", "localhost.", "127.0.0.1.", "a.svc."):
+            host = f"{prefix}{name}{suffix}{port}"
+            assert refusal(host, origin, known=())
+    assert not is_own_name(name) or name == socket.gethostname().lower()
+    assert not refusal(f"{name}{port}", origin, known={name})
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "[::1]", "localhost", "a.localhost"])
+def test_hosts_of_this_machine_only(host: str) -> None:
+    assert is_loopback(host)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "gateway.example", "localhost.example"])
+def test_hosts_that_other_machines_reach(host: str) -> None:
+    assert not is_loopback(host)
+
+
+def test_nothing_in_the_sources_reads_what_could_run_code() -> None:
+    """No pickle, eval, exec or full YAML: what comes in by any port is data."""
+    forbidden = ("import pickle", "pickle.load", "import marshal", "import shelve", "import dill", "yaml.load(")
+    forbidden += ("yaml.unsafe_load", "yaml.full_load", "allow_pickle=True", "torch.load(")
+    for path in Path("src/kvroute").rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        assert not [word for word in forbidden if word in text], path
+        assert not [line for line in text.splitlines() if line.lstrip().startswith(("eval(", "exec("))], path
+        assert " eval(" not in text, path
+        assert "=exec(" not in text.replace(" ", ""), path
