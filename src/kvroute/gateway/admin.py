@@ -93,7 +93,7 @@ class Admin:
         self.change(parts)
         self._runner: web.AppRunner | None = None
         self._listener: Listener | None = None
-        self._connections = connections or AdminConnections()
+        self._connections = AdminConnections() if connections is None else connections
 
     def change(self, parts: AdminParts) -> None:
         """Show and call these from now on."""
