@@ -123,11 +123,12 @@ def left(sock: socket.socket) -> bool:
     return True
 
 
-def test_a_stranger_cannot_announce_a_large_header() -> None:
-    """It is left at once, before the header has come."""
+def test_a_stranger_cannot_announce_a_large_header(caplog: pytest.LogCaptureFixture) -> None:
+    """It is left before the header has come, and the log says why."""
     with listening(TOKEN) as listener, socket.create_connection(("127.0.0.1", listener.port)) as sock:
         sock.sendall(struct.pack("!I", HANDSHAKE_BYTES_MAX + 1))
         assert left(sock)
+    assert f"a header of {HANDSHAKE_BYTES_MAX + 1} bytes; at most {HANDSHAKE_BYTES_MAX}" in caplog.text
 
 
 def test_a_handshake_has_one_deadline_for_all_of_it() -> None:

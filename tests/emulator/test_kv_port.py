@@ -79,17 +79,20 @@ def test_orders_survive_the_wire(key: str, target: str, cached_tokens: int, earl
 
 @pytest.mark.parametrize("begin", [b"", b"GET "], ids=["order", "query"])
 def test_a_stranger_may_not_send_a_long_line(begin: bytes) -> None:
-    """Its connection is broken off, and others are served."""
+    """Its connection is broken off at once, before that of one that came earlier and is silent; others are served."""
 
     async def check(sites: Sites) -> None:
         host, _, port = sites.fleet.ready().instances[AWAY].bootstrap.rpartition(":")
+        silent_reader, silent_writer = await asyncio.open_connection(host, int(port))
         reader, writer = await asyncio.open_connection(host, int(port))
         writer.write(begin + b"x" * LINE_BYTES_MAX)
         with suppress(ConnectionError):
             assert await reader.read() == b""
-        writer.close()
-        with suppress(ConnectionError):
-            await writer.wait_closed()
+        assert not silent_reader.at_eof()
+        for each in (writer, silent_writer):
+            each.close()
+            with suppress(ConnectionError):
+                await each.wait_closed()
         answers = await asyncio.gather(sites.decode("k"), sites.prefill("k"))
         assert [status for status, _ in answers] == [200, 200]
 

@@ -160,7 +160,7 @@ def test_a_damaged_block_changes_the_tokens_and_a_checksum_heals_it(pair: Pair) 
 @pytest.mark.parametrize(
     ("change", "fault", "reason"),
     [
-        pytest.param({"remote_request_id": "nobody"}, "", "unknown", id="unknown-request"),
+        pytest.param({"remote_request_id": "nobody else"}, "", "unknown", id="unknown-request"),
         pytest.param({"remote_port": 1}, "", "refused", id="nobody-listens"),
         pytest.param({}, "stall-layer-1", "timeout", id="stands-still"),
     ],

@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 ANSWER_TOKENS = 24
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": ANSWER_TOKENS}
 TOKENS = {"return_token_ids": True, "ignore_eos": True}
-WAIT_S = 60.0
+WAIT_S = 300.0
 FAILURES = "kvroute:kv_transfer_failures_total"
 
 
