@@ -13,11 +13,15 @@ from msgspec import inspect
 from kvroute.gateway.redaction import is_secret
 from kvroute.gateway.settings import GatewaySettings
 from kvroute.topology.schema import read_quantity
-from kvroute.topology.units import Duration, Size
+from kvroute.topology.units import Duration, Size, quantity
+from kvroute.types import InputError
 
 SECRETS = ("SECRET-0123456789abcdef", "sha256:" + "5ec7e7" * 10 + "5ec7")
 """A word that is fit to be a token, and one that is fit to be the hash of a key."""
-QUANTITIES: dict[type, tuple[str, ...]] = {Duration: ("1.25 s",), Size: ("1.5 MB",)}
+QUANTITIES: dict[type, tuple[str, ...]] = {
+    Duration: ("1.25 s", "1.25 h", "1.25 ms"),
+    Size: ("1.5 MB", "1.5 GB", "1.5 TB", "1.5 KB"),
+}
 
 
 def every_setting() -> dict[str, Any]:
@@ -61,6 +65,11 @@ def _fits(value: Any, form: inspect.Type) -> bool:
         at_least = form.ge if form.ge is not None else -math.inf
         at_most = form.le if form.le is not None else math.inf
         return isinstance(value, int | float) and whole and at_least <= value <= at_most
+    if isinstance(form, inspect.CustomType):
+        try:
+            quantity(form.cls, value)
+        except InputError:
+            return False
     return not isinstance(form, inspect.NoneType)
 
 

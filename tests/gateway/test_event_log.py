@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import stat
 import sys
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import uvloop
@@ -16,13 +18,32 @@ from tests.gateway.rig import CLUSTER, MODEL, rig
 from tests.waiting import HANGS_S
 
 from kvroute.cli.app import main
-from kvroute.control import ControlSpec, EventLog, LogHeader, read_log, replay, same, set_aside
+from kvroute.control import (
+    ControlSpec,
+    EventLog,
+    LogHashing,
+    LogHeader,
+    check_whole,
+    read_log,
+    remove_oldest,
+    replay,
+    same,
+    set_aside,
+)
 from kvroute.control.log import TERMS_ALL, TERMS_BEST, cheapest
-from kvroute.gateway.recording import Recording
+from kvroute.gateway.gateway import Deployment
+from kvroute.gateway.keys import hash_text
+from kvroute.gateway.openai import read_completion
+from kvroute.gateway.prompt import Prompts
+from kvroute.gateway.recording import LogBounds, Recording
+from kvroute.sim.workload import read as read_trace
 from kvroute.topology import parse
 from kvroute.types import Arrived, Decode, InputError, InstanceDown, Terms
 
 HEADER = LogHeader(cluster=CLUSTER, spec=ControlSpec())
+ROOMY = LogBounds(file_bytes=1e9, total_bytes=1e9)
+SMALL = LogBounds(file_bytes=20_000, total_bytes=100_000)
+TOKEN, KEY = "S3CRET-0123456789abcdef", hash_text("a client's key")
 
 
 def _decode(costs: list[float], feasible: list[bool], chosen: int) -> Decode:
@@ -75,25 +96,29 @@ def test_a_shortened_record_is_compared_as_far_as_it_goes(tmp_path: Path) -> Non
 
 
 def test_a_log_is_kept_when_another_begins(tmp_path: Path) -> None:
-    """One of them, beside it; nothing else ever gives way."""
+    """Beside it, under a number of its own; what is no log never gives way, and is never removed."""
     path, kept = tmp_path / "run.log", tmp_path / "run.log.1"
     assert set_aside(path) is None
     for at in (1.0, 2.0, 3.0):
-        assert set_aside(path) == (kept if at > 1 else None)
+        assert set_aside(path) == (tmp_path / f"run.log.{at - 1:.0f}" if at > 1 else None)
         with EventLog(path, HEADER) as log:
             log.write(InstanceDown(at, "d"), ())
-    assert [record.event.at for file in (path, kept) for record in read_log(file)[1]] == [3.0, 2.0]
-    kept.write_text("somebody's notes")
-    with pytest.raises(InputError, match=r"run.log.1: is there already and is no kvroute log"):
+    files = [kept, tmp_path / "run.log.2", path]
+    assert [record.event.at for file in files for record in read_log(file)[1]] == [1.0, 2.0, 3.0]
+    (tmp_path / "run.log.9").write_text("somebody's notes")
+    assert set_aside(path) == tmp_path / "run.log.10"
+    path.write_text("somebody's notes")
+    with pytest.raises(InputError, match=r"run.log: is there already and is no kvroute log"):
         set_aside(path)
-    assert path.exists()
+    assert remove_oldest(path, 0) == [kept, tmp_path / "run.log.2", tmp_path / "run.log.10"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["run.log", "run.log.9"]
 
 
 @pytest.mark.parametrize("how", ["write", "flush", "close"])
 def test_a_recording_gives_up_once_and_quietly(tmp_path: Path, how: str) -> None:
     """Whichever call finds that the disk is full; what it is told afterwards is dropped."""
     lost: list[str] = []
-    recording = Recording(tmp_path / "run.log", HEADER, "best", lambda: lost.append("lost"))
+    recording = Recording(tmp_path / "run.log", HEADER, "best", ROOMY, lambda: lost.append("lost"))
     with files_no_longer_than(10_000):
         for number in range(100_000 if how == "write" else 1_000):
             recording.write(InstanceDown(float(number), "d"), ())
@@ -106,7 +131,7 @@ def test_a_recording_gives_up_once_and_quietly(tmp_path: Path, how: str) -> None
     recording.flush()
     recording.close()
     header, records = read_log(tmp_path / "run.log")
-    assert header == HEADER
+    assert (header.cluster, header.spec, header.part) == (HEADER.cluster, HEADER.spec, 1)
     assert [record.event.at for record in records][:3] == [0.0, 1.0, 2.0]
 
 
@@ -173,3 +198,130 @@ def test_a_request_is_found_by_the_id_that_its_client_gave(
         ("wrong", None, 400, "completions"),
     ]
     assert all(line["client"] == "127.0.0.1" and line["seconds"] >= 0 for line in lines)
+
+
+def _many(recording: Recording, first: int, last: int) -> None:
+    for number in range(first, last):
+        recording.write(InstanceDown(float(number), "d"), ())
+        recording.flush()
+
+
+def test_a_log_goes_on_in_further_files_and_is_read_as_one(tmp_path: Path) -> None:
+    """None is larger than the bound by more than a record, only its owner may read them, and any of them stands for
+    all."""
+    path = tmp_path / "run.log"
+    recording = Recording(path, HEADER, "best", SMALL, lambda: None)
+    _many(recording, 0, 800)
+    recording.close()
+    files = sorted(tmp_path.iterdir(), key=lambda file: (file == path, file.name))
+    assert len(files) > 2
+    for file in files:
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        assert file.stat().st_size < SMALL.file_bytes + 200
+        header, records = read_log(file)
+        assert header.part == 1
+        check_whole(file, header)
+        assert [record.event.at for record in records] == [float(at) for at in range(800)]
+    files[1].rename(tmp_path / "elsewhere")
+    with pytest.raises(InputError, match=r"part 2 of this log is missing"):
+        read_log(path)
+
+
+def test_files_of_a_log_take_no_more_than_they_may(tmp_path: Path) -> None:
+    """The oldest go; the rest is read, and a replay says why it cannot be."""
+    path = tmp_path / "run.log"
+    recording = Recording(path, HEADER, "best", SMALL, lambda: None)
+    for last in range(1_000, 6_000, 1_000):
+        _many(recording, last - 1_000, last)
+        taken = sum(file.stat().st_size for file in tmp_path.iterdir())
+        assert taken <= SMALL.total_bytes + 200
+    recording.close()
+    header, records = read_log(path)
+    assert header.part > 1
+    times = [record.event.at for record in records]
+    assert times == [float(at) for at in range(int(times[0]), 5_000)]
+    assert len(times) > 500
+    with pytest.raises(InputError, match=rf"begins with its part {header.part}, and a replay starts from the first"):
+        check_whole(path, header)
+
+
+def test_another_log_takes_no_older_one_with_it(tmp_path: Path) -> None:
+    """A recording whose place another one has taken ends in its own file; none of them is lost, however many begin."""
+    path = tmp_path / "run.log"
+    recordings = []
+    for number in range(4):
+        recordings.append(Recording(path, HEADER, "best", SMALL, lambda: None))
+        _many(recordings[-1], 1_000 * number, 1_000 * number + 50)
+    for number, recording in enumerate(recordings):
+        _many(recording, 1_000 * number + 50, 1_000 * number + 300)
+        recording.close()
+    times = [{record.event.at // 1_000 for record in read_log(file)[1]} for file in tmp_path.iterdir()]
+    assert {frozenset(of_file) for of_file in times} == {frozenset((float(number),)) for number in range(4)}
+    lines = sum(len(file.read_bytes().splitlines()) - 1 for file in tmp_path.iterdir())
+    assert lines == 4 * 300
+
+
+@given(st.lists(st.integers(0, 2**64 - 1), max_size=40), st.binary(min_size=16, max_size=16))
+def test_logged_hashes_are_equal_where_the_blocks_are(blocks: list[int], key: bytes) -> None:
+    """Each for itself, so that what begins alike begins alike in the log; of another key, all are others."""
+    hashing = LogHashing(key)
+    keyed = hashing.blocks(tuple(blocks))
+    assert [hashing.blocks((block,))[0] for block in blocks] == list(keyed)
+    assert len(set(keyed)) == len(set(blocks))
+    assert hashing.blocks(tuple(blocks[:5])) == keyed[:5]
+    assert not blocks or LogHashing().blocks(tuple(blocks)) != keyed
+
+
+def test_the_hash_is_siphash() -> None:
+    """The published test vector for a message of eight bytes."""
+    message = int.from_bytes(bytes(range(8)), "little")
+    assert LogHashing(bytes(range(16))).blocks((message,)) == (0x93F5F5799A932462,)
+
+
+def test_a_live_log_tells_no_secret_and_no_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over a reload: no token, key or hash of one; the hashes that a guess at the prompt has are not in it, though two
+    equal prompts look equal; all logs are there, decide again, and are a workload."""
+    log = tmp_path / "events.log"
+    text = CLUSTER.replace("admin: {port: 0}", f"admin: {{port: 0, push_token: {TOKEN}}}")
+    section = f"  keys: {{known: {{anna: '{KEY}'}}}}\n  log: {{events: {log}}}\n"
+    prompt = "The number of the account is 123456, and nobody else may know it. " * 4
+    guess = Prompts()
+    read = read_completion(b"/v1/completions", msgspec.json.encode({"model": MODEL, "prompt": prompt}))
+    guessed = guess.blocks_now(read)
+    guess.close()
+    assert guessed is not None
+    assert guessed.blocks
+
+    async def run() -> None:
+        async with rig(section, text) as gate:
+            gate.session.headers["Authorization"] = "Bearer a client's key"
+            endpoints = gate.fleet.ready().instances
+            for reload in (True, True, False):
+                for _ in range(2):
+                    assert (await gate.ask(prompt)).status == 200
+                assert await gate.settles(), gate.leftovers()
+                if reload:
+                    assert await gate.gateway.reload(lambda: Deployment.of(text + section, "f", endpoints=endpoints))
+
+    uvloop.run(run())
+    files = [tmp_path / "events.log.1", tmp_path / "events.log.2", log]
+    assert sorted(tmp_path.iterdir()) == sorted(files)
+    shown = set()
+    for file in files:
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        octets = file.read_bytes()
+        assert not any(secret.encode() in octets for secret in (TOKEN, KEY, KEY.removeprefix("sha256:")))
+        assert not any(str(block).encode() in octets for block in guessed.blocks)
+        header, records = read_log(file)
+        control = header.spec.build(parse(header.cluster))
+        assert all(same(record.decisions, again) for record, again in replay(control, records))
+        asked = [record.event.request for record in read_log(file)[1] if isinstance(record.event, Arrived)]
+        assert len(asked) == 2
+        assert asked[0].blocks == asked[1].blocks
+        shown.add(asked[0].blocks)
+        assert len(read_trace(file).requests) == 2
+        monkeypatch.setattr(sys, "argv", ["kvroute", "replay", str(file)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert not ended.value.code
+    assert len(shown) == 3

@@ -29,12 +29,17 @@ def learned_at(log: Path, request: int, count: int) -> list[tuple[TierLearned, .
     found: list[tuple[TierLearned, ...] | None] = []
     if foreseeing(header.spec) is None:
         return [None] * count
+    if header.part > 1:
+        what = f"{log}: the beginning of the log was removed, so what foresight had learned is not known"
+        remarks().print(what, soft_wrap=True, highlight=False)
+        return [None] * count
     control = header.spec.build(parse(header.cluster, where=f"cluster in {log}"))
-    for number, record in enumerate(records, start=2):
+    for record in records:
         told = _told(record, request)
         learned = control.learned(record.event.at) if told else None
         if not _alike(control, record, told):
-            what = f"{log}:{number}: this version decides otherwise, so what foresight had learned by then is not known"
+            file, number = records.place
+            what = f"{file}:{number}: this version decides otherwise, so what foresight had learned is not known"
             remarks().print(what, soft_wrap=True, highlight=False)
             break
         found += [learned] * told

@@ -10,7 +10,7 @@ import msgspec
 import typer
 
 from kvroute.cli.output import console, print_json, remarks
-from kvroute.control import ShadowTally, is_cut, read_log, replay, same
+from kvroute.control import ShadowTally, check_whole, is_cut, read_log, replay, same
 from kvroute.topology import parse
 from kvroute.types import Decision, Decode, InputError
 
@@ -32,13 +32,14 @@ def replay_log(
     Example: [bold]kvroute replay run.log --shadow foresight[/bold]
     """
     header, records = read_log(log)
+    check_whole(log, header)
     if is_cut(log):
         remarks().print(f"{log}: the last line has no end and is left out: what followed is missing", soft_wrap=True)
     spec = msgspec.structs.replace(header.spec, shadow=shadow) if shadow else header.spec
     control = spec.build(parse(header.cluster, where=f"cluster in {log}"))
     tally = ShadowTally(spec.shadow)
     events = decisions = 0
-    differing: int | None = None
+    differing: tuple[Path, int] | None = None
     try:
         for record, again in replay(control, records):
             events += 1
@@ -49,20 +50,26 @@ def replay_log(
             if shadow:
                 again = _as_recorded(again, record.decisions)
             if differing is None and not same(record.decisions, again):
-                differing = events + 1
+                differing = records.place
     except InputError as error:
-        if error.where.startswith(f"{log}:"):
+        file, line = records.place
+        if error.where in (str(file), f"{file}:{line}"):
             raise
-        mend = "record the run again" if differing is None else f"the decisions differ from line {differing} on"
-        raise InputError(f"an event that cannot be: {error.what}", where=f"{log}:{events + 2}", mend=mend) from None
+        mend = "record the run again"
+        if differing is not None:
+            mend = f"the decisions differ from line {differing[1]} of {differing[0]} on"
+        raise InputError(f"an event that cannot be: {error.what}", where=f"{file}:{line}", mend=mend) from None
     if as_json:
         counted = {"events": events, "decisions": decisions}
         beside = {"shadow": msgspec.to_builtins(tally)} if tally.policy else {}
-        print_json(counted | {"equal": differing is None, "first_difference_line": differing} | beside)
+        at: dict[str, object] = {"first_difference_line": None, "first_difference_file": None}
+        if differing is not None:
+            at = {"first_difference_line": differing[1], "first_difference_file": str(differing[0])}
+        print_json(counted | {"equal": differing is None} | at | beside)
     elif differing is None:
         console().print(f"{events} events gave the same {decisions} decisions again, bit for bit.")
     else:
-        console().print(f"The decisions differ from line {differing} of {log} on.")
+        console().print(f"The decisions differ from line {differing[1]} of {differing[0]} on.", soft_wrap=True)
     if tally.policy and not as_json:
         console().print(_shadow_sentence(tally, spec.decode))
     if differing is not None:

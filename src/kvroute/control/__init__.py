@@ -6,14 +6,15 @@ from kvroute.control.log import (
     LogHeader,
     LogRecord,
     TermsKept,
-    check_place,
+    check_whole,
     is_cut,
-    is_log,
+    parts_of,
     read_log,
     replay,
     same,
-    set_aside,
 )
+from kvroute.control.log_files import bytes_beside, check_place, is_log, remove_oldest, set_aside
+from kvroute.control.log_hashing import LogHashing
 from kvroute.control.settings import ControlSettings
 from kvroute.control.shadow import ShadowTally
 from kvroute.control.spec import ControlSpec
@@ -25,14 +26,19 @@ __all__ = [
     "ControlSpec",
     "EventLog",
     "Load",
+    "LogHashing",
     "LogHeader",
     "LogRecord",
     "ShadowTally",
     "TermsKept",
+    "bytes_beside",
     "check_place",
+    "check_whole",
     "is_cut",
     "is_log",
+    "parts_of",
     "read_log",
+    "remove_oldest",
     "replay",
     "same",
     "set_aside",

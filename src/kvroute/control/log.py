@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Literal, TypeAlias
@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from kvroute.control.core import Control
+from kvroute.control.log_files import family, is_log, refuse_other_files
 from kvroute.control.spec import ControlSpec
 from kvroute.types import Convert, CopyPrefix, Decision, Decode, Event, InputError, Prefill, Reject, Terms
 
@@ -35,8 +36,12 @@ class LogHeader(msgspec.Struct, frozen=True, tag="kvroute-log", tag_field="log",
     """The first line of a log: what is needed to build the same core again."""
 
     cluster: str
-    """The cluster file's text."""
+    """The cluster file's text; of a live gateway without secrets."""
     spec: ControlSpec
+    log_id: str = ""
+    """The same in all parts of a log; empty where it has one part."""
+    part: int = 1
+    """Which part of the log this file is, counted from 1: it goes on where the one before ends."""
 
 
 def _plain(value: Any) -> Any:
@@ -49,7 +54,6 @@ def _plain(value: Any) -> Any:
 
 
 _ENCODER = msgspec.json.Encoder(enc_hook=_plain)
-_HEADER_START = b'{"log":"kvroute-log"'
 _RECORDS = msgspec.json.Decoder(LogRecord, dec_hook=lambda _type, value: np.asarray(value))
 _HEADERS = msgspec.json.Decoder(LogHeader)
 
@@ -60,22 +64,40 @@ class EventLog:
     Raises InputError where the file cannot be opened for writing, OSError where it takes no more later.
     """
 
-    def __init__(self, path: Path, header: LogHeader, *, terms: TermsKept = "all") -> None:
-        """Args: `terms` says whose terms of a decision are kept."""
-        _refuse_other_files(path)
+    def __init__(self, path: Path, header: LogHeader, *, terms: TermsKept = "all", mode: int = 0o666) -> None:
+        """
+        Args:
+            path: of the file.
+            header: its first line.
+            terms: says whose terms of a decision are kept.
+            mode: permissions of a file that is made, less the process's umask.
+        """
+        refuse_other_files(path)
         self._cuts = terms == "best"
         try:
-            self._file: IO[bytes] = path.open("wb", buffering=_BUFFER_BYTES)
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
+            self._file: IO[bytes] = os.fdopen(descriptor, "wb", buffering=_BUFFER_BYTES)
         except OSError as error:
             mend = "give a file in a folder that exists"
             raise InputError(f"cannot be written ({error.strerror})", where=str(path), mend=mend) from None
-        self._file.write(_ENCODER.encode(header) + b"\n")
+        self.nbytes = self._file.write(_ENCODER.encode(header) + b"\n")
+        """Written so far."""
 
     def write(self, event: Event, decisions: tuple[Decision, ...], name: str = "") -> int:
         """Append one record; how many bytes that was."""
         if self._cuts and decisions:
             decisions = tuple([cheapest(decision) for decision in decisions])
-        return self._file.write(_ENCODER.encode(LogRecord(event, decisions, name)) + b"\n")
+        nbytes = self._file.write(_ENCODER.encode(LogRecord(event, decisions, name)) + b"\n")
+        self.nbytes += nbytes
+        return nbytes
+
+    def is_at(self, path: Path) -> bool:
+        """Whether the file has this name still, and no other one has taken its place."""
+        own = os.fstat(self._file.fileno())
+        try:
+            return os.path.samestat(own, path.stat())
+        except FileNotFoundError:
+            return False
 
     def flush(self) -> None:
         """Hand what has been written to the system, for somebody who reads along."""
@@ -92,36 +114,6 @@ class EventLog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._file.close()
-
-
-def check_place(path: Path) -> None:
-    """Raises InputError where no log can be begun: no such folder, or something else is there already."""
-    _refuse_other_files(path)
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        why = "it is a folder" if path.is_dir() else "no such folder" if not path.parent.is_dir() else "not allowed"
-        raise InputError(f"cannot be written ({why})", where=str(path), mend="give a file in a folder that exists")
-
-
-def set_aside(path: Path) -> Path | None:
-    """Keep a log that stands where another one is to begin, under its name with `.1` at the end; one is kept.
-
-    Returns:
-        where it is now; None: there was none.
-
-    Raises:
-        InputError: what stands there, or at the other name, is no log, or cannot be renamed.
-    """
-    _refuse_other_files(path)
-    if not path.exists():
-        return None
-    kept = path.with_name(f"{path.name}.1")
-    _refuse_other_files(kept)
-    try:
-        path.replace(kept)
-    except OSError as error:
-        mend = "give a file in a folder that may be written"
-        raise InputError(f"cannot be renamed to {kept.name} ({error.strerror})", where=str(path), mend=mend) from None
-    return kept
 
 
 def cheapest(decision: Decision) -> Decision:
@@ -150,55 +142,101 @@ def cheapest(decision: Decision) -> Decision:
     )
 
 
-def _refuse_other_files(path: Path) -> None:
-    """A log may take the place of a log, never of a cluster file or a trace."""
-    try:
-        with path.open("rb") as old:
-            start = old.read(64)
-    except OSError:
-        return  # not there, or what is wrong shows when it is opened for writing
-    if start and not is_log(start):
-        raise InputError("is there already and is no kvroute log", where=str(path), mend="give another file")
-
-
-def is_log(start: bytes) -> bool:
-    """Whether a file that begins like this is an event log."""
-    return start.startswith(_HEADER_START)
-
-
 def is_cut(path: Path) -> bool:
     """Whether the last line of a log has no end, so that `read_log` leaves it out; the file must not be empty."""
-    with path.open("rb") as file:
+    with parts_of(path)[-1].open("rb") as file:
         file.seek(-1, os.SEEK_END)
         return file.read(1) != b"\n"
 
 
-def read_log(path: Path) -> tuple[LogHeader, Iterator[LogRecord]]:
-    """The header and, one by one, the records of a log; a broken line is named by file and line number. A last line
-    without its end is left out: somebody still writes it, or was killed over it."""
+def read_header(path: Path) -> LogHeader:
+    """The first line of one file of a log. Raises InputError where it cannot be read or is no log."""
     try:
-        octets = path.read_bytes()
+        with path.open("rb") as file:
+            line = file.readline()
     except OSError as error:
         raise InputError(f"cannot be read ({error.strerror})", where=str(path), mend=_LOG_MEND) from None
-    lines = octets.splitlines()
-    if not lines:
+    if not line:
         raise InputError("the log is empty", where=str(path), mend=_LOG_MEND)
     try:
-        header = _HEADERS.decode(lines[0])
+        return _HEADERS.decode(line)
     except msgspec.DecodeError as error:
-        why = f" of this version ({error})" if is_log(lines[0]) else ""
+        why = f" of this version ({error})" if is_log(line) else ""
         raise InputError(f"is not a kvroute log{why}", where=f"{path}:1", mend=_LOG_MEND) from None
-    return header, _records(path, lines[1:] if octets.endswith(b"\n") else lines[1:-1])
 
 
-def _records(path: Path, lines: Iterable[bytes]) -> Iterator[LogRecord]:
-    for number, line in enumerate(lines, start=2):
+def parts_of(path: Path) -> list[Path]:
+    """All files of the log that this file is a part of, in order, as far as they are there.
+
+    Raises:
+        InputError: it cannot be read or is no log, or a part between two others is missing.
+    """
+    header = read_header(path)
+    if not header.log_id:
+        return [path]
+    parts = {header.part: path}
+    for file in family(path):
         try:
-            yield _RECORDS.decode(line)
+            other = read_header(file)
+        except InputError:
+            continue
+        if other.log_id == header.log_id:
+            parts.setdefault(other.part, file)
+    for number in range(min(parts), max(parts)):
+        if number not in parts:
+            mend = f"put it back beside {path.name}"
+            raise InputError(f"part {number} of this log is missing", where=str(path), mend=mend)
+    return [parts[number] for number in sorted(parts)]
+
+
+def read_log(path: Path) -> tuple[LogHeader, Records]:
+    """The header and, one by one, the records of a log, whichever of its parts is given; a broken line is named by file
+    and line number. A last line without its end is left out: the log is still written, or its writer was killed.
+
+    Where the beginning of the log was removed, the header is that of the first part that is there (`header.part`).
+    """
+    files = parts_of(path)
+    return read_header(files[0]), Records(files)
+
+
+def check_whole(path: Path, header: LogHeader) -> None:
+    """Raises InputError where the log lacks its beginning, so that it cannot be replayed."""
+    if header.part > 1:
+        what = f"the log begins with its part {header.part}, and a replay starts from the first"
+        mend = "raise gateway.log.total_size to keep more, or reload the gateway to begin another log"
+        raise InputError(what, where=str(path), mend=mend)
+
+
+class Records:
+    """The records of a log, read one by one; `place` tells where the last one stands."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self.place = (files[0], 1)
+        """File and line."""
+        self._lines = self._read(files)
+
+    def __iter__(self) -> Records:
+        return self
+
+    def __next__(self) -> LogRecord:
+        line = next(self._lines)
+        try:
+            return _RECORDS.decode(line)
         except msgspec.DecodeError as error:
-            raise InputError(
-                f"broken record ({error})", where=f"{path}:{number}", mend="record the run again"
-            ) from None
+            file, number = self.place
+            what = f"broken record ({error})"
+            raise InputError(what, where=f"{file}:{number}", mend="record the run again") from None
+
+    def _read(self, files: Sequence[Path]) -> Iterator[bytes]:
+        for path in files:
+            try:
+                with path.open("rb") as file:
+                    for number, line in enumerate(file, start=1):
+                        self.place = (path, number)
+                        if number > 1 and line.endswith(b"\n"):
+                            yield line
+            except OSError as error:
+                raise InputError(f"cannot be read ({error.strerror})", where=str(path), mend=_LOG_MEND) from None
 
 
 def replay(control: Control, records: Iterable[LogRecord]) -> Iterator[tuple[LogRecord, tuple[Decision, ...]]]:

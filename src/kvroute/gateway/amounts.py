@@ -48,6 +48,14 @@ class Wait(Duration):
     range_text: ClassVar[str] = "between 1 ms and 24 h"
 
 
+class LogSize(Size):
+    """What files of a log may take: enough for the first line of a large cluster, and never without a bound."""
+
+    least: ClassVar[float] = 1e6
+    most: ClassVar[float] = 1e15
+    range_text: ClassVar[str] = "between 1 MB and 1000 TB"
+
+
 class MemorySize(Size):
     """Memory for a kind of work."""
 

@@ -14,6 +14,8 @@ from kvroute.gateway.offload_settings import EMULATED_HOOK, ConversionSection
 from kvroute.gateway.preflight import check_places, deployment_of
 from kvroute.gateway.prompt import Prompts
 from kvroute.gateway.reading import Limits
+from kvroute.gateway.recording import LogBounds
+from kvroute.gateway.redaction import redacted_file
 from kvroute.gateway.settings import GatewaySettings
 from kvroute.topology import Cluster
 from kvroute.topology.assembly import read_text
@@ -100,8 +102,14 @@ class Deployment:
 
     @property
     def log_header(self) -> LogHeader:
-        """The event log's first line."""
-        return LogHeader(cluster=self.text, spec=self.control_spec)
+        """The event log's first line: the cluster file without its secrets. A large file takes a second."""
+        return LogHeader(cluster=redacted_file(self.text, "the cluster file"), spec=self.control_spec)
+
+    @property
+    def log_bounds(self) -> LogBounds:
+        """How much the event log may take."""
+        log = self.settings.log
+        return LogBounds(file_bytes=float(log.file_bytes), total_bytes=float(log.total_bytes))
 
     @property
     def admission_limits(self) -> AdmissionLimits:

@@ -16,6 +16,7 @@ from pathlib import Path
 from msgspec.structs import fields, replace
 
 from kvroute.control import check_place
+from kvroute.gateway.amounts import LogSize
 from kvroute.gateway.headers import OUR_OWN
 from kvroute.gateway.keys import Keys
 from kvroute.gateway.listener import bound
@@ -26,6 +27,7 @@ from kvroute.topology import Cluster, FileError, InstanceEntry
 from kvroute.topology.assembly import examine
 from kvroute.topology.document import salvage_section
 from kvroute.topology.form import Key, Lines, nearest
+from kvroute.topology.units import quantity_text
 from kvroute.types import InputError, InputErrors, Instance, cannot_listen
 
 SECTION = "gateway"
@@ -193,6 +195,7 @@ def _placed(settings: GatewaySettings, folder: Path) -> GatewaySettings:
 def _faults(settings: GatewaySettings, lines: Lines, environ: Mapping[str, str] | None) -> Iterator[InputError]:
     yield from _policy_faults(settings, lines)
     yield from _oracle_faults(settings, lines)
+    yield from _log_faults(settings, lines)
     yield from offload_faults(settings, lines)
     if environ is not None:
         yield from _file_faults(settings, lines)
@@ -227,6 +230,14 @@ def _policy_faults(settings: GatewaySettings, lines: Lines) -> Iterator[FileErro
             TopologyConstraint.parse(settings.constraint)
         except InputError as error:
             yield lines.error(error.what, (SECTION, "constraint"), error.mend)
+
+
+def _log_faults(settings: GatewaySettings, lines: Lines) -> Iterator[FileError]:
+    log = settings.log
+    if log.total_bytes < 2 * log.file_bytes:
+        what = f"`total_size` ({quantity_text(log.total_bytes)}) holds fewer than two files of `file_size`"
+        mend = f"make `total_size` {quantity_text(LogSize(2 * log.file_bytes))} or more, or `file_size` smaller"
+        yield lines.error(what, (SECTION, "log", "total_size"), mend)
 
 
 def _oracle_faults(settings: GatewaySettings, lines: Lines) -> Iterator[FileError]:

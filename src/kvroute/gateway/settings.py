@@ -16,6 +16,7 @@ from kvroute.gateway.amounts import (
     Host,
     Limit,
     LimitOrNone,
+    LogSize,
     MemorySize,
     Number,
     Path,
@@ -229,6 +230,10 @@ class LogSettings(Entry, frozen=True, kw_only=True):
     """A line for each request."""
     events: str | None = None
     """The file that takes every event and decision, for `kvroute replay` and `kvroute explain`."""
+    file_bytes: LogSize = field(name="file_size", default=LogSize(64e6))
+    """Of the event log: a file that is larger gets a number at the end of its name, and the log goes on in another."""
+    total_bytes: LogSize = field(name="total_size", default=LogSize(1e9))
+    """Of all files of event logs under this name; beyond it the oldest are removed."""
     terms: TermsKept = "best"
     """Of more than 64 candidates the event log keeps the terms of the 16 cheapest and of the chosen one, or of all."""
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvroute.control import Control
+from kvroute.control import Control, LogHashing, LogHeader
 from kvroute.gateway.budget import RetryBudget
 from kvroute.gateway.cache_salt import CacheSalts
 from kvroute.gateway.callbacks import weakly
@@ -64,6 +64,16 @@ class Prepared:
     keys: Keys
     prompts: Prompts
     control: Control
+    log_header: LogHeader | None
+    """None: there is no event log."""
+
+
+def _log_header(deployment: Deployment) -> LogHeader | None:
+    """The first line of the event log, if there is to be one; what that log needs compiled is so then."""
+    if deployment.settings.log.events is None:
+        return None
+    LogHashing().blocks((0,))
+    return deployment.log_header
 
 
 class Succession:
@@ -75,7 +85,8 @@ class Succession:
         self._common = common
         self._prompts = deployment.prompts()
         try:
-            self.serving = self._made(deployment, self._prompts, deployment.core(), 0)
+            keys, core = Keys.of(deployment.settings.keys), deployment.core()
+            self.serving = self._made(Prepared(deployment, keys, self._prompts, core, _log_header(deployment)), 0)
         except InputError:
             self._prompts.close()
             raise
@@ -114,13 +125,14 @@ class Succession:
         if settings.listen.tls is not None:
             tls_context(settings.listen.tls)
         same = settings.prompt == self.deployment.settings.prompt
-        return Prepared(deployment, keys, self._prompts if same else deployment.prompts(), control)
+        header = _log_header(deployment)
+        return Prepared(deployment, keys, self._prompts if same else deployment.prompts(), control, header)
 
     def next(self, prepared: Prepared) -> Serving:
         """The cluster that may take over. Raises InputError where its event log cannot be begun."""
         try:
             number = self.serving.last_number + 1
-            return self._made(prepared.deployment, prepared.prompts, prepared.control, number)
+            return self._made(prepared, number)
         except InputError:
             if prepared.prompts is not self._prompts:
                 prepared.prompts.close()
@@ -210,10 +222,18 @@ class Succession:
         if self._handover is not None:
             self._handover.heard(event)
 
-    def _made(self, deployment: Deployment, prompts: Prompts, control: Control, first_number: int) -> Serving:
+    def _recording(self, prepared: Prepared) -> Recording | None:
+        deployment, header = prepared.deployment, prepared.log_header
+        log = deployment.settings.log
+        if log.events is None or header is None:
+            return None
+        lost = self._common.metrics.log_lost
+        return Recording(Path(log.events), header, log.terms, deployment.log_bounds, lost)
+
+    def _made(self, prepared: Prepared, first_number: int) -> Serving:
+        deployment, prompts, control = prepared.deployment, prepared.prompts, prepared.control
         cluster, settings, common = deployment.cluster, deployment.settings, self._common
         key = os.environ.get(settings.upstream_key_env or "", "").encode()
-        log, lost = settings.log, common.metrics.log_lost
         serving = Serving(
             cluster,
             control,
@@ -224,10 +244,10 @@ class Succession:
             metrics=common.metrics,
             state=common.state,
             tracer=common.tracer,
-            events=Recording(Path(log.events), deployment.log_header, log.terms, lost) if log.events else None,
+            events=self._recording(prepared),
             rooms=common.rooms,
             lag=common.lag,
-            engine_key=key if Keys.of(settings.keys).required else None,
+            engine_key=key if prepared.keys.required else None,
             on_end=common.on_end,
             first_number=first_number,
         )

@@ -15,7 +15,8 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
-from kvroute.control import is_log
+from kvroute.control import is_log, parts_of
+from kvroute.control.log_files import HEADER_START as _LOG_START
 from kvroute.sim.workload.agent_lines import is_session, session
 from kvroute.sim.workload.agents import Agents, Session
 from kvroute.sim.workload.event_log import RecordedRequests
@@ -143,8 +144,25 @@ def _rows(path: Path) -> Rows:
         files = sorted(each for each in path.iterdir() if each.name.endswith((".json", ".json.zst", ".json.gz")))
         if not files:
             raise InputError("cannot be read: a folder without .json files", where=str(path), mend=_CONTENT_MEND)
+    elif _is_log_file(path):
+        files = parts_of(path)
+        yield str(files[0]), _LOG_START
+        for file in files:
+            lines = enumerate(lines_of(file), 1)
+            next(lines, None)
+            yield from ((f"{file}:{number}", line) for number, line in lines if line.strip())
+        return
     for file in files:
         yield from ((f"{file}:{number}", line) for number, line in enumerate(lines_of(file), 1) if line.strip())
+
+
+def _is_log_file(path: Path) -> bool:
+    """Whether an event log stands there, uncompressed, so that all of its parts can be read."""
+    try:
+        with path.open("rb") as file:
+            return is_log(file.read(64))
+    except OSError:
+        return False  # what is wrong is said by whoever reads it
 
 
 def _requests(

@@ -1,0 +1,100 @@
+"""Block hashes as an event log shows them: keyed anew for each log, so that a reader cannot test guesses of a prompt.
+
+Equal hashes stay equal and different ones different, so that a log replays as it was recorded; without the key nothing
+else can be learned from them. SipHash-2-4 (Aumasson and Bernstein 2012) of each 64-bit hash, with a key of 128 bits.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from typing import TypeVar, cast
+
+import msgspec
+import numba
+import numpy as np
+import numpy.typing as npt
+
+from kvroute.types import Arrived, CopyPrefix, Decision, Event, KvEvicted, KvStored
+
+Function = TypeVar("Function", bound=Callable[..., object])
+Hashes = npt.NDArray[np.uint64]
+
+KEY_BYTES = 16
+_INITIAL = (0x736F6D6570736575, 0x646F72616E646F6D, 0x6C7967656E657261, 0x7465646279746573)
+_LENGTH_BLOCK = np.uint64(8 << 56)
+"""The last block of a message of eight bytes."""
+_FINAL = np.uint64(0xFF)
+_13, _16, _17, _21, _32 = (np.uint64(bits) for bits in (13, 16, 17, 21, 32))
+_51, _48, _47, _43 = (np.uint64(64 - bits) for bits in (13, 16, 17, 21))
+
+
+def _compiled(function: Function) -> Function:
+    return cast(Function, numba.njit(cache=True, error_model="numpy")(function))
+
+
+@_compiled
+def _siphash(messages: Hashes, start: Hashes, out: Hashes) -> None:
+    """Fill `out` [n]: SipHash-2-4 of each of `messages` [n], from the key's four starting words `start` [4]."""
+    for i in range(len(messages)):
+        message = messages[i]
+        v0, v1, v2, v3 = start[0], start[1], start[2], start[3] ^ message
+        for step in range(8):
+            if step == 2:
+                v0 ^= message
+                v3 ^= _LENGTH_BLOCK
+            elif step == 4:
+                v0 ^= _LENGTH_BLOCK
+                v2 ^= _FINAL
+            v0 += v1
+            v1 = ((v1 << _13) | (v1 >> _51)) ^ v0
+            v0 = (v0 << _32) | (v0 >> _32)
+            v2 += v3
+            v3 = ((v3 << _16) | (v3 >> _48)) ^ v2
+            v0 += v3
+            v3 = ((v3 << _21) | (v3 >> _43)) ^ v0
+            v2 += v1
+            v1 = ((v1 << _17) | (v1 >> _47)) ^ v2
+            v2 = (v2 << _32) | (v2 >> _32)
+        out[i] = v0 ^ v1 ^ v2 ^ v3
+
+
+class LogHashing:
+    """Rewrites the block hashes of what is logged with one key, which is kept nowhere else."""
+
+    def __init__(self, key: bytes | None = None) -> None:
+        """Args: `key` of KEY_BYTES; None: a random one."""
+        key = secrets.token_bytes(KEY_BYTES) if key is None else key
+        assert len(key) == KEY_BYTES
+        words = np.frombuffer(key, dtype="<u8").astype(np.uint64)
+        self._start: Hashes = np.array(_INITIAL, dtype=np.uint64) ^ np.array([*words, *words], dtype=np.uint64)
+
+    def blocks(self, blocks: tuple[int, ...]) -> tuple[int, ...]:
+        """Unsigned 64-bit numbers, each for itself."""
+        if not blocks:
+            return blocks
+        out: Hashes = np.empty(len(blocks), dtype=np.uint64)
+        _siphash(np.array(blocks, dtype=np.uint64), self._start, out)
+        return tuple(out.tolist())
+
+    def event(self, event: Event) -> Event:
+        """The event with its block hashes keyed."""
+        match event:
+            case Arrived(request=request):
+                keyed = msgspec.structs.replace(request, blocks=self.blocks(request.blocks))
+                return msgspec.structs.replace(event, request=keyed)
+            case KvStored() | KvEvicted():
+                return msgspec.structs.replace(event, blocks=self.blocks(event.blocks))
+            case _:
+                return event
+
+    def decisions(self, decisions: tuple[Decision, ...]) -> tuple[Decision, ...]:
+        """The decisions with their block hashes keyed."""
+        if not any(isinstance(decision, CopyPrefix) for decision in decisions):
+            return decisions
+        return tuple(
+            msgspec.structs.replace(decision, blocks=self.blocks(decision.blocks))
+            if isinstance(decision, CopyPrefix)
+            else decision
+            for decision in decisions
+        )
