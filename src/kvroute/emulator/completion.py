@@ -67,7 +67,7 @@ async def complete(
     """
     fault = faults.strikes("prefill" if ask.leg == "prefill" else "decode", await request.read())
     if fault is not None and not (fault.after_tokens and ask.leg != "prefill"):
-        await _fail(fault)
+        await fail(fault)
     _check_length(ask, engine)
     completion = Completion.of(ask, engine, fault, request.headers.get("X-Request-Id", ""))
     try:
@@ -86,7 +86,7 @@ def _check_length(ask: Ask, engine: Engine) -> None:
             raise Refusal(f"This model's maximum context length is {engine.context_tokens} tokens; {what}")
 
 
-async def _fail(fault: Fault) -> None:
+async def fail(fault: Fault) -> None:
     """Fail as ordered; a request that hangs does so until its client leaves."""
     if fault.status == "hang":
         await asyncio.get_running_loop().create_future()
@@ -256,7 +256,7 @@ class Completion:
         fault = self.fault
         await self.bell.until(lambda: self.output_tokens > sent or self._answered())
         if fault is not None and self.output_tokens >= fault.after_tokens:
-            await _fail(fault)
+            await fail(fault)
 
     async def whole(self) -> web.Response:
         """The answer in one piece."""

@@ -10,7 +10,7 @@ from aiohttp import web
 
 from kvroute.emulator.answer import usage
 from kvroute.emulator.ask import Kind, read_ask
-from kvroute.emulator.completion import JSON, complete
+from kvroute.emulator.completion import JSON, complete, fail
 from kvroute.emulator.counters import Load, metrics_page
 from kvroute.emulator.faults import Fault
 from kvroute.emulator.kv_events import AllBlocksCleared
@@ -96,7 +96,10 @@ async def _models(server: InstanceServer, _: web.BaseRequest) -> web.StreamRespo
     return _json({"object": "list", "data": [card | {"max_model_len": server.engine.context_tokens}]})
 
 
-async def _health(_: InstanceServer, __: web.BaseRequest) -> web.StreamResponse:
+async def _health(server: InstanceServer, _: web.BaseRequest) -> web.StreamResponse:
+    fault = server.faults.strikes("health")
+    if fault is not None:
+        await fail(fault)
     return web.Response()
 
 

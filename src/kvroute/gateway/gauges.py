@@ -17,6 +17,7 @@ from kvroute.gateway.view import (
     Load,
     OffloadLoad,
     OracleLoad,
+    PanicLoad,
     ReviewLoad,
     SiteLoad,
 )
@@ -55,6 +56,16 @@ def load_of(
         oracle=_oracle(serving, now),
         foresight=_foresight(serving, now),
         offload=_offload(serving, conversions, now),
+        panics=tuple(
+            PanicLoad(
+                model=each.model,
+                role=each.role,
+                active=each.state.active,
+                available=each.state.available,
+                instances=each.state.instances,
+            )
+            for each in serving.panics.sets
+        ),
         instances=instances,
     )
 

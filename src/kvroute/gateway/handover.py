@@ -52,13 +52,14 @@ class Handover:
             link.name for link in new.cluster.links
         ]:
             new.heard(telemetry)
+        new.panics.inherit(old.panics)
         for name in self._stay:
             before, after = old.stations[name], new.stations[name]
             if old.settings.measure == new.settings.measure:
                 after.measures = before.measures
             if old.settings.breaker == new.settings.breaker:
                 after.guard.breaker = before.guard.breaker  # what is under way still counts in it
-            after.guard.set_healthy(before.guard.healthy, now)
+            after.guard.set_healthy(before.guard.healthy, now, present=before.guard.present)
             measured = old.measured.get(name)
             if measured is not None:
                 new.measured[name] = measured

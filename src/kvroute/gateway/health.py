@@ -59,7 +59,7 @@ class HealthChecks:
         """
         Args:
             names, pool_of, interval_s, timeout_s, lag, on_discard: see `Poller`.
-            on_change: (instance, whether it is up, when), only on a change.
+            on_change: (instance, whether it is up, when), only on a change of that or, while it is down, of `present`.
             now: the clock of `on_change`.
             failures, successes: see `Health`.
             known: whether an instance is up, as `known` of other checks said.
@@ -69,6 +69,9 @@ class HealthChecks:
         self._on_change = on_change
         self._now = now
         self._why: dict[str, str] = {}
+        self._passed = set(known)
+        """Instances that have passed a check, or are known from before."""
+        self._absent = {name for name, up in known.items() if not up}
         self._poller = Poller(
             names,
             pool_of,
@@ -92,6 +95,10 @@ class HealthChecks:
         """What the checks say of an instance."""
         return self._health[name].up
 
+    def present(self, name: str) -> bool:
+        """Whether a process listens there, as far as is known, and has passed a check before."""
+        return name not in self._absent
+
     def why(self, name: str) -> str:
         """What was wrong with the last check; empty if nothing."""
         return self._why.get(name, "")
@@ -108,5 +115,13 @@ class HealthChecks:
     def _answered(self, name: str, answer: Answer) -> None:
         well = 200 <= answer.status < 300
         self._why[name] = "" if well else answer.failure or f"HTTP status {answer.status}"
-        if self._health[name].heard(well):
-            self._on_change(name, well, self._now())
+        if well:
+            self._passed.add(name)
+        was_present = self.present(name)
+        if well or (name in self._passed and not answer.refused):
+            self._absent.discard(name)
+        else:
+            self._absent.add(name)
+        health = self._health[name]
+        if health.heard(well) or (not health.up and self.present(name) != was_present):
+            self._on_change(name, health.up, self._now())

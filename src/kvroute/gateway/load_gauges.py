@@ -18,6 +18,7 @@ _READY = Family("gauge", "kvroute_ready", "1 while the gateway takes requests.")
 _IN_FLIGHT = Family("gauge", "kvroute_requests_in_flight", "Requests admitted and not over.")
 _QUEUED = Family("gauge", "kvroute_requests_queued", "Requests waiting at the door.")
 _CONNECTIONS = Family("gauge", "kvroute_client_connections", "Open client connections.")
+_PANIC = Family("gauge", "kvroute_panic", "1 while health checks and breakers are ignored.", ("model", "role"))
 _TRANSFERRING = Family("gauge", "kvroute_transfers_in_flight", "Own KV transfers under way.", ("tier",))
 _ORACLE_AGE = Family("gauge", "kvroute_oracle_age_seconds", "Age of the last telemetry.", ("source",))
 _CONGESTION = Family("gauge", "kvroute_oracle_congestion_ratio", "Congestion as believed now.", ("tier",))
@@ -89,6 +90,7 @@ def load_gauges(
     yield _QUEUED, [((), load.queued)]
     yield _CONNECTIONS, [((), load.connections)]
     yield _TRANSFERRING, [((label,), count) for label, count in zip(TIER_LABELS, transferring, strict=True)]
+    yield _PANIC, [((each.model, each.role), int(each.active)) for each in load.panics]
     oracle = load.oracle
     yield _ORACLE_AGE, [((oracle.source,), oracle.age_s)] if oracle.age_s is not None else []
     yield _CONGESTION, [((label,), share) for label, share in zip(TIER_LABELS, oracle.congestion, strict=True)]

@@ -21,7 +21,18 @@ FIELDS = frozenset(
         *("request_id", "trace_id", "endpoint", "status", "seconds", "ttft_s", "client", "key_name", "model"),
         *("instance", "source", "target", "leg", "kind", "reason", "attempt", "tier", "kv_bytes", "input_tokens"),
         *("policy", "cluster", "instances", "file", "url", "address", "count", "age_s", "version", "signal", "dropped"),
-        *("number", "field", "site", "role", "verdict", "binding", "gain", "rate_per_s", "lambda_max_per_s"),
+        *(
+            "number",
+            "field",
+            "site",
+            "role",
+            "verdict",
+            "binding",
+            "gain",
+            "rate_per_s",
+            "lambda_max_per_s",
+            "available",
+        ),
     }
 )
 """A new field is a decision: it must not carry what users wrote, nor a secret."""

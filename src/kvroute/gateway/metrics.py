@@ -84,6 +84,7 @@ class Metrics:
         self._relayed_bytes = Counter("kvroute_relayed_bytes_total", "Answer bytes relayed to clients.")
         self._lag_s = Histogram("kvroute_event_loop_lag_seconds", "How late the event loop runs a timer.", _LAG_S)
         self._discarded = Counter("kvroute_health_checks_discarded_total", "Timeouts of a late loop.", ("engine",))
+        self._panics = Counter("kvroute_panics_total", "Panics that have begun.", ("model", "role"))
         self._kv_events = Counter("kvroute_kv_events_total", "KV event batches from engines.", ("engine",))
         self._kv_gaps = Counter("kvroute_kv_event_gaps_total", "Gaps in an engine's KV events.", ("engine",))
         self._log_bytes = Counter("kvroute_log_bytes_total", "Bytes written to the event log.")
@@ -210,6 +211,10 @@ class Metrics:
     def health_check_discarded(self, instance: str) -> None:
         """A health check timed out because the event loop was late: it says nothing about the engine."""
         self._discarded.add((instance,))
+
+    def panicked(self, model: str, role: str) -> None:
+        """Health checks and breakers of a role are ignored from now on."""
+        self._panics.add((model, role))
 
     def kv_events(self, instance: str, batches: int = 1) -> None:
         """Batches of KV events were taken in."""

@@ -21,6 +21,7 @@ from kvroute.gateway.logs import access, note
 from kvroute.gateway.loop_lag import LoopLag
 from kvroute.gateway.metrics import Leg, Metrics
 from kvroute.gateway.openai import Completion
+from kvroute.gateway.panic import Panics, PanicSet
 from kvroute.gateway.prompt import Prompts
 from kvroute.gateway.state import ClusterState
 from kvroute.gateway.station import Station
@@ -87,6 +88,8 @@ class Serving:
         self.prompts, self.budget, self.metrics, self.state = prompts, budget, metrics, state
         self.tracer, self.events, self.lag = tracer, events, lag
         self.stations: dict[str, Station] = {}
+        self.panics = Panics({}, 0.0, lambda _: None)
+        """Where health checks and breakers are ignored."""
         self.ways: Ways | None = None
         """Where prefills may leave their datacenter."""
         self.salts: CacheSalts | None = None
@@ -153,6 +156,16 @@ class Serving:
             reason = {} if up else {"reason": self.stations[name].guard.why or "breaker"}
             note("info" if up else "warning", "instance_up" if up else "instance_down", instance=name, **reason)
         self.tell(InstanceUp(now, name) if up else InstanceDown(now, name))
+
+    def panicked(self, panicking: PanicSet) -> None:
+        """A panic has begun or is over."""
+        state, model, role = panicking.state, panicking.model, panicking.role
+        figures = {"available": state.available, "instances": state.instances}
+        if state.active:
+            self.metrics.panicked(model, role)
+            note("warning", "panic_begun", model=model, role=role, **figures)
+        else:
+            note("warning", "panic_over", model=model, role=role, **figures)
 
     def heard(self, event: Event) -> None:
         """A watcher's word: engines' load, caches and transfers, the network's congestion."""
@@ -282,6 +295,7 @@ class Serving:
     def close(self) -> None:
         """No more requests."""
         self.landings.close()
+        self.panics.close()
         for task in self._tasks:
             task.cancel()
         for station in self.stations.values():

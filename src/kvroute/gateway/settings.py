@@ -202,6 +202,8 @@ class HealthSettings(Entry, frozen=True, kw_only=True):
     interval_s: Wait = field(name="interval", default=Wait(2.0))
     timeout_s: Wait = field(name="timeout", default=Wait(2.0))
     failures: Annotated[int, Meta(ge=1, le=1000)] = 2
+    panic: Share = 0.5
+    """Where fewer than this share of a role's instances are available, health checks and breakers are ignored."""
 
 
 class ScrapeSettings(Entry, frozen=True, kw_only=True):

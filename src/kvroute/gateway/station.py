@@ -28,6 +28,13 @@ class Guard:
     def __init__(self, name: str, breaker: Breaker, on_change: Callable[[str, bool, float], None]) -> None:
         self.name, self.breaker, self.healthy = name, breaker, True
         self.up = True
+        self.present = True
+        """False: no process listens there, or none has passed a health check yet."""
+        self.ignored = False
+        """Health checks and breaker are ignored: a panic."""
+        self.on_available: Callable[[float], None] | None = None
+        """Is told when, on every change of `available` or `counted`."""
+        self._seen = (True, True)
         self._held: set[str] = set()
         self._tried = False
         """Whether its breaker is anything but closed, so that every word counts."""
@@ -67,10 +74,26 @@ class Guard:
         if self._tried:
             self.look(now)
 
-    def set_healthy(self, healthy: bool, now: float) -> None:
-        """What the health checks say."""
-        self.healthy = healthy
+    def set_healthy(self, healthy: bool, now: float, *, present: bool = True) -> None:
+        """What the health checks say; see `present`."""
+        self.healthy, self.present = healthy, present
         self.look(now)
+
+    def ignore_checks(self, ignored: bool, now: float) -> None:
+        """Whether health checks and breaker are ignored from now on."""
+        if ignored != self.ignored:
+            self.ignored = ignored
+            self.look(now)
+
+    @property
+    def available(self) -> bool:
+        """Whether health checks and breaker agree that it serves; a half-open breaker does not."""
+        return self.healthy and not self._held and not self._tried
+
+    @property
+    def counted(self) -> bool:
+        """Whether the panic threshold counts it: it is not administratively down, and its process listens."""
+        return not self._held and (self.present or self.healthy)
 
     def hold(self, why: str, now: float) -> None:
         """Hold it back, for this reason among others, until `let_go`."""
@@ -90,7 +113,13 @@ class Guard:
     def look(self, now: float) -> None:
         """See whether anything has changed; called now and then too, for a breaker opens its door with time."""
         self._tried = self.breaker.state(now) != "closed"
-        up = self.healthy and not self._held and (not self._tried or self.breaker.allows(now))
+        seen = self.available, self.counted
+        if seen != self._seen:
+            self._seen = seen
+            if self.on_available is not None:
+                self.on_available(now)  # before anything is told: a panic may keep this instance up
+        well = self.healthy and (not self._tried or self.breaker.allows(now))
+        up = not self._held and (well or (self.ignored and self.present))
         if up != self.up:
             self.up = up
             self._on_change(self.name, up, now)

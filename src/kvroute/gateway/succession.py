@@ -24,6 +24,7 @@ from kvroute.gateway.keys import Keys
 from kvroute.gateway.logs import note
 from kvroute.gateway.loop_lag import LoopLag
 from kvroute.gateway.metrics import Metrics
+from kvroute.gateway.panic import Panics
 from kvroute.gateway.preflight import tls_context
 from kvroute.gateway.prompt import Prompts
 from kvroute.gateway.recording import Recording
@@ -168,6 +169,7 @@ class Succession:
         for serving in self.clusters:
             for station in serving.stations.values():
                 station.guard.look(now)
+            serving.panics.look(now)
             if serving.ways is not None:
                 serving.ways.look(now)
             if serving.events is not None:
@@ -255,6 +257,7 @@ class Succession:
         serving.salts = CacheSalts.of(settings.cache_salt, settings.keys, secret)
         exact, deadlines = prompts.exact, common.deadlines
         serving.stations = stations_of(cluster, settings, weakly(serving.changed), deadlines, exact=exact)
+        serving.panics = Panics(serving.stations, settings.health.panic, weakly(serving.panicked))
         if settings.offload is not None:
             scrape_s = float(settings.scrape.interval_s)
             serving.ways = Ways(cluster, serving.stations, settings.offload.way, scrape_s=scrape_s)

@@ -122,6 +122,18 @@ class OffloadLoad(msgspec.Struct, frozen=True, kw_only=True):
     review: ReviewLoad | None = None
 
 
+class PanicLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """How many instances of one model that serve one role are available."""
+
+    model: str
+    role: Literal["prefill", "decode"]
+    active: bool
+    """Health checks and breakers are ignored, for too few are."""
+    available: int
+    instances: int
+    """That are counted: neither held nor without a process that listens."""
+
+
 class Load(msgspec.Struct, frozen=True, kw_only=True):
     """The gauges of the whole gateway at one time."""
 
@@ -135,6 +147,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     """None: neither the policy nor the one in the shadow is foresight."""
     offload: OffloadLoad | None = None
     """None: prefills do not leave their datacenter by plan."""
+    panics: tuple[PanicLoad, ...] = ()
     instances: tuple[InstanceLoad, ...] = ()
 
 

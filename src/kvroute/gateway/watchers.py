@@ -142,4 +142,4 @@ class Watchers:
     def _health_changed(self, name: str, healthy: bool, at: float) -> None:
         if not healthy:
             note("warning", "health_check_failed", instance=name, reason=self._health.why(name))
-        self._serving.stations[name].guard.set_healthy(healthy, at)
+        self._serving.stations[name].guard.set_healthy(healthy, at, present=self._health.present(name))

@@ -26,6 +26,12 @@ function tick(data) {
     $("map-note").textContent = note;
     $("map").setAttribute("aria-label", `${layout.name}: ${note}`);
   }
+  const panics = (load.panics ?? []).filter((each) => each.active).map((each) => `${each.role} (${each.available} of ${each.instances} available)`);
+  const panic = panics.length ? `panic: health checks and breakers ignored: ${panics.join(", ")}` : "";
+  if ($("panic").textContent !== panic) {
+    $("panic").textContent = panic;
+    $("panic").hidden = !panic;
+  }
   if (load.draining) status("draining", "bad");
   else if (!load.ready) status("not ready", "bad");
   else status("live", "good");

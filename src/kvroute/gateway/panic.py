@@ -1,0 +1,121 @@
+"""Panic threshold, as Envoy's: where too few instances of a role are available by health checks and breakers, both are
+ignored, and requests go to all instances that are not administratively down.
+
+A set is the instances of one model that serve one role now, in all datacenters. An instance of role `both` is in both
+sets of its model. Instances that are held (drained, converted, behind a closed path between datacenters) and instances
+without a listening process are in no set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+if TYPE_CHECKING:
+    from kvroute.gateway.station import Station
+
+Serves: TypeAlias = Literal["prefill", "decode"]
+
+CALM_S = 5.0
+"""A panic is over once enough instances have been available for so long: a set around the threshold does not flap."""
+_ROLES: tuple[Serves, ...] = ("prefill", "decode")
+
+
+@dataclass(slots=True)
+class PanicState:
+    """Of one set; pure."""
+
+    share: float
+    """Of the instances that must be available, 0 to 1; 0: there is never a panic."""
+    active: bool = False
+    available: int = 0
+    instances: int = 0
+    _enough_since: float | None = None
+    """While active: since when enough instances have been available."""
+
+    def look(self, available: int, instances: int, now: float) -> bool:
+        """Take note of how many instances of the set are available; whether `active` has changed."""
+        self.available, self.instances = available, instances
+        if available < self.share * instances:
+            self._enough_since = None
+            changed, self.active = not self.active, True
+            return changed
+        if not self.active:
+            return False
+        if self._enough_since is None:
+            self._enough_since = now
+        if now - self._enough_since < CALM_S:
+            return False
+        self.active, self._enough_since = False, None
+        return True
+
+
+@dataclass(slots=True)
+class PanicSet:
+    """The instances of one model that may serve one role."""
+
+    model: str
+    role: Serves
+    state: PanicState
+    stations: list[Station] = field(default_factory=list)
+
+    def members(self) -> list[Station]:
+        """Those that serve the role now."""
+        return [station for station in self.stations if station.role in (self.role, "both")]
+
+
+class Panics:
+    """All sets of one cluster. Guards report to it; it tells them whether health checks and breakers are ignored."""
+
+    def __init__(self, stations: Mapping[str, Station], share: float, on_change: Callable[[PanicSet], None]) -> None:
+        """Args: `share` as in PanicState; `on_change` is told when a panic begins or ends."""
+        self._on_change = on_change
+        self._sets: dict[tuple[str, Serves], PanicSet] = {}
+        for station in stations.values():
+            model = station.instance.model
+            for role in _ROLES:
+                self._sets.setdefault((model, role), PanicSet(model, role, PanicState(share))).stations.append(station)
+        for each in self._sets.values():
+            each.state.instances = each.state.available = len(each.members())
+        for station in stations.values():
+            station.guard.on_available = lambda now, model=station.instance.model: self._look(model, now)
+
+    @property
+    def sets(self) -> tuple[PanicSet, ...]:
+        """Those that have instances now."""
+        return tuple(each for each in self._sets.values() if each.members())
+
+    def look(self, now: float) -> None:
+        """See what has changed with time alone."""
+        for model in {each.model for each in self._sets.values() if each.state.active}:
+            self._look(model, now)
+
+    def close(self) -> None:
+        """Guards report here no more."""
+        for each in self._sets.values():
+            for station in each.stations:
+                station.guard.on_available = None
+        self._sets.clear()
+
+    def inherit(self, before: Panics) -> None:
+        """A reload: a panic goes on without another beginning of it."""
+        for key, own in self._sets.items():
+            if key in before._sets:
+                own.state.active = before._sets[key].state.active
+                for station in own.members() if own.state.active else ():
+                    station.guard.ignored = True
+
+    def _look(self, model: str, now: float) -> None:
+        sets = [self._sets[model, role] for role in _ROLES]
+        changed = []
+        for each in sets:
+            counted = [station.guard for station in each.members() if station.guard.counted]
+            if each.state.look(sum(guard.available for guard in counted), len(counted), now):
+                changed.append(each)
+        for each in changed:
+            self._on_change(each)
+        if changed or any(each.state.active for each in sets):
+            panicking = {station.name for each in sets if each.state.active for station in each.members()}
+            for station in sets[0].stations:
+                station.guard.ignore_checks(station.name in panicking, now)

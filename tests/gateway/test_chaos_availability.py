@@ -1,0 +1,123 @@
+"""Chaos about who is available: checks that all fail at once, a stalled event loop; requests go on.
+
+The log decides everything again, panics included.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+
+import pytest
+import uvloop
+from tests.gateway.rig import Rig, rig
+from tests.gateway.test_chaos import NAMES, TEXT, Storm, page, replays, truths
+from tests.waiting import becomes_true
+
+FEW = "  health: {interval: 50 ms, timeout: 10 s, failures: 2%s}\n"
+
+
+async def checks_fail(gate: Rig, share: int) -> None:
+    """So many of all engines' health checks fail from now on; requests are served."""
+    for name in NAMES:
+        await gate.order(name, leg="health", share=share, status=503)
+
+
+def panics(gate: Rig) -> list[str]:
+    """The gauges of panics."""
+    return sorted(line.rsplit("role=", 1)[1] for line in page(gate, "kvroute_panic{"))
+
+
+def test_all_health_checks_fail_at_once_and_no_request_is_refused(tmp_path: Path) -> None:
+    """Engines work: requests go on as if nothing were, and once the checks pass again the panic is over."""
+    log = tmp_path / "events.log"
+
+    async def run() -> None:
+        async with rig(FEW % "" + f"  log: {{events: {log}}}\n", TEXT) as gate:
+            storm = Storm(gate, await truths(gate), random.Random(11))
+            healthy = [gate.gateway.serving.stations[name].guard for name in NAMES]
+            await storm.blow(requests=5, clients=2)
+            await checks_fail(gate, 1)
+            while any(guard.healthy for guard in healthy):
+                await storm.blow(requests=12, clients=4)
+            await storm.blow(requests=40, clients=8)
+            assert set(storm.kinds) == {"whole"}, storm.kinds
+            assert panics(gate) == ['"decode"} 1', '"prefill"} 1']
+            assert all(line.endswith(" 1") for line in page(gate, "kvroute_panics_total{"))
+            assert gate.gateway.ready() == ""
+            assert gate.gateway.state.tick(gate.gateway.now()).load.panics[0].active
+            await checks_fail(gate, 0)
+            assert await becomes_true(lambda: panics(gate) == ['"decode"} 0', '"prefill"} 0'])
+            await storm.blow(requests=12, clients=4)
+            assert set(storm.kinds) == {"whole"}, storm.kinds
+            assert await gate.settles(), gate.leftovers()
+
+    uvloop.run(run())
+    assert replays(log)["InstanceUp"] > 0
+
+
+def test_without_the_threshold_the_same_storm_is_refused() -> None:
+    """What the threshold is for, and that it can be turned off."""
+
+    async def run() -> None:
+        async with rig(FEW % ", panic: 0", TEXT) as gate:
+            await checks_fail(gate, 1)
+            for name in NAMES:
+                assert await gate.becomes(name, False)
+            assert (await gate.ask()).status == 503
+            assert gate.gateway.ready() != ""
+
+    uvloop.run(run())
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_instances_without_a_process_get_nothing_in_a_panic_either(role: str) -> None:
+    """Two of three processes are gone: the third serves everything, and nobody is tried again."""
+
+    async def run() -> None:
+        async with rig(FEW % "", TEXT) as gate:
+            storm = Storm(gate, await truths(gate), random.Random(12))
+            await storm.blow(requests=5, clients=2)
+            gone = [f"{role}{number}" for number in range(2)]
+            for name in gone:
+                gate.fleet.servers[name].restart(1e4)
+            for name in gone:
+                assert await gate.becomes(name, False)
+            retries = page(gate, "kvroute_retries_total")
+            await storm.blow(requests=30, clients=4)
+            assert set(storm.kinds) == {"whole"}, storm.kinds
+            assert page(gate, "kvroute_retries_total") == retries
+            assert panics(gate) == ['"decode"} 0', '"prefill"} 0']
+
+    uvloop.run(run())
+
+
+def test_a_stalled_event_loop_takes_no_engine_out() -> None:
+    """Every timeout is shorter than the stalls, one failure takes an instance out, and none is taken out."""
+
+    async def run() -> None:
+        patience = """
+  timeouts: {connect: 100 ms, prefill: 100 ms, first_token: 100 ms, answer: 100 ms, between_tokens: 100 ms}
+  health: {interval: 20 ms, timeout: 100 ms, failures: 1, panic: 0}
+  breaker: {failures: 1, open: 1 h}
+"""
+        async with rig(patience, TEXT) as gate:
+            storm = Storm(gate, await truths(gate), random.Random(13))
+
+            def stall(ended: int) -> None:
+                if ended % 5 == 0:
+                    until_s = time.monotonic() + 0.35
+                    while time.monotonic() < until_s:
+                        pass
+
+            storm.after = stall
+            await storm.blow(requests=40, clients=6)
+            assert set(storm.kinds) == {"whole"}, storm.kinds
+            guards = [gate.gateway.serving.stations[name].guard for name in NAMES]
+            assert all(guard.healthy and guard.breaker.state(gate.gateway.now()) == "closed" for guard in guards)
+            assert not page(gate, "kvroute_leg_failures_total{")
+            lag = float(page(gate, "kvroute_event_loop_lag_seconds_sum")[0].split()[1])
+            assert lag > 8 * 0.2
+
+    uvloop.run(run())

@@ -1,0 +1,156 @@
+"""The panic threshold: the state against its definition, and guards whose instances fail and recover in any order."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.gateway.rig import CLUSTER
+
+from kvroute import topology
+from kvroute.gateway.deadlines import Deadlines
+from kvroute.gateway.panic import CALM_S, Panics, PanicSet, PanicState
+from kvroute.gateway.settings import GatewaySettings
+from kvroute.gateway.stations import stations_of
+
+INSTANCES = {
+    **{f"decode{number}": "decode" for number in range(3)},
+    **{f"prefill{number}": "prefill" for number in range(2)},
+    "whole0": "both",
+}
+NAMES = tuple(INSTANCES)
+steps = st.tuples(
+    st.sampled_from(["healthy", "ill", "gone", "hold", "let_go", "fails", "answers", "time"]),
+    st.sampled_from(NAMES),
+    st.sampled_from([0.0, 0.5, 3.0, 8.0]),
+)
+
+
+def cluster_text() -> str:
+    """Three decode and two prefill instances, and one that does both."""
+    head = CLUSTER.split("instances:")[0] + "instances:\n"
+    for number, (name, role) in enumerate(INSTANCES.items()):
+        gpus = f"node{number % 2}:{number // 2}"
+        url = f"http://127.0.0.1:{4000 + number}"
+        head += f'  - {{name: {name}, role: {role}, tp: 1, gpus: "{gpus}", endpoint: {{url: "{url}"}}}}\n'
+    return head
+
+
+@given(st.floats(0, 1), st.lists(st.tuples(st.integers(0, 9), st.floats(0.001, 20)), max_size=60))
+def test_a_panic_begins_at_once_and_ends_when_enough_have_been_available_for_long(
+    share: float, looks: list[tuple[int, float]]
+) -> None:
+    """Recomputed from the history; it never ends twice within CALM_S, whatever flaps."""
+    state, now, active = PanicState(share), 0.0, False
+    enough_since: float | None = None
+    ends: list[float] = []
+    for available, seconds in looks:
+        now += seconds
+        few = available < share * 9
+        if few:
+            enough_since = None
+        elif enough_since is None:
+            enough_since = now
+        expected = few or (active and enough_since is not None and now - enough_since < CALM_S)
+        assert state.look(available, 9, now) is (expected is not active)
+        assert state.active is expected
+        if active and not expected:
+            ends.append(now)
+        active = expected
+    assert all(later - earlier >= CALM_S for earlier, later in pairwise(ends))
+    if share == 0:
+        assert not active
+
+
+@given(st.lists(steps, max_size=60), st.sampled_from([0.0, 0.3, 0.5, 1.0]))
+@settings(max_examples=80, deadline=None)
+def test_too_few_available_instances_are_never_the_only_ones_that_get_requests(
+    history: list[tuple[str, str, float]], share: float
+) -> None:
+    """In every state: below the threshold all that are not held and listen are up; nobody else is ever up against its
+    checks; each change is told once; instances that are held get nothing."""
+    cluster = topology.parse(cluster_text())
+    told: dict[str, bool] = dict.fromkeys(NAMES, True)
+    begun: list[tuple[str, bool]] = []
+
+    def changed(name: str, up: bool, at: float) -> None:
+        assert told[name] is not up, "told once"
+        told[name] = up
+
+    def panicked(panicking: PanicSet) -> None:
+        begun.append((panicking.role, panicking.state.active))
+
+    stations = stations_of(cluster, GatewaySettings(), changed, Deadlines(), exact=False)
+    panics = Panics(stations, share, panicked)
+    now, held, gone = 0.0, set[str](), set[str]()
+    for what, name, seconds in history:
+        guard = stations[name].guard
+        if what in ("healthy", "ill", "gone"):
+            (gone.add if what == "gone" else gone.discard)(name)
+            guard.set_healthy(what == "healthy", now, present=what != "gone")
+        elif what == "hold":
+            held.add(name)
+            guard.hold("drained", now)
+        elif what == "let_go":
+            held.discard(name)
+            guard.let_go("drained", now)
+        elif what == "time":
+            now += seconds
+            for station in stations.values():
+                station.guard.look(now)
+            panics.look(now)
+        elif what == "fails":
+            for attempt in [guard.started(now) for _ in range(30)]:
+                guard.failed(attempt, now)
+        else:
+            guard.succeeded(guard.started(now), now)
+        active = {each.role: each.state.active for each in panics.sets}
+        for role in ("prefill", "decode"):
+            members = [n for n in NAMES if INSTANCES[n] in (role, "both")]
+            counted = [n for n in members if n not in held and n not in gone]
+            available = [
+                n for n in counted if stations[n].guard.healthy and stations[n].guard.breaker.state(now) == "closed"
+            ]
+            if len(available) < share * len(counted):
+                assert active[role]
+            if active[role]:
+                assert all(told[n] for n in counted)
+                assert not any(told[n] for n in members if n in held | gone)
+            else:
+                assert all(told[n] for n in available)
+        for n in NAMES:
+            assert stations[n].guard.up is told[n]
+            if not any(active[role] for role in active if INSTANCES[n] in (role, "both")):
+                guard = stations[n].guard
+                assert told[n] == (guard.healthy and n not in held and guard.breaker.allows(now))
+    for role in ("prefill", "decode"):
+        changes = [state for each, state in begun if each == role]
+        assert changes == [number % 2 == 0 for number in range(len(changes))], "begin and end alternate"
+    if share == 0:
+        assert not begun
+
+
+def test_half_of_the_instances_are_enough_and_one_less_is_a_panic() -> None:
+    """Four instances that decode: two are down without consequence; with the third all four get requests again."""
+    cluster = topology.parse(cluster_text())
+    told: list[tuple[str, bool]] = []
+    stations = stations_of(
+        cluster, GatewaySettings(), lambda name, up, at: told.append((name, up)), Deadlines(), exact=False
+    )
+    begun: list[tuple[str, str, int, int]] = []
+    panics = Panics(
+        stations,
+        0.5,
+        lambda each: begun.append((each.model, each.role, each.state.available, each.state.instances)),
+    )
+    for name in ("decode0", "decode1", "decode2"):
+        stations[name].guard.set_healthy(False, 1.0)
+    assert begun == [("llama-3-70b", "decode", 1, 4)]
+    assert told == [("decode0", False), ("decode1", False), ("decode0", True), ("decode1", True)]
+    stations["decode0"].guard.set_healthy(True, 2.0)
+    panics.look(2.0 + CALM_S / 2)
+    assert len(begun) == 1
+    panics.look(2.0 + CALM_S)
+    assert begun[1:] == [("llama-3-70b", "decode", 2, 4)]
+    assert told[4:] == [("decode1", False), ("decode2", False)]
