@@ -6,10 +6,12 @@ STAMP := $(VENV)/.core
 # Trust what the machine trusts, as pip does.
 export UV_SYSTEM_CERTS := true
 DEV_STAMP := $(VENV)/.dev
+# Of each target of `make fuzz`; 0: the bounded number of runs that .ci/run takes.
+FUZZ_SECONDS ?= 300
 
 SOAK_RUNS := 10
 
-.PHONY: demo test soak check lint types layers vllm live bench requirements clean
+.PHONY: demo test fuzz soak check lint types layers vllm live bench requirements clean
 
 $(BIN)/uv: requirements/uv.txt
 	$(PYTHON) -m venv $(VENV)
@@ -33,6 +35,9 @@ test: $(DEV_STAMP)  ## the whole test suite but the live tests
 
 soak: $(DEV_STAMP)  ## the whole suite ten times, with other Hypothesis examples each time, beside two busy loops
 	env --unset=CI $(PYTHON) tests/soak.py --runs $(SOAK_RUNS) --loops 2 -- $(MAKE) --no-print-directory test
+
+fuzz: $(DEV_STAMP)  ## every parser of bytes from outside, for FUZZ_SECONDS each; findings go to fuzz-findings/
+	$(BIN)/python -m tests.fuzz.run --seconds $(FUZZ_SECONDS)
 
 lint: $(DEV_STAMP)
 	$(BIN)/ruff check .

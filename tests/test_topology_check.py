@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tests.examples import CLUSTERS
 
 from kvroute.topology import Cluster, FileError, load, parse
+from kvroute.topology.form import field_text
 from kvroute.types import InputError, InputErrors
 
 TEXTS = {path.name: path.read_text(encoding="utf-8") for path in CLUSTERS}
@@ -231,6 +232,16 @@ def test_each_fault_says_where_and_how_to_mend(fault: str) -> None:
 def test_all_faults_are_named_at_once() -> None:
     text = edited("100 Gbps", "1").replace("role: decode", "role: decoder").replace("nvlink", "nvl")
     assert len(problems_of(text)) == 5
+
+
+@given(st.text(min_size=1, max_size=100))
+def test_a_fault_is_one_line_whatever_a_key_is(name: str) -> None:
+    """A key with a line's end or a terminal's escape would forge lines of the error."""
+    problem = FileError("it is wrong", source="f", line=1, field=field_text(("nodes", 3, name)))
+    assert str(problem).isprintable()
+    assert len(str(problem)) < 800
+    if name.isprintable() and len(name) <= 60:
+        assert problem.field == f"nodes[3].{name}"
 
 
 def test_an_unreachable_pair_that_moves_no_kv_cache_is_no_fault() -> None:

@@ -263,8 +263,21 @@ def test_head_is_answered_without_a_body() -> None:
         (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nok\r\nz", "malformed", "body"),
         (b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\ntransfer-encoding: chunked\r\n\r\n", "malformed", "first_byte"),
         (b"HTTP/1.1 200 OK\r\nx: " + b"a" * 600_000, "malformed", "first_byte"),
+        (b"HTTP/1.1 103 Early Hints\r\ncontent-length: 2\r\n\r\nok", "malformed", "first_byte"),
     ],
-    ids=["nothing", "half-head", "head", "short", "no-last-chunk", "rubbish", "upgrade", "chunk", "both", "endless"],
+    ids=[
+        "nothing",
+        "half-head",
+        "head",
+        "short",
+        "no-last-chunk",
+        "rubbish",
+        "upgrade",
+        "chunk",
+        "both",
+        "endless",
+        "informational",
+    ],
 )
 def test_an_answer_that_does_not_end_is_a_failure_and_says_where(answer: bytes, kind: str, phase: str) -> None:
     failure = one_answer(replies(answer, close=True)).failure

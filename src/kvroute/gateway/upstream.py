@@ -17,6 +17,7 @@ HEAD_BYTES_MAX = 256 * 1024
 HEAD_LINES_MAX = 256
 """Header lines of one response."""
 
+_FRAMING = (b"content-length", b"transfer-encoding")
 _SPENT = httptools.HttpResponseParser(object())
 """Calls nobody."""
 
@@ -191,6 +192,8 @@ class Line(asyncio.Protocol):
             return
         status = self._parser.get_status_code()
         if status < 200:  # on the way to the answer
+            if any(name in _FRAMING for name, _ in self._headers):
+                raise ValueError("an informational response has no body")  # RFC 9110 section 15.2; ends the parsing
             self._headers = []
             return
         self._status = status

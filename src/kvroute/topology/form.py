@@ -59,8 +59,13 @@ class Lines:
 
 
 def field_text(key: Key) -> str:
-    """`("nodes", 3, "nics")` as people write it: `nodes[3].nics`."""
-    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in key).lstrip(".")
+    """`("nodes", 3, "nics")` as people write it: `nodes[3].nics`. One line, whatever a key is."""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{_printable(part)}" for part in key).lstrip(".")
+
+
+def _printable(name: str) -> str:
+    short = name if len(name) <= _SHOWN else name[:_SHOWN] + "..."
+    return short if short.isprintable() else repr(short)[1:-1]
 
 
 def form_faults(value: object, kind: Any, key: Key, lines: Lines) -> Iterator[FileError]:

@@ -1,0 +1,101 @@
+"""Fuzzing target: the text of a cluster file with its `gateway:` section, through all that reads it."""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+from tests.fuzz.targets import CORPUS
+
+from kvroute.gateway.preflight import deployment_of, settings_of
+from kvroute.gateway.settings import GatewaySettings
+from kvroute.topology import Cluster, FileError, parse
+from kvroute.types import InputError, InputErrors
+
+INSTRUMENTED = (
+    *("kvroute.topology.document", "kvroute.topology.form", "kvroute.topology.units", "kvroute.topology.place"),
+    *("kvroute.topology.expansion", "kvroute.topology.assembly", "kvroute.topology.check"),
+    *("kvroute.gateway.preflight", "kvroute.gateway.amounts", "kvroute.gateway.offload_checks"),
+)
+RUNS = 2_000
+
+
+_FILES = [
+    re.findall(r"[\w.\"'-]+|\W", (CORPUS / "cluster_file" / name).read_text(encoding="utf-8"))
+    for name in ("small", "live", "fat_tree", "two_sites", "superpod")
+]
+_VALUES = (
+    *("0", "-1", "1", "2", "7", "64", "1024", "65536", "65537", "4294967296", "99999999999999999999", "0.5", "1e-300"),
+    *("1e308", "1e999", ".inf", ".nan", "null", "~", "true", "no", "''", "' '", '"\\n"', '"a\\n"', "[]", "{}", "[{}]"),
+    *("2001-01-01", "1:30", "0x10", "0o7", "é", "\u2028", "prefill", "decode", "both", "node0", "rack0", "node0:0-7"),
+    *("'node0:7-0'", "'node0:0-999999'", "1 Gbps", "0 GB", "1e30 GB", "1 ns", "24 h", "80 GB", "fat-tree", "superpod"),
+    *(
+        "linear",
+        "quadratic",
+        "piecewise",
+        "gpu",
+        "server",
+        "flow",
+        "tp",
+        "name",
+        "gateway",
+        "role",
+        "x",
+        ",",
+        ":",
+        "\n",
+    ),
+)
+
+
+def check(data: bytes) -> str:
+    """A cluster that is the same once it is written and read again, or the project's input error, which says for each
+    fault in one sentence what is wrong, and on which line of the file."""
+    _check_text(_edited(data[:18]))
+    try:
+        text = data.decode()
+    except UnicodeDecodeError:
+        text = data.decode("latin-1")
+    return _check_text(text)
+
+
+def _edited(script: bytes) -> str:
+    """A valid file with some of its words replaced: the first byte chooses the file, each three of the rest a word and
+    what takes its place. Bytes at random seldom get beyond the first fault of form."""
+    words = _FILES[script[0] % len(_FILES)].copy() if script else _FILES[0]
+    for at in range(1, len(script) - 2, 3):
+        place = (script[at] << 8 | script[at + 1]) % len(words)
+        words[place] = _VALUES[script[at + 2] % len(_VALUES)] if words[place].strip() else words[place]
+    return "".join(words)
+
+
+def _check_text(text: str) -> str:
+    cluster = _read(text, lambda: parse(text, "f"))
+    settings = _read(text, lambda: settings_of(text, "f", None))
+    both = _read(text, lambda: deployment_of(text, "f", embedded=True, environ=None))
+    assert both is None or (cluster is not None and settings is not None)
+    if isinstance(cluster, Cluster):
+        assert parse(cluster.file.to_yaml()).file == cluster.file
+    if isinstance(settings, GatewaySettings):
+        assert msgspec.structs.asdict(settings)
+    return "refused" if both is None else "accepted"
+
+
+def _read(text: str, read: object) -> object:
+    assert callable(read)
+    try:
+        return read()
+    except InputErrors as errors:
+        for problem in errors.problems:
+            _check(text, problem)
+    except InputError as error:
+        _check(text, error)
+    return None
+
+
+def _check(text: str, problem: InputError) -> None:
+    assert problem.what
+    assert len(str(problem).splitlines()) == 1, str(problem)
+    assert len(str(problem)) < 2_000
+    if isinstance(problem, FileError):
+        assert 1 <= problem.line <= text.count("\n") + text.count("\r") + text.count("\x85") + text.count("\u2028") + 2

@@ -1,0 +1,124 @@
+"""Fuzzing target: an engine's bytes through `gateway.upstream.Line`, and what the gateway reads from the body."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import cast
+
+from tests.fuzz.cuts import bounded, pieces
+
+from kvroute.gateway.answers import cached_tokens, sse_events, usage_tokens
+from kvroute.gateway.call import Failure
+from kvroute.gateway.dialects import DIALECTS, DialectError, engine_id
+from kvroute.gateway.exchange import Headers
+from kvroute.gateway.headers import answered
+from kvroute.gateway.pool import Pool
+from kvroute.gateway.upstream import HEAD_LINES_MAX, Line
+
+INSTRUMENTED = ("kvroute.gateway.upstream", "kvroute.gateway.answers", "kvroute.gateway.dialects")
+RUNS = 25_000
+TOKENS_MAX = 2**31 - 1
+_LOOP = asyncio.new_event_loop()
+atexit.register(_LOOP.close)
+
+
+class _Wire(asyncio.Transport):
+    """A transport that sends nothing."""
+
+    closing = False
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        pass
+
+    def is_closing(self) -> bool:
+        return self.closing
+
+    def abort(self) -> None:
+        self.closing = True
+
+
+@dataclass
+class Heard:
+    """What a sink was told."""
+
+    status: int = 0
+    headers: Headers = field(default_factory=list)
+    body: bytes = b""
+    end: tuple[str, str] = ("", "")
+    told: list[str] = field(default_factory=list, compare=False)
+
+    def on_head(self, status: int, headers: Headers) -> None:
+        """See Sink."""
+        self.told.append("head")
+        self.status, self.headers = status, headers
+
+    def on_body(self, data: bytes) -> None:
+        """See Sink."""
+        self.told.append("body")
+        self.body += data
+
+    def on_end(self) -> None:
+        """See Sink."""
+        self.told.append("end")
+        self.end = ("end", "")
+
+    def on_failure(self, failure: Failure) -> None:
+        """See Sink."""
+        self.told.append("failure")
+        self.end = (failure.kind, failure.phase)
+
+
+def check(data: bytes) -> str:
+    """However the bytes are cut, the sink hears the same, in the order that it may count on; and whatever the body
+    says, the gateway reads numbers within their bounds from it or refuses it."""
+    heard = bounded(lambda: _hear([data]), 5_000 + 60 * len(data))
+    assert _hear(list(pieces(data))) == heard
+    ends = [word for word in heard.told if word in ("end", "failure")]
+    assert len(ends) == 1
+    assert heard.told[-1] == ends[0]
+    assert heard.told.count("head") <= 1
+    assert "body" not in heard.told or heard.told[0] == "head"
+    assert len(heard.body) <= len(data)
+    assert len(heard.headers) <= HEAD_LINES_MAX
+    if heard.end[0] == "end":
+        head = b"HTTP/1.1 %d x\r\ncontent-length: %d\r\n\r\n" % (heard.status, len(heard.body))
+        again = _hear([head + heard.body])
+        assert (again.status, again.body, again.end) == (heard.status, heard.body, heard.end) or heard.status in (
+            204,
+            304,
+        )
+    for name, value in answered(heard.headers, b"1")[1]:
+        assert not any(c in b"\r\n\0" for c in name + value)
+    _read_body(heard.body or data)
+    return "accepted" if heard.end[0] == "end" else "refused"
+
+
+def _hear(some: list[bytes]) -> Heard:
+    async def main() -> Heard:
+        pool, heard = Pool("http://engine:1"), Heard()
+        line = Line(pool)
+        line.connection_made(cast(asyncio.BaseTransport, _Wire()))
+        pool.keep(line)
+        pool.send(b"", heard, first_byte_s=1e6, idle_s=1e6)
+        for piece in some:
+            if not heard.end[0]:
+                line.data_received(piece)
+        line.connection_lost(None)
+        return heard
+
+    return _LOOP.run_until_complete(main())
+
+
+def _read_body(body: bytes) -> None:
+    for read in (usage_tokens, cached_tokens):
+        tokens = read(body)
+        assert tokens is None or 0 <= tokens <= TOKENS_MAX
+    assert 0 <= sse_events(body) <= len(body)
+    for dialect in DIALECTS.values():
+        with suppress(DialectError):
+            dialect.refetches(dialect.handover(body))
+    with suppress(DialectError):
+        assert engine_id(body)

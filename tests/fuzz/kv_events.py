@@ -1,0 +1,93 @@
+"""Fuzzing target: batches of KV events, through `gateway.kv_batch`, `gateway.kv_stream` and the prefix index."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.fuzz.cuts import bounded
+from tests.gateway.test_kv_events import OURS, Engine, batch, feed
+
+from kvroute.gateway.engine_blocks import SLICE_UNITS
+from kvroute.gateway.kv_batch import BATCH_BLOCKS_MAX, BatchError, BlockEvent, read_batch
+from kvroute.gateway.kv_stream import KvStream
+from kvroute.prefix import PrefixIndex
+from kvroute.types import Event, KvCleared, KvEvicted, KvStored
+
+INSTRUMENTED = ("kvroute.gateway.kv_batch", "kvroute.gateway.kv_stream", "kvroute.gateway.engine_blocks")
+RUNS = 4_000
+
+
+def check(data: bytes) -> str:
+    """As a payload: read, or BatchError; slices tell what one piece of work tells, and all that is told is undone by
+    a clear. As a script: the index holds what a plain model of the engine holds."""
+    _play(data[:24])
+    try:
+        events = bounded(lambda: read_batch(data), 500 + 60 * len(data)).events
+    except BatchError:
+        stream = KvStream("p0", OURS, replays=False)
+        assert stream.received(0.0, 0, data) == []
+        assert (stream.counts.broken, bool(stream.why_broken)) == (1, True)
+        return "refused"
+    assert sum(len(event.block_hashes) for event in events) <= BATCH_BLOCKS_MAX
+    whole = _told([data], SLICE_UNITS)
+    assert _told([data], 1) == whole
+    index = PrefixIndex(1)
+    for event in whole:
+        match event:
+            case KvStored() | KvCleared():
+                pass
+            case KvEvicted(blocks=blocks, keep=keep):
+                assert 0 <= keep < len(blocks)
+            case _:
+                raise AssertionError(event)
+    feed(index, whole)
+    stored = {
+        event.blocks[: end + 1] for event in whole if isinstance(event, KvStored) for end in range(len(event.blocks))
+    }
+    assert index.used_blocks(0) <= len(stored)
+    return "accepted"
+
+
+def _told(payloads: list[bytes], slice_units: int) -> list[Event]:
+    stream = KvStream("p0", OURS, replays=False, slice_units=slice_units)
+    events: list[Event] = []
+    for sequence, payload in enumerate(payloads):
+        events += stream.received(1.0, sequence, payload)
+        while stream.pending:
+            events += stream.more(1.0)
+    return events
+
+
+def _play(script: bytes) -> None:
+    """Each byte is what an engine does; a 0 ends a batch."""
+    engine, index, batches = Engine(2 * OURS), PrefixIndex(1), list[bytes]()
+    events: list[dict[str, Any]] = []
+    for byte in script:
+        match byte & 3:
+            case 0:
+                batches.append(batch(*events))
+                events = []
+            case 1 | 2:
+                events.append(engine.store(byte >> 3, [byte >> 6, byte >> 7][: byte & 3], bool(byte & 4)))
+            case _ if byte == 255:
+                events.append(engine.clear())
+            case _:
+                events.append(engine.remove(byte >> 3, 1 + (byte >> 2 & 1)))
+    batches.append(batch(*events))
+    for events_of, rows in ((read_batch(each).events, read_batch(_as_arrays(each)).events) for each in batches):
+        assert rows == events_of
+    told = _told(batches, 1)
+    assert told == _told(batches, SLICE_UNITS)
+    feed(index, told)
+    assert engine.told(index) == engine.within_reach()
+
+
+def _as_arrays(payload: bytes) -> bytes:
+    """The same batch as older engines send it."""
+    names: dict[str, tuple[str, ...]] = {
+        "BlockStored": BlockEvent.__struct_fields__,
+        "BlockRemoved": ("type", "block_hashes", "medium", "group_idx"),
+        "AllBlocksCleared": ("type",),
+    }
+    events = read_batch(payload).events
+    return batch(*[[getattr(event, name) for name in names[event.type]] for event in events])

@@ -1,0 +1,69 @@
+"""Fuzzing target: two `/metrics` pages of one engine, through `gateway.metrics_page`, counters and link watches."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+from tests.examples import EXAMPLES
+from tests.fuzz.cuts import bounded
+
+from kvroute.control import ControlSpec
+from kvroute.gateway.kv_links import LinkWatch
+from kvroute.gateway.metrics_page import EngineMetrics, read_metrics
+from kvroute.gateway.scrape import TransferCounters
+from kvroute.topology import load
+from kvroute.types import InstanceMeasured, TransferMeasured
+
+INSTRUMENTED = ("kvroute.gateway.samples", "kvroute.gateway.metrics_page", "kvroute.gateway.kv_links")
+RUNS = 20_000
+_SEPARATOR = b"\n\n--\n\n"
+_CLUSTER = load(EXAMPLES / "small.yaml")
+_CONTROL = ControlSpec().build(_CLUSTER)
+_NAMES = [instance.name for instance in _CLUSTER.instances]
+_COUNT_MAX = 2**31 - 1
+
+
+def check(data: bytes) -> str:
+    """Every number that is read is finite and within bounds, whatever stands between the lines; what a second page
+    shows is told in events that a real core accepts, and can be logged."""
+    first, _, second = data.partition(_SEPARATOR)
+    before = bounded(lambda: read_metrics(first), 2_000 + 20 * len(first))
+    page = read_metrics(second, before)
+    assert page == read_metrics(second)
+    commented = b"\n".join(line + b"\n# HELP x y" for line in second.split(b"\n"))
+    assert read_metrics(commented) == page
+    for metrics in (before, page):
+        _check(metrics)
+
+    target, counters, watch = _NAMES[-1], TransferCounters(_NAMES[-1]), LinkWatch()
+    counters.measured(1.0, before.transfers)
+    for event in counters.measured(2.0, page.transfers):
+        assert all(map(_sane, (event.kv_bytes, event.seconds, event.kv_bytes / event.seconds)))
+        assert msgspec.json.decode(msgspec.json.encode(event), type=TransferMeasured) == event
+        if event.source in _NAMES and event.source != target:
+            _CONTROL.handle(event)
+    watch.seen(before.links)
+    for seen in watch.seen(page.links) or ():
+        assert all(map(_sane, (seen.seconds, seen.arrived_bytes, seen.queue_delay_s, seen.still_s, seen.bytes_per_s)))
+        assert 0.0 <= seen.again_share < math.inf
+    if page.running is not None:
+        _CONTROL.handle(InstanceMeasured(2.0, target, page.running, page.waiting, page.kv_used_share))
+    return "refused" if page.running is None else "accepted"
+
+
+def _sane(value: float) -> bool:
+    return math.isfinite(value) and value >= 0.0
+
+
+def _check(metrics: EngineMetrics) -> None:
+    for count in (metrics.running, metrics.waiting, metrics.kv_blocks, metrics.block_tokens):
+        assert count is None or 0 <= count <= _COUNT_MAX
+    assert metrics.kv_used_share is None or 0.0 <= metrics.kv_used_share <= 1.0
+    assert metrics.started_s is None or math.isfinite(metrics.started_s)
+    for totals in metrics.transfers.values():
+        assert math.isfinite(totals.kv_bytes)
+        assert math.isfinite(totals.seconds)
+        assert 0 <= totals.transfers <= _COUNT_MAX
+    for link in metrics.links.values():
+        assert all(math.isfinite(getattr(link, name)) for name in link.__slots__)
