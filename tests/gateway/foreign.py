@@ -172,14 +172,16 @@ class Engine:
                 return await self.serve(self, request, asked)
 
 
-def deployment(engines: Sequence[Engine], section: str = "", listen: str = "{port: 0}") -> Deployment:
+def deployment(
+    engines: Sequence[Engine], section: str = "", listen: str = "{port: 0}", admin: str = "{port: 0}"
+) -> Deployment:
     """Engines that listen already, in two racks in turn, and a gateway's settings."""
     lines = [
         f'  - {{name: {engine.name}, role: {engine.role}, gpus: "{NODES[index % 2]}:{index - index % 2}-'
         f'{index - index % 2 + 1}", model: {engine.model}, endpoint: {engine.endpoint}}}\n'
         for index, engine in enumerate(engines)
     ]
-    gateway = f"gateway:\n  listen: {listen}\n  admin: {{port: 0}}\n{section}"
+    gateway = f"gateway:\n  listen: {listen}\n  admin: {admin}\n{section}"
     return Deployment.of(f"{HEAD}instances:\n{''.join(lines)}{gateway}", "foreign.yaml")
 
 
@@ -210,9 +212,11 @@ async def serving(made: Deployment) -> AsyncIterator[Front]:
 
 
 @asynccontextmanager
-async def foreign(engines: Sequence[Engine], section: str = "", listen: str = "{port: 0}") -> AsyncIterator[Front]:
+async def foreign(
+    engines: Sequence[Engine], section: str = "", listen: str = "{port: 0}", admin: str = "{port: 0}"
+) -> AsyncIterator[Front]:
     """Engines, and a gateway in front of them."""
-    async with listening(engines), serving(deployment(engines, section, listen)) as front:
+    async with listening(engines), serving(deployment(engines, section, listen, admin)) as front:
         yield front
 
 

@@ -1,0 +1,263 @@
+"""Requests that two parsers could frame in two ways, and answers that try to be two, do not get through the gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import subprocess
+import warnings
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+import pytest
+from tests.gateway.foreign import Asked, completion, deployment, foreign, run, serving, sides
+from tests.gateway.rig import COMPLETIONS, MODEL
+from tests.gateway.test_http_laws import statuses
+
+BODY = msgspec.json.encode({"model": MODEL, "prompt": "a", "max_tokens": 1})
+HIDDEN = b"POST /v1/embeddings?hidden HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n{}"
+LENGTH = b"Content-Length: %d\r\n" % len(BODY)
+CHUNKED = b"Transfer-Encoding: chunked\r\n"
+CHUNKS = b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY)
+REFUSED = (400, 403, 413, 431, 501, 505)
+
+
+def request(head: bytes, body: bytes = BODY, line: bytes = b"POST %b HTTP/1.1\r\n" % COMPLETIONS.encode()) -> bytes:
+    return line + b"Host: localhost\r\n" + head + b"\r\n" + body + HIDDEN
+
+
+def ambiguous() -> Iterator[bytes]:
+    """Requests with another one behind, each of which some parser takes for more, for less or for something else."""
+    for coding in (
+        *(b"chunked, chunked", b"chunked, identity", b"identity, chunked", b"identity", b"gzip", b"gzip, chunked"),
+        *(b"xchunked", b"chunkedx", b"chunked;q=1", b'"chunked"', b"\x0bchunked", b"chunked\x00", b"c\x00hunked"),
+        *(b"chunked,", b",chunked", b"chu nked", b"\xffchunked", b"chunked\r\nTransfer-Encoding: identity"),
+    ):
+        yield request(b"Transfer-Encoding: %b\r\n" % coding, CHUNKS)
+        yield request(b"Transfer-Encoding: %b\r\n%b" % (coding, LENGTH))
+    for both in (LENGTH + CHUNKED, CHUNKED + LENGTH, LENGTH + CHUNKED.upper(), b"Content-Length: 0\r\n" + CHUNKED):
+        yield request(both, CHUNKS)
+    size = b"%d" % len(BODY)
+    for length in (
+        *(b"+" + size, b"-" + size, b"0x%x" % len(BODY), size + b" " + size, size + b"," + size, size + b", 0"),
+        *(b"", b" ", size + b".0", b"1e2", size + b"\x00", b"\x0b" + size, b"99999999999999999999" + size, b"a"),
+        *(size + b"\r\nContent-Length: 0", size + b"\r\nContent-Length: " + size, b"'%b'" % size, size + b";"),
+    ):
+        yield request(b"Content-Length: %b\r\n" % length)
+    for name in (b"Transfer-Encoding :", b"Transfer-Encoding\t:", b"Transfer-Encoding\x00:", b"\x00Transfer-Encoding:"):
+        yield request(b"%b chunked\r\n" % name + LENGTH, CHUNKS)
+    for folded in (b"X: a\r\n Transfer-Encoding: chunked\r\n", b"X: a\r\n\tContent-Length: 0\r\n", b" X: a\r\n"):
+        yield request(folded + LENGTH)
+    for line in (b"X: a\rContent-Length: 0\r\n", b"X: a\nContent-Length: 0\r\n", b"X\r\n", b": a\r\n", b"X: \x00\r\n"):
+        yield request(line + LENGTH)
+    for text in (
+        b"Host: other\r\n",
+        b"Host : other\r\n",
+        b"X\x7f: a\r\n",
+        b"X: a\x0bb\r\n",
+        b"X(: a\r\n",
+        b"X y: a\r\n",
+    ):
+        yield request(text + LENGTH)
+    n, data = b"%x" % len(BODY), BODY
+    for chunks in (
+        *(b"0x" + n + b"\r\n" + data + b"\r\n0\r\n\r\n", b"+" + n + b"\r\n" + data + b"\r\n0\r\n\r\n"),
+        *(b" " + n + b"\r\n" + data + b"\r\n0\r\n\r\n", n + b" \r\n" + data + b"\r\n0\r\n\r\n"),
+        *(
+            n + b"\n" + data + b"\r\n0\r\n\r\n",
+            n + b"\r" + data + b"\r\n0\r\n\r\n",
+            n + b"\r\n" + data + b"\n0\r\n\r\n",
+        ),
+        *(n + b"\r\n" + data + b"0\r\n\r\n", n + b"\r\n" + data + b"\r\n0\n\n", n + b"\r\n" + data + b"xx0\r\n\r\n"),
+        *(n + b"\r\r\n" + data + b"\r\n0\r\n\r\n", b"\r\n" + data + b"\r\n0\r\n\r\n", b"-1\r\n\r\n", b"g\r\n\r\n"),
+        *(b"f" * 17 + n + b"\r\n" + data, n + b";\x00\r\n" + data + b"\r\n0\r\n\r\n"),
+        *(n + b";a\nb\r\n" + data + b"\r\n0\r\n\r\n", n + b"\r\n" + data + b"\r\n0\r\nX : a\r\n\r\n"),
+    ):
+        yield request(CHUNKED, chunks)
+    path = COMPLETIONS.encode()
+    for first in (
+        *(b"POST\t%b HTTP/1.1\r\n", b"POST %b HTTP/1.1 \r\n"),
+        *(
+            b"POST %b\r\n",
+            b"POST %b http/1.1\r\n",
+            b"POST %b HTTP/1.10\r\n",
+            b"POST %b HTTP/9.9\r\n",
+            b"POST %b HTTP/1.1\n",
+        ),
+        *(b"POST %b HTTP/1.1\r", b" POST %b HTTP/1.1\r\n", b"POST x%b HTTP/1.1\r\n", b"PO ST %b HTTP/1.1\r\n"),
+        *(
+            b"POST %b\x00 HTTP/1.1\r\n",
+            b"POST %b\x7f HTTP/1.1\r\n",
+            b"POST %b a HTTP/1.1\r\n",
+            b"P\x00ST %b HTTP/1.1\r\n",
+        ),
+    ):
+        yield request(LENGTH, line=first % path)
+    yield b"POST %b HTTP/1.0\r\n" % path + CHUNKED + b"\r\n" + CHUNKS + HIDDEN
+    yield b"POST %b HTTP/1.1\r\n" % path + LENGTH + b"\r\n" + BODY + HIDDEN  # without a Host header
+
+
+ATTACKS = tuple(ambiguous())
+GOOD = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+
+async def said_to(port: int, parts: list[bytes]) -> bytes:
+    """All that the gateway says to these bytes."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    said = b""
+    try:
+        for part in parts:
+            writer.write(part)
+            await asyncio.sleep(0)
+        writer.write_eof()
+        while more := await reader.read(1 << 16):
+            said += more
+    except ConnectionError:
+        pass
+    writer.close()
+    with suppress(ConnectionError):
+        await writer.wait_closed()
+    return said
+
+
+@pytest.mark.parametrize("how", ["whole", "behind-another", "in-halves"])
+def test_a_hundred_ambiguous_requests_are_refused_and_no_engine_hears_of_them(how: str) -> None:
+    """Nor of what is hidden behind; the gateway serves the next client."""
+    assert len(set(ATTACKS)) >= 100
+
+    async def main() -> None:
+        prefill, decode = sides("vllm")
+        async with foreign(prefill + decode) as front:
+            port = front.gateway.port
+            for attack in ATTACKS:
+                parts = [attack[: len(attack) // 3], attack[len(attack) // 3 :]] if how == "in-halves" else [attack]
+                parts = [GOOD, *parts] if how == "behind-another" else parts
+                found = statuses(await said_to(port, parts))
+                assert found[: len(parts) - 1] == [200] or how != "behind-another", attack
+                assert found, attack
+                assert found[-1] in REFUSED, attack
+                assert found.count(200) == (how == "behind-another"), attack
+            asked: list[Asked] = [each for engine in prefill + decode for each in engine.asked]
+            assert not asked
+            assert (await front.post(completion())).status == 200
+
+    run(main())
+
+
+SPLIT = (
+    b"X-A: a\rX-Injected: 1\r\n",
+    b"X-A: a\nX-Injected: 1\r\n",
+    b"X-A: a\r\n X-Injected: 1\r\n",
+    b"X-A: \x00\r\n",
+    b"X-A : 1\r\n",
+    b"Content-Length: 2\r\nContent-Length: 40\r\n",
+    b"Content-Length: 2\r\nTransfer-Encoding: chunked\r\n",
+)
+SECOND = b"HTTP/1.1 200 OK\r\nX-Injected: 1\r\nContent-Length: 8\r\n\r\ninjected"
+
+
+@pytest.mark.parametrize("head", [*SPLIT, b"Content-Length: 2\r\n"])
+def test_an_answer_is_one_answer_whatever_the_engine_says(head: bytes) -> None:
+    """What an engine sends behind its answer, or inside of its headers, reaches no client: not this one, and not the
+    next one on the same connection to the engine."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                asked = await reader.readuntil(b"\r\n\r\n")
+                if asked.startswith(b"POST"):
+                    length = int(asked.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
+                    await reader.readexactly(length)
+                    writer.write(b"HTTP/1.1 200 OK\r\n" + head + b"\r\n{}" + SECOND)
+                else:
+                    writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+        writer.close()
+
+    async def main() -> None:
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        prefill, decode = sides("vllm")
+        # One engine of each side, which is why there are two servers in one.
+        other = await asyncio.start_server(answer, "127.0.0.1", 0)
+        engines = [prefill[0], decode[0]]
+        for engine, listening in zip(engines, (server, other), strict=True):
+            engine.port = listening.sockets[0].getsockname()[1]
+        async with serving(deployment(engines)) as front:
+            for _ in range(4):
+                said = await front.post({"input": "a"}, "/v1/embeddings")
+                assert "x-injected" not in said.headers
+                assert b"injected" not in said.body
+                assert said.status == 200 if head not in SPLIT else said.status in (200, 502, 503)
+        for listening in (server, other):
+            listening.close()
+
+    run(main())
+
+
+def test_a_request_id_cannot_split_an_answer() -> None:
+    """It comes back in the answer; a line end in it is refused before."""
+
+    async def main() -> None:
+        prefill, decode = sides("vllm")
+        async with foreign(prefill + decode) as front:
+            for end in (b"\r", b"\n", b"\x00"):
+                head = b"X-Request-Id: a%bX-Injected: 1\r\n" % end + LENGTH
+                said = await said_to(front.gateway.port, [request(head)])
+                assert statuses(said) == [400]
+                assert b"injected" not in said.lower()
+            assert not any(engine.asked for engine in prefill + decode)
+
+    run(main())
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, "/v1/chat/completions", "/v1/embeddings", "/tokenize"])
+@pytest.mark.parametrize("opening", [b"[", b'{"a":'])
+def test_a_body_that_is_nested_very_deep_is_a_clients_fault(path: str, opening: bytes) -> None:
+    async def main() -> None:
+        prefill, decode = sides("vllm")
+        async with foreign(prefill + decode) as front:
+            body = b'{"model":"%b","prompt":"a","x":' % MODEL.encode() + opening * 50_000
+            head = b"POST %b HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n" % path.encode()
+            said = await said_to(front.gateway.port, [head + b"Content-Length: %d\r\n\r\n" % len(body) + body])
+            assert said.startswith(b"HTTP/1.1 400 ")
+            assert (await front.post(completion())).status == 200
+
+    run(main())
+
+
+@pytest.mark.parametrize("port", ["listen", "admin"])
+def test_old_versions_of_tls_are_not_spoken(tmp_path: Path, port: str) -> None:
+    """1.2 and 1.3 are. On either port, which says so to clients that speak plain HTTP."""
+    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-keyout", "key.pem"]
+    command = ["openssl", "req", "-x509", *key, "-out", "cert.pem", "-days", "2", *names]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    files = f"tls: {{certificate: {tmp_path}/cert.pem, key: {tmp_path}/key.pem}}"
+    made = {"listen": "{port: 0}", "admin": "{port: 0}"} | {port: f"{{port: 0, {files}}}"}
+
+    async def main() -> None:
+        prefill, decode = sides("vllm")
+        async with foreign(prefill + decode, **made) as front:
+            number = front.gateway.port if port == "listen" else front.gateway.admin_port
+            for version, spoken in (("TLSv1", False), ("TLSv1_1", False), ("TLSv1_2", True), ("TLSv1_3", True)):
+                context = ssl.create_default_context(cafile=str(tmp_path / "cert.pem"))
+                with warnings.catch_warnings(action="ignore"):
+                    context.minimum_version = context.maximum_version = ssl.TLSVersion[version]
+                context.set_ciphers("ALL:@SECLEVEL=0")
+                try:
+                    reader, writer = await asyncio.open_connection("127.0.0.1", number, ssl=context)
+                except (ssl.SSLError, ConnectionError):
+                    assert not spoken
+                    continue
+                assert spoken
+                writer.write(GOOD.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
+                assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
+                writer.close()
+                with suppress(ConnectionError, ssl.SSLError):
+                    await writer.wait_closed()
+            said = await said_to(number, [GOOD])
+            assert said.startswith(b"HTTP/1.1 400 Bad Request\r\ncontent-type: text/plain\r\n")
+            assert b"use https://" in said
+
+    run(main())
