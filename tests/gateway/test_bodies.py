@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import io
+import json
 import resource
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager, suppress
@@ -14,7 +16,7 @@ import pytest
 import uvloop
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.gateway.rig import COMPLETIONS, rig
+from tests.gateway.rig import COMPLETIONS, MODEL, Answer, rig
 from tests.waiting import HANGS_S
 
 from kvroute.gateway.deadlines import Deadlines
@@ -22,7 +24,7 @@ from kvroute.gateway.door import Door
 from kvroute.gateway.exchange import Exchange
 from kvroute.gateway.keys import hash_text
 from kvroute.gateway.pool import Pool
-from kvroute.gateway.reading import LIGHT_BYTES, Limits, RequestReader
+from kvroute.gateway.reading import BODY_MEMORY_RATIO, LIGHT_BYTES, Limits, RequestReader
 from kvroute.gateway.upstream import Line
 
 T = TypeVar("T")
@@ -62,8 +64,8 @@ async def close(*streams: Streams) -> None:
 
 
 async def held(door: Door, nbytes: int) -> None:
-    """Wait until the door has so many bytes of bodies at least, or none if that is asked for."""
-    while door.bodies_bytes < nbytes if nbytes else door.bodies_bytes:
+    """Wait until the door has counted bodies of so many bytes at least, or none if that is asked for."""
+    while door.bodies_bytes < nbytes * BODY_MEMORY_RATIO if nbytes else door.bodies_bytes:
         await asyncio.sleep(0)
 
 
@@ -134,7 +136,7 @@ def test_all_bodies_together_are_bounded_and_small_ones_always_taken() -> None:
 
     async def main() -> None:
         exchanges: list[Exchange] = []
-        door = Door(exchanges.append, Limits(bodies_bytes=MB), deadlines=Deadlines(0.01))
+        door = Door(exchanges.append, Limits(bodies_bytes=MB * BODY_MEMORY_RATIO), deadlines=Deadlines(0.01))
         port = await door.listen("127.0.0.1", 0)
 
         async def send(nbytes: int, length: int = MB) -> Streams:
@@ -157,11 +159,85 @@ def test_all_bodies_together_are_bounded_and_small_ones_always_taken() -> None:
         third = await send(600_000, 600_000)
         while len(exchanges) < 2:
             await asyncio.sleep(0)
-        assert door.bodies_bytes == 600_000, "a body counts until it is answered"
+        assert door.bodies_bytes == 600_000 * BODY_MEMORY_RATIO, "a body counts until it is answered"
         exchanges[1].respond(200, b"{}")
         assert door.bodies_bytes == 0
         await close(second, third, small)
         await door.drain(0)
+
+    run(main())
+
+
+def test_a_body_that_is_not_needed_any_more_is_not_counted_any_more() -> None:
+    """Its memory is free while the answer goes on; and once, whatever follows."""
+
+    async def main() -> None:
+        exchanges: list[Exchange] = []
+        door = Door(exchanges.append, Limits(bodies_bytes=MB * BODY_MEMORY_RATIO), deadlines=Deadlines(0.01))
+        port = await door.listen("127.0.0.1", 0)
+        client = await asyncio.open_connection("127.0.0.1", port)
+        for number in (1, 2):
+            client[1].write(HEAD + b"Content-Length: 600000\r\n\r\n" + bytes(600_000))
+            while len(exchanges) < number:
+                await asyncio.sleep(0)
+            exchange = exchanges[-1]
+            exchange.start(200, [], None)
+            exchange.release_body()
+            assert door.bodies_bytes == 0
+            assert exchange.body == b""
+            exchange.write(b"answer")
+            exchange.release_body()
+            exchange.end()
+            exchange.release_body()
+            assert door.bodies_bytes == 0
+        await close(client)
+        await door.drain(0)
+
+    run(main())
+
+
+def test_a_stream_lets_go_of_its_request_s_body_with_the_first_token() -> None:
+    """And not before: until then the request may be sent again. The answer is whole."""
+
+    async def main() -> None:
+        async with rig() as gate:
+            (serving,) = [gate.gateway.serving]
+            body = {"model": MODEL, "prompt": "word " * 40_000, "max_tokens": 60, "stream": True}
+            async with gate.session.post(gate.url + COMPLETIONS, json=body) as answer:
+                (journey,) = serving.journeys.values()
+                first = await answer.content.readany()
+                assert first
+                assert journey.exchange.body == b""
+                assert not journey.completion.fields
+                rest = await answer.content.read()
+            assert (first + rest).count(b"data: ") == 61
+            assert await gate.settles()
+
+    run(main())
+
+
+def test_large_bodies_are_read_one_after_the_other_and_small_ones_beside_them() -> None:
+    """Each answer is that of its own request; clients that leave meanwhile are passed over."""
+
+    async def main() -> None:
+        async with rig() as gate:
+
+            async def ask(number: int) -> Answer:
+                more = {"user": "u" * (3_000_000 * (number % 2) + 200_000), "max_tokens": 2}
+                body = io.BytesIO(json.dumps({"model": MODEL, "prompt": "word" * (100 + number), **more}).encode())
+                async with gate.session.post(gate.url + COMPLETIONS, data=body) as answer:
+                    return Answer(answer.status, {}, await answer.read())
+
+            head = HEAD + b"Content-Length: 3000002\r\n\r\n"
+            gone = await asyncio.open_connection("127.0.0.1", gate.gateway.port)
+            gone[1].write(head + b'"' + b"a" * 3_000_000 + b'"')
+            await gone[1].drain()
+            await close(gone)
+            answers = await asyncio.gather(*map(ask, range(6)))
+            assert [answer.status for answer in answers] == [200] * 6
+            tokens = [answer.json["usage"]["prompt_tokens"] for answer in answers]
+            assert tokens == [100 + number for number in range(6)]
+            assert await gate.settles()
 
     run(main())
 

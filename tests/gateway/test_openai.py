@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tracemalloc
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from schemathesis.core.result import Ok
 
 from kvroute.gateway.answers import cached_tokens, error_body, error_event, models_body, sse_events, usage_tokens
-from kvroute.gateway.fields import ENGINE_FIELDS, PIECE_BYTES, VALUES_MAX, RequestError, values_in
+from kvroute.gateway.fields import ENGINE_FIELDS, PIECE_BYTES, VALUES_MAX, RequestError, check_utf8, values_in
 from kvroute.gateway.openai import ANSWERS_MAX, IDS_MAX, read_completion, read_passed_on
 from kvroute.gateway.openapi import document
 
@@ -26,6 +27,25 @@ DESCRIPTION = document("0")
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
 values = st.recursive(scalars, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=8)
+
+
+@given(
+    before=st.integers(PIECE_BYTES - 4, PIECE_BYTES + 1),
+    middle=st.binary(max_size=6) | st.text(max_size=3).map(str.encode),
+    after=st.sampled_from([0, PIECE_BYTES - 5, PIECE_BYTES]),
+)
+def test_utf8_is_checked_in_pieces_as_it_is_at_once(before: int, middle: bytes, after: int) -> None:
+    """Characters across two pieces included; the error names the same byte."""
+    body = b"a" * before + middle + b"a" * after
+
+    def fault(check: Callable[[bytes], object]) -> tuple[int, str] | None:
+        try:
+            check(body)
+        except UnicodeDecodeError as error:
+            return error.start, error.reason
+        return None
+
+    assert fault(check_utf8) == fault(bytes.decode)
 
 
 @st.composite

@@ -47,6 +47,7 @@ class Call:
 
     __slots__ = (
         "_keeper",
+        "body",
         "first_byte_s",
         "head_only",
         "idle_s",
@@ -62,6 +63,8 @@ class Call:
         self, request: bytes, sink: Sink, first_byte_s: float, idle_s: float, head_only: bool, keeper: Keeper
     ) -> None:
         self.request = request
+        self.body = b""
+        """What follows the request's bytes, where one piece would be a large copy."""
         self.sink = sink
         self.first_byte_s = first_byte_s
         self.idle_s = idle_s
@@ -81,6 +84,10 @@ class Call:
         self.finish()
         if line is not None:
             line.drop()
+
+    def forget_request(self) -> None:
+        """The engine has begun to answer, so that the request is not sent again."""
+        self.request = self.body = b""
 
     def pause(self) -> None:
         """Read nothing more from the engine; the timeout between bytes rests."""

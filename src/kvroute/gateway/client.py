@@ -12,7 +12,7 @@ from kvroute.gateway.connections import BEGINNING, BUSY, UNREAD, Entry, network_
 from kvroute.gateway.connections import IDLE as NO_REQUEST
 from kvroute.gateway.deadlines import NEVER_S
 from kvroute.gateway.exchange import Exchange, Headers, status_line
-from kvroute.gateway.reading import BODY, HEAD, IDLE, LIGHT_BYTES, Fault, Limits, RequestReader
+from kvroute.gateway.reading import BODY, BODY_MEMORY_RATIO, HEAD, IDLE, LIGHT_BYTES, Fault, Limits, RequestReader
 from kvroute.gateway.web_pages import WebPages
 
 _HELD_BYTES = 64 * 1024
@@ -46,7 +46,7 @@ class Frontage(Protocol):
     pages: WebPages | None
     """Which web pages may send requests; None: all."""
     bodies_bytes: int
-    """Of the bodies that clients have weighed in."""
+    """Memory of the bodies that clients have weighed in."""
     server: bytes
     """A whole header line, or nothing."""
     draining: bool
@@ -75,7 +75,7 @@ class Client(asyncio.Protocol):
         self._timed = _NEITHER
         """The reader's phase that the deadline is for."""
         self._weight = 0
-        """Bytes of a large body, counted at the door."""
+        """Memory that a large body takes, counted at the door."""
         self._unsent_bytes = -1
         """-1: the client reads as fast as it is written to."""
         self._reading_paused = self._advancing = self._leaving = False
@@ -228,7 +228,13 @@ class Client(asyncio.Protocol):
         """Hand the next request over."""
         door = self._door
         exchange = Exchange(
-            *self._reader.ready.popleft(), self._now(), self._peer, self._transport, door.server, self._answered
+            *self._reader.ready.popleft(),
+            self._now(),
+            self._peer,
+            self._transport,
+            door.server,
+            self._answered,
+            self._body_released,
         )
         self._current = exchange
         if self._weight or len(exchange.body) > LIGHT_BYTES:
@@ -248,6 +254,9 @@ class Client(asyncio.Protocol):
 
     def _mourn(self, error: Exception) -> None:
         asyncio.get_running_loop().call_exception_handler({"message": "the handler raised", "exception": error})
+
+    def _body_released(self) -> None:
+        self._weigh(0)
 
     def _answered(self, exchange: Exchange) -> None:
         self._current = None
@@ -298,8 +307,9 @@ class Client(asyncio.Protocol):
         return fault is None
 
     def _weigh(self, nbytes: int) -> None:
-        self._door.bodies_bytes += nbytes - self._weight
-        self._weight = nbytes
+        weight = nbytes * BODY_MEMORY_RATIO
+        self._door.bodies_bytes += weight - self._weight
+        self._weight = weight
 
     def _leave(self) -> None:
         """Close as soon as the client has read everything."""

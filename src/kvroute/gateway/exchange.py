@@ -37,6 +37,7 @@ class Exchange:
     __slots__ = (
         "_answered",
         "_left",
+        "_released",
         "_server",
         "_transport",
         "_unwritten",
@@ -72,8 +73,10 @@ class Exchange:
         transport: asyncio.Transport,
         server: bytes,
         answered: Callable[[Exchange], None],
+        released: Callable[[], None] | None = None,
     ) -> None:
-        """`server` is a whole header line or nothing; `answered` is called once, after `end` or `abort`."""
+        """`server` is a whole header line or nothing; `answered` is called once, after `end` or `abort`; `released` is
+        called when the body is not needed any more, if that is before the answer's end."""
         self.method = method
         self.path = path
         self.query = query
@@ -91,6 +94,7 @@ class Exchange:
         self._transport = transport
         self._server = server
         self._answered = answered
+        self._released = released
         self._left = _NO_BODY
         self._unwritten = b""
 
@@ -98,6 +102,12 @@ class Exchange:
     def unsent_bytes(self) -> int:
         """Bytes of the answer that the client has not taken and the system does not hold."""
         return self._transport.get_write_buffer_size()
+
+    def release_body(self) -> None:
+        """The body is not needed any more: its memory is free, and is not counted any more."""
+        self.body = b""
+        if self._released is not None:
+            self._released()
 
     def header(self, name: bytes) -> bytes | None:
         """The first header of this name (lower case), or None."""
@@ -255,7 +265,7 @@ class Exchange:
 
     def _forget(self) -> None:
         """Break the cycle of references with the owner, so that memory comes back without the collector."""
-        self.on_gone = self.on_pause = self.on_resume = None
+        self.on_gone = self.on_pause = self.on_resume = self._released = None
 
 
 def _reset_on_close(transport: asyncio.Transport) -> None:

@@ -6,6 +6,7 @@ decoded, and a long list of token ids is decoded in pieces.
 
 from __future__ import annotations
 
+import codecs
 import re
 from typing import Annotated, TypeAlias
 
@@ -80,7 +81,7 @@ def read_fields_told(body: bytes) -> tuple[Fields, bool]:
         raise RequestError("the body is empty; send one JSON object", code="invalid_json")
     try:
         if not body.isascii():
-            body.decode()
+            check_utf8(body)
         fields = _BODY.decode(body)
     except msgspec.ValidationError:
         raise RequestError(
@@ -103,6 +104,20 @@ def read_fields_told(body: bytes) -> tuple[Fields, bool]:
     if "vllm_xargs" in fields:
         _check_extra(fields["vllm_xargs"])
     return fields, bool(told)
+
+
+def check_utf8(body: bytes) -> None:
+    """Raises UnicodeDecodeError if a body is not UTF-8.
+
+    A long one is decoded in pieces, so that no text of its length is made and other threads run in between.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    try:
+        for at in range(0, len(body), PIECE_BYTES):
+            decoder.decode(body[at : at + PIECE_BYTES], at + PIECE_BYTES >= len(body))
+    except UnicodeDecodeError:
+        body.decode()  # whose error says where, in the whole body
+        raise
 
 
 def check_size(body: bytes) -> None:

@@ -14,9 +14,10 @@ from kvroute.gateway.answer_leg import UPSTREAM, AnswerLeg
 from kvroute.gateway.answers import error_body
 from kvroute.gateway.fields import RequestError
 from kvroute.gateway.headers import forwarded, header_lines
-from kvroute.gateway.openai import Completion, without_prompts
+from kvroute.gateway.openai import Completion, without_body, without_prompts
 from kvroute.gateway.prefill_leg import PrefillLeg
 from kvroute.gateway.prompt_queue import QueueFull
+from kvroute.gateway.reading import LIGHT_BYTES
 from kvroute.gateway.suspicion import Suspicion
 from kvroute.types import Arrived, Decision, Decode, Finished, KvStored, Prefill, PrefillFinished, Reject, Request
 
@@ -244,10 +245,20 @@ class Journey:
 
     def first_token(self, leg: AnswerLeg, ttft: Ttft, decode_s: float, now: float) -> None:
         """The first event of a stream is here."""
+        if len(self.exchange.body) > LIGHT_BYTES:
+            self._release_body()
         trace_id = self.trace.trace_id if self.trace is not None else ""
         exemplar = ("trace_id", trace_id) if trace_id else ("request_id", str(self.number))
         self.serving.metrics.decode_answered(decode_s)
         self.serving.first_token(leg.decision, ttft, now, exemplar)
+
+    def _release_body(self) -> None:
+        """The answer has begun, so nothing is sent again: let go of the request's body and of its copies."""
+        self.completion = without_body(self.completion)
+        for leg in (self.prefill, self.answer):
+            if leg is not None and leg.call is not None:
+                leg.call.forget_request()
+        self.exchange.release_body()
 
     def may_retry(self, leg: Literal["prefill", "decode"], now: float) -> bool:
         """Whether a leg that has failed is tried again; it is taken for done."""

@@ -52,6 +52,7 @@ class _Part(msgspec.Struct, gc=False):
 
 
 _encode = msgspec.json.Encoder().encode
+_NULL = Raw(b"null")
 _TEXTS = msgspec.json.Decoder(list[str])
 _LISTS = msgspec.json.Decoder(list[Raw])
 _MESSAGES = msgspec.json.Decoder(Annotated[list[_Message], msgspec.Meta(min_length=1)])
@@ -143,6 +144,11 @@ def with_salt(completion: Completion, salt: str) -> Completion:
     return msgspec.structs.replace(completion, fields=fields, salt=salt)
 
 
+def without_body(completion: Completion) -> Completion:
+    """The same without the body: nothing of it is to be sent any more."""
+    return msgspec.structs.replace(completion, fields={}, text=None, token_ids=None, further=())
+
+
 def without_prompts(completion: Completion) -> Completion:
     """The same without its copies of the prompts, which stay in `fields` alone."""
     return msgspec.structs.replace(completion, text=None, token_ids=None, further=())
@@ -226,8 +232,8 @@ def _ids(word: bytes, place: str) -> list[int]:
 
 def _messages(fields: Fields) -> tuple[list[bytes | list[int]], bool]:
     """The conversation as one prompt, and whether some part of it is not text."""
-    word = bytes(fields.get("messages", b"null"))
-    if word == b"null":
+    word = fields.get("messages", _NULL)
+    if word == _NULL:
         raise wrong("messages", "is missing", _MESSAGE_SHAPE)
     media = False
     try:
@@ -235,8 +241,12 @@ def _messages(fields: Fields) -> tuple[list[bytes | list[int]], bool]:
             media |= _has_media(message.content, index)
     except msgspec.MsgspecError as error:
         raise wrong("messages", str(error), _MESSAGE_SHAPE) from None
-    head = [bytes(fields[name]) for name in ("chat_template", "documents", "tools") if name in fields]
-    return [b"".join([*head, word[:-1].rstrip()])], media
+    head = [fields[name] for name in ("chat_template", "documents", "tools") if name in fields]
+    # Of the messages nothing is copied but this: they may be long.
+    inner = memoryview(word)[:-1]
+    while inner[-1] in b" \t\r\n":
+        inner = inner[:-1]
+    return [b"".join([*head, inner])], media
 
 
 def _has_media(content: Raw, index: int) -> bool:

@@ -86,15 +86,26 @@ class Pool:
         """Connections that are open or being opened."""
         return len(self._open) + len(self._opening)
 
-    def send(self, request: bytes, sink: Sink, *, first_byte_s: float, idle_s: float, head_only: bool = False) -> Call:
+    def send(
+        self,
+        request: bytes,
+        sink: Sink,
+        *,
+        first_byte_s: float,
+        idle_s: float,
+        head_only: bool = False,
+        body: bytes = b"",
+    ) -> Call:
         """Send a request; what comes of it is told to `sink` in later turns of the loop, never from inside `send`.
 
         Args:
             first_byte_s: seconds from sending to the first byte of the answer's body.
             idle_s: seconds between bytes of the body.
+            body: what follows `request`, where one piece would be a large copy.
             head_only: the request is a HEAD, so that no body follows.
         """
         call = Call(request, sink, first_byte_s, idle_s, head_only, self)
+        call.body = body
         self.busy += 1
         while self._idle:
             line = self._idle.pop()

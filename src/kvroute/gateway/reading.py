@@ -21,6 +21,10 @@ SLICE_BYTES = 16 * 1024
 LIGHT_BYTES = 64 * 1024
 """Bodies up to here are not weighed, and always taken."""
 
+BODY_MEMORY_RATIO = 4
+"""Memory that a request takes at its peak, per byte of its body: the body, the text that its prompt is read from, and
+the bodies of two legs. Measured by bench.gateway.large_prompts."""
+
 IDLE, HEAD, BODY = range(3)
 """What a reader is inside of: nothing, a request's head, a request's body."""
 
@@ -39,7 +43,8 @@ class Limits:
     """Request line and headers together."""
     body_bytes: int = 64 * 1024 * 1024
     bodies_bytes: int = 1024 * 1024 * 1024
-    """Bodies of all clients together, from their first byte to their answer's last; those of LIGHT_BYTES left out."""
+    """Memory for the bodies of all clients together: BODY_MEMORY_RATIO bytes for each byte, from its arrival until it
+    is not needed any more; those of LIGHT_BYTES left out."""
     header_s: float = 10.0
     """From the first byte of a request to the end of its headers, and from connecting to the first byte."""
     body_s: float = 60.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote
@@ -48,6 +49,7 @@ _NO_KEY = Fault(
 _REASONS = {401: "key", 403: "web_page", 408: "too_slow", 413: "too_large", 431: "too_large", 503: "door_full"}
 """Of what the door refuses; the rest is malformed."""
 
+SMALL_BODY_BYTES = 1024 * 1024
 Read = TypeVar("Read", Completion, PassedOn)
 
 
@@ -84,6 +86,8 @@ class Reception:
         self._entrance = entrance
         self._ready, self._page, self._description, self._started = ready, page, description, started_unix_s
         self._turn = 0
+        self._readers = (ThreadPoolExecutor(1, "read"), ThreadPoolExecutor(1, "read-large"))
+        """Of bodies, small ones and large ones, so that none waits for one that takes much longer."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     def __call__(self, exchange: Exchange) -> None:
@@ -146,8 +150,9 @@ class Reception:
     ) -> None:
         kind = completion_kind(exchange.path)
         try:
-            found = await asyncio.to_thread(read, exchange.path, exchange.body)
-            if not exchange.gone:
+            exchange.on_gone = exchange.release_body  # which may wait for its turn for long
+            found = await self._read_in_turn(exchange, read)
+            if found is not None and not exchange.gone:
                 take(exchange, key, found, received_at)
                 return
         except RequestError as refused:
@@ -159,6 +164,18 @@ class Reception:
             return
         self.serving.metrics.client_gone()
         self._entrance.over(exchange, kind, 499, self.serving.now() - received_at, key)
+
+    async def _read_in_turn(self, exchange: Exchange, read: Callable[[bytes, bytes], Read]) -> Read | None:
+        """Read a body in a thread, one after the other: a decoder holds the interpreter for as long as it works, and
+        several at a time would hold it one after the other without the event loop in between. None: the client has
+        gone."""
+        reader = self._readers[len(exchange.body) > SMALL_BODY_BYTES]
+
+        def run() -> Read | None:
+            path, body = exchange.path, exchange.body
+            return None if exchange.gone else read(path, body)
+
+        return await asyncio.get_running_loop().run_in_executor(reader, run)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

@@ -146,7 +146,8 @@ class LimitSettings(Entry, frozen=True, kw_only=True):
 
     body_bytes: Size = field(name="body", default=Size(64e6))
     bodies_bytes: Size = field(name="bodies", default=Size(1e9))
-    """Of all requests together, from a body's first byte to its answer's last; those up to 64 KiB are not counted."""
+    """Memory for those of all requests together, four bytes for each byte, from a body's first byte until it is not
+    needed any more; those up to 64 KiB are not counted."""
     header_bytes: Size = field(name="headers", default=Size(64e3))
     connections: Limit = 4096
     connections_per_address: Limit | None = None

@@ -17,6 +17,9 @@ from kvroute.types import Instance, Role
 if TYPE_CHECKING:
     from kvroute.gateway.legs import Leg
 
+_COPY_MAX = 64 * 1024
+"""Bodies up to here are sent in one piece with their head."""
+
 
 class Guard:
     """Whether an instance is to be given requests: what health checks say, what its breaker makes of its answers, and
@@ -169,14 +172,15 @@ class Station:
         leg.open = True
         self.under_way += 1
         leg.attempt = self.guard.started(now) if leg.journey.suspicion is None else NOT_COUNTED
+        large = body if len(body) > _COPY_MAX else b""
         request = b"POST %b HTTP/1.1\r\nhost: %b\r\n%bcontent-length: %d\r\n\r\n%b" % (
             path,
             self._host,
             head,
             len(body),
-            body,
+            b"" if large else body,
         )
-        leg.call = self.pool.send(request, leg, first_byte_s=first_byte_s, idle_s=self._between_s)
+        leg.call = self.pool.send(request, leg, first_byte_s=first_byte_s, idle_s=self._between_s, body=large)
 
     def left(self) -> None:
         """One call less."""

@@ -84,7 +84,10 @@ class Line(asyncio.Protocol):
         self._call = call
         call.line = self
         self.deadline_s = self._now() + call.first_byte_s
-        self._transport.write(call.request)
+        if call.body:
+            self._transport.writelines((call.request, call.body))
+        else:
+            self._transport.write(call.request)
         if call.paused:
             self.pause()
 
