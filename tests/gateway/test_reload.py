@@ -25,7 +25,7 @@ from kvroute import __version__
 from kvroute.control import read_log, replay, same
 from kvroute.gateway.gateway import Deployment, Gateway
 from kvroute.topology import parse
-from kvroute.types import Endpoint, InputError, InstanceMeasured, KvStored
+from kvroute.types import CapacityLearned, Endpoint, InputError, InstanceMeasured, KvStored, TransferMeasured
 
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 30
 SELDOM = "  health: {interval: 1 h}\n"
@@ -142,6 +142,54 @@ def test_what_is_cached_where_is_known_still(tmp_path: Path) -> None:
     uvloop.run(run())
     assert _replays(log)
     assert any(isinstance(record.event, KvStored) for record in read_log(log)[1])
+
+
+def test_what_foresight_has_learned_stays_known(tmp_path: Path) -> None:
+    """By the new core and in its log, whether foresight decides or is in the shadow; of a tier for which the new file
+    promises something else, nothing."""
+    log = tmp_path / "events.log"
+    section = f"  log: {{events: {log}}}\n"
+    faster = CLUSTER.replace(
+        "pod1, uplinks: {count: 4, capacity: 100 Gbps}", "pod1, uplinks: {count: 1, capacity: 10 Gbps}"
+    )
+    faster = faster.replace(
+        "pod0, uplinks: {count: 4, capacity: 100 Gbps}", "pod0, uplinks: {count: 1, capacity: 10 Gbps}"
+    )
+
+    async def run() -> None:
+        async with rig(section) as gate:
+            serving = gate.gateway.serving
+            learned = (0.0, 0.0, 0.5, -1.0, 0.25), (0.0, 0.0, 2.0, 3.0, 1.0), (0, 0, 2, 3, 1), (None, None, 1, 0, 1)
+            serving.tell(CapacityLearned(serving.now(), *learned, answers=(7.0, 9.0)))
+            serving.tell(TransferMeasured(serving.now(), "prefill0", "decode1", 1e9, 5.0))
+            assert (await gate.ask(PROMPT)).status == 200
+            for policy in ("  policy: round-robin\n  shadow: foresight\n", "  policy: foresight\n"):
+                before = gate.gateway.serving.control
+                assert await gate.gateway.reload(_reader(gate, section + policy))
+                after, now = gate.gateway.serving.control, gate.gateway.now()
+                assert after is not before
+                known, was = after.learned(now), before.learned(now)
+                assert known is not None
+                assert was is not None
+                assert [tier.transfers for tier in known] == [tier.transfers for tier in was]
+                assert known[3].transfers >= 3
+                assert [tier.factor for tier in known] == pytest.approx([tier.factor for tier in was])
+                assert known[3].factor < 0.9
+                assert after.oracle.learned_ratio(now) == before.oracle.learned_ratio(now)
+                assert any(after.oracle.learned_ratio(now))
+                assert (await gate.ask(PROMPT)).status == 200
+            assert await gate.gateway.reload(_reader(gate, section, faster))
+            known = gate.gateway.serving.control.learned(gate.gateway.now())
+            assert known is not None
+            assert known[2].weight > 0
+            assert known[3].weight == 0
+
+    uvloop.run(run())
+    for file in (tmp_path / "events.log.1", tmp_path / "events.log.2", tmp_path / "events.log.3"):
+        header, records = read_log(file)
+        core = header.spec.build(parse(header.cluster))
+        assert all(same(record.decisions, again) for record, again in replay(core, records))
+        assert any(isinstance(record.event, CapacityLearned) for record in read_log(file)[1])
 
 
 def test_kv_events_are_followed_without_a_break() -> None:

@@ -17,6 +17,8 @@ from kvroute.topology import Cluster
 from kvroute.types import (
     Admitted,
     Arrived,
+    BandwidthLearned,
+    CapacityLearned,
     CongestionMeasured,
     Convert,
     CopyFinished,
@@ -93,6 +95,15 @@ class Control:
         shadow; None where neither is foresight. Changes nothing."""
         flights = self._view.flights
         return flights[0].learned(at) if flights else None
+
+    def knowledge(self, at: float) -> tuple[CapacityLearned | BandwidthLearned, ...]:
+        """What transfers and answers have taught, as events for another core to go on from; changes nothing."""
+        tiers, pairs = self.oracle.known()
+        names = [instance.name for instance in self._cluster.instances]
+        named = tuple((names[source], names[target], known) for source, target, known in pairs)
+        flights = self._view.flights
+        known: list[CapacityLearned | BandwidthLearned] = [BandwidthLearned(at, tiers, named)] if any(tiers) else []
+        return (*known, *(flight.table.known_at(at) for flight in flights[:1]))
 
     def dismantle(self) -> Iterator[int]:
         """Free what is known of cached prefixes, step by step (`PrefixIndex.dismantle`); the core is of no use then."""
@@ -265,6 +276,17 @@ class Control:
             raise InputError(f"{event.site} is no datacenter to offload to", mend="name one that only prefills")
         return ()
 
+    def _capacity_learned(self, event: CapacityLearned) -> tuple[Decision, ...]:
+        for flight in self._view.flights:
+            flight.table.resume(event.at, event)
+        return ()
+
+    def _bandwidth_learned(self, event: BandwidthLearned) -> tuple[Decision, ...]:
+        index = self._cluster.index
+        pairs = [(index(source), index(target), known) for source, target, known in event.pairs]
+        self.oracle.resume(event.tiers, pairs)
+        return ()
+
     def _instance_measured(self, event: InstanceMeasured) -> tuple[Decision, ...]:
         self._view.measured(self._cluster.index(event.instance), event)
         return ()
@@ -300,6 +322,8 @@ _HANDLERS: dict[type, Callable[[Control, Any], tuple[Decision, ...]]] = {
     CopyFinished: Control._copy_finished,
     ReviewDue: Control._review_due,
     ThresholdKnown: Control._threshold_known,
+    CapacityLearned: Control._capacity_learned,
+    BandwidthLearned: Control._bandwidth_learned,
     InstanceMeasured: Control._instance_measured,
     TransferMeasured: Control._transfer_measured,
     CongestionMeasured: Control._congestion_measured,

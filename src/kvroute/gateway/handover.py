@@ -6,8 +6,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+import msgspec
+
 from kvroute.gateway.serving import Serving
-from kvroute.types import Event, InstanceMeasured, KvCleared, KvEvicted, KvStored, ThresholdKnown
+from kvroute.types import (
+    BandwidthLearned,
+    CapacityLearned,
+    Event,
+    InstanceMeasured,
+    KvCleared,
+    KvEvicted,
+    KvStored,
+    ThresholdKnown,
+)
 
 
 def stays(name: str, old: Serving, new: Serving) -> bool:
@@ -68,6 +79,7 @@ class Handover:
         if old.ways is not None and new.ways is not None:
             new.ways.inherit(old.ways, now)
         self._thresholds()
+        self._knowledge()
         self.look()
 
     def _thresholds(self) -> None:
@@ -80,6 +92,30 @@ class Handover:
             name = old.datacenters.names[site]
             if name in there:
                 self._new.tell(ThresholdKnown(self._new.now(), name, threshold.tokens, threshold.base_tokens))
+
+    def _knowledge(self) -> None:
+        """What transfers have taught, of tiers for which both files promise the same and of pairs that both have."""
+        old, new, now = self._old.cluster, self._new.cluster, self._new.now()
+        promised = zip(old.tier_bytes_per_s.tolist(), new.tier_bytes_per_s.tolist(), strict=True)
+        same = [before == after for before, after in promised]
+        for known in self._old.control.knowledge(now):
+            match known:
+                case BandwidthLearned(tiers=tiers, pairs=pairs):
+                    kept = tuple(tier if stays else None for tier, stays in zip(tiers, same, strict=True))
+                    both = tuple(pair for pair in pairs if self._same_path(pair[0], pair[1], same))
+                    self._new.tell(BandwidthLearned(now, kept, both))
+                case CapacityLearned(log_sums=sums, weights=weights):
+                    sums = tuple(value * stays for value, stays in zip(sums, same, strict=True))
+                    weights = tuple(value * stays for value, stays in zip(weights, same, strict=True))
+                    self._new.tell(msgspec.structs.replace(known, log_sums=sums, weights=weights))
+
+    def _same_path(self, source: str, target: str, same: Sequence[bool]) -> bool:
+        """Whether both clusters have these instances, as far from each other, in a tier that is the same."""
+        if source not in self._stay or target not in self._stay:
+            return False
+        old, new = self._old.cluster, self._new.cluster
+        tier = int(new.tier[new.index(source), new.index(target)])
+        return same[tier] and int(old.tier[old.index(source), old.index(target)]) == tier
 
     def look(self) -> None:
         """Where an engine does not tell its load, old requests there are to the core as those of others."""

@@ -7,11 +7,12 @@ predicted at that time. Ratios, not bandwidths, are kept, so that telemetry and 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from kvroute.types import TIER_COUNT, BoolArray, FloatArray, InputError, IntArray, TierArray
+from kvroute.types import TIER_COUNT, BoolArray, FloatArray, InputError, IntArray, RatioLearned, TierArray
 
 RATIO_MIN, RATIO_MAX = 0.01, 4.0
 """A measurement outside of these bounds reads as the bound: no cost is infinite, and no path is a gift."""
@@ -71,6 +72,19 @@ class _Ratios:
         fading = np.minimum(np.maximum(2.0 - (at - self._at) / stale_s, 0.0), 1.0)
         believed: FloatArray = 1.0 + (self._ratio - 1.0) * fading
         return believed
+
+    def known(self, index: int) -> RatioLearned | None:
+        """All that is kept of one average; None: nothing was measured."""
+        if not self._transfers[index]:
+            return None
+        values = (self._log[index], self._transfers[index], self._ratio[index], self._at[index])
+        return RatioLearned(*(float(value) for value in values))
+
+    def resume(self, index: int, known: RatioLearned) -> None:
+        """Go on from another one's average."""
+        self._log[index], self._transfers[index] = known.log, known.transfers
+        self._ratio[index], self._at[index] = known.ratio, known.at
+        self._oldest_at = float(self._at.min())
 
     def _fading(self, at: float, measured_at: float) -> float:
         if self._stale_after_s is None or math.isinf(measured_at):
@@ -159,10 +173,7 @@ class Learned:
         log_ratio = math.log(min(max(ratio, RATIO_MIN), RATIO_MAX))
         self._known = True
         self._tiers.learn(at, tier, log_ratio, transfers)
-        pairs = self._pairs.get(source)
-        if pairs is None:
-            pairs = self._pairs[source] = _Ratios(len(self._tier), _TIER_TRANSFERS, self._stale_after_s)
-        pairs.learn(at, target, log_ratio - math.log(self._tiers.at(at)[tier]), transfers)
+        self._of(source).learn(at, target, log_ratio - math.log(self._tiers.at(at)[tier]), transfers)
 
     def _mean_beside(self, source: int, target: int, in_flight: int) -> float:
         """Own transfers beside one of this pair, in the mean over those that have ended since it was last measured.
@@ -175,6 +186,40 @@ class Learned:
         if company is None or not company.ended:
             return float(max(in_flight - 1, 0))
         return company.beside / company.ended
+
+    def known(self) -> tuple[tuple[RatioLearned | None, ...], list[tuple[int, int, RatioLearned]]]:
+        """All that is kept by tier, and by source and target; changes nothing."""
+        tiers = tuple(self._tiers.known(tier) for tier in range(TIER_COUNT))
+        measured = (
+            (source, int(target), ratios)
+            for source, ratios in sorted(self._pairs.items())
+            for target in np.flatnonzero(ratios.measured)
+        )
+        pairs = ((source, target, ratios.known(target)) for source, target, ratios in measured)
+        return tiers, [(source, target, known) for source, target, known in pairs if known is not None]
+
+    def resume(self, tiers: Sequence[RatioLearned | None], pairs: Iterable[tuple[int, int, RatioLearned]]) -> None:
+        """Go on from what another one has learned (`known`). Raises InputError where it does not fit."""
+        pairs = list(pairs)
+        if len(tiers) != TIER_COUNT:
+            raise InputError(f"{len(tiers)} tiers", where="tiers", mend=f"give {TIER_COUNT}, or null for a tier")
+        for known in (*(tier for tier in tiers if tier is not None), *(pair[2] for pair in pairs)):
+            numbers = (known.log, known.transfers, known.ratio, known.at)
+            if not (all(map(math.isfinite, numbers)) and known.transfers > 0 and known.ratio > 0):
+                raise InputError("what was learned is no ratio", where="tiers, pairs", mend="give finite numbers")
+        for number, tier in enumerate(tiers):
+            if tier is not None:
+                self._known = True
+                self._tiers.resume(number, tier)
+        for source, target, known in pairs:
+            self._known = True
+            self._of(source).resume(target, known)
+
+    def _of(self, source: int) -> _Ratios:
+        pairs = self._pairs.get(source)
+        if pairs is None:
+            pairs = self._pairs[source] = _Ratios(len(self._tier), _TIER_TRANSFERS, self._stale_after_s)
+        return pairs
 
     def tier_ratio(self, at: float) -> tuple[float | None, ...]:
         """Measured over promised bandwidth by tier, for people to look at; None where nothing was measured."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -10,7 +10,7 @@ from kvroute.oracle.learned import Learned
 from kvroute.oracle.links import LinkView
 from kvroute.oracle.telemetry import Congestion, OracleSettings, utilisation_array
 from kvroute.topology import Cluster
-from kvroute.types import SAME_NODE, TIER_COUNT, FloatArray, InputError, IntArray, NetworkCosts, TierArray
+from kvroute.types import SAME_NODE, TIER_COUNT, FloatArray, InputError, IntArray, NetworkCosts, RatioLearned, TierArray
 
 
 class NetworkOracle:
@@ -163,6 +163,16 @@ class NetworkOracle:
     def separates_own_traffic(self) -> bool:
         """Whether telemetry leaves out our own transfers."""
         return self._settings.separates_own_traffic
+
+    def known(self) -> tuple[tuple[RatioLearned | None, ...], list[tuple[int, int, RatioLearned]]]:
+        """What own transfers have taught, by tier and by pair of instances, for another oracle to go on from."""
+        return ((None,) * TIER_COUNT, []) if self._learned is None else self._learned.known()
+
+    def resume(self, tiers: Sequence[RatioLearned | None], pairs: Iterable[tuple[int, int, RatioLearned]]) -> None:
+        """Go on from what another oracle has learned; without `self_measured` void. Raises InputError where it does
+        not fit."""
+        if self._learned is not None:
+            self._learned.resume(tiers, pairs)
 
     def learned_ratio(self, at: float) -> tuple[float | None, ...]:
         """Measured over promised bandwidth by tier; None where nothing was measured."""

@@ -19,7 +19,7 @@ from kvroute.policies.foresight_kernels import HOPS_MAX, ceiling_of, pass_time, 
 from kvroute.policies.foresight_learned import Answers, Learned
 from kvroute.policies.foresight_links import LinkModel
 from kvroute.policies.foresight_spec import ForesightSpec
-from kvroute.types import SAME_NODE, TIER_COUNT, FloatArray, InputError, IntArray
+from kvroute.types import SAME_NODE, TIER_COUNT, CapacityLearned, FloatArray, InputError, IntArray
 
 _SLOTS = 64
 _NO_INTS: IntArray = np.empty(0, np.int64)
@@ -145,6 +145,18 @@ class InFlight:
         self._crowd[list(under.path)] -= 1
         self._free.append(under.slot)
         self._solve()
+
+    def resume(self, at: float, known: CapacityLearned) -> None:
+        """Go on from what another table has taught. Raises InputError where it does not fit."""
+        self._pass(at)
+        self.learned.resume(self.now, known)
+        for tokens in known.answers:
+            self.answers.finished(tokens)
+        self._mean = None
+
+    def known_at(self, at: float) -> CapacityLearned:
+        """What has been learned by then, for another table to go on from; changes nothing."""
+        return self.learned.known_at(at, self.answers.last)
 
     def congested(self, at: float, congestion: FloatArray) -> None:
         """What others take of each tier, [TIER_COUNT] in [0, 1), from `at` on."""

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from kvroute.policies.foresight_spec import ForesightSpec
-from kvroute.types import SAME_POD, TIER_COUNT, FloatArray
+from kvroute.types import SAME_POD, TIER_COUNT, CapacityLearned, FloatArray, InputError
 
 
 class TierLearned(msgspec.Struct, frozen=True, gc=False):
@@ -83,6 +83,37 @@ class Learned:
             log = (logs[each] + spec.prior_transfers * pooled) / (weights[each] + spec.prior_transfers)
             factor[each] = min(max(math.exp(log), spec.factor_min), spec.factor_max)
 
+    def resume(self, at: float, known: CapacityLearned) -> None:
+        """Go on from what another one had learned by this time (`known_at`).
+
+        Raises:
+            InputError: it is not of this many tiers, or holds what is no number.
+        """
+        numbers = (*known.log_sums, *known.weights)
+        shape = (len(known.log_sums), len(known.weights), len(known.transfers), len(known.ages_s))
+        if shape != (TIER_COUNT,) * 4 or not all(math.isfinite(number) for number in numbers):
+            mend = f"give {TIER_COUNT} finite numbers of each kind"
+            raise InputError("what was learned does not fit", where="log_sums, weights, transfers, ages_s", mend=mend)
+        self.grown_old(at)
+        self._log[:], self._weight[:] = known.log_sums, known.weights
+        self._transfers = list(known.transfers)
+        self._last = [None if age_s is None else self._second - age_s for age_s in known.ages_s]
+        self._settle(self._log, self._weight, self.factor)
+
+    def known_at(self, at: float, answers: tuple[float, ...]) -> CapacityLearned:
+        """What is known at a time, for another one to go on from; it changes nothing."""
+        passed_s = max(math.floor(at) - self._second, 0)
+        share = math.exp(-passed_s / self._spec.fading_s)
+        second = self._second + passed_s
+        return CapacityLearned(
+            at,
+            log_sums=tuple((self._log * share).tolist()),
+            weights=tuple((self._weight * share).tolist()),
+            transfers=tuple(self._transfers),
+            ages_s=tuple(None if last is None else second - last for last in self._last),
+            answers=answers,
+        )
+
     def seen(self, at: float) -> tuple[TierLearned, ...]:
         """[TIER_COUNT] what is believed at a time, without `bytes_per_s`; it changes nothing: how often somebody looks
         must not show in a decision's last digit."""
@@ -104,11 +135,18 @@ class Answers:
         window = int(spec.output_window)
         self._last = deque([float(spec.output_tokens)] * window, maxlen=window)
         self._sum = float(spec.output_tokens) * window
+        self._seen = 0
 
-    def finished(self, output_tokens: int) -> None:
+    def finished(self, output_tokens: float) -> None:
         """One more answer."""
         self._sum += output_tokens - self._last[0]
         self._last.append(float(output_tokens))
+        self._seen = min(self._seen + 1, len(self._last))
+
+    @property
+    def last(self) -> tuple[float, ...]:
+        """Lengths of the last answers, without those that the prior stands in for."""
+        return tuple(self._last)[len(self._last) - self._seen :]
 
     @property
     def mean_tokens(self) -> float:

@@ -112,6 +112,46 @@ class ThresholdKnown(msgspec.Struct, frozen=True, tag="threshold_known"):
     base_tokens: float
 
 
+class CapacityLearned(msgspec.Struct, frozen=True, tag="capacity_learned"):
+    """What another core has learned for foresight from transfers and answers: this one goes on from there. Tuples have
+    one entry for each tier, but `answers`."""
+
+    at: float
+    log_sums: tuple[float, ...]
+    """Weighted sums of the logarithms of measured over promised capacity."""
+    weights: tuple[float, ...]
+    """Sums of the weights."""
+    transfers: tuple[int, ...]
+    """That have taught."""
+    ages_s: tuple[int | None, ...]
+    """Since the last of them; None: there was none."""
+    answers: tuple[float, ...] = ()
+    """Lengths of the last answers in tokens, the oldest first."""
+
+
+class RatioLearned(msgspec.Struct, frozen=True):
+    """Measured over promised bandwidth of a tier, or of a pair of instances beyond that of its tier."""
+
+    log: float
+    """Running average of its logarithm."""
+    transfers: float
+    """That the average rests on, faded."""
+    ratio: float
+    """What is believed by now."""
+    at: float
+    """Time of the last measurement."""
+
+
+class BandwidthLearned(msgspec.Struct, frozen=True, tag="bandwidth_learned"):
+    """What another core's network oracle has learned from transfers: this one goes on from there."""
+
+    at: float
+    tiers: tuple[RatioLearned | None, ...]
+    """By tier; None: nothing."""
+    pairs: tuple[tuple[str, str, RatioLearned], ...] = ()
+    """Source, target, and what is known of them."""
+
+
 class InstanceMeasured(msgspec.Struct, frozen=True, tag="instance_measured"):
     """An engine's own word on its load, other routers' requests included."""
 
@@ -187,6 +227,8 @@ Event: TypeAlias = (
     | CopyFinished
     | ReviewDue
     | ThresholdKnown
+    | CapacityLearned
+    | BandwidthLearned
     | InstanceMeasured
     | TransferMeasured
     | KvStored
