@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from kvroute.connector.authentication import TAG_BYTES, frame_tag, proven
+from kvroute.connector.authentication import TAG_BYTES, FrameTags, proven
 from kvroute.connector.wire import (
     HANDSHAKE_BYTES_MAX,
     HEADER_BYTES_MAX,
@@ -43,20 +43,16 @@ class Channel:
         self.sock = sock
         self._timeout_s = timeout_s
         self._deadline: float | None = time.monotonic() + handshake_s
-        self._send_key = self._receive_key = b""
-        self._sent = self._received = 0
-        """Frames since the handshake."""
+        self._limit = HANDSHAKE_BYTES_MAX
+        """Bytes of a header at most, in both directions."""
+        self._send_tags: FrameTags | None = None
+        self._receive_tags: FrameTags | None = None
         sock.settimeout(timeout_s)
-
-    @property
-    def secured(self) -> bool:
-        """Whether the handshake is over."""
-        return self._deadline is None
 
     def secure(self, *, send_key: bytes, receive_key: bytes) -> None:
         """The peer has proved the token: the handshake is over, and frames carry tags under these keys."""
-        self._send_key, self._receive_key = send_key, receive_key
-        self._deadline = None
+        self._send_tags, self._receive_tags = FrameTags(send_key), FrameTags(receive_key)
+        self._deadline, self._limit = None, HEADER_BYTES_MAX
         self.sock.settimeout(self._timeout_s)
 
     def send(self, message: Message, payload: Sequence[memoryview] = ()) -> None:
@@ -67,10 +63,7 @@ class Channel:
             OSError: the connection broke, or the peer took nothing in time.
         """
         header = encode(message, self._limit)
-        tag = b""
-        if self.secured:
-            tag = frame_tag(self._send_key, self._sent, header)
-            self._sent += 1
+        tag = self._send_tags.next(header) if self._send_tags else b""
         self._send_all([memoryview(encode_length(header) + header + tag), *payload])
 
     def receive(self) -> Message | None:
@@ -84,13 +77,11 @@ class Channel:
         if prefix is None:
             return None
         size = decode_length(prefix, self._limit)
-        frame = self._exactly(size + (TAG_BYTES if self.secured else 0))
+        frame = self._exactly(size + (TAG_BYTES if self._receive_tags else 0))
         assert frame is not None
         header = frame[:size]
-        if self.secured:
-            if not proven(frame[size:], frame_tag(self._receive_key, self._received, header)):
-                raise WireError("integrity", "a frame does not carry the tag of this connection")
-            self._received += 1
+        if self._receive_tags and not proven(frame[size:], self._receive_tags.next(header)):
+            raise WireError("integrity", "a frame does not carry the tag of this connection")
         return decode(header)
 
     def heard(self) -> Message:
@@ -139,7 +130,8 @@ class Channel:
         data = bytearray(size)
         view, filled = memoryview(data), 0
         while filled < size:
-            self._keep_deadline()
+            if self._deadline is not None:
+                self._keep(self._deadline)
             got = self.sock.recv_into(view[filled:])
             if not got:
                 if may_end and not filled:
@@ -148,17 +140,12 @@ class Channel:
             filled += got
         return bytes(data)
 
-    @property
-    def _limit(self) -> int:
-        return HEADER_BYTES_MAX if self.secured else HANDSHAKE_BYTES_MAX
-
-    def _keep_deadline(self) -> None:
+    def _keep(self, deadline: float) -> None:
         """A peer that sends a byte now and then must not stay in the handshake for ever."""
-        if self._deadline is not None:
-            left_s = self._deadline - time.monotonic()
-            if left_s <= 0:
-                raise TimeoutError("the handshake was not complete in time")
-            self.sock.settimeout(min(left_s, self._timeout_s))
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("the handshake was not complete in time")
+        self.sock.settimeout(min(left_s, self._timeout_s))
 
     def _send_all(self, views: list[memoryview]) -> None:
         at = 0
