@@ -461,3 +461,21 @@ def test_the_command_says_where_it_listens_and_ends_on_sigterm() -> None:
     assert (process.returncode, rest) == (0, b"")
     assert list(ready["instances"]) == ["decode1"]
     assert ready["instances"]["decode1"]["url"].startswith("http://127.0.0.1:")
+
+
+def test_engines_answer_to_the_names_that_the_gateway_gives_clients() -> None:
+    """As vLLM with several names in --served-model-name: each is listed, accepted and repeated; others get 404."""
+    text = EXAMPLE.read_text(encoding="utf-8") + f"\ngateway: {{models: {{big: {MODEL}, big-latest: {MODEL}}}}}\n"
+
+    async def check(client: Client) -> None:
+        listed = msgspec.json.decode(await client.get("prefill0", "/v1/models"))["data"]
+        assert [card["id"] for card in listed] == [MODEL, "big", "big-latest"]
+        assert {card["root"] for card in listed} == {MODEL}
+        for name in (MODEL, "big", "big-latest"):
+            answer = await client.ask("decode0", ASKED | {"model": name})
+            assert answer["model"] == name
+        status, data = await client.post("decode0", "/v1/completions", ASKED | {"model": "bigger"})
+        assert status == 404
+        assert b"big-latest" in data
+
+    on_fleet(check, quick(topology.parse(text)))

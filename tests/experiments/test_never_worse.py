@@ -236,6 +236,11 @@ def test_one_cell_by_command(tmp_path: Path) -> None:
     (record,) = json.loads(outcome.stdout)["records"]
     assert (record["cell"]["profile"], record["cell"]["seed"]) == (NEAR, 2)
     assert len(results_of(tmp_path / "never-worse" / f"{MATRIX.name}.jsonl")) == 1
+    table = CliRunner().invoke(app, asked[:-1])
+    assert table.exit_code == 0, table.output
+    assert "foresight" in table.stdout
+    assert "One seed." in table.stdout
+    assert f"{record['summary']['ttft_s']['mean'] * 1e3:,.0f}"[:3] in table.stdout
 
 
 @pytest.mark.parametrize(

@@ -1,18 +1,19 @@
 """Live: a user without a home on an installation that he cannot write, as under systemd's DynamicUser or in a read-only
-container: commands work where `/tmp` alone can be written, and where nothing can."""
+container: commands work where a temporary folder alone can be written, and where nothing can."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
 
 import pytest
 from msgspec.structs import replace
@@ -23,7 +24,6 @@ from kvroute.topology.schema import EndpointEntry
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(1200)]
 PROGRAM = Path(sys.executable).with_name("kvroute")
-WRITABLE = ["unshare", "--mount", "--propagation", "private", "sh", "-c"]
 KEEPS = "+dac_read_search"
 """May read everything, for a checkout is often below a private home; may write what any other user may."""
 SERVICE_USER = (
@@ -31,45 +31,52 @@ SERVICE_USER = (
     *("--inh-caps", f"-all,{KEEPS}", "--ambient-caps", KEEPS, "--bounding-set", f"-all,{KEEPS}"),
     *("env", "-i", "HOME=/nonexistent", "PATH=/usr/bin:/bin", "PYTHONDONTWRITEBYTECODE=1"),
 )
-Place = Literal["tmp", "nothing"]
+SEALED = 'for d in /tmp /var/tmp; do mount --bind $d $d && mount -o remount,bind,ro $d || exit; done; exec "$@"'
+NOTHING = ("unshare", "--mount", "--propagation", "private", "sh", "-c", SEALED, "sh")
 
 
-def as_service(place: Place, *arguments: str, kept: Path = EXAMPLES) -> list[str]:
-    """The command line of kvroute where that alone can be written: an empty `/tmp`, or nothing."""
-    steps = [
-        f"mount --bind {kept} /var/tmp",  # first, because it may be below the /tmp that is hidden next
-        "mount -t tmpfs -o mode=1777 none /tmp",
-        *(["mount -o remount,ro /tmp"] if place == "nothing" else []),
-        'cd / && exec "$@"',
-    ]
-    script = " && ".join(steps)
-    return [*WRITABLE, script, "sh", *SERVICE_USER, str(PROGRAM), *arguments]
+def as_service(temporary: Path | None, *arguments: str) -> list[str]:
+    """The command line of kvroute for a user who can write in that folder alone, or nowhere."""
+    if temporary is None:
+        return [*NOTHING, *SERVICE_USER, str(PROGRAM), *arguments]
+    return [*SERVICE_USER, f"TMPDIR={temporary}", str(PROGRAM), *arguments]
 
 
 @pytest.fixture(autouse=True)
 def _possible() -> None:
-    """It takes root, and a checkout outside of what is replaced."""
-    tried = subprocess.run(as_service("tmp", "--version"), capture_output=True, text=True)
+    """It takes root, and a kernel with mount namespaces."""
+    tried = subprocess.run(as_service(None, "--version"), capture_output=True, text=True)
     if tried.returncode:
         if os.environ.get("KVROUTE_REQUIRE_LIVE") == "1":
             pytest.fail(tried.stderr)
         pytest.skip(f"no user without rights can be played here: {tried.stderr.strip()[-200:]}")
 
 
-def test_kernels_are_cached_below_tmp_with_one_warning() -> None:
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """One that everybody can write, with a cluster file; no part of its path is private, as pytest's own is."""
+    with tempfile.TemporaryDirectory(prefix="kvroute-live-") as name:
+        place = Path(name)
+        place.chmod(0o1777)
+        shutil.copyfile(EXAMPLES / "small.yaml", place / "small.yaml")
+        (place / "small.yaml").chmod(0o644)
+        yield place
+
+
+def test_kernels_are_cached_in_the_temporary_folder_with_one_warning(folder: Path) -> None:
     """Several workers share the folder and the warning."""
-    arguments = ("simulate", "/var/tmp/small.yaml", "--requests", "20", "--seeds", "2", "--policy", "netkv", "--json")
-    done = subprocess.run(as_service("tmp", *arguments, "--workers", "2"), capture_output=True, text=True)
+    arguments = ("simulate", f"{folder}/small.yaml", "--requests", "20", "--seeds", "2", "--policy", "netkv", "--json")
+    done = subprocess.run(as_service(folder, *arguments, "--workers", "2"), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert len(json.loads(done.stdout)["runs"]) == 2
     assert done.stderr.count("kvroute: ") == 1
-    assert "/tmp/kvroute-kernels-65534" in done.stderr
+    assert f"{folder}/kvroute-kernels-65534" in done.stderr
 
 
-def test_kernels_are_compiled_in_memory_where_nothing_can_be_written() -> None:
+def test_kernels_are_compiled_in_memory_where_nothing_can_be_written(folder: Path) -> None:
     """Worker processes need a folder as well; the runs share one process then."""
-    arguments = ("simulate", "/var/tmp/small.yaml", "--requests", "20", "--seeds", "2", "--policy", "netkv", "--json")
-    done = subprocess.run(as_service("nothing", *arguments, "--workers", "2"), capture_output=True, text=True)
+    arguments = ("simulate", f"{folder}/small.yaml", "--requests", "20", "--seeds", "2", "--policy", "netkv", "--json")
+    done = subprocess.run(as_service(None, *arguments, "--workers", "2"), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert len(json.loads(done.stdout)["runs"]) == 2
     assert done.stderr.count("kernels cannot be cached") == 1
@@ -104,29 +111,29 @@ def completed(ready: str) -> int:
         return int(json.load(answer)["usage"]["completion_tokens"])
 
 
-def test_the_gateway_serves_with_embedded_engines() -> None:
-    arguments = ("serve", "--embedded", "/var/tmp/small.yaml", "--port", "0", "--admin-port", "0")
-    with started(as_service("tmp", *arguments), "kvroute serves") as ready:
+def test_the_gateway_serves_with_embedded_engines(folder: Path) -> None:
+    arguments = ("serve", "--embedded", f"{folder}/small.yaml", "--port", "0", "--admin-port", "0")
+    with started(as_service(folder, *arguments), "kvroute serves") as ready:
         assert completed(ready) == 3
 
 
-def test_embedded_engines_without_a_temporary_folder_are_refused_in_one_sentence() -> None:
-    command = as_service("nothing", "serve", "--embedded", "/var/tmp/small.yaml")
+def test_embedded_engines_without_a_temporary_folder_are_refused_in_one_sentence(folder: Path) -> None:
+    command = as_service(None, "serve", "--embedded", f"{folder}/small.yaml")
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2
     assert "--embedded: no temporary folder can be written" in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_engines_and_gateway_run_where_nothing_can_be_written(tmp_path: Path) -> None:
-    emulated = as_service("nothing", "emulate", "/var/tmp/small.yaml")
+def test_engines_and_gateway_run_where_nothing_can_be_written(folder: Path) -> None:
+    emulated = as_service(None, "emulate", f"{folder}/small.yaml")
     with started(emulated, '{"instances"') as line:
         file = load(EXAMPLES / "small.yaml").file
         assert isinstance(file.instances, list)
         urls = {name: places["url"] for name, places in json.loads(line)["instances"].items()}
         placed = [replace(entry, endpoint=EndpointEntry(url=urls[entry.name])) for entry in file.instances]
         section = {"listen": {"port": 0}, "admin": {"port": 0}}
-        (tmp_path / "small.yaml").write_text(replace(file, instances=placed, gateway=section).to_yaml())
-        command = as_service("nothing", "serve", "/var/tmp/small.yaml", kept=tmp_path)
+        (folder / "endpoints.yaml").write_text(replace(file, instances=placed, gateway=section).to_yaml())
+        command = as_service(None, "serve", str(folder / "endpoints.yaml"))
         with started(command, "kvroute serves") as ready:
             assert completed(ready) == 3

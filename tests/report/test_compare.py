@@ -105,11 +105,24 @@ def test_a_lead_within_the_interval_is_called_noise() -> None:
     assert "the difference is noise (95 % interval over 3 seeds includes zero)" in found.sentence
 
 
-def test_equals_are_noise_and_zero_has_no_sign() -> None:
-    """The same numbers: the first name, and no lead."""
+def test_equal_results_are_called_equal() -> None:
+    """With one seed or several; a third policy is compared with both."""
     found = verdict(runs(netkv=[1.0, 2.0], cla=[1.0, 2.0]))
     assert found.winner == "cla"
-    assert "0.0 ± 0.0 ms (0.0%) below netkv: the difference is noise" in found.sentence
+    assert found.sentence == "cla and netkv have the same mean TTFT, 1,500 ms on 2 seeds."
+    alone = verdict(runs(netkv=[1.0], cla=[1.0], foresight=[1.0]))
+    assert alone.sentence == "cla, foresight and netkv have the same mean TTFT, 1,000 ms."
+    third = verdict(runs(netkv=[1.0], cla=[1.0], foresight=[1.5]))
+    assert third.sentence == (
+        "cla and netkv have the same mean TTFT, 1,000 ms, 500.0 ms below foresight; "
+        "one seed cannot say whether that is noise, try --seeds 5."
+    )
+
+
+def test_zero_has_no_sign() -> None:
+    """Once ahead and once behind by as much: a lead of zero that is no equality."""
+    found = verdict(runs(netkv=[1.0, 2.0], cla=[2.0, 1.0]))
+    assert "0.0 ±" in found.sentence
     assert "-0" not in found.sentence
 
 

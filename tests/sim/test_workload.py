@@ -16,6 +16,7 @@ from kvroute.sim.workload import (
     filter_lengths,
     generate,
     rescale,
+    rescale_if_spread,
     share_prefixes,
     take,
     window,
@@ -174,3 +175,14 @@ def test_wrong_wishes_are_told() -> None:
         take(trace, -1)
     with pytest.raises(InputError, match="input_tokens"):
         with_lengths(trace, input_tokens=0)
+
+
+@given(traces(least=1), st.floats(0.01, 100))
+def test_any_part_of_a_trace_can_be_given_a_rate(trace: Trace, rate_per_s: float) -> None:
+    """The rate where there is one to change; else the requests stay as they are, and a remark says so."""
+    scaled = rescale_if_spread(trace, rate_per_s)
+    if trace.rate_per_s:
+        assert scaled == rescale(trace, rate_per_s)
+    else:
+        assert scaled.requests == trace.requests
+        assert len(scaled.remarks) == (len(trace.requests) > 1)

@@ -76,3 +76,12 @@ def test_one_source_and_a_known_profile() -> None:
     for rate in ("0", "1e300"):
         wrong = CliRunner().invoke(app, ["show", "--generate", "--rate", rate])
         assert (wrong.exit_code, "--rate" in wrong.output) == (2, True)
+
+
+def test_a_few_requests_of_one_time_may_be_given_a_rate(tmp_path: Path) -> None:
+    """The first five of a generated trace arrive together: no error, and one remark."""
+    path = tmp_path / "a.jsonl"
+    for arguments in (("generate", path), ("show", "--generate"), ("show", path)):
+        _, remark = run(*arguments, "--requests", "5", "--rate", "2")
+        assert remark.count("all 5 requests arrive at one time, so the rate changes nothing") == 1
+    assert len(read(path).requests) == 5

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from kvroute import topology
-from kvroute.cli.output import make_folder, remarks
+from kvroute.cli.output import make_folder, remarks, tell
 from kvroute.control import ControlSpec
 from kvroute.policies import DEFAULT_DECODE_POLICY
 from kvroute.types import TIER_COUNT, InputError
@@ -59,6 +59,7 @@ def demo(
     if profile not in PROFILES:
         raise InputError(f"unknown profile {profile!r}", where="--profile", mend=f"use one of {', '.join(PROFILES)}")
     loaded = topology.load(cluster)
+    tell(loaded.remarks)
     make_folder(out, "--out")
     workload = Workload(
         generated_requests=max(1, round(seconds * rate)), profile=profile, rate_per_s=rate, p_share=p_share

@@ -11,7 +11,7 @@ from kvroute.experiments.never_worse import ABLATION, EXPERIMENTS, FORESEEN, MAT
 from kvroute.experiments.never_worse_run import Runner, Traces, results_of, tune
 from kvroute.experiments.runner import run_cells
 from kvroute.report.never_worse_tables import headline_grid, losses_grid, seen_grid, terms_grid
-from kvroute.report.tables import Grid, rich_table
+from kvroute.report.tables import Grid, comparison_table, rich_table
 from kvroute.types import InputError
 
 
@@ -87,6 +87,10 @@ def _show(
     shown = [grid for grid in grids if grid.rows]
     for grid in shown:
         console().print(rich_table(grid, console().width))
-    if not shown:
-        count = sum(map(len, sweeps.values()))
-        remarks().print(f"Nothing to compare in {count} runs of one policy: --json prints them.")
+    if shown:
+        return
+    for one in chosen:
+        keys = {cell.key for cell in sweeps[one.name]}
+        if runs := [record.summary for record in results[one.name] if record.key in keys]:
+            console().print(comparison_table(runs, width=console().width))
+    remarks().print("One policy is not compared with itself; run the cell of another policy, or the whole sweep.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,12 @@ def thin_table(*headings: str, title: str = "") -> Table:
 def remarks() -> Console:
     """For people, beside the result: on stderr."""
     return Console(stderr=True)
+
+
+def tell(sentences: Iterable[str]) -> None:
+    """Each as a line on stderr."""
+    for sentence in sentences:
+        sys.stderr.write(f"{sentence}\n")
 
 
 def print_json(document: Any) -> None:

@@ -20,7 +20,7 @@ import msgspec
 import typer
 
 from kvroute.cli.emulate import shares_by_tier
-from kvroute.cli.output import check_writable, console, remarks, write_whole
+from kvroute.cli.output import check_writable, console, remarks, tell, write_whole
 from kvroute.types import Endpoint, InputError
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kvroute.gateway.settings import GatewaySettings
 
 ROUTING, PLACE, ENGINES = "Routing", "Where", "Emulated engines"
-_READY_S = 60.0
+_READY_S = 300.0
 
 
 def serve(
@@ -119,7 +119,9 @@ def serve(
     with _engines(cluster, kv_scale, background, seed) if embedded else contextlib.nullcontext() as endpoints:
 
         def read() -> Deployment:
-            return Deployment.read(cluster, adjust, endpoints)
+            deployment = Deployment.read(cluster, adjust, endpoints)
+            tell(deployment.cluster.remarks)
+            return deployment
 
         uvloop.run(_serve(read, ready_file, seed, until_eof))
 

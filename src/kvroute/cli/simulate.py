@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from kvroute.cli.output import console, make_folder, print_json, progress_bar, remarks
+from kvroute.cli.output import console, make_folder, print_json, progress_bar, remarks, tell
 from kvroute.cli.scenario import Scenario, read_scenario
 from kvroute.control import ControlSpec, EventLog, LogHeader, check_place
 from kvroute.experiments.runner import check_where, encode
@@ -248,8 +248,8 @@ def simulate(
     if out is not None:
         question.check(policies, seed)  # before a folder is made for nothing
         make_folder(out, "--out")
-    for remark in question.workload.remarks:
-        remarks().print(f"{trace}: {remark}", markup=False, highlight=False, soft_wrap=True)
+    tell(cluster_of(str(cluster)).remarks)
+    tell(f"{trace or 'generated trace'}: {remark}" for remark in question.workload.remarks(seed))
     if log is not None:
         _record(question, policies[0], seed, log)
     with progress_bar("Simulating") as progress:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 import typer
 
-from kvroute.cli.output import print_json, remarks
+from kvroute.cli.output import print_json, remarks, tell
 from kvroute.timing import Fit, fit_profile, read_profile
 from kvroute.timing.fit import PrefillKind
 from kvroute.topology.units import duration_text
@@ -64,7 +64,9 @@ def _fit_all(
     prefill: Fit[PrefillSpec] | None = None
     decode: Fit[DecodeSpec] | None = None
     for file in files:
-        fits = fit_profile(read_profile(file, model=model, hardware=hardware, tp=tp), kind)
+        profile = read_profile(file, model=model, hardware=hardware, tp=tp)
+        tell(profile.doubts)
+        fits = fit_profile(profile, kind)
         for part, before, now in (("prefill", prefill, fits[0]), ("decode", decode, fits[1])):
             if before is not None and now is not None:
                 raise InputError(f"measures {part} a second time", where=str(file), mend="give one file for each part")

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from kvroute.cli.output import check_writable, console, print_json
+from kvroute.cli.output import check_writable, console, print_json, tell
 from kvroute.llm import model as find_model
 from kvroute.topology import Cluster, FileError, bandwidth_text, duration_text, load, parse, size_text
 from kvroute.topology.assembly import read_text
@@ -52,6 +52,7 @@ def check(file: File, as_json: AsJson = False) -> None:
             typer.echo(str(problem), err=True)
         typer.echo(f"{len(problems)} fault{'s' if len(problems) > 1 else ''} in {file}", err=True)
         raise typer.Exit(2) from None
+    tell(cluster.remarks)
     counts = _counts(cluster)
     if as_json:
         print_json({"file": str(file), "ok": True, "faults": [], "counts": counts, "gateway_checked": whole})
@@ -134,6 +135,7 @@ def show(
     from kvroute.report.topology_figure import draw_topology  # plots take a second to import
 
     cluster = load(file)
+    tell(cluster.remarks)
     pictures = [path for path in (svg, png) if path is not None]
     for path, ending in ((svg, ".svg"), (png, ".png")):
         if path is not None:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from kvroute.cli.output import console, print_json, remarks, thin_table
+from kvroute.cli.output import console, print_json, remarks, tell, thin_table
 from kvroute.sim.workload import (
     MOONCAKE_CONVERSATION,
     PROFILES,
@@ -19,7 +19,7 @@ from kvroute.sim.workload import (
     apply_profile,
     generate,
     read,
-    rescale,
+    rescale_if_spread,
     share_prefixes,
     take,
     write,
@@ -84,8 +84,9 @@ def show(
         trace = _read(file, skip_bad)
         trace = apply_profile(trace, _profile(profile)) if profile else trace
         trace = trace if requests is None else take(trace, requests)
-        trace = trace if rate is None else rescale(trace, rate)
+        trace = trace if rate is None else rescale_if_spread(trace, rate)
     trace = trace if p_share is None else share_prefixes(trace, p_share, seed=seed)
+    _tell(trace, str(file or trace.name))
     statistics = trace.statistics()
     if as_json:
         print_json(statistics)
@@ -115,6 +116,7 @@ def generate_file(
     """
     trace = _generated(requests, rate, seed, profile)
     trace = trace if p_share is None else share_prefixes(trace, p_share, seed=seed)
+    _tell(trace, trace.name)
     write(trace, out)
     remarks().print(f"wrote {len(trace.requests)} requests to {out}", markup=False, highlight=False, soft_wrap=True)
     if as_json:
@@ -126,13 +128,13 @@ def _generated(requests: int, rate_per_s: float | None, seed: int, profile: str)
     rate = MOONCAKE_CONVERSATION.rate_per_s if rate_per_s is None else rate_per_s
     if not profile:
         trace = generate(requests, rate_per_s=rate, seed=seed)
-        return trace if rate_per_s is None else rescale(trace, rate)
+        return trace if rate_per_s is None else rescale_if_spread(trace, rate)
     bounds, drawn = _profile(profile), 2 * requests + 100
     trace = apply_profile(generate(drawn, rate_per_s=rate, seed=seed), bounds)
     while len(trace.requests) < requests:
         drawn *= 2
         trace = apply_profile(generate(drawn, rate_per_s=rate, seed=seed), bounds)
-    return rescale(take(trace, requests), rate)
+    return rescale_if_spread(take(trace, requests), rate)
 
 
 def _profile(name: str) -> Profile:
@@ -148,9 +150,11 @@ def _read(file: Path, skip_bad: bool) -> Trace:
     trace = read(file, skip_bad=skip_bad, on_skip=skipped.append)
     for fault in skipped[:_SHOWN_SKIPS]:
         typer.echo(f"left out: {fault.where}: {fault.what}", err=True)
-    for remark in trace.remarks:
-        typer.echo(f"{file}: {remark}", err=True)
     return trace
+
+
+def _tell(trace: Trace, name: str) -> None:
+    tell(f"{name}: {remark}" for remark in trace.remarks)
 
 
 def _print(statistics: TraceStatistics) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -81,6 +82,8 @@ class Ask:
     """A checked request: `len(prompts) * n` answers of `output_tokens` each."""
 
     kind: Kind
+    model: str
+    """As the client calls it."""
     leg: Leg
     prompts: tuple[Prompt, ...]
     n: int
@@ -98,8 +101,8 @@ class Ask:
 _DECODER = msgspec.json.Decoder(Body)
 
 
-def read_ask(kind: Kind, data: bytes, *, model: str, role: Role, block_tokens: int) -> Ask:
-    """Read and check a body.
+def read_ask(kind: Kind, data: bytes, *, models: Sequence[str], role: Role, block_tokens: int) -> Ask:
+    """Read and check a body; `models` are the names that the engine answers to, its own first.
 
     Raises:
         Refusal: broken JSON, a field of a wrong type or out of range, a model that is not served.
@@ -108,8 +111,8 @@ def read_ask(kind: Kind, data: bytes, *, model: str, role: Role, block_tokens: i
         body = _DECODER.decode(data)
     except msgspec.DecodeError as error:
         raise Refusal(f"the body cannot be read: {error}") from None
-    if body.model is not None and body.model != model:
-        what = f"The model `{body.model}` does not exist; ask for {model}"
+    if body.model is not None and body.model not in models:
+        what = f"The model `{body.model}` does not exist; ask for {' or '.join(models)}"
         raise Refusal(what, status=404, kind="NotFoundError", param="model")
     chat = kind == "chat"
     salt = checked_salt(body.cache_salt)
@@ -123,6 +126,7 @@ def read_ask(kind: Kind, data: bytes, *, model: str, role: Role, block_tokens: i
     bound = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     return Ask(
         kind=kind,
+        model=body.model or models[0],
         leg=leg,
         prompts=tuple(prompts),
         n=n,

@@ -112,7 +112,7 @@ class Completion:
     def of(cls, ask: Ask, engine: Engine, fault: Fault | None, request_id: str) -> Completion:
         """A new one. The id is the client's with a number behind it: a request that is tried again is another one."""
         heading_id = f"{ID_PREFIX[ask.kind]}-{request_id or engine.instance.name}-{engine.next_number()}"
-        completion = cls(ask, engine, Heading(ask.kind, heading_id, int(time.time()), engine.instance.model), fault)
+        completion = cls(ask, engine, Heading(ask.kind, heading_id, int(time.time()), ask.model), fault)
         watched = ask.stream or fault is not None
         completion.jobs = [
             engine.arrive(prompt, ask.output_tokens, streaming=watched, news=completion.bell.ring)

@@ -65,6 +65,8 @@ class Engine:
     kv_expiry_s: float = 480.0
     kv_patience_s: float = math.inf
     """A transfer to here that stands still for so long is given up."""
+    aliases: tuple[str, ...] = ()
+    """Further names of the model, as vLLM takes them from `--served-model-name`."""
     counters: Counters = field(default_factory=Counters)
     held: dict[str, Held] = field(default_factory=dict)
     door: Door | None = None
@@ -91,6 +93,11 @@ class Engine:
         self._prefill = PrefillInstance(0, prefill_time(self.spec.prefill), True)
         self._memory = KvMemory(PrefixIndex(1, [self.capacity_blocks]), [self.capacity_blocks], [0])
         self.batch = Batch(self.spec.decode, self.instance.batch_max, self.clock, self._stepped, self._left)
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """What clients may call the model, the cluster file's name first."""
+        return (self.instance.model, *self.aliases)
 
     @property
     def running(self) -> int:

@@ -131,6 +131,7 @@ class Fleet:
                 on_kv=on_kv,
                 kv_expiry_s=settings.kv_expiry_s,
                 kv_patience_s=settings.kv_patience_s,
+                aliases=_aliases(self._cluster, instance.model),
             )
 
         faulty = partial(_strikes_transfer, faults)
@@ -169,6 +170,12 @@ class Fleet:
             kv_events=publisher.endpoint if publisher else "",
             kv_replay=publisher.replay if publisher else "",
         )
+
+
+def _aliases(cluster: Cluster, model: str) -> tuple[str, ...]:
+    """What the file's `gateway.models` has clients call a model; the gateway passes their name on as it is."""
+    models = cluster.file.gateway.get("models")
+    return tuple(alias for alias, name in models.items() if name == model) if isinstance(models, dict) else ()
 
 
 def _strikes_transfer(faults: Faults) -> bool:

@@ -77,8 +77,7 @@ async def answer(server: InstanceServer, request: web.BaseRequest) -> web.Stream
 
 async def _completion(server: InstanceServer, request: web.BaseRequest, kind: Kind) -> web.StreamResponse:
     engine, data = server.engine, await request.read()
-    instance = engine.instance
-    ask = read_ask(kind, data, model=instance.model, role=server.role, block_tokens=engine.block_tokens)
+    ask = read_ask(kind, data, models=engine.model_names, role=server.role, block_tokens=engine.block_tokens)
     return await complete(request, ask, engine, server.faults, server.origin)
 
 
@@ -91,9 +90,10 @@ async def _chat(server: InstanceServer, request: web.BaseRequest) -> web.StreamR
 
 
 async def _models(server: InstanceServer, _: web.BaseRequest) -> web.StreamResponse:
-    name = server.engine.instance.model
-    card = {"id": name, "object": "model", "created": int(server.started_s), "owned_by": "kvroute", "root": name}
-    return _json({"object": "list", "data": [card | {"max_model_len": server.engine.context_tokens}]})
+    engine = server.engine
+    card = {"object": "model", "created": int(server.started_s), "owned_by": "kvroute", "root": engine.instance.model}
+    card |= {"max_model_len": engine.context_tokens}
+    return _json({"object": "list", "data": [{"id": name} | card for name in engine.model_names]})
 
 
 async def _health(server: InstanceServer, _: web.BaseRequest) -> web.StreamResponse:

@@ -23,7 +23,7 @@ from kvroute.sim.workload import (
     apply_profile,
     generate,
     read_any,
-    rescale,
+    rescale_if_spread,
     share_prefixes,
     take,
     with_lengths,
@@ -79,7 +79,7 @@ class Workload:
         most = self.requests if self.trace else self.generated_requests
         if most is not None:
             trace = take(trace, most)
-        return trace if self.rate_per_s is None else rescale(trace, self.rate_per_s)
+        return trace if self.rate_per_s is None else rescale_if_spread(trace, self.rate_per_s)
 
     def _played(self, agents: Agents, seed: int) -> Trace:
         """Another order of sessions and other starts for every seed."""
@@ -95,10 +95,9 @@ class Workload:
             raise InputError(what, where="--rate", mend="leave out --rate or --agents")
         return agents.closed_loop(self.agents, seed=seed, think_max_s=self.think_max_s, turns=self.requests)
 
-    @property
-    def remarks(self) -> tuple[str, ...]:
-        """What reading the trace had to put right, in sentences for the user."""
-        return _read(self.trace, self.skip_bad).remarks if self.trace else ()
+    def remarks(self, seed: int) -> tuple[str, ...]:
+        """What reading and shaping the requests of a seed had to put right, in sentences for the user."""
+        return self.of_seed(seed).remarks
 
     def _generated(self, seed: int) -> Trace:
         # A profile keeps a part, the smallest more than a fifth; `requests` then takes what was asked for.

@@ -126,7 +126,13 @@ def _sentence(winner: str, mean_s: float, leads: tuple[Difference, ...], alone: 
         return f"{winner} has a mean TTFT of {mean_s * 1e3:,.0f} ms; it ran alone."
     if not leads:
         return f"{start}; no other gave a first token on the same seeds."
-    rival = leads[0]
+    equal = [lead.second for lead in leads if lead.mean == 0.0 and not lead.half_width]
+    if equal:
+        start = f"{_listed([winner, *equal])} have the same mean TTFT, {mean_s * 1e3:,.0f} ms"
+        seeds = f" on {leads[0].seeds} seeds" if leads[0].seeds > 1 else ""
+        if len(equal) == len(leads):
+            return f"{start}{seeds}."
+    rival = leads[len(equal)]
     ahead_ms, share = 0.0 - rival.mean * 1e3, 0.0 - rival.relative  # a tie is 0, not -0
     if rival.half_width is None:
         gap = f"{ahead_ms:,.1f} ms below {rival.second}"
@@ -135,3 +141,7 @@ def _sentence(winner: str, mean_s: float, leads: tuple[Difference, ...], alone: 
     if rival.is_noise:
         return f"{start}, {gap}: the difference is noise (95 % interval over {rival.seeds} seeds includes zero)."
     return f"{start}, {gap} (95 % interval over {rival.seeds} seeds)."
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:-1])} and {names[-1]}"

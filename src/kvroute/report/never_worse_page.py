@@ -73,7 +73,8 @@ def verdict(matrix: Sequence[Record]) -> str:
     for rival in ("netkv", "cla"):
         mean = geometric_mean(each.ratio for each in honest(pairs(matrix, rival)))
         if mean is not None:
-            told.append(f"{abs(1 - mean):.1%} {'below' if mean <= 1 else 'above'} {rival}")
+            gap = f"{abs(1 - mean):.1%}"
+            told.append(f"equal to {rival}'s" if gap == "0.0%" else f"{gap} {'below' if mean < 1 else 'above'} {rival}")
     cells = {record.cell.profile for record in matrix if record.cell.policy == OURS}
     lying = sum(CASES[case].oracle == "lying" for case in lost)
     where = f"{len(lost)} of {len(cells)} cells" + (f" ({lying} of them with a lying oracle)" if lying else "")

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from kvroute import plausibility
 from kvroute.types import FloatArray, InputError
 
 _SPLITWISE = (
@@ -51,6 +52,15 @@ class Profile:
     """Sum over the batch; None where it was not measured."""
     prefill_remarks: tuple[str, ...] = ()
     decode_remarks: tuple[str, ...] = ()
+    times: str = "column seconds"
+    """Where the file holds the times."""
+
+    @property
+    def doubts(self) -> tuple[str, ...]:
+        """What is possible and hardly meant, in sentences for the user."""
+        points = list(zip(self.tokens.tolist(), self.prefill_s.tolist(), strict=True))
+        found = (plausibility.of_prefill(points), plausibility.of_decode(self.iteration_s.tolist()))
+        return tuple(f"{self.where}: {self.times}: {doubt.what}; {doubt.cause}" for doubt in found if doubt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +168,8 @@ def _read_splitwise(
     batch = np.array([row.number("batch_size") for row in chosen])
     contexts = np.array([row.number("prompt_size") + row.number("token_size") / 2 for row in chosen]) * batch
     iteration_s = np.array([row.number("token_time") * 1e-3 for row in chosen])
-    return Profile(where, prompts, prefill_s, batch, iteration_s, contexts)
+    times = "columns prompt_time and token_time"
+    return Profile(where, prompts, prefill_s, batch, iteration_s, contexts, times=times)
 
 
 def _read_distserve(text: str, where: str, choice: Mapping[str, str | None]) -> Profile:
@@ -187,6 +198,7 @@ def _read_distserve(text: str, where: str, choice: Mapping[str, str | None]) -> 
         iteration_s=iteration_s,
         context_tokens=contexts,
         prefill_remarks=("points of DistServe's own fit, 64 to 2,048 tokens",),
+        times="coefficients",
         decode_remarks=("points of DistServe's own fit for fewer than 95 requests",),
     )
 

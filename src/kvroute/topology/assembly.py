@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from kvroute.topology.check import (
 )
 from kvroute.topology.cluster import STORAGE, Cables, Cluster, Link, tier_latency_s, tier_matrix
 from kvroute.topology.document import read_document
+from kvroute.topology.doubts import unit_doubts
 from kvroute.topology.expansion import expand
 from kvroute.topology.form import FileError, Lines
 from kvroute.topology.place import Places, Shards, gpu_list, places_of, wan_routes
@@ -114,7 +116,8 @@ def _assembled(
     cluster = None
     known = all(lines.sure(section, whole=True) for section in _NEEDED)
     if flat is not None and places is not None and not problems and known:
-        cluster = _cluster(flat, places)
+        doubts = tuple(str(doubt) for doubt in unit_doubts(flat, file, lines))
+        cluster = replace(_cluster(flat, places), remarks=doubts)
     return cluster, sorted([*faults_of_form, *problems], key=lambda problem: problem.line)
 
 

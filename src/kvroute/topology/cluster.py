@@ -85,6 +85,8 @@ class Cluster:
     routes: dict[tuple[str, str], Route]
     shards: tuple[Shards, ...]
     """[instance][shard]: node number and GPU index."""
+    remarks: tuple[str, ...] = ()
+    """What is possible and hardly meant in the file, in sentences for the user."""
     _positions: dict[str, int] = field(default_factory=dict, repr=False)
     _climbs: dict[tuple[int, int], tuple[tuple[Path, Path], ...]] = field(default_factory=dict, repr=False)
     _paths: dict[tuple[int, int, int], Path] = field(default_factory=dict, repr=False)

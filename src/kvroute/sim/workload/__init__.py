@@ -5,7 +5,15 @@ from kvroute.sim.workload.generator import MOONCAKE_CONVERSATION, Shape, generat
 from kvroute.sim.workload.octets import fingerprint
 from kvroute.sim.workload.profiles import PROFILES, Profile, apply_profile
 from kvroute.sim.workload.readers import read, read_any, write
-from kvroute.sim.workload.shaping import filter_lengths, rescale, share_prefixes, take, window, with_lengths
+from kvroute.sim.workload.shaping import (
+    filter_lengths,
+    rescale,
+    rescale_if_spread,
+    share_prefixes,
+    take,
+    window,
+    with_lengths,
+)
 from kvroute.sim.workload.trace import LengthStatistics, Loop, Trace, TracedRequest, TraceStatistics
 
 __all__ = [
@@ -30,6 +38,7 @@ __all__ = [
     "read",
     "read_any",
     "rescale",
+    "rescale_if_spread",
     "share_prefixes",
     "take",
     "window",

@@ -15,6 +15,7 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
+from kvroute import plausibility
 from kvroute.control import is_log, parts_of
 from kvroute.control.log_files import HEADER_START as _LOG_START
 from kvroute.sim.workload.agent_lines import is_session, session
@@ -176,7 +177,16 @@ def _requests(
     parse, rows = _format(first, rows, block_tokens)
     requests: list[TracedRequest] = []
     faults = _taken(rows, lambda line: requests.append(parse(line)), fault_limit)
-    return requests, faults, []
+    return requests, faults, _unit_doubts(requests) if first[1].lstrip().startswith(b"{") else []
+
+
+def _unit_doubts(requests: Sequence[TracedRequest]) -> list[str]:
+    """Of Mooncake's timestamps; times between two milliseconds are kvroute's own `at_s`, which has a unit."""
+    at_s = [request.at_s for request in requests]
+    doubt = plausibility.of_arrivals(len(at_s), max(at_s) - min(at_s)) if at_s else None
+    if doubt is None or any(round(time * 1e3) / 1e3 != time for time in at_s):
+        return []
+    return [f"field timestamp: {doubt.what}; {doubt.cause}"]
 
 
 def _taken(rows: Rows, take: Callable[[bytes], None], fault_limit: float) -> list[InputError]:

@@ -30,8 +30,7 @@ def rescale(trace: Trace, rate_per_s: float) -> Trace:
         InputError: a rate that is not positive and finite, or a trace whose requests all arrive at one time.
     """
     _check_open(trace)
-    if not (isfinite(rate_per_s) and rate_per_s > 0):
-        raise InputError(f"a rate of {rate_per_s} requests per second", where="rate_per_s", mend="give more than 0")
+    _check_rate(rate_per_s)
     if not trace.rate_per_s:
         raise InputError(
             f"{len(trace.requests)} requests that arrive at one time have no rate to change",
@@ -40,6 +39,22 @@ def rescale(trace: Trace, rate_per_s: float) -> Trace:
         )
     factor = trace.rate_per_s / rate_per_s
     return _mapped(trace, [msgspec.structs.replace(request, at_s=request.at_s * factor) for request in trace.requests])
+
+
+def rescale_if_spread(trace: Trace, rate_per_s: float) -> Trace:
+    """As `rescale`; requests that all arrive at one time stay together, and a remark says so.
+
+    Raises:
+        InputError: a rate that is not positive and finite, or a trace without requests.
+    """
+    if trace.rate_per_s or not trace.requests:
+        return rescale(trace, rate_per_s)
+    _check_open(trace)
+    _check_rate(rate_per_s)
+    if len(trace.requests) == 1:
+        return trace
+    what = f"all {len(trace.requests)} requests arrive at one time, so the rate changes nothing; take more requests"
+    return replace(trace, remarks=(*trace.remarks, what))
 
 
 def window(trace: Trace, from_s: float, to_s: float) -> Trace:
@@ -121,6 +136,11 @@ def share_prefixes(
 
 def _mapped(trace: Trace, requests: list[TracedRequest]) -> Trace:
     return replace(trace, requests=tuple(requests))
+
+
+def _check_rate(rate_per_s: float) -> None:
+    if not (isfinite(rate_per_s) and rate_per_s > 0):
+        raise InputError(f"a rate of {rate_per_s} requests per second", where="rate_per_s", mend="give more than 0")
 
 
 def _check_open(trace: Trace) -> None:

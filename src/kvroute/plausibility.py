@@ -1,0 +1,92 @@
+"""Values that are possible and hardly meant, mostly by a wrong unit: pure rules with wide bounds, for warnings.
+
+The bounds are far beyond what hardware and published traces have, so that a doubt is nearly always right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+from typing import NamedTuple
+
+GPU_BYTES_MAX = 1e12
+"""KV memory of one GPU: the largest have 0.3 TB, and some engines add memory of the host."""
+CONTEXT_TOKENS_MIN = 500
+"""Tokens that fit in the KV memory of an instance."""
+TOKEN_S_MIN, TOKEN_S_MAX = 5e-8, 0.05
+"""Prefill of one token of a prompt: 20 million to 20 tokens a second."""
+STEP_S_MIN, STEP_S_MAX = 2e-5, 5.0
+"""One decode iteration, which is at least one token of every answer."""
+RATE_MAX_PER_S = 500.0
+"""Mean over a trace file; the busiest published one has 50."""
+SPAN_MAX_S = 31 * 86400.0
+REQUESTS_MIN = 20
+"""In fewer requests a rate says little."""
+TYPICAL_TOKENS = 1000
+
+
+class Doubt(NamedTuple):
+    """What is implausible, with its value, and the likely cause."""
+
+    what: str
+    cause: str
+
+
+def of_kv_memory(kv_bytes: float, gpus: int, token_bytes: float) -> Doubt | None:
+    """KV memory of an instance with so many GPUs; `token_bytes` 0: its model keeps nothing for each token."""
+    if kv_bytes > GPU_BYTES_MAX * gpus:
+        where = "1 GPU" if gpus == 1 else f"{gpus} GPUs"
+        what = f"{_size(kv_bytes)} of KV memory on {where} are {_size(kv_bytes / gpus)} for each"
+        return Doubt(what, "is the unit one too large, such as TB for GB?")
+    if token_bytes and kv_bytes < CONTEXT_TOKENS_MIN * token_bytes:
+        what = f"{_size(kv_bytes)} of KV memory hold {int(kv_bytes / token_bytes)} tokens of this model"
+        return Doubt(what, "is the unit one too small, such as MB for GB?")
+    return None
+
+
+def of_prefill(points: Sequence[tuple[float, float]]) -> Doubt | None:
+    """Prompts as (tokens, seconds)."""
+    pace_s = median(seconds / tokens for tokens, seconds in points) if points else TOKEN_S_MAX
+    if TOKEN_S_MIN <= pace_s <= TOKEN_S_MAX:
+        return None
+    what = f"prefill takes {_time(pace_s)} for each token of a prompt"
+    return Doubt(what, _unit_cause(pace_s > TOKEN_S_MAX))
+
+
+def of_decode(steps_s: Sequence[float]) -> Doubt | None:
+    """Seconds of decode iterations."""
+    step_s = median(steps_s) if steps_s else STEP_S_MAX
+    if STEP_S_MIN <= step_s <= STEP_S_MAX:
+        return None
+    return Doubt(f"a decode iteration takes {_time(step_s)}, so each token as long", _unit_cause(step_s > STEP_S_MAX))
+
+
+def of_arrivals(requests: int, span_s: float) -> Doubt | None:
+    """So many requests within `span_s`, by timestamps that count milliseconds."""
+    if requests < REQUESTS_MIN or not span_s:
+        return None
+    if requests > RATE_MAX_PER_S * span_s:
+        what = f"{requests:,} requests in {span_s:,.3g} s are {requests / span_s:,.0f} per second"
+        return Doubt(what, "timestamps count milliseconds; does this file count seconds?")
+    if span_s > SPAN_MAX_S:
+        what = f"{requests:,} requests in {span_s / 86400:,.0f} days are one in {span_s / requests:,.0f} s"
+        return Doubt(what, "timestamps count milliseconds; does this file count microseconds?")
+    return None
+
+
+def _unit_cause(slow: bool) -> str:
+    return "are milliseconds given as seconds?" if slow else "are seconds given as milliseconds?"
+
+
+def _size(nbytes: float) -> str:
+    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
+        if nbytes >= factor:
+            return f"{nbytes / factor:,.4g} {unit}"
+    return f"{nbytes:,.0f} B"
+
+
+def _time(seconds: float) -> str:
+    for unit, factor in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= factor:
+            return f"{seconds / factor:,.4g} {unit}"
+    return f"{seconds / 1e-9:,.3g} ns"

@@ -1,0 +1,113 @@
+"""Implausible values: a factor of a thousand from a wrong unit is doubted where it is read, usual values never are."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.examples import CLUSTERS, EXAMPLES
+from typer.testing import CliRunner
+
+from kvroute import plausibility
+from kvroute.cli.app import app
+from kvroute.llm import MODELS
+from kvroute.sim.workload import generate, read
+from kvroute.topology import load, parse
+
+SMALL = (EXAMPLES / "small.yaml").read_text(encoding="utf-8")
+FREE_GB = st.floats(20, 250)
+"""Of one GPU, beside the model's weights."""
+
+
+@given(FREE_GB, st.integers(1, 72), st.sampled_from(sorted(MODELS)))
+def test_memory_of_real_gpus_is_plausible_and_a_wrong_unit_is_not(free_gb: float, gpus: int, name: str) -> None:
+    token_bytes = MODELS[name].kv_bytes_per_token
+    assert plausibility.of_kv_memory(free_gb * 1e9 * gpus, gpus, token_bytes) is None
+    much = plausibility.of_kv_memory(free_gb * 1e12 * gpus, gpus, token_bytes)
+    assert much is not None
+    assert "too large" in much.cause
+
+
+@given(st.floats(1e-6, 0.02), st.floats(1e-3, 0.3), st.integers(1, 9))
+def test_times_of_real_engines_are_plausible_and_milliseconds_are_not_seconds(
+    token_s: float, step_s: float, points: int
+) -> None:
+    """From a small model on the fastest GPUs to engines on CPUs."""
+    prompts = [(512.0 * k, 512.0 * k * token_s) for k in range(1, points + 1)]
+    assert plausibility.of_prefill(prompts) is None
+    assert plausibility.of_decode([step_s] * points) is None
+    slow = plausibility.of_prefill([(tokens, second * 1e3) for tokens, second in prompts])
+    assert (slow is not None) == (token_s * 1e3 > plausibility.TOKEN_S_MAX)
+    slow = plausibility.of_decode([step_s * 1e3] * points)
+    assert (slow is not None) == (step_s * 1e3 > plausibility.STEP_S_MAX)
+
+
+@given(st.floats(1.0, 50.0), st.integers(20, 10**6))
+def test_rates_of_published_traces_are_plausible_and_seconds_are_not_milliseconds(rate: float, requests: int) -> None:
+    assert plausibility.of_arrivals(requests, min(requests / rate, 7 * 86400.0)) is None
+    fast = plausibility.of_arrivals(requests, requests / rate / 1e3)
+    assert fast is not None
+    assert "count seconds" in fast.cause
+
+
+@pytest.mark.parametrize("path", CLUSTERS, ids=lambda path: path.stem)
+def test_no_example_is_doubted(path: Path) -> None:
+    assert load(path).remarks == ()
+
+
+def test_no_generated_trace_is_doubted(tmp_path: Path) -> None:
+    assert generate(2000, seed=1).remarks == ()
+    CliRunner().invoke(app, ["trace", "generate", str(tmp_path / "a.jsonl"), "--requests", "400"])
+    assert read(tmp_path / "a.jsonl").remarks == ()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("180 GB", "440 TB", "16: defaults.kv_capacity: 440 TB of KV memory on 4 GPUs are 110 TB for each"),
+        ("180 GB", "120 MB", "16: defaults.kv_capacity: 120 MB of KV memory hold 366 tokens of this model"),
+        ("90 us", "40 ms", None),
+        ("90 us", "90 ms", "13: timing.default.prefill: prefill takes 90.02 ms for each token of a prompt"),
+        ("12.5 ms", "50 s", "14: timing.default.decode: a decode iteration takes 50 s, so each token as long"),
+    ],
+)
+def test_a_cluster_file_is_doubted_by_line_and_field(tmp_path: Path, old: str, new: str, said: str | None) -> None:
+    """Once for all instances; the file is read nevertheless."""
+    path = tmp_path / "a.yaml"
+    path.write_text(SMALL.replace(old, new), encoding="utf-8")
+    result = CliRunner().invoke(app, ["topology", "check", str(path)])
+    assert result.exit_code == 0
+    lines = result.stderr.splitlines()
+    assert len(lines) == (said is not None)
+    assert not lines or lines[0].startswith(f"{path}:{said}")
+
+
+def test_an_instances_own_memory_is_doubted_at_the_instance() -> None:
+    text = SMALL.replace('gpus: "node1:0-3"}', 'gpus: "node1:0-3", kv_capacity: 40 TB}')
+    (remark,) = parse(text, "f").remarks
+    assert remark.startswith("f:21: instances[2].kv_capacity: 40 TB of KV memory on 4 GPUs are 10 TB for each")
+
+
+def test_a_trace_in_seconds_is_doubted(tmp_path: Path) -> None:
+    """8,144 requests per second, by timestamps that count seconds where milliseconds are due."""
+    path = tmp_path / "seconds.jsonl"
+    rows = [{"timestamp": k // 8, "input_length": 100, "output_length": 10} for k in range(4000)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    result = CliRunner().invoke(app, ["trace", "show", str(path)])
+    assert result.exit_code == 0
+    said = f"{path}: field timestamp: 4,000 requests in 0.499 s are 8,016 per second; timestamps count milliseconds"
+    assert result.stderr.startswith(said)
+
+
+def test_a_profile_in_milliseconds_is_doubted(tmp_path: Path) -> None:
+    prompts, steps = tmp_path / "prompts.csv", tmp_path / "steps.csv"
+    prompts.write_text("tokens,seconds\n512,120\n1024,230\n2048,450\n", encoding="utf-8")
+    steps.write_text("batch,seconds\n1,50\n8,52\n", encoding="utf-8")
+    result = CliRunner().invoke(app, ["timing", "fit", str(prompts), str(steps)])
+    assert result.exit_code == 0
+    lines = result.stderr.splitlines()
+    assert lines[0].startswith(f"{prompts}: column seconds: prefill takes 224.6 ms for each token of a prompt; ")
+    assert lines[1].startswith(f"{steps}: column seconds: a decode iteration takes 51 s")
