@@ -366,6 +366,8 @@ FAULTS = {
     "salts' secret for nothing": ("cache_salt_secret_env: NONE", "cache_salt_secret_env", "there are none"),
     "little memory": ("prompt: {memory: 1 MB}", "prompt.memory", "100 MB or more"),
     "no context": ("prompt: {context: 0}", "prompt.context", "whole number from 1"),
+    "small files of a log": ("log: {file_size: 1 KB}", "log.file_size", "between 1 MB and 1000 TB"),
+    "log of one file": ("log: {file_size: 1 GB, total_size: 1.5 GB}", "log.total_size", "2 GB or more"),
     "engines' key for all": ("upstream_key_env: ENGINE_KEY", "upstream_key_env", "would be everybody's"),
     "engines' key unset": (
         f"{{keys: {{known: {{a: '{hash_text('a')}'}}}}, upstream_key_env: NONE}}", "upstream_key_env", "export NONE=",
