@@ -51,6 +51,9 @@ class Readers:
                 running[each] = now + sizes[each] / self.pace
             self.most_bytes = max(self.most_bytes, sum(sizes[each] for each in running))
             assert len(running) == queue.running
+            lanes = {queue.lane(each): sizes[each] for each in running}
+            assert len(lanes) == len(running), "one at a time"
+            assert all(nbytes <= LANE_LIMITS[lane] for lane, nbytes in lanes.items())
         assert queue.waiting == 0
 
 

@@ -91,7 +91,8 @@ class Prompts:
         self._turns: dict[int, asyncio.Future[None]] = {}
         """Of the prompts that wait."""
         self._tickets = 0
-        self._threads = ThreadPoolExecutor(len(LANE_LIMITS), thread_name_prefix="prompt")
+        # A thread of its own for each lane: what the allocator keeps for a thread stays as small as the lane's prompts.
+        self._threads = [ThreadPoolExecutor(1, f"prompt-{lane}") for lane in range(len(LANE_LIMITS))]
 
     def change(self, wait_max_s: float) -> None:
         """From now on, large prompts that would wait for longer are refused."""
@@ -123,7 +124,7 @@ class Prompts:
             self._turns.pop(ticket, None)
             self._begin(self._queue.leave(ticket, loop.time()))
             raise
-        reading = self._threads.submit(self._read, completion)
+        reading = self._threads[self._queue.lane(ticket)].submit(self._read, completion)
 
         def done(_: object) -> None:
             with suppress(RuntimeError):  # the loop is closed
@@ -144,7 +145,8 @@ class Prompts:
 
     def close(self) -> None:
         """End the threads; prompts under way are finished first."""
-        self._threads.shutdown()
+        for thread in self._threads:
+            thread.shutdown()
 
     def _work_bytes(self, completion: Completion) -> int:
         """Bytes to work through: all prompts; of a chat that goes through the template, every field that this reads."""

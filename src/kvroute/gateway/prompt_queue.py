@@ -73,6 +73,10 @@ class PromptQueue:
         """Prompts that have begun."""
         return len(self._running)
 
+    def lane(self, ticket: Ticket) -> int:
+        """The lane in which a prompt that has begun is read; it takes none that is larger than its limit."""
+        return self._running[ticket].lane
+
     def size_class(self, nbytes: float) -> int:
         """The first lane that takes a prompt of this size."""
         return next(index for index, limit in enumerate(self._limits) if nbytes <= limit)
