@@ -264,6 +264,7 @@ def test_head_is_answered_without_a_body() -> None:
         (b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\ntransfer-encoding: chunked\r\n\r\n", "malformed", "first_byte"),
         (b"HTTP/1.1 200 OK\r\nx: " + b"a" * 600_000, "malformed", "first_byte"),
         (b"HTTP/1.1 103 Early Hints\r\ncontent-length: 2\r\n\r\nok", "malformed", "first_byte"),
+        (b"HTTP/1.1 020 OK\r\n\r\nok", "malformed", "first_byte"),
     ],
     ids=[
         "nothing",
@@ -277,6 +278,7 @@ def test_head_is_answered_without_a_body() -> None:
         "both",
         "endless",
         "informational",
+        "020",
     ],
 )
 def test_an_answer_that_does_not_end_is_a_failure_and_says_where(answer: bytes, kind: str, phase: str) -> None:

@@ -195,7 +195,7 @@ class Line(asyncio.Protocol):
             return
         status = self._parser.get_status_code()
         if status < 200:  # on the way to the answer
-            if any(name in _FRAMING for name, _ in self._headers):
+            if status < 100 or any(name in _FRAMING for name, _ in self._headers):
                 raise ValueError("an informational response has no body")  # RFC 9110 section 15.2; ends the parsing
             self._headers = []
             return
