@@ -399,3 +399,11 @@ def test_a_frame_that_somebody_changed_is_noticed(what: str, messages: list[Mess
     with pytest.raises(WireError, match="tag of this connection"):
         taken.extend(heard(TAMPERING[what](frames, at), KEYS[0]))
     assert taken == messages[: len(taken)]
+
+
+@pytest.mark.parametrize("wait_s", [float("nan"), -1.0])
+def test_a_wait_that_never_ends_is_no_message(wait_s: float) -> None:
+    """A server that waits for NaN seconds would send `Waiting` for ever."""
+    fetch = Fetch(request_id="r", first=0, count=1, transfer="t", wait_s=wait_s)
+    with pytest.raises(WireError, match="malformed"):
+        decode(encode(fetch))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Iterable
-from typing import Literal, TypeAlias, TypeVar
+from typing import Annotated, Literal, TypeAlias, TypeVar
 
 import msgspec
 
@@ -71,7 +71,7 @@ class Fetch(msgspec.Struct, frozen=True, tag="fetch", kw_only=True):
     checksum: bool = False
     prompt: str = ""
     """Digest of the prompt, for the server to compare; empty: it has been compared already."""
-    wait_s: float = 0.0
+    wait_s: Annotated[float, msgspec.Meta(ge=0.0)] = 0.0
     """For so long a request may be unknown; 0: as the server likes."""
 
 
