@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import resource
 import socket
 import ssl
 import subprocess
@@ -269,5 +271,31 @@ def test_a_name_is_listened_on_with_tls_too(tls: tuple[ssl.SSLContext, ssl.SSLCo
         with suppress(ConnectionError, ssl.SSLError):
             await writer.wait_closed()
         await door.drain(1, idle_s=0)
+
+    run(main())
+
+
+def test_a_tls_port_without_file_descriptors_waits_for_some(
+    tls: tuple[ssl.SSLContext, ssl.SSLContext], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It says so, and the client that waits is served afterwards."""
+
+    async def main() -> None:
+        door = Door(echo, deadlines=Deadlines(0.01))
+        port = await door.listen("127.0.0.1", 0, tls[0])
+        waiting = socket.create_connection(("127.0.0.1", port))
+        before = resource.getrlimit(resource.RLIMIT_NOFILE)
+        lowest = os.dup(waiting.fileno())
+        os.close(lowest)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, before[1]))
+        try:
+            assert await becomes_true(lambda: any(record.message == "accept_paused" for record in caplog.records))
+            assert door.connections == 0
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        assert await becomes_true(lambda: door.connections == 1)
+        waiting.close()
+        await comes_in(port, tls[1])
+        await door.drain(0)
 
     run(main())

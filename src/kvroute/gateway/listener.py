@@ -14,6 +14,7 @@ from typing import Protocol, cast
 
 from kvroute.gateway.connections import BEGINNING, IDLE, UNREAD, Connection, Entry, network_of
 from kvroute.gateway.deadlines import NEVER_S
+from kvroute.gateway.logs import note
 
 _BACKLOG = 4096
 _AT_ONCE = 64
@@ -135,6 +136,7 @@ class _Accepting:
             except OSError as error:
                 if error.errno not in _EXHAUSTED:
                     raise
+                note("error", "accept_paused", reason=error.strerror or str(error), seconds=_PAUSE_S)
                 self._loop.remove_reader(self._own.fileno())
                 self._pause = self._loop.call_later(_PAUSE_S, self._resume)
                 return
