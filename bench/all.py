@@ -16,7 +16,14 @@ from bench.measurement import CHILD_S, ROOT, Row, show
 
 BENCHES = (
     *("simulate", "decision", "foresight", "flows", "prefix", "cachepool", "evaluation", "plan"),
-    *("gateway.routers", "gateway.chaos", "gateway.scale", "gateway.live_vs_sim", "gateway.two_datacenters"),
+    *(
+        "gateway.routers",
+        "gateway.chaos",
+        "gateway.panic",
+        "gateway.scale",
+        "gateway.live_vs_sim",
+        "gateway.two_datacenters",
+    ),
     "gateway.layerwise",
     "gateway.prefix_copies",
     "gateway.large_prompts",
@@ -32,6 +39,7 @@ QUICK = {
     "plan": ["--repeats", "1"],
     "gateway.routers": ["--rounds", "1", "--seconds", "2"],
     "gateway.chaos": ["--requests", "1000", "--calm-s", "0"],
+    "gateway.panic": ["--fail-s", "4"],
     "gateway.scale": ["--seconds", "5"],
     "gateway.live_vs_sim": ["--requests", "50"],
     "gateway.two_datacenters": ["--speed", "8"],

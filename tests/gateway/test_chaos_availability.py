@@ -15,6 +15,9 @@ from tests.gateway.rig import Rig, rig
 from tests.gateway.test_chaos import NAMES, TEXT, Storm, page, replays, truths
 from tests.waiting import becomes_true
 
+from kvroute.control import read_log
+from kvroute.types import InstanceUp
+
 FEW = "  health: {interval: 50 ms, timeout: 10 s, failures: 2%s}\n"
 
 
@@ -98,16 +101,16 @@ def test_a_stalled_event_loop_takes_no_engine_out() -> None:
 
     async def run() -> None:
         patience = """
-  timeouts: {connect: 100 ms, prefill: 100 ms, first_token: 100 ms, answer: 100 ms, between_tokens: 100 ms}
-  health: {interval: 20 ms, timeout: 100 ms, failures: 1, panic: 0}
+  timeouts: {connect: 2 s, prefill: 2 s, first_token: 2 s, answer: 2 s, between_tokens: 2 s}
+  health: {interval: 20 ms, timeout: 2 s, failures: 1, panic: 0}
   breaker: {failures: 1, open: 1 h}
 """
         async with rig(patience, TEXT) as gate:
             storm = Storm(gate, await truths(gate), random.Random(13))
 
             def stall(ended: int) -> None:
-                if ended % 5 == 0:
-                    until_s = time.monotonic() + 0.35
+                if ended in (10, 25):
+                    until_s = time.monotonic() + 3.0
                     while time.monotonic() < until_s:
                         pass
 
@@ -118,6 +121,33 @@ def test_a_stalled_event_loop_takes_no_engine_out() -> None:
             assert all(guard.healthy and guard.breaker.state(gate.gateway.now()) == "closed" for guard in guards)
             assert not page(gate, "kvroute_leg_failures_total{")
             lag = float(page(gate, "kvroute_event_loop_lag_seconds_sum")[0].split()[1])
-            assert lag > 8 * 0.2
+            assert lag > 5.0
 
     uvloop.run(run())
+
+
+def test_engines_that_return_are_eased_in_and_the_log_decides_it_again(tmp_path: Path) -> None:
+    """One engine of each role restarts again and again: every answer is whole, and each return begins a slow start."""
+    log = tmp_path / "events.log"
+
+    async def run() -> None:
+        section = (
+            f"  health: {{interval: 20 ms, timeout: 10 s, failures: 1, slow_start: 1 s}}\n  log: {{events: {log}}}\n"
+        )
+        async with rig(section, TEXT) as gate:
+            storm = Storm(gate, await truths(gate), random.Random(14))
+            for name in ("prefill0", "decode0", "decode1"):
+                gate.fleet.servers[name].restart(0.2)
+                assert await gate.becomes(name, False)
+                await storm.blow(requests=10, clients=5)
+                assert await gate.becomes(name, True)
+                await storm.blow(requests=20, clients=5)
+            assert set(storm.kinds) <= {"whole", "broken off"}, storm.kinds
+            assert await gate.settles(), gate.leftovers()
+
+    uvloop.run(run())
+    assert replays(log)["InstanceUp"] >= 3
+    header, records = read_log(log)
+    assert header.spec.slow_start_s == 1.0
+    ups = [record.event for record in records if isinstance(record.event, InstanceUp)]
+    assert all(event.returned for event in ups)

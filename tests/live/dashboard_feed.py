@@ -2,8 +2,8 @@
 
 `python dashboard_feed.py PODS RACKS NODES RATE [NAME]` prints its port and runs until its standard input ends;
 `python dashboard_feed.py two AWAY PREFILL DECODE RATE` has two datacenters, and each line of its standard input is what
-happens next between them: `cut`, `try`, `mend`, `convert` or `converted`. With `foresight` before all that it acts and
-NetKV is in the shadow; else it is the other way round.
+happens next between them: `cut`, `try`, `mend`, `convert` or `converted`; in any cluster `panic` or `calm`. With
+`foresight` before all that it acts and NetKV is in the shadow; else it is the other way round.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from kvroute.gateway.view import (
     Load,
     OffloadLoad,
     OracleLoad,
+    PanicLoad,
     ReviewLoad,
     SiteLoad,
     Ttft,
@@ -75,6 +76,7 @@ class Feed:
         self._free_s = dict.fromkeys(roles, 0.0)
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._count = self._order = 0
+        self._panic = False
         self._way: BreakerState = "closed"
         self._held: list[Callable[[], None]] = []
         self._changing = next(name for name in reversed(roles) if roles[name] == "decode")
@@ -98,6 +100,8 @@ class Feed:
             held, self._held = (self._held, []) if what == "mend" else ([], self._held)
             for action in held:
                 self._at(self.now_s, action)
+        elif what in ("panic", "calm"):
+            self._panic = what == "panic"
         else:
             self._change = what
             if what == "convert":
@@ -118,6 +122,10 @@ class Feed:
             ),
             foresight=ForesightLoad(policy="foresight", tiers=learned),
             offload=self._offload() if self.cluster.file.wan else None,
+            panics=(
+                PanicLoad(model="llama-3-70b", role="prefill", active=False, available=4, instances=4),
+                PanicLoad(model="llama-3-70b", role="decode", active=self._panic, available=3, instances=12),
+            ),
             instances=tuple(self._instance(instance.name, instance.role) for instance in self.cluster.instances),
         )
 

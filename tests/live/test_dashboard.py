@@ -452,6 +452,25 @@ def test_two_datacenters_show_link_threshold_and_share(browser: Browser, size: s
         assert browser.complaints() == []
 
 
+def test_a_panic_is_marked(browser: Browser) -> None:
+    """In the header, with what is ignored and for whom; only while it lasts."""
+    hidden = "document.querySelector('#panic').hidden"
+    with _feed(browser, *CLUSTER) as tell:
+        assert browser.until(hidden)
+        tell("panic")
+        browser.until(f"!{hidden}")
+        text = browser.run("document.querySelector('#panic').textContent")
+        assert text == "panic: health checks and breakers ignored: decode (3 of 12 available)"
+        box = browser.run(
+            "(r => [r.width, r.left >= 0, r.right <= innerWidth])("
+            "document.querySelector('#panic').getBoundingClientRect())"
+        )
+        assert box[0] > 0
+        assert box[1:] == [True, True]
+        tell("calm")
+        browser.until(hidden)
+
+
 def test_one_datacenter_shows_nothing_of_others(browser: Browser) -> None:
     """No panel, and no link in the legend."""
     with _feed(browser, *CLUSTER):

@@ -235,11 +235,11 @@ class Control:
         return ()
 
     def _instance_down(self, event: InstanceDown) -> tuple[Decision, ...]:
-        self._view.set_up(self._cluster.index(event.instance), False)
+        self._view.set_up(self._cluster.index(event.instance), False, event.at)
         return ()
 
     def _instance_up(self, event: InstanceUp) -> tuple[Decision, ...]:
-        self._view.set_up(self._cluster.index(event.instance), True)
+        self._view.set_up(self._cluster.index(event.instance), True, event.at, returned=event.returned)
         return ()
 
     def _instance_converted(self, event: InstanceConverted) -> tuple[Decision, ...]:

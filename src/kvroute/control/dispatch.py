@@ -96,6 +96,8 @@ class Dispatch:
         journey.prefill, journey.source = choice.index, index
         journey.prefill_s = float(candidates.prefill_s[choice.index])
         pool.book(choice.index, at, journey.prefill_s)
+        if pool.slow_start.started:
+            pool.slow_start.booked(choice.index, at, int(pool.up.sum()))
         prefill = Prefill(request.id, pool.names[choice.index], int(candidates.hit_tokens[choice.index]), choice.terms)
         if self._offloading is not None:
             self._offloading.prefills(at, choice.index, request, int(candidates.hit_tokens[choice.index]))
@@ -171,7 +173,7 @@ class Dispatch:
 
     def alone(self, journey: Journey, at: float) -> tuple[Decision, ...]:
         """The one instance for a request of one leg, or a Reject."""
-        found = self._view.choose_alone(journey.request, journey.model, journey.avoid)
+        found = self._view.choose_alone(journey.request, journey.model, at, journey.avoid)
         if isinstance(found, Reject):
             return (found,)
         key, pick = found
@@ -213,6 +215,8 @@ class Dispatch:
         journey.need_bytes = float(candidates.need_bytes[position]) - reserve_bytes
         journey.kv_bytes = float(candidates.kv_bytes[position])
         pool.book(position, journey.need_bytes)
+        if pool.slow_start.started:
+            pool.slow_start.booked(position, at, int(pool.up.sum()))
         if self._offloading is not None:
             hit_tokens = int(candidates.hit_tokens[position])
             self._offloading.decodes(at, position, journey.request, hit_tokens, tier)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvroute.control.kernels import work_ahead
+from kvroute.control.slow_start import SlowStart
 from kvroute.llm import Model
 from kvroute.timing import PrefillTime, prefill_each_s
 from kvroute.types import BoolArray, Candidates, FloatArray, Instance, IntArray, Request, TimingSpec
@@ -41,6 +42,9 @@ class DecodePool:
     others_bytes: FloatArray
     position: dict[int, int]
     """Of each cluster index."""
+    slow_start: SlowStart = field(default_factory=SlowStart)
+    sites: tuple[str, ...] = ()
+    """Datacenter of each."""
     decisions: int = 0
     open: bool = True
     """Whether all are up and partners: nobody needs to be masked."""
@@ -66,6 +70,7 @@ class DecodePool:
             others_queued=np.zeros(count, dtype=np.int64),
             others_bytes=np.zeros(count),
             position={index: position for position, (index, _) in enumerate(members)},
+            sites=tuple(instance.datacenter for _, instance in members),
         )
         pool.open = bool(pool.partner.all())
         return pool
@@ -149,6 +154,9 @@ class PrefillPool:
     """Other routers' requests, as the engines report them."""
     alike: dict[str, IntArray]
     """Positions by timing."""
+    slow_start: SlowStart = field(default_factory=SlowStart)
+    sites: tuple[str, ...] = ()
+    """Datacenter of each."""
     decisions: int = 0
     mean_s: float = 0.0
     """Of a booked prefill, smoothed: what one of the others' is worth."""
@@ -172,6 +180,7 @@ class PrefillPool:
             others=np.zeros(count, dtype=np.int64),
             alike={name: np.array(positions, dtype=np.int64) for name, positions in alike.items()},
             position={index: position for position, (index, _) in enumerate(members)},
+            sites=tuple(instance.datacenter for _, instance in members),
         )
 
     def prefill_s(self, tokens: int, hit_tokens: IntArray) -> FloatArray:

@@ -35,5 +35,7 @@ class ControlSettings:
     """Whether a prefill instance may fetch a cached prefix from another one of its datacenter."""
     copies: CopySpec | None = None
     """When cached prefixes are copied ahead of demand; None: never."""
+    slow_start_s: float = 0.0
+    """Window over which the share of a returned instance rises; 0: it takes its full share at once."""
     convertible: frozenset[int] = frozenset()
     """Index in the cluster of instances that may turn from prefill to decode, or back."""

@@ -46,6 +46,9 @@ class ControlSpec(msgspec.Struct, frozen=True, kw_only=True):
     copies: CopySpec | None = None
     """When cached prefixes are copied ahead of demand, at reviews; None: never. For drivers that can carry that out."""
 
+    slow_start_s: float = 0.0
+    """Window over which the share of a returned instance rises; 0: it takes its full share at once."""
+
     def check(self) -> None:
         """Raises InputError for an unknown policy, parameter or constraint."""
         self._settings(frozenset())
@@ -87,5 +90,6 @@ class ControlSpec(msgspec.Struct, frozen=True, kw_only=True):
             layerwise=self.layerwise,
             prefix_pool=self.prefix_pool,
             copies=self.copies,
+            slow_start_s=self.slow_start_s,
             convertible=convertible,
         )

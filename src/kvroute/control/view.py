@@ -95,6 +95,9 @@ class View:
             key: DecodePool.of([m for m in decodes if (m[1].model, m[1].protocol) == key], cluster.timing)
             for key in keys
         }
+        pools: list[PrefillPool | DecodePool] = [*self.prefill.values(), *self.decode.values()]
+        for pool in pools:
+            pool.slow_start.window_s = settings.slow_start_s
         self._healthy = [True] * len(members)
         self.roles: list[Role | None] = [instance.role for _, instance in members]
         """What each serves now; None: it is being drained, to serve another role."""
@@ -109,10 +112,17 @@ class View:
         name = request.model or self._only_model
         return name if name in self._served else None
 
-    def set_up(self, index: int, up: bool) -> None:
-        """Whether an instance takes requests."""
+    def set_up(self, index: int, up: bool, at: float, *, returned: bool = False) -> None:
+        """Whether an instance takes requests; `returned`: from now on a share of them that rises."""
         self._healthy[index] = up
         self._settle(index)
+        instance = self.cluster.instances[index]
+        for pool in (self.prefill[instance.model], self.decode.get((instance.model, instance.protocol))):
+            if pool is not None and index in pool.position:
+                if not up:
+                    pool.slow_start.left(pool.position[index])
+                elif returned:
+                    pool.slow_start.returned(pool.position[index], at)
 
     def set_role(self, index: int, role: Role | None) -> None:
         """What a convertible instance serves from now on; None: nothing new, while it is drained."""
@@ -186,6 +196,10 @@ class View:
             if fresh.any():
                 allowed = fresh
                 break
+        if pool.slow_start.started:
+            usable = pool.up if allowed is None else allowed
+            rest = pool.slow_start.without_limited(usable, pool.sites, at)
+            allowed = allowed if rest is None else rest
         prefill_s = pool.prefill_s(request.input_tokens, hit_tokens)
         return PrefillCandidates(pool.names, pool.pending_s(at), hit_tokens, prefill_s, allowed)
 
@@ -207,12 +221,26 @@ class View:
             return Reject(request.id, "no decode instance is up")
         hit_tokens = self.caches.hit_tokens(request, pool.ids, request.input_tokens)
         reserve_bytes = self.settings.reserve_bytes
-        candidates = pool.candidates(request, self.models[key[0]], hit_tokens, reserve_bytes, usable)
-        choice = self.decode_choice(self.settings.decode_policy, request, key, source, candidates, at, usable)
-        if isinstance(choice, Reject):
-            return choice
-        tier = int(self.cluster.tier[source, pool.ids[choice.index]])
-        return DecodePick(choice, candidates, tier, usable)
+        refused: Reject | None = None
+        for mask in self._slowly(pool, usable, at):
+            candidates = pool.candidates(request, self.models[key[0]], hit_tokens, reserve_bytes, mask)
+            if mask is not usable and not (candidates.need_bytes <= candidates.free_kv_bytes).any():
+                continue
+            choice = self.decode_choice(self.settings.decode_policy, request, key, source, candidates, at, mask)
+            if not isinstance(choice, Reject):
+                tier = int(self.cluster.tier[source, pool.ids[choice.index]])
+                return DecodePick(choice, candidates, tier, mask)
+            refused = choice
+        assert refused is not None
+        return refused
+
+    def _slowly(self, pool: DecodePool, usable: BoolArray | None, at: float) -> tuple[BoolArray | None, ...]:
+        """Whom to ask, in this order: those usable without the instances that slow start leaves out, then all usable
+        ones, so that a slow start refuses nothing."""
+        if not pool.slow_start.started:
+            return (usable,)
+        rest = pool.slow_start.without_limited(pool.up & pool.partner if usable is None else usable, pool.sites, at)
+        return (usable,) if rest is None else (rest, usable)
 
     def decode_choice(
         self,
@@ -231,7 +259,9 @@ class View:
             policy = self._flights[policy].policy(source, pool.ids, costs, at)
         return self._constrained(policy, request, candidates, costs, pool.decisions, usable)
 
-    def choose_alone(self, request: Request, model: str, avoid: Sequence[int]) -> tuple[PoolKey, DecodePick] | Reject:
+    def choose_alone(
+        self, request: Request, model: str, at: float, avoid: Sequence[int]
+    ) -> tuple[PoolKey, DecodePick] | Reject:
         """Who prefills and decodes a request by itself: nothing crosses the network. A protocol's instances are asked
         where those before are down or full, and all again where only instances to avoid are left."""
         refused = Reject(request.id, "no decode instance is up")
@@ -244,13 +274,16 @@ class View:
             if not usable.any():
                 continue
             hit_tokens = self.caches.hit_tokens(request, pool.ids, request.input_tokens)
-            candidates = pool.candidates(request, self.models[model], hit_tokens, self.settings.reserve_bytes, usable)
-            candidates = msgspec.structs.replace(candidates, kv_bytes=np.zeros(len(pool.ids)))
-            policy = self.settings.decode_policy
-            choice = self._roomy(policy, request, candidates, at_home(len(pool.ids)), pool.decisions, usable)
-            if not isinstance(choice, Reject):
-                return key, DecodePick(choice, candidates, SAME_NODE)
-            refused = choice
+            for mask in self._slowly(pool, usable, at):
+                candidates = pool.candidates(request, self.models[model], hit_tokens, self.settings.reserve_bytes, mask)
+                if mask is not usable and not (candidates.need_bytes <= candidates.free_kv_bytes).any():
+                    continue
+                candidates = msgspec.structs.replace(candidates, kv_bytes=np.zeros(len(pool.ids)))
+                policy = self.settings.decode_policy
+                choice = self._roomy(policy, request, candidates, at_home(len(pool.ids)), pool.decisions, mask)
+                if not isinstance(choice, Reject):
+                    return key, DecodePick(choice, candidates, SAME_NODE)
+                refused = choice
         return refused
 
     def _usable(self, pool: DecodePool, source: int, avoid: Sequence[int]) -> BoolArray:

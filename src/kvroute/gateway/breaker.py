@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Callable
 from typing import Literal, TypeAlias
 
 BreakerState: TypeAlias = Literal["closed", "half-open", "open"]
@@ -35,6 +36,10 @@ def is_failure(status: int) -> bool:
     return status >= 500 and status != _NOT_IMPLEMENTED
 
 
+def _no_jitter() -> float:
+    return 0.0
+
+
 class Breaker:
     """Opens after `failures` attempts in a row without an answer, after 4 * `failures` errors in a row, or when `share`
     of the last `window_s` seconds' outcomes are failures.
@@ -48,8 +53,10 @@ class Breaker:
     __slots__ = (
         "_acquitted",
         "_bad",
+        "_draw",
         "_first",
         "_good",
+        "_jitter",
         "_next",
         "_open_s",
         "_probe",
@@ -75,6 +82,8 @@ class Breaker:
         share: float = 0.5,
         open_max_s: float = 60.0,
         probe_s: float = 30.0,
+        jitter: float = 0.0,
+        draw: Callable[[], float] | None = None,
     ) -> None:
         """Start closed.
 
@@ -85,10 +94,13 @@ class Breaker:
             share: of failures that opens it, in (0, 1].
             open_max_s: it stays open for so long at most; less than `open_s` is `open_s`.
             probe_s: a probe keeps its place for so long, above 0.
+            jitter: it stays open for up to this share longer, `open_max_s` too, 0 or more.
+            draw: gives the numbers in [0, 1) that say how much longer; None: always 0.
         """
         assert failures >= 1
         assert 0 < share <= 1
         assert min(window_s, open_s, probe_s) > 0
+        self._jitter, self._draw = jitter, draw if draw is not None else _no_jitter
         self.failures, self.window_s, self.share = failures, window_s, share
         self.open_s, self.open_max_s, self.probe_s = open_s, max(open_max_s, open_s), probe_s
         self._state: BreakerState = "closed"
@@ -179,7 +191,7 @@ class Breaker:
 
     def _open(self, now: float) -> None:
         self._enter("open")
-        self._until = now + self._open_s
+        self._until = now + self._open_s * (1.0 + self._jitter * self._draw())
 
     def _enter(self, state: BreakerState) -> None:
         self._state, self._first, self._probe = state, self._next, None

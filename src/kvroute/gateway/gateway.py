@@ -75,6 +75,7 @@ class Gateway:
             tracer=self._tracer,
             budget=self._budget,
             rooms=random.Random(seed),
+            jitter=random.Random(seed),
             deadlines=self._deadlines,
             lag=self._lag,
             salt_secret=secrets.token_bytes(32),

@@ -55,10 +55,12 @@ class HealthChecks:
         known: Mapping[str, bool] | None = None,
         lag: LoopLag | None = None,
         on_discard: Callable[[str], None] | None = None,
+        jitter: float = 0.0,
+        draw: Callable[[], float] | None = None,
     ) -> None:
         """
         Args:
-            names, pool_of, interval_s, timeout_s, lag, on_discard: see `Poller`.
+            names, pool_of, interval_s, timeout_s, lag, on_discard, jitter, draw: see `Poller`.
             on_change: (instance, whether it is up, when), only on a change of that or, while it is down, of `present`.
             now: the clock of `on_change`.
             failures, successes: see `Health`.
@@ -81,6 +83,8 @@ class HealthChecks:
             timeout_s=timeout_s,
             lag=lag,
             on_discard=on_discard,
+            jitter=jitter,
+            draw=draw,
         )
 
     def start(self) -> None:

@@ -110,6 +110,8 @@ class Poller:
         headers: Headers | None = None,
         lag: LoopLag | None = None,
         on_discard: Callable[[str], None] | None = None,
+        jitter: float = 0.0,
+        draw: Callable[[], float] | None = None,
     ) -> None:
         """
         Args:
@@ -124,7 +126,10 @@ class Poller:
             headers: of the request.
             lag: of the loop; time during which it was late does not count as the engine's.
             on_discard: told of each question that says nothing about its engine, for the loop was late; must not raise.
+            jitter: each round over all engines lasts up to this share longer than `interval_s`, 0 or more.
+            draw: gives the numbers in [0, 1) that say how much longer; None: always 0.
         """
+        self._jitter, self._draw = jitter, draw
         self.lag = lag if lag is not None else LoopLag()
         self.path = path
         self.timeout_s = timeout_s
@@ -137,14 +142,15 @@ class Poller:
         self._at_once = at_once
         self._under_way: dict[str, _Question] = {}
         self._tick_handle: asyncio.TimerHandle | None = None
-        self._begun_s = 0.0
+        self._round, self._round_s, self._round_lasts_s = 0, 0.0, interval_s
+        """Rounds that are over, when the present one began, and how long it lasts."""
         self._turn = 0
 
     def start(self) -> None:
         """Begin, from within the loop."""
         if self._names and self._tick_handle is None:
             self._loop = asyncio.get_running_loop()
-            self._begun_s = self._loop.time()
+            self._round_s, self._round, self._round_lasts_s = self._loop.time(), 0, self._interval_s
             self._turn = 0
             self._tick()
 
@@ -170,12 +176,18 @@ class Poller:
 
     def _tick(self) -> None:
         count = len(self._names)
-        due = max(int((self._loop.time() - self._begun_s) / self._interval_s * count) + 1, count)
+        now = self._loop.time()
+        while now >= self._round_s + self._round_lasts_s:
+            self._round += 1
+            self._round_s += self._round_lasts_s
+            longer = self._jitter * self._draw() if self._draw is not None else 0.0
+            self._round_lasts_s = self._interval_s * (1.0 + longer)
+        due = max(int((self._round + (now - self._round_s) / self._round_lasts_s) * count) + 1, count)
         self._turn = max(self._turn, due - count)
         while self._turn < due and len(self._under_way) < self._at_once:
             self._ask(self._names[self._turn % count])
             self._turn += 1
-        self._tick_handle = self._loop.call_later(max(self._interval_s / count, _TICK_MIN_S), self._tick)
+        self._tick_handle = self._loop.call_later(max(self._round_lasts_s / count, _TICK_MIN_S), self._tick)
 
     def _ask(self, name: str) -> None:
         pool = None if name in self._under_way else self._pool_of(name)

@@ -80,13 +80,14 @@ class Serving:
         events: Recording | None,
         rooms: random.Random,
         lag: LoopLag,
+        jitter: random.Random,
         engine_key: bytes | None,
         on_end: Callable[[Journey], None],
         first_number: int = 0,
     ) -> None:
         self.cluster, self.settings, self.now = cluster, settings, now
         self.prompts, self.budget, self.metrics, self.state = prompts, budget, metrics, state
-        self.tracer, self.events, self.lag = tracer, events, lag
+        self.tracer, self.events, self.lag, self.jitter = tracer, events, lag, jitter
         self.stations: dict[str, Station] = {}
         self.panics = Panics({}, 0.0, lambda _: None)
         """Where health checks and breakers are ignored."""
@@ -155,7 +156,9 @@ class Serving:
         if self.ways is None or not self.ways.changing:  # which says so once, for all instances behind it
             reason = {} if up else {"reason": self.stations[name].guard.why or "breaker"}
             note("info" if up else "warning", "instance_up" if up else "instance_down", instance=name, **reason)
-        self.tell(InstanceUp(now, name) if up else InstanceDown(now, name))
+        # Nobody has returned whose checks are merely ignored, or whose path is open again.
+        crowd = self.stations[name].guard.ignored or (self.ways is not None and self.ways.changing)
+        self.tell(InstanceUp(now, name, returned=not crowd) if up else InstanceDown(now, name))
 
     def panicked(self, panicking: PanicSet) -> None:
         """A panic has begun or is over."""

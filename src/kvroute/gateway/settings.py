@@ -194,6 +194,8 @@ class BreakerSettings(Entry, frozen=True, kw_only=True):
     window_s: Wait = field(name="window", default=Wait(30.0))
     share: ShareAboveZero = 0.5
     open_s: Wait = field(name="open", default=Wait(5.0))
+    jitter: Share = 0.1
+    """It stays open for up to this share longer, by chance."""
 
 
 class HealthSettings(Entry, frozen=True, kw_only=True):
@@ -203,6 +205,10 @@ class HealthSettings(Entry, frozen=True, kw_only=True):
     interval_s: Wait = field(name="interval", default=Wait(2.0))
     timeout_s: Wait = field(name="timeout", default=Wait(2.0))
     failures: Annotated[int, Meta(ge=1, le=1000)] = 2
+    jitter: Share = 0.1
+    """Each round of checks lasts up to this share of `interval` longer, by chance."""
+    slow_start_s: Wait | None = field(name="slow_start", default=Wait(10.0))
+    """Over this time the share of requests of an instance that has returned rises; None: it gets its full share."""
     panic: Share = 0.5
     """Where fewer than this share of a role's instances are available, health checks and breakers are ignored."""
 
@@ -305,4 +311,5 @@ class GatewaySettings(Entry, frozen=True, kw_only=True):
             cache_block_tokens=0 if self.prefix == "events" else self.prompt.block_tokens,
             offload=self.offload.spec() if self.offload is not None else None,
             layerwise=self.layerwise,
+            slow_start_s=float(self.health.slow_start_s or 0.0),
         )

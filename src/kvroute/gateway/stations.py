@@ -21,8 +21,10 @@ def stations_of(
     deadlines: Deadlines,
     *,
     exact: bool,
+    draw: Callable[[], float] | None = None,
 ) -> dict[str, Station]:
-    """Stations by name, all up. `exact`: prompts are hashed as engines' KV events are."""
+    """Stations by name, all up. `exact`: prompts are hashed as engines' KV events are. `draw`: for the jitter of
+    circuit breakers."""
     timeouts, limits = settings.timeouts, settings.breaker
     # Reading the system's certificates takes tens of milliseconds: once for all.
     https = any(i.endpoint is not None and i.endpoint.url.startswith("https:") for i in cluster.instances)
@@ -36,6 +38,8 @@ def stations_of(
             window_s=float(limits.window_s),
             share=limits.share,
             open_s=float(limits.open_s),
+            jitter=limits.jitter,
+            draw=draw,
         )
         connect_s = float(timeouts.connect_s)
         # A decode instance that has one may come to prefill.

@@ -50,6 +50,8 @@ class Common:
     tracer: Tracer
     budget: RetryBudget
     rooms: random.Random
+    jitter: random.Random
+    """Of health checks and circuit breakers."""
     deadlines: Deadlines
     lag: LoopLag
     salt_secret: bytes
@@ -249,6 +251,7 @@ class Succession:
             events=self._recording(prepared),
             rooms=common.rooms,
             lag=common.lag,
+            jitter=common.jitter,
             engine_key=key if prepared.keys.required else None,
             on_end=common.on_end,
             first_number=first_number,
@@ -256,7 +259,9 @@ class Succession:
         secret = os.environ.get(settings.cache_salt_secret_env or "", "").encode() or common.salt_secret
         serving.salts = CacheSalts.of(settings.cache_salt, settings.keys, secret)
         exact, deadlines = prompts.exact, common.deadlines
-        serving.stations = stations_of(cluster, settings, weakly(serving.changed), deadlines, exact=exact)
+        serving.stations = stations_of(
+            cluster, settings, weakly(serving.changed), deadlines, exact=exact, draw=common.jitter.random
+        )
         serving.panics = Panics(serving.stations, settings.health.panic, weakly(serving.panicked))
         if settings.offload is not None:
             scrape_s = float(settings.scrape.interval_s)

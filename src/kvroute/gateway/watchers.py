@@ -51,6 +51,8 @@ class Watchers:
             failures=health.failures,
             known=before.known(serving) if before is not None else None,
             lag=serving.lag,
+            jitter=health.jitter,
+            draw=serving.jitter.random,
             on_discard=serving.metrics.health_check_discarded,
         )
         self._publishers = self._publishing()

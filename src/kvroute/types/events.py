@@ -73,11 +73,13 @@ class InstanceDown(msgspec.Struct, frozen=True, tag="instance_down"):
     instance: str
 
 
-class InstanceUp(msgspec.Struct, frozen=True, tag="instance_up"):
+class InstanceUp(msgspec.Struct, frozen=True, tag="instance_up", omit_defaults=True):
     """`instance` takes requests (again). All are up at the start."""
 
     at: float
     instance: str
+    returned: bool = False
+    """It has been ill or away: its share of the requests rises over the slow-start window."""
 
 
 class InstanceConverted(msgspec.Struct, frozen=True, tag="instance_converted"):

@@ -1,0 +1,159 @@
+"""Slow start: the share of a returned instance rises over the window, nothing is refused for it, and a log replays."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvroute.control import Control, ControlSpec
+from kvroute.control.slow_start import LEAST, SlowStart
+from kvroute.topology import parse
+from kvroute.types import (
+    Arrived,
+    Decode,
+    DecodeFailed,
+    Event,
+    InstanceDown,
+    InstanceUp,
+    Prefill,
+    PrefillFinished,
+    Request,
+)
+
+WINDOW_S = 10.0
+TEXT = """
+name: slow
+racks: [{name: rack0}]
+nodes: [{name: node0, rack: rack0, gpus: 16, nics: {compute: {count: 8, capacity: 100 Gbps}}}]
+timing:
+  default: {prefill: {kind: linear, per_token: 1 us, base: 1 ms}, decode: {base: 2 ms, per_request: 10 us}}
+defaults: {model: llama-3-70b, tp: 2, kv_capacity: 600 GB}
+instances:
+  - {name: prefill0, role: prefill, gpus: "node0:0-1"}
+  - {name: prefill1, role: prefill, gpus: "node0:2-3"}
+  - {name: decode0, role: decode, gpus: "node0:4-5"}
+  - {name: decode1, role: decode, gpus: "node0:6-7"}
+  - {name: decode2, role: decode, gpus: "node0:8-9"}
+"""
+
+
+def core(policy: str = "load-aware", window_s: float = WINDOW_S) -> Control:
+    return ControlSpec(decode=policy, overcommit=True, slow_start_s=window_s).build(parse(TEXT))
+
+
+def place(control: Control, number: int, at: float) -> tuple[str, str]:
+    """Where a request is prefilled and decoded; it stays there."""
+    (prefill,) = control.handle(Arrived(at, Request(id=number, input_tokens=100, max_output_tokens=16)))
+    assert isinstance(prefill, Prefill)
+    (decode,) = control.handle(PrefillFinished(at, number))
+    assert isinstance(decode, Decode)
+    return prefill.instance, decode.target
+
+
+@given(st.integers(2, 8), st.lists(st.floats(0.001, 1), min_size=1, max_size=200))
+def test_a_returned_instance_takes_no_more_than_its_rising_share(instances: int, gaps_s: list[float]) -> None:
+    """However much the policy wants it: one request at once, then the sum of factor / n; all of it after the window."""
+    slow = SlowStart(WINDOW_S)
+    slow.returned(0, 0.0)
+    usable, sites = np.ones(instances, dtype=np.bool_), ("here",) * instances
+    now, taken, earned = 0.0, 0, 1.0
+    for gap_s in gaps_s:
+        now += gap_s
+        rest = slow.without_limited(usable, sites, now)
+        chosen = 0 if rest is None or rest[0] else 1
+        if now >= WINDOW_S:
+            assert chosen == 0
+        else:
+            factor = max(now / WINDOW_S, LEAST)
+            assert slow.factor(0, now) == pytest.approx(factor)
+            earned += factor / instances
+            taken += chosen == 0
+            assert taken <= earned + 1e-9
+        slow.booked(chosen, now, instances)
+    assert slow.factor(1, now) == 1.0
+
+
+@given(
+    st.lists(st.booleans(), min_size=2, max_size=6),
+    st.sets(st.integers(0, 5)),
+    st.lists(st.sampled_from(["a", "b"]), min_size=6, max_size=6),
+)
+def test_it_leaves_nobody_out_whose_place_nobody_takes(up: list[bool], back: set[int], sites: list[str]) -> None:
+    """In each datacenter that has a usable instance, one stays; nobody is added."""
+    slow, usable = SlowStart(WINDOW_S), np.array(up, dtype=np.bool_)
+    for position in sorted(each for each in back if each < len(up)):
+        slow.returned(position, 0.0)
+        slow.booked(position, 0.0, len(up))
+    rest = slow.without_limited(usable, tuple(sites[: len(up)]), 1.0)
+    if rest is not None:
+        assert not (rest & ~usable).any()
+        for site in ("a", "b"):
+            here = np.array([each == site for each in sites[: len(up)]])
+            assert (rest & here).any() == (usable & here).any()
+
+
+@pytest.mark.parametrize(("kind", "name"), [("prefill", "prefill0"), ("decode", "decode0")])
+def test_an_idle_instance_that_returns_is_not_sent_everything(kind: str, name: str) -> None:
+    """The others have 60 requests by then. Without a window it takes all of the next ones; with one its share."""
+    shares = {}
+    for window_s in (0.0, WINDOW_S):
+        control = core(window_s=window_s)
+        control.handle(InstanceDown(0.0, name))
+        for number in range(60):
+            place(control, number, 0.0)
+        control.handle(InstanceUp(1.0, name, returned=True))
+        placed = [place(control, 100 + number, 1.0 + number * 0.05) for number in range(20)]
+        shares[window_s] = sum(name in pair for pair in placed)
+    if kind == "decode":
+        assert shares[0.0] == 20
+    assert shares[WINDOW_S] <= 2
+    assert shares[WINDOW_S] >= 1, "the first one at once"
+
+
+def test_it_refuses_nothing() -> None:
+    """Where all have just returned, and where the only other one has failed the request."""
+    control = core()
+    for name in ("decode0", "decode1", "decode2", "prefill0", "prefill1"):
+        control.handle(InstanceDown(0.0, name))
+        control.handle(InstanceUp(1.0, name, returned=True))
+    for number in range(20):
+        place(control, number, 1.0)
+    control.handle(InstanceDown(2.0, "decode2"))
+    control.handle(InstanceDown(2.0, "decode1"))
+    control.handle(InstanceUp(2.0, "decode1", returned=True))
+    prefill, target = place(control, 50, 2.0)
+    (again,) = control.handle(DecodeFailed(2.0, 50))
+    assert isinstance(again, Decode)
+    assert again.target != target, "another one first, slow start or not"
+    assert prefill
+
+
+@given(st.data())
+@settings(max_examples=40, deadline=None)
+def test_the_same_events_give_the_same_decisions_and_those_of_old_logs_stay(data: st.DataObject) -> None:
+    """The core has no clock and no chance; without `returned`, or without a window, nothing changes."""
+    events: list[Event] = []
+    now = 0.0
+    for number in range(data.draw(st.integers(1, 25))):
+        now += data.draw(st.floats(0, 3))
+        name = f"decode{data.draw(st.integers(0, 1))}"
+        match data.draw(st.sampled_from(["arrive", "arrive", "arrive", "down", "up"])):
+            case "arrive":
+                events += [Arrived(now, Request(id=number, input_tokens=100)), PrefillFinished(now, number)]
+            case "down":
+                events.append(InstanceDown(now, name))
+            case "up":
+                events.append(InstanceUp(now, name, returned=True))
+    old = [msgspec.structs.replace(e, returned=False) if isinstance(e, InstanceUp) else e for e in events]
+
+    def decided(control: Control, some: list[Event]) -> bytes:
+        encode = msgspec.json.Encoder(enc_hook=lambda value: value.tolist()).encode
+        return b"".join(encode(control.handle(event)) for event in some)
+
+    assert decided(core(), events) == decided(core(), events)
+    plain = decided(core(window_s=0.0), old)
+    assert plain == decided(core(), old)
+    assert plain == decided(core(window_s=0.0), events)

@@ -1,0 +1,86 @@
+"""Jitter: a breaker's open time and a round of health checks last a little longer, by the numbers that are drawn."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+
+import pytest
+import uvloop
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvroute.gateway.breaker import Breaker
+from kvroute.gateway.health import HealthChecks
+from kvroute.gateway.pool import Pool
+
+
+@given(st.floats(0, 1), st.integers(0, 2**32), st.integers(1, 6))
+def test_a_breaker_opens_for_no_less_than_its_time_and_no_more_than_the_jitter(
+    jitter: float, seed: int, probes: int
+) -> None:
+    """Each doubling too; the same seed gives the same times."""
+
+    def times() -> list[float]:
+        one = Breaker(failures=1, open_s=4.0, open_max_s=20.0, jitter=jitter, draw=random.Random(seed).random)
+        now, lasted = 0.0, []
+        one.failed(one.started(now), now)
+        for _ in range(probes):
+            until = one.refuses_until(now)
+            assert until is not None
+            lasted.append(until - now)
+            now = until
+            one.failed(one.started(now), now)
+        return lasted
+
+    lasted = times()
+    for number, seconds in enumerate(lasted):
+        plain_s = min(4.0 * 2**number, 20.0)
+        assert plain_s - 1e-9 <= seconds <= plain_s * (1 + jitter) + 1e-9
+    assert times() == pytest.approx(lasted, abs=0)
+
+
+def test_a_round_of_health_checks_lasts_longer_by_what_is_drawn() -> None:
+    """The first round is over after the interval, each one after it after twice as much."""
+
+    async def scenario() -> None:
+        interval_s, asked = 0.05, 0
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            nonlocal asked
+            try:
+                while await reader.readuntil(b"\r\n\r\n"):
+                    asked += 1
+                    writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
+            except (asyncio.IncompleteReadError, ConnectionError):
+                pass
+            finally:
+                writer.close()
+
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        pool = Pool(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        checks = HealthChecks(
+            ["a"],
+            {"a": pool}.get,
+            lambda *_: None,
+            time.monotonic,
+            interval_s=interval_s,
+            timeout_s=30.0,
+            jitter=1.0,
+            draw=lambda: 1.0,
+        )
+        begun = time.monotonic()
+        checks.start()
+        while asked < 6:
+            await asyncio.sleep(0.001)
+        assert time.monotonic() - begun >= interval_s * (1 + 4 * 2) - 0.01
+        checks.close()
+        pool.close()
+        server.close()
+
+    async def bounded() -> None:
+        async with asyncio.timeout(120):
+            await scenario()
+
+    uvloop.run(bounded())
