@@ -19,7 +19,8 @@ from tests.examples import EXAMPLES
 from typer.testing import CliRunner
 
 from kvroute.cli.app import app
-from kvroute.report.drawing import save
+from kvroute.cli.demo import save
+from kvroute.report import drawing
 from kvroute.sim.workload.octets import written_whole
 from kvroute.types import InputError
 
@@ -133,12 +134,12 @@ def test_no_half_figure_stays(tmp_path: Path) -> None:
     """Neither the picture nor the text of one; the older ones do."""
     figure = Figure(figsize=(1, 1))
     figure.text(0.5, 0.5, "old")
-    save(figure, tmp_path, "figure")
+    drawing.save(figure, tmp_path, "figure")
     before = all_in(tmp_path)
     assert set(before) == {"figure.svg", "figure.png"}
     figure.text(0.1, 0.1, "and much more than there was")
     with files_no_longer_than(1_000), pytest.raises(InputError, match=r"figure\.svg: cannot be written"):
-        save(figure, tmp_path, "figure")
+        drawing.save(figure, tmp_path, "figure")
     assert all_in(tmp_path) == before
 
 
@@ -152,6 +153,33 @@ def test_a_full_stdout_is_one_sentence(line: str) -> None:
         "kvroute: the output cannot be written (No space left on device); send stdout and files to a disk with room\n"
     )
     assert (ended.returncode, ended.stderr) == (2, said)
+
+
+@pytest.mark.parametrize("line", ["llm", "llm --json", "--version", "--help", "topology check small.yaml"])
+def test_a_closed_stdout_is_one_sentence(line: str) -> None:
+    """As `kvroute ... >&-` leaves it."""
+    command = ["sh", "-c", 'exec "$@" >&-', "sh", *KVROUTE, *line.split()]
+    ended = subprocess.run(command, stderr=subprocess.PIPE, cwd=EXAMPLES, text=True)
+    said = "kvroute: the output cannot be written (stdout is closed); send stdout to a file or a terminal\n"
+    assert (ended.returncode, ended.stderr) == (2, said)
+
+
+def test_a_command_that_prints_nothing_does_its_work_without_streams(tmp_path: Path) -> None:
+    """Files that it opens do not take the place of the closed streams."""
+    path = tmp_path / "trace.jsonl"
+    line = ["trace", "generate", str(path), "--requests", "2"]
+    ended = subprocess.run(["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *KVROUTE, *line])
+    assert ended.returncode == 0
+    assert path.read_bytes().count(b"\n") == 2
+
+
+def test_the_demos_older_results_outlive_a_full_disk(tmp_path: Path) -> None:
+    save([], "an older page", tmp_path)
+    before = all_in(tmp_path)
+    assert set(before) == {"dashboard.html", "demo.json"}
+    with files_no_longer_than(100), pytest.raises(InputError, match=r"dashboard\.html: cannot be written"):
+        save([], "a page " * 100, tmp_path)
+    assert all_in(tmp_path) == before
 
 
 def test_a_reader_who_left_is_told_nothing() -> None:

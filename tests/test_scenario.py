@@ -17,7 +17,8 @@ from kvroute.cli.scenario import read_scenario
 from kvroute.control import ControlSpec
 from kvroute.experiments.simulation import Question, Workload
 from kvroute.sim.settings import CapacityChange, Fluctuation, SimSettings
-from kvroute.types import InputError
+from kvroute.topology import load
+from kvroute.types import InputError, InputErrors
 
 runner = CliRunner()
 SITES = str(EXAMPLES / "two-datacenters.yaml")
@@ -175,3 +176,26 @@ def test_offloading_needs_a_second_site(tmp_path: Path) -> None:
     scenario = str(of(tmp_path, "offload: {}"))
     out = runner.invoke(app, ["simulate", str(EXAMPLES / "small.yaml"), "--scenario", scenario, "--seeds", "1"])
     assert "no datacenter prefills only" in str(out.exception)
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        (["{at: 3 s, link: wan, share: 0}"], 2),
+        (["{at: 9 s, link: wan, share: 0}", "{at: 3 s, link: wan, share: 1}"], 2),
+        (["{at: 3 s, link: wan, share: 0}", "{at: 9 s, link: prefill-site to local-site, share: 1}"], 2),
+        (["{at: 3 s, link: wan, share: 0}", "{at: 9 s, link: wan, share: 0.1}"], None),
+    ],
+)
+def test_a_cut_that_never_ends_is_found_before_anything_runs(
+    tmp_path: Path, changes: list[str], line: int | None
+) -> None:
+    """On the line of the cut; the order of time counts, and every link that it names."""
+    path = of(tmp_path, "\n  - ".join(["changes:", *changes]))
+    if line is None:
+        assert len(read_scenario(path, load(SITES)).changes) == 2
+        return
+    with pytest.raises(InputErrors) as caught:
+        read_scenario(path, load(SITES))
+    (problem,) = caught.value.problems
+    assert str(problem).startswith(f"{path}:{line}: changes[0].share: 'wan' is cut for good")

@@ -6,7 +6,10 @@ A command's module is imported when it is asked for: some take a second, and nob
 from __future__ import annotations
 
 import errno
+import io
+import os
 import sys
+from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
 
@@ -60,6 +63,39 @@ class Commands(TyperGroup):
         alone.command(cmd_name)(found)
         return typer.main.get_command(alone)
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command that is asked for; an unknown one is told with the nearest name of the table."""
+        try:
+            return super().resolve_command(ctx, args)
+        except UsageError as error:
+            near = get_close_matches(args[0], COMMANDS)
+            if near:
+                suggested = " or ".join(repr(name) for name in near)
+                error.message = f"{error.message.rstrip('.')}. Did you mean {suggested}?"
+            raise
+
+
+class ClosedOutput(OSError):
+    """The command has something to print and was started without stdout."""
+
+
+class _Closed(io.RawIOBase):
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        raise ClosedOutput(errno.EBADF, "stdout is closed")
+
+
+def _replace_closed_streams() -> None:
+    """Python leaves None where a standard stream was closed; nothing that is opened later may get its number."""
+    while (spare := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(spare, True)
+    os.close(spare)
+    sys.stdin = sys.stdin or open(os.devnull, encoding="utf-8")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    sys.stdout = sys.stdout or io.TextIOWrapper(_Closed(), encoding="utf-8", write_through=True)
+
 
 app = typer.Typer(
     name="kvroute",
@@ -86,8 +122,11 @@ def _root(
 
 def main() -> None:
     """Entry point of the `kvroute` command."""
+    _replace_closed_streams()
     try:
         code = _run()
+    except ClosedOutput as error:
+        code = _refused(f"the output cannot be written ({error.strerror}); send stdout to a file or a terminal")
     except OSError as error:
         if error.errno not in _NO_ROOM:
             raise

@@ -70,8 +70,7 @@ def demo(
     found = [_live(Question(cluster, trace, name, prefill, seed), seconds, policies) for name in policies]
     comparisons = [comparison for comparison, _, _ in found]
     ends = [end for _, _, end in found]
-    (out / "dashboard.html").write_text(dashboard_page(found[-1][1], ends), encoding="utf-8")
-    _save(comparisons, out)
+    save(comparisons, dashboard_page(found[-1][1], ends), out)
     _report(comparisons)
     _farewell(cluster, out, policies[-1])
 
@@ -188,6 +187,12 @@ def _farewell(cluster: Path, out: Path, policy: str) -> None:
         paper.print(text, markup=False, soft_wrap=True)
 
 
-def _save(found: Sequence[Comparison], out: Path) -> None:
+def save(found: Sequence[Comparison], page: str, out: Path) -> None:
+    """Write dashboard.html and demo.json, each whole or not at all. Raises InputError where one cannot be written."""
+    from kvroute.sim.workload.octets import written_whole
+
     rows = [{"policy": one.policy, "live": one.live, "predicted": one.predicted} for one in found]
-    (out / "demo.json").write_bytes(msgspec.json.format(msgspec.json.encode(rows), indent=2))
+    with written_whole(out / "dashboard.html", "choose another folder") as part:
+        part.write_text(page, encoding="utf-8")
+    with written_whole(out / "demo.json", "choose another folder") as part:
+        part.write_bytes(msgspec.json.format(msgspec.json.encode(rows), indent=2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -175,5 +176,20 @@ def _check_links(scenario: Scenario, lines: Lines, cluster: Cluster) -> None:
             links_named(cluster, link)
         except InputError as error:
             faults.append(lines.error(error.what, key, error.mend))
+    if not faults:
+        faults += _endless_cuts(scenario, lines, cluster)
     if faults:
         raise InputErrors(faults)
+
+
+def _endless_cuts(scenario: Scenario, lines: Lines, cluster: Cluster) -> Iterator[InputError]:
+    """Cuts that no later change ends: a run with one never ends."""
+    last: dict[int, int] = {}
+    for number in sorted(range(len(scenario.changes)), key=lambda number: scenario.changes[number].at_s):
+        last.update(dict.fromkeys(links_named(cluster, scenario.changes[number].link).tolist(), number))
+    for number in sorted(set(last.values())):
+        change = scenario.changes[number]
+        if change.share == 0:
+            what = f"{change.link!r} is cut for good, and a transfer that needs it never ends"
+            mend = f"add a change of {change.link!r} after it, with a share above 0"
+            yield lines.error(what, ("changes", number, "share"), mend)
