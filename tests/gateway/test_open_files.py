@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import resource
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
-from tests.gateway.rig import CLUSTER
+from tests.gateway.foreign import Engine, Gate, completion, foreign, run, tokens
+from tests.gateway.rig import CLUSTER, Front
+from tests.waiting import becomes_true, until
+
+from kvroute.gateway.open_files import LOG_EVERY_S, exhausted, wanted
 
 LIMIT = 400
+CALM = "  health: {interval: 1 h}\n  scrape: {interval: 1 h}\n"
 
 
 @pytest.mark.skipif(not Path("/proc/self/limits").exists(), reason="limits are read from /proc")
@@ -25,7 +36,8 @@ def test_serve_raises_the_limit_of_open_files(tmp_path: Path) -> None:
                 assert process.poll() is None
                 time.sleep(0.01)
             [line] = [each for each in limits_of(process.pid) if each.startswith("Max open files")]
-            assert int(line.split()[3]) >= 3 * 200
+            soft, hard = line.split()[3:5]
+            assert int(soft) == min(int(hard), 1 << 20) >= 3 * 200
         finally:
             assert process.stdin is not None
             process.stdin.close()
@@ -35,3 +47,104 @@ def test_serve_raises_the_limit_of_open_files(tmp_path: Path) -> None:
 def limits_of(pid: int) -> list[str]:
     """One line for each limit, soft before hard."""
     return Path(f"/proc/{pid}/limits").read_text().splitlines()
+
+
+def test_serve_warns_where_the_hard_limit_is_too_low(tmp_path: Path) -> None:
+    """The line names the limit, what the settings want, and what would do."""
+    file, ready = tmp_path / "cluster.yaml", tmp_path / "ready.json"
+    file.write_text(f"{CLUSTER}  limits: {{connections: 200}}\n")
+    command = [sys.executable, "-m", "kvroute.cli.app", "serve", str(file), "--embedded", "--ready-file", str(ready)]
+    limited = ["sh", "-c", f'ulimit -n {LIMIT}; exec "$@"', "sh", *command, "--until-eof"]
+    with subprocess.Popen(limited, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stderr is not None
+        while not ready.exists():
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.stdin.close()
+        [line] = [each for each in process.stderr.read().decode().splitlines() if "open_files_limit" in each]
+        process.wait()
+    assert f"is {LIMIT}, but limits.connections: 200 and 4 engines may need {wanted(200, 4)}" in line
+    assert f"set limits.connections to {(LIMIT - wanted(0, 4)) // 3}" in line
+    assert wanted((LIMIT - wanted(0, 4)) // 3, 4) <= LIMIT
+
+
+@contextmanager
+def no_descriptor_left() -> Iterator[None]:
+    """This process can open nothing more."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    opened = [os.open(os.devnull, os.O_RDONLY)]
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (opened[0] + 1, before[1]))
+        while exhausted() is None:
+            opened.append(os.dup(opened[0]))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        for number in opened:
+            os.close(number)
+
+
+async def ask(client: tuple[asyncio.StreamReader, asyncio.StreamWriter], path: str, number: int) -> tuple[bytes, bytes]:
+    """One request over an open connection: status line and body."""
+    body = msgspec.json.encode(completion(prompt=f"{number}") | {"input": f"{number}"})
+    head = f"POST {path} HTTP/1.1\r\nHost: g\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    client[1].write(head.encode() + body)
+    status = await client[0].readline()
+    length = 0
+    while (line := await client[0].readline()) != b"\r\n":
+        if line.lower().startswith(b"content-length:"):
+            length = int(line.split(b":")[1])
+    return status, await client[0].readexactly(length)
+
+
+async def occupied(front: Front, engine: Engine, path: str) -> list[asyncio.Task[int]]:
+    """Requests that hold every connection to the engine that was idle."""
+
+    async def one(number: int) -> int:
+        return (await front.post(completion(prompt=f"held {number}") | {"input": f"{number}"}, path)).status
+
+    pool = front.gateway.serving.stations[engine.name].pool
+    held: list[asyncio.Task[int]] = []
+    while pool.idle:
+        held.append(asyncio.create_task(one(len(held))))
+        await until(lambda: len(engine.asked) >= len(held))
+    return held
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings"])
+def test_no_descriptor_left_is_told_as_such_and_blames_no_engine(path: str, caplog: pytest.LogCaptureFixture) -> None:
+    """503 with the cause, one log line for many requests, and answers again as soon as there are descriptors."""
+
+    async def main() -> None:
+        gate = Gate()
+        engine = Engine("engine", "both", serve=gate.before(tokens))
+        async with foreign([engine], CALM + "  breaker: {failures: 1}\n") as front:
+            guard = front.gateway.serving.stations["engine"].guard
+            assert await becomes_true(lambda: front.gateway.ready() == "")
+            client = await asyncio.open_connection("127.0.0.1", front.gateway.port)
+            held = await occupied(front, engine, path)
+            assert 'use="engine"' not in page(front)  # and what it needs is loaded
+            with no_descriptor_left():
+                for number in range(5):
+                    status, body = await ask(client, path, number)
+                    assert b" 503 " in status
+                    assert b"no file descriptor left" in body
+                assert await becomes_true(lambda: 'use="client"' in page(front))
+            assert 'kvroute_out_of_files_total{use="engine"} 5' in page(front)
+            assert guard.up
+            assert guard.breaker.state(front.gateway.now()) == "closed"
+            lines = [record.__dict__["fields"] for record in caplog.records if record.message == "out_of_files"]
+            assert len(lines) == 1 + int(front.gateway.now() / LOG_EVERY_S) * (len(lines) > 1)
+            assert "open files of this process" in lines[0]["reason"]
+            assert not [record for record in caplog.records if record.message == "leg_failed"]
+            gate.open.set()
+            assert set(await asyncio.gather(*held)) <= {200}
+            assert b" 200 " in (await ask(client, path, 99))[0]
+            client[1].close()
+            assert await front.settles(), front.leftovers()
+
+    def page(front: Front) -> str:
+        return "".join(front.gateway.metrics.page()[1])
+
+    run(main())

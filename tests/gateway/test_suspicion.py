@@ -17,7 +17,7 @@ from kvroute.gateway.station import Guard
 from kvroute.gateway.suspicion import NOT_COUNTED, LegName, Suspicion
 
 EMBEDDINGS = "/v1/embeddings"
-CALM = "  health: {interval: 1 h}\n  scrape: {interval: 1 h}\n"
+CALM = "  health: {interval: 1 h, panic: 0}\n  scrape: {interval: 1 h}\n"
 MARKER = b"POISON"
 FAILURES = 5
 """Of a breaker, by default."""

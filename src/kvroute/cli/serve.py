@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import gc
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -163,6 +162,7 @@ def _adjusted(
 async def _serve(read: Callable[[], Deployment], ready_file: Path | None, seed: int | None, until_eof: bool) -> None:
     from kvroute.gateway.gateway import Gateway
     from kvroute.gateway.logs import Logs
+    from kvroute.gateway.open_files import raise_limit
     from kvroute.gateway.preflight import check_places
 
     signals = _Signals(until_eof)
@@ -170,27 +170,32 @@ async def _serve(read: Callable[[], Deployment], ready_file: Path | None, seed: 
     settings = deployment.settings
     check_places(settings)  # an older log is set aside only by a gateway that can listen
     logs = Logs(settings.log.format, settings.log.level, access=settings.log.access)
-    _allow_files(deployment)
+    raise_limit()
+    _check_files(deployment)
     gateway = Gateway(deployment, seed=seed, logs=logs)
+
+    def read_again() -> Deployment:
+        again = read()
+        _check_files(again)
+        return again
+
     try:
         await gateway.start()
         # What is there now stays; the collector need not look at it again, nor so often at what comes and goes.
         gc.freeze()
         gc.set_threshold(50_000, 20, 100)
         _announce(gateway, deployment, ready_file)
-        await _until_told(gateway, read, signals)
+        await _until_told(gateway, read_again, signals)
     finally:
         await gateway.close()
         logs.close()
 
 
-def _allow_files(deployment: Deployment) -> None:
-    """As many open files as connections to clients and, twice as many, to engines; less only if the system says so."""
-    wanted = 3 * deployment.settings.limits.connections + 16 * len(deployment.cluster.instances) + 256
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+def _check_files(deployment: Deployment) -> None:
+    """Warn where the settings want more open files than the system allows."""
+    from kvroute.gateway.open_files import warn_if_too_low
+
+    warn_if_too_low(deployment.settings.limits.connections, len(deployment.cluster.instances))
 
 
 def _announce(gateway: Gateway, deployment: Deployment, ready_file: Path | None) -> None:

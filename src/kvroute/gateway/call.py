@@ -13,11 +13,15 @@ if TYPE_CHECKING:
 Phase = Literal["connect", "first_byte", "body"]
 
 
+FailureKind = Literal["refused", "reset", "timeout", "malformed", "out_of_files"]
+"""The last one is the gateway's own: it has no file descriptor left for a connection."""
+
+
 @dataclass(frozen=True, slots=True)
 class Failure:
     """Why a call came to nothing. The phase is `body` once a byte of the body has arrived."""
 
-    kind: Literal["refused", "reset", "timeout", "malformed"]
+    kind: FailureKind
     phase: Phase
     text: str
 

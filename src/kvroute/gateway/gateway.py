@@ -303,5 +303,6 @@ class Gateway:
             await asyncio.sleep(_LOOK_S)
             try:
                 self._succession.look()
+                self.serving.open_files.look(self.now())
             except Exception as error:  # the next look may find mended what this one broke over
                 note("error", "look_failed", reason=f"{type(error).__name__}: {error}")

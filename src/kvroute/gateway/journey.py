@@ -14,6 +14,7 @@ from kvroute.gateway.answer_leg import UPSTREAM, AnswerLeg
 from kvroute.gateway.answers import error_body
 from kvroute.gateway.fields import RequestError
 from kvroute.gateway.headers import forwarded, header_lines
+from kvroute.gateway.legs import UNAVAILABLE
 from kvroute.gateway.openai import Completion, without_body, without_prompts
 from kvroute.gateway.prefill_leg import PrefillLeg
 from kvroute.gateway.prompt_queue import QueueFull
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from kvroute.gateway.view import Ttft
     from kvroute.gateway.ways import Passage
 
-UNAVAILABLE, OURS = "service_unavailable", "server_error"
+OURS = "server_error"
 _GONE = 499
 
 

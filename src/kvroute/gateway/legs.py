@@ -26,6 +26,7 @@ ANSWER_BYTES_MAX = 64 * 2**20
 TIMEOUT_STATUS = {"timeout": 504}
 FULL = frozenset((429, 503))
 """An engine that is full or starting up has not touched the KV cache."""
+UNAVAILABLE = "service_unavailable"
 _VERBS = {
     "refused": "refused the connection",
     "reset": "broke off",
@@ -177,11 +178,25 @@ class Leg:
     def on_failure(self, failure: Failure) -> None:
         """See Sink. A call that never reached the engine leaves the KV cache where it is."""
         try:
+            if failure.kind == "out_of_files":
+                self.out_of_files()
+                return
             why = f"{self.kind} instance {self.station.name} {_VERBS[failure.kind]}"
             status = TIMEOUT_STATUS.get(failure.kind, 502)
             self.lost(failure.kind, why, status, sent=failure.phase != "connect")
         except Exception as error:
             self.journey.broke(error)
+
+    def out_of_files(self) -> None:
+        """The gateway has no file descriptor left for a connection: no engine is to blame, and none is asked again."""
+        journey, now = self.journey, self.journey.serving.now()
+        self.station.guard.cancelled(self.attempt, now)
+        self.told = True
+        why = f"the gateway has no file descriptor left to connect to {self.kind} instance {self.station.name}"
+        self.close(why)
+        journey.serving.leg_failed(self.kind, self.station.name, "out_of_files", why, journey.request_id)
+        if not (journey.over or (self is journey.prefill and journey.computed)):
+            journey.fail(503, why, now, UNAVAILABLE)
 
     def lost(self, kind: str, why: str, status: int, *, sent: bool) -> None:
         """The leg came to nothing: it is tried again elsewhere, or the request ends.

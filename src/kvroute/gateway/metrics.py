@@ -85,6 +85,9 @@ class Metrics:
         self._lag_s = Histogram("kvroute_event_loop_lag_seconds", "How late the event loop runs a timer.", _LAG_S)
         self._discarded = Counter("kvroute_health_checks_discarded_total", "Timeouts of a late loop.", ("engine",))
         self._panics = Counter("kvroute_panics_total", "Panics that have begun.", ("model", "role"))
+        self._out_of_files = Counter(
+            "kvroute_out_of_files_total", "Times that no file descriptor was left, by what for.", ("use",)
+        )
         self._kv_events = Counter("kvroute_kv_events_total", "KV event batches from engines.", ("engine",))
         self._kv_gaps = Counter("kvroute_kv_event_gaps_total", "Gaps in an engine's KV events.", ("engine",))
         self._log_bytes = Counter("kvroute_log_bytes_total", "Bytes written to the event log.")
@@ -185,7 +188,7 @@ class Metrics:
         self._rejects.add((reason,))
 
     def leg_failed(self, leg: Leg, instance: str, kind: str) -> None:
-        """A leg came to nothing: `refused`, `reset`, `timeout`, `malformed` or `status`."""
+        """A leg came to nothing: `refused`, `reset`, `timeout`, `malformed`, `status` or `out_of_files`."""
         self._leg_failures.add((leg, instance, kind))
 
     def retried(self, leg: Leg) -> None:
@@ -215,6 +218,10 @@ class Metrics:
     def panicked(self, model: str, role: str) -> None:
         """Health checks and breakers of a role are ignored from now on."""
         self._panics.add((model, role))
+
+    def out_of_files(self, use: str) -> None:
+        """No file descriptor was left for a connection: `client` or `engine`."""
+        self._out_of_files.add((use,))
 
     def kv_events(self, instance: str, batches: int = 1) -> None:
         """Batches of KV events were taken in."""

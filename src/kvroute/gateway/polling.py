@@ -57,6 +57,11 @@ class _Question:
         self._done(Answer(self._status, b"".join(self._parts)))
 
     def on_failure(self, failure: Failure) -> None:
+        if failure.kind == "out_of_files":  # which says nothing about the engine
+            self.call = None
+            self._timer.cancel()
+            self._poller.discard(self)
+            return
         self._done(Answer(0, failure=failure.text, refused=failure.kind == "refused"))
 
     def give_up(self) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import ssl
 import time
-from typing import Literal
 from urllib.parse import SplitResult, urlsplit
 
-from kvroute.gateway.call import Call, Failure, Sink
+from kvroute.gateway.call import Call, Failure, FailureKind, Sink
 from kvroute.gateway.deadlines import Deadlines
 from kvroute.gateway.exchange import Headers
 from kvroute.gateway.loop_lag import judge
+from kvroute.gateway.open_files import out_of_files
 from kvroute.gateway.upstream import Line
 from kvroute.types import InputError
 
@@ -162,7 +162,9 @@ class Pool:
         except TimeoutError:
             failure = Failure("timeout", "connect", f"no connection to {self.host.decode()} in {self._connect_s:g} s")
         except (OSError, UnicodeError) as error:  # the latter: a name that is none (`a..b`)
-            kind: Literal["reset", "refused"] = "reset" if isinstance(error, ConnectionResetError) else "refused"
+            kind: FailureKind = "reset" if isinstance(error, ConnectionResetError) else "refused"
+            if out_of_files(error):
+                kind = "out_of_files"
             failure = Failure(kind, "connect", f"no connection to {self.host.decode()} ({error})")
         else:
             if call.over:

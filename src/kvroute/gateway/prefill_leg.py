@@ -60,7 +60,10 @@ class PrefillLeg(Leg):
         try:
             now = journey.serving.now()
             meeting = self.meeting = station.meeting(journey.serving.draw)
-            if meeting is None:
+            if meeting is None and station.out_of_files:
+                self.not_sent(now)
+                self.out_of_files()
+            elif meeting is None:
                 self.not_sent(now)
                 why = f"the bootstrap server of prefill instance {station.name} does not answer"
                 self.lost("refused", why, 502, sent=False)

@@ -166,10 +166,21 @@ class Relay:
         """See Sink."""
         assert self._station is not None
         try:
+            if failure.kind == "out_of_files":
+                self._out_of_files(self._station)
+                return
             why = f"instance {self._station.name} gave no answer ({failure.kind})"
             self._lost(failure.kind, why, 504 if failure.kind == "timeout" else 502)
         except Exception as error:
             self._broke(error)
+
+    def _out_of_files(self, station: Station) -> None:
+        """The gateway has no file descriptor left for a connection: no engine is to blame, and none is asked again."""
+        station.guard.cancelled(self._attempt, self._serving.now())
+        why = f"the gateway has no file descriptor left to connect to instance {station.name}"
+        self._leave(why)
+        self._serving.leg_failed(PASSED_ON, station.name, "out_of_files", why, self._request_id)
+        self._refuse(503, why)
 
     def _refused(self) -> bool:
         """Whether another instance may do better."""

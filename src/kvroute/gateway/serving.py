@@ -20,6 +20,7 @@ from kvroute.gateway.landing import Landings
 from kvroute.gateway.logs import access, note
 from kvroute.gateway.loop_lag import LoopLag
 from kvroute.gateway.metrics import Leg, Metrics
+from kvroute.gateway.open_files import OpenFiles
 from kvroute.gateway.openai import Completion
 from kvroute.gateway.panic import Panics, PanicSet
 from kvroute.gateway.prompt import Prompts
@@ -102,6 +103,7 @@ class Serving:
         """The last word of each engine on its load."""
         self.telemetry: CongestionMeasured | LinksMeasured | None = None
         """The last word on the network."""
+        self.open_files = OpenFiles(metrics)
         self.landings = Landings(cluster, self.journeys)
         self.timeouts, self.reserve_output_tokens = settings.timeouts, settings.reserve_output_tokens
         self.copy_s = settings.offload.copy_s if settings.offload is not None else 0.0
@@ -274,6 +276,9 @@ class Serving:
     def leg_failed(self, leg: Leg, instance: str, kind: str, why: str, request_id: bytes) -> None:
         """A leg came to nothing."""
         self.metrics.leg_failed(leg, instance, kind)
+        if kind == "out_of_files":  # many requests may meet that at once: a line now and then
+            self.open_files.report("engine", self.now())
+            return
         name = request_id.decode("latin-1")
         note("warning", "leg_failed", request_id=name, instance=instance, leg=leg, kind=kind, reason=why)
 

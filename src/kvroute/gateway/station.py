@@ -161,6 +161,8 @@ class Station:
         self.measures = measures
         """Whether the gateway's own watch on transfers counts: False once the engine reports its transfers itself."""
         self.under_way = 0
+        self.out_of_files = False
+        """Its bootstrap server could not be asked the last time, for the gateway had no file descriptor left."""
         self._bootstrap, self._between_s = bootstrap, between_s
         self._engine_id = ""
         self._meeting: list[Callable[[], None]] = []
@@ -220,8 +222,9 @@ class Station:
         """The engine may be another one by now: ask for its id again."""
         self._engine_id = ""
 
-    def introduced(self, reply: bytes) -> None:
-        """The bootstrap server's answer; empty: there was none."""
+    def introduced(self, reply: bytes, *, out_of_files: bool = False) -> None:
+        """The bootstrap server's answer; empty: there was none, for want of a file descriptor or for its own fault."""
+        self.out_of_files = out_of_files
         try:
             self._engine_id = engine_id(reply)
         except DialectError:
@@ -259,4 +262,4 @@ class _Introduction(Sink):
         self._station.introduced(b"".join(self._parts) if self._status == 200 else b"")
 
     def on_failure(self, failure: Failure) -> None:
-        self._station.introduced(b"")
+        self._station.introduced(b"", out_of_files=failure.kind == "out_of_files")

@@ -1,0 +1,103 @@
+"""File descriptors: raises the process's limit, recognizes the errors of a process that has none left, and says so."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+from typing import TYPE_CHECKING, Literal
+
+from kvroute.gateway.logs import note
+
+if TYPE_CHECKING:
+    from kvroute.gateway.metrics import Metrics
+
+LOG_EVERY_S = 10.0
+"""One line in so much time, with a count."""
+RAISE_MOST = 1 << 20
+"""Where the hard limit is higher, the soft one is raised to this: the kernel's own default maximum (`fs.nr_open`)."""
+_ENGINE_EACH = 16
+_REST = 256
+"""Descriptors for each engine beside requests (health checks, metrics, KV events), and for everything else."""
+
+Use = Literal["engine", "client"]
+
+
+def out_of_files(error: OSError | UnicodeError) -> bool:
+    """Whether an attempt to connect failed because no descriptor was left. Errors of the resolver, and of several
+    addresses together, do not say so: then a probe decides."""
+    number = error.errno if isinstance(error, OSError) else None
+    if number in (errno.EMFILE, errno.ENFILE):
+        return True
+    return isinstance(error, OSError) and (number is None or number < 0) and exhausted() is not None
+
+
+def exhausted() -> int | None:
+    """The error number with which the process gets no descriptor now; None: there is a free one."""
+    try:
+        os.close(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            return error.errno
+    return None
+
+
+def wanted(connections: int, instances: int) -> int:
+    """Descriptors that settings want: one for each client connection and two for its legs to engines, and the rest."""
+    return 3 * connections + _ENGINE_EACH * instances + _REST
+
+
+def raise_limit() -> None:
+    """Raise the soft limit of open files to the hard one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = RAISE_MOST if hard == resource.RLIM_INFINITY else min(hard, RAISE_MOST)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+def warn_if_too_low(connections: int, instances: int) -> None:
+    """Log a warning where the limit of open files is below what the settings want."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    need = wanted(connections, instances)
+    if soft != resource.RLIM_INFINITY and soft < need:
+        most = max(1, (soft - wanted(0, instances)) // 3)
+        reason = (
+            f"the hard limit of open files is {soft}, but limits.connections: {connections} and {instances} engines "
+            f"may need {need}; raise it (ulimit -Hn, LimitNOFILE= of systemd) or set limits.connections to {most}"
+        )
+        note("warning", "open_files_limit", reason=reason)
+
+
+class OpenFiles:
+    """Counts and logs that the gateway has no file descriptor left: a fault of its limits, not of any engine."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._count = 0
+        """Since the last line."""
+        self._logged_at = float("-inf")
+
+    def look(self, now: float) -> None:
+        """Check whether a client could connect now: the event loop closes connections that it has no descriptor for,
+        without an error."""
+        number = exhausted()
+        if number is not None:
+            self.report("client", now, number)
+
+    def report(self, use: Use, now: float, number: int = errno.EMFILE) -> None:
+        """A connection from a client or to an engine could not be had."""
+        self._metrics.out_of_files(use)
+        self._count += 1
+        if now - self._logged_at < LOG_EVERY_S:
+            return
+        if number == errno.ENFILE:
+            limit = "the system's limit of open files (sysctl fs.file-max)"
+        else:
+            soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            limit = f"the limit of {soft} open files of this process (ulimit -n, LimitNOFILE= of systemd)"
+        reason = (
+            f"no file descriptor is left: {limit} is reached; clients and engines cannot be connected until it is "
+            "raised or limits.connections is lower"
+        )
+        note("error", "out_of_files", reason=reason, count=self._count)
+        self._count, self._logged_at = 0, now
