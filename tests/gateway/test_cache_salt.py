@@ -93,7 +93,9 @@ async def asked(gate: Rig, name: str, prompt: str = PROMPT, path: str = COMPLETI
 
 async def hits(gate: Rig) -> float:
     """Tokens that the gateway took for cached where it sent prompts."""
-    page = (await gate.get("/metrics")).body.decode()
+    async with gate.session.get(gate.admin + "/metrics") as response:
+        page = await response.text()
+    assert response.status == 200
     return sum(float(line.rpartition(" ")[2]) for line in page.splitlines() if "prefix_hit_tokens_total{" in line)
 
 
