@@ -518,7 +518,7 @@ def test_values_out_of_range_are_usage_errors(kvroute: Kvroute, options: str) ->
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
-        ("simulat", "no such command 'simulat'; see `kvroute --help`"),
+        ("simulat", "no such command 'simulat'. Did you mean 'simulate' or 'emulate'?; see `kvroute --help`"),
         ("simulate", "missing argument 'cluster'; see `kvroute simulate --help`"),
         ("topology nope", "no such command 'nope'; see `kvroute topology --help`"),
         ("trace generate", "missing argument 'out'; see `kvroute trace generate --help`"),

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import kvroute
 from kvroute.compiled import temporary_folder
 
 CALLEE = """
@@ -108,3 +109,12 @@ def test_a_folder_that_another_user_could_fill_is_not_used(temporary: Path, trap
         temporary.mkdir()
         temporary.chmod(0o777)
     assert temporary_folder() is None
+
+
+def test_every_kernel_is_compiled_by_the_one_module_that_chooses_the_cache() -> None:
+    """A kernel compiled elsewhere ends in a traceback where its folder cannot be written."""
+    package = Path(kvroute.__file__).parent
+    users = {
+        path.relative_to(package).as_posix() for path in package.rglob("*.py") if "import numba" in path.read_text()
+    }
+    assert users == {"compiled.py"}

@@ -7,17 +7,14 @@ else can be learned from them. SipHash-2-4 (Aumasson and Bernstein 2012) of each
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
-from typing import TypeVar, cast
 
 import msgspec
-import numba
 import numpy as np
 import numpy.typing as npt
 
+from kvroute.compiled import compiled
 from kvroute.types import Arrived, CopyPrefix, Decision, Event, KvEvicted, KvStored
 
-Function = TypeVar("Function", bound=Callable[..., object])
 Hashes = npt.NDArray[np.uint64]
 
 KEY_BYTES = 16
@@ -29,11 +26,7 @@ _13, _16, _17, _21, _32 = (np.uint64(bits) for bits in (13, 16, 17, 21, 32))
 _51, _48, _47, _43 = (np.uint64(64 - bits) for bits in (13, 16, 17, 21))
 
 
-def _compiled(function: Function) -> Function:
-    return cast(Function, numba.njit(cache=True, error_model="numpy")(function))
-
-
-@_compiled
+@compiled
 def _siphash(messages: Hashes, start: Hashes, out: Hashes) -> None:
     """Fill `out` [n]: SipHash-2-4 of each of `messages` [n], from the key's four starting words `start` [4]."""
     for i in range(len(messages)):
