@@ -237,7 +237,18 @@ def test_what_is_of_no_effect_is_told(kvroute: Kvroute, trace: str) -> None:
 def test_for_people_it_is_a_table_and_a_verdict(kvroute: Kvroute, trace: str) -> None:
     """No JSON, and one seed is not called a proof."""
     ended = kvroute(
-        "simulate", CLUSTER, "--trace", trace, "--policy", "cla", "--policy", "netkv", "--seeds", "1", "--workers", "1"
+        "simulate",
+        CLUSTER,
+        "--trace",
+        trace,
+        "--policy",
+        "round-robin",
+        "--policy",
+        "netkv",
+        "--seeds",
+        "1",
+        "--workers",
+        "1",
     )
     assert ended.code == 0
     assert "netkv" in ended.out

@@ -12,9 +12,9 @@ HANGS_S = 240.0
 """A scenario that takes longer hangs; below pytest's own timeout, so that it is torn down in order."""
 
 
-async def becomes_true(condition: Callable[[], bool], poll_s: float = 0.005) -> bool:
+async def becomes_true(condition: Callable[[], bool], poll_s: float = 0.005, patience_s: float = PATIENCE_S) -> bool:
     """Whether the condition comes true within the patience; other tasks of the loop run meanwhile."""
-    limit = time.monotonic() + PATIENCE_S
+    limit = time.monotonic() + patience_s
     while not condition():
         if time.monotonic() > limit:
             return False

@@ -26,6 +26,7 @@ from kvroute.gateway.callbacks import weakly
 from kvroute.gateway.gateway import Deployment
 from kvroute.gateway.serving import Serving
 from kvroute.prefix import PrefixIndex
+from kvroute.prefix.tree import Node
 
 OURS = ("control", "flows", "gateway", "oracle", "policies", "prefix", "topology")
 """Packages of the gateway's process; the engines of the rig are others."""
@@ -193,7 +194,7 @@ def test_an_index_of_prefixes_is_freed_run_by_run(stored: list[tuple[int, list[i
     try:
         assert sum(index.dismantle()) == len(prefixes)
         del index
-        assert not [each for each in gc.get_objects() if type(each).__name__ == "Node" and each.end]
+        assert not [each for each in gc.get_objects() if isinstance(each, Node) and each.end]
     finally:
         gc.enable()
 

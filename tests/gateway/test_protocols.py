@@ -52,7 +52,7 @@ def test_both_legs_carry_the_clients_headers_and_fields_and_the_second_the_first
         prefill, decode = sides("vllm")
         for engine in prefill:
             engine.params = msgspec.Raw(PARAMS)
-        async with foreign(prefill + decode) as front:
+        async with foreign(prefill + decode, "  forward_headers: [X-Tenant]\n") as front:
             sent = SENT | {"Content-Type": "application/json"}
             async with front.session.post(front.url + COMPLETIONS, data=body, headers=sent) as response:
                 assert response.status == 200

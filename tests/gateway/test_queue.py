@@ -18,7 +18,7 @@ from kvroute.gateway.state import ClusterState
 from kvroute.gateway.view import Load
 from kvroute.topology import parse
 
-HELD = "  limits: {in_flight: 1, queue: 512}\n  health: {interval: 1 h}\n"
+HELD = "  limits: {in_flight: 1, queue: 512}\n  health: {interval: 1 h, panic: 0}\n"
 
 
 async def _clients(gate: Rig, count: int) -> list[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
