@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tests.examples import CLUSTERS
 
@@ -67,6 +67,7 @@ def test_every_corruption_is_named_on_its_line(drawn: tuple[str, int, str]) -> N
 
 
 VALUES = [(QUANTITY, ["100 Gb", "-1 Gbps", "fast", "[]"]), (CHOICE, ["no-such-thing", "{}"]), (GPUS, ["0-900", "x"])]
+NOWHERE = ["nowhere", "rack77"]
 LEAF = re.compile(rf"{KEY.pattern}(?=: +[^\s\[{{#])", re.M)
 """A key whose value holds no further keys."""
 
@@ -78,7 +79,7 @@ def corrupted_twice(draw: st.DrawFn) -> tuple[str, list[int]]:
     code = OTHERS.sub(lambda match: re.sub(r"[^\n]", " ", match[0]), text)
     edits: list[tuple[int, int, str]] = []
     for _ in range(2):
-        kinds = [*VALUES, (LEAF, ["kye", "nam"]), (REFERENCE, ["nowhere", "rack77"])]
+        kinds = [*VALUES, (LEAF, ["kye", "nam"]), (REFERENCE, NOWHERE)]
         places = [
             (*match.span(), news)
             for pattern, news in kinds
@@ -87,6 +88,8 @@ def corrupted_twice(draw: st.DrawFn) -> tuple[str, list[int]]:
         ]
         start, end, news = draw(st.sampled_from(places))
         edits.append((start, end, draw(st.sampled_from(news))))
+    # A reference to nothing may mean the entry whose name is missing, so it waits until that has one.
+    assume(all(code[start:end] != "name" for start, end, _ in edits) or all(new not in NOWHERE for _, _, new in edits))
     lines = sorted(text.count("\n", 0, start) + 1 for start, _, _ in edits)
     for start, end, new in sorted(edits, reverse=True):
         text = text[:start] + new + text[end:]

@@ -394,7 +394,8 @@ OWNERS = st.sampled_from(["a", "b", "c"])
 
 @given(actions=st.lists(st.tuples(NAMES, OWNERS, st.sampled_from(["hold", "hold", "compute", "drop"]))))
 def test_a_name_keeps_what_it_names(actions: list[tuple[str, str, str]]) -> None:
-    """Another owner is refused unless it holds the same prompt; its blocks are freed at once, and those held stay.
+    """Another owner is refused unless it holds the same prompt; its blocks are freed at once, and those held stay,
+    as long as its first owner does not drop it.
 
     Owners "a" and "b" have the same prompt in different blocks, "c" has another one. Each comes once.
     """
@@ -404,8 +405,9 @@ def test_a_name_keeps_what_it_names(actions: list[tuple[str, str, str]]) -> None
     names: dict[str, str] = {}
     kept: set[str] = set()
     come: set[str] = set()
+    dropped: set[str] = set()
     for name, owner, action in actions:
-        if owner in come:
+        if owner in come or name in dropped:
             continue
         come.add(owner)
         first = names.setdefault(name, owner)
@@ -416,6 +418,8 @@ def test_a_name_keeps_what_it_names(actions: list[tuple[str, str, str]]) -> None
                     kept.add(owner)
             case "drop":
                 holds.drop(name, owner)
+                if first == owner:
+                    dropped.add(name)
             case "hold":
                 taken = prompts[first] != prompts[owner] and first in kept
                 with pytest.raises(InputError, match=f"by request {first}") if taken else nullcontext():

@@ -54,14 +54,16 @@ class _Salvage:
             self.doubts.add((*key, tag_field))
         own = entries.keys() | {tag_field or ""}
         meant = meant_keys(value, own)
-        puzzles = any(name not in own and name not in meant for name in value)
         written = {meant.get(name, name): name for name in value}
+        missing = sum(entry.required and name not in written for name, entry in entries.items())
+        # Unknown keys are taken for the required ones that are missing; any further one may be any absent key.
+        puzzles = sum(name not in own and name not in meant for name in value) > missing
         fields = {}
         for name, entry in entries.items():
             if name in written:
                 fields[entry.name] = self.read(value[written[name]], entry.type, (*key, written[name]))
                 continue
-            if entry.required or puzzles:  # an unknown key may have been meant for it
+            if entry.required or puzzles:
                 self.doubts.add((*key, name))
             if entry.default is not msgspec.NODEFAULT:
                 fields[entry.name] = entry.default
