@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import pytest
 import uvloop
-from tests.waiting import HANGS_S
+from tests.waiting import HANGS_S, until
 
 from kvroute.gateway.deadlines import Deadlines
 from kvroute.gateway.door import Door, Limits
@@ -510,6 +510,31 @@ def test_a_client_that_only_ends_its_side_gets_its_answers(how: str) -> None:
     said = run(main())
     assert said.count(b"HTTP/1.1 200 OK\r\n") == asked.count(b"GET")
     assert version == b"1.0" or how == "streamed" or b'"/a"' in said.partition(b'"/b"')[0]
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_a_client_that_ends_its_side_long_after_its_request_has_left(started: bool) -> None:
+    """Whether its answer has begun or not, nothing has to be sent for that."""
+
+    async def main() -> None:
+        exchanges: list[Exchange] = []
+        gone = asyncio.Event()
+
+        def handler(exchange: Exchange) -> None:
+            exchanges.append(exchange)
+            exchange.on_gone = gone.set
+            if started:
+                exchange.start(200, [], 2)
+
+        async with open_door(handler) as (_, port), client(port) as (_, writer):
+            writer.write(b"GET / HTTP/1.1\r\n" + HOST + b"\r\n")
+            await until(lambda: bool(exchanges))
+            loop = asyncio.get_running_loop()
+            await until(lambda: loop.time() > exchanges[0].received_s + 0.5)
+            writer.write_eof()
+            await gone.wait()
+
+    run(main())
 
 
 @pytest.mark.parametrize("started", [False, True])

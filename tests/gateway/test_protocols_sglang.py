@@ -274,6 +274,7 @@ def test_a_client_that_leaves_frees_both_engines(token: bool) -> None:
             await right.entered.wait()
             if token:
                 assert await becomes_true(lambda: not front.leftovers()["slots"])
+                await asyncio.sleep(0.6)  # an end of its side within half a second does not mean that it has left
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
             await left.left.wait()

@@ -19,6 +19,9 @@ _HELD_BYTES = 64 * 1024
 """Reading stops when a pipeline has more bytes waiting. Below, it goes on, so that a client's leaving is seen."""
 _NEITHER = -1
 _PROBE_S, _PROBE_MOST_S = 0.5, 30.0
+_END_OF_SIDE_S = 0.5
+"""A client that sends no more and waits for its answer ends its side with its request; later an end means that it has
+left. This is the time for the event loop to read both."""
 """When a half-closed connection is looked at first, and how seldom at last: twice as late each time."""
 
 _RETRY = b"retry-after: 1\r\n"
@@ -153,7 +156,9 @@ class Client(asyncio.Protocol):
         """The client sends no more. It may have left, or wait for its answers; TLS knows no such half of an end."""
         if (self._current is None and not (self._held or self._reader.ready)) or self._leaving:
             return False
-        if self._transport.get_extra_info("sslcontext") is not None:
+        current = self._current
+        late = current is not None and self._now() > current.received_s + _END_OF_SIDE_S
+        if late or self._transport.get_extra_info("sslcontext") is not None:
             self._transport.abort()
             return False
         self._half_closed = True
