@@ -46,7 +46,7 @@ class Case:
     body: Callable[[], bytes]
     requests: int
     section: Mapping[str, Any]
-    """Of the gateway's settings."""
+    """Settings of the `gateway` section."""
 
 
 def text(nbytes: int) -> str:

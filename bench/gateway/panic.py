@@ -50,7 +50,7 @@ class Seen:
 
     statuses: Counter[int]
     panics: int
-    """That began."""
+    """Number of panics that began."""
     in_panic_after: int
     """Roles in a panic at the end."""
 

@@ -40,7 +40,7 @@ instances:
 """
 MIB = 2**20
 WARM_SHARE = 0.1
-"""Of the reloads; memory is compared from then on."""
+"""Share of the reloads that warm the process up; memory growth is measured after them."""
 PER_RELOAD_MIB = 0.1
 """Growth that is no leak: what the allocator keeps."""
 TAKEN = re.compile(rb'^kvroute_reloads_total\{outcome="taken"\} (\d+)', re.MULTILINE)
