@@ -446,7 +446,7 @@ def test_a_signal_to_the_process_reads_the_file_again(tmp_path: Path) -> None:
                 ("square-robin", 'kvroute_reloads_total{outcome="refused"} 1'),
                 ("cla", 'kvroute_info{version="VERSION",policy="cla"} 1'),
             ):
-                file.write_text(f"{CLUSTER}  policy: {policy}\n")
+                _replace(file, f"{CLUSTER}  policy: {policy}\n")
                 process.send_signal(signal.SIGHUP)
                 while outcome.replace("VERSION", __version__) not in _get(url + "/metrics"):
                     assert process.poll() is None
@@ -458,6 +458,13 @@ def test_a_signal_to_the_process_reads_the_file_again(tmp_path: Path) -> None:
             assert b"square-robin" in said
         finally:
             process.kill()
+
+
+def _replace(file: Path, text: str) -> None:
+    """Write a file at once: a reload that is still under way must not read half of it, which it would refuse."""
+    half = file.with_suffix(".half")
+    half.write_text(text)
+    half.replace(file)
 
 
 def _serves(process: subprocess.Popen[bytes], ready: Path) -> str:

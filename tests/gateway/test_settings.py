@@ -57,7 +57,7 @@ gateway:
   timeouts: {{connect: 1 ms, prefill: 24 h, first_token: 1 s, between_tokens: 1 s, drain: 1 s}}
   retries: {{share: 0, floor_per_s: 0.5, attempts: 1}}
   breaker: {{failures: 1, window: 1 s, share: 1, open: 1 s}}
-  health: {{path: /healthz, interval: 1 s, timeout: 1 s, failures: 1}}
+  health: {{path: /healthz, interval: 1 s, timeout: 1 s, failures: 1, slow_start: 0 s}}
   scrape: {{path: "/metrics?all=1", interval: 1 s}}
   keys: {{known: {{alice: "{hash_text("a")}"}}, concurrency: {{alice: 3}}}}
   upstream_key_env: ENGINE_KEY
@@ -129,7 +129,7 @@ def test_a_full_section_says_what_it_says() -> None:
         {"cache_weight": 2, "load_weight": 0.5},
         "least-loaded",
     )
-    assert (spec.constraint, spec.reserve_bytes) == ("pod:preferred:0.5", 2e9)
+    assert (spec.constraint, spec.reserve_bytes, spec.slow_start_s) == ("pod:preferred:0.5", 2e9, 0.0)
     oracle = spec.oracle
     assert (oracle.stale_after_s, oracle.self_measured, oracle.prediction) == (60.0, False, "trend")
 
@@ -317,6 +317,7 @@ FAULTS = {
     "unknown inner key": ("limits: {boddy: 1 MB}", "limits.boddy", "did you mean 'body'?"),
     "no unit": ("timeouts: {connect: 2}", "timeouts.connect", "it has no unit; write a number and one of ns"),
     "no wait": ("timeouts: {connect: 0 s}", "timeouts.connect", "between 1 ms and 24 h"),
+    "slow start": ("health: {slow_start: 25 h}", "health.slow_start", "between 0 s and 24 h"),
     "for ever": ("timeouts: {drain: 25 h}", "timeouts.drain", "between 1 ms and 24 h"),
     "no size": ("limits: {body: 64}", "limits.body", "it has no unit"),
     "port": ("listen: {port: 65536}", "listen.port", "a whole number from 0 to 65535"),

@@ -48,6 +48,13 @@ class Wait(Duration):
     range_text: ClassVar[str] = "between 1 ms and 24 h"
 
 
+class Window(Duration):
+    """Seconds over which something happens; 0: at once."""
+
+    most: ClassVar[float] = 86_400.0
+    range_text: ClassVar[str] = "between 0 s and 24 h"
+
+
 class LogSize(Size):
     """What files of a log may take: enough for the first line of a large cluster, and never without a bound."""
 

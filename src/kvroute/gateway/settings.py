@@ -28,6 +28,7 @@ from kvroute.gateway.amounts import (
     Url,
     Wait,
     WebOrigin,
+    Window,
     Word,
 )
 from kvroute.gateway.cache_salt import CacheSaltMode
@@ -207,8 +208,8 @@ class HealthSettings(Entry, frozen=True, kw_only=True):
     failures: Annotated[int, Meta(ge=1, le=1000)] = 2
     jitter: Share = 0.1
     """Each round of checks lasts up to this share of `interval` longer, by chance."""
-    slow_start_s: Wait | None = field(name="slow_start", default=Wait(10.0))
-    """Over this time the share of requests of an instance that has returned rises; None: it gets its full share."""
+    slow_start_s: Window = field(name="slow_start", default=Window(10.0))
+    """Over this time the share of requests of an instance that has returned rises; 0: it gets its full share."""
     panic: Share = 0.5
     """Where fewer than this share of a role's instances are available, health checks and breakers are ignored."""
 
@@ -311,5 +312,5 @@ class GatewaySettings(Entry, frozen=True, kw_only=True):
             cache_block_tokens=0 if self.prefix == "events" else self.prompt.block_tokens,
             offload=self.offload.spec() if self.offload is not None else None,
             layerwise=self.layerwise,
-            slow_start_s=float(self.health.slow_start_s or 0.0),
+            slow_start_s=float(self.health.slow_start_s),
         )
