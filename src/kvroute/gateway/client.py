@@ -19,10 +19,10 @@ _HELD_BYTES = 64 * 1024
 """Reading stops when a pipeline has more bytes waiting. Below, it goes on, so that a client's leaving is seen."""
 _NEITHER = -1
 _PROBE_S, _PROBE_MOST_S = 0.5, 30.0
-_END_OF_SIDE_S = 0.5
-"""A client that sends no more and waits for its answer ends its side with its request; later an end means that it has
-left. This is the time for the event loop to read both."""
 """When a half-closed connection is looked at first, and how seldom at last: twice as late each time."""
+_END_OF_SIDE_S = 0.5
+"""A client that sends no more and waits for its answer ends its side with its request; a later end means that it has
+left. This is the time for the event loop to read both."""
 
 _RETRY = b"retry-after: 1\r\n"
 _BUSY = Fault(503, "the gateway has as many connections as it may; try again later", headers=_RETRY)
