@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,14 +17,16 @@ from tests.connector.loopback import BLOCKS, TOKEN, WAIT_S, Cache, Clock, ends, 
 
 from kvroute.connector.authentication import session
 from kvroute.connector.blocks import runs
-from kvroute.connector.channel import BUFFER_BYTES, Channel, mark, tune
+from kvroute.connector.channel import BUFFER_BYTES, PROBE_S, Channel, mark, probed, tune
 from kvroute.connector.client import Client, Result
+from kvroute.connector.faults import spoil
 from kvroute.connector.handover import Handover
 from kvroute.connector.lanes import Transfer
 from kvroute.connector.options import Options
 from kvroute.connector.pool import Peer
 from kvroute.connector.scheduler import Held, Pull, Scheduler, Step
 from kvroute.connector.server import Server
+from kvroute.connector.stripes import Piece
 from kvroute.connector.wire import VERSION, Challenge, Fetch, Hello, Part, Welcome, WireError
 from kvroute.connector.worker import Worker
 
@@ -255,6 +258,26 @@ def test_a_server_that_closes_breaks_what_is_under_way(tmp_path: Path) -> None:
         result = client.wait(WAIT_S)
         assert result is not None
         assert result.failure in ("reset", "refused")
+
+
+def test_a_stalled_layer_is_not_sent_when_the_server_closes(tmp_path: Path) -> None:
+    """The transfer must not be completed by the end of the server."""
+    fault_file = tmp_path / "fault"
+    fault_file.write_text("stall-layer-1", encoding="utf-8")
+    views, ending = [memoryview(b"kv")], threading.Event()
+    ending.set()
+    assert spoil(fault_file, Piece(region=0, first=0, count=1, number=0), views, ending) == views
+    with pytest.raises(WireError, match="reset"):
+        spoil(fault_file, Piece(region=1, first=0, count=1, number=1), views, ending)
+
+
+def test_a_server_that_is_gone_is_noticed_during_the_handshake() -> None:
+    """It may have discarded the connection without a reset: then nothing but a probe gets an answer."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as sock:
+        before = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE)
+        with probed(sock):
+            assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == PROBE_S
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == before
 
 
 def test_a_restarted_server_is_found_again() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvroute.connector.authentication import TAG_BYTES, FrameTags, proven
@@ -27,6 +27,8 @@ BUFFER_BYTES = 4 << 20
 UNSENT_BYTES_MAX = 128 << 10
 HANDSHAKE_S = 10.0
 """A handshake that takes longer as a whole has failed, though bytes keep coming."""
+PROBE_S = 1
+"""After so long without a byte from the server, a client in its handshake asks whether it is still there."""
 SYSCTL_CORE = Path("/proc/sys/net/core")
 _IOV_MAX = 512
 
@@ -186,6 +188,19 @@ def tune(
         if 0 < buffer_bytes <= _number(limits / limit):
             sock.setsockopt(socket.SOL_SOCKET, buffer, buffer_bytes)
     mark(sock, dscp)
+
+
+@contextmanager
+def probed(sock: socket.socket) -> Iterator[None]:
+    """Keep-alive probes after `PROBE_S`, for a client that waits for the server's first message.
+
+    A server that stops listening while a connection is being opened may discard it without a reset. The client then has
+    an open connection and nothing to send, so that only a probe finds out.
+    """
+    idle_s = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, PROBE_S)
+    yield
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, idle_s)
 
 
 def _number(path: Path) -> int:

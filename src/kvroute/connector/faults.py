@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 
 from kvroute.connector.stripes import Piece
+from kvroute.connector.wire import WireError
 
 _FAULT = re.compile(r"(corrupt|stall)-layer-(\d+)(?:-block-(\d+))?")
 _LOOK_S = 0.05
@@ -19,7 +20,11 @@ def fault_of(text: str) -> tuple[str, int, int | None] | None:
 
 
 def spoil(path: Path, piece: Piece, views: list[memoryview], ending: threading.Event) -> list[memoryview]:
-    """What the file asks for: other bytes than the cache's, or none at all until it is gone or `ending`."""
+    """What the file asks for: other bytes than the cache's, or none at all until the file is gone.
+
+    Raises:
+        WireError: the server is ending.
+    """
     match fault_of(path.read_text(encoding="utf-8")) if path.exists() else None:
         case ("corrupt", region, block) if region == piece.region:
             struck = range(piece.count) if block is None else [block - piece.first]
@@ -27,6 +32,8 @@ def spoil(path: Path, piece: Piece, views: list[memoryview], ending: threading.E
         case ("stall", region, _) if region == piece.region:
             while path.exists() and fault_of(path.read_text(encoding="utf-8")) and not ending.wait(_LOOK_S):
                 pass
+            if ending.is_set():
+                raise WireError("reset", "closed")
     return views
 
 

@@ -7,7 +7,7 @@ import threading
 from dataclasses import dataclass
 
 from kvroute.connector.blocks import Layout
-from kvroute.connector.channel import Channel, tune
+from kvroute.connector.channel import Channel, probed, tune
 from kvroute.connector.gate import greet
 from kvroute.connector.options import KV_CLASS, Options
 from kvroute.connector.wire import Fetch, Message, Release, WireError
@@ -103,7 +103,8 @@ class Pool:
             dscp = self._options.dscp.get(peer.traffic_class, 0)
             control, buffer_bytes = self._options.congestion_control, self._options.buffer_bytes
             tune(sock, dscp, control=control, buffer_bytes=buffer_bytes)
-            greet(channel, self._token, self._layout, peer.traffic_class, self._options.instance)
+            with probed(sock):
+                greet(channel, self._token, self._layout, peer.traffic_class, self._options.instance)
         except BaseException:
             self.drop(channel)
             raise
