@@ -480,6 +480,24 @@ def test_a_batch_beyond_its_bounds_is_refused_and_forgets_the_engine(payload: by
     assert len(all_of(stream, 2, batch(stored([1], None, [1, 2], 2)))) == 1
 
 
+def test_batches_that_wait_for_a_replay_take_bounded_memory() -> None:
+    """The replay counts as lost then, and the stream goes on from the newest batch."""
+    stream = KvStream("p0", OURS, replays=True)
+    assert len(all_of(stream, 0, batch(stored([1], None, [1, 2], 2)))) == 1
+    padded = batch(stored([2], None, [1, 2], 2, extra_keys=["x" * (BATCH_BYTES_MAX // 2)]))
+    events: list[Event] = []
+    held = 0
+    while not events:
+        held += 1
+        assert held * len(padded) <= 65 << 20
+        assert stream.counts.lost == 0
+        events = all_of(stream, 1 + held, padded)
+    assert events == [KvCleared(1.0, "p0")]
+    assert stream.wanted is None
+    assert len(all_of(stream, 2 + held, batch(stored([1], None, [1, 2], 2)))) == 1
+    assert (stream.counts.gaps, stream.counts.lost, stream.why_broken) == (1, 1, "")
+
+
 def test_a_chain_is_routed_by_down_to_a_depth() -> None:
     """Telling of a deep block costs as much as it is deep, however small the batch."""
     size = 4096
