@@ -206,10 +206,11 @@ def _many(recording: Recording, first: int, last: int) -> None:
         recording.flush()
 
 
-def test_a_log_goes_on_in_further_files_and_is_read_as_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["run.log", "run.2026"])
+def test_a_log_goes_on_in_further_files_and_is_read_as_one(tmp_path: Path, name: str) -> None:
     """None is larger than the bound by more than a record, only its owner may read them, and any of them stands for
-    all."""
-    path = tmp_path / "run.log"
+    all. The log's own name may end in a number."""
+    path = tmp_path / name
     recording = Recording(path, HEADER, "best", SMALL, lambda: None)
     _many(recording, 0, 800)
     recording.close()
@@ -225,6 +226,19 @@ def test_a_log_goes_on_in_further_files_and_is_read_as_one(tmp_path: Path) -> No
     files[1].rename(tmp_path / "elsewhere")
     with pytest.raises(InputError, match=r"part 2 of this log is missing"):
         read_log(path)
+
+
+def test_a_log_whose_files_are_renamed_while_it_is_read_says_so(tmp_path: Path) -> None:
+    """No record is left out silently."""
+    path = tmp_path / "run.log"
+    recording = Recording(path, HEADER, "best", SMALL, lambda: None)
+    _many(recording, 0, 10)
+    _, records = read_log(path)
+    _many(recording, 10, 800)
+    recording.close()
+    with pytest.raises(InputError, match=r"no longer part 1 of the log.*read the log again"):
+        next(records)
+    assert len(list(read_log(path)[1])) == 800
 
 
 def test_files_of_a_log_take_no_more_than_they_may(tmp_path: Path) -> None:

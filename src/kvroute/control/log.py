@@ -196,7 +196,8 @@ def read_log(path: Path) -> tuple[LogHeader, Records]:
     Where the beginning of the log was removed, the header is that of the first part that is there (`header.part`).
     """
     files = parts_of(path)
-    return read_header(files[0]), Records(files)
+    header = read_header(files[0])
+    return header, Records(files, header)
 
 
 def check_whole(path: Path, header: LogHeader) -> None:
@@ -210,10 +211,11 @@ def check_whole(path: Path, header: LogHeader) -> None:
 class Records:
     """The records of a log, read one by one; `place` tells where the last one stands."""
 
-    def __init__(self, files: Sequence[Path]) -> None:
+    def __init__(self, files: Sequence[Path], header: LogHeader) -> None:
+        """Args: the parts in order, and the first one's header."""
         self.place = (files[0], 1)
         """File and line."""
-        self._lines = self._read(files)
+        self._lines = self._read(files, header)
 
     def __iter__(self) -> Records:
         return self
@@ -227,16 +229,29 @@ class Records:
             what = f"broken record ({error})"
             raise InputError(what, where=f"{file}:{number}", mend="record the run again") from None
 
-    def _read(self, files: Sequence[Path]) -> Iterator[bytes]:
-        for path in files:
+    def _read(self, files: Sequence[Path], header: LogHeader) -> Iterator[bytes]:
+        for part, path in enumerate(files, start=header.part):
             try:
                 with path.open("rb") as file:
                     for number, line in enumerate(file, start=1):
                         self.place = (path, number)
-                        if number > 1 and line.endswith(b"\n"):
+                        if number == 1:
+                            _check_part(line, path, header.log_id, part)
+                        elif line.endswith(b"\n"):
                             yield line
             except OSError as error:
                 raise InputError(f"cannot be read ({error.strerror})", where=str(path), mend=_LOG_MEND) from None
+
+
+def _check_part(line: bytes, path: Path, log_id: str, part: int) -> None:
+    """Raises InputError where a file is another one by now: the gateway that writes a log renames its files."""
+    try:
+        header = _HEADERS.decode(line)
+    except msgspec.DecodeError:
+        header = None
+    if header is None or (header.log_id, header.part) != (log_id, part):
+        what = f"is no longer part {part} of the log, because files were renamed while it was read"
+        raise InputError(what, where=str(path), mend="read the log again")
 
 
 def replay(control: Control, records: Iterable[LogRecord]) -> Iterator[tuple[LogRecord, tuple[Decision, ...]]]:

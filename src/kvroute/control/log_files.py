@@ -91,9 +91,10 @@ def remove_oldest(path: Path, total_bytes: float) -> list[Path]:
 
 
 def family(path: Path) -> list[Path]:
-    """The files beside a log that may be other parts of it: those of the same name, whatever their number."""
+    """The files beside a log that may be other parts of it: those of the same name, whatever their number. A number at
+    the end of its own name may be a part's, or belong to the log's name."""
     base = path.with_name(re.sub(r"\.\d{1,9}\Z", "", path.name))
-    files = numbered(base) if base.parent.is_dir() else []
+    files = [*numbered(base), *(numbered(path) if path != base else [])] if base.parent.is_dir() else []
     return [*files, *([base] if base.exists() else [])]
 
 
