@@ -19,6 +19,7 @@ BENCHES = (
     *(
         "gateway.routers",
         "gateway.chaos",
+        "gateway.poison",
         "gateway.panic",
         "gateway.scale",
         "gateway.live_vs_sim",
@@ -39,6 +40,7 @@ QUICK = {
     "plan": ["--repeats", "1"],
     "gateway.routers": ["--rounds", "1", "--seconds", "2"],
     "gateway.chaos": ["--requests", "1000", "--calm-s", "0"],
+    "gateway.poison": ["--poison-per-s", "10", "--seconds", "4"],
     "gateway.panic": ["--fail-s", "4"],
     "gateway.scale": ["--seconds", "5"],
     "gateway.live_vs_sim": ["--requests", "50"],
