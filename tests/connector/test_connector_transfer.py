@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -258,6 +259,24 @@ def test_a_server_that_closes_breaks_what_is_under_way(tmp_path: Path) -> None:
         result = client.wait(WAIT_S)
         assert result is not None
         assert result.failure in ("reset", "refused")
+
+
+@pytest.mark.parametrize("repeat", range(20))
+def test_a_client_that_closes_breaks_what_is_under_way(tmp_path: Path, repeat: int) -> None:
+    """Whatever its threads do at that moment: connect, shake hands, or wait for the first or a later layer."""
+    fault_file = tmp_path / "fault"
+    fault_file.write_text(f"stall-layer-{repeat % 2}", encoding="utf-8")
+    source, target = Cache(2, 64, seed=6), Cache(2, 64)
+    with ends(source, target, Options(fault_file=str(fault_file)), Options()) as (server, client, peer):
+        server.hold("p", [0])
+        client.start(Transfer("d", peer, "p", 0, (0,)))
+        if repeat >= 10:
+            while not server.links():
+                time.sleep(0.001)
+        client.close()
+        result = client.wait(WAIT_S)
+        assert result is not None
+        assert result.failure == "reset"
 
 
 def test_a_stalled_layer_is_not_sent_when_the_server_closes(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -174,7 +175,7 @@ def _word(error: OSError) -> str:
             return "refused"
         case TimeoutError():
             return "timeout"
-        case ConnectionError():
+        case ConnectionError() | OSError(errno=errno.ENOTCONN):  # the latter where it broke before it was used
             return "reset"
         case _:
             return "unreachable"

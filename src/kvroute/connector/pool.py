@@ -82,9 +82,13 @@ class Pool:
         """Break what is under way (it fails with `reset`); nothing is opened any more."""
         with self._lock:
             self._closed = True
-            channels = list(self._open)
-        for channel in channels:
-            channel.close()
+            idle = [channel for channels in self._idle.values() for channel in channels]
+            self._idle.clear()
+            busy = self._open.difference(idle)
+        for channel in idle:
+            self.drop(channel)
+        for channel in busy:
+            channel.abort()  # its thread closes it: the descriptor may be another file's by the time that it wakes
 
     def _kept(self, peer: Peer) -> Channel | None:
         with self._lock:
