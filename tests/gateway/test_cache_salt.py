@@ -18,7 +18,7 @@ from kvroute.gateway.deployment import Deployment
 from kvroute.gateway.engine_blocks import EngineBlocks
 from kvroute.gateway.keys import KeySettings, hash_text
 from kvroute.gateway.kv_batch import read_batch
-from kvroute.gateway.openai import PassedOn, passed_on_with_salt, read_completion, with_salt
+from kvroute.gateway.openai import passed_on_with_salt, read_completion, read_passed_on, with_salt
 from kvroute.prefix import block_hashes, salt_seed
 
 SECRET = b"a secret of the tests"
@@ -77,7 +77,8 @@ def test_the_salt_takes_the_place_of_the_client_s(own: str | None) -> None:
         seen.append(text)
         return "ours"
 
-    passed_on = passed_on_with_salt(PassedOn("m", body), salt)
+    read = read_passed_on(b"/v1/embeddings", body)
+    passed_on = passed_on_with_salt(read._replace(body=b"not read again"), salt)
     assert json.loads(passed_on.body) == {"model": "m", "prompt": "hi", "cache_salt": "ours"}
     assert seen == ["" if own is None else json.dumps(own)]
 

@@ -22,6 +22,7 @@ from kvroute.gateway.connections import BEGINNING, BUSY, IDLE, UNREAD, Connectio
 from kvroute.gateway.deadlines import Deadlines
 from kvroute.gateway.door import Door, Limits
 from kvroute.gateway.exchange import Exchange
+from kvroute.gateway.listener import Listener
 
 GET = b"GET / HTTP/1.1\r\n"
 
@@ -245,6 +246,45 @@ def test_a_handshake_has_a_deadline(tls: tuple[ssl.SSLContext, ssl.SSLContext], 
         await door.drain(0)
 
     run(main())
+
+
+@dataclass
+class Counted:
+    """A port that has room for all."""
+
+    times_s: tuple[float, float] = (60.0, 60.0)
+    open: list[Connection] = field(default_factory=list)
+
+    def enter(self, new: Connection) -> Entry:
+        self.open.append(new)
+        return Entry.TAKEN
+
+    def leave(self, gone: Connection) -> None:
+        if gone in self.open:
+            self.open.remove(gone)
+
+    def not_tls(self) -> None: ...
+
+
+def test_a_handshake_that_is_aborted_before_its_first_step_leaves(tls: tuple[ssl.SSLContext, ssl.SSLContext]) -> None:
+    """Room is needed in the same turn of the loop in which the first byte is read."""
+
+    async def main() -> None:
+        port = Counted()
+        listener = Listener(port, asyncio.Protocol, tls[0])
+        async with client(await listener.listen("127.0.0.1", 0)) as (reader, writer):
+            assert await becomes_true(lambda: len(port.open) == 1)
+            [connection] = port.open
+            writer.write(b"\x16\x03\x01")
+            while connection.waits_for() != BEGINNING:
+                await asyncio.sleep(0)
+            connection.abort()
+            assert await becomes_true(lambda: not port.open)
+            with suppress(ConnectionError):
+                assert await reader.read() == b""
+        listener.close()
+
+    asyncio.run(main())  # uvloop may take the handshake's first step before the test runs again
 
 
 def test_draining_ends_handshakes(tls: tuple[ssl.SSLContext, ssl.SSLContext]) -> None:

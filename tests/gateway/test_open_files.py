@@ -18,9 +18,10 @@ from tests.gateway.foreign import Engine, Gate, completion, foreign, run, tokens
 from tests.gateway.rig import CLUSTER, Front
 from tests.waiting import becomes_true, until
 
-from kvroute.gateway.open_files import LOG_EVERY_S, exhausted, wanted
+from kvroute.gateway.admin_connections import CONNECTIONS_MOST as ADMIN_CONNECTIONS_MOST
+from kvroute.gateway.open_files import LOG_EVERY_S, exhausted, wanted, warn_if_too_low
 
-LIMIT = 400
+LIMIT = 700
 CALM = "  health: {interval: 1 h}\n  scrape: {interval: 1 h}\n"
 
 
@@ -67,6 +68,20 @@ def test_serve_warns_where_the_hard_limit_is_too_low(tmp_path: Path) -> None:
     assert f"is {LIMIT}, but limits.connections: 200 and 4 engines may need {wanted(200, 4)}" in line
     assert f"set limits.connections to {(LIMIT - wanted(0, 4)) // 3}" in line
     assert wanted((LIMIT - wanted(0, 4)) // 3, 4) <= LIMIT
+
+
+def test_connections_of_the_admin_port_are_counted() -> None:
+    assert wanted(0, 0) > ADMIN_CONNECTIONS_MOST + len(os.listdir("/dev/fd"))
+
+
+def test_a_limit_that_no_number_of_connections_fits_is_to_be_raised(caplog: pytest.LogCaptureFixture) -> None:
+    """Where the engines alone need more than the limit, fewer connections are not suggested."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    for connections, instances in ((soft, 1), (1, soft)):
+        warn_if_too_low(connections, instances)
+    few_engines, many_engines = [str(record.__dict__["fields"]["reason"]) for record in caplog.records]
+    assert "or set limits.connections to" in few_engines
+    assert many_engines.endswith("raise it (ulimit -Hn, LimitNOFILE= of systemd)")
 
 
 @contextmanager

@@ -378,6 +378,42 @@ def test_a_fresh_connection_that_dies_is_not_tried_again() -> None:
     run(main())
 
 
+def test_a_request_that_is_forgotten_before_it_is_sent_is_sent_whole() -> None:
+    async def main() -> None:
+        async with engine(replies(OK)) as url:
+            pool, heard = Pool(url), Heard()
+            send(pool, heard).forget_request()
+            await heard.over.wait()
+            assert heard.told == ["head", "body", "end"]
+            await closed(pool)
+
+    run(main())
+
+
+def test_a_request_that_is_forgotten_after_it_was_sent_is_not_sent_again() -> None:
+    """The engine closes a kept connection without a byte: the call fails at once, on no other connection."""
+    connections = 0
+
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(OK)
+        await reader.readuntil(b"\r\n\r\n")
+
+    async def main() -> None:
+        async with engine(script) as url:
+            pool, heard = Pool(url), Heard()
+            assert (await ask(pool)).told[-1] == "end"
+            send(pool, heard).forget_request()
+            await heard.over.wait()
+            assert heard.failure is not None
+            assert (heard.failure.kind, heard.told, connections) == ("reset", ["failure"], 1)
+            await closed(pool)
+
+    run(main())
+
+
 def test_an_answer_that_has_begun_is_not_asked_for_again() -> None:
     async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")

@@ -18,6 +18,7 @@ from kvroute.control import read_log, replay, same
 from kvroute.gateway.breaker import Breaker
 from kvroute.gateway.gateway import Deployment
 from kvroute.gateway.station import Guard
+from kvroute.gateway.suspicion import NOT_COUNTED, Suspicion
 from kvroute.gateway.ways import Passage
 from kvroute.topology import parse
 from kvroute.types import Prefill
@@ -36,14 +37,41 @@ def test_only_losses_in_a_row_shut_a_way_and_each_passage_counts_once(ends: list
     in_a_row, shut = 0, False
     for end, again in ends:
         passage = Passage(guard, 0.0)
-        getattr(passage, end)(0.0)
+        if end == "lost":
+            passage.lost(Suspicion(), 0.0, error=False)
+        else:
+            getattr(passage, end)(0.0)
         assert not passage.open
         if again:
-            passage.lost(0.0)
+            passage.lost(Suspicion(), 0.0, error=False)
             passage.arrived(0.0)
         in_a_row = in_a_row + 1 if end == "lost" else 0 if end == "arrived" else in_a_row
         shut = shut or in_a_row == 3
         assert guard.up is not shut
+
+
+@given(st.lists(st.tuples(st.booleans(), st.sampled_from(["answered", "error", "client_error"])), max_size=40))
+def test_an_error_counts_against_a_way_once_the_request_is_answered_without_it(
+    requests: list[tuple[bool, str]],
+) -> None:
+    """Each request is sent through the way, gets an error, and is tried again at home with the outcome given. What a
+    request does that has failed before it is sent through the way is not counted."""
+    guard = Guard("site", Breaker(failures=3, share=1.0, open_s=1e6), lambda name, up, now: None)
+    elsewhere = Guard("decode", Breaker(), lambda name, up, now: None)
+    losses = 0
+    for failed_before, outcome in requests:
+        suspicion = Suspicion()
+        if failed_before:
+            suspicion.failed(elsewhere, elsewhere.started(0.0), "prefill", 0.0, error=True)
+        Passage(guard, 0.0, counted=not failed_before).lost(suspicion, 0.0, error=True)
+        assert guard.up is (losses < 3)
+        if outcome == "answered":
+            suspicion.answered("decode", 0.0)
+        elif outcome == "error":
+            suspicion.failed(elsewhere, NOT_COUNTED, "decode", 0.0, error=True)
+        suspicion.ended({"answered": 200, "error": 502, "client_error": 400}[outcome], 0.0)
+        losses += outcome == "answered" and not failed_before
+        assert guard.up is (losses < 3)
 
 
 @given(st.lists(st.sampled_from(["+a", "-a", "+b", "-b", "ill", "well"]), max_size=20))
@@ -133,6 +161,28 @@ def test_an_engine_that_is_gone_is_blamed_itself() -> None:
     uvloop.run(run())
 
 
+def test_requests_that_every_engine_answers_with_an_error_shut_no_way() -> None:
+    """Each is tried at home too. Twice as many as there may be failures on the way."""
+
+    async def run() -> None:
+        async with two_sites() as gate:
+            for name in ("decode0", "decode1", "decode2"):
+                await gate.order(name, leg="decode", fail_next=1_000, status=500)
+            for n in range(4):
+                assert (await gate.ask(f"{n} {LONG}", stream=True)).status == 502
+            assert await _placed(gate, AWAY, "long") == 4
+            for name in ("decode0", "decode1", "decode2"):
+                await gate.order(name, leg="decode", fail_next=0)
+            assert await metric(gate, WAY, site=AWAY) == 0
+            assert (await gate.ask(LONG, stream=True)).status == 200
+            assert await _placed(gate, AWAY, "long") == 5
+            stations = gate.gateway.serving.stations
+            assert all(stations[name].guard.breaker.state(1e6) == "closed" for name in stations)
+            assert await gate.settles(), gate.leftovers()
+
+    uvloop.run(run())
+
+
 def test_a_client_that_leaves_says_nothing_of_the_way() -> None:
     async def run() -> None:
         async with two_sites(patience_s=3600.0) as gate:
@@ -148,8 +198,9 @@ def test_a_client_that_leaves_says_nothing_of_the_way() -> None:
     uvloop.run(run())
 
 
-def test_a_client_that_leaves_while_it_tries_the_way_makes_room_for_the_next() -> None:
-    """Who comes then tries it at once, and finds it mended."""
+def test_a_client_that_leaves_while_it_tries_the_way_makes_room_for_the_next(caplog: pytest.LogCaptureFixture) -> None:
+    """Who comes then tries it at once, and finds it mended. The log warns when the way is shut, not when it opens."""
+    caplog.set_level("INFO", logger="kvroute")
 
     async def run() -> None:
         async with two_sites(OFFLOAD.replace("open: 200 ms", "open: 1 ms")) as gate:
@@ -174,6 +225,8 @@ def test_a_client_that_leaves_while_it_tries_the_way_makes_room_for_the_next() -
             assert await metric(gate, WAY, site=AWAY) == 0
 
     uvloop.run(run())
+    levels = {record.message: record.levelname for record in caplog.records if record.message.startswith("way_")}
+    assert levels == {"way_shut": "WARNING", "way_open": "INFO"}
 
 
 def test_a_reload_knows_that_a_way_is_shut() -> None:

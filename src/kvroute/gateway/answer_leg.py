@@ -201,10 +201,10 @@ class AnswerLeg(Leg):
         """The first token or the whole answer is here."""
         self.succeeded(now)
         journey = self.journey
-        if journey.suspicion is not None:
-            journey.suspicion.answered("decode", now)
         if journey.passage is not None:
             journey.passage.arrived(now)
+        if journey.suspicion is not None:
+            journey.suspicion.answered("decode", now)
 
     def _measure(self, now: float) -> None:
         """What the transfer took, where nobody else measures it and no queue stood in its way."""
@@ -290,7 +290,8 @@ class AnswerLeg(Leg):
 
     def blame(self, kind: str, now: float) -> None:
         """See Leg. Where the KV cache comes from another datacenter, an engine that has no answer, though it is there,
-        most likely has no KV cache: then the way is to blame, or nobody where that is not computed yet."""
+        most likely has no KV cache: then the way is to blame, or nobody where that is not computed yet. An error may
+        also be the fault of the request, which is then tried again without the way (see `Suspicion`)."""
         passage = self.journey.passage
         silent = kind == "timeout" or (kind == "status" and self.status not in FULL)
         if passage is None or not passage.open or not silent:
@@ -298,7 +299,7 @@ class AnswerLeg(Leg):
             return
         self.station.guard.cancelled(self.attempt, now)
         if self.journey.computed:
-            passage.lost(now)
+            passage.lost(self.journey.suspect(), now, error=kind == "status")
         else:
             passage.given_up(now)
 

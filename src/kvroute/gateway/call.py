@@ -90,8 +90,11 @@ class Call:
             line.drop()
 
     def forget_request(self) -> None:
-        """The engine has begun to answer, so that the request is not sent again."""
-        self.request = self.body = b""
+        """The client's answer has begun, so the request is not sent again. One that still waits for its connection is
+        kept: without it, the connection would carry nothing and the call would end in a timeout."""
+        if self.line is not None:
+            self.request = self.body = b""
+            self.retried = True
 
     def pause(self) -> None:
         """Read nothing more from the engine; the timeout between bytes rests."""

@@ -205,7 +205,8 @@ class Journey:
         """What becomes of a passage that is not over says nothing of its way."""
         if self.passage is not None:
             self.passage.given_up(now)
-        self.passage = self.serving.ways.depart(decision, now) if self.serving.ways is not None else None
+        ways, counted = self.serving.ways, self.suspicion is None
+        self.passage = ways.depart(decision, now, counted=counted) if ways is not None else None
 
     def _send_answer(self, decision: Decode, now: float) -> None:
         self.serving.state.decided(decision, now)

@@ -200,6 +200,7 @@ class _Arriving(asyncio.Protocol):
             self._loop.remove_reader(self._own.fileno())
             self._waits_for = BEGINNING
             self._handshake = self._loop.create_task(self._shake_hands())
+            self._handshake.add_done_callback(self._handshake_over)
         elif first.isalpha():
             self._refuse()
         else:
@@ -236,10 +237,14 @@ class _Arriving(asyncio.Protocol):
                 ssl_handshake_timeout=left_s,
                 ssl_shutdown_timeout=_SHUTDOWN_S,
             )
-        except (OSError, asyncio.CancelledError):  # the other side's fault, or `abort`
+        except OSError:  # the other side's fault
             self._own.close()
-        finally:
-            self._port.leave(self)
+
+    def _handshake_over(self, handshake: asyncio.Task[None]) -> None:
+        """A task that is cancelled before its first step runs nothing of its coroutine, so this is a callback."""
+        if handshake.cancelled():  # by `abort`
+            self._own.close()
+        self._port.leave(self)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """The handshake is over."""

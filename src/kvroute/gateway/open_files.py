@@ -7,6 +7,7 @@ import os
 import resource
 from typing import TYPE_CHECKING, Literal
 
+from kvroute.gateway.admin_connections import CONNECTIONS_MOST as ADMIN_CONNECTIONS_MOST
 from kvroute.gateway.logs import note
 
 if TYPE_CHECKING:
@@ -43,8 +44,9 @@ def exhausted() -> int | None:
 
 
 def wanted(connections: int, instances: int) -> int:
-    """Descriptors that settings want: one for each client connection and two for its legs to engines, and the rest."""
-    return 3 * connections + _ENGINE_EACH * instances + _REST
+    """Descriptors that settings want: one for each client connection and two for its legs to engines, one for each
+    connection of the admin port, and the rest."""
+    return 3 * connections + _ENGINE_EACH * instances + ADMIN_CONNECTIONS_MOST + _REST
 
 
 def raise_limit() -> None:
@@ -60,10 +62,11 @@ def warn_if_too_low(connections: int, instances: int) -> None:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     need = wanted(connections, instances)
     if soft != resource.RLIM_INFINITY and soft < need:
-        most = max(1, (soft - wanted(0, instances)) // 3)
+        most = (soft - wanted(0, instances)) // 3
+        lower = f" or set limits.connections to {most}" if most > 0 else ""
         reason = (
             f"the hard limit of open files is {soft}, but limits.connections: {connections} and {instances} engines "
-            f"may need {need}; raise it (ulimit -Hn, LimitNOFILE= of systemd) or set limits.connections to {most}"
+            f"may need {need}; raise it (ulimit -Hn, LimitNOFILE= of systemd){lower}"
         )
         note("warning", "open_files_limit", reason=reason)
 

@@ -98,6 +98,8 @@ class PassedOn(NamedTuple):
     """Empty: the client names none."""
     body: bytes
     """As the engine gets it."""
+    fields: Fields
+    """The body's."""
 
 
 def read_completion(path: bytes, body: bytes) -> Completion:
@@ -161,15 +163,15 @@ def read_passed_on(path: bytes, body: bytes) -> PassedOn:
         RequestError: 400, the body is no JSON object, or has a `model` that is no string, or too many values.
     """
     fields, told = read_fields_told(body)
-    return PassedOn(string(fields, "model") or "", _encode(fields) if told else body)
+    return PassedOn(string(fields, "model") or "", _encode(fields) if told else body, fields)
 
 
 def passed_on_with_salt(asked: PassedOn, salt: Callable[[str], str]) -> PassedOn:
-    """The same with the `cache_salt` that `salt` makes of the client's."""
-    fields = read_fields(asked.body)
-    own = bytes(fields.get("cache_salt", b"null"))
-    fields["cache_salt"] = Raw(_encode(salt("" if own == b"null" else own.decode())))
-    return PassedOn(asked.model, _encode(fields))
+    """The same with the `cache_salt` that `salt` makes of the client's. The body, which may be long, is not read
+    again."""
+    own = bytes(asked.fields.get("cache_salt", b"null"))
+    fields = {**asked.fields, "cache_salt": Raw(_encode(salt("" if own == b"null" else own.decode())))}
+    return PassedOn(asked.model, _encode(fields), fields)
 
 
 def _too_many_answers(param: str, what: str) -> RequestError:

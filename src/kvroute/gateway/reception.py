@@ -220,7 +220,7 @@ class Reception:
         if exchange.path != b"/v1/models" and not is_model_name(rest):
             self._show_model(exchange, 404, no_model_body(unquote(rest.decode("latin-1"))), key)
             return
-        self._relay(exchange, key, PassedOn("", b""), self.serving.now())
+        self._relay(exchange, key, PassedOn("", b"", {}), self.serving.now())
 
     def _show_model(self, exchange: Exchange, status: int, body: bytes, key: str | None) -> None:
         exchange.respond(status, body)

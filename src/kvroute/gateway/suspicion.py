@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 if TYPE_CHECKING:
-    from kvroute.gateway.breaker import Attempt
+    from kvroute.gateway.breaker import Attempt, Cause
     from kvroute.gateway.station import Guard
 
 LegName: TypeAlias = Literal["copy", "prefill", "decode", "passed_on"]
@@ -22,24 +22,36 @@ _CLIENT_GONE = 499
 class Suspicion:
     """The failures of one request; it exists from the first one on. All of them together count at most once.
 
-    The first failure is the one that may count. If it is an error that the engine answered, it counts as `error` once
-    a later attempt is answered. It does not count if a second instance answers with an error too, or if the request
-    turns out to be the client's error (4xx). If the request ends without either, for example because it may not be
-    tried again, the failure counts as `unexplained`.
+    The first failure is the one that may count. If it is an error that the engine answered, it counts as `error` (for a
+    way between datacenters as `no_answer`) once a later attempt is answered. It does not count if a second instance
+    answers with an error too, or if the request turns out to be the client's error (4xx). If the request ends without
+    either, for example because it may not be tried again, the failure counts as `unexplained`.
     """
 
-    __slots__ = ("_attempt", "_failed_elsewhere", "_guard", "_leg", "_new")
+    __slots__ = ("_attempt", "_failed_elsewhere", "_guard", "_leg", "_new", "_proven")
 
     def __init__(self) -> None:
         self._new = True
         self._guard: Guard | None = None
-        """The instance whose verdict is pending."""
+        """The instance, or the way between datacenters, whose verdict is pending."""
         self._attempt: Attempt = NOT_COUNTED
         self._leg: LegName = "prefill"
+        self._proven: Cause = "error"
         self._failed_elsewhere = False
 
-    def failed(self, guard: Guard, attempt: Attempt, leg: LegName, now: float, *, error: bool) -> None:
-        """An attempt has failed, which ends it. `error`: the engine has answered, with an error of its own."""
+    def failed(
+        self, guard: Guard, attempt: Attempt, leg: LegName, now: float, *, error: bool, proven: Cause = "error"
+    ) -> None:
+        """An attempt has failed, which ends it.
+
+        Args:
+            guard: of what has failed.
+            attempt: as `guard` knows it.
+            leg: which failed.
+            now: the time.
+            error: the engine has answered, with an error of its own.
+            proven: as what such an error counts once a later attempt is answered.
+        """
         if not self._new:
             guard.cancelled(attempt, now)
             if error and guard is not self._guard:
@@ -47,7 +59,7 @@ class Suspicion:
             return
         self._new = False
         if error:
-            self._guard, self._attempt, self._leg = guard, attempt, leg
+            self._guard, self._attempt, self._leg, self._proven = guard, attempt, leg, proven
         else:
             guard.failed(attempt, now)
 
@@ -56,7 +68,7 @@ class Suspicion:
         guard = self._guard
         if guard is not None and not (self._leg == "decode" and leg == "prefill"):
             self._guard = None
-            guard.failed(self._attempt, now, "error")
+            guard.failed(self._attempt, now, self._proven)
 
     def ended(self, status: int, now: float) -> None:
         """The request is over, with this status for its client."""
@@ -64,7 +76,7 @@ class Suspicion:
         if guard is None:
             return
         if status < 400:
-            guard.failed(self._attempt, now, "error")
+            guard.failed(self._attempt, now, self._proven)
         elif self._failed_elsewhere or (400 <= status < 500 and status != _CLIENT_GONE):
             guard.acquitted(self._attempt, now)
         elif status == _CLIENT_GONE:

@@ -15,6 +15,7 @@ from kvroute.gateway.kv_links import LinkSeen
 from kvroute.gateway.logs import note
 from kvroute.gateway.offload_settings import WaySection
 from kvroute.gateway.station import Guard, Station
+from kvroute.gateway.suspicion import NOT_COUNTED, Suspicion
 from kvroute.gateway.way_signals import WaySignals
 from kvroute.topology import Cluster
 from kvroute.types import Prefill
@@ -32,9 +33,10 @@ class Passage:
 
     __slots__ = ("_attempt", "_guard")
 
-    def __init__(self, guard: Guard, now: float) -> None:
+    def __init__(self, guard: Guard, now: float, *, counted: bool = True) -> None:
+        """Args: `counted`: False for a request that has failed before: its end says nothing about the way."""
         self._guard: Guard | None = guard
-        self._attempt: Attempt = guard.started(now)
+        self._attempt: Attempt = guard.started(now) if counted else NOT_COUNTED
 
     @property
     def open(self) -> bool:
@@ -47,11 +49,18 @@ class Passage:
         if guard is not None:
             guard.succeeded(self._attempt, now)
 
-    def lost(self, now: float) -> None:
-        """Its KV cache has not come, and neither end is known to have failed."""
+    def lost(self, suspicion: Suspicion, now: float, *, error: bool) -> None:
+        """Its KV cache has not come, and neither end is known to have failed.
+
+        Args:
+            suspicion: of the request.
+            now: the time.
+            error: the decode engine has answered with an error. The request may be the cause, so the verdict is pending
+                until another attempt shows it.
+        """
         guard, self._guard = self._guard, None
         if guard is not None:
-            guard.failed(self._attempt, now)
+            suspicion.failed(guard, self._attempt, "decode", now, error=error, proven="no_answer")
 
     def given_up(self, now: float) -> None:
         """It says nothing of the way."""
@@ -85,10 +94,11 @@ class Ways:
             breaker = Breaker(failures=section.failures, share=1.0, open_s=open_s, open_max_s=open_s)
             self.guards[site] = Guard(site, breaker, weakly(self._changed))
 
-    def depart(self, prefill: Prefill, now: float) -> Passage | None:
-        """A request is sent to be prefilled; None where it stays in a datacenter that decodes."""
+    def depart(self, prefill: Prefill, now: float, *, counted: bool = True) -> Passage | None:
+        """A request is sent to be prefilled; None where it stays in a datacenter that decodes. `counted`: see
+        `Passage`."""
         guard = self.guards.get(self._site.get(prefill.instance, ""))
-        return Passage(guard, now) if guard is not None else None
+        return Passage(guard, now, counted=counted) if guard is not None else None
 
     def state(self, site: str, now: float) -> BreakerState:
         """Of the way from a datacenter."""
@@ -135,7 +145,7 @@ class Ways:
     def _changed(self, site: str, up: bool, now: float) -> None:
         state = self.state(site, now)
         if state == "closed":
-            note("warning", "way_open", site=site)
+            note("info", "way_open", site=site)
         elif not self._shut.get(site, False):
             note("warning", "way_shut", site=site, reason=self.guards[site].why or "transfers have failed")
         self._shut[site] = state != "closed"
