@@ -15,6 +15,7 @@ from tests.gateway.rig import CLUSTER, COMPLETIONS, Rig, rig
 
 from kvroute.gateway.deployment import Deployment
 from kvroute.gateway.keys import hash_text
+from kvroute.gateway.web_pages import WebPages
 from kvroute.origins import is_loopback, is_own_name, refusal
 
 LISTEN = "  listen: {port: 0}\n"
@@ -94,6 +95,18 @@ def test_no_web_page_sends_a_completion() -> None:
                 assert (await front.post(completion(), headers=headers)).status == 200
 
     run(main())
+
+
+def test_remembered_hosts_take_bounded_memory() -> None:
+    """Beyond loopback any name passes, however many there are and however long they are."""
+    pages = WebPages()
+    pages.change(checked=True, listen_host="0.0.0.0", hosts=[], origins=[])
+    for number in range(1500):
+        assert pages.refusal(b"%d.example" % number, None) == ""
+        assert pages.refusal(b"x" * 60_000 + b"%d.example" % number, None) == ""
+        assert len(pages.passed) <= 1024
+    assert b"1499.example" in pages.passed
+    assert sum(map(len, pages.passed)) <= 1024 * 300
 
 
 def test_beyond_loopback_any_name_will_do_without_an_origin() -> None:

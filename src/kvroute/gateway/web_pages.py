@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from kvroute.gateway.exchange import Exchange
 
 _HOSTS_MOST = 1024
+_HOST_BYTES_MOST = 300
+"""A Host header that is longer than a name and a port can be is checked with each request."""
 _MEND = "; list the name under gateway.listen.hosts or the page under gateway.listen.origins, or ask for keys"
 _CORS = (
     b"access-control-allow-origin: %b\r\nvary: origin\r\naccess-control-expose-headers: x-request-id, retry-after\r\n"
@@ -56,7 +58,7 @@ class WebPages:
                 origins=[page.decode() for page in self.origins],
                 any_host=self._any_host,
             )
-        if not why and origin is None:
+        if not why and origin is None and len(host) <= _HOST_BYTES_MOST:
             if len(self.passed) >= _HOSTS_MOST:
                 self.passed.clear()
             self.passed.add(host)
