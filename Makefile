@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.core
 # Trust what the machine trusts, as pip does.
 export UV_SYSTEM_CERTS := true
+# Tests start many processes, each of which would compile every module again.
+unexport PYTHONDONTWRITEBYTECODE
 DEV_STAMP := $(VENV)/.dev
 # Of each target of `make fuzz`; 0: the bounded number of runs that .ci/run takes.
 FUZZ_SECONDS ?= 300

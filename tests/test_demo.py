@@ -69,15 +69,15 @@ def demo_of(folder: Path, *more: str) -> tuple[Path, list[str]]:
     """A cluster file of this test alone, by whose name its processes are found, and the command."""
     cluster = folder / "cluster.yaml"
     cluster.write_text(LINES)
-    command = [*KVROUTE, "demo", str(cluster), "--rate", "4", "--profile", "chatbot", "--out", str(folder / "out")]
+    command = [*KVROUTE, "demo", str(cluster), "--profile", "chatbot", "--out", str(folder / "out")]
     return cluster, [*command, *more]
 
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    """Three seconds under each policy."""
+    """One second under each policy."""
     folder = tmp_path_factory.mktemp("demo")
-    cluster, command = demo_of(folder, "--seconds", "3", "--output-max", "8")
+    cluster, command = demo_of(folder, "--seconds", "1", "--rate", str(REQUESTS), "--output-max", "8")
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     return Ended(folder / "out", cluster, done.stdout, done.stderr)
@@ -135,7 +135,7 @@ def test_nothing_is_left_running(ended: Ended) -> None:
 @pytest.fixture
 def under_way(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A demo whose traffic has begun, and the name of its cluster file."""
-    cluster, command = demo_of(tmp_path, "--seconds", "60", "--policy", "netkv")
+    cluster, command = demo_of(tmp_path, "--seconds", "60", "--rate", "4", "--policy", "netkv")
     # Whatever runs in the background ignores Ctrl-C, and so would its children.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:

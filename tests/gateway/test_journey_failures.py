@@ -206,7 +206,7 @@ def test_a_whole_answer_has_a_timeout_of_its_own() -> None:
     """None of its bytes comes before its last token: `first_token` is not for it, `answer` is."""
 
     async def slow(engine: Engine, request: web.BaseRequest, asked: Asked) -> web.StreamResponse:
-        await asyncio.sleep(1.2)
+        await asyncio.sleep(1.0)
         return web.json_response({"choices": [], "usage": {"completion_tokens": 1}})
 
     async def hangs(engine: Engine, request: web.BaseRequest, asked: Asked) -> web.StreamResponse:
@@ -223,8 +223,8 @@ def test_a_whole_answer_has_a_timeout_of_its_own() -> None:
             assert asked(decode) == 1
             assert await front.settles(), front.leftovers()
 
-    run(main(slow, "first_token: 1 s", 200))
-    run(main(hangs, "answer: 5 s", 504))
+    run(main(slow, "first_token: 300 ms", 200))
+    run(main(hangs, "answer: 1 s", 504))
 
 
 def test_only_streams_have_a_time_to_the_first_token() -> None:

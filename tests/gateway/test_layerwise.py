@@ -269,7 +269,7 @@ def test_a_client_that_leaves_ends_both_legs() -> None:
     async def main() -> None:
         async with two_sites(EARLY) as gate:
             engines = [gate.fleet.servers[name].engine for name in ("far0", "far1")]
-            gate.slow(100)  # a client that leaves is noticed after a second; prefills must last longer
+            gate.slow(25)  # a client that leaves is noticed after a second; prefills must last longer
             asking = [asyncio.create_task(gate.ask(f"{n} {VERY_LONG}", stream=True)) for n in range(4)]
             await until(lambda: all(engine.running for engine in engines))
             for task in asking:
