@@ -222,6 +222,24 @@ def test_small_prompts_do_not_wait_for_large_ones(folder: Path, tmp_path: Path) 
     prompts.close()
 
 
+def test_closing_does_not_wait_for_a_prompt_that_is_being_read(folder: Path, tmp_path: Path) -> None:
+    """After a reload the event loop closes the prompts of before; a client that has left does not stop its thread."""
+    prompts, over = slow_prompts(folder, tmp_path, 60)
+
+    async def main() -> None:
+        large = asyncio.ensure_future(prompts.blocks(chat("a" * 100_000)))
+        await asyncio.sleep(0)
+        in_time = threading.Timer(10, over.set)  # `close` must return before
+        in_time.start()
+        prompts.close()
+        in_time.cancel()
+        assert not over.is_set()
+        over.set()
+        assert (await large).input_tokens
+
+    asyncio.run(main())
+
+
 def test_a_prompt_that_nobody_wants_any_more_leaves_the_queue(folder: Path, tmp_path: Path) -> None:
     """At once where it waits, so that its bytes go; a thread that works on one is not given another meanwhile."""
     prompts, over = slow_prompts(folder, tmp_path, 0.001)

@@ -144,9 +144,10 @@ class Prompts:
         self._begin(self._queue.leave(ticket, asyncio.get_running_loop().time()))
 
     def close(self) -> None:
-        """End the threads; prompts under way are finished first."""
+        """End each thread after the prompt that it works on. This does not wait for it: a large prompt takes seconds,
+        and the event loop has other requests."""
         for thread in self._threads:
-            thread.shutdown()
+            thread.shutdown(wait=False)
 
     def _work_bytes(self, completion: Completion) -> int:
         """Bytes to work through: all prompts; of a chat that goes through the template, every field that this reads."""
