@@ -32,9 +32,13 @@ def panics(gate: Rig) -> list[str]:
     return sorted(line.rsplit("role=", 1)[1] for line in page(gate, "kvroute_panic{"))
 
 
-def test_all_health_checks_fail_at_once_and_no_request_is_refused(tmp_path: Path) -> None:
-    """Engines work: requests go on as if nothing were, and once the checks pass again the panic is over."""
+def test_all_health_checks_fail_at_once_and_no_request_is_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Engines work: requests go on as if nothing were, and once the checks pass again the panic is over. The log
+    warns when it begins, not when it ends."""
     log = tmp_path / "events.log"
+    caplog.set_level("INFO", logger="kvroute")
 
     async def run() -> None:
         async with rig(FEW % "" + f"  log: {{events: {log}}}\n", TEXT) as gate:
@@ -58,6 +62,8 @@ def test_all_health_checks_fail_at_once_and_no_request_is_refused(tmp_path: Path
 
     uvloop.run(run())
     assert replays(log)["InstanceUp"] > 0
+    levels = {record.message: record.levelname for record in caplog.records if record.message.startswith("panic_")}
+    assert levels == {"panic_begun": "WARNING", "panic_over": "INFO"}
 
 
 def test_without_the_threshold_the_same_storm_is_refused() -> None:

@@ -69,7 +69,7 @@ class AdminParts:
     token: str = ""
     """What POST must bear; empty: POST is for this machine only."""
     read_token: str = ""
-    """What GET must bear, or `token`; empty: it is for everybody."""
+    """The token that GET needs, if it does not show `token`; empty: GET needs none."""
     host_names: frozenset[str] = frozenset()
     """Names by which the port may be called besides `localhost` and any IP address."""
 

@@ -26,7 +26,7 @@ Message: TypeAlias = dict[str, Any]
 _CONFIG, _FILE = "tokenizer_config.json", "chat_template.jinja"
 _CONTEXT = ("tools", "documents", "reasoning_effort", "add_generation_prompt")
 TEMPLATE_FIELDS = ("messages", *_CONTEXT, "chat_template_kwargs")
-"""Of a chat request: every field that the template reads, and no other."""
+"""The fields of a chat request that the template reads."""
 _WALKS_CONTENT = re.compile(r"for\s+\w+\s+in\s+\w+(\.content|\[['\"]content['\"]\])|for\s+\w+\s+in\s+content\b")
 
 

@@ -21,7 +21,7 @@ class Connection(Protocol):
     """One accepted connection, from before its TLS handshake to its end."""
 
     address: str
-    """Whom it counts for: see `network_of`."""
+    """The address under which it counts: see `network_of`."""
     deadline_s: float
     """By the loop's clock."""
 
@@ -43,7 +43,7 @@ class Connection(Protocol):
 
 
 class Entry(Enum):
-    """What becomes of a new connection."""
+    """The outcome for a new connection."""
 
     TAKEN = "taken"
     FULL = "full"
@@ -146,8 +146,8 @@ class Connections:
 
 
 def network_of(peer: object) -> str:
-    """Whom a connection counts for, from its socket's peer name: an IPv4 address, the first 64 bits of an IPv6 one (a
-    host has all that follow), or "" where it has none."""
+    """The address under which a connection counts, from its socket's peer name: an IPv4 address, the first 64 bits of
+    an IPv6 one (a host has all that follow), or "" where it has none."""
     if not isinstance(peer, tuple) or not peer:
         return ""
     text = str(peer[0])

@@ -31,7 +31,7 @@ _EVENT_UNITS = 16
 """Work of others on one event that is told."""
 _CHAIN_BLOCKS_PER_UNIT = 4
 _BLOCKS_AT_ONCE = 256
-"""Of one event, between two looks at the meter."""
+"""Blocks of one event that are stored between two checks of the meter."""
 
 
 class _Block(msgspec.Struct, gc=False):

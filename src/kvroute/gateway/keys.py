@@ -42,7 +42,7 @@ class KeySettings(Entry, frozen=True, kw_only=True):
     concurrency: dict[Name, Count] = field(default_factory=dict)
     """Requests at once of a key, in place of `limits.per_key`."""
     tenants: dict[Name, Name] = field(default_factory=dict)
-    """Whose a key is, for `cache_salt: per-tenant`; a key that is not listed is a tenant of its own."""
+    """The tenant of a key, for `cache_salt: per-tenant`; a key that is not listed is a tenant of its own."""
 
 
 def new_key(random_bytes: bytes) -> tuple[str, str]:

@@ -34,7 +34,7 @@ _PLAIN = (
 
 
 class Port(Protocol):
-    """Whose connections are accepted."""
+    """The owner of the accepted connections."""
 
     @property
     def times_s(self) -> tuple[float, float]:
@@ -55,7 +55,7 @@ class Port(Protocol):
 
 
 class Listener:
-    """From `listen` to `close`."""
+    """Accepts connections from `listen` to `close`."""
 
     def __init__(self, port: Port, make: Callable[[], asyncio.Protocol], context: ssl.SSLContext | None) -> None:
         """
@@ -88,7 +88,7 @@ class Listener:
 
     @property
     def filenos(self) -> tuple[int, ...]:
-        """Of the listening sockets."""
+        """File descriptors of the listening sockets."""
         own = self._server.sockets if self._server is not None else ()
         return (*(each.fileno() for each in own), *(each.fileno() for each in self._tls))
 

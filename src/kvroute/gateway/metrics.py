@@ -83,10 +83,12 @@ class Metrics:
         self._hit_tokens = Counter("kvroute_prefix_hit_tokens_total", "Prompt tokens cached where they went.", ("leg",))
         self._relayed_bytes = Counter("kvroute_relayed_bytes_total", "Answer bytes relayed to clients.")
         self._lag_s = Histogram("kvroute_event_loop_lag_seconds", "How late the event loop runs a timer.", _LAG_S)
-        self._discarded = Counter("kvroute_health_checks_discarded_total", "Timeouts of a late loop.", ("engine",))
+        self._discarded = Counter(
+            "kvroute_health_checks_discarded_total", "Health checks without a verdict.", ("engine",)
+        )
         self._panics = Counter("kvroute_panics_total", "Panics that have begun.", ("model", "role"))
         self._out_of_files = Counter(
-            "kvroute_out_of_files_total", "Times that no file descriptor was left, by what for.", ("use",)
+            "kvroute_out_of_files_total", "Times that no file descriptor was left, by use.", ("use",)
         )
         self._kv_events = Counter("kvroute_kv_events_total", "KV event batches from engines.", ("engine",))
         self._kv_gaps = Counter("kvroute_kv_event_gaps_total", "Gaps in an engine's KV events.", ("engine",))

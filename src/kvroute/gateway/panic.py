@@ -24,10 +24,10 @@ _ROLES: tuple[Serves, ...] = ("prefill", "decode")
 
 @dataclass(slots=True)
 class PanicState:
-    """Of one set; pure."""
+    """The panic state of one set; pure."""
 
     share: float
-    """Of the instances that must be available, 0 to 1; 0: there is never a panic."""
+    """Share of the instances that must be available, 0 to 1; 0: there is never a panic."""
     active: bool = False
     available: int = 0
     instances: int = 0

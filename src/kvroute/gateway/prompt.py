@@ -89,7 +89,7 @@ class Prompts:
         pace = TOKENIZER_BYTES_PER_S if self.exact else TEXT_BYTES_PER_S
         self._queue = PromptQueue(pace, wait_max_s)
         self._turns: dict[int, asyncio.Future[None]] = {}
-        """Of the prompts that wait."""
+        """What the prompts that wait are waiting for."""
         self._tickets = 0
         # A thread of its own for each lane: what the allocator keeps for a thread stays as small as the lane's prompts.
         self._threads = [ThreadPoolExecutor(1, f"prompt-{lane}") for lane in range(len(LANE_LIMITS))]

@@ -21,7 +21,7 @@ AGEING_BYTES_PER_S = 1e6
 """A prompt of b bytes that waits is overtaken only by those that arrive within b / AGEING_BYTES_PER_S seconds of it."""
 RETRY_AFTER_MAX_S = 60
 _PACE_FADES = 0.8
-"""Of the measured pace, the share that earlier prompts keep with each further one."""
+"""The weight of earlier prompts in the measured pace, when another one is done."""
 
 
 class QueueFull(Exception):
@@ -60,7 +60,7 @@ class PromptQueue:
         self._sizes: dict[Ticket, int] = {}
         """Bytes of those that wait."""
         self._waiting_bytes = [0] * len(self._limits)
-        """Of each size class."""
+        """The bytes that wait in each size class."""
         self._running: dict[Ticket, _Running] = {}
 
     @property

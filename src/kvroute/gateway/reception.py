@@ -87,7 +87,7 @@ class Reception:
         self._ready, self._page, self._description, self._started = ready, page, description, started_unix_s
         self._turn = 0
         self._readers = (ThreadPoolExecutor(1, "read"), ThreadPoolExecutor(1, "read-large"))
-        """Of bodies, small ones and large ones, so that none waits for one that takes much longer."""
+        """They read small bodies and large bodies, so that a small one does not wait for a large one."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     def __call__(self, exchange: Exchange) -> None:

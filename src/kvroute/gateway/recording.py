@@ -25,7 +25,7 @@ class LogBounds:
     file_bytes: float
     """A file that is larger is set aside, and the log goes on in another one."""
     total_bytes: float
-    """Of all files together, those of older logs included; the oldest are removed."""
+    """The limit for all files together, those of older logs included; the oldest are removed."""
 
 
 class Recording:

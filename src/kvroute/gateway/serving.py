@@ -95,7 +95,7 @@ class Serving:
         self.ways: Ways | None = None
         """Where prefills may leave their datacenter."""
         self.salts: CacheSalts | None = None
-        """Of the clients' keys, where these have caches of their own."""
+        """Salts of the clients' keys, where these have caches of their own."""
         self.journeys: dict[int, Journey] = {}
         self.callers: dict[int, Caller] = {}
         """By journey, where somebody logs them."""
@@ -170,7 +170,7 @@ class Serving:
             self.metrics.panicked(model, role)
             note("warning", "panic_begun", model=model, role=role, **figures)
         else:
-            note("warning", "panic_over", model=model, role=role, **figures)
+            note("info", "panic_over", model=model, role=role, **figures)
 
     def heard(self, event: Event) -> None:
         """A watcher's word: engines' load, caches and transfers, the network's congestion."""

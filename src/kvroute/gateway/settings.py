@@ -80,7 +80,7 @@ class AdminSettings(Entry, frozen=True, kw_only=True):
     """What POST requests must show as a bearer token; without one they are for this machine alone."""
     read_token: Secret | None = None
     """What GET requests must show, as a bearer token or as the password of Basic authentication; `push_token` does too.
-    Without one, whoever reaches the port may read. /health and /ready need none."""
+    Without one, every client that reaches the port may read. /health and /ready need none."""
     tls: TlsSettings | None = None
     hosts: list[Host] = field(default_factory=list)
     """Names that it may be called by, beside `localhost` and any IP address."""
@@ -152,7 +152,7 @@ class LimitSettings(Entry, frozen=True, kw_only=True):
     header_bytes: Size = field(name="headers", default=Size(64e3))
     connections: Limit = 4096
     connections_per_address: Limit | None = None
-    """Of one IPv4 address or IPv6 /64 network; None: three quarters of `connections`."""
+    """Limit for one IPv4 address or IPv6 /64 network; None: three quarters of `connections`."""
     in_flight: Limit = 2048
     queue: LimitOrNone = 512
     queue_wait_s: Wait = field(name="queue_wait", default=Wait(30.0))
@@ -241,9 +241,9 @@ class LogSettings(Entry, frozen=True, kw_only=True):
     events: str | None = None
     """The file that takes every event and decision, for `kvroute replay` and `kvroute explain`."""
     file_bytes: LogSize = field(name="file_size", default=LogSize(64e6))
-    """Of the event log: a file that is larger gets a number at the end of its name, and the log goes on in another."""
+    """When the event log's file is larger, it gets a number at the end of its name, and a new file is begun."""
     total_bytes: LogSize = field(name="total_size", default=LogSize(1e9))
-    """Of all files of event logs under this name; beyond it the oldest are removed."""
+    """Limit for all files of event logs under this name; beyond it the oldest are removed."""
     terms: TermsKept = "best"
     """Of more than 64 candidates the event log keeps the terms of the 16 cheapest and of the chosen one, or of all."""
 
@@ -285,7 +285,7 @@ class GatewaySettings(Entry, frozen=True, kw_only=True):
     forward_headers: list[HeaderName] = field(default_factory=list)
     """Request headers that engines get, besides those of OpenAI's SDKs and of tracing (`headers.FORWARDED`)."""
     cache_salt: CacheSaltMode = "none"
-    """Whose prompts share the engines' prefix caches: everybody's, those of one API key, or those of one tenant."""
+    """Which prompts share the engines' prefix caches: all, those of one API key, or those of one tenant."""
     cache_salt_secret_env: str | None = None
     """Environment variable with the secret that salts are derived with; None: drawn at the start."""
     tracing: TracingSettings = TracingSettings()

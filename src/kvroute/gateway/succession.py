@@ -51,11 +51,11 @@ class Common:
     budget: RetryBudget
     rooms: random.Random
     jitter: random.Random
-    """Of health checks and circuit breakers."""
+    """Draws the jitter of health checks and circuit breakers."""
     deadlines: Deadlines
     lag: LoopLag
     salt_secret: bytes
-    """Of cache salts, where the settings name none."""
+    """The secret of cache salts, where the settings name none."""
     on_end: Callable[[Journey], None]
 
 

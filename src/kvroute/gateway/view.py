@@ -131,7 +131,7 @@ class PanicLoad(msgspec.Struct, frozen=True, kw_only=True):
     """Health checks and breakers are ignored, for too few are."""
     available: int
     instances: int
-    """That are counted: neither held nor without a process that listens."""
+    """The instances that count: they are not held, and a process listens."""
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):

@@ -50,7 +50,7 @@ class Passage:
             guard.succeeded(self._attempt, now)
 
     def lost(self, suspicion: Suspicion, now: float, *, error: bool) -> None:
-        """Its KV cache has not come, and neither end is known to have failed.
+        """Its KV cache has not arrived, and neither end is known to have failed.
 
         Args:
             suspicion: of the request.
