@@ -13,9 +13,10 @@ from pathlib import Path
 import msgspec
 import pytest
 from tests.gateway.foreign import foreign, run, sides
-from tests.gateway.rig import CLUSTER, COMPLETIONS, MODEL
+from tests.gateway.rig import CLUSTER, COMPLETIONS, MODEL, rig
 from tests.waiting import PATIENCE_S
 
+from kvroute.gateway.deployment import Deployment
 from kvroute.gateway.exposure import exposures
 from kvroute.gateway.keys import hash_text
 from kvroute.gateway.preflight import settings_of
@@ -56,6 +57,26 @@ def test_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
     warned = [record for record in caplog.records if record.message == "port_open_to_all"]
     assert [record.__dict__["fields"]["field"] for record in warned] == ["gateway.listen", "gateway.admin"]
     assert all(record.levelname == "WARNING" for record in warned)
+
+
+def test_a_reload_that_opens_a_port_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    """The host is the one that the port listens on, whatever the file says now."""
+    text = CLUSTER.replace("listen: {port: 0}", "listen: {host: 0.0.0.0, port: 0}")
+
+    async def main() -> None:
+        async with rig(f"  {KEYS}\n", text) as gate:
+            endpoints = gate.fleet.ready().instances
+            assert not opened()
+            assert await gate.gateway.reload(lambda: Deployment.of(text, "new.yaml", endpoints=endpoints))
+            assert opened() == [("gateway.listen", "0.0.0.0")]
+            assert await gate.gateway.reload(lambda: Deployment.of(CLUSTER, "new.yaml", endpoints=endpoints))
+            assert len(opened()) == 1
+
+    def opened() -> list[tuple[str, str]]:
+        told = [record.__dict__["fields"] for record in caplog.records if record.message == "port_open_to_all"]
+        return [(fields["field"], fields["address"]) for fields in told]
+
+    run(main())
 
 
 def ask_until_refused(port: int, statuses: list[int], faults: list[str]) -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
+from kvroute.gateway.logs import note
 from kvroute.gateway.settings import GatewaySettings
 from kvroute.origins import is_loopback
 
@@ -32,3 +35,22 @@ def exposures(settings: GatewaySettings) -> Iterator[Exposure]:
     if not (is_loopback(admin.host) or admin.read_token):
         why = "every machine that reaches this port may read the state, metrics and settings of the gateway"
         yield Exposure("gateway.admin", admin.host, why, "set gateway.admin.read_token, or listen on 127.0.0.1")
+
+
+def log_exposures(settings: GatewaySettings, started: GatewaySettings, before: GatewaySettings | None = None) -> None:
+    """Log a warning for each port that is open to all.
+
+    Args:
+        settings: that hold from now on.
+        started: at the start of the process; a reload does not change where a port listens.
+        before: the settings before a reload: a port that was open with them is left out.
+    """
+    known = set(_listening(before, started)) if before is not None else set()
+    for exposure in _listening(settings, started):
+        if exposure not in known:
+            note("warning", "port_open_to_all", address=exposure.host, field=exposure.field, reason=exposure.why)
+
+
+def _listening(settings: GatewaySettings, started: GatewaySettings) -> Iterator[Exposure]:
+    listen = replace(settings.listen, host=started.listen.host)
+    return exposures(replace(settings, listen=listen, admin=replace(settings.admin, host=started.admin.host)))

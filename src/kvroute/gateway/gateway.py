@@ -20,7 +20,7 @@ from kvroute.gateway.deadlines import Deadlines
 from kvroute.gateway.deployment import Deployment
 from kvroute.gateway.door import Door
 from kvroute.gateway.entrance import Entrance
-from kvroute.gateway.exposure import exposures
+from kvroute.gateway.exposure import log_exposures
 from kvroute.gateway.gauges import load_of
 from kvroute.gateway.journey import Journey
 from kvroute.gateway.keys import Keys
@@ -149,8 +149,7 @@ class Gateway:
         succession.watch()
         self._ticker = asyncio.get_running_loop().create_task(self._tick())
         address = f"{listen.host}:{self.port}"
-        for exposure in exposures(settings):
-            note("warning", "port_open_to_all", address=exposure.host, field=exposure.field, reason=exposure.why)
+        log_exposures(settings, settings)
         note("info", "serving", address=address, policy=settings.policy, instances=len(succession.serving.stations))
 
     def _check_pages(self, deployment: Deployment) -> None:
@@ -230,9 +229,11 @@ class Gateway:
                 self.metrics.reloaded("refused")
                 note("error", "reload_refused", reason=reason)
                 return False
+            before = self._succession.deployment.settings
             await self._take_up(self._succession, prepared, serving)
             self.metrics.reloaded("taken")
             note("info", "reloaded", policy=serving.settings.policy, instances=len(serving.stations))
+            log_exposures(serving.settings, self._first.settings, before)
             for field in prepared.deployment.needs_restart(self._first):
                 note("warning", "reload_needs_restart", field=f"gateway.{field}")
             return True
