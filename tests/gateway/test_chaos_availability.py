@@ -55,7 +55,7 @@ def test_all_health_checks_fail_at_once_and_no_request_is_refused(
             assert gate.gateway.ready() == ""
             assert gate.gateway.state.tick(gate.gateway.now()).load.panics[0].active
             await checks_fail(gate, 0)
-            assert await becomes_true(lambda: panics(gate) == ['"decode"} 0', '"prefill"} 0'])
+            assert await becomes_true(lambda: panics(gate) == ['"decode"} 0', '"prefill"} 0'], poll_s=0.1)
             await storm.blow(requests=12, clients=4)
             assert set(storm.kinds) == {"whole"}, storm.kinds
             assert await gate.settles(), gate.leftovers()
