@@ -233,6 +233,8 @@ def test_a_prefill_engine_that_dies_while_it_is_pulled_from() -> None:
 
     async def main() -> None:
         async with two_sites(EARLY) as gate:
+            for name in ("far0", "far1"):
+                await gate.order(name, "slow", factor=100)  # they die before they have computed a prompt
             asking = [asyncio.create_task(gate.ask(f"{n} {VERY_LONG}", stream=True)) for n in range(2)]
             engines = [gate.fleet.servers[name] for name in ("far0", "far1")]
             await until(lambda: any(each.engine.counters.sent or each.kv_door.awaited for each in engines))
