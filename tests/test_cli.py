@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -110,6 +111,46 @@ def test_every_command_helps(kvroute: Kvroute, command: str) -> None:
     ended = kvroute(*command.split(), "--help")
     assert (ended.code, ended.err) == (0, "")
     assert "Usage" in ended.out
+
+
+OPTION = re.compile(r"--[a-z][a-z0-9-]*")
+
+
+@pytest.mark.parametrize("width", [80, 100])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_in_a_narrow_terminal_is_whole(kvroute: Kvroute, command: str, width: int, monkeypatch: Any) -> None:
+    """No option name and no sentence is cut, and no line is too long: the same words as in a wide one."""
+    wide = kvroute(*command.split(), "--help").out
+    monkeypatch.setenv("COLUMNS", str(width))
+    narrow = kvroute(*command.split(), "--help").out
+    assert max(map(len, narrow.splitlines())) <= width
+    assert set(OPTION.findall(wide)) <= set(OPTION.findall(narrow))
+    assert "\N{HORIZONTAL ELLIPSIS}" not in narrow
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_tables_in_a_narrow_terminal_cut_no_cell(
+    kvroute: Kvroute, log: Path, monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    """A column that does not fit is left out and named; the rest is whole, in units that people read."""
+    case, flows = (str(EXAMPLES / name) for name in ("prfaas-case-study.yaml", "flows-shared-uplink.json"))
+    monkeypatch.setenv("COLUMNS", str(width))
+    for line in (
+        ("explain", str(log), "3"),
+        ("plan", "prfaas", case),
+        ("plan", "egress", "--gpus", "512"),
+        ("flows", flows, "--table"),
+        ("llm",),
+        ("llm", "kimi-linear-48b", "--tp", "4"),
+        ("experiment",),
+        ("topology", "show", CLUSTER),
+        ("trace", "show", "--generate", "--requests", "50"),
+    ):
+        shown = kvroute(*line)
+        assert shown.code == 0, shown.err
+        assert max(map(len, shown.out.splitlines())) <= width, line
+        assert "\N{HORIZONTAL ELLIPSIS}" not in shown.out, line
+        assert not re.search(r"\de[+-]\d", shown.out), line
 
 
 def test_the_completion_script_prints(kvroute: Kvroute) -> None:
@@ -359,8 +400,8 @@ def test_explain_shows_the_terms_that_the_log_holds(kvroute: Kvroute, log: Path)
     for part, values in {**terms.parts, "cost": terms.cost}.items():
         assert [row[part] for row in last["candidates"]] == values.tolist()
     table = kvroute("explain", str(log), str(decision.request_id)).out
-    assert all(f"{cost:.6g}" in table for cost in terms.cost.tolist())
-    assert all(part in table for part in terms.parts)
+    assert all(f"{cost * 1e3:,.2f}" in table for cost in terms.cost.tolist())
+    assert all(word in table for part in terms.parts for word in part.removesuffix("_bytes_per_s").split("_")[:-1])
 
 
 def test_a_wrong_option_leaves_an_older_log_alone(kvroute: Kvroute, log: Path, trace: str) -> None:

@@ -134,7 +134,7 @@ def test_show_prints_tree_tiers_and_matrix() -> None:
     assert "pod1  up 64 × 25 Gbps" in out
     assert re.search(r"node3 +decode02 \[0-3\] 180 GB +decode03 \[4-7\]", out)
     assert re.search(r"^prefill3 +2 2 2 2 3 3 3 3 3 3 3 3$", out, re.M)
-    assert re.search(r"2 +same pod +50 Gbps +8 us +16", out)
+    assert re.search(r"2 +same pod +50 Gbps +6\.25 GB/s +8 us +16", out)
 
 
 def test_show_as_json_agrees_with_the_cluster() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvroute.topology import bandwidth_bytes_per_s, bandwidth_text, duration_s, duration_text, size_bytes, size_text
-from kvroute.topology.units import Bandwidth, Duration, Size
+from kvroute.topology.units import Bandwidth, Duration, Size, about_bandwidth, about_duration, about_size
 from kvroute.types import InputError
 
 Reader = Callable[[str], float]
@@ -98,3 +98,29 @@ def test_text_is_the_one_people_write() -> None:
     assert [bandwidth_text(x) for x in (12.5e9, 450e9, 3.125e9, 1e9)] == ["100 Gbps", "450 GB/s", "25 Gbps", "8 Gbps"]
     assert [duration_text(x) for x in (3e-6, 12.5e-3, 0.0, 9e-5, 60.0)] == ["3 us", "12.5 ms", "0 s", "90 us", "60 s"]
     assert [size_text(x) for x in (180e9, 160 * 2.0**30)] == ["180 GB", "160 GiB"]
+
+
+@given(st.floats(1e-9, 1e15))
+def test_about_is_within_half_a_percent(value: float) -> None:
+    """Three figures, in a unit that the readers of cluster files know."""
+    for about, read in (
+        (about_bandwidth, bandwidth_bytes_per_s),
+        (about_size, size_bytes),
+        (about_duration, duration_s),
+    ):
+        try:
+            exact = read(about(value).replace(",", ""))
+        except InputError:
+            continue  # beyond what a file may say
+        assert exact == pytest.approx(value, rel=6e-3)
+
+
+def test_about_is_the_unit_that_people_use() -> None:
+    """Bits for bandwidth, however fast, so that two of them compare at a glance; never an exponent."""
+    assert [about_bandwidth(value) for value in (4e11, 1.13913e10, 0.0, 12.5e6)] == [
+        "3.2 Tbps", "91.1 Gbps", "0 bps", "100 Mbps"
+    ]  # fmt: skip
+    assert [about_size(value) for value in (1.67772e7, 5e9, 999.9, 9.996e5)] == ["16.8 MB", "5 GB", "1 KB", "1 MB"]
+    assert [about_duration(value) for value in (0.0123, 145.2, 4000.0, 2e-7, 0.0)] == [
+        "12.3 ms", "145 s", "4,000 s", "200 ns", "0 s"
+    ]  # fmt: skip

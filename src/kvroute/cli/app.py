@@ -17,6 +17,7 @@ import typer
 from typer.core import TyperGroup
 
 from kvroute import __version__
+from kvroute.cli.help import Command
 from kvroute.types import InputError
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -58,9 +59,11 @@ class Commands(TyperGroup):
         found = getattr(import_module(f"kvroute.cli.{module}"), attribute)
         alone = typer.Typer(rich_markup_mode="rich", add_completion=False)
         if isinstance(found, typer.Typer):
+            for registered in found.registered_commands:
+                registered.cls = Command
             alone.add_typer(found, name=cmd_name)
             return typer.main.get_group(alone).commands[cmd_name]
-        alone.command(cmd_name)(found)
+        alone.command(cmd_name, cls=Command)(found)
         return typer.main.get_command(alone)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:

@@ -10,12 +10,13 @@ from typing import Annotated
 import typer
 
 from kvroute.cli import experiment_copies, experiment_netkv, experiment_never_worse, experiment_prfaas
-from kvroute.cli.output import console, print_json, remarks, thin_table
+from kvroute.cli.output import console, print_json, remarks
 from kvroute.cli.sweeps import Asked
 from kvroute.experiments import netkv, never_worse, prefix_copies, prfaas
 from kvroute.experiments.cells import Experiment
 from kvroute.experiments.readings import READINGS
 from kvroute.experiments.runner import check_where
+from kvroute.report.grid import UNKNOWN, Entry, Grid, Heading, rich_table
 from kvroute.types import InputError
 
 FAMILIES = {
@@ -119,15 +120,18 @@ def _list(as_json: bool) -> None:
     if as_json:
         print_json({"experiments": [{"name": one.name, "title": one.title, "source": one.source} for one in _ALL]})
         return
-    table = thin_table()
-    # Names are what is typed next: the other columns give way.
-    table.add_column("experiment", no_wrap=True, min_width=max(len(one.name) for one in _ALL))
-    for heading in ("title", "source", "axes", "policies"):
-        table.add_column(heading, overflow="fold")
+    rows = []
     for one in _ALL:
-        axes = "; ".join(f"{name}: {', '.join(f'{value:g}' for value in values)}" for name, values in one.axes.items())
-        table.add_row(one.name, one.title, one.source, axes or "-", ", ".join(one.policies))
-    console().print(table)
+        axes = "; ".join(f"{name}: {', '.join(f'{value:,g}' for value in values)}" for name, values in one.axes.items())
+        rows.append(tuple(map(Entry, (one.name, one.title, one.source, axes or UNKNOWN, ", ".join(one.policies)))))
+    # Names are what is typed next: the other columns give way.
+    headings = (
+        Heading("experiment"),
+        *(Heading(title, prose=True, drop=drop) for title, drop in (("title", 0), ("source", 3), ("axes", 2))),
+        Heading("policies", prose=True, drop=1),
+    )
+    shown = console()
+    shown.print(rich_table(Grid("", headings, tuple(rows)), shown.width))
 
 
 def _chosen(names: Sequence[str]) -> tuple[str, list[Experiment]]:

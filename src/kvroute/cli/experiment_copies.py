@@ -9,7 +9,7 @@ from kvroute.cli.sweeps import Asked
 from kvroute.experiments.cells import Experiment
 from kvroute.experiments.prefix_copies import run_cell
 from kvroute.experiments.runner import run_cells
-from kvroute.report.tables import rich_table
+from kvroute.report.grid import rich_table
 from kvroute.types import InputError
 
 

@@ -10,8 +10,9 @@ from kvroute.experiments.cells import Cell, Experiment, Record
 from kvroute.experiments.never_worse import ABLATION, EXPERIMENTS, FORESEEN, MATRIX, SEEN_SEEDS
 from kvroute.experiments.never_worse_run import Runner, Traces, results_of, tune
 from kvroute.experiments.runner import run_cells
+from kvroute.report.grid import Grid, rich_table
 from kvroute.report.never_worse_tables import headline_grid, losses_grid, seen_grid, terms_grid
-from kvroute.report.tables import Grid, comparison_table, rich_table
+from kvroute.report.tables import comparison_table
 from kvroute.types import InputError
 
 

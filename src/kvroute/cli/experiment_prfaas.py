@@ -14,8 +14,8 @@ from kvroute.experiments.prfaas_case import assumptions
 from kvroute.experiments.prfaas_kv import KV_THROUGHPUT, computed
 from kvroute.experiments.prfaas_queue import PrfaasStudy, config_of, source
 from kvroute.experiments.runner import encode, run_cells
+from kvroute.report.grid import rich_table
 from kvroute.report.prfaas_tables import prfaas_grids
-from kvroute.report.tables import rich_table
 from kvroute.types import InputError
 
 

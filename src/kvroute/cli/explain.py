@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
-from kvroute.cli.learned import learned_at, learned_plain, learned_table
-from kvroute.cli.output import console, print_json, thin_table
+from kvroute.cli.columns import columns_of
+from kvroute.cli.learned import learned_at, learned_grid, learned_plain
+from kvroute.cli.output import console, print_json
 from kvroute.cli.replay import AsJson, LogFile
 from kvroute.control import ControlSpec, LogRecord, read_log
 from kvroute.policies import TierLearned
+from kvroute.report.grid import Entry, Grid, Heading, rich_table
 from kvroute.types import (
     Arrived,
     Convert,
@@ -31,6 +32,18 @@ from kvroute.types import (
     Reject,
     Terms,
 )
+
+_DROPPED: tuple[str, ...] = (
+    "played",
+    "own_transfers",
+    "congestion",
+    "policy_cost",
+    "hit_tokens",
+    "cached_tokens",
+    "utilisation",
+)
+_DROPPED += ("pace_bytes_per_s", "effective_bytes_per_s", "tier")
+"""What a cost is made of stays in a narrow terminal; what only informs goes, in this order."""
 
 
 def explain(
@@ -175,42 +188,55 @@ def _show(made: _Made, spec: ControlSpec) -> None:
     out = console()
     out.print(_sentence(made, spec), markup=False, highlight=False)
     if isinstance(made.decision, Prefill) and made.decision.offload:
-        out.print(_site_table(made.decision.offload))
+        out.print(rich_table(_sites(made.decision.offload), out.width))
     if terms is None:
         return
-    table = thin_table()
-    for column in ("candidate", *terms.parts, f"cost ({terms.unit})"):
-        table.add_column(column, justify="left" if column == "candidate" else "right")
-    for index in terms.cost.argsort(kind="stable"):
-        row = _row(made, terms, int(index))
-        name, _, why_not = row.pop("name"), row.pop("feasible"), row.pop("ruled_out")
-        label = f"{name} ({why_not})" if why_not else name
-        table.add_row(
-            label, *(f"{value:.6g}" for value in row.values()), style="bold green" if name == chosen else None
-        )
-    out.print(table)
+    out.print(rich_table(_candidates(made, terms, chosen), out.width))
     if terms.left_out:
         out.print(f"{terms.left_out} dearer candidates are not in the log (gateway.log.terms: all keeps them).")
     if made.learned and isinstance(made.decision, Decode):
-        out.print(learned_table(spec, made.learned))
+        out.print(rich_table(learned_grid(spec, made.learned), out.width))
 
 
-def _site_table(offload: Offload) -> Table:
-    """The datacenters that were compared; figures of the request itself stand in the title."""
-    own = {name: value for name, value in offload.terms.items() if "." not in name}
+def _candidates(made: _Made, terms: Terms, chosen: str | None) -> Grid:
+    """One row per candidate, the cheapest first."""
+    order = [int(index) for index in terms.cost.argsort(kind="stable")]
+    labels = []
+    for index in order:
+        why_not = made.why_not(terms, index)
+        labels.append(f"{terms.names[index]} ({why_not})" if why_not else terms.names[index])
+    names = [terms.names[index] for index in order]
+    cost = "cost_s" if terms.unit == "s" else "cost"
+    figures = {
+        name: [float(values[index]) for index in order] for name, values in (*terms.parts.items(), (cost, terms.cost))
+    }
+    return _grid("candidate", labels, figures, names.index(chosen) if chosen in names else None)
+
+
+def _sites(offload: Offload) -> Grid:
+    """One row per datacenter that was compared; figures of the request itself stand in the title."""
+    own = {name: [value] for name, value in offload.terms.items() if "." not in name}
     rows: dict[str, dict[str, float]] = {}
     for name, value in offload.terms.items():
         site, dot, figure = name.rpartition(".")
         if dot:
             rows.setdefault(site, {})[figure] = value
-    table = thin_table(title=", ".join(f"{name} {value:g}" for name, value in own.items()))
-    columns = list(dict.fromkeys(figure for row in rows.values() for figure in row))
-    for column in ("datacenter", *columns):
-        table.add_column(column, justify="left" if column == "datacenter" else "right")
-    for site, row in rows.items():
-        figures = (f"{row.get(column, 0.0):.6g}" for column in columns)
-        table.add_row(site, *figures, style="bold green" if site == offload.site else None)
-    return table
+    columns = dict.fromkeys(figure for row in rows.values() for figure in row)
+    figures = {column: [row.get(column, 0.0) for row in rows.values()] for column in columns}
+    title = ", ".join(f"{heading.title} {entry.text}" for heading, (entry,) in columns_of(own))
+    return _grid(
+        "datacenter", list(rows), figures, list(rows).index(offload.site) if offload.site in rows else None, title
+    )
+
+
+def _grid(
+    label: str, labels: Sequence[str], figures: dict[str, list[float]], best: int | None, title: str = ""
+) -> Grid:
+    named = (Heading(label), tuple(Entry(text, best=index == best) for index, text in enumerate(labels)))
+    columns = [named, *columns_of(figures, drop=_DROPPED, best=best)]
+    headings = tuple(heading for heading, _ in columns)
+    rows = tuple(zip(*(texts for _, texts in columns), strict=True))
+    return Grid(title, headings, rows, bold="Bold: the chosen one.")
 
 
 def _copy(prefill: Prefill, landed: bool | None) -> dict[str, Any]:

@@ -7,11 +7,11 @@ from typing import Annotated
 
 import msgspec
 import typer
-from rich.markup import escape
-from rich.table import Table
 
-from kvroute.cli.output import console, thin_table
+from kvroute.cli.output import console
 from kvroute.flows import Scenario, completion_times, read_scenario
+from kvroute.report.grid import UNKNOWN, Entry, Grid, Heading, rich_table
+from kvroute.topology.units import about_bandwidth, about_duration, about_size
 
 app = typer.Typer()
 
@@ -37,25 +37,23 @@ def flows(
     scenario = read_scenario(file)
     ends_s = completion_times(scenario)
     if table and not json:
-        console().print(_table(scenario, ends_s))
+        shown = console()
+        shown.print(rich_table(_grid(scenario, ends_s), shown.width))
     else:
         typer.echo(msgspec.json.encode({"completion_times_s": ends_s}).decode())
 
 
-def _table(scenario: Scenario, ends_s: list[float]) -> Table:
-    table = thin_table("flow", "links", title=f"{len(scenario.flows)} flows over {len(scenario.links)} links")
-    for heading in ("size_B", "start_s", "end_s", "mean rate_Bps"):
-        table.add_column(heading, justify="right")
+def _grid(scenario: Scenario, ends_s: list[float]) -> Grid:
+    rows = []
     for flow, end_s in zip(scenario.flows, ends_s, strict=True):
         taken_s = end_s - flow.start_s
-        mean = f"{flow.nbytes / taken_s:.6g}" if taken_s > 0.0 else "-"
-        row = (
-            str(flow.id),
-            escape(" > ".join(flow.links)),
-            f"{flow.nbytes:.6g}",
-            f"{flow.start_s:.6g}",
-            f"{end_s:.9g}",
-            mean,
-        )
-        table.add_row(*row)
-    return table
+        rate = about_bandwidth(flow.nbytes / taken_s) if taken_s > 0.0 else UNKNOWN
+        times = (about_duration(flow.start_s), about_duration(end_s))
+        texts = (str(flow.id), " > ".join(flow.links), about_size(flow.nbytes), *times, rate)
+        rows.append(tuple(map(Entry, texts)))
+    headings = (
+        Heading("flow"),
+        Heading("links", drop=1, prose=True),
+        *(Heading(title) for title in ("size", "start", "end", "mean rate")),
+    )
+    return Grid(f"{len(scenario.flows)} flows over {len(scenario.links)} links", headings, tuple(rows))

@@ -7,16 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from rich.table import Table
 
-from kvroute.cli.output import remarks, thin_table
+from kvroute.cli.output import remarks
 from kvroute.control import Control, ControlSpec, LogRecord, read_log, same
 from kvroute.policies import FORESIGHT_POLICIES, TierLearned
+from kvroute.report.grid import UNKNOWN, Entry, Grid, Heading
 from kvroute.topology import parse
 from kvroute.topology.tree import TIER_NAMES
+from kvroute.topology.units import about_bandwidth
 from kvroute.types import SAME_POD, Convert, CopyPrefix, InputError
-
-_COLUMNS = ("factor", "weight", "transfers", "age_s", "bytes_per_s")
 
 
 def learned_at(log: Path, request: int, count: int) -> list[tuple[TierLearned, ...] | None]:
@@ -68,17 +67,31 @@ def learned_plain(spec: ControlSpec, tiers: tuple[TierLearned, ...]) -> dict[str
     return {"policy": foreseeing(spec), "tiers": rows}
 
 
-def learned_table(spec: ControlSpec, tiers: tuple[TierLearned, ...]) -> Table:
+def learned_grid(spec: ControlSpec, tiers: tuple[TierLearned, ...]) -> Grid:
     """The same for people; `-`: no transfer has taught the tier, and what it is taken for comes from the others."""
     policy = foreseeing(spec)
-    shadow = "" if policy == spec.decode else ", in the shadow,"
-    table = thin_table(title=f"{policy}{shadow} had learned by then")
-    for column in ("tier", *_COLUMNS):
-        table.add_column(column, justify="left" if column == "tier" else "right")
-    for k, tier in _far(tiers):
-        values = [getattr(tier, column) for column in _COLUMNS]
-        table.add_row(f"{k} ({TIER_NAMES[k]})", *("-" if value is None else f"{value:.6g}" for value in values))
-    return table
+    shadow = "" if policy == spec.decode else ", as the shadow policy,"
+    rows = tuple(
+        (
+            Entry(f"{k} ({TIER_NAMES[k]})"),
+            Entry(f"{tier.factor:.3f}"),
+            Entry(UNKNOWN if tier.bytes_per_s is None else about_bandwidth(tier.bytes_per_s)),
+            Entry(f"{tier.transfers:,}"),
+            Entry(f"{tier.weight:.1f}"),
+            Entry(UNKNOWN if tier.age_s is None else f"{tier.age_s:,.0f} s ago"),
+        )
+        for k, tier in _far(tiers)
+    )
+    headings = (
+        Heading("tier"),
+        Heading("measured / promised"),
+        Heading("a lone transfer gets"),
+        Heading("transfers measured"),
+        Heading("weight", drop=1),
+        Heading("last measured", drop=2),
+    )
+    caption = "Weight: how many recent transfers the average counts; older ones fade." if rows else ""
+    return Grid(f"What {policy}{shadow} had learned by then", headings, rows, caption)
 
 
 def _far(tiers: tuple[TierLearned, ...]) -> list[tuple[int, TierLearned]]:

@@ -6,10 +6,10 @@ from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
-from kvroute.cli.output import console, print_json, remarks, thin_table
+from kvroute.cli.output import console, print_json, remarks
 from kvroute.llm import MODELS, Model, model
+from kvroute.report.grid import UNKNOWN, Entry, Grid, Heading, rich_table
 from kvroute.types import InputError
 
 
@@ -32,11 +32,12 @@ def llm(
         documents = [_plain(each, tp, tokens) for each in models]
         print_json(documents if name is None else documents[0])
         return
-    console().print(_sizes(models, tp, tokens))
+    shown = console()
+    shown.print(rich_table(_sizes(models, tp, tokens), shown.width))
     if name is not None and any(group.kind != "mla" and group.kv_heads % tp for group in models[0].layers):
         remarks().print(f"{tp} shards do not share the KV heads evenly: the figures are of the fullest shard.")
     if name is not None:
-        console().print(_geometry(models[0]))
+        shown.print(rich_table(_geometry(models[0]), shown.width))
 
 
 def _plain(each: Model, tp: int, tokens: int) -> dict[str, Any]:
@@ -53,38 +54,34 @@ def _plain(each: Model, tp: int, tokens: int) -> dict[str, Any]:
     }
 
 
-def _sizes(models: list[Model], tp: int, tokens: int) -> Table:
-    table = thin_table(title=f"KV cache, {tokens:,} tokens, TP {tp}")
-    table.add_column("model", no_wrap=True)
-    for heading in ("layers", "B/token", "B/token a shard", "state MiB", "context MiB", "MiB a shard"):
-        table.add_column(heading, justify="right")
-    for each in models:
-        table.add_row(
-            each.name,
-            str(sum(group.count for group in each.layers)),
-            f"{each.kv_bytes_per_token:,.0f}",
-            f"{each.kv_bytes_per_token_shard(tp):,.0f}",
-            f"{each.request_state_bytes / 2**20:,.1f}",
-            f"{each.kv_bytes(tokens) / 2**20:,.1f}",
-            f"{each.kv_bytes_shard(tokens, tp) / 2**20:,.1f}",
+def _sizes(models: list[Model], tp: int, tokens: int) -> Grid:
+    headings = (
+        Heading("model"),
+        Heading("layers", drop=1),
+        Heading("B/token"),
+        Heading("B/token a shard"),
+        Heading("state MiB", drop=2),
+        Heading("context MiB"),
+        Heading("MiB a shard"),
+    )
+    rows = tuple(
+        (
+            Entry(each.name),
+            Entry(str(sum(group.count for group in each.layers))),
+            Entry(f"{each.kv_bytes_per_token:,.0f}"),
+            Entry(f"{each.kv_bytes_per_token_shard(tp):,.0f}"),
+            Entry(f"{each.request_state_bytes / 2**20:,.1f}"),
+            Entry(f"{each.kv_bytes(tokens) / 2**20:,.1f}"),
+            Entry(f"{each.kv_bytes_shard(tokens, tp) / 2**20:,.1f}"),
         )
-    return table
+        for each in models
+    )
+    return Grid(f"KV cache, {tokens:,} tokens, TP {tp}", headings, rows)
 
 
-def _geometry(each: Model) -> Table:
-    table = thin_table(title="One layer of each kind")
-    table.add_column("kind")
-    for heading in (
-        "count",
-        "KV heads",
-        "key dim",
-        "value dim",
-        "B/number",
-        "window",
-        "B/token",
-        "state B",
-    ):
-        table.add_column(heading, justify="right")
+def _geometry(each: Model) -> Grid:
+    titles = ("count", "KV heads", "key dim", "value dim", "B/number", "window tokens", "B/token", "state B")
+    rows = []
     for group in each.layers:
         numbers = (
             group.count,
@@ -95,5 +92,6 @@ def _geometry(each: Model) -> Table:
             group.window_tokens,
         )
         sizes = (f"{group.token_bytes():,.0f}", f"{group.state_bytes:,.0f}")
-        table.add_row(group.kind, *(f"{number:g}" if number else "-" for number in numbers), *sizes)
-    return table
+        texts = (group.kind, *(f"{number:,g}" if number else UNKNOWN for number in numbers), *sizes)
+        rows.append(tuple(map(Entry, texts)))
+    return Grid("One layer of each kind", (Heading("kind"), *map(Heading, titles)), tuple(rows))

@@ -9,14 +9,14 @@ from typing import Annotated, Any
 
 import typer
 
-from kvroute.cli.output import console, make_folder, print_json, remarks, thin_table
+from kvroute.cli.output import console, make_folder, print_json, remarks
 from kvroute.llm import model as find_model
 from kvroute.planner.kv_throughput import PUBLISHED_GBPS, egress_bytes_per_s, published_kv_bytes_per_s
 from kvroute.planner.plan import Plan, make_plan
 from kvroute.planner.problem import read_problem
 from kvroute.planner.search import KINDS, deployment, find
+from kvroute.report.grid import Entry, Grid, Heading, rich_table
 from kvroute.report.plan_tables import grids, verdict
-from kvroute.report.tables import rich_table
 from kvroute.topology import duration_s
 from kvroute.types import InputError
 
@@ -98,14 +98,19 @@ def egress(
     if as_json:
         print_json({"gpus": gpus, "gpus_per_instance": gpus_per_instance, "tokens": count, "models": rows})
         return
-    table = thin_table(title=f"Least egress of {gpus:,} GPUs that prefill {count:,} tokens each time")
-    table.add_column("model")
-    for heading in ("KV Gbps an instance", "egress Gbps"):
-        table.add_column(heading, justify="right")
-    table.add_column("KV throughput from")
-    for row in rows:
-        table.add_row(row["model"], f"{row['kv_gbps']:,.2f}", f"{row['egress_gbps']:,.1f}", row["source"])
-    console().print(table)
+    headings = (
+        Heading("model"),
+        Heading("KV Gbps an instance"),
+        Heading("egress Gbps"),
+        Heading("KV throughput from", prose=True, drop=1),
+    )
+    texts = tuple(
+        tuple(map(Entry, (row["model"], f"{row['kv_gbps']:,.2f}", f"{row['egress_gbps']:,.1f}", row["source"])))
+        for row in rows
+    )
+    title = f"Least egress of {gpus:,} GPUs that prefill {count:,} tokens each time"
+    shown = console()
+    shown.print(rich_table(Grid(title, headings, texts), shown.width))
 
 
 def _egress_row(name: str, tokens: int, gpus: int, gpus_per_instance: int, prefill: str) -> dict[str, Any]:

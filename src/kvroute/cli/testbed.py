@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
-from rich.table import Table
 
 from kvroute import topology
 from kvroute.cli.emulate import shares_by_tier
-from kvroute.cli.output import console, print_json, progress_bar, remarks, thin_table
+from kvroute.cli.output import console, print_json, progress_bar, remarks
 from kvroute.policies import DEFAULT_DECODE_POLICY
+from kvroute.report.grid import Entry, Grid, Heading, rich_table
 from kvroute.testbed import Build, Run, Testbed, known, namespaces
 from kvroute.testbed.queues import Discipline
 from kvroute.types import InputError
@@ -131,7 +131,8 @@ def run(
     if as_json:
         print_json(found)
     else:
-        console().print(_table(found))
+        shown = console()
+        shown.print(rich_table(_grid(found), shown.width))
 
 
 @app.command()
@@ -197,10 +198,18 @@ def _counting(tell: Callable[[int, int], None], total: int) -> Callable[[], None
     return answered
 
 
-def _table(found: Sequence[Round]) -> Table:
-    table = thin_table(title="Time to first token, ms: kernel (simulated)")
-    for column in ("policy", "p50", "p90", "mean", "prefill", "transfer", "answers", "CPU"):
-        table.add_column(column, justify="left" if column == "policy" else "right")
+def _grid(found: Sequence[Round]) -> Grid:
+    headings = (
+        Heading("policy"),
+        Heading("p50"),
+        Heading("p90", drop=1),
+        Heading("mean"),
+        Heading("prefill", drop=3),
+        Heading("transfer", drop=4),
+        Heading("answers"),
+        Heading("CPU", drop=2),
+    )
+    rows = []
     for one in found:
         kernel, simulated = one.kernel, one.simulated
         pairs = (
@@ -211,5 +220,6 @@ def _table(found: Sequence[Round]) -> Table:
             (kernel.parts_s["transfer"], simulated.parts_s["transfer"]),
         )
         times = (f"{1e3 * a:,.0f} ({1e3 * b:,.0f})" for a, b in pairs)
-        table.add_row(one.policy, *times, f"{kernel.answered}/{len(kernel.ttft_s)}", f"{one.cpu_share:.0%}")
-    return table
+        texts = (one.policy, *times, f"{kernel.answered}/{len(kernel.ttft_s)}", f"{one.cpu_share:.0%}")
+        rows.append(tuple(map(Entry, texts)))
+    return Grid("Time to first token, ms: kernel (simulated)", headings, tuple(rows))

@@ -18,7 +18,7 @@ from kvroute.topology import Cluster, FileError, bandwidth_text, duration_text, 
 from kvroute.topology.assembly import read_text
 from kvroute.topology.draft import draft
 from kvroute.topology.tree import ROLE_COLOURS, TIER_NAMES, Domain, domain_tree, tier_rows, uplinks_text
-from kvroute.topology.units import bandwidth_bytes_per_s
+from kvroute.topology.units import about_bandwidth, about_size, bandwidth_bytes_per_s
 from kvroute.types import InputError, InputErrors, KvProtocol
 
 app = typer.Typer(name="topology", help="Check and show a cluster file.", no_args_is_help=True, rich_markup_mode="rich")
@@ -259,10 +259,18 @@ def _label(domain: Domain) -> Text:
 
 
 def _tier_table(cluster: Cluster) -> Table:
-    table = Table("tier", "prefill to decode", "a transfer gets", "latency", "pairs", box=None, header_style="bold")
+    headings = ("tier", "prefill to decode", "a transfer gets", "in bytes", "latency", "pairs")
+    table = Table(*headings, box=None, header_style="bold")
     for tier, (name, pairs, bytes_per_s, latency_s) in enumerate(tier_rows(cluster)):
-        cells = (str(tier), name, bandwidth_text(bytes_per_s), duration_text(latency_s), str(pairs))
-        table.add_row(*cells, style=_TIER_STYLES[tier] if pairs else "dim")
+        bandwidth = (about_bandwidth(bytes_per_s), f"{about_size(bytes_per_s)}/s")
+        table.add_row(
+            str(tier),
+            name,
+            *bandwidth,
+            duration_text(latency_s),
+            str(pairs),
+            style=_TIER_STYLES[tier] if pairs else "dim",
+        )
     return table
 
 

@@ -14,9 +14,10 @@ from kvroute.experiments.cells import Record
 from kvroute.experiments.simulation import Workload
 from kvroute.report.compare import Difference, Metric, difference, verdict
 from kvroute.report.figures import link_utilisation, threshold_over_time, tier_split, ttft_breakdown
+from kvroute.report.grid import Entry, Grid, Heading
 from kvroute.report.page import parameters, picture, write_page
 from kvroute.report.series import policies_of, relative_half_width, summaries
-from kvroute.report.tables import Entry, Grid, Heading, comparison_grid
+from kvroute.report.tables import comparison_grid
 from kvroute.sim.metrics import Summary, Timeline
 from kvroute.sim.settings import SimSettings
 from kvroute.types import InputError

@@ -14,9 +14,9 @@ from kvroute.report.drawing import INK, grid, panels, plain, style
 from kvroute.report.estimate import Estimate, estimate
 from kvroute.report.experiment_page import headline, shared_parameters
 from kvroute.report.findings import Finding, Holds, below
+from kvroute.report.grid import UNKNOWN, Entry, Grid, Heading
 from kvroute.report.page import picture, write_page
 from kvroute.report.series import of_profile, profiles_of
-from kvroute.report.tables import UNKNOWN, Entry, Grid, Heading
 
 Number = Callable[[Record], float | None]
 

@@ -8,6 +8,7 @@ from kvroute.experiments.cells import Record
 from kvroute.experiments.never_worse import BASELINES, CLAIRVOYANT, RIVALS, SEEN
 from kvroute.experiments.never_worse_cases import CASES
 from kvroute.report.estimate import estimate
+from kvroute.report.grid import UNKNOWN, Entry, Grid, Heading
 from kvroute.report.never_worse_findings import (
     OURS,
     Pairing,
@@ -23,7 +24,6 @@ from kvroute.report.never_worse_findings import (
     terms,
 )
 from kvroute.report.series import of_profile, profiles_of
-from kvroute.report.tables import UNKNOWN, Entry, Grid, Heading
 
 WHY: dict[str, str] = {
     "lies": "It believes that the far way is taken, or the near one free, and there is nothing to check that with but "

@@ -8,7 +8,7 @@ from kvroute.planner.plan import PlanReport
 from kvroute.planner.search import Deployment, Kind
 from kvroute.planner.sensitivity import LENGTH_FACTORS, SPREAD_FACTORS, LengthPoint, Sensitivity
 from kvroute.policies.throughput import Binding
-from kvroute.report.tables import UNKNOWN, Entry, Grid, Heading
+from kvroute.report.grid import UNKNOWN, Entry, Grid, Heading
 
 TITLES: dict[Kind, str] = {"prfaas": "PrfaaS-PD", "homogeneous": "homogeneous PD", "naive": "naive heterogeneous"}
 BINDING_TEXTS: dict[Binding, str] = {
@@ -58,16 +58,16 @@ def deployment_grid(report: PlanReport) -> Grid:
         Heading("instances PrfaaS/P/D", "Prefill only, prefill and decode of the PD clusters"),
         Heading("threshold tokens", "Longer prompts are offloaded"),
         Heading("offloaded", "Share of the requests"),
-        Heading("Θ PrfaaS", "Requests per second of the stage (eq. 3)"),
-        Heading("Θ PD-P", "Eq. 4"),
-        Heading("Θ PD-D", "Eq. 5"),
+        Heading("Θ PrfaaS", "Requests per second of the stage (eq. 3)", 4),
+        Heading("Θ PD-P", "Eq. 4", 5),
+        Heading("Θ PD-D", "Eq. 5", 6),
         Heading("Λ max /s", "Requests per second of the system (eq. 6)"),
         Heading("bound by"),
-        Heading("egress Gbps", "KV traffic between the clusters at that rate"),
-        Heading("TTFT mean s", "Prefill alone, without queue and transfer"),
-        Heading("P90 s", "The same"),
-        Heading("GPUs"),
-        Heading("requests a price unit", "At the highest rate, by the prices of the plan"),
+        Heading("egress Gbps", "KV traffic between the clusters at that rate", 8),
+        Heading("TTFT mean s", "Prefill alone, without queue and transfer", 7),
+        Heading("P90 s", "The same", 3),
+        Heading("GPUs", drop=2),
+        Heading("requests a price unit", "At the highest rate, by the prices of the plan", 1),
     )
     highest = max(each.lambda_max_per_s for each in report.deployments.values())
     rows = tuple(

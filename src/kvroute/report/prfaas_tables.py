@@ -8,6 +8,7 @@ from kvroute.experiments.cells import Computed, Experiment, Record
 from kvroute.experiments.prfaas import BURST, CASE_STUDY
 from kvroute.experiments.prfaas_burst import DUAL
 from kvroute.report.estimate import Estimate, estimate
+from kvroute.report.grid import UNKNOWN, Entry, Grid, Heading
 from kvroute.report.plan_tables import TITLES
 from kvroute.report.prfaas_findings import (
     at,
@@ -22,7 +23,6 @@ from kvroute.report.prfaas_findings import (
     statics,
 )
 from kvroute.report.series import of_profile, profiles_of, values_of
-from kvroute.report.tables import UNKNOWN, Entry, Grid, Heading
 
 _WAITS = (
     Heading("PrfaaS wait s", "Before prefill at the PrfaaS site, mean of those who go there"),

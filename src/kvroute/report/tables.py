@@ -1,19 +1,17 @@
-"""Runs to tables: one grid of texts that both the terminal and the HTML pages show; it computes no metric itself."""
+"""Runs to grids of texts, one row per policy or point; it computes no metric itself."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from rich import box
-from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from kvroute.experiments.cells import Experiment, Record
 from kvroute.report.compare import Difference, Metric, mean_ttft_s
 from kvroute.report.estimate import Estimate, estimate
+from kvroute.report.grid import UNKNOWN, Entry, Grid, Heading, rich_table
 from kvroute.report.series import (
     axes_of,
     by_point,
@@ -27,7 +25,6 @@ from kvroute.report.series import (
 from kvroute.sim.metrics import Summary
 from kvroute.types import CROSS_DATACENTER
 
-UNKNOWN = "-"
 AXIS_HEADINGS = {
     "load": "load",
     "tokens": "prompt tokens",
@@ -37,40 +34,6 @@ AXIS_HEADINGS = {
     "p_share": "p_share",
     "gpus": "GPUs",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One field of a grid: its text, a smaller second line, and whether it is the best of its column."""
-
-    text: str
-    detail: str = ""
-    best: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Heading:
-    """A column's title and what it means."""
-
-    title: str
-    about: str = ""
-    drop: int = 0
-    """Where the table is too wide, columns go in ascending order of this; 0 stays."""
-    prose: bool = False
-    """Sentences rather than numbers."""
-
-
-@dataclass(frozen=True, slots=True)
-class Grid:
-    """Texts by row and column; the first `labels` columns name the row."""
-
-    title: str
-    headings: tuple[Heading, ...]
-    rows: tuple[tuple[Entry, ...], ...]
-    caption: str = ""
-    labels: int = 1
-    bold: str = ""
-    """What bold means; told where there is bold type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,43 +226,3 @@ def gap_entry(gap: Difference | None) -> Entry:
     if half_width is None:
         return Entry(f"{gap.relative:+.1%}", "one seed")
     return Entry(f"{gap.relative:+.1%}", f"±{half_width:.1%}" + (" noise" if gap.is_noise else ""))
-
-
-def rich_table(grid: Grid, width: int | None = None) -> Table:
-    """The grid for a terminal of `width` characters, None for this one's; columns give way until it fits."""
-    width = width or Console().width
-    measure: Callable[[Table], int] = lambda table: Console(width=10_000).measure(table).maximum  # noqa: E731
-    kept = list(range(len(grid.headings)))
-    order = sorted((index for index in kept if grid.headings[index].drop), key=lambda index: grid.headings[index].drop)
-    table = _draw(grid, kept)
-    for index in order:
-        if measure(table) <= width:
-            break
-        kept.remove(index)
-        table = _draw(grid, kept)
-    return table
-
-
-def _draw(grid: Grid, kept: Sequence[int]) -> Table:
-    dropped = [heading.title for index, heading in enumerate(grid.headings) if index not in kept]
-    bold = grid.bold if Console().is_terminal else ""
-    narrow = dropped and f"Too narrow for: {', '.join(dropped)}."
-    caption = " ".join(part for part in (grid.caption, bold, narrow) if part)
-    table = Table(
-        title=grid.title or None,
-        caption=Text(caption),
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        caption_justify="left",
-    )
-    for index in kept:
-        title, label = grid.headings[index].title, index < grid.labels
-        table.add_column(Text(title.replace(" ", "\n", 1)), justify="left" if index == 0 else "right", no_wrap=label)
-    for row in grid.rows:
-        table.add_row(*(_text(row[index]) for index in kept))
-    return table
-
-
-def _text(entry: Entry) -> Text:
-    text = Text(entry.text, style="bold" if entry.best else "")
-    return text.append(f"\n{entry.detail}", style="not bold dim") if entry.detail else text

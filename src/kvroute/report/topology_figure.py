@@ -12,9 +12,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
-from kvroute.topology import Cluster, bandwidth_text, duration_text
+from kvroute.topology import Cluster, duration_text
 from kvroute.topology.schema import Uplinks
 from kvroute.topology.tree import ROLE_COLOURS, Domain, domain_tree, tier_rows, uplinks_text
+from kvroute.topology.units import about_bandwidth
 from kvroute.types import TIER_COUNT, InputError, Instance
 
 _FILL = {"datacenter": "#ffffff", "pod": "#eef2f6", "rack": "#dfe6ed", "node": "#ffffff"}
@@ -275,6 +276,6 @@ def _draw_foot(axes: Axes, cluster: Cluster, size: float) -> None:
         axes.text(x, -0.95, text, fontsize=size * 0.75, color=_WIRE, va="top", weight="bold")
     for row, (name, pairs, bytes_per_s, latency_s) in enumerate(tier_rows(cluster)):
         y = -1.4 - 0.42 * row
-        cells = (name, bandwidth_text(bytes_per_s), duration_text(latency_s), str(pairs))
+        cells = (name, about_bandwidth(bytes_per_s), duration_text(latency_s), str(pairs))
         for x, text in zip(_STOPS, cells, strict=True):
             axes.text(x, y, text, fontsize=size * 0.75, color=_INK if pairs else "#9aa6b1", va="top")

@@ -145,6 +145,31 @@ def size_text(nbytes: float) -> str:
     return _text(nbytes, _BYTES | _BINARY_BYTES)
 
 
+def about_bandwidth(bytes_per_s: float) -> str:
+    """Three figures of a measured bandwidth, for people: "91.1 Gbps"; always bits, so that values compare."""
+    return _about(bytes_per_s * 8, {"bps": 1, "Kbps": 1e3, "Mbps": 1e6, "Gbps": 1e9, "Tbps": 1e12})
+
+
+def about_duration(seconds: float) -> str:
+    """Three figures of a measured time, for people: "12.3 ms", "145 s"."""
+    return _about(seconds, {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1})
+
+
+def about_size(nbytes: float) -> str:
+    """Three figures of an amount of bytes, for people: "16.8 MB"."""
+    return _about(nbytes, {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12})
+
+
+def _about(value: float, units: dict[str, float]) -> str:
+    """In the largest unit that leaves 1 or more in front of the point, once rounded."""
+    rounded = float(f"{value:.3g}")
+    fitting = [(factor, unit) for unit, factor in units.items() if abs(rounded) >= factor]
+    factor, unit = max(fitting) if fitting else (min(units.values()), next(iter(units)))
+    if not rounded:
+        return f"0 {next(unit for unit, factor in units.items() if factor == 1)}"
+    return f"{float(f'{rounded / factor:.4g}'):,g} {unit}"
+
+
 def quantity_text(value: _Quantity) -> str:
     """Text that `quantity` reads back to exactly `value`."""
     if isinstance(value, Bandwidth):

@@ -1,0 +1,66 @@
+"""Grids in a terminal: what does not fit is left out and named, and the rest is whole."""
+
+from __future__ import annotations
+
+from io import StringIO
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from kvroute.report.grid import Entry, Grid, Heading, rich_table
+
+words = st.text("abcdefg", min_size=1, max_size=9)
+titles = st.lists(words, min_size=1, max_size=4).map(" ".join)
+headings = st.lists(st.builds(Heading, titles, drop=st.integers(0, 4)), min_size=2, max_size=12)
+
+
+@st.composite
+def grids(draw: st.DrawFn) -> Grid:
+    """Up to twelve columns with short cells; the first one names the row."""
+    columns = draw(headings)
+    cells = st.builds(Entry, words, st.one_of(st.just(""), words))
+    row = st.tuples(*(cells for _ in columns))
+    return Grid("", tuple(columns), tuple(draw(st.lists(row, min_size=1, max_size=4))))
+
+
+def printed(grid: Grid, width: int) -> str:
+    """What a terminal of so many columns shows."""
+    console = Console(width=width, file=StringIO(), record=True)
+    console.print(rich_table(grid, width))
+    return console.export_text()
+
+
+@given(grids(), st.integers(40, 200))
+@settings(deadline=None)
+def test_a_column_is_shown_whole_or_named_as_left_out(grid: Grid, width: int) -> None:
+    shown = printed(grid, width)
+    assert max(map(len, shown.splitlines())) <= width
+    assert "\N{HORIZONTAL ELLIPSIS}" not in shown
+    table, _, missing = shown.partition("Too narrow for:")
+    names = " ".join(missing.split())
+    for index, heading in enumerate(grid.headings):
+        left_out = heading.title in names
+        whole = all(entry.text in table and entry.detail in table for entry in (row[index] for row in grid.rows))
+        assert whole or left_out
+    assert len(missing.split(",")) < len(grid.headings)
+
+
+def test_columns_go_in_the_order_that_their_headings_give() -> None:
+    """The row's name and the columns without an order stay as long as there are others."""
+    titles = (("name", 0), ("stays", 0), ("second", 2), ("first", 1))
+    grid = Grid(
+        "", tuple(Heading(title, drop=drop) for title, drop in titles), (tuple(Entry("x" * 12) for _ in titles),)
+    )
+    assert "Too narrow" not in printed(grid, 60)
+    assert "Too narrow for: first." in printed(grid, 50)
+    both = " ".join(printed(grid, 35).split())
+    assert "Too narrow for: second, first." in both
+    assert "stays" in both
+
+
+def test_a_heading_takes_more_lines_before_a_column_goes() -> None:
+    """A title of many words is no reason to leave out numbers."""
+    grid = Grid("", (Heading("name"), Heading("a title of many words", drop=1)), ((Entry("row"), Entry("1.00")),))
+    assert "Too narrow" not in printed(grid, 20)
+    assert "1.00" in printed(grid, 20)
