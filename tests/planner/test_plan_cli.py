@@ -36,9 +36,9 @@ def document(run: Run, *arguments: str) -> Any:
     return json.loads(out)
 
 
-def test_json_holds_the_three_deployments_and_nothing_else(run: Run) -> None:
+def test_json_holds_the_deployments_and_nothing_else(run: Run) -> None:
     found = document(run, "prfaas", EXAMPLE)
-    assert list(found) == ["prfaas", "homogeneous", "naive"]
+    assert list(found) == ["prfaas", "homogeneous", "naive", "home"]
     for each in found.values():
         assert set(each) == {
             "threshold_tokens",
@@ -56,6 +56,8 @@ def test_json_holds_the_three_deployments_and_nothing_else(run: Run) -> None:
         assert set(each["ttft_s"]) == {"mean", "p90"}
     assert isinstance(found["prfaas"]["threshold_tokens"], int)
     assert found["homogeneous"]["threshold_tokens"] is None
+    assert found["home"]["n_prefill"] + found["home"]["n_decode"] == 8
+    assert (found["home"]["n_prfaas"], found["home"]["offloaded_share"]) == (0, 0)
 
 
 def test_people_are_told_the_optimum_what_binds_it_and_what_was_chosen(run: Run) -> None:
@@ -68,6 +70,52 @@ def test_people_are_told_the_optimum_what_binds_it_and_what_was_chosen(run: Run)
         assert title in out
     assert "- prefill on h20: straight lines through the given points" in out
     assert "no queue" in out
+
+
+def changed(folder: Path, *changes: tuple[str, str]) -> str:
+    """The case study with other words in it."""
+    text = Path(EXAMPLE).read_text()
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new)
+    (folder / "changed.yaml").write_text(text)
+    return str(folder / "changed.yaml")
+
+
+SLOW_REMOTE = ("times: [0.44 s, 0.72 s, 1.84 s, 7.40 s]", "times: [4.4 s, 7.2 s, 18.4 s, 74 s]")
+
+
+@pytest.mark.parametrize(
+    ("changes", "advice"),
+    [
+        ((), "Offload prompts of more than 19,600 tokens"),
+        ((SLOW_REMOTE,), "Do not offload if you can choose your GPUs: homogeneous PD (96 h20) serves"),
+        ((("egress: 100 Gbps", "egress: 1 Mbps"),), "Do not offload: home GPUs alone (64 h20) already serves"),
+        ((("gpus: 64", "gpus: 8"),), "Do not offload if you can choose your GPUs"),
+    ],
+)
+def test_the_advice_is_what_the_numbers_say(
+    changes: tuple[tuple[str, str], ...], advice: str, run: Run, tmp_path: Path
+) -> None:
+    """Not to offload where that serves no more than the GPUs at home, or less than as many GPUs in one place."""
+    file = changed(tmp_path, *changes)
+    found = document(run, "prfaas", file)
+    out = " ".join(run("prfaas", file)[1].split())
+    assert out.startswith(advice)
+    rate = {kind: each["lambda_max_per_s"] for kind, each in found.items()}
+    no_gain = rate["prfaas"] < 1.005 * rate.get("home", 0)
+    assert no_gain == advice.startswith("Do not offload: ")
+    assert (rate["prfaas"] < 0.995 * rate["homogeneous"] and not no_gain) == ("if you can choose" in advice)
+    if "home" in rate and not no_gain:
+        assert f"{rate['prfaas'] / rate['home'] - 1:+.1%} against home GPUs alone (64 h20)" in out
+
+
+def test_unused_egress_is_explained(run: Run, tmp_path: Path) -> None:
+    """What remote GPUs could send stands beside what the plan sends, with how busy they are."""
+    out = " ".join(run("prfaas", changed(tmp_path, ("egress: 100 Gbps", "egress: 5 Gbps")))[1].split())
+    assert "takes 5 of 5 Gbps. The 32 remote GPUs would send 11.2 Gbps if they prefilled all the time" in out
+    assert "the plan keeps them busy 45% of it" in out
+    assert "if they prefilled all the time" not in run("prfaas", EXAMPLE)[1]
 
 
 def test_out_writes_a_page_its_figures_and_all_numbers(run: Run, tmp_path: Path) -> None:

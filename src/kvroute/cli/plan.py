@@ -14,7 +14,7 @@ from kvroute.llm import model as find_model
 from kvroute.planner.kv_throughput import PUBLISHED_GBPS, egress_bytes_per_s, published_kv_bytes_per_s
 from kvroute.planner.plan import Plan, make_plan
 from kvroute.planner.problem import read_problem
-from kvroute.planner.search import KINDS, deployment, find
+from kvroute.planner.search import KINDS, deployment, find, find_home
 from kvroute.report.grid import Entry, Grid, Heading, rich_table
 from kvroute.report.plan_tables import grids, verdict
 from kvroute.topology import duration_s
@@ -33,14 +33,17 @@ def prfaas(
 ) -> None:
     """Find which prompts to offload to other datacenters and how to split the local cluster (PrfaaS 3.4).
 
-    Every threshold and every split is tried; the optimum, what binds it and what moves it are printed, beside the
-    homogeneous and the naive alternative. Nothing is simulated: rates are by formula, without queues.
+    Every threshold and every split is tried; the optimum, what binds it and what moves it are printed, beside the home
+    GPUs alone, as many GPUs in one place (homogeneous) and everything prefilled remotely (naive). Nothing is
+    simulated: rates are by formula, without queues.
 
     Example: [bold]kvroute plan prfaas examples/prfaas-case-study.yaml --out plan[/bold]
     """
     problem = read_problem(spec)
     if as_json and out is None:
-        print_json({kind: deployment(find(problem, kind), kind) for kind in KINDS})
+        found = {kind: deployment(find(problem, kind), kind) for kind in KINDS}
+        home = find_home(problem)
+        print_json(found | ({"home": deployment(home, "home")} if home else {}))
         return
     if out is not None:
         make_folder(out, "--out")

@@ -1,4 +1,4 @@
-"""A whole plan: the three deployments, what moves them, and the curves behind the figures; it draws nothing."""
+"""A whole plan: the deployments, what moves them, and the curves behind the figures; it draws nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from kvroute.planner.kv_throughput import egress_bytes_per_s, mean_kv_bytes_per_s
 from kvroute.planner.problem import Problem, Site
-from kvroute.planner.search import KINDS, Deployment, Kind, Optimum, deployment, find
+from kvroute.planner.search import KINDS, Deployment, Kind, Optimum, deployment, find, find_home
 from kvroute.planner.sensitivity import Sensitivity, sensitivity
 from kvroute.policies.throughput import StageRates, splits, stage_rates
 
@@ -18,6 +18,8 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
     """Throughput against price; a GPU without a price costs 1 an hour."""
 
     gpus: int
+    made_of: str
+    """GPUs by hardware, such as "32 h200 + 64 h20"."""
     price: float
     """Of all GPUs for an hour."""
     requests_per_price: float
@@ -41,6 +43,7 @@ class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     choices: tuple[str, ...]
     deployments: dict[Kind, Deployment]
+    """`home` is missing where the PD clusters are too small to serve alone."""
     bounds_per_s: dict[str, float | None]
     """What `prfaas` could serve if one stage alone limited it: Theta_prfaas / p, Theta_pd-p / (1 - p) and Theta_pd-d;
     None where no request takes this way."""
@@ -69,6 +72,8 @@ def make_plan(problem: Problem) -> Plan:
         InputError: a deployment could serve nothing, or there are too many splits to try.
     """
     optima = {kind: find(problem, kind) for kind in KINDS}
+    if home := find_home(problem):
+        optima["home"] = home
     best = optima["prfaas"]
     deployments = {kind: deployment(optimum, kind) for kind, optimum in optima.items()}
     report = PlanReport(
@@ -82,7 +87,12 @@ def make_plan(problem: Problem) -> Plan:
             if kind != "prfaas"
         },
         costs={
-            kind: Cost(gpus=optimum.gpus, price=optimum.price, requests_per_price=optimum.requests_per_price)
+            kind: Cost(
+                gpus=optimum.gpus,
+                made_of=optimum.made_of,
+                price=optimum.price,
+                requests_per_price=optimum.requests_per_price,
+            )
             for kind, optimum in optima.items()
         },
         egress_need=tuple(_egress_need(problem, best, site) for site in problem.prfaas),

@@ -36,6 +36,12 @@ from kvroute.types import InputError, PiecewisePrefill, PrefillSpec, QuadraticPr
 
 T = TypeVar("T")
 _BEGINS = "begin with `name: my-plan`, `traffic:`, `kv:`, `hardware:` and `clusters:`"
+_READINGS: dict[Reading, str] = {
+    "representative": "each stage is charged the time of its prompt of mean length, T(E[L]), as in the paper "
+    "(`reading: representative`; `reading: exact` charges the mean time of its prompts)",
+    "exact": "each stage is charged the mean time of its prompts, E[T(L)] (`reading: exact`; the paper's own "
+    "`reading: representative` charges the time of the prompt of mean length)",
+}
 _NO_DECODE = DecodeEntry(base_s=Duration(1.0))
 
 
@@ -120,8 +126,7 @@ class _Reader:
         for role, what in (("prefill", "no cluster offers prefill to others"), ("pd", "no cluster decodes")):
             if not of_role[role]:
                 raise self.lines.error(what, ("clusters",), f"give one with `role: {role}`")
-        reading = "T(E[L]) as the paper has it" if self.file.reading == "representative" else "E[T(L)], exact"
-        self.choices.append(f"cost of a stage's mean request: {reading}")
+        self.choices.append(_READINGS[self.file.reading])
         return Problem(
             name=self.file.name,
             lengths=lengths,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias
 
 import msgspec
 import numpy as np
@@ -21,8 +21,9 @@ from kvroute.policies.throughput import (
 )
 from kvroute.types import FloatArray, InputError, IntArray
 
-Kind: TypeAlias = Literal["prfaas", "homogeneous", "naive"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
+Kind: TypeAlias = Literal["prfaas", "homogeneous", "naive", "home"]
+KINDS: tuple[Kind, ...] = ("prfaas", "homogeneous", "naive")
+"""The published ones; `home` is the PD clusters of the plan alone, without any remote GPU."""
 _MOST_SPLITS = 100_000
 _CELLS_AT_ONCE = 2_000_000
 
@@ -73,6 +74,14 @@ class Optimum:
         return float(self.cell.lambda_max_per_s[0, 0])
 
     @property
+    def made_of(self) -> str:
+        """GPUs by hardware, such as "32 h200 + 64 h20"."""
+        gpus: dict[str, int] = {}
+        for site in (*self.prfaas, *self.pd):
+            gpus[site.hardware.name] = gpus.get(site.hardware.name, 0) + site.gpus
+        return " + ".join(f"{count:,} {name}" for name, count in gpus.items())
+
+    @property
     def gpus(self) -> int:
         """Of all clusters."""
         return sum(site.gpus for site in (*self.prfaas, *self.pd))
@@ -91,9 +100,9 @@ class Optimum:
 def find(problem: Problem, kind: Kind = "prfaas") -> Optimum:
     """Search one deployment.
 
-    `prfaas` tries every threshold and every split of every PD cluster; `homogeneous` every split of one PD cluster
-    without offloading; `naive` prefills everything in the PrfaaS clusters and decodes everywhere else (4: "all
-    prefill on the H200s, all decode on the H20s").
+    `prfaas` tries every threshold and every split of every PD cluster; `home` every split of them without offloading;
+    `homogeneous` every split of one larger PD cluster without offloading; `naive` prefills everything in the PrfaaS
+    clusters and decodes everywhere else (4: "all prefill on the H200s, all decode on the H20s").
 
     Raises:
         InputError: nothing could be served, or there are too many splits to try.
@@ -102,7 +111,7 @@ def find(problem: Problem, kind: Kind = "prfaas") -> Optimum:
     if kind == "naive":
         n_decode = np.array([[site.instances for site in pd]], dtype=np.int64)
         return _best(problem, kind, thresholds[:1], np.zeros_like(n_decode), n_decode)
-    if kind == "homogeneous":
+    if kind in ("homogeneous", "home"):
         thresholds = thresholds[-1:]
     count = int(np.prod([site.instances + 1 for site in pd], dtype=np.float64))
     if count > _MOST_SPLITS:
@@ -110,6 +119,13 @@ def find(problem: Problem, kind: Kind = "prfaas") -> Optimum:
         raise InputError(what, where=problem.name, mend="join equal PD clusters into one")
     n_prefill, n_decode = splits([site.instances for site in pd])
     return _best(problem, kind, thresholds, n_prefill, n_decode)
+
+
+def find_home(problem: Problem) -> Optimum | None:
+    """The PD clusters alone; None where they cannot both prefill and decode."""
+    if all(site.instances < 2 for site in problem.pd):
+        return None
+    return find(problem, "home")
 
 
 def kept(problem: Problem, optimum: Optimum) -> StageRates:
@@ -167,7 +183,9 @@ def _best(problem: Problem, kind: Kind, thresholds: FloatArray, n_prefill: IntAr
 
 def _sites(problem: Problem, kind: Kind) -> tuple[tuple[Site, ...], tuple[Site, ...]]:
     """PrfaaS and PD clusters of a deployment."""
-    return ((), (problem.homogeneous,)) if kind == "homogeneous" else (problem.prfaas, problem.pd)
+    if kind == "homogeneous":
+        return (), (problem.homogeneous,)
+    return () if kind == "home" else problem.prfaas, problem.pd
 
 
 def _system(problem: Problem, prfaas: tuple[Site, ...], pd: tuple[Site, ...]) -> System:

@@ -71,7 +71,7 @@ def sensitivity(problem: Problem, optima: dict[Kind, Optimum]) -> Sensitivity:
 
     Args:
         problem: the plan's own.
-        optima: its deployments, all three.
+        optima: its deployments.
     """
     return Sensitivity(
         egress=tuple(_egress_point(problem, optima["prfaas"], factor) for factor in EGRESS_FACTORS),

@@ -10,27 +10,77 @@ from kvroute.planner.sensitivity import LENGTH_FACTORS, SPREAD_FACTORS, LengthPo
 from kvroute.policies.throughput import Binding
 from kvroute.report.grid import UNKNOWN, Entry, Grid, Heading
 
-TITLES: dict[Kind, str] = {"prfaas": "PrfaaS-PD", "homogeneous": "homogeneous PD", "naive": "naive heterogeneous"}
+TITLES: dict[Kind, str] = {
+    "prfaas": "PrfaaS-PD",
+    "homogeneous": "homogeneous PD",
+    "naive": "naive heterogeneous",
+    "home": "home GPUs alone",
+}
+_WORTH = 0.005
+"""A gain below this is none."""
 BINDING_TEXTS: dict[Binding, str] = {
     "prfaas_compute": "PrfaaS compute",
     "prfaas_egress": "PrfaaS egress",
     "pd_p": "PD prefill",
     "pd_d": "PD decode",
 }
+_TWICE = ("planned anew /s", "plan unchanged /s")
+_UNCHANGED = "Plan unchanged: what the threshold and the split of the plan above would serve there."
 STAGE_TEXTS = {"prfaas": "PrfaaS", "pd_p": "PD prefill", "pd_d": "PD decode"}
 
 
 def verdict(report: PlanReport) -> str:
-    """The optimum and what binds it, in sentences."""
+    """Whether to offload, what that serves against the alternatives, and what binds it, in sentences."""
+    home = report.deployments.get("home")
+    if home is not None and report.gain_over["home"] < _WORTH:
+        remote = report.deployments["prfaas"].n_prfaas
+        return (
+            f"Do not offload: {_alternative(report, 'home')} already {_served(home)}, and {remote} remote prefill "
+            f"instances would add {max(report.gain_over['home'], 0.0):.1%}. Split the PD clusters into "
+            f"{home.n_prefill} prefill and {home.n_decode} decode instances."
+        )
+    start = "Offload"
+    if report.gain_over["homogeneous"] < -_WORTH:
+        other = report.deployments["homogeneous"]
+        start = (
+            f"Do not offload if you can choose your GPUs: {_alternative(report, 'homogeneous')} {_served(other)}, "
+            f"{other.lambda_max_per_s / report.deployments['prfaas'].lambda_max_per_s - 1:.1%} more than offloading. "
+            "With the GPUs where they are, offload"
+        )
     best = report.deployments["prfaas"]
-    available_gbps = sum(each.available_gbps for each in report.egress_need)
-    gains = " and ".join(f"{gain:+.1%} against {TITLES[kind]}" for kind, gain in report.gain_over.items())
+    kinds: list[Kind] = [kind for kind in ("home", "homogeneous", "naive") if kind in report.gain_over]
+    gains = [f"{report.gain_over[kind]:+.1%} against {_alternative(report, kind)}" for kind in kinds]
     return (
-        f"Offload {_what(best)}; "
+        f"{start} {_what(best)}; "
         f"split the PD clusters into {best.n_prefill} prefill and {best.n_decode} decode instances. "
-        f"That serves {best.lambda_max_per_s:.3g} requests/s, {gains}; "
-        f"{BINDING_TEXTS[best.binding]} binds it{_room(report)}. "
-        f"The KV cache takes {best.egress_gbps:.3g} of {available_gbps:.4g} Gbps."
+        f"That {_served(best)}: {', '.join(gains[:-1])} and {gains[-1]}. "
+        f"{BINDING_TEXTS[best.binding]} binds it{_room(report)}. {_link(report)}"
+    )
+
+
+def _served(found: Deployment) -> str:
+    return f"serves {found.lambda_max_per_s:.3g} requests/s"
+
+
+def _alternative(report: PlanReport, kind: Kind) -> str:
+    """Its name and its GPUs."""
+    about = {"naive": "every prompt prefilled remotely"}.get(kind, report.costs[kind].made_of)
+    return f"{TITLES[kind]} ({about})"
+
+
+def _link(report: PlanReport) -> str:
+    """The KV traffic of the plan, and why it is not what the remote GPUs could send."""
+    used_gbps = report.deployments["prfaas"].egress_gbps
+    available_gbps = sum(each.available_gbps for each in report.egress_need)
+    needed_gbps = sum(each.offloaded_gbps for each in report.egress_need)
+    told = f"The KV cache takes {used_gbps:.3g} of {available_gbps:.4g} Gbps."
+    busy = used_gbps / needed_gbps if needed_gbps else 1.0
+    if busy > 1 - _WORTH:
+        return told
+    gpus = sum(each.gpus for each in report.egress_need)
+    return (
+        f"{told} The {gpus:,} remote GPUs would send {needed_gbps:.4g} Gbps if they prefilled all the time; "
+        f"the plan keeps them busy {busy:.0%} of it."
     )
 
 
@@ -66,7 +116,7 @@ def deployment_grid(report: PlanReport) -> Grid:
         Heading("egress Gbps", "KV traffic between the clusters at that rate", 8),
         Heading("TTFT mean s", "Prefill alone, without queue and transfer", 7),
         Heading("P90 s", "The same", 3),
-        Heading("GPUs", drop=2),
+        Heading("GPUs", "By hardware", 2),
         Heading("requests a price unit", "At the highest rate, by the prices of the plan", 1),
     )
     highest = max(each.lambda_max_per_s for each in report.deployments.values())
@@ -74,13 +124,16 @@ def deployment_grid(report: PlanReport) -> Grid:
         (
             Entry(TITLES[kind]),
             *_deployment_entries(each, highest),
-            Entry(f"{report.costs[kind].gpus:,}"),
+            Entry(report.costs[kind].made_of),
             Entry(f"{report.costs[kind].requests_per_price:,.1f}"),
         )
         for kind, each in report.deployments.items()
     )
-    caption = "TTFT is the prefill's service time, as the paper has it: no queue, no transfer. Bold: the highest."
-    return Grid("", headings, rows, caption)
+    caption = (
+        "Home GPUs alone: the PD clusters of the plan without remote GPUs. Homogeneous PD: all GPUs in one place. "
+        "TTFT is the prefill's service time, as the paper has it: no queue, no transfer."
+    )
+    return Grid("", headings, rows, caption, bold="Bold: the highest.")
 
 
 def _deployment_entries(each: Deployment, highest: float) -> list[Entry]:
@@ -112,9 +165,13 @@ def egress_grid(found: Sensitivity) -> Grid:
         )
         for point in found.egress
     )
-    headings = _headings("egress Gbps", "Λ max /s", "if kept /s", "threshold tokens", "prefill instances")
-    caption = "If kept: what the threshold and the split of the plan would serve there."
-    return Grid("Bandwidth", (*headings, Heading("used Gbps"), Heading("bound by")), rows, caption)
+    headings = (
+        *_headings("egress Gbps", *_TWICE, "threshold tokens"),
+        Heading("prefill instances", drop=1),
+        Heading("used Gbps"),
+        Heading("bound by", drop=2),
+    )
+    return Grid("Bandwidth", headings, rows, _UNCHANGED)
 
 
 def length_grid(found: Sensitivity) -> Grid:
@@ -145,25 +202,31 @@ def _length_grid(title: str, factor: str, points: Sequence[LengthPoint], tried: 
         )
         for point in points
     )
-    headings = _headings(factor, "mean tokens", "Λ max /s", "if kept /s", "homogeneous /s", "threshold tokens")
+    headings = (
+        Heading(factor),
+        Heading("mean tokens", drop=2),
+        *_headings(*_TWICE, "homogeneous /s", "threshold tokens"),
+    )
     if len(rows) < tried:
         caption += " Left out: factors at which prompts would take no time, by profiles prolonged to shorter ones."
-    return Grid(title, (*headings, Heading("prefill instances"), Heading("bound by")), rows, caption)
+    caption += f" {_UNCHANGED}"
+    return Grid(title, (*headings, Heading("prefill instances", drop=1), Heading("bound by", drop=3)), rows, caption)
 
 
 def price_grid(found: Sensitivity) -> Grid:
     """Requests per unit of price over the price of PrfaaS GPUs."""
+    kinds = [kind for kind in TITLES if kind in found.price[0].requests_per_price]
     rows = tuple(
         (
             Entry(f"{point.factor:g}"),
             *(
                 Entry(f"{point.requests_per_price[kind]:,.1f}", best=_dearest(point.requests_per_price, kind))
-                for kind in TITLES
+                for kind in kinds
             ),
         )
         for point in found.price
     )
-    headings = _headings("PrfaaS price times", *(f"{title} requests/price" for title in TITLES.values()))
+    headings = _headings("PrfaaS price times", *(f"{TITLES[kind]} requests/price" for kind in kinds))
     even = found.break_even_factor
     text = f"at {even:.2f} times the plan's" if even > 0 else "at no price: not even for free"
     return Grid("Price per GPU", headings, rows, f"PrfaaS GPUs and homogeneous PD are worth the same {text}.")
@@ -182,7 +245,10 @@ def need_grid(report: PlanReport) -> Grid:
         for each in report.egress_need
     )
     headings = _headings("PrfaaS cluster", "GPUs", "needed Gbps", "all prompts Gbps", "available Gbps")
-    caption = "The least egress that never holds up prefill (eq. 2), for the offloaded prompts and for all."
+    caption = (
+        "Needed: the least egress at which GPUs that prefill all the time never wait for the link (eq. 2), for the "
+        "offloaded prompts and for all. A plan that keeps them less busy uses less."
+    )
     return Grid("Egress", headings, rows, caption)
 
 

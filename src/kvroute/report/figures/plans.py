@@ -11,7 +11,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
 from kvroute.planner.kv_throughput import egress_bytes_per_s
 from kvroute.planner.plan import Plan, over_splits, over_thresholds
-from kvroute.planner.search import Kind
+from kvroute.planner.search import KINDS, Kind
 from kvroute.planner.sensitivity import price_point
 from kvroute.report.drawing import FAINT, INK, grid, panels, style, thousands
 from kvroute.report.plan_tables import TITLES
@@ -124,7 +124,7 @@ def cost(plan: Plan) -> Figure:
         figure, ((axes,),) = panels(1, 1, width=5.0, height=2.9)
         factors = np.linspace(0.25, 4, 61)
         points = [price_point(plan.optima, float(factor)) for factor in factors]
-        for kind, dashes in zip(TITLES, ("-", "--", ":"), strict=True):
+        for kind, dashes in zip(KINDS, ("-", "--", ":"), strict=True):
             values = np.array([point.requests_per_price[kind] for point in points])
             _draw(axes, factors, values, _Curve(TITLES[kind], _COLOURS[kind], dashes))
         even = plan.report.sensitivity.break_even_factor
