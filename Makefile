@@ -8,6 +8,7 @@ export UV_SYSTEM_CERTS := true
 # Tests start many processes, each of which would compile every module again.
 unexport PYTHONDONTWRITEBYTECODE
 DEV_STAMP := $(VENV)/.dev
+DOCS_STAMP := $(VENV)/.docs
 # Of each target of `make fuzz`; 0: the bounded number of runs that .ci/run takes.
 FUZZ_SECONDS ?= 300
 
@@ -16,7 +17,7 @@ SOAK_RUNS := 10
 COVERAGE_MIN := 90
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test coverage soak fuzz lint types layers check vllm live bench requirements clean
+.PHONY: help demo test coverage soak fuzz lint types layers docs check vllm live bench requirements clean
 
 help:  ## this list
 	@awk -F ':.*##[ ]*' '/^[a-z-]+:.*##/ { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -34,6 +35,10 @@ $(STAMP): $(BIN)/uv requirements/serve.txt pyproject.toml
 $(DEV_STAMP): $(STAMP) requirements/dev.txt
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --require-hashes -r requirements/dev.txt
 	@touch $(DEV_STAMP)
+
+$(DOCS_STAMP): $(STAMP) requirements/docs.txt
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --require-hashes -r requirements/docs.txt
+	@touch $(DOCS_STAMP)
 
 demo: $(STAMP)  ## a live gateway on 16 emulated engines under round-robin, NetKV and foresight, beside the simulator's prediction
 	$(BIN)/kvroute demo examples/fat-tree-64gpu.yaml --out demo-results
@@ -61,6 +66,10 @@ types: $(DEV_STAMP)  ## mypy, strict
 layers: $(DEV_STAMP)  ## import-linter: imports go downwards only
 	$(BIN)/lint-imports
 
+docs: $(DOCS_STAMP)  ## the documentation as a site in build/site; warnings are errors
+	$(BIN)/python -m docs.generate build/pages
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 vllm:  ## real vLLM for CPUs, in an environment of its own
 	tests/live/vllm/install.sh
 
@@ -73,11 +82,11 @@ bench: $(DEV_STAMP)  ## every measurement, beside its peer or bound
 	$(BIN)/python -m bench.all
 
 requirements: $(BIN)/uv  ## requirements/*.txt anew, after a change of dependencies in pyproject.toml
-	for set in core: serve:--extra=serve dev:--group=dev,--extra=serve live:--group=dev,--extra=serve,--extra=ray; do \
+	for set in core: serve:--extra=serve docs:--group=docs,--extra=serve dev:--group=dev,--extra=serve live:--group=dev,--extra=serve,--extra=ray; do \
 		$(BIN)/uv pip compile --quiet --universal --generate-hashes --no-header --no-annotate pyproject.toml \
 			$$(echo $${set#*:} | tr , ' ') --output-file requirements/$${set%%:*}.txt; done
 
 check: lint types layers test  ## what a change must pass before it is proposed
 
 clean:  ## remove the environment and all results
-	rm -rf $(VENV) results demo-results .coverage .coverage.*
+	rm -rf $(VENV) build results demo-results .coverage .coverage.*

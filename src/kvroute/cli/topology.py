@@ -1,4 +1,4 @@
-"""`kvroute topology`: check a cluster file, show it as a tree, a tier matrix and a picture."""
+"""`kvroute topology`: check a cluster file, print its schema, show it as a tree, a tier matrix and a picture."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from kvroute.llm import model as find_model
 from kvroute.topology import Cluster, FileError, bandwidth_text, duration_text, load, parse, size_text
 from kvroute.topology.assembly import read_text
 from kvroute.topology.draft import draft
+from kvroute.topology.json_schema import cluster_json_schema
 from kvroute.topology.tree import ROLE_COLOURS, TIER_NAMES, Domain, domain_tree, tier_rows, uplinks_text
 from kvroute.topology.units import about_bandwidth, about_size, bandwidth_bytes_per_s
 from kvroute.types import InputError, InputErrors, KvProtocol
@@ -119,6 +120,21 @@ def new(
         mend = "give another file to --out"
         raise InputError(f"cannot be written ({error.strerror})", where=str(out), mend=mend) from None
     typer.echo(f"wrote {out}; next: kvroute topology check {out}")
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON Schema of a cluster file, for editors that complete keys and mark errors.
+
+    Example: [bold]kvroute topology schema > cluster.schema.json[/bold]
+    """
+    try:
+        from kvroute.gateway.settings import GatewaySettings  # takes half a second to import
+    except ImportError:
+        print_json(cluster_json_schema({}))
+        typer.echo("the gateway section is left open: its keys take pip install 'kvroute[serve]'", err=True)
+        return
+    print_json(cluster_json_schema({"gateway": GatewaySettings}))
 
 
 @app.command()

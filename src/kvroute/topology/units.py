@@ -24,7 +24,7 @@ _KILO_ALIASES = {"kbps": _BITS["Kbps"], "kbit/s": _BITS["Kbps"], "kB/s": _BYTE_R
 _SECONDS = {"s": Decimal(1), "ms": Decimal("1e-3"), "us": Decimal("1e-6"), "ns": Decimal("1e-9")}
 
 
-class _Quantity(float):
+class Quantity(float):
     """A number in SI units that is text in a file; the subclass says which units and which range are accepted."""
 
     __slots__ = ()
@@ -36,7 +36,7 @@ class _Quantity(float):
     most: ClassVar[float]
     range_text: ClassVar[str]
 
-    def __new__(cls, value: float) -> _Quantity:
+    def __new__(cls, value: float) -> Quantity:
         """Wrap `value`, already in bytes or seconds; InputError outside of the range, NaN and infinities included."""
         number = float.__new__(cls, value)
         if not cls.least <= number <= cls.most:
@@ -46,7 +46,7 @@ class _Quantity(float):
         return number
 
 
-class Bandwidth(_Quantity):
+class Bandwidth(Quantity):
     """Bytes per second of one link, in one direction."""
 
     noun = "bandwidth"
@@ -57,7 +57,7 @@ class Bandwidth(_Quantity):
     range_text = "between 1 Kbps and 100 Tbps"
 
 
-class Duration(_Quantity):
+class Duration(Quantity):
     """Seconds of computing."""
 
     noun = "duration"
@@ -77,7 +77,7 @@ class Latency(Duration):
     range_text = "between 0 s and 10 s"
 
 
-class Size(_Quantity):
+class Size(Quantity):
     """Bytes of memory."""
 
     noun = "size"
@@ -88,7 +88,7 @@ class Size(_Quantity):
     range_text = "between 1 B and 1e6 TB"
 
 
-Q = TypeVar("Q", bound=_Quantity)
+Q = TypeVar("Q", bound=Quantity)
 
 
 def quantity(kind: type[Q], value: object) -> Q:
@@ -170,7 +170,7 @@ def _about(value: float, units: dict[str, float]) -> str:
     return f"{float(f'{rounded / factor:.4g}'):,g} {unit}"
 
 
-def quantity_text(value: _Quantity) -> str:
+def quantity_text(value: Quantity) -> str:
     """Text that `quantity` reads back to exactly `value`."""
     if isinstance(value, Bandwidth):
         return bandwidth_text(value)

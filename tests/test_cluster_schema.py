@@ -1,0 +1,116 @@
+"""The JSON Schema of a cluster file accepts what kvroute reads, and rejects what it rejects for its form."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jsonschema_rs
+import pytest
+import yaml
+from tests.examples import CLUSTERS, PLANS
+
+from kvroute.gateway.preflight import deployment_of
+from kvroute.topology.json_schema import cluster_json_schema
+from kvroute.types import InputErrors
+
+SMALL = Path(__file__).resolve().parents[1] / "examples" / "small.yaml"
+
+
+@pytest.fixture(scope="module")
+def printed() -> dict[str, Any]:
+    """The document of `kvroute topology schema`."""
+    command = [sys.executable, "-m", "kvroute.cli.app", "topology", "schema"]
+    out = subprocess.run(command, capture_output=True, text=True, check=True)
+    document: dict[str, Any] = json.loads(out.stdout)
+    return document
+
+
+@pytest.fixture(scope="module")
+def accepts(printed: dict[str, Any]) -> Callable[[object], bool]:
+    """Whether a document follows the schema."""
+    return jsonschema_rs.validator_for(printed).is_valid
+
+
+@pytest.mark.parametrize("path", CLUSTERS, ids=lambda path: path.stem)
+def test_an_example_cluster_follows_the_schema(path: Path, accepts: Callable[[object], bool]) -> None:
+    """Every cluster file that ships."""
+    assert accepts(yaml.safe_load(path.read_text()))
+
+
+@pytest.mark.parametrize("path", PLANS, ids=lambda path: path.stem)
+def test_a_plan_is_no_cluster_file(path: Path, accepts: Callable[[object], bool]) -> None:
+    """The schema tells the kinds of files apart."""
+    assert not accepts(yaml.safe_load(path.read_text()))
+
+
+def _set(document: Any, path: str, value: object) -> None:
+    *parents, last = [int(step) if step.isdigit() else step for step in path.split("/")]
+    for parent in parents:
+        document = document.setdefault(parent, {}) if isinstance(document, dict) else document[parent]
+    document[last] = value
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("nodez", []),
+        ("name", "two words"),
+        ("name", "trailing-newline\n "),
+        ("instances/0/role", "prefil"),
+        ("instances/0/tp", 0),
+        ("nodes/0/nics/compute/capacity", 100),
+        ("nodes/0/nics/compute/capacity", "100 Gb"),
+        ("nodes/0/nics/compute/count", 2.5),
+        ("timing/default/prefill/kind", "cubic"),
+        ("gateway/limits/queue_wait", "30"),
+        ("gateway/listen/port", 70_000),
+        ("gateway/health/panic", 1.5),
+        ("gateway/offload/threshold", "many tokens"),
+        ("gateway/no_such_key", 1),
+    ],
+)
+def test_a_wrong_value_is_rejected_by_both(path: str, value: object, accepts: Callable[[object], bool]) -> None:
+    """The schema and kvroute itself reject the same mistakes of form."""
+    document = yaml.safe_load(SMALL.read_text())
+    _set(document, path, value)
+    assert not accepts(document)
+    with pytest.raises(InputErrors):
+        deployment_of(yaml.safe_dump(document), "small.yaml", embedded=True, environ=None)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("nodes/0/nics/compute/capacity", "12.5 GB/s"),
+        ("gateway/limits/queue_wait", "500 ms"),
+        ("gateway/prompt/memory", "1 GiB"),
+        ("gateway/log/file_size", "1.5e6 B"),
+    ],
+)
+def test_a_right_value_is_accepted_by_both(path: str, value: object, accepts: Callable[[object], bool]) -> None:
+    """Units of every kind."""
+    document = yaml.safe_load(SMALL.read_text())
+    _set(document, path, value)
+    assert accepts(document)
+    deployment_of(yaml.safe_dump(document), "small.yaml", embedded=True, environ=None)
+
+
+def test_editors_can_read_the_patterns_and_show_the_texts(printed: dict[str, Any]) -> None:
+    """JavaScript has no `\\Z`; a default has the form of the file, and attributes say what they mean."""
+    assert r"\\Z" not in json.dumps(printed)
+    node = printed["$defs"]["Node"]["properties"]["nvlink"]
+    assert node["default"] == "450 GB/s"
+    assert node["description"].startswith("Per GPU and direction. A bandwidth")
+
+
+def test_without_the_gateway_its_section_is_open() -> None:
+    """An installation that only simulates cannot know the gateway's keys."""
+    validator = jsonschema_rs.validator_for(cluster_json_schema({}))
+    document = yaml.safe_load(SMALL.read_text())
+    assert validator.is_valid(document | {"gateway": {"no_such_key": 1}})
+    assert not validator.is_valid(document | {"no_such_key": 1})
