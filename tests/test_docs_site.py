@@ -5,14 +5,18 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 from docs.generate.pages import page_markdown, write_pages
+from typer.core import TyperGroup
 
 from kvroute import __version__
-from kvroute.cli.app import COMMANDS
+from kvroute.cli.app import COMMANDS, app
 from kvroute.gateway.openapi import document
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -108,3 +112,51 @@ def test_links_between_files_of_the_repository_become_links_between_pages() -> N
     assert deep == "[a](../cluster-file.md) [b](#here)"
     code = "```yaml\na: [b](../bench/README.md)\n```"
     assert page_markdown(code, "docs/a.md", "a.md") == code
+
+
+def _printed_commands() -> Iterator[tuple[str, list[str]]]:
+    """Each `kvroute ...` line of a code block in the docs, with its page; a line that ends in a backslash goes on."""
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
+        text = page.read_text().replace("\\\n", " ")
+        for line in re.findall(r"^(?: {4}|)(?:\$ |sudo )?(kvroute .*)$", text, re.MULTILINE):
+            words = line.split("  #")[0].split()
+            if len(words) > 1 and words[1] in COMMANDS:
+                yield page.name, words[1:]
+
+
+def test_every_option_that_a_page_prints_exists() -> None:
+    """The commands of the docs have the options of the command line; the text that follows a command is no option."""
+    group = typer.main.get_command(app)
+    assert isinstance(group, TyperGroup)
+    commands = list(_printed_commands())
+    assert len(commands) > 60
+    context = typer.Context(group)
+    for page, words in commands:
+        command: Any = group.get_command(context, words[0])
+        rest = words[1:]
+        while isinstance(command, TyperGroup) and rest and rest[0] in command.commands:
+            command, rest = command.commands[rest[0]], rest[1:]
+        known = {option for param in command.params for option in (*param.opts, *param.secondary_opts)} | {"--help"}
+        for word in rest:
+            option = word.strip("[],`").split("=")[0]
+            assert option in known or not re.fullmatch(r"--[a-z][a-z-]+", option), (page, " ".join(words))
+
+
+def test_the_glossary_is_in_alphabetical_order() -> None:
+    """A reader finds a word where the alphabet has it; each row has a cell for each system."""
+    rows = [line for line in (ROOT / "docs" / "glossary.md").read_text().splitlines() if line.startswith("| ")]
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+    terms = [re.sub(r"[^a-z ]", "", row[0].lower()) for row in cells[1:]]
+    assert len(terms) > 40
+    assert terms == sorted(terms)
+    assert {len(row) for row in cells} == {6}
+    assert all(all(row) for row in cells)
+
+
+def test_every_rfc_that_the_code_names_is_in_the_references() -> None:
+    """The list of standards follows the docstrings."""
+    listed = (ROOT / "docs" / "references.md").read_text()
+    sources = [*(ROOT / "src").rglob("*.py"), *(ROOT / "docs").rglob("*.md")]
+    named = {number for path in sources for number in re.findall(r"RFC (\d{3,5})", path.read_text())}
+    assert len(named) > 5
+    assert [number for number in sorted(named) if f"[RFC {number}]" not in listed] == []
