@@ -420,9 +420,9 @@ WRONG = [
     (f"simulate {CLUSTER} --constraint x", "unknown level 'x'"),
     (f"simulate {CLUSTER} --cla-weights 1", "--cla-weights: '1' is not two weights"),
     (f"simulate {CLUSTER} --profile x", "--profile: there is no profile 'x'"),
-    (f"simulate {CLUSTER} --requests 9 --rate inf", "a rate of inf"),
-    (f"simulate {CLUSTER} --requests 9 --warmup inf", "measurement window"),
-    (f"simulate {CLUSTER} --requests 9 --slo-ttft inf", "slo.ttft_s is inf"),
+    (f"simulate {CLUSTER} --requests 9 --rate inf", "'inf' is not a rate"),
+    (f"simulate {CLUSTER} --requests 9 --warmup inf", "'inf' is not a duration"),
+    (f"simulate {CLUSTER} --requests 9 --slo-ttft inf", "'inf' is not a duration"),
     (f"simulate {CLUSTER} --requests 9 --on mars", "--on: cannot run on 'mars'"),
     ("trace show octets --seed 3", "--seed: nothing of a file is drawn; leave it out"),
     (f"simulate {CLUSTER} --trace nofile.jsonl", "nofile.jsonl: cannot be read"),
@@ -564,6 +564,45 @@ def test_values_out_of_range_are_usage_errors(kvroute: Kvroute, options: str) ->
     assert ended.err.startswith("kvroute: ")
     assert options.split()[0] in ended.err
     assert ended.err.endswith("; see `kvroute simulate --help`\n")
+    assert ended.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("plain", "with_unit"),
+    [
+        ("--slo-ttft 2", "--slo-ttft 2s"),
+        ("--slo-ttft 0.5", "--slo-ttft 500ms"),
+        ("--warmup 60", "--warmup 1min"),
+        ("--rate 1.5", "--rate 90/min"),
+        ("--oracle-refresh 0.25", "--oracle-refresh 250ms"),
+        ("--input-tokens 2048", "--input-tokens 2K"),
+    ],
+)
+def test_an_option_means_the_same_with_its_unit(kvroute: Kvroute, plain: str, with_unit: str) -> None:
+    """Plain numbers are seconds, requests per second and tokens."""
+    start = ("simulate", CLUSTER, "--requests", "40", "--seeds", "1", "--policy", "cla", "--json")
+    runs = [document(kvroute(*start, *each.split())) for each in (plain, with_unit)]
+    for each in runs:
+        for measured in ("decision_s", "wall_s", "cpu_s"):
+            del each["runs"][0][measured]
+    assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ("--slo-ttft 2x", "'2x' is not a duration; write a number of seconds, or a number and ns, us, ms, s, min or h"),
+        ("--slo-ttft 0", "'0' is not 1 us or more; write"),
+        ("--rate 6/d", "'6/d' is not a rate; write requests per second, or with a unit, such as 6/s or 90/min"),
+        ("--rate 0/s", "'0/s' is not above 0; write requests per second"),
+        ("--input-tokens 2.5", "'2.5' is not a number of tokens; write a whole number, or thousands such as 32K"),
+    ],
+)
+def test_a_wrong_unit_is_one_sentence_that_says_what_to_write(kvroute: Kvroute, options: str, sentence: str) -> None:
+    """With the option's name."""
+    ended = kvroute("simulate", CLUSTER, *options.split(), "--json")
+    assert (ended.code, ended.out) == (2, "")
+    assert ended.err.startswith(f"kvroute: invalid value for '{options.split()[0]}': {sentence}")
     assert ended.err.count("\n") == 1
 
 

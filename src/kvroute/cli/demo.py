@@ -17,6 +17,8 @@ from rich.table import Table
 
 from kvroute import topology
 from kvroute.cli.output import make_folder, remarks, tell
+from kvroute.cli.quantities import DURATION, RATE, per_second
+from kvroute.cli.quantities import seconds as seconds_option
 from kvroute.control import ControlSpec
 from kvroute.policies import DEFAULT_DECODE_POLICY
 from kvroute.types import TIER_COUNT, InputError
@@ -31,8 +33,16 @@ TIERS = ("same node", "same rack", "same pod", "across pods", "across sites")
 
 def demo(
     cluster: Annotated[Path, typer.Argument(help="Cluster file (YAML).", show_default=False)],
-    seconds: Annotated[float, typer.Option(min=1, max=3600, help="Of traffic under each policy.")] = 30.0,
-    rate: Annotated[float, typer.Option(min=0.1, max=1000, help="Requests per second.")] = 2.5,
+    seconds: Annotated[
+        float,
+        typer.Option(
+            parser=seconds_option(1, 3600), metavar=DURATION, help="Of traffic under each policy.", show_default="30 s"
+        ),
+    ] = 30.0,
+    rate: Annotated[
+        float,
+        typer.Option(parser=per_second(0.1, 1000), metavar=RATE, help="Requests, e.g. 90/min.", show_default="2.5/s"),
+    ] = 2.5,
     profile: Annotated[str, typer.Option(help="Of the generated trace: chatbot, rag or long-context.")] = "rag",
     p_share: Annotated[float, typer.Option(min=0, max=1, help="Share of prompts that begin alike.")] = 0.7,
     policy: Annotated[list[str] | None, typer.Option(help="Repeat; default round-robin, netkv and foresight.")] = None,

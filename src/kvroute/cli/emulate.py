@@ -14,6 +14,7 @@ import typer
 
 from kvroute import topology
 from kvroute.cli.output import check_writable, remarks, write_whole
+from kvroute.cli.quantities import DURATION, seconds
 from kvroute.origins import is_loopback
 from kvroute.topology import Cluster
 from kvroute.types import TIER_COUNT, InputError
@@ -54,7 +55,14 @@ def emulate(
         bool, typer.Option("--kv-events/--no-kv-events", help="Publish KV events over ZMQ.", rich_help_panel=ENGINE)
     ] = True,
     kv_expiry: Annotated[
-        float, typer.Option(min=0.001, help="Seconds that KV waits to be fetched.", rich_help_panel=ENGINE)
+        float,
+        typer.Option(
+            parser=seconds(0.001),
+            metavar=DURATION,
+            help="How long KV waits to be fetched.",
+            show_default="8 min",
+            rich_help_panel=ENGINE,
+        ),
     ] = 480.0,
     block_tokens: Annotated[
         int, typer.Option(min=1, max=65_536, help="Tokens of a KV block.", rich_help_panel=ENGINE)

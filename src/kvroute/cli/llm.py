@@ -8,9 +8,9 @@ from typing import Annotated, Any
 import typer
 
 from kvroute.cli.output import console, print_json, remarks
+from kvroute.cli.quantities import TOKENS, token_count
 from kvroute.llm import MODELS, Model, model
 from kvroute.report.grid import UNKNOWN, Entry, Grid, Heading, rich_table
-from kvroute.types import InputError
 
 
 def llm(
@@ -18,15 +18,18 @@ def llm(
         str | None, typer.Argument(help="A preset, a config.json or its folder; nothing: all presets.")
     ] = None,
     tp: Annotated[int, typer.Option("--tp", help="Tensor-parallel shards.")] = 1,
-    tokens: Annotated[int, typer.Option("--tokens", help="Length of the context to size.")] = 8192,
+    tokens: Annotated[
+        int,
+        typer.Option(
+            "--tokens", parser=token_count(0), metavar=TOKENS, help="Length of the context to size, e.g. 128K."
+        ),
+    ] = 8192,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
 ) -> None:
     """Show how many bytes of KV cache a model keeps and sends, per token, per shard and for one context.
 
     Example: [bold]kvroute llm llama-3-70b --tp 4 --tokens 131072[/bold]
     """
-    if tokens < 0:
-        raise InputError(f"a context of {tokens} tokens is impossible", where="--tokens", mend="give 0 or more")
     models = list(MODELS.values()) if name is None else [model(name)]
     if as_json:
         documents = [_plain(each, tp, tokens) for each in models]

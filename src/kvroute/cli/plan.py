@@ -77,7 +77,7 @@ def egress(
     ] = None,
     gpus_per_instance: Annotated[int, typer.Option("--gpus-per-instance", min=1, help="GPUs of one instance.")] = 8,
     prefill: Annotated[
-        str, typer.Option("--prefill", help="Measured prefill time of one such prompt, e.g. '1.84 s'.")
+        str, typer.Option("--prefill", help="Measured prefill time of one such prompt, e.g. 1.84s.")
     ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
 ) -> None:
@@ -119,7 +119,7 @@ def egress(
 def _egress_row(name: str, tokens: int, gpus: int, gpus_per_instance: int, prefill: str) -> dict[str, Any]:
     key = name.strip().rpartition("/")[2].lower()
     if prefill:
-        found, seconds = find_model(name), duration_s(prefill)
+        found, seconds = find_model(name), _prefill_s(prefill)
         if not seconds > 0:
             raise InputError("a prefill takes time", where="--prefill", mend="give what you measured, e.g. '1.84 s'")
         each, key, source = found.kv_bytes(tokens) / seconds, found.name, f"KV size over {prefill.strip()}"
@@ -127,6 +127,14 @@ def _egress_row(name: str, tokens: int, gpus: int, gpus_per_instance: int, prefi
         each, source = published_kv_bytes_per_s(key, tokens), "PrfaaS Table 3, 8 H200"
     need = egress_bytes_per_s(gpus, gpus_per_instance, each)
     return {"model": key, "kv_gbps": each * 8 / 1e9, "egress_gbps": need * 8 / 1e9, "source": source}
+
+
+def _prefill_s(text: str) -> float:
+    """Seconds of "1.84", "1.84s" or "184 ms"."""
+    try:
+        return duration_s(f"{float(text)} s")
+    except ValueError:
+        return duration_s(text)
 
 
 def _token_count(text: str) -> int:

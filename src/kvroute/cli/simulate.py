@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 import typer
 
 from kvroute.cli.output import console, make_folder, print_json, progress_bar, remarks, tell
+from kvroute.cli.quantities import DURATION, RATE, TOKENS, per_second, seconds, token_count
 from kvroute.cli.scenario import Scenario, read_scenario
 from kvroute.control import ControlSpec, EventLog, LogHeader, check_place
 from kvroute.experiments.runner import check_where, encode
@@ -22,6 +23,7 @@ from kvroute.report.tables import comparison_table
 from kvroute.sim.settings import Background, SimSettings, Slo, Telemetry
 from kvroute.sim.workload import PROFILES, THINK_MAX_S
 from kvroute.sim.workload.octets import written_whole
+from kvroute.topology.units import about_duration
 from kvroute.types import InputError
 
 DEFAULT_POLICIES = ("round-robin", "cla", "netkv", DEFAULT_DECODE_POLICY)
@@ -68,8 +70,9 @@ def simulate(
     rate: Annotated[
         float | None,
         typer.Option(
-            min=1e-9,
-            help="Compress or stretch arrivals to so many requests per second; agents' sessions start more often.",
+            parser=per_second(),
+            metavar=RATE,
+            help="Compress or stretch arrivals to this rate, e.g. 6/s; agents' sessions start more often.",
             rich_help_panel=WORKLOAD,
         ),
     ] = None,
@@ -85,7 +88,11 @@ def simulate(
     think_max: Annotated[
         float,
         typer.Option(
-            min=0, help="Cut agents' pauses to so many seconds; 0: turns follow at once.", rich_help_panel=WORKLOAD
+            parser=seconds(),
+            metavar=DURATION,
+            help="Cut agents' pauses to this; 0: turns follow at once.",
+            show_default=about_duration(THINK_MAX_S),
+            rich_help_panel=WORKLOAD,
         ),
     ] = THINK_MAX_S,
     profile: Annotated[
@@ -93,7 +100,12 @@ def simulate(
     ] = "",
     input_tokens: Annotated[
         int | None,
-        typer.Option(min=1, max=PROMPT_MAX, help="Give every prompt this length.", rich_help_panel=WORKLOAD),
+        typer.Option(
+            parser=token_count(1, PROMPT_MAX),
+            metavar=TOKENS,
+            help="Give every prompt this length, e.g. 32K.",
+            rich_help_panel=WORKLOAD,
+        ),
     ] = None,
     p_share: Annotated[
         float | None,
@@ -118,7 +130,14 @@ def simulate(
         typer.Option(min=0, max=0.99, help="Share of every network link that others use.", rich_help_panel=NETWORK),
     ] = 0.0,
     oracle_refresh: Annotated[
-        float, typer.Option(min=1e-3, help="Seconds between telemetry updates.", rich_help_panel=NETWORK)
+        float,
+        typer.Option(
+            parser=seconds(1e-3),
+            metavar=DURATION,
+            help="Time between telemetry updates, e.g. 500ms.",
+            show_default="1 s",
+            rich_help_panel=NETWORK,
+        ),
     ] = 1.0,
     telemetry: Annotated[
         Telemetry, typer.Option(help="What the router hears of others' traffic.", rich_help_panel=NETWORK)
@@ -129,7 +148,12 @@ def simulate(
     ] = "none",
     stale_after: Annotated[
         float | None,
-        typer.Option(min=1e-3, help="Telemetry older than so many seconds fades away.", rich_help_panel=NETWORK),
+        typer.Option(
+            parser=seconds(1e-3),
+            metavar=DURATION,
+            help="Telemetry that is older than this fades away.",
+            rich_help_panel=NETWORK,
+        ),
     ] = None,
     separate_own: Annotated[
         bool, typer.Option(help="Whether telemetry leaves out the router's own transfers.", rich_help_panel=NETWORK)
@@ -142,12 +166,22 @@ def simulate(
     ] = None,
     slo_ttft: Annotated[
         float,
-        typer.Option(min=1e-6, help="A good request has its first token in so many seconds.", rich_help_panel=OUTPUT),
+        typer.Option(
+            parser=seconds(1e-6),
+            metavar=DURATION,
+            help="A good request has its first token in this time, e.g. 2s.",
+            show_default="5 s",
+            rich_help_panel=OUTPUT,
+        ),
     ] = 5.0,
     warmup: Annotated[
         float,
         typer.Option(
-            min=0, help="Do not count requests that arrive in the first so many seconds.", rich_help_panel=OUTPUT
+            parser=seconds(),
+            metavar=DURATION,
+            help="Do not count requests that arrive before this time.",
+            show_default="0 s",
+            rich_help_panel=OUTPUT,
         ),
     ] = 0.0,
     seed: Annotated[int, typer.Option(min=0, max=SEED_MAX, help="First seed.", rich_help_panel=OUTPUT)] = 0,

@@ -14,6 +14,7 @@ import typer
 from kvroute import topology
 from kvroute.cli.emulate import shares_by_tier
 from kvroute.cli.output import console, print_json, progress_bar, remarks
+from kvroute.cli.quantities import RATE, per_second
 from kvroute.policies import DEFAULT_DECODE_POLICY
 from kvroute.report.grid import Entry, Grid, Heading, rich_table
 from kvroute.testbed import Build, Run, Testbed, known, namespaces
@@ -83,7 +84,9 @@ def run(
         list[str] | None, typer.Option(help="Repeat; default round-robin, cla, netkv, foresight.", show_default=False)
     ] = None,
     requests: Annotated[int, typer.Option(min=1, help="How many.")] = 60,
-    rate: Annotated[float, typer.Option(min=0.1, help="Requests per second.")] = 2.0,
+    rate: Annotated[
+        float, typer.Option(parser=per_second(0.1), metavar=RATE, help="Requests, e.g. 90/min.", show_default="2/s")
+    ] = 2.0,
     trace: Annotated[Path | None, typer.Option(help="Play this trace in place of a generated one.")] = None,
     profile: Annotated[str, typer.Option(help="Lengths of prompts: chatbot, rag or long-context.")] = "rag",
     p_share: Annotated[float, typer.Option(min=0, max=1, help="Share of prompts that begin alike.")] = 0.3,

@@ -9,6 +9,7 @@ import typer
 from rich.table import Table
 
 from kvroute.cli.output import console, print_json, remarks, tell, thin_table
+from kvroute.cli.quantities import RATE, per_second
 from kvroute.sim.workload import (
     MOONCAKE_CONVERSATION,
     PROFILES,
@@ -38,7 +39,9 @@ Profiled = Annotated[str, typer.Option(help=f"Only requests of a profile: {', '.
 Rate = Annotated[
     float | None,
     typer.Option(
-        min=1e-9, max=1e9, help="Requests per second: arrival times are compressed or stretched by one factor."
+        parser=per_second(),
+        metavar=RATE,
+        help="Requests, e.g. 6/s: arrival times are compressed or stretched by one factor.",
     ),
 ]
 Seed = Annotated[int, typer.Option(min=0, help="Seed of a generated trace.")]

@@ -167,7 +167,7 @@ def _about(value: float, units: dict[str, float]) -> str:
     factor, unit = max(fitting) if fitting else (min(units.values()), next(iter(units)))
     if not rounded:
         return f"0 {next(unit for unit, factor in units.items() if factor == 1)}"
-    return f"{float(f'{rounded / factor:.4g}'):,g} {unit}"
+    return f"{float(f'{rounded / factor:.4g}'):,.10g} {unit}"
 
 
 def quantity_text(value: Quantity) -> str:

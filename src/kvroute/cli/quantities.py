@@ -1,0 +1,85 @@
+"""Options with a unit, such as `2s`, `6/s` or `32K`; a plain number is in seconds, requests per second or tokens."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import typer
+
+from kvroute.topology.units import about_duration, duration_s
+from kvroute.types import InputError
+
+DURATION, RATE, TOKENS = "<duration>", "<rate>", "<tokens>"
+"""What stands behind an option's name in its help."""
+_RATE = re.compile(r"\s*([^\s/]+)\s*(?:/\s*(s|min|h))?\s*", re.ASCII)
+_TOKENS = re.compile(r"\s*(\d{1,15})\s*([KkMm]?)\s*", re.ASCII)
+_PER_S = {"s": 1.0, "min": 60.0, "h": 3600.0, None: 1.0}
+_FACTORS = {"": 1, "k": 1024, "m": 1024**2}
+
+
+def seconds(least: float = 0.0, most: float = 1e15) -> Callable[[Any], float]:
+    """A parser of durations from `least` to `most` seconds."""
+    write = "write a number of seconds, or a number and ns, us, ms, s, min or h, such as 2s or 500ms"
+
+    def parse(text: Any) -> float:
+        number = _number(text)
+        if number is None:
+            try:
+                number = duration_s(str(text))
+            except InputError:
+                raise _wrong(text, "a duration", write) from None
+        if not least <= number <= most:
+            high = "" if number < least else f" and at most {about_duration(most)}"
+            raise _wrong(text, f"{about_duration(least)} or more{high}", write)
+        return number
+
+    return parse
+
+
+def per_second(least: float = 1e-9, most: float = 1e9) -> Callable[[Any], float]:
+    """A parser of request rates from `least` to `most` per second."""
+    write = "write requests per second, or with a unit, such as 6/s or 90/min"
+
+    def parse(text: Any) -> float:
+        match = _RATE.fullmatch(str(text))
+        number = _number(match[1]) if match else None
+        if match is None or number is None:
+            raise _wrong(text, "a rate", write)
+        rate_per_s = number / _PER_S[match[2]]
+        if not least <= rate_per_s <= most:
+            raise _wrong(text, "above 0" if number <= 0 else f"between {least:,g} and {most:,.0f} per second", write)
+        return rate_per_s
+
+    return parse
+
+
+def token_count(least: int = 1, most: int = 10**9) -> Callable[[Any], int]:
+    """A parser of numbers of tokens from `least` to `most`; K is 1,024."""
+    write = "write a whole number, or thousands such as 32K (K is 1,024)"
+
+    def parse(text: Any) -> int:
+        match = _TOKENS.fullmatch(str(text))
+        if match is None:
+            raise _wrong(text, "a number of tokens", write)
+        count = int(match[1]) * _FACTORS[match[2].lower()]
+        if not least <= count <= most:
+            raise _wrong(text, f"between {least:,} and {most:,} tokens", write)
+        return count
+
+    return parse
+
+
+def _number(text: Any) -> float | None:
+    """A plain number; None: it is none, or is not finite."""
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _wrong(text: Any, what: str, write: str) -> Exception:
+    return typer.BadParameter(f"{str(text)[:40]!r} is not {what}; {write}")
