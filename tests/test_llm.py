@@ -382,3 +382,32 @@ def test_the_command_prints_one_document_or_tables() -> None:
     refused = runner.invoke(app, ["--tokens", "-1"])
     assert refused.exit_code == 2
     assert "is not a number of tokens" in " ".join(refused.stderr.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(
+    ("name", "preset"),
+    [
+        ("meta-llama/Llama-3.3-70B-Instruct", "llama-3.3-70b"),
+        ("meta-llama/Meta-Llama-3-8B", "llama-3-8b"),
+        ("meta-llama/Llama-2-70b-chat-hf", "llama-2-70b"),
+        ("Qwen/Qwen3-235B-A22B-Instruct-2507", "qwen3-235b"),
+        ("Qwen/Qwen2.5-72B-Instruct-AWQ", "qwen2.5-72b"),
+        ("deepseek-ai/DeepSeek-V3-0324", "deepseek-v3"),
+        ("deepseek-ai/DeepSeek-R1", "deepseek-v3"),
+        ("mistralai/Mixtral-8x7B-Instruct-v0.1", "mixtral-8x7b"),
+        ("moonshotai/Kimi-Linear-48B-A3B-Instruct", "kimi-linear-48b"),
+        ("openai/gpt-oss-120b", "gpt-oss-120b"),
+        ("bigscience/bloom", "bloom-176b"),
+    ],
+)
+def test_hugging_face_names_of_known_models_are_accepted(name: str, preset: str) -> None:
+    assert model(name) == MODELS[preset]
+
+
+@pytest.mark.parametrize(
+    "name", ["deepseek-ai/DeepSeek-R1-Distill-Llama-70B", "deepseek-ai/DeepSeek-V2-Lite-Chat", "instruct", "-instruct"]
+)
+def test_a_name_that_only_resembles_a_known_model_is_refused(name: str) -> None:
+    """A distilled or a smaller model has another geometry."""
+    with pytest.raises(InputError, match="there is no model"):
+        model(name)

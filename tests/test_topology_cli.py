@@ -16,14 +16,16 @@ from tests.examples import CLUSTERS, EXAMPLES
 from typer.testing import CliRunner
 
 from kvroute.cli.topology import app
+from kvroute.gateway.preflight import deployment_of
 from kvroute.report.topology_figure import draw_topology, topology_figure
 from kvroute.topology import InstanceCounts, build, fat_tree, load, parse
 from kvroute.topology.draft import draft
 from kvroute.topology.tree import Domain, domain_tree, pair_counts
-from kvroute.types import InputError
+from kvroute.types import InputError, LinearPrefill
 
 NAMES = [path.stem for path in CLUSTERS]
 NETKV = str(EXAMPLES / "fat-tree-64gpu.yaml")
+SIMULATED = str(EXAMPLES / "small.yaml")
 SMALL = (EXAMPLES / "small.yaml").read_text(encoding="utf-8").rstrip("\n")
 END = SMALL.count("\n") + 1
 ELSEWHERE = """\
@@ -275,3 +277,76 @@ def test_new_says_what_is_wrong(arguments: list[str], sentence: str) -> None:
     assert isinstance(result.exception, InputError)
     assert sentence in str(result.exception)
     assert "my-cluster:" not in str(result.exception), "a line of a file that is not there"
+
+
+ADDRESSES = [f"http://10.0.0.{number}:8000" for number in range(1, 5)]
+
+
+@pytest.mark.parametrize("how", ["commas", "repeated", "by name", "file"])
+def test_expand_makes_a_simulated_cluster_servable(how: str, tmp_path: Path) -> None:
+    """However the addresses are given; the cluster stays the same but for them, and the gateway accepts it."""
+    names = [instance.name for instance in load(SIMULATED).instances]
+    order = ["prefill0", "prefill1", "decode0", "decode1"]
+    assert sorted(names) == sorted(order)
+    listed = tmp_path / "engines.txt"
+    listed.write_text("\n".join(["# the engines", *ADDRESSES]) + "\n")
+    options = {
+        "commas": ["--endpoints", ",".join(ADDRESSES)],
+        "repeated": [part for url in ADDRESSES for part in ("--endpoints", url)],
+        "by name": ["--endpoints", ",".join(f"{n}={u}" for n, u in reversed(list(zip(order, ADDRESSES, strict=True))))],
+        "file": ["--endpoints", str(listed)],
+    }[how]
+    out = tmp_path / "served.yaml"
+    ended = runner.invoke(app, ["expand", SIMULATED, *options, "--out", str(out)])
+    assert (ended.exit_code, ended.stdout) == (0, f"wrote {out}; next: kvroute serve {out}\n")
+    made = load(out)
+    urls = {each.name: each.endpoint.url for each in made.instances if each.endpoint}
+    assert urls == dict(zip(order, ADDRESSES, strict=True))
+    assert made.links == load(SIMULATED).links
+    assert runner.invoke(app, ["check", str(out)]).exit_code == 0
+    deployment_of(out.read_text(), str(out), embedded=False, environ={})
+
+
+@pytest.mark.parametrize("path", CLUSTERS, ids=NAMES)
+def test_expand_writes_shorthands_out_and_changes_nothing(path: Path) -> None:
+    """The same instances, links and tiers, read from a file in which every node and instance stands."""
+    text = runner.invoke(app, ["expand", str(path)]).stdout
+    before, after = load(path), parse(text)
+    assert (before.instances, before.links) == (after.instances, after.links)
+    assert (before.tier == after.tier).all()
+    assert "fabric:" not in text
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["http://a:1"], "4 instances and 1 address; give one for each, in this order: prefill0, prefill1, decode0,"),
+        (
+            ["prefill9=http://a:1"],
+            "there is no instance 'prefill9'; its instances are prefill0, prefill1, decode0, decode1",
+        ),
+        (["prefill0=http://a:1,decode0=http://a:1"], "an instance or an address is named twice"),
+        (["prefill0=http://a:1,http://b:1"], "some addresses have a name and others do not"),
+        (["prefill0=a:1"], "'a:1' does not fit"),
+        (["prefill0=http://a:99999"], "port 99999 is not 1 to 65535"),
+    ],
+)
+def test_expand_says_what_is_wrong_with_an_address(options: list[str], sentence: str) -> None:
+    ended = runner.invoke(app, ["expand", SIMULATED, "--endpoints", *options])
+    assert isinstance(ended.exception, InputError)
+    assert sentence in str(ended.exception)
+    assert str(ended.exception).startswith("--endpoints: ")
+
+
+def test_guesses_of_a_draft_scale_with_the_gpus_of_an_engine() -> None:
+    """Twice the GPUs: twice the KV memory, half the time of a prompt's token and of a decode step's weights."""
+    made = {}
+    for tp in (4, 8):
+        made[tp] = parse(runner.invoke(app, ["new", "--both", "http://a:1", "--tp", str(tp)]).stdout)
+    small, large = (made[tp].instances[0] for tp in (4, 8))
+    assert large.kv_capacity_bytes == 2 * small.kv_capacity_bytes
+    prefill, decode = (made[tp].file.timing["default"].spec() for tp in (4, 8))
+    assert isinstance(prefill.prefill, LinearPrefill)
+    assert isinstance(decode.prefill, LinearPrefill)
+    assert decode.prefill.per_token_s == pytest.approx(prefill.prefill.per_token_s / 2)
+    assert decode.decode.base_s == pytest.approx(prefill.decode.base_s / 2)

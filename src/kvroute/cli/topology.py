@@ -13,6 +13,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from kvroute.cli.output import check_writable, console, print_json, tell
+from kvroute.cli.topology_expand import expand_file
 from kvroute.llm import model as find_model
 from kvroute.topology import Cluster, FileError, bandwidth_text, duration_text, load, parse, size_text
 from kvroute.topology.assembly import read_text
@@ -22,7 +23,11 @@ from kvroute.topology.tree import ROLE_COLOURS, TIER_NAMES, Domain, domain_tree,
 from kvroute.topology.units import about_bandwidth, about_size, bandwidth_bytes_per_s
 from kvroute.types import InputError, InputErrors, KvProtocol
 
-app = typer.Typer(name="topology", help="Check and show a cluster file.", no_args_is_help=True, rich_markup_mode="rich")
+app = typer.Typer(
+    name="topology", help="Write, check and show a cluster file.", no_args_is_help=True, rich_markup_mode="rich"
+)
+
+app.command("expand")(expand_file)
 
 _SHOWN_CHILDREN = 8
 """Of a domain with more children, so many are listed and the rest counted."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -10,6 +11,9 @@ from kvroute.llm.geometry import Layers, Model
 from kvroute.types import InputError
 
 MIB = 2**20
+_VARIANT = re.compile(r"-(instruct|chat|hf|base|exp|thinking|fp8|bf16|awq|gptq|v0\.\d|a\d+b|\d{4})$", re.ASCII)
+"""Ends of Hugging Face names that change weights and not the KV cache: training, date, weights' format, active size."""
+_SAME_GEOMETRY = {"deepseek-r1": "deepseek-v3", "deepseek-v3.1": "deepseek-v3", "bloom": "bloom-176b"}
 
 
 def _attention(name: str, layers: int, kv_heads: int, head_dim: int = 128) -> Model:
@@ -83,7 +87,8 @@ MODELS: dict[str, Model] = {
 def model(name: str) -> Model:
     """A preset, or the model of a config.json (the file, or the folder that holds it).
 
-    Upper case and an organisation before the name do not matter: `meta-llama/Llama-3-70B` is `llama-3-70b`.
+    Hugging Face names of known models are accepted: upper case, an organisation and ends that do not change the KV
+    cache do not matter, so `meta-llama/Llama-3.3-70B-Instruct` is `llama-3.3-70b`.
 
     Raises:
         InputError: no such preset, with the nearest one; or a file that does not describe a model.
@@ -91,7 +96,7 @@ def model(name: str) -> Model:
     path = Path(name)
     if path.suffix == ".json" or path.is_dir():
         return from_config(path)
-    key = name.strip().rpartition("/")[2].lower()
+    key = _preset_name(name)
     if key in MODELS:
         return MODELS[key]
     if path.is_file():
@@ -99,3 +104,11 @@ def model(name: str) -> Model:
     near = get_close_matches(key, MODELS, n=1)
     guess = f"did you mean {near[0]}? `kvroute llm` lists" if near else "`kvroute llm` lists"
     raise InputError(f"there is no model {name!r}", mend=f"{guess} the presets, and a config.json can be given as well")
+
+
+def _preset_name(name: str) -> str:
+    """Of a Hugging Face name, the preset's; what no end can be taken from stays as it is."""
+    key = name.strip().rpartition("/")[2].lower().removeprefix("meta-")
+    while key not in MODELS and key not in _SAME_GEOMETRY and (shorter := _VARIANT.sub("", key)) != key:
+        key = shorter
+    return _SAME_GEOMETRY.get(key, key)

@@ -9,23 +9,28 @@ from kvroute.topology.builders import H100_LLAMA_70B_TP4
 from kvroute.topology.place import port_fault
 from kvroute.topology.schema import (
     ClusterFile,
+    DecodeEntry,
     EndpointEntry,
     InstanceDefaults,
     InstanceEntry,
+    LinearPrefillEntry,
     Nic,
     Nics,
     Node,
     Rack,
+    TimingEntry,
 )
-from kvroute.topology.units import Bandwidth, Size
+from kvroute.topology.units import Bandwidth, Duration, Size
 from kvroute.types import InputError, KvProtocol, Role
 
 _RACK = "rack0"
+_MEASURED_TP = 4
+_KV_BYTES_PER_GPU = 40e9
 _TODO = """\
 # A first draft: the engines and their addresses are as given, the rest is a guess. To mend, in this order:
 #  1. racks, pods and their uplinks, if the nodes are not all below one switch; `nics` as built in;
-#  2. `timing`: fit your own engines with `kvroute timing fit`;
-#  3. `kv_capacity`: KV memory of one instance; vLLM prints the tokens that fit when it starts.
+#  2. `timing`: fit your own engines with `kvroute timing fit`; these are of Llama-3-70B on H100, scaled to {tp};
+#  3. `kv_capacity`: KV memory of one instance, here 40 GB a GPU; vLLM prints the tokens that fit when it starts.
 # `kvroute topology check FILE` names every fault; then `kvroute serve FILE`.
 """
 
@@ -41,9 +46,10 @@ def draft(
     tp: int = 1,
     gpus_per_node: int = 8,
     nic_bytes_per_s: float = 12.5e9,
-    kv_capacity_bytes: float = 40e9,
 ) -> str:
     """A cluster file's text: one instance for each URL, one node for each host, all below one switch.
+
+    KV memory and times are guesses that scale with the GPUs of an instance.
 
     Raises:
         InputError: no address, one without a host, one named twice, or more engines on a host than its GPUs carry.
@@ -73,11 +79,26 @@ def draft(
         name=name,
         racks=[Rack(name=_RACK)],
         nodes=[Node(name=f"node{i}", rack=_RACK, gpus=gpus_per_node, nics=nics) for i in range(len(places))],
-        timing={"default": H100_LLAMA_70B_TP4},
-        defaults=InstanceDefaults(model=model, tp=tp, kv_capacity_bytes=Size(kv_capacity_bytes)),
+        timing={"default": _scaled(tp)},
+        defaults=InstanceDefaults(model=model, tp=tp, kv_capacity_bytes=Size(_KV_BYTES_PER_GPU * tp)),
         instances=_instances(places, protocol, tp),
     )
-    return _TODO + file.to_yaml()
+    return _TODO.format(tp=_count(tp, "GPU")) + file.to_yaml()
+
+
+def _scaled(tp: int) -> TimingEntry:
+    """Prefill and the weights' part of a decode step take as much longer as there are fewer GPUs than measured."""
+    prefill, decode = H100_LLAMA_70B_TP4.prefill, H100_LLAMA_70B_TP4.decode
+    assert isinstance(prefill, LinearPrefillEntry)
+    share = _MEASURED_TP / tp
+    return TimingEntry(
+        prefill=LinearPrefillEntry(per_token_s=_scaled_s(prefill.per_token_s, share), base_s=prefill.base_s),
+        decode=DecodeEntry(base_s=_scaled_s(decode.base_s, share), per_request_s=decode.per_request_s),
+    )
+
+
+def _scaled_s(seconds: Duration, share: float) -> Duration:
+    return Duration(float(f"{seconds * share:.4g}"))
 
 
 def _count(number: int, noun: str) -> str:

@@ -9,6 +9,7 @@ import msgspec
 
 from kvroute.topology.schema import (
     ClusterFile,
+    EndpointEntry,
     FatTree,
     InstanceCounts,
     InstanceDefaults,
@@ -23,7 +24,7 @@ from kvroute.topology.schema import (
     Uplinks,
 )
 from kvroute.topology.units import Bandwidth
-from kvroute.types import InputError, Role
+from kvroute.types import InputError, KvProtocol, Role
 
 
 def expand(file: ClusterFile) -> ClusterFile:
@@ -43,6 +44,46 @@ def expand(file: ClusterFile) -> ClusterFile:
     if isinstance(instances, InstanceCounts):
         instances = _placed(instances, file.defaults, nodes)
     return msgspec.structs.replace(file, fabric=None, pods=pods, racks=racks, nodes=nodes, instances=instances)
+
+
+def with_endpoints(file: ClusterFile, addresses: Sequence[str], protocol: KvProtocol) -> ClusterFile:
+    """The expanded cluster with where its engines are reached; instances that are not named keep what they have.
+
+    Args:
+        file: a cluster with or without shorthands.
+        addresses: a URL for each instance, in the file's order, or `NAME=URL` for some.
+        protocol: how all of these engines hand over KV.
+
+    Raises:
+        InputError: another number of URLs than of instances, an unknown name, or an address that is given twice.
+    """
+    flat = expand(file)
+    assert isinstance(flat.instances, list)
+    names = [entry.name for entry in flat.instances]
+    named = [(name, url) for name, equals, url in (each.partition("=") for each in addresses) if _is_name(name, equals)]
+    if named and len(named) < len(addresses):
+        raise InputError("some addresses have a name and others do not", mend="write NAME=URL for each, or for none")
+    if addresses and not named and len(addresses) != len(names):
+        what = f"{len(names)} instances and {len(addresses)} address{'' if len(addresses) == 1 else 'es'}"
+        raise InputError(what, mend=f"give one for each, in this order: {', '.join(names)}; or NAME=URL for some")
+    pairs = named or list(zip(names, addresses, strict=False))
+    for name, _ in pairs:
+        if name not in names:
+            raise InputError(f"there is no instance {name!r}", mend=f"its instances are {', '.join(names)}")
+    urls = dict(pairs)
+    if len(urls) < len(pairs) or len({url.rstrip("/") for url in urls.values()}) < len(urls):
+        raise InputError("an instance or an address is named twice", mend="give each instance an address of its own")
+    instances = [
+        entry
+        if entry.name not in urls
+        else msgspec.structs.replace(entry, endpoint=EndpointEntry(url=urls[entry.name].rstrip("/"), protocol=protocol))
+        for entry in flat.instances
+    ]
+    return msgspec.structs.replace(flat, instances=instances)
+
+
+def _is_name(text: str, equals: str) -> bool:
+    return bool(equals) and "://" not in text
 
 
 def numbered(stem: str, count: int) -> list[str]:

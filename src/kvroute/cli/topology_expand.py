@@ -1,0 +1,75 @@
+"""`kvroute topology expand`: a simulated cluster's file with its shorthands written out and its engines' addresses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, cast, get_args
+
+import typer
+
+from kvroute.cli.output import tell
+from kvroute.topology import parse
+from kvroute.topology.assembly import read_text
+from kvroute.topology.expansion import with_endpoints
+from kvroute.types import InputError, InputErrors, KvProtocol
+
+
+def expand_file(
+    file: Annotated[Path, typer.Argument(help="The cluster file (YAML).", show_default=False)],
+    endpoints: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Addresses of the engines, http://host:port: one for each instance in the file's order, or NAME=URL; "
+            "separated by commas, or repeat; or a file with one on each line.",
+            show_default=False,
+        ),
+    ] = None,
+    protocol: Annotated[str, typer.Option(help="How engines hand over KV: vllm, mooncake or sglang.")] = "vllm",
+    out: Annotated[Path | None, typer.Option(help="File to write; stdout without.", show_default=False)] = None,
+) -> None:
+    """Write a cluster file without shorthands: every node and every instance, with the address of its engine.
+
+    What was simulated can then be served: the same racks, links and timing, and an endpoint for each instance.
+
+    Example: [bold]kvroute topology expand examples/small.yaml --endpoints prefill0=http://10.0.0.1:8000[/bold]
+    """
+    if protocol not in get_args(KvProtocol):
+        mend = f"choose one of {', '.join(get_args(KvProtocol))}"
+        raise InputError(f"there is no protocol {protocol!r}", where="--protocol", mend=mend)
+    cluster = parse(read_text(file), str(file))
+    tell(cluster.remarks)
+    try:
+        placed = with_endpoints(cluster.file, _addresses(endpoints or []), cast(KvProtocol, protocol))
+    except InputError as error:
+        raise InputError(error.what, where="--endpoints", mend=error.mend) from None
+    text = f"# {file.name}, written out by `kvroute topology expand`.\n{placed.to_yaml()}"
+    try:
+        written_out = parse(text, where="--endpoints")
+    except InputErrors as errors:
+        # The file is not there yet: its lines would name nothing that a reader could look at.
+        problems = [InputError(fault.what, where="--endpoints", mend=fault.mend) for fault in errors.problems]
+        raise InputErrors(problems) from None
+    if out is None:
+        typer.echo(text, nl=False)
+        return
+    try:
+        with out.open("x", encoding="utf-8") as written:
+            written.write(text)
+    except FileExistsError:
+        raise InputError("is there already", where=str(out), mend="give another file to --out") from None
+    except OSError as error:
+        mend = "give another file to --out"
+        raise InputError(f"cannot be written ({error.strerror})", where=str(out), mend=mend) from None
+    lacking = [each.name for each in written_out.instances if each.endpoint is None]
+    after = f"give an endpoint to {', '.join(lacking)}" if lacking else f"kvroute serve {out}"
+    typer.echo(f"wrote {out}; next: {after}")
+
+
+def _addresses(options: list[str]) -> list[str]:
+    """Each address of all options; a value that names a file stands for its lines."""
+    found: list[str] = []
+    for option in options:
+        path = Path(option)
+        lines = read_text(path).splitlines() if "://" not in option and path.is_file() else option.split(",")
+        found += [stripped for line in lines if (stripped := line.partition("#")[0].strip())]
+    return found
