@@ -20,7 +20,14 @@ def http_markdown() -> str:
     """A table of paths, the statuses of errors, and the fields of each body that the gateway checks."""
     api = document(__version__)
     schemas = api["components"]["schemas"]
-    lines = ["## Paths", "", "| Method and path | Answer | Body | Errors |", "|---|---|---|---|"]
+    lines = [
+        "[The document of this version](openapi.json)",
+        "",
+        "## Paths",
+        "",
+        "| Method and path | Answer | Body | Errors |",
+        "|---|---|---|---|",
+    ]
     for path, operations in api["paths"].items():
         lines += [_path_row(path, verb, operations[verb]) for verb in ("get", "post") if verb in operations]
     lines += ["", "## Errors", "", "| Status | Meaning |", "|---|---|"]
@@ -58,7 +65,7 @@ def _fields(schema: Schema) -> list[str]:
 def _kind(field: Schema) -> str:
     if "$ref" in field:
         name = field["$ref"].rpartition("/")[2]
-        return f"[{name}](#{name.lower()})" if name in _SHOWN_BODIES else name
+        return f"[{name}](#{name.lower()})" if name in _SHOWN_BODIES else "object, passed on as it is"
     if "const" in field:
         return f"`{json.dumps(field['const'])}`"
     if "anyOf" in field:
