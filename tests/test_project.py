@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
+
+import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 METADATA = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -46,3 +50,69 @@ def test_metadata_names_the_home_and_the_python_that_is_tested() -> None:
     assert all(url.startswith(METADATA["urls"]["Homepage"]) for url in METADATA["urls"].values())
     lowest = METADATA["requires-python"].removeprefix(">=")
     assert f"Programming Language :: Python :: {lowest}" in METADATA["classifiers"]
+
+
+def test_the_workflow_runs_what_ci_run_runs_with_the_least_rights() -> None:
+    """It calls the script, reads the repository and no more, and names a major version of each action."""
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+    assert workflow["permissions"] == {"contents": "read"}
+    assert "cancel-in-progress" in workflow["concurrency"]
+    [job] = workflow["jobs"].values()
+    scripts = [step["run"] for step in job["steps"] if "run" in step]
+    assert scripts[-1] == ".ci/run"
+    assert os.access(ROOT / ".ci/run", os.X_OK)
+    actions = [step["uses"] for step in job["steps"] if "uses" in step]
+    assert actions
+    assert all(re.fullmatch(r"actions/[a-z-]+@v\d+", action) for action in actions)
+    assert job["timeout-minutes"]
+
+
+def test_ci_run_calls_only_targets_and_files_that_exist() -> None:
+    """What the workflow reaches through it."""
+    script = (ROOT / ".ci/run").read_text()
+    named = {
+        target for words in re.findall(r"\bmake ([a-z ]+)", re.sub(r"#.*", "", script)) for target in words.split()
+    }
+    assert {"test", "lint", "types", "layers", "live"} <= named <= _targets()
+    files = re.findall(r"python3 (\S+\.py)", script)
+    assert files
+    assert all((ROOT / file).exists() for file in files)
+
+
+def test_every_hook_runs_a_tool_of_the_environment() -> None:
+    """`language: system`: nothing is fetched. This environment has the program of each entry."""
+    [repository] = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    assert repository["repo"] == "local"
+    hooks = repository["hooks"]
+    assert {hook["language"] for hook in hooks} == {"system"}
+    programs = [Path(hook["entry"].split()[0]) for hook in hooks]
+    assert {program.parent for program in programs} == {Path(".venv/bin")}
+    assert all(Path(sys.executable).with_name(program.name).exists() for program in programs)
+
+
+def test_the_citation_is_of_this_version() -> None:
+    """And says the same as the package."""
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == METADATA["version"]
+    assert citation["license"] == METADATA["license"]
+    assert citation["repository-code"] == METADATA["urls"]["Source"]
+    assert [author["name"] for author in citation["authors"]] == [who["name"] for who in METADATA["maintainers"]]
+
+
+def test_paths_and_links_of_the_pages_for_contributors_exist() -> None:
+    """Every path in backquotes and every relative link of the pages at the top, and of the pull-request template."""
+    for page in ("CONTRIBUTING.md", "CODE_OF_CONDUCT.md", "SECURITY.md", ".github/PULL_REQUEST_TEMPLATE.md"):
+        text = (ROOT / page).read_text()
+        named = re.findall(r"`((?:src|tests|docs|bench|deploy|\.github|\.ci|examples)/[^`\s]*)`", text)
+        linked = [link for link in re.findall(r"\]\(([^)#\s]+)\)", text) if "://" not in link]
+        assert [path for path in named + linked if not (ROOT / path).exists()] == [], page
+
+
+def test_issue_forms_have_fields_with_distinct_names_and_parts_that_exist() -> None:
+    """GitHub shows no form that has two fields of one id."""
+    for form in ("bug.yml", "feature.yml"):
+        fields = yaml.safe_load((ROOT / ".github/ISSUE_TEMPLATE" / form).read_text())["body"]
+        names = [field["id"] for field in fields if field["type"] != "markdown"]
+        assert names
+        assert len(names) == len(set(names))
+        assert any(field.get("validations", {}).get("required") for field in fields)

@@ -18,6 +18,8 @@ from kvroute.topology.json_schema import cluster_json_schema
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {
     "CHANGELOG.md": "changelog.md",
+    "CODE_OF_CONDUCT.md": "conduct.md",
+    "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "reporting.md",
     "bench/README.md": "measurements.md",
     "tests/fuzz/README.md": "fuzzing.md",

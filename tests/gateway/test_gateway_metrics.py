@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import Metric
@@ -379,6 +380,40 @@ def test_the_grafana_dashboard_asks_for_names_that_exist() -> None:
     assert "kvroute_stream_errors_total" in errors["targets"][0]["expr"], "a broken stream's code is 200"
     identifiers = [panel["id"] for panel in dashboard["panels"]]
     assert len(identifiers) == len(set(identifiers))
+
+
+def _labels() -> dict[str, set[str]]:
+    """The labels of each family, as docs/metrics.md says."""
+    rows = re.findall(r"^\| `(kvroute_\w+)` \|[^|]*\|([^|]*)\|", (ROOT / "docs/metrics.md").read_text(), re.MULTILINE)
+    return {name: set(re.findall(r"`(\w+)`", labels)) for name, labels in rows}
+
+
+def test_alert_rules_ask_for_names_and_labels_that_exist() -> None:
+    """Every metric and every label in an expression is on the page; a text names no label that the expression lacks."""
+    groups = yaml.safe_load((ROOT / "deploy/prometheus/kvroute-alerts.yml").read_text())["groups"]
+    rules = [rule for group in groups for rule in group["rules"]]
+    assert len(rules) >= 15
+    documented = _labels()
+    for rule in rules:
+        asked = re.findall(r"\b(kvroute_\w+?)(?:_bucket|_sum|_count)?\b(?:\{([^}]*)\})?", rule["expr"])
+        assert asked or rule["alert"] == "KvrouteDown"
+        for name, matchers in asked:
+            assert name in _families(), rule["alert"]
+            assert set(re.findall(r"(\w+)=", matchers)) <= documented[name], rule["alert"]
+        known = {"instance", "job"}.union(*(documented[name] for name, _ in asked))
+        grouped = re.findall(r"\bby \(([^)]*)\)", rule["expr"])
+        if grouped:
+            known &= set(re.findall(r"\w+", grouped[0]))
+        named = re.findall(r"\$labels\.(\w+)", " ".join(rule["annotations"].values()))
+        assert set(named) <= known, rule["alert"]
+
+
+def test_texts_of_alerts_name_metrics_that_exist() -> None:
+    """A metric to look at, in backquotes."""
+    texts = (ROOT / "deploy/prometheus/kvroute-alerts.yml").read_text()
+    named = re.findall(r"`(kvroute_\w+)`", texts)
+    assert named
+    assert set(named) <= _families()
 
 
 def test_tiers_have_labels() -> None:

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
-import shutil
-import socket
-import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,6 +11,7 @@ from pathlib import Path
 import pytest
 import uvloop
 from aiohttp import web
+from tests.live.services import prometheus, required
 
 from kvroute.gateway.amounts import Wait
 from kvroute.gateway.prometheus import PrometheusSource
@@ -29,22 +26,6 @@ scrape_configs:
   - job_name: switches
     static_configs: [{{targets: ["127.0.0.1:{port}"]}}]
 """
-
-
-def _require_prometheus() -> str:
-    found = shutil.which("prometheus")
-    if found is None:
-        message = "there is no prometheus; install Debian's package prometheus"
-        if os.environ.get("KVROUTE_REQUIRE_LIVE") == "1":
-            pytest.fail(message)
-        pytest.skip(message)
-    return found
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Switches:
@@ -69,7 +50,7 @@ class Switches:
 
 
 @asynccontextmanager
-async def prometheus(folder: Path, program: str, switches: Switches) -> AsyncIterator[str]:
+async def scraped(folder: Path, program: str, switches: Switches) -> AsyncIterator[str]:
     """The URL of a server that scrapes `switches` every second."""
     app = web.Application()
     app.router.add_get("/metrics", switches.page)
@@ -78,30 +59,17 @@ async def prometheus(folder: Path, program: str, switches: Switches) -> AsyncIte
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     config = folder / "prometheus.yml"
     config.write_text(CONFIG.format(port=runner.addresses[0][1]))
-    port = _free_port()
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(
-            [
-                program,
-                f"--config.file={config}",
-                f"--storage.tsdb.path={folder / 'data'}",
-                f"--web.listen-address=127.0.0.1:{port}",
-            ],
-            stdout=log,
-            stderr=log,
-        )
     try:
-        yield f"http://127.0.0.1:{port}"
+        with prometheus(program, config, folder) as url:
+            yield url
     finally:
-        process.terminate()
-        await asyncio.get_running_loop().run_in_executor(None, process.wait)
         await runner.cleanup()
 
 
 @pytest.mark.live
 def test_utilisation_of_links_and_tiers_as_prometheus_tells_it(tmp_path: Path) -> None:
     """A gauge by link in the cluster's order; a rate over counters by tier; while the server is away, the reason."""
-    program = _require_prometheus()
+    program = required("prometheus", "prometheus")
     links = [link.name for link in load(EXAMPLE).links]
 
     async def scenario() -> None:
@@ -110,7 +78,7 @@ def test_utilisation_of_links_and_tiers_as_prometheus_tells_it(tmp_path: Path) -
         by_link: asyncio.Queue[Event] = asyncio.Queue()
         by_tier: asyncio.Queue[Event] = asyncio.Queue()
         chance = random.Random(0)
-        async with prometheus(tmp_path, program, switches) as url:
+        async with scraped(tmp_path, program, switches) as url:
             interval_s, timeout_s = Wait(0.2), Wait(10.0)
             query = LinkQuery(query="link_utilisation", label="port")
             rate = f'sum(rate(link_bytes_total{{port="{links[0]}"}}[5s])) / 1e9'

@@ -1,0 +1,43 @@
+"""Reads the Dockerfile: its stages, each a list of instructions."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One instruction: its keyword and the rest of its lines, joined."""
+
+    keyword: str
+    rest: str
+
+    @property
+    def words(self) -> list[str]:
+        """The exec form's words, or the shell form's parts without options."""
+        start = self.rest.find("[")
+        if start >= 0:
+            return [str(word) for word in json.loads(self.rest[start:])]
+        return [word for word in self.rest.split() if not word.startswith("--")]
+
+
+def stages(path: Path = ROOT / "Dockerfile") -> list[list[Instruction]]:
+    """The instructions of each stage, FROM first."""
+    found: list[list[Instruction]] = []
+    lines = [line for line in path.read_text().splitlines() if line and not line.startswith("#")]
+    for line in re.sub(r"\\\n *", "", "\n".join(lines)).splitlines():
+        keyword, rest = line.split(maxsplit=1)
+        if keyword == "FROM":
+            found.append([])
+        found[-1].append(Instruction(keyword, rest))
+    return found
+
+
+def of(stage: list[Instruction], keyword: str) -> list[Instruction]:
+    """The instructions of that keyword, in order."""
+    return [instruction for instruction in stage if instruction.keyword == keyword]

@@ -1,0 +1,105 @@
+"""Live: the steps of the Dockerfile make an installation that serves as its user on a read-only file system."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.dockerfile import Instruction, of, stages
+from tests.examples import EXAMPLES
+from tests.live.services import SERVICE_USER, completed, missing, started
+
+ROOT = Path(__file__).resolve().parents[2]
+BUILD, FINAL = stages()
+READ_ONLY = 'd=$1; shift; mount --bind $d $d && mount -o remount,bind,ro $d && ! touch $d/file 2>/dev/null && exec "$@"'
+SEALED = ("unshare", "--mount", "--propagation", "private", "sh", "-c", READ_ONLY, "sh")
+pytestmark = [pytest.mark.live, pytest.mark.timeout(1800)]
+
+
+@pytest.fixture(scope="module")
+def image() -> Iterator[Path]:
+    """What the build stage leaves, with /opt below this folder."""
+    with tempfile.TemporaryDirectory(prefix="kvroute-image-") as name:
+        root = Path(name)
+        root.chmod(0o755)
+        [work] = of(BUILD, "WORKDIR")
+        folder = root / work.rest.lstrip("/")
+        folder.mkdir()
+        (root / "opt").mkdir()
+        for instruction in BUILD:
+            if instruction.keyword == "COPY":
+                _copy(instruction, folder)
+            elif instruction.keyword == "RUN":
+                _run(instruction, root, folder)
+        yield root
+
+
+def _copy(instruction: Instruction, folder: Path) -> None:
+    *sources, target = instruction.words
+    for source in sources:
+        if (ROOT / source).is_dir():
+            shutil.copytree(ROOT / source, folder / target, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            (folder / target).mkdir(exist_ok=True)
+            shutil.copy(ROOT / source, folder / target)
+
+
+def _run(instruction: Instruction, root: Path, folder: Path) -> None:
+    """The step as it stands, but for where /opt is."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    command = instruction.rest.replace("/opt/", f"{root}/opt/")
+    done = subprocess.run(
+        ["sh", "-c", command], cwd=folder, env={**os.environ, "PATH": path}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_only_the_environment_goes_to_the_final_stage_and_it_holds_no_installer(image: Path) -> None:
+    """And kvroute in it is a plain installation: nothing points back to the sources."""
+    [copied] = of(FINAL, "COPY")
+    assert copied.rest == "--from=build /opt/kvroute /opt/kvroute"
+    packages = {path.name.split("-")[0] for path in (image / "opt/kvroute").glob("lib/*/site-packages/*.dist-info")}
+    assert {"kvroute", "aiohttp", "numba"} <= packages
+    assert packages.isdisjoint({"pip", "setuptools", "wheel", "hatchling", "pytest"})
+    assert not list((image / "opt/kvroute").glob("lib/*/site-packages/*kvroute*.pth"))
+
+
+def test_the_gateway_serves_and_its_health_check_passes(image: Path) -> None:
+    """As the image's entry point starts it, on emulated engines and free ports. The volume alone is written."""
+    with tempfile.TemporaryDirectory(prefix="kvroute-live-") as name:
+        writable = Path(name)
+        writable.chmod(0o1777)
+        (writable / "cache").mkdir()
+        (writable / "cache").chmod(0o1777)
+        shutil.copyfile(EXAMPLES / "small.yaml", writable / "cluster.yaml")
+        (writable / "cluster.yaml").chmod(0o644)
+        [entry], [default] = of(FINAL, "ENTRYPOINT"), of(FINAL, "CMD")
+        words = [str(image / "opt/kvroute/bin" / word) for word in entry.words]
+        words += [word.replace("/etc/kvroute", name) for word in default.words]
+        user = [*SERVICE_USER, f"TMPDIR={name}", f"NUMBA_CACHE_DIR={name}/cache"]
+        sealed = [*SEALED, str(image), *user]
+        tried = subprocess.run([*sealed, words[0], "--version"], capture_output=True, text=True)
+        if tried.returncode:
+            missing(f"no read-only tree can be made here: {tried.stderr.strip()[-200:]}")
+        command = [*sealed, *words, "--embedded", "--port", "0", "--admin-port", "0"]
+        with started(command, "kvroute serves") as ready:
+            assert completed(ready) == 3
+            port = re.findall(r":(\d+)/v1", ready)[0]
+            [check] = of(FINAL, "HEALTHCHECK")
+            assert _checked(image, check, port) == 0
+        assert _checked(image, check, port) != 0, "nothing listens any more"
+        assert list((writable / "cache").rglob("*.nbi")), "compiled kernels are cached in the volume"
+
+
+def _checked(image: Path, check: Instruction, port: str) -> int:
+    """The exit code of the health check, asked at that port."""
+    words = [word.replace("8080", port) for word in check.words]
+    words[0] = str(image / "opt/kvroute/bin" / words[0])
+    return subprocess.run(words, capture_output=True).returncode

@@ -1,0 +1,41 @@
+"""Live: systemd reads the unit that ships without a complaint, and finds it well protected."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.live.services import required
+
+UNIT = Path(__file__).resolve().parents[2] / "deploy/systemd/kvroute.service"
+PROGRAM = Path(sys.executable).with_name("kvroute")
+EXPOSURE_MAX = 2.0
+"""Of 10; a unit without any protection has 9.6."""
+pytestmark = pytest.mark.live
+
+
+@pytest.fixture
+def unit(tmp_path: Path) -> Path:
+    """The unit, with the program of this environment in place of the installed one."""
+    text = UNIT.read_text()
+    assert "/opt/kvroute/bin/kvroute" in text
+    path = tmp_path / UNIT.name
+    path.write_text(text.replace("/opt/kvroute/bin/kvroute", str(PROGRAM)))
+    return path
+
+
+def test_every_line_is_understood(unit: Path) -> None:
+    """An unknown directive or value is a line on stderr, not a failure."""
+    done = subprocess.run([required("systemd-analyze", "systemd"), "verify", unit], capture_output=True, text=True)
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
+
+
+def test_the_service_is_well_protected(unit: Path) -> None:
+    command = [required("systemd-analyze", "systemd"), "security", "--offline=true", str(unit)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    found = re.search(r"Overall exposure level for \S+: ([\d.]+)", done.stdout)
+    assert found, done.stdout + done.stderr
+    assert float(found[1]) <= EXPOSURE_MAX

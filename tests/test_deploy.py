@@ -1,0 +1,109 @@
+"""Dockerfile and systemd unit name files, commands and options that exist."""
+
+from __future__ import annotations
+
+import configparser
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import yaml
+from tests.dockerfile import of, stages
+
+ROOT = Path(__file__).resolve().parents[1]
+PROGRAM = Path(sys.executable).with_name("kvroute")
+UNIT = ROOT / "deploy/systemd/kvroute.service"
+PAGE = ROOT / "docs/deploy.md"
+
+
+def _assert_command_exists(words: list[str]) -> None:
+    """The first word is the command `kvroute`; its subcommand has every option."""
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert Path(words[0]).name in scripts
+    shown = subprocess.run(
+        [PROGRAM, words[1], "--help"], capture_output=True, text=True, env={"COLUMNS": "200", "PATH": "/usr/bin"}
+    )
+    assert shown.returncode == 0, shown.stdout + shown.stderr
+    for option in words[2:]:
+        assert not option.startswith("--") or re.search(rf"{option}\b", shown.stdout), option
+
+
+def test_every_file_that_is_copied_into_the_image_exists_and_is_not_ignored() -> None:
+    """The image needs nothing else: everything that is not listed is ignored."""
+    lines = (ROOT / ".dockerignore").read_text().split("\n")
+    assert "*" in lines
+    allowed = {line.removeprefix("!") for line in lines if line.startswith("!")}
+    copied = [source for stage in stages() for step in of(stage, "COPY") for source in step.words[:-1]]
+    from_context = {source for source in copied if not source.startswith("/")}
+    assert {source.split("/")[0] for source in from_context} == allowed
+    assert all((ROOT / source).exists() for source in from_context)
+    assert {"requirements/serve.txt", "src"} <= from_context
+
+
+def test_every_package_of_the_image_is_checked_against_its_hash() -> None:
+    """The only installation without hashes is of the wheel that the image builds itself, from no index."""
+    steps = [part for stage in stages() for step in of(stage, "RUN") for part in step.rest.split("&&")]
+    installs = [part for part in steps if re.search(r"pip\S* .*\binstall\b", part)]
+    assert len(installs) == 3
+    assert all("--require-hashes" in part or "--no-deps --no-index" in part for part in installs)
+
+
+def test_the_final_stage_runs_the_gateway_as_a_user_without_rights() -> None:
+    """By number, so that Kubernetes can check it; no compiler or package manager is called there."""
+    *_, final = stages()
+    [user], [entry], [default] = of(final, "USER"), of(final, "ENTRYPOINT"), of(final, "CMD")
+    uid, gid = map(int, user.rest.split(":"))
+    assert uid > 0
+    assert gid > 0
+    assert of(final, "STOPSIGNAL")[0].rest == "SIGTERM"
+    assert of(final, "HEALTHCHECK")
+    _assert_command_exists(entry.words + default.words)
+    volume = of(final, "VOLUME")[0].rest
+    assert f"NUMBA_CACHE_DIR={volume}" in of(final, "ENV")[0].rest
+    [made] = re.findall(r"install --directory --owner=(\d+) --group=(\d+) (\S+)", of(final, "RUN")[0].rest)
+    assert made == (str(uid), str(gid), volume)
+    assert not re.search(r"apt-get|gcc|hatchling", " ".join(step.rest for step in final))
+
+
+def _unit() -> configparser.SectionProxy:
+    unit = configparser.ConfigParser(interpolation=None, strict=False)
+    unit.optionxform = str  # type: ignore[assignment,method-assign]
+    unit.read(UNIT)
+    return unit["Service"]
+
+
+def test_the_unit_starts_a_command_that_exists_from_the_place_that_the_page_installs() -> None:
+    service = _unit()
+    words = service["ExecStart"].split()
+    _assert_command_exists(words)
+    installed = str(Path(words[0]).parents[1])
+    page = PAGE.read_text()
+    assert f"python3 -m venv {installed}" in page
+    assert words[2] in page
+    assert service["SupplementaryGroups"] in page
+    assert service["EnvironmentFile"].removeprefix("-") in page
+
+
+def test_the_unit_waits_longer_than_the_gateway_drains() -> None:
+    """The default of `gateway.timeouts.drain`, as the cluster-file page shows it."""
+    [drain_s] = re.findall(r"timeouts: \{.*drain: (\d+) s\}", (ROOT / "docs/cluster-file.md").read_text())
+    assert int(_unit()["TimeoutStopSec"]) > int(drain_s)
+
+
+def test_the_unit_keeps_what_may_be_written_in_folders_of_its_own() -> None:
+    """Everything else is read-only, and kernels may be compiled."""
+    service = _unit()
+    assert service["DynamicUser"] == "yes"
+    assert service["ProtectSystem"] == "strict"
+    assert service["Environment"] == f"NUMBA_CACHE_DIR=/var/cache/{service['CacheDirectory']}"
+    assert "MemoryDenyWriteExecute" not in service, "numba writes machine code and runs it"
+
+
+def test_the_page_lists_every_alert_with_its_severity() -> None:
+    """One row for each severity."""
+    groups = yaml.safe_load((ROOT / "deploy/prometheus/kvroute-alerts.yml").read_text())["groups"]
+    rules = {(rule["labels"]["severity"], rule["alert"]) for group in groups for rule in group["rules"]}
+    rows = re.findall(r"^\| (critical|warning|info) \| (.*) \|$", PAGE.read_text(), re.MULTILINE)
+    assert {(severity, name) for severity, names in rows for name in re.findall(r"`(\w+)`", names)} == rules
