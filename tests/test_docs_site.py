@@ -18,6 +18,8 @@ from typer.core import TyperGroup
 from kvroute import __version__
 from kvroute.cli.app import COMMANDS, app
 from kvroute.gateway.openapi import document
+from kvroute.gateway.settings import GatewaySettings
+from kvroute.topology.json_schema import cluster_json_schema
 
 ROOT = Path(__file__).resolve().parents[1]
 _LOADED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "video": "src", "link": "href"}
@@ -87,6 +89,17 @@ def test_every_command_and_path_has_its_place(site: Path) -> None:
     for path in document(__version__)["paths"]:
         assert f" {path}</code>" in paths, path
     assert "generate:" not in commands + paths
+
+
+def test_every_key_of_a_cluster_file_has_a_row(site: Path) -> None:
+    """Each mapping of the schema is a section with its keys."""
+    schema = cluster_json_schema({"gateway": GatewaySettings})
+    page = (site / "cluster-fields.html").read_text()
+    sections = dict(re.findall(r'<h2 id="(?:mapping-)?([\w-]+)">(.*?)(?=<h2|</article>)', page, re.DOTALL))
+    assert len(sections) == len(schema["$defs"]) + 1
+    for name, mapping in [("top-level", schema), *schema["$defs"].items()]:
+        rows = re.findall(r"<tr>\s*<td><code>(\w+)</code>", sections[name.lower()])
+        assert rows == list(mapping["properties"]), name
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import posixpath
 import re
 import shutil
@@ -10,10 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from docs.generate.cli_page import cli_markdown
+from docs.generate.fields_page import fields_markdown, schema_text
 from docs.generate.http_page import http_markdown, openapi_text
-
-from kvroute.gateway.settings import GatewaySettings
-from kvroute.topology.json_schema import cluster_json_schema
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {
@@ -27,7 +24,11 @@ PAGES = {
 """Pages outside docs/: file of the repository to page of the site."""
 PLACES = PAGES | {"README.md": "index.md", "examples": "examples.md"}
 """What links lead to outside docs/: file or folder of the repository to page of the site."""
-FRAGMENTS: dict[str, Callable[[], str]] = {"cli": cli_markdown, "http-api": http_markdown}
+FRAGMENTS: dict[str, Callable[[], str]] = {
+    "cli": cli_markdown,
+    "cluster-fields": fields_markdown,
+    "http-api": http_markdown,
+}
 """What replaces the line `<!-- generate: NAME -->` of a page."""
 _MARK = re.compile(r"^<!-- generate: ([\w-]+) -->$", re.MULTILINE)
 _LINK = re.compile(r"(?<=\]\()([^)#\s]+)(?=[)#])")
@@ -70,11 +71,6 @@ def _link(link: str, source: str, target: str) -> str:
     elif not path.startswith("examples/"):
         return link
     return posixpath.relpath(path, posixpath.dirname(target) or ".")
-
-
-def schema_text() -> str:
-    """The JSON Schema of a cluster file."""
-    return json.dumps(cluster_json_schema({"gateway": GatewaySettings}), indent=2) + "\n"
 
 
 def examples_markdown() -> str:
