@@ -26,6 +26,7 @@ UsageError: Any = typer.BadParameter.__base__
 COMMANDS = {
     "simulate": "simulate:simulate",
     "serve": "serve:serve",
+    "doctor": "doctor:doctor",
     "emulate": "emulate:emulate",
     "demo": "demo:demo",
     "testbed": "testbed:app",

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -69,6 +69,8 @@ async def complete(
     if fault is not None and not (fault.after_tokens and ask.leg != "prefill"):
         await fail(fault)
     _check_length(ask, engine)
+    if ask.leg == "decode" and faults.strikes("recompute") is not None:
+        ask = replace(ask, leg="whole", tickets=())
     completion = Completion.of(ask, engine, fault, request.headers.get("X-Request-Id", ""))
     try:
         if ask.leg == "prefill":

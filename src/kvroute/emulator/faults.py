@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-Where: TypeAlias = Literal["prefill", "decode", "transfer", "health", "any"]
+Where: TypeAlias = Literal["prefill", "decode", "transfer", "recompute", "health", "any"]
 
 
 class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -20,8 +20,9 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     status: int | Literal["reset", "hang"] = 500
     """An HTTP status, a connection cut off, or no answer at all."""
     leg: Where = "any"
-    """Prefill legs, legs that answer tokens (decode), or KV transfers from here, which break off in the middle; health
-    checks fail by `health` alone, never by `any`."""
+    """Prefill legs, legs that answer tokens (decode), or KV transfers from here, which break off in the middle. By
+    `recompute` decode legs fetch nothing and compute the prompt here, as vLLM does with `kv_load_failure_policy:
+    recompute`. Health checks fail by `health` alone, never by `any`."""
     after_tokens: int = 0
     """Of a decode leg: only then, in place of at once."""
     prompt_contains: str = ""
@@ -46,7 +47,7 @@ class Faults:
         """Whether the request that comes now fails, and how; counts it."""
         for where in (leg, "any"):
             fault = self._orders.get(where)
-            if fault is None or (where == "any" and leg in ("transfer", "health")):
+            if fault is None or (where == "any" and leg in ("transfer", "recompute", "health")):
                 continue
             if fault.prompt_contains and fault.prompt_contains.encode() in body:
                 return fault

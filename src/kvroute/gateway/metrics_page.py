@@ -105,6 +105,21 @@ def metrics_in(page: bytes, before: EngineMetrics | None = None, series_max: int
     )
 
 
+def series_missing(page: bytes) -> tuple[str, ...]:
+    """Names of the load and memory series that `metrics_in` reads and the page lacks; all of vLLM's where the page is
+    of no known engine."""
+    lines = b"\n" + page
+    names = _SGLANG if lines.find(b"\n" + _SGLANG[0]) >= 0 else _VLLM
+    others = {_VLLM[2]: _OLD_USAGE}
+    return tuple(
+        name.decode()
+        for name in names
+        if not any(
+            b"\n" + each + end in lines for each in {name, others.get(name, name)} for end in (b"{", b" ", b"\t")
+        )
+    )
+
+
 def _count(value: float) -> int:
     return round(min(max(value, 0.0), _COUNT_MAX))
 

@@ -1,0 +1,139 @@
+"""Counters of KV transfers on engines' metrics pages, and what has changed between two pages.
+
+Four kinds are known, the most exact first: kvroute's connector (`kvroute:kv_transfer*`, by source), vLLM's NIXL
+connector (`vllm:nixl_*`), SGLang (`sglang:kv_transfer_*`), and vLLM's count of prompt tokens that any connector has
+brought.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from kvroute.gateway.metrics_page import TransferTotals, read_metrics
+from kvroute.gateway.samples import Budget, PageError, labels_of, samples, values
+from kvroute.gateway.slices import whole
+
+_KVROUTE = b"kvroute:kv_transfer"
+_KVROUTE_FAILURES = b"kvroute:kv_transfer_failures_total"
+_EXTERNAL_TOKENS = b"vllm:external_prefix_cache_hits_total"
+_MEGABYTE = 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class _Series:
+    """Names of one connector's series: sums of bytes and of seconds, observations, failures; factors to SI units."""
+
+    nbytes: bytes
+    seconds: bytes
+    transfers: bytes
+    failures: bytes
+    to_bytes: float = 1.0
+    to_seconds: float = 1.0
+
+
+_HISTOGRAMS = {
+    "nixl": _Series(
+        b"vllm:nixl_bytes_transferred_sum",
+        b"vllm:nixl_xfer_time_seconds_sum",
+        b"vllm:nixl_bytes_transferred_count",
+        b"vllm:nixl_num_failed_transfers_total",
+    ),
+    "sglang": _Series(
+        b"sglang:kv_transfer_total_mb_sum",
+        b"sglang:kv_transfer_latency_ms_sum",
+        b"sglang:kv_transfer_total_mb_count",
+        b"sglang:num_transfer_failed_reqs_total",
+        _MEGABYTE,
+        1e-3,
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """One page."""
+
+    by_source: Mapping[str, TransferTotals] = field(default_factory=dict)
+    """Of kvroute's connector."""
+    histograms: Mapping[str, TransferTotals] = field(default_factory=dict)
+    """Of NIXL and SGLang, by their short name; only those that the page has."""
+    failures: Mapping[str, float] = field(default_factory=dict)
+    """Failed transfers, by reason."""
+    external_tokens: float | None = None
+    """Prompt tokens whose KV a connector has brought; None: the page does not tell."""
+    kinds: frozenset[str] = frozenset()
+    """Connectors whose counters the page has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Movement:
+    """What one transfer, or several of one request, moved."""
+
+    source: str
+    """As the decode engine calls its source; empty: it does not tell."""
+    totals: TransferTotals
+
+    @property
+    def seconds(self) -> float:
+        """Duration: the ranks of an engine transfer at the same time, and each counts its own share."""
+        return self.totals.seconds / max(1, self.totals.transfers)
+
+
+def read_counters(page: bytes) -> Counters:
+    """The counters of a page; a page that cannot be read has none."""
+    try:
+        return _read(page)
+    except PageError:
+        return Counters()
+
+
+def _read(page: bytes) -> Counters:
+    lines, budget = b"\n" + page, Budget()
+    by_source = read_metrics(page).transfers
+    failures: dict[str, float] = {}
+    for text, value in whole(samples(lines, _KVROUTE_FAILURES, budget)):
+        reason = labels_of(text).get("reason", "")
+        failures[reason] = failures.get(reason, 0.0) + value
+    histograms = {}
+    for name, series in _HISTOGRAMS.items():
+        counts = whole(values(lines, series.transfers, budget))
+        if counts:
+            nbytes = sum(whole(values(lines, series.nbytes, budget))) * series.to_bytes
+            seconds = sum(whole(values(lines, series.seconds, budget))) * series.to_seconds
+            histograms[name] = TransferTotals(nbytes, seconds, round(sum(counts)))
+        if failed := whole(values(lines, series.failures, budget)):
+            failures[f"{name} transfer failed"] = sum(failed)
+    tokens = whole(values(lines, _EXTERNAL_TOKENS, budget))
+    kinds = frozenset(histograms) | (frozenset({"kvroute"}) if _KVROUTE in page else frozenset())
+    return Counters(by_source, histograms, failures, sum(tokens) if tokens else None, kinds)
+
+
+def movement(before: Counters, after: Counters) -> Movement | None:
+    """What has been transferred between two pages of one engine, by its most exact counters; None: nothing."""
+    for source in sorted(after.by_source):
+        totals = _less(after.by_source[source], before.by_source.get(source, TransferTotals()))
+        if totals.transfers > 0:
+            return Movement(source, totals)
+    for name in _HISTOGRAMS:
+        if name in after.histograms:
+            totals = _less(after.histograms[name], before.histograms.get(name, TransferTotals()))
+            if totals.transfers > 0:
+                return Movement("", totals)
+    return None
+
+
+def external_tokens(before: Counters, after: Counters) -> float | None:
+    """Prompt tokens that a connector has brought between two pages; None: the engine does not tell."""
+    if after.external_tokens is None:
+        return None
+    return max(0.0, after.external_tokens - (before.external_tokens or 0.0))
+
+
+def failures(before: Counters, after: Counters) -> list[str]:
+    """Reasons of the transfers that have failed between two pages."""
+    return sorted(reason for reason, count in after.failures.items() if count > before.failures.get(reason, 0.0))
+
+
+def _less(new: TransferTotals, old: TransferTotals) -> TransferTotals:
+    return TransferTotals(new.kv_bytes - old.kv_bytes, new.seconds - old.seconds, new.transfers - old.transfers)

@@ -1,0 +1,207 @@
+"""The examination of a whole cluster: all engines at once, then one request through each pair, within a time limit."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import time
+from dataclasses import dataclass
+
+import zmq
+import zmq.asyncio
+
+from kvroute import llm
+from kvroute.doctor.clock import narrowest
+from kvroute.doctor.engine import Examined, ask_engine, examined
+from kvroute.doctor.fetch import LATE
+from kvroute.doctor.kv_events import SentPrompt, Subscription
+from kvroute.doctor.pairs import PAIRS_MAX, chosen_pairs, possible_pairs
+from kvroute.doctor.probe import Outcome, PairError, Probe, prompt_of, prompt_tokens
+from kvroute.doctor.report import Finding, PairReport, Report
+from kvroute.doctor.verdict import engine_findings, judge, pair_findings, silent_events_finding, slow
+from kvroute.gateway.deadlines import Deadlines
+from kvroute.gateway.deployment import Deployment
+from kvroute.gateway.headers import Headers
+from kvroute.gateway.stations import stations_of
+
+ENGINE_WAIT_S = 5.0
+"""An engine may take so long for one page."""
+EVENTS_WAIT_S = 3.0
+"""A ZMQ endpoint may take so long, and so may a batch after its prompt."""
+AT_ONCE = 64
+"""Engines that are asked at the same time."""
+_PAIR_SHARE = 3.0
+"""A pair may take so many times its share of the time that is left."""
+_HIDDEN = "[key]"
+_NO_TIME = "no time left"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How to examine."""
+
+    pairs: int | None = PAIRS_MAX
+    """Pairs at most; None: all."""
+    timeout_s: float = 60.0
+    """For the whole examination."""
+    prompt_tokens: int = 2048
+    """Length of the prompts that are sent; less where an engine cannot take so many."""
+    seed: int | None = None
+    """Of prompts and ids; None: another one each time, so that no engine has cached them."""
+
+
+async def examine(deployment: Deployment, options: Options, key: str = "") -> Report:
+    """Ask all engines of a cluster, then send one request through each chosen pair.
+
+    Every request has ended, or is aborted, when this returns or is cancelled. `key` is the engines' API key.
+    """
+    examination = _Examination(deployment, options, key)
+    try:
+        await examination.run()
+    finally:
+        await examination.close()
+    return examination.report
+
+
+class _Examination:
+    """One run."""
+
+    def __init__(self, deployment: Deployment, options: Options, key: str) -> None:
+        cluster, settings = deployment.cluster, deployment.settings
+        self._cluster, self._settings, self._options, self._key = cluster, settings, options, key
+        self._loop = asyncio.get_running_loop()
+        self._ends_s = self._loop.time() + options.timeout_s
+        self._draw = random.Random(options.seed)
+        self._stations = stations_of(cluster, settings, lambda *_: None, Deadlines(), exact=False)
+        headers: Headers = [(b"authorization", f"Bearer {key}".encode())] if key else []
+        self._engines = {name: examined(station, settings, headers) for name, station in self._stations.items()}
+        self._context = zmq.asyncio.Context()
+        self._context.set(zmq.MAX_SOCKETS, 4 * len(self._engines) + 64)
+        self._subscriptions: dict[str, Subscription] = {}
+        for name, engine in self._engines.items():
+            endpoint = engine.station.instance.endpoint
+            if endpoint is not None and endpoint.kv_events:
+                self._subscriptions[name] = Subscription(self._context, endpoint)
+                engine.report.events = self._subscriptions[name].report
+        self._findings: list[Finding] = []
+        self.report = Report(
+            cluster=cluster.name,
+            engines=[self._engines[name].report for name in sorted(self._engines)],
+            pairs=chosen_pairs(cluster, options.pairs),
+            pairs_possible=possible_pairs(cluster),
+            findings=[],
+        )
+
+    async def run(self) -> None:
+        """The whole examination, into `report`."""
+        await self._ask_engines()
+        for number, pair in enumerate(self.report.pairs):
+            await self._try_pair(pair, len(self.report.pairs) - number)
+        await asyncio.gather(*(each.own_batch(self._wait_s(EVENTS_WAIT_S)) for each in self._subscriptions.values()))
+        self._conclude()
+
+    async def close(self) -> None:
+        """Give all connections back."""
+        await asyncio.gather(*(each.close() for each in self._subscriptions.values()))
+        self._context.destroy(linger=0)
+        for station in self._stations.values():
+            station.close()
+        await asyncio.sleep(0)  # connections that are aborted are closed in the loop's next turn
+
+    def _remaining_s(self) -> float:
+        return max(0.0, self._ends_s - self._loop.time())
+
+    def _wait_s(self, most_s: float = ENGINE_WAIT_S) -> float:
+        return min(most_s, self._remaining_s())
+
+    async def _ask_engines(self) -> None:
+        for subscription in self._subscriptions.values():
+            subscription.open()
+        places = asyncio.Semaphore(AT_ONCE)
+
+        async def ask(engine: Examined) -> None:
+            async with places:
+                if self._remaining_s():
+                    await ask_engine(engine, self._settings, self._wait_s)
+
+        async def follow(subscription: Subscription) -> None:
+            async with places:
+                await subscription.subscribed(self._wait_s(EVENTS_WAIT_S))
+                await subscription.check_replay(self._wait_s(EVENTS_WAIT_S))
+
+        async with asyncio.TaskGroup() as group:
+            for engine in self._engines.values():
+                group.create_task(ask(engine))
+            for subscription in self._subscriptions.values():
+                group.create_task(follow(subscription))
+
+    async def _try_pair(self, pair: PairReport, pairs_left: int) -> None:
+        ends = self._engines[pair.prefill], self._engines[pair.decode]
+        for engine in ends:
+            if not engine.report.usable:
+                pair.failure = f"{engine.name} is not usable"
+                return
+        if not self._remaining_s():
+            pair.failure = _NO_TIME
+            return
+        limit_s = self._loop.time() + self._remaining_s() * min(1.0, _PAIR_SHARE / pairs_left)
+        try:
+            outcome = await self._best(pair, ends, limit_s)
+        except PairError as error:
+            pair.moved, pair.failure = "failed", str(error).replace(self._key or _HIDDEN, _HIDDEN)
+            hint = "see the logs of both engines, and check their connectors and addresses"
+            if LATE in pair.failure:
+                hint += "; engines that are only slow need a longer --timeout"
+            self._findings.append(Finding(pair.name, f"the request failed: {pair.failure}", hint))
+            return
+        if outcome.handover_tp is not None and ends[0].report.engine_tp is None:
+            ends[0].report.engine_tp = outcome.handover_tp
+        self._findings += pair_findings(pair, outcome)
+
+    async def _best(self, pair: PairReport, ends: tuple[Examined, Examined], limit_s: float) -> Outcome:
+        """Of one request, or of two where the first one is slow: it may have had a connection to set up."""
+        model = llm.model(ends[0].station.instance.model)
+        pair.prompt_tokens = prompt_tokens(self._options.prompt_tokens, *ends, model)
+        pair.expected_bytes = float(model.kv_bytes(pair.prompt_tokens))
+        outcome = await self._probed(pair, ends, limit_s)
+        judge(pair, outcome, model)
+        if slow(pair) and self._remaining_s():
+            again = await self._probed(pair, ends, limit_s)
+            outcome = min(outcome, again, key=lambda each: each.moved.seconds if each.moved else math.inf)
+            judge(pair, outcome, model)
+        return outcome
+
+    async def _probed(self, pair: PairReport, ends: tuple[Examined, Examined], limit_s: float) -> Outcome:
+        prompt = prompt_of(self._draw, pair.prompt_tokens)
+        followers = [self._subscriptions[end.name] for end in ends if end.name in self._subscriptions]
+        sent = SentPrompt(prompt, time.time())
+        for subscription in followers:
+            subscription.prompts.append(sent)
+
+        def remaining_s() -> float:
+            return max(0.0, min(limit_s, self._ends_s) - self._loop.time())
+
+        try:
+            return await Probe(pair, *ends, prompt, self._draw, remaining_s).run()
+        except PairError:
+            for subscription in followers:
+                subscription.prompts.remove(sent)  # it may not have been computed
+            raise
+
+    def _conclude(self) -> None:
+        """Write clocks and findings into the report: engines, pairs, then the examination itself."""
+        found: list[Finding] = []
+        for report in self.report.engines:
+            subscription = self._subscriptions.get(report.name)
+            offsets = self._engines[report.name].offsets + (subscription.offsets if subscription else [])
+            report.clock = narrowest(offsets).report()
+            found += engine_findings(report, self._settings)
+            if subscription and report.role == "prefill" and subscription.silent:
+                found.append(silent_events_finding(report))
+        late = sum(pair.failure == _NO_TIME for pair in self.report.pairs)
+        found += self._findings
+        if late:
+            what = f"the time is over, and {late} of {len(self.report.pairs)} pairs were not tried"
+            found.append(Finding("examination", what, "give a longer --timeout, or fewer --pairs"))
+        self.report.findings += found

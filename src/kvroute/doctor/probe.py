@@ -1,0 +1,219 @@
+"""One request through a prefill and a decode engine, in the gateway's own protocol, and what it has moved."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from kvroute.doctor.counters import Counters, Movement, external_tokens, failures, movement, read_counters
+from kvroute.doctor.engine import Examined
+from kvroute.doctor.fetch import Fetched, fetch
+from kvroute.doctor.report import PairReport
+from kvroute.gateway.dialects import ROOM_LIMIT, DialectError, Meeting
+from kvroute.gateway.openai import Completion, read_completion
+from kvroute.gateway.pool import Pool
+from kvroute.llm import Model
+
+COMPLETIONS_PATH = b"/v1/completions"
+ANSWER_TOKENS = 8
+"""Several, so that an engine that tells its counters once a step tells them before the answer ends."""
+TOKEN_IDS = range(32, 256)
+"""Ids that every tokenizer has and none uses for control."""
+MARGIN_TOKENS = 64
+"""Tokens of a context that are left free."""
+COUNTERS_WAIT_S = 3.0
+"""Counters may come so much later than the answer."""
+_POLL_S = 0.1
+_ERROR_CHARS = 200
+_ERROR_START = b'data: {"error"'
+
+
+class PairError(Exception):
+    """A leg failed; the text names the engine and the reason."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What one request through a pair has shown."""
+
+    moved: Movement | None = None
+    moved_tokens: float | None = None
+    """Prompt tokens that came by a connector, where the decode engine counts those."""
+    failed: list[str] = field(default_factory=list)
+    """Reasons of failed transfers."""
+    counted: bool = False
+    """One of the engines has counters of transfers."""
+    handover_tp: int | None = None
+    """Tensor parallelism by the prefill engine's answer."""
+    prefill_s: float | None = None
+    first_token_s: float | None = None
+    sent_s: float = 0.0
+
+
+class _Handover(msgspec.Struct):
+    tp_size: int | None = None
+
+
+def prompt_of(draw: random.Random, tokens: int) -> list[int]:
+    """Token ids that no engine has cached."""
+    return draw.choices(TOKEN_IDS, k=tokens)
+
+
+def prompt_tokens(wanted: int, prefill: Examined, decode: Examined, model: Model) -> int:
+    """As many tokens as wanted, if both contexts and an eighth of both KV memories hold them."""
+    bounds = [wanted]
+    for engine in (prefill, decode):
+        if engine.report.context_tokens:
+            bounds.append(engine.report.context_tokens - MARGIN_TOKENS)
+        per_token = model.kv_bytes_per_token
+        if per_token:
+            bounds.append(int(engine.station.instance.kv_capacity_bytes / per_token / 8))
+    return max(1, min(bounds))
+
+
+@dataclass(slots=True)
+class Probe:
+    """A request through one pair."""
+
+    pair: PairReport
+    prefill: Examined
+    decode: Examined
+    prompt: list[int]
+    draw: random.Random
+    remaining_s: Callable[[], float]
+
+    async def run(self) -> Outcome:
+        """Send both legs, and read the counters before and after.
+
+        Raises:
+            PairError: a leg failed.
+        """
+        before = await self._counters()
+        outcome = Outcome(counted=any(each.kinds or each.external_tokens is not None for each in before))
+        await self._legs(outcome)
+        await self._wait_for_counters(before, outcome)
+        return outcome
+
+    async def _counters(self) -> tuple[Counters, Counters]:
+        """Of the decode and of the prefill engine."""
+        pages = await asyncio.gather(
+            *(engine.metrics_page(self.remaining_s()) for engine in (self.decode, self.prefill))
+        )
+        return read_counters(pages[0]), read_counters(pages[1])
+
+    async def _wait_for_counters(self, before: tuple[Counters, Counters], outcome: Outcome) -> None:
+        waited_s = 0.0
+        while True:
+            after = await self._counters()
+            moves = (movement(old, new) for old, new in zip(before, after, strict=True))
+            outcome.moved = next((move for move in moves if move is not None), None)
+            outcome.moved_tokens = external_tokens(before[0], after[0])
+            outcome.failed = failures(before[0], after[0])
+            if outcome.moved or outcome.failed or not outcome.counted or waited_s >= COUNTERS_WAIT_S:
+                return
+            await asyncio.sleep(min(_POLL_S, self.remaining_s()))
+            waited_s += _POLL_S
+
+    async def _legs(self, outcome: Outcome) -> None:
+        dialect = self.prefill.station.dialect
+        completion, meeting = self._completion(), await self._meeting()
+        name = uuid.UUID(int=self.draw.getrandbits(128)).hex
+        try:
+            prefill_body = dialect.prefill_body(completion, meeting)
+            if dialect.joint:
+                decode_body = dialect.decode_body(completion, meeting, None)
+                prefilled, decoded = await self._both(name, prefill_body, decode_body)
+            else:
+                prefilled = await self._send("prefill", name, prefill_body)
+                handover = dialect.handover(prefilled.body)
+                outcome.handover_tp = _tp_of(handover)
+                outcome.prefill_s = prefilled.end_s - prefilled.sent_s
+                decoded = await self._send("decode", name, dialect.decode_body(completion, meeting, handover))
+        except DialectError as error:
+            raise PairError(f"prefill engine {self.pair.prefill} {error}") from None
+        outcome.sent_s = prefilled.sent_s
+        outcome.first_token_s = decoded.first_byte_s - decoded.sent_s
+
+    async def _both(self, name: str, prefill_body: bytes, decode_body: bytes) -> tuple[Fetched, Fetched]:
+        """Both legs at once; when one fails, the other one is aborted."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                legs = [
+                    group.create_task(self._send("prefill", name, prefill_body)),
+                    group.create_task(self._send("decode", name, decode_body)),
+                ]
+        except* PairError as failed:
+            raise PairError(str(failed.exceptions[0])) from None
+        return legs[0].result(), legs[1].result()
+
+    def _completion(self) -> Completion:
+        body = {
+            "model": self.prefill.report.request_model,
+            "prompt": self.prompt,
+            "max_tokens": ANSWER_TOKENS,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+        }
+        return read_completion(COMPLETIONS_PATH, msgspec.json.encode(body))
+
+    async def _meeting(self) -> Meeting:
+        station = self.prefill.station
+        found = station.meeting(self._drawn)
+        if found is None:
+            answered = asyncio.Event()
+            station.meet(answered.set)
+            await answered.wait()
+            found = station.meeting(self._drawn)
+        if found is None:
+            raise PairError(f"the bootstrap server of prefill engine {station.name} does not answer")
+        return found
+
+    def _drawn(self) -> int:
+        return self.draw.randrange(ROOM_LIMIT)
+
+    async def _send(self, leg: str, name: str, body: bytes) -> Fetched:
+        engine = self.prefill if leg == "prefill" else self.decode
+        pool: Pool = engine.station.pool
+        headers = [(b"content-type", b"application/json"), (b"x-request-id", name.encode()), *engine.headers]
+        answer = await fetch(pool, COMPLETIONS_PATH, wait_s=self.remaining_s(), headers=headers, body=body)
+        engine.dated(answer)
+        if not answer.ok:
+            raise PairError(f"{leg} engine {engine.name}: {answer.problem}{_message(answer.body)}")
+        if answer.body.startswith(_ERROR_START):
+            raise PairError(f"{leg} engine {engine.name} answered an error event{_message(answer.body)}")
+        return answer
+
+
+def _tp_of(handover: msgspec.Raw | None) -> int | None:
+    try:
+        return None if handover is None else msgspec.json.decode(handover, type=_Handover).tp_size
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+
+
+class _Error(msgspec.Struct):
+    message: str = ""
+
+
+class _ErrorBody(msgspec.Struct):
+    error: _Error | None = None
+    message: str = ""
+
+
+def _message(body: bytes) -> str:
+    """The reason in an OpenAI error, short; empty without one."""
+    text = body.removeprefix(b"data: ").partition(b"\n")[0]
+    try:
+        answer = msgspec.json.decode(text, type=_ErrorBody)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return ""
+    message = " ".join((answer.error.message if answer.error else answer.message).split())
+    if not message:
+        return ""
+    return f" ({message[:_ERROR_CHARS]}{'...' if len(message) > _ERROR_CHARS else ''})"

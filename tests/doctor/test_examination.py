@@ -1,0 +1,380 @@
+"""Examinations of emulated engines: all is well, or one thing is wrong and exactly that is found."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+from aiohttp import web
+from tests.doctor.clinic import HEAD, MODEL, OPTIONS, TOKENS, Clinic, clinic, cluster_text
+from tests.gateway.foreign import Asked, Engine, Gate, listening, run, tokens
+from tests.waiting import until
+
+from kvroute.doctor import Options, Report, examine
+from kvroute.emulator import FleetSettings
+from kvroute.gateway.deployment import Deployment
+from kvroute.types import Endpoint, KvProtocol
+
+PAIR = ("prefill0", "decode0")
+
+
+@pytest.mark.parametrize("protocol", ["vllm", "mooncake", "sglang"])
+def test_engines_that_are_well_have_no_findings(protocol: KvProtocol) -> None:
+    async def main() -> None:
+        async with clinic(protocol) as found:
+            report = await found.examine()
+        assert [finding.sentence for finding in report.findings] == []
+        assert report.well
+        assert [engine.health for engine in report.engines] == ["ok"] * 4
+        assert all(engine.model_ok and engine.metrics and not engine.metrics.missing for engine in report.engines)
+        assert sorted(pair.name for pair in report.pairs) == [
+            f"prefill{source} -> decode{target}" for source in (0, 1) for target in (0, 1)
+        ]
+        for pair in report.pairs:
+            assert (pair.moved, pair.evidence, pair.prompt_tokens) == ("yes", "counters", TOKENS)
+            assert pair.kv_bytes == pair.expected_bytes > 0
+            assert pair.transfer_s is not None
+            assert pair.transfer_s > 0.9 * pair.promised_s, "a transfer cannot be faster than its links"
+        for engine in report.engines:
+            assert engine.clock is not None
+            assert abs(engine.clock.offset_s) <= engine.clock.error_s, "both clocks are this machine's"
+            assert engine.events is not None
+            assert engine.events.subscribed
+            assert engine.events.replay
+        prefills = [engine for engine in report.engines if engine.role == "prefill"]
+        assert all(engine.events and engine.events.own_batches for engine in prefills)
+
+    run(main())
+
+
+async def nothing(found: Clinic) -> None:
+    """All stays as it is."""
+
+
+async def is_down(found: Clinic) -> None:
+    """Another port than the engine's: nobody listens there."""
+    found.change("decode0", url=f"http://127.0.0.1:{closed_port()}")
+
+
+async def is_unhealthy(found: Clinic) -> None:
+    await found.order("decode0", share=1, status=503, leg="health")
+
+
+async def events_closed(found: Clinic) -> None:
+    found.change("prefill0", kv_events=f"tcp://127.0.0.1:{closed_port()}")
+
+
+async def replay_closed(found: Clinic) -> None:
+    found.change("prefill0", kv_replay=f"tcp://127.0.0.1:{closed_port()}")
+
+
+async def recomputes(found: Clinic) -> None:
+    await found.order("decode0", share=1, leg="recompute")
+
+
+async def transfer_breaks(found: Clinic) -> None:
+    await found.order("prefill0", share=1, leg="transfer")
+
+
+async def refuses(found: Clinic) -> None:
+    await found.order("prefill0", share=1, status=503, leg="prefill")
+
+
+def closed_port() -> int:
+    """A port that was free a moment ago."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+@dataclass(frozen=True)
+class Case:
+    """One fault, and the one finding that names it."""
+
+    wrong: Callable[[Clinic], Awaitable[None]]
+    where: str
+    what: str
+    hint: str
+    moved: str
+    file: dict[str, Any] = field(default_factory=dict)
+    """What the cluster file says otherwise than the engines."""
+    head: str = HEAD
+    """Network that the engines have."""
+
+
+CASES = {
+    "engine down": Case(is_down, "decode0", "is not healthy (no connection", "endpoint.url", "not tried"),
+    "unhealthy": Case(is_unhealthy, "decode0", "HTTP status 503", "start the engine", "not tried"),
+    "KV events port closed": Case(events_closed, "prefill0", "nothing answers at tcp://", "--kv-events-config", "yes"),
+    "replay port closed": Case(replay_closed, "prefill0", "the replay endpoint", "replay_endpoint", "yes"),
+    "KV does not move": Case(
+        recomputes, "prefill0 -> decode0", "no KV cache has moved", "reaches the KV port of prefill0", "no"
+    ),
+    "transfer breaks": Case(
+        transfer_breaks, "prefill0 -> decode0", "the request failed: decode engine decode0", "logs", "failed"
+    ),
+    "prefill refuses": Case(
+        refuses, "prefill0 -> decode0", "prefill engine prefill0: HTTP status 503", "logs", "failed"
+    ),
+    "link ten times slower than the map": Case(
+        nothing,
+        "prefill0 -> decode0",
+        "and the cluster file promises 20 Gbps (same rack)",
+        "correct the file's capacities",
+        "yes",
+        file={"head": HEAD.replace("1 Gbps", "10 Gbps")},
+    ),
+    "tensor parallelism": Case(
+        nothing, "prefill0", "parallelism 2, and the cluster file says tp: 1", "`tp`", "yes", file={"tp": 1}
+    ),
+    "block size": Case(
+        nothing,
+        "prefill0",
+        "16 tokens, no multiple of the gateway's 32",
+        "gateway.prompt.block_tokens: 16",
+        "yes",
+        file={"gateway": "gateway: {prompt: {block_tokens: 32}}\n"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_fault_is_found_and_nothing_else(name: str) -> None:
+    case = CASES[name]
+
+    async def main() -> None:
+        async with clinic(names=PAIR, head=case.head) as found:
+            await case.wrong(found)
+            report = await found.examine(**case.file)
+        sentences = [
+            finding.sentence for finding in report.findings if finding.where != "decode0" or case.where == "decode0"
+        ]
+        assert len(sentences) == 1, sentences
+        assert sentences[0].startswith(f"{case.where}: ")
+        assert case.what in sentences[0]
+        assert case.hint in sentences[0]
+        assert [pair.moved for pair in report.pairs] == [case.moved]
+
+    run(main())
+
+
+def test_an_engine_that_serves_another_model_is_found() -> None:
+    async def main() -> None:
+        async with clinic(names=PAIR) as found:
+            report = await found.examine(head=HEAD.replace(MODEL, "llama-3-8b"))
+        sentences = [finding.sentence for finding in report.findings]
+        assert len(sentences) == 2, sentences
+        assert all("serves llama-3-70b, and clients would ask for llama-3-8b" in sentence for sentence in sentences)
+        assert [pair.moved for pair in report.pairs] == ["not tried"]
+
+    run(main())
+
+
+def test_an_alias_counts_as_the_name_of_the_model() -> None:
+    """Clients ask for the alias, so the engine must serve it; emulated engines know those of their own file."""
+
+    async def main() -> None:
+        async with clinic(names=PAIR) as found:
+            report = await found.examine(gateway=f"gateway: {{models: {{chat: {MODEL}}}}}\n")
+        assert all("clients would ask for chat" in finding.what for finding in report.findings)
+        assert len(report.findings) == 2
+
+    run(main())
+
+
+def test_an_engine_that_publishes_nothing_about_its_prompt_is_found() -> None:
+    async def main() -> None:
+        context = zmq.Context()
+        publisher = context.socket(zmq.PUB)
+        try:
+            port = publisher.bind_to_random_port("tcp://127.0.0.1")
+            async with clinic(names=PAIR) as found:
+                found.change("prefill0", kv_events=f"tcp://127.0.0.1:{port}")
+                report = await found.examine()
+        finally:
+            publisher.close(linger=0)
+            context.term()
+        assert [(finding.where, finding.what) for finding in report.findings] == [
+            ("prefill0", "it has computed a prompt and published no KV event about it")
+        ]
+
+    run(main())
+
+
+def test_transfers_that_are_counted_under_another_name_are_found() -> None:
+    async def main() -> None:
+        async with clinic(names=("prefill1", "decode0")) as found:
+            found.endpoints = {"prefill0": found.endpoints["prefill1"], "decode0": found.endpoints["decode0"]}
+            report = await found.examine()
+        assert [finding.where for finding in report.findings] == ["prefill0 -> decode0"]
+        assert "under the source 'prefill1'" in report.findings[0].what
+        assert "set `instance` to prefill0" in report.findings[0].hint
+
+    run(main())
+
+
+def test_kv_of_another_size_than_the_model_has_is_found() -> None:
+    """The engines' model has 2.5 times as many bytes per token as the file's, which stands under the same alias."""
+
+    async def main() -> None:
+        async with clinic(names=PAIR) as found:
+            report = await found.examine(
+                head=HEAD.replace(MODEL, "llama-3-8b"), gateway=f"gateway: {{models: {{{MODEL}: llama-3-8b}}}}\n"
+            )
+        assert [finding.where for finding in report.findings] == ["prefill0 -> decode0"]
+        assert "2.5 times what the file's model has" in report.findings[0].what
+
+    run(main())
+
+
+def test_engines_without_kv_events_are_not_blamed() -> None:
+    async def main() -> None:
+        async with clinic(names=PAIR, settings=FleetSettings(kv_events=False)) as found:
+            report = await found.examine()
+        assert report.well
+        assert all(engine.events is None for engine in report.engines)
+
+    run(main())
+
+
+def test_an_examination_ends_in_time_when_an_engine_hangs() -> None:
+    async def main() -> None:
+        async with clinic() as found:
+            await found.order("prefill0", share=1, status="hang", leg="prefill")
+            options = Options(prompt_tokens=TOKENS, timeout_s=3.0, seed=1)
+            report = await found.examine(options)
+            moved = {pair.name: pair.moved for pair in report.pairs}
+            assert moved["prefill0 -> decode0"] == "failed"
+            assert any("no complete answer" in finding.what for finding in report.findings)
+            assert await idle(found)
+
+    run(main())
+
+
+async def idle(found: Clinic) -> bool:
+    """No engine has a request any more."""
+    engines = [server.engine for server in found.fleet.servers.values()]
+    await until(lambda: not any(engine.running or engine.waiting for engine in engines))
+    return True
+
+
+def test_pairs_for_which_no_time_is_left_are_a_finding() -> None:
+    async def main() -> None:
+        async with clinic() as found:
+            report = await found.examine(Options(prompt_tokens=TOKENS, timeout_s=1e-3))
+        assert "give a longer --timeout" in report.findings[-1].sentence
+        assert {pair.moved for pair in report.pairs} == {"not tried"}
+
+    run(main())
+
+
+# Engines of other makes
+
+
+@dataclass(frozen=True)
+class Manners:
+    """How an engine of another make answers what is no completion."""
+
+    key: str = ""
+    """That it asks for."""
+    gate: Gate | None = None
+    """Where its completions wait."""
+    tells_key: bool = False
+    """Its completions fail, with a message that has the key in it."""
+
+    async def serve(self, engine: Engine, request: web.BaseRequest, asked: Asked) -> web.StreamResponse:
+        """See `foreign.Serve`."""
+        if self.key and asked.headers.get("authorization") != f"Bearer {self.key}":
+            return web.json_response({"error": {"message": f"wrong key, try {self.key}"}}, status=401)
+        if asked.path == "/v1/models":
+            return web.json_response({"data": [{"id": MODEL, "max_model_len": 512}]})
+        if not asked.path.startswith("/v1/completions"):
+            return web.Response(status=404)
+        if self.gate is not None:
+            await self.gate.wait()
+        if self.tells_key:
+            return web.json_response({"error": {"message": f"the key {self.key} may not do this"}}, status=500)
+        return await tokens(engine, request, asked)
+
+
+async def examined(engines: list[Engine], key: str = "", options: Options = OPTIONS) -> Report:
+    return await examine(deployment(engines), options, key)
+
+
+def deployment(engines: list[Engine]) -> Deployment:
+    endpoints = {engine.name: Endpoint(url=f"http://127.0.0.1:{engine.port}") for engine in engines}
+    return Deployment.of(cluster_text(endpoints), "clinic.yaml")
+
+
+def test_series_that_the_gateway_reads_and_a_page_lacks_are_found() -> None:
+    """These pages have `num_requests_running` alone."""
+
+    async def main() -> None:
+        engines = [
+            Engine("prefill0", "prefill", serve=Manners().serve),
+            Engine("decode0", "decode", serve=Manners().serve),
+        ]
+        async with listening(engines):
+            report = await examined(engines)
+        assert [finding.where for finding in report.findings] == ["decode0", "prefill0"]
+        for finding in report.findings:
+            assert "lacks vllm:num_requests_waiting, vllm:kv_cache_usage_perc" in finding.what
+            assert "--disable-log-stats" in finding.hint
+        assert [pair.evidence for pair in report.pairs] == ["time"]
+
+    run(main())
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_key_reaches_the_engines_and_is_never_shown(known: bool) -> None:
+    async def main() -> None:
+        serve = Manners(key="a-secret-key").serve
+        engines = [Engine("prefill0", "prefill", serve=serve), Engine("decode0", "decode", serve=serve)]
+        async with listening(engines):
+            report = await examined(engines, key="a-secret-key" if known else "wrong-key")
+        assert [pair.moved == "not tried" for pair in report.pairs] == [not known]
+        text = msgspec.json.encode(report).decode() + "".join(finding.sentence for finding in report.findings)
+        assert "a-secret-key" not in text
+        assert "wrong-key" not in text
+        assert any("refuses the key" in finding.what for finding in report.findings) is not known
+
+    run(main())
+
+
+def test_a_key_in_an_engines_error_message_is_hidden() -> None:
+    async def main() -> None:
+        serve = Manners(key="a-secret-key", tells_key=True).serve
+        engines = [Engine("prefill0", "prefill", serve=serve), Engine("decode0", "decode", serve=serve)]
+        async with listening(engines):
+            report = await examined(engines, key="a-secret-key")
+        failure = "prefill engine prefill0: HTTP status 500 (the key [key] may not do this)"
+        assert [pair.failure for pair in report.pairs] == [failure]
+        assert any(failure in finding.what for finding in report.findings)
+        assert "a-secret-key" not in msgspec.json.encode(report).decode()
+
+    run(main())
+
+
+def test_an_examination_that_is_cancelled_leaves_no_request_behind() -> None:
+    async def main() -> None:
+        gate = Gate()
+        engines = [
+            Engine("prefill0", "prefill", serve=Manners(gate=gate).serve),
+            Engine("decode0", "decode", serve=Manners().serve),
+        ]
+        async with listening(engines):
+            options = Options(prompt_tokens=TOKENS, timeout_s=3600.0, seed=1)  # no timeout ends the request
+            task = asyncio.get_running_loop().create_task(examined(engines, options=options))
+            await gate.entered.wait()
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            await gate.left.wait()
+        assert gate.cancelled, "the engine has seen its caller leave"
+
+    run(main())

@@ -1,0 +1,37 @@
+"""Live: `kvroute doctor` in front of real vLLM with kvroute's connector; no gateway runs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from tests.live.vllm.test_vllm_serve import cluster_file
+
+if TYPE_CHECKING:
+    from tests.live.vllm.conftest import Pair
+
+pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
+
+
+def test_the_doctor_sees_kv_move_through_both_pairs(pair: Pair, tmp_path: Path) -> None:
+    """Speed and size are not judged: these servers share two cores and run in float32; the model says bfloat16."""
+    file = tmp_path / "cluster.yaml"
+    file.write_text(cluster_file(pair, {}), encoding="utf-8")
+    command = [sys.executable, "-m", "kvroute.cli.app", "doctor", str(file), "--json", "--timeout", "5 min"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert ended.returncode in (0, 1), ended.stderr
+    document = json.loads(ended.stdout)
+    for engine in document["engines"]:
+        assert (engine["health"], engine["model_ok"]) == ("ok", True), engine
+        assert engine["metrics"]["missing"] == [], engine
+        assert engine["events"]["subscribed"], engine
+        assert engine["events"]["replay"], engine
+    assert {each["prefill"] for each in document["pairs"]} == {"prefill0"}
+    assert {each["decode"] for each in document["pairs"]} == {"decode0", "decode1"}
+    for each in document["pairs"]:
+        assert (each["moved"], each["evidence"]) == ("yes", "counters"), each
+        assert each["kv_bytes"] > 0
