@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.doctor.clinic import cluster_text
+from tests.doctor.clinic import HEAD, cluster_text
 
 from kvroute import llm, topology
 from kvroute.doctor.clock import OFFSET_MAX_S, Offset, from_date, from_timestamp, narrowest, wrong
@@ -73,6 +73,22 @@ def test_a_clock_is_wrong_only_if_its_bounds_say_so(offset_s: float, error_s: fl
     if found:
         assert ("behind" if offset_s < 0 else "ahead of") in sentences[0]
         assert abs(offset_s) > OFFSET_MAX_S
+
+
+@pytest.mark.parametrize(
+    ("health", "hint"),
+    [
+        ("no connection to 10.0.0.1:40103 (Connect call failed)", "start the engine"),
+        ("HTTP status 500", "start the engine"),
+        ("HTTP status 401 for /v1/models", "--key-env"),
+        ("HTTP status 403", "--key-env"),
+    ],
+)
+def test_only_a_refused_key_is_called_one(health: str, hint: str) -> None:
+    """A port may have the digits of a status."""
+    report = EngineReport(name="p", role="prefill", protocol="vllm", url="", tp=1, model="m", health=health)
+    (finding,) = engine_findings(report, GatewaySettings())
+    assert hint in finding.hint
 
 
 # Counters
@@ -201,10 +217,10 @@ def test_numbers_have_human_units() -> None:
 # Pairs
 
 
-def cluster_of(prefills: int, decodes: int) -> Cluster:
+def cluster_of(prefills: int, decodes: int, gpus: int = 8) -> Cluster:
     names = [f"prefill{n}" for n in range(prefills)] + [f"decode{n}" for n in range(decodes)]
     endpoints = {name: Endpoint(url=f"http://127.0.0.1:{port}") for port, name in enumerate(names, start=1)}
-    return topology.parse(cluster_text(endpoints, tp=1))
+    return topology.parse(cluster_text(endpoints, head=HEAD.replace("gpus: 8", f"gpus: {gpus}"), tp=1))
 
 
 @given(prefills=st.integers(1, 8), decodes=st.integers(1, 8), most=st.integers(0, 70) | st.none())
@@ -216,6 +232,12 @@ def test_pairs_are_chosen_once_each_and_cover_the_engines(prefills: int, decodes
     assert len({(pair.prefill, pair.decode) for pair in chosen}) == len(chosen) == count
     assert len({pair.prefill for pair in chosen}) == min(prefills, count)
     assert len({pair.decode for pair in chosen}) == min(decodes, count)
+
+
+def test_all_pairs_of_a_large_cluster_are_chosen_once_each() -> None:
+    """There are more than are ranked."""
+    chosen = chosen_pairs(cluster_of(26, 26, gpus=32), None)
+    assert len({(pair.prefill, pair.decode) for pair in chosen}) == len(chosen) == 676
 
 
 def test_the_first_pairs_cover_all_tiers() -> None:

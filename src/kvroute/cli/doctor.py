@@ -65,12 +65,14 @@ def doctor(
 
         from kvroute.doctor import Options
         from kvroute.gateway.deployment import Deployment
+        from kvroute.gateway.open_files import raise_limit
     except ImportError as error:
         raise InputError(f"{error.name} is not installed", mend="pip install 'kvroute[serve]'") from None
     options = Options(pairs=_pairs(pairs), timeout_s=_timeout_s(timeout), prompt_tokens=prompt_tokens)
     deployment = Deployment.read(cluster)
     tell(deployment.cluster.remarks)
     key = _key(key_env, deployment.settings.upstream_key_env)
+    raise_limit()
     report = uvloop.run(_examined(deployment, options, key))
     if report is None:
         remarks().print("interrupted; every request is aborted", style="yellow")

@@ -12,6 +12,8 @@ from kvroute.types import Instance
 
 PAIRS_MAX = 16
 """Pairs that are tried unless more are asked for."""
+_RANKED_MAX = 512
+"""So many pairs are ranked; the order of the others says nothing, and ranking all of a large cluster takes minutes."""
 
 
 def possible_pairs(cluster: Cluster) -> int:
@@ -41,7 +43,7 @@ def chosen_pairs(cluster: Cluster, most: int | None) -> list[PairReport]:
             def rank(partner: Instance, row: Sequence[int] = row) -> tuple[int, int, str]:
                 return decodes[partner.name], tiers[int(row[cluster.index(partner.name)])], partner.name
 
-            decode = min(partners, key=rank)
+            decode = min(partners, key=rank) if len(chosen) < _RANKED_MAX else partners[0]
             partners.remove(decode)
             pair = _pair(cluster, prefill, decode.name)
             decodes[decode.name] += 1

@@ -56,7 +56,7 @@ def engine_findings(report: EngineReport, settings: GatewaySettings) -> Iterator
 def _health_finding(report: EngineReport) -> Finding:
     if report.health == "not asked":
         return Finding(report.name, "there was no time left to ask the engine", "give a longer --timeout")
-    if "401" in report.health or "403" in report.health:
+    if report.health.startswith(("HTTP status 401", "HTTP status 403")):
         hint = "name the environment variable with its key: `gateway.upstream_key_env` or --key-env"
         return Finding(report.name, f"the engine refuses the key ({report.health})", hint)
     what = f"{report.url} is not healthy ({report.health})"
