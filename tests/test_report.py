@@ -329,8 +329,31 @@ def test_every_kind_of_experiment_has_a_page(name: str, tmp_path: Path) -> None:
     text = check_page(page)
     assert experiment.expectation in text
     assert "a note &lt;i&gt;" in text
-    assert f"kvroute experiment {name} --reading paper --seeds 2" in text
+    assert f"kvroute experiment {name} --reading paper --profile rag --seeds 2" in text
     assert "reading.ecmp" in text
+
+
+def test_a_page_says_every_option_that_its_results_need(tmp_path: Path) -> None:
+    """Profiles where not all ran, the first seed, changed assumptions; the command's own parser reads it back."""
+    experiment = EXPERIMENTS["netkv-load"]
+    records = [
+        msgspec.structs.replace(each, cell=msgspec.structs.replace(each.cell, seed=each.cell.seed + 3, reading=reading))
+        for reading in ("paper+ecmp=flow",)
+        for each in sweep(experiment, profiles=("chatbot", "rag"), seeds=2)
+    ]
+    text = check_page(write_experiment(experiment, records, tmp_path))
+    whole = "kvroute experiment netkv-load --reading paper --set ecmp=flow --profile chatbot --profile rag"
+    assert f"{whole} --seed 3 --seeds 2" in text
+    assert "--cell chatbot,0.5,cla --seed 3" in text or "--cell chatbot,0.5,round-robin --seed 3" in text
+    everything = check_page(write_experiment(experiment, sweep(experiment, seeds=1), tmp_path / "all"))
+    assert "kvroute experiment netkv-load --reading paper --seeds 1" in everything
+
+
+def test_the_column_of_requests_in_time_says_within_how_long() -> None:
+    runs = summaries(comparison(("cla", "netkv")))
+    titles = [heading.title for heading in comparison_grid(runs, 2.0).headings]
+    assert "TTFT ≤2s %" in titles
+    assert "SLO %" not in titles
 
 
 def test_the_index_links_to_pages(tmp_path: Path) -> None:

@@ -257,7 +257,7 @@ def test_foresight_says_its_terms_by_their_names(browser: Browser) -> None:
         browser.until(f"{PRICED} && ({PRICED}.click(), true)")
         head = browser.until(_texts("#why th"))
         assert head[3:] == [
-            "transfer", "imposed on others", "slot wait", "first step", "slot price", "pace", "played", "tier"
+            "transfer", "imposed on others", "slot wait", "first step", "cost of using a slot", "pace", "played", "tier"
         ]  # fmt: skip
         widths = browser.run(WIDTHS)
         assert max(widths) > 0.9

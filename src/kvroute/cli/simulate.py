@@ -301,7 +301,7 @@ def simulate(
         print_json({"runs": runs, "verdict": verdict(runs)})
         return
     shown = console()
-    shown.print(comparison_table(runs, width=shown.width))
+    shown.print(comparison_table(runs, width=shown.width, slo_ttft_s=slo_ttft))
     found = verdict(runs)
     console().print(found.sentence)
     for remark in found.remarks:

@@ -67,7 +67,7 @@ def write_report(records: Sequence[Record], out: Path, title: str, *, command: s
     if timelines:
         changes = _changes(records[0])
         marked = "; upright lines: a link's capacity changes" if changes else ""
-        caption = f"Own traffic as a share of each tier's capacity over time, seed {seed}{marked}"
+        caption = f"Own traffic as a share of each tier's capacity, mean between telemetry updates, seed {seed}{marked}"
         pictures.append(picture(link_utilisation(timelines, changes), out, "link-utilisation", caption))
         thresholds = {policy: timeline for policy, timeline in timelines.items() if timeline.threshold_tokens}
         if thresholds:
@@ -81,7 +81,7 @@ def write_report(records: Sequence[Record], out: Path, title: str, *, command: s
         title=title,
         verdict=verdict(runs).sentence,
         remarks=verdict(runs).remarks,
-        table=comparison_grid(runs),
+        table=comparison_grid(runs, _slo_ttft_s(records[0])),
         pictures=pictures,
         differences=differences_grid(runs),
         command=command or _command(records),
@@ -99,6 +99,11 @@ def _parameters(records: Sequence[Record]) -> list[tuple[str, str]]:
     if _DECODE in found:
         found[_DECODE] = ", ".join(policies_of(summaries(records)))
     return list(found.items())
+
+
+def _slo_ttft_s(record: Record) -> float | None:
+    slo: Mapping[str, Any] = record.config.get("settings", {}).get("slo", {})
+    return slo.get("ttft_s")
 
 
 def _changes(record: Record) -> list[tuple[float, str]]:

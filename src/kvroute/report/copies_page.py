@@ -16,6 +16,7 @@ from kvroute.report.experiment_page import headline, shared_parameters
 from kvroute.report.findings import Finding, Holds, below
 from kvroute.report.grid import UNKNOWN, Entry, Grid, Heading
 from kvroute.report.page import picture, write_page
+from kvroute.report.rerun import cell_options, sweep_options
 from kvroute.report.series import of_profile, profiles_of
 
 Number = Callable[[Record], float | None]
@@ -121,8 +122,7 @@ def copies_bars(records: Sequence[Record]) -> Figure:
 def write_copies(experiment: Experiment, records: Sequence[Record], out: Path) -> Path:
     """Write `out`/report.html and the figure; the path of the page. Raises InputError for an unusable folder."""
     command = f"kvroute experiment {shlex.quote(experiment.name)}"
-    cell, found = records[0].cell, copies_findings(records)
-    one = f"{command} --cell {shlex.quote(f'{cell.profile},{cell.policy}')} --seed {cell.seed}"
+    cells, found = [record.cell for record in records], copies_findings(records)
     return write_page(
         "experiment.html.j2",
         out / "report.html",
@@ -138,7 +138,7 @@ def write_copies(experiment: Experiment, records: Sequence[Record], out: Path) -
             "conversations: generated after Mooncake's trace; a turn goes on from the one before",
             "the model is hybrid: a cached prefix counts where a prompt has ended, and its state crosses with it",
         ),
-        commands=[command, one],
+        commands=[command + sweep_options(experiment, cells), command + cell_options(cells[0])],
         cells=len(records),
         seeds=len({each.cell.seed for each in records}),
     )

@@ -13,6 +13,7 @@ from kvroute.experiments.cells import Experiment, Record
 from kvroute.report.figures import ablation_bars, heat_map, load_sweep, sweep_lines, tier_split, ttft_breakdown
 from kvroute.report.findings import Finding, findings
 from kvroute.report.page import Picture, parameters, picture, write_page
+from kvroute.report.rerun import cell_options, reading_options, sweep_options
 from kvroute.report.series import axes_of, of_profile, profiles_of, summaries
 from kvroute.report.tables import experiment_grid
 from kvroute.types import InputError
@@ -128,10 +129,8 @@ def _variety(texts: Sequence[str]) -> str:
 
 def _commands(experiment: Experiment, records: Sequence[Record]) -> list[str]:
     """The whole sweep, then its first cell alone."""
-    cell, trace = records[0].cell, str(records[0].config.get("trace", ""))
-    start = f"kvroute experiment {shlex.quote(experiment.name)} --reading {shlex.quote(cell.reading)}"
+    cells, trace = [record.cell for record in records], str(records[0].config.get("trace", ""))
+    start = f"kvroute experiment {shlex.quote(experiment.name)}{reading_options(cells[0], named=True)}"
     if trace and not trace.startswith("generated"):
         start += f" --trace {shlex.quote(trace)}"
-    point = ",".join((cell.profile, *(f"{value:g}" for value in cell.settings.values()), cell.policy))
-    seeds = max(record.cell.seed for record in records) + 1
-    return [f"{start} --seeds {seeds}", f"{start} --cell {shlex.quote(point)} --seed {cell.seed}"]
+    return [start + sweep_options(experiment, cells), start + cell_options(cells[0])]

@@ -65,7 +65,11 @@ def below(experiment: Experiment, records: Sequence[Record], pair: tuple[str, st
     gaps = [(where, each) for where, each in found if each is not None]
     claim = f"{pair[0]} below {pair[1]}"
     if not gaps:
-        return claim, "unclear", f"{pair[0]} and {pair[1]} have no seed in common with a first token."
+        return (
+            claim,
+            "unclear",
+            f"{pair[0]} and {pair[1]} share no seed with a first token, so nothing is compared; use equal --seeds.",
+        )
     clear_wins = sum(each.mean < 0 and not each.is_noise for _, each in gaps)
     holds = _below_holds([each for _, each in gaps], clear_wins)
     if len(gaps) == 1:
@@ -151,7 +155,11 @@ def _trend(
     low, high = table[values[0]], table[values[-1]]
     change = estimate(high[seed] - low[seed] for seed in sorted(low.keys() & high.keys()))
     if change is None:
-        return claim, "unclear", f"The ends of {axis} have no seed in common with a first token."
+        return (
+            claim,
+            "unclear",
+            f"No seed gave a first token at both ends of {axis}, so they are not compared; use equal --seeds.",
+        )
     means = {value: float(np.mean(list(some.values()))) for value, some in table.items() if some}
     peak = max(means, key=lambda value: (means[value], -value))
     half_width = "" if change.half_width is None else f" ±{change.half_width * 100:.1f}"

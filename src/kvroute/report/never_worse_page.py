@@ -13,6 +13,7 @@ from kvroute.report.figures.never_worse import ratios, trade, worth
 from kvroute.report.never_worse_findings import OURS, geometric_mean, honest, losses, matrix_findings, pairs
 from kvroute.report.never_worse_tables import cells_grid, headline_grid, losses_grid, seen_grid, terms_grid
 from kvroute.report.page import Picture, picture, write_page
+from kvroute.report.rerun import cell_options, seed_options
 from kvroute.types import InputError
 
 _NOTES = (
@@ -102,9 +103,8 @@ def _unsigned(records: Sequence[Record]) -> list[str]:
 
 
 def _commands(matrix: Sequence[Record]) -> list[str]:
-    seeds = max(record.cell.seed for record in matrix) + 1
-    cell = matrix[0].cell
     traces = any(CASES[record.cell.profile].trace != "generated" for record in matrix)
     more = " --trace-dir FOLDER" if traces else ""
-    one = f"kvroute experiment never-worse-matrix{more} --cell '{cell.profile},{cell.policy}' --seed {cell.seed}"
-    return [f"kvroute experiment never-worse{more} --seeds {seeds}", one]
+    cells = [record.cell for record in matrix]
+    one = f"kvroute experiment never-worse-matrix{more}{cell_options(cells[0])}"
+    return [f"kvroute experiment never-worse{more}{seed_options(cells)}", one]

@@ -232,7 +232,12 @@ def _against(
     """`least`: the relative difference from which the claim holds; None: it holds if it is above zero beyond noise."""
     found = lead(records, other)
     if found is None:
-        return Finding(profile, claim, "unclear", "The pair has no seed in common.")
+        return Finding(
+            profile,
+            claim,
+            "unclear",
+            "The two policies ran with different seeds, so nothing is compared; use the same --seeds.",
+        )
     error = standard_error(found, records)
     runs = {name: estimate(r.summary.goodput_per_s for r in records if r.cell.policy == name) for name in (DUAL, other)}
     levels = " against ".join(f"{known.mean:.3f}" for known in runs.values() if known is not None)

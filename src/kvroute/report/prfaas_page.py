@@ -16,6 +16,7 @@ from kvroute.report.figures.prfaas import keeps_up, kv_lines, over_thresholds, o
 from kvroute.report.page import Picture, picture, write_page
 from kvroute.report.prfaas_findings import prfaas_findings
 from kvroute.report.prfaas_tables import prfaas_grids
+from kvroute.report.rerun import cell_options, reading_options, sweep_options
 from kvroute.types import InputError
 
 _NOTES = {
@@ -66,7 +67,7 @@ def write_prfaas(experiment: Experiment, records: Sequence[Record], points: Sequ
         tables=prfaas_grids(experiment, records, points),
         config=shared_parameters(records),
         notes=_NOTES[experiment.name],
-        commands=_commands(experiment, used[0].cell, str(used[0].config.get("trace", "generated"))),
+        commands=_commands(experiment, [each.cell for each in used], str(used[0].config.get("trace", "generated"))),
         cells=len(used),
         seeds=len({each.cell.seed for each in used}),
     )
@@ -104,12 +105,9 @@ def _pictures(
     return [picture(figure, out, name, caption) for figure, name, caption in drawn]
 
 
-def _commands(experiment: Experiment, cell: Cell, trace: str) -> list[str]:
+def _commands(experiment: Experiment, cells: Sequence[Cell], trace: str) -> list[str]:
     """The whole sweep, then its first cell alone."""
-    start = f"kvroute experiment {shlex.quote(experiment.name)}"
-    for change in cell.reading.split("+")[1:]:
-        start += f" --set {shlex.quote(change)}"
+    start = f"kvroute experiment {shlex.quote(experiment.name)}{reading_options(cells[0], named=False)}"
     if not trace.startswith("generated"):
         start += f" --trace {shlex.quote(trace.split(',')[0])}"
-    point = ",".join((cell.profile, *(f"{value:g}" for value in cell.settings.values()), cell.policy))
-    return [start, f"{start} --cell {shlex.quote(point)} --seed {cell.seed}"]
+    return [start + sweep_options(experiment, cells), start + cell_options(cells[0])]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from rich.table import Table
@@ -23,6 +23,7 @@ from kvroute.report.series import (
     relative_half_width,
 )
 from kvroute.sim.metrics import Summary
+from kvroute.topology.units import about_duration
 from kvroute.types import CROSS_DATACENTER
 
 AXIS_HEADINGS = {
@@ -46,6 +47,7 @@ class _Column:
     """None: by the size of the column's largest value."""
 
 
+_IN_TIME = "SLO %"
 _COLUMNS = (
     _Column(Heading("TTFT mean ms", "Mean time to first token, arrival to first token"), mean_ttft_s, 1e3, True),
     _Column(Heading("P50 ms", "Median TTFT", 2), lambda run: run.ttft_s.p50, 1e3, True),
@@ -54,7 +56,7 @@ _COLUMNS = (
     _Column(Heading("KV transfer ms", "Mean KV transfer time", 9), lambda run: run.transfer_s.mean, 1e3, True),
     _Column(Heading("TBT ms", "Mean iteration a request joins in", 1), lambda run: run.tbt_s.mean, 1e3, True),
     _Column(Heading("TPOT ms", "Mean time per output token", 5), lambda run: run.tpot_s.mean, 1e3, True),
-    _Column(Heading("SLO %", "Requests in time"), lambda run: run.slo_attainment, 100, False, 1),
+    _Column(Heading(_IN_TIME, "Requests in time"), lambda run: run.slo_attainment, 100, False, 1),
     _Column(Heading("good /s", "Good requests per second", 6), lambda run: run.goodput_per_s, 1, False),
     _Column(Heading("hit %", "Prompt tokens found at decode", 4), lambda run: run.cache_hit, 100, False, 1),
     _Column(Heading("rejected", "Requests refused", 10), lambda run: run.requests.rejected, 1, True, 0),
@@ -89,14 +91,15 @@ _BETWEEN_SITES = (
 _TIERS_AFTER = "good /s"
 
 
-def comparison_table(runs: Sequence[Summary], *, width: int | None = None) -> Table:
+def comparison_table(runs: Sequence[Summary], *, width: int | None = None, slo_ttft_s: float | None = None) -> Table:
     """One row per policy: the mean over seeds and, below it, ± half of the 95 % confidence interval.
 
     Args:
         runs: one summary per policy and seed.
         width: characters to fit in, None for those of the terminal; less important columns give way.
+        slo_ttft_s: within which a first token is in time, for the heading; None: not known.
     """
-    return rich_table(comparison_grid(runs), width)
+    return rich_table(comparison_grid(runs, slo_ttft_s), width)
 
 
 def experiment_table(experiment: Experiment, records: Sequence[Record], *, width: int | None = None) -> Table:
@@ -104,13 +107,13 @@ def experiment_table(experiment: Experiment, records: Sequence[Record], *, width
     return rich_table(experiment_grid(experiment, records), width)
 
 
-def comparison_grid(runs: Sequence[Summary]) -> Grid:
+def comparison_grid(runs: Sequence[Summary], slo_ttft_s: float | None = None) -> Grid:
     """The comparison as texts; what was not measured is "-"."""
     policies = policies_of(runs)
     columns = [[Entry(policy) for policy in policies]]
     headings = [Heading("policy")]
     for column in (*_COLUMNS, *(_BETWEEN_SITES if _between_sites(runs) else ())):
-        headings.append(column.heading)
+        headings.append(_with_slo(column.heading, slo_ttft_s))
         columns.append(
             _entries(column, [estimate(column.value(run) for run in of_policy(runs, name)) for name in policies])
         )
@@ -121,6 +124,14 @@ def comparison_grid(runs: Sequence[Summary]) -> Grid:
     caption = f"Mean of {seeds} seeds, ± 95 % interval of the mean." if seeds > 1 else "One seed."
     bold = "Bold: best mean of the column, noise or not." if len(policies) > 1 else ""
     return Grid("", tuple(headings), tuple(zip(*columns, strict=True)), caption, bold=bold)
+
+
+def _with_slo(heading: Heading, slo_ttft_s: float | None) -> Heading:
+    """The column of requests in time says within how many seconds."""
+    if heading.title != _IN_TIME or slo_ttft_s is None:
+        return heading
+    seconds = about_duration(slo_ttft_s).replace(" ", "")
+    return replace(heading, title=f"TTFT ≤{seconds} %", about=f"Requests whose first token came within {seconds}")
 
 
 def _between_sites(runs: Sequence[Summary]) -> bool:

@@ -102,7 +102,7 @@ class TtftParts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Timeline(msgspec.Struct, frozen=True, kw_only=True):
-    """Own traffic per tier over time, sampled at every telemetry refresh: share of the tier's capacity in use."""
+    """Own traffic per tier over time: mean share of a tier's capacity in use since the refresh before."""
 
     at_s: tuple[float, ...]
     tier: dict[str, tuple[float, ...]]

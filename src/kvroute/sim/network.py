@@ -202,6 +202,15 @@ class Fabric:
         flows = range(transfer.first_flow, transfer.first_flow + len(transfer.paths))
         return [flow for flow in flows if flow in self._transfers]
 
+    def own_bytes(self) -> FloatArray:
+        """What own transfers have sent over each tier's links so far, length TIER_COUNT."""
+        carried = np.bincount(self._link_bin, self.network.link_bytes, TIER_COUNT + 1)
+        return np.asarray(carried[:TIER_COUNT], dtype=np.float64)
+
+    def mean_share(self, before: FloatArray, seconds: float) -> FloatArray:
+        """What own transfers took of each tier's capacity over the last `seconds`; `before`: `own_bytes` then."""
+        return (self.own_bytes() - before) / (self._tier_bytes_per_s * seconds)
+
     def own_share(self) -> FloatArray:
         """What own transfers take of each tier's capacity now, length TIER_COUNT."""
         carried = np.bincount(self._link_bin, self.network.link_rate_bytes_per_s, TIER_COUNT + 1)

@@ -23,6 +23,8 @@ class Telemetry:
         self._threshold_tokens, self._thresholds = threshold_tokens, list[float]()
         self._names = [instance.name for instance in fabric.cluster.instances]
         self._samples: list[tuple[float, list[float]]] = []
+        self._last_s, self._sent = 0.0, fabric.own_bytes()
+        """Of the last refresh: when it was, and bytes by tier until then."""
         self._unmeasured: dict[tuple[int, int], list[tuple[int, float]]] = {}
         """Requests whose KV has landed since the last refresh, and when it set out, by source and target."""
 
@@ -43,9 +45,18 @@ class Telemetry:
         elif self._settings.telemetry == "link":
             yield LinksMeasured(at, self._fabric.utilisation(separate))
         yield from self._transfers(at)
-        self._samples.append((at, self._fabric.own_share().tolist()))
+        self._sample(at)
         if (threshold := self._threshold_tokens()) is not None:
             self._thresholds.append(threshold)
+
+    def _sample(self, at: float) -> None:
+        """Means since the last refresh: transfers are shorter than the time between two."""
+        if at > self._last_s:
+            shares = np.clip(self._fabric.mean_share(self._sent, at - self._last_s), 0.0, 1.0)
+            self._last_s, self._sent = at, self._fabric.own_bytes()
+        else:
+            shares = np.zeros(TIER_COUNT)
+        self._samples.append((at, shares.tolist()))
 
     def _transfers(self, at: float) -> Iterator[Event]:
         names, outcomes = self._names, self._outcomes
@@ -57,7 +68,7 @@ class Telemetry:
         self._unmeasured.clear()
 
     def timeline(self) -> Timeline:
-        """Own traffic and the threshold at every refresh so far."""
+        """Own traffic between refreshes, and the threshold at each, so far."""
         at_s, shares = tuple(at for at, _ in self._samples), [share for _, share in self._samples]
         tier = {str(tier): tuple(s[tier] for s in shares) for tier in range(TIER_COUNT)}
         return Timeline(at_s=at_s, tier=tier, threshold_tokens=tuple(self._thresholds))

@@ -171,9 +171,9 @@ export class Panels {
     if (!foresight) return;
     setText($("learned-note"), `from own transfers${foresight.policy === this.tick.policy ? "" : `, by ${foresight.policy} in the shadow`}`);
     const tiers = foresight.tiers.map((tier, k) => ({ ...tier, k })).filter((tier) => tier.k >= FAR && tier.bytes_per_s !== null);
-    fillTable($("learned"), ["tier", "measured", "one gets", "rests on", "last"], tiers.map((tier) => [
+    fillTable($("learned"), ["tier", "measured", "one gets", "transfers", "last"], tiers.map((tier) => [
       this.layout.tiers[tier.k], `× ${tier.factor.toFixed(2)}`, `${bytes(tier.bytes_per_s)}/s`,
-      tier.transfers ? `${tier.weight.toFixed(1)} of ${tier.transfers}` : "–", tier.age_s === null ? "never" : tier.age_s ? `${seconds(tier.age_s)} ago` : "just now",
+      tier.transfers ? `${tier.transfers} (${tier.weight.toFixed(1)} count)` : "–", tier.age_s === null ? "never" : tier.age_s ? `${seconds(tier.age_s)} ago` : "just now",
     ]));
     [...$("learned").tBodies[0].rows].forEach((row, k) => {
       inColour(row, tiers[k].k);
@@ -502,7 +502,7 @@ class Offloading {
 
 const total = (values) => values.reduce((sum, value) => sum + value, 0);
 const inColour = (row, tier) => { row.cells[0].style.boxShadow = `inset 4px 0 ${TIER_COLOURS[tier]}`; row.cells[0].style.paddingLeft = "10px"; };
-const SPOKEN = { imposed_s: "imposed on others", wait_s: "slot wait", step_s: "first step", slot_s: "slot price", pace_bytes_per_s: "pace" };
+const SPOKEN = { imposed_s: "imposed on others", wait_s: "slot wait", step_s: "first step", slot_s: "cost of using a slot", pace_bytes_per_s: "pace" };
 const spoken = (name) => SPOKEN[name] ?? (isTime(name) ? name.slice(0, -2) : name.replace(/_bytes_per_s$/, " bandwidth")).replaceAll("_", " ");
 
 // What a cost in seconds is the sum of, without what adds nothing.

@@ -108,8 +108,8 @@ def _on(colour: str) -> str:
 
 
 def link_utilisation(timelines: Mapping[str, Timeline], changes: Sequence[tuple[float, str]] = ()) -> Figure:
-    """Own traffic over time as a share of a tier's capacity, a panel per tier that carried any, a line per policy;
-    `changes` of links are marked: when, and in words."""
+    """Own traffic over time as a share of a tier's capacity, means of intervals: a panel per tier that carried any, a
+    line per policy; `changes` of links are marked: when, and in words."""
     tiers = sorted({tier for each in timelines.values() for tier, shares in each.tier.items() if any(shares)})
     with style():
         if not tiers:
@@ -131,7 +131,7 @@ def link_utilisation(timelines: Mapping[str, Timeline], changes: Sequence[tuple[
             if row < len(tiers) - 1:
                 axes.tick_params(labelbottom=False)
         grid_axes[-1][0].set_xlabel("time, s")
-        figure.supylabel("capacity in use", fontsize=8.5)
+        figure.supylabel("capacity in use, mean", fontsize=8.5)
         policy_legend(figure, list(timelines), plain_lines=True)
     return figure
 
