@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import msgspec
@@ -215,7 +216,16 @@ def test_every_experiment_has_a_page(name: str, tmp_path: Path) -> None:
     one, records = {"case": (CASE_STUDY, loads()), "burst": (BURST, bursts()), "kv": (KV_THROUGHPUT, [])}[name]
     page = write_prfaas(one, records, points if name == "kv" else (), tmp_path)
     text = page.read_text()
-    assert f"kvroute experiment {one.name}\n" in text
+    seeds = {"case": 2, "burst": 3, "kv": 1}[name]
+    commands = re.search(r"<pre>(.*)\n(.*)\n</pre>", text)
+    assert commands is not None
+    whole, cell = commands.groups()
+    assert whole.startswith(f"kvroute experiment {one.name} ")
+    assert whole.endswith(f" --seeds {seeds}")
+    ran = {each.cell.profile for each in records or points}
+    left_out = ran < set(one.profiles)
+    assert re.findall(r"--profile (\S+)", whole) == [each for each in one.profiles if each in ran and left_out]
+    assert "--cell" in cell
     assert text.count("<figure>") == len(list((tmp_path / "figures").glob("*.png"))) > 0
     for grid in prfaas_grids(one, records, points):
         assert all(len(row) == len(grid.headings) for row in grid.rows)
