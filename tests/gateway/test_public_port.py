@@ -342,9 +342,9 @@ def test_a_page_of_metrics_is_made_in_pieces_between_which_others_are_served() -
     run(main())
 
 
-def reading_threads() -> set[int | None]:
+def reading_threads() -> set[threading.Thread]:
     """Threads in which bodies are read; each is started by the first body that it reads."""
-    return {thread.ident for thread in threading.enumerate() if thread.name.startswith("read")}
+    return {thread for thread in threading.enumerate() if thread.name.startswith("read")}
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize"])
