@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from tests.examples import CLUSTERS, EXAMPLES
 from typer.testing import CliRunner
 
+from kvroute.cli.output import own_command
 from kvroute.cli.topology import app
 from kvroute.gateway.preflight import deployment_of
 from kvroute.report.topology_figure import draw_topology, topology_figure
@@ -298,7 +299,7 @@ def test_expand_makes_a_simulated_cluster_servable(how: str, tmp_path: Path) -> 
     }[how]
     out = tmp_path / "served.yaml"
     ended = runner.invoke(app, ["expand", SIMULATED, *options, "--out", str(out)])
-    assert (ended.exit_code, ended.stdout) == (0, f"wrote {out}; next: kvroute serve {out}\n")
+    assert (ended.exit_code, ended.stdout) == (0, f"wrote {out}; next: {own_command()} serve {out}\n")
     made = load(out)
     urls = {each.name: each.endpoint.url for each in made.instances if each.endpoint}
     assert urls == dict(zip(order, ADDRESSES, strict=True))

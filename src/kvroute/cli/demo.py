@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from kvroute import topology
-from kvroute.cli.output import make_folder, remarks, tell
+from kvroute.cli.output import make_folder, own_command, remarks, tell
 from kvroute.cli.quantities import DURATION, RATE, per_second
 from kvroute.cli.quantities import seconds as seconds_option
 from kvroute.control import ControlSpec
@@ -191,7 +192,7 @@ def _farewell(cluster: Path, out: Path, policy: str) -> None:
     for text in (
         f"Open {out / 'dashboard.html'} in a browser: the cluster at its busiest under {policy}.",
         "To keep a gateway running, with the live dashboard at http://127.0.0.1:9090:",
-        f"    kvroute serve --embedded {cluster}",
+        f"    {own_command()} serve --embedded {shlex.quote(str(cluster))}",
         "and give it traffic at http://127.0.0.1:8080/v1 with any OpenAI client.",
     ):
         paper.print(text, markup=False, soft_wrap=True)

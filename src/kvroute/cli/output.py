@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shlex
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -47,6 +49,17 @@ def print_json(document: Any) -> None:
     """The document and a newline on stdout, nothing else; a NaN would be our own bug."""
     sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n")
     sys.stdout.buffer.flush()
+
+
+def own_command() -> str:
+    """How to call kvroute again from here: `kvroute` where the shell finds this one, else its path, such as
+    `.venv/bin/kvroute`."""
+    installed = Path(sys.executable).with_name("kvroute")
+    found = shutil.which("kvroute")
+    if not installed.is_file() or (found is not None and Path(found).samefile(installed)):
+        return "kvroute"
+    near = installed.is_relative_to(Path.cwd())
+    return shlex.quote(str(installed.relative_to(Path.cwd()) if near else installed))
 
 
 def make_folder(path: Path, where: str) -> None:

@@ -13,7 +13,7 @@ import typer
 
 from kvroute import topology
 from kvroute.cli.emulate import shares_by_tier
-from kvroute.cli.output import console, print_json, progress_bar, remarks
+from kvroute.cli.output import console, own_command, print_json, progress_bar, remarks
 from kvroute.cli.quantities import RATE, per_second
 from kvroute.policies import DEFAULT_DECODE_POLICY
 from kvroute.report.grid import Entry, Grid, Heading, rich_table
@@ -74,7 +74,7 @@ def up(
             raise
         testbed.leave()
     print_json(state)
-    remarks().print(f"`kvroute testbed down --name {state.run}` takes it away", highlight=False)
+    remarks().print(f"`{own_command()} testbed down --name {state.run}` takes it away", highlight=False)
 
 
 @app.command()

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from kvroute.cli.output import check_writable, console, print_json, tell
+from kvroute.cli.output import check_writable, console, own_command, print_json, tell
 from kvroute.cli.topology_expand import expand_file
 from kvroute.llm import model as find_model
 from kvroute.topology import Cluster, FileError, bandwidth_text, duration_text, load, parse, size_text
@@ -124,7 +124,7 @@ def new(
     except OSError as error:
         mend = "give another file to --out"
         raise InputError(f"cannot be written ({error.strerror})", where=str(out), mend=mend) from None
-    typer.echo(f"wrote {out}; next: kvroute topology check {out}")
+    typer.echo(f"wrote {out}; next: {own_command()} topology check {out}")
 
 
 @app.command()

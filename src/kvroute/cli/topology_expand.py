@@ -7,7 +7,7 @@ from typing import Annotated, cast, get_args
 
 import typer
 
-from kvroute.cli.output import tell
+from kvroute.cli.output import own_command, tell
 from kvroute.topology import parse
 from kvroute.topology.assembly import read_text
 from kvroute.topology.expansion import with_endpoints
@@ -61,7 +61,7 @@ def expand_file(
         mend = "give another file to --out"
         raise InputError(f"cannot be written ({error.strerror})", where=str(out), mend=mend) from None
     lacking = [each.name for each in written_out.instances if each.endpoint is None]
-    after = f"give an endpoint to {', '.join(lacking)}" if lacking else f"kvroute serve {out}"
+    after = f"give an endpoint to {', '.join(lacking)}" if lacking else f"{own_command()} serve {out}"
     typer.echo(f"wrote {out}; next: {after}")
 
 

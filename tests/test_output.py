@@ -1,0 +1,39 @@
+"""How commands name themselves in what they print."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+INSTALLED = Path(sys.executable).with_name("kvroute")
+pytestmark = pytest.mark.skipif(not INSTALLED.is_file(), reason="kvroute is not installed beside this Python")
+ASK = "from kvroute.cli.output import own_command; print(own_command())"
+
+
+def asked(folder: Path, path: str) -> str:
+    """What a process started in `folder` with this PATH prints."""
+    ended = subprocess.run(
+        [sys.executable, "-c", ASK], cwd=folder, env={"PATH": path}, capture_output=True, text=True, check=True
+    )
+    return ended.stdout.strip()
+
+
+def test_a_command_that_is_on_the_path_needs_no_folder(tmp_path: Path) -> None:
+    assert asked(tmp_path, f"{INSTALLED.parent}:/usr/bin") == "kvroute"
+
+
+def test_a_command_that_is_not_on_the_path_is_named_so_that_it_runs_as_printed(tmp_path: Path) -> None:
+    """Relative where it is below the working folder; another kvroute on the PATH is not this one."""
+    root = INSTALLED.parents[2]
+    for path in ("/usr/bin", str(tmp_path)):
+        (tmp_path / "kvroute").write_text("#!/bin/sh\nexit 9\n")
+        (tmp_path / "kvroute").chmod(0o755)
+        for folder in (root, tmp_path):
+            named = asked(folder, path)
+            ended = subprocess.run(f"{named} --version", shell=True, cwd=folder, capture_output=True, text=True)
+            assert ended.returncode == 0, named
+            assert ended.stdout.startswith("kvroute ")
+    assert asked(root, "/usr/bin") == str(INSTALLED.relative_to(root))
