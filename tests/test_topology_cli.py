@@ -140,6 +140,14 @@ def test_show_prints_tree_tiers_and_matrix() -> None:
     assert re.search(r"2 +same pod +50 Gbps +6\.25 GB/s +8 us +16", out)
 
 
+def test_a_matrix_that_is_wider_than_the_terminal_is_left_to_json(tmp_path: Path) -> None:
+    path = tmp_path / "wide.yaml"
+    path.write_text((EXAMPLES / "fat-tree-64gpu.yaml").read_text().replace("name: fat-tree-64gpu", "name: wide"))
+    narrow, wide = (runner.invoke(app, ["show", str(path)], env={"COLUMNS": str(width)}).stdout for width in (30, 80))
+    assert "is in --json" in narrow
+    assert "is in --json" not in wide
+
+
 def test_show_as_json_agrees_with_the_cluster() -> None:
     cluster = load(NETKV)
     document = json.loads(runner.invoke(app, ["show", NETKV, "--json"]).stdout)

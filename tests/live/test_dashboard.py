@@ -242,11 +242,16 @@ def test_what_foresight_has_learned_is_shown(browser: Browser) -> None:
     with _feed(browser, "foresight", *TWO["16"]):
         assert browser.run(LEARNED_NOTE) == "from own transfers"
         assert browser.run(_texts("#learned td:first-child")) == ["across datacenters"]
-        row = browser.until(f"/[0-9] of [0-9]/.test({_texts('#learned td')}[3]) && {_texts('#learned td')}")
+        row = browser.until(f"/^[0-9]+$/.test({_texts('#learned td')}[3]) && {_texts('#learned td')}")
+        tip = browser.run("document.querySelector('#learned tbody tr').title")
         factor = float(row[1].removeprefix("× "))
         assert 0.5 < factor < 0.95
         assert float(row[2].split("\u00a0")[0]) == pytest.approx(12.5 * factor, abs=0.13)
-        believed, transfers = (float(text) for text in row[3].split(" of "))
+        transfers = int(row[3])
+        assert f"{transfers} transfers have taught it" in tip
+        counted = re.search(r"counts as ([0-9.]+) of them", tip)
+        assert counted is not None
+        believed = float(counted[1])
         assert 0 < believed <= min(transfers, 10)
         assert re.fullmatch(r"just now|\d+\ss ago", row[4])
 

@@ -297,11 +297,12 @@ def _tier_table(cluster: Cluster) -> Table:
 
 def _print_matrix(out: Console, cluster: Cluster) -> None:
     prefill, decode = _sides(cluster)
-    if len(prefill) > _MATRIX[0] or len(decode) > _MATRIX[1]:
-        out.print(f"\nThe tier matrix ({len(prefill)} x {len(decode)}) is in --json.", style="dim")
-        return
     names = [cluster.instances[i].name for i in prefill]
     width = max(map(len, names))
+    too_wide = width + 1 + 2 * len(decode) > out.width
+    if len(prefill) > _MATRIX[0] or len(decode) > _MATRIX[1] or too_wide:
+        out.print(f"\nThe tier matrix ({len(prefill)} x {len(decode)}) is in --json.", style="dim")
+        return
     out.print(f"\nTier of each prefill (row) and decode (column) instance: {', '.join(_legend(cluster))}")
     for row, name in zip(cluster.tier[prefill][:, decode].tolist(), names, strict=True):
         line = Text(f"{name:<{width}} ")

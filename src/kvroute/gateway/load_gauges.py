@@ -33,7 +33,12 @@ _FORESIGHT_GAUGES: tuple[tuple[Family, Callable[[TierLearned], float]], ...] = (
         lambda tier: tier.bytes_per_s or 0.0,
     ),
     (
-        Family("gauge", "kvroute_foresight_learned_transfers", "That it rests on, faded.", ("policy", "tier")),
+        Family(
+            "gauge",
+            "kvroute_foresight_learned_transfers",
+            "Recent transfers that the ratio counts; older ones fade.",
+            ("policy", "tier"),
+        ),
         lambda tier: round(tier.weight, 6),  # what fades away comes to an end
     ),
 )

@@ -19,7 +19,7 @@ class TierLearned(msgspec.Struct, frozen=True, gc=False):
     factor: float
     """Measured over promised capacity, as far as it is believed."""
     weight: float
-    """Transfers that it rests on, faded; 0 where nothing was learned."""
+    """How many recent transfers it counts, older ones fading; 0 where nothing was learned."""
     transfers: int
     """That have taught since the start."""
     age_s: float | None

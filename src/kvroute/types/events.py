@@ -137,7 +137,7 @@ class RatioLearned(msgspec.Struct, frozen=True):
     log: float
     """Running average of its logarithm."""
     transfers: float
-    """That the average rests on, faded."""
+    """How many recent transfers the average counts; older ones fade."""
     ratio: float
     """What is believed by now."""
     at: float

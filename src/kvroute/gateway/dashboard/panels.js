@@ -173,7 +173,7 @@ export class Panels {
     const tiers = foresight.tiers.map((tier, k) => ({ ...tier, k })).filter((tier) => tier.k >= FAR && tier.bytes_per_s !== null);
     fillTable($("learned"), ["tier", "measured", "one gets", "transfers", "last"], tiers.map((tier) => [
       this.layout.tiers[tier.k], `× ${tier.factor.toFixed(2)}`, `${bytes(tier.bytes_per_s)}/s`,
-      tier.transfers ? `${tier.transfers} (${tier.weight.toFixed(1)} count)` : "–", tier.age_s === null ? "never" : tier.age_s ? `${seconds(tier.age_s)} ago` : "just now",
+      tier.transfers ? String(tier.transfers) : "–", tier.age_s === null ? "never" : tier.age_s ? `${seconds(tier.age_s)} ago` : "just now",
     ]));
     [...$("learned").tBodies[0].rows].forEach((row, k) => {
       inColour(row, tiers[k].k);
