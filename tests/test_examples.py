@@ -41,6 +41,11 @@ def test_an_example_scenario_solves(path: Path) -> None:
     assert all(time > 0 for time in times)
 
 
+def test_the_readme_shows_an_example_whole() -> None:
+    (shown,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert shown == (ROOT / "examples" / "two-pods.yaml").read_text()
+
+
 def test_there_are_examples() -> None:
     """The globs above found them."""
     assert {path.stem for path in CLUSTERS} >= {"fat-tree-64gpu", "small", "superpod", "two-datacenters"}
