@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import aiohttp
@@ -46,6 +47,7 @@ def test_the_slower_of_prefill_and_link_sets_the_pace(
     pace = nbytes / prefill_s
     transfer = fabric.send(SITES.index(AWAY), SITES.index(DECODE), nbytes, hold, produced_bytes_per_s=pace)
     clock.run(prefill_s)
+    fabric.look()
     sent_bytes, _ = fabric.progress(transfer)
     assert sent_bytes == pytest.approx(min(pace, rate) * (prefill_s - first_s), rel=1e-6, abs=1.0)
     fabric.release(transfer)
@@ -53,6 +55,25 @@ def test_the_slower_of_prefill_and_link_sets_the_pace(
     fabric.close()
     assert hold.ended_s == pytest.approx(prefill_s + (nbytes - sent_bytes) / rate + LATENCY_S, abs=1e-3)
     assert hold.wire_bytes == transfer.wire_bytes
+
+
+class Busy(Hand):
+    """Other processes run whenever the clock is read, longer each time."""
+
+    def now(self) -> float:
+        self.time = 1.5 * self.time + 1e-3
+        return self.time
+
+
+def test_what_is_read_after_a_look_is_of_that_moment() -> None:
+    """Bytes and their time belong together, or a pace seems higher than the link's capacity."""
+    clock = Busy()
+    fabric = Fabric(SITES, clock, kv_scale=1e-6)
+    transfer = fabric.send(SITES.index(AWAY), SITES.index(DECODE), 1e12, Hold(clock))
+    looks = [(fabric.look(), *fabric.progress(transfer)) for _ in range(5)]
+    fabric.close()
+    for (before, some, _), (after, more, rate) in pairwise(looks):
+        assert more - some == pytest.approx(rate * (after - before), rel=1e-9)
 
 
 class Sites:

@@ -157,10 +157,14 @@ class Fabric:
             self._network.set_ceiling(flow, math.inf)
         self._set_alarm()
 
-    def progress(self, transfer: Transfer) -> tuple[float, float]:
-        """Modelled bytes that have left by now, and how many more a second."""
+    def look(self) -> float:
+        """Move bytes up to now; returns the time, so that all that is read of transfers afterwards is of one moment."""
         self._advance()
         self._set_alarm()
+        return self._network.now
+
+    def progress(self, transfer: Transfer) -> tuple[float, float]:
+        """Modelled bytes that had left at the last `look`, and how many more a second."""
         rate = sum(map(self._network.rate, transfer.flows))
         return self._sent_bytes(transfer), rate
 

@@ -85,14 +85,15 @@ class KvDoor:
         if delivery is not None:
             delivery.lose(f"the prompt of {name} is not computed any more")
 
-    def links(self) -> dict[str, Link]:
-        """What is on its way, by target."""
+    def links(self) -> tuple[dict[str, Link], float]:
+        """What is on its way, by target, and the time at which that was so."""
         found: dict[str, Link] = {}
-        for delivery in self.deliveries:
-            if (link := delivery.link()) is not None:
+        now = self.shelf.fabric.look()
+        for delivery in list(self.deliveries):
+            if (link := delivery.link(now)) is not None:
                 target = delivery.target
                 found[target] = found[target].beside(link) if target in found else link
-        return found
+        return found, now
 
     def abort(self) -> None:
         """Break off whatever is under way."""
@@ -229,19 +230,18 @@ class Delivery(asyncio.Protocol):
         self._write(Parcel(source=shelf.name, wire_bytes=self._transfer.wire_bytes, kv_bytes=kv_bytes))
         return True
 
-    def link(self) -> Link | None:
+    def link(self, now: float) -> Link | None:
         """How the transfer goes; None where there is none, or the network waits for the engine. What has left is
-        counted."""
+        counted. Args: the time of the fabric's last `look`."""
         if self._transfer is None:
             return None
         sent_bytes, rate = self._shelf.fabric.progress(self._transfer)
-        self._count(sent_bytes)
+        self._count(sent_bytes, now)
         if not self._transfer.flows or rate >= _WHOLE * self._transfer.produced_bytes_per_s:
             return None
         return Link(1, self._transfer.latency_s, min(self._kv_bytes - sent_bytes, SEND_BUFFER_BYTES), rate)
 
-    def _count(self, sent_bytes: float) -> None:
-        now = self._shelf.clock.now()
+    def _count(self, sent_bytes: float, now: float) -> None:
         self._engine.counters.sends(self.target, sent_bytes - self._counted_bytes, now - self._counted_s)
         self._counted_bytes, self._counted_s = sent_bytes, now
 
@@ -256,7 +256,7 @@ class Delivery(asyncio.Protocol):
             self._transport.write(memoryview(ZEROS)[: min(wire_bytes - start, len(ZEROS))])
         if last:
             self._transfer, self._ended = None, True
-            self._count(self._kv_bytes)
+            self._count(self._kv_bytes, self._shelf.clock.now())
             self._engine.release(self._order.key)
             self._transport.close()
 

@@ -113,8 +113,8 @@ async def _metrics(server: InstanceServer, _: web.BaseRequest) -> web.StreamResp
         capacity_blocks=engine.capacity_blocks,
         started_s=server.started_s,
     )
-    links = server.kv_door.links()
-    page = metrics_page(engine.instance.model, load, engine.counters, links, engine.clock.now())
+    links, now = server.kv_door.links()
+    page = metrics_page(engine.instance.model, load, engine.counters, links, now)
     return web.Response(body=page, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
 
