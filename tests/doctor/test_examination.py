@@ -281,7 +281,7 @@ class Manners:
     """How an engine of another make answers what is no completion."""
 
     key: str = ""
-    """That it asks for."""
+    """The key that it requires; empty: none."""
     gate: Gate | None = None
     """Where its completions wait."""
     tells_key: bool = False

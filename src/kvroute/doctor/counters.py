@@ -55,9 +55,9 @@ class Counters:
     """One page."""
 
     by_source: Mapping[str, TransferTotals] = field(default_factory=dict)
-    """Of kvroute's connector."""
+    """Transfers that kvroute's connector counts, by source."""
     histograms: Mapping[str, TransferTotals] = field(default_factory=dict)
-    """Of NIXL and SGLang, by their short name; only those that the page has."""
+    """Transfers that NIXL and SGLang count, by the short name of the histogram; only those that the page has."""
     failures: Mapping[str, float] = field(default_factory=dict)
     """Failed transfers, by reason."""
     external_tokens: float | None = None

@@ -66,7 +66,7 @@ class Examined:
     station: Station
     report: EngineReport
     headers: Headers
-    """Of requests below /v1: the key."""
+    """Headers of requests below /v1, with the key."""
     metrics_path: bytes
     metrics_bytes_max: int
     offsets: list[Offset] = field(default_factory=list)

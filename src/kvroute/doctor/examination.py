@@ -48,7 +48,7 @@ class Options:
     prompt_tokens: int = 2048
     """Length of the prompts that are sent; less where an engine cannot take so many."""
     seed: int | None = None
-    """Of prompts and ids; None: another one each time, so that no engine has cached them."""
+    """Seed of prompts and ids; None: another one each time, so that no engine has cached the prompts."""
 
 
 async def examine(deployment: Deployment, options: Options, key: str = "") -> Report:
@@ -160,7 +160,7 @@ class _Examination:
         self._findings += pair_findings(pair, outcome)
 
     async def _best(self, pair: PairReport, ends: tuple[Examined, Examined], limit_s: float) -> Outcome:
-        """Of one request, or of two where the first one is slow: it may have had a connection to set up."""
+        """The outcome of a request, or the better of two if the first is slow: it may have set up a connection."""
         model = llm.model(ends[0].station.instance.model)
         pair.prompt_tokens = prompt_tokens(self._options.prompt_tokens, *ends, model)
         pair.expected_bytes = float(model.kv_bytes(pair.prompt_tokens))

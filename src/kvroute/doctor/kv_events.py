@@ -42,7 +42,7 @@ class Subscription:
     prompts: list[SentPrompt] = field(default_factory=list)
     """Prompts of the examination that this engine has computed."""
     offsets: list[Offset] = field(default_factory=list)
-    """Of the engine's clock, by batches that name one of `prompts`."""
+    """Bounds of the engine's clock offset, from batches that name one of `prompts`."""
     _sockets: list[zmq.asyncio.Socket] = field(default_factory=list)
     _tasks: list[asyncio.Task[None]] = field(default_factory=list)
     _subscribed: asyncio.Event = field(default_factory=asyncio.Event)

@@ -100,7 +100,7 @@ class Probe:
         return outcome
 
     async def _counters(self) -> tuple[Counters, Counters]:
-        """Of the decode and of the prefill engine."""
+        """The counters of the decode and of the prefill engine."""
         pages = await asyncio.gather(
             *(engine.metrics_page(self.remaining_s()) for engine in (self.decode, self.prefill))
         )

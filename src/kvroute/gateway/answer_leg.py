@@ -289,9 +289,9 @@ class AnswerLeg(Leg):
         return self.station.dialect.refetches(prefill.handover)
 
     def blame(self, kind: str, now: float) -> None:
-        """See Leg. Where the KV cache comes from another datacenter, an engine that has no answer, though it is there,
-        most likely has no KV cache: then the way is to blame, or nobody where that is not computed yet. An error may
-        also be the fault of the request, which is then tried again without the way (see `Suspicion`)."""
+        """See Leg. If the KV cache comes from another datacenter and a reachable engine does not answer, the KV cache
+        has most likely not arrived. The failure then counts against the way, or against nothing if the prompt is not
+        computed yet. The request may also cause an error, so it is tried again without the way (see `Suspicion`)."""
         passage = self.journey.passage
         silent = kind == "timeout" or (kind == "status" and self.status not in FULL)
         if passage is None or not passage.open or not silent:

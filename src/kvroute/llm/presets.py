@@ -107,7 +107,7 @@ def model(name: str) -> Model:
 
 
 def _preset_name(name: str) -> str:
-    """Of a Hugging Face name, the preset's; what no end can be taken from stays as it is."""
+    """The preset's name for a Hugging Face name; a name without a preset loses its organisation and known suffixes."""
     key = name.strip().rpartition("/")[2].lower().removeprefix("meta-")
     while key not in MODELS and key not in _SAME_GEOMETRY and (shorter := _VARIANT.sub("", key)) != key:
         key = shorter

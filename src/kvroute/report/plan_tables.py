@@ -24,7 +24,7 @@ BINDING_TEXTS: dict[Binding, str] = {
     "pd_p": "PD prefill",
     "pd_d": "PD decode",
 }
-_TWICE = ("planned anew /s", "plan unchanged /s")
+_TWICE = ("new plan /s", "plan unchanged /s")
 _UNCHANGED = "Plan unchanged: what the threshold and the split of the plan above would serve there."
 STAGE_TEXTS = {"prfaas": "PrfaaS", "pd_p": "PD prefill", "pd_d": "PD decode"}
 

@@ -24,7 +24,7 @@ class Telemetry:
         self._names = [instance.name for instance in fabric.cluster.instances]
         self._samples: list[tuple[float, list[float]]] = []
         self._last_s, self._sent = 0.0, fabric.own_bytes()
-        """Of the last refresh: when it was, and bytes by tier until then."""
+        """Time of the last refresh, and the bytes by tier until then."""
         self._unmeasured: dict[tuple[int, int], list[tuple[int, float]]] = {}
         """Requests whose KV has landed since the last refresh, and when it set out, by source and target."""
 
