@@ -247,6 +247,12 @@ def test_a_fault_is_one_line_whatever_a_key_is(name: str) -> None:
         assert problem.field == f"nodes[3].{name}"
 
 
+def test_a_fault_that_lists_names_is_one_line_whatever_they_are() -> None:
+    text = TEXTS["small.yaml"].replace("\n  default:\n", '\n  "a\\nb":\n')
+    (problem,) = problems_of(text)
+    assert str(problem).endswith(r"there is no timing 'default'; known are a\nb")
+
+
 def test_an_unreachable_pair_that_moves_no_kv_cache_is_no_fault() -> None:
     """Prefill and decode share a rack; the other rack, without uplinks, is cut off and holds neither."""
     local = re.sub(r"  - \{name: (prefill1|decode[01]).*\n", "", TWO_RACKS)

@@ -233,6 +233,15 @@ def test_a_cluster_that_cannot_offload_is_told_so() -> None:
     assert "no datacenter prefills only" in str(problem)
 
 
+def test_offloading_is_not_held_against_nodes_that_could_not_be_read() -> None:
+    """What stands for the number of GPUs has no NIC for each of them."""
+    text = (ROOT / "examples" / "two-datacenters.yaml").read_text(encoding="utf-8")
+    (problem,) = refused(
+        text.replace("{name: fast1, rack: fast-rack, gpus: 8", "{name: fast1, rack: fast-rack, gpus: 8x")
+    )
+    assert problem.field == "nodes[1].gpus"
+
+
 def test_a_decode_instance_that_may_come_to_prefill_needs_its_bootstrap_server() -> None:
     text = (ROOT / "examples" / "two-datacenters.yaml").read_text(encoding="utf-8")
     ports = iter(range(8000, 9000))

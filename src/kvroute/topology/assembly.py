@@ -37,7 +37,7 @@ from kvroute.types import (
     Instance,
 )
 
-_NEEDED = ("datacenters", "wan", "timing", "defaults", "instances")
+_NEEDED = ("datacenters", "nodes", "wan", "timing", "defaults", "instances")
 """Sections without placeholders, if the gateway's section is to be held against them."""
 
 

@@ -24,7 +24,8 @@ class FileError(InputError):
     def __init__(self, what: str, *, source: str, line: int, field: str, mend: str = "") -> None:
         self.line, self.field = line, field
         place = f"{source}:{line}" if line else source
-        super().__init__(what, where=f"{place}: {field}" if field else place, mend=mend)
+        where = f"{place}: {field}" if field else place
+        super().__init__(_on_one_line(what), where=where, mend=_on_one_line(mend))
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +65,12 @@ def field_text(key: Key) -> str:
 
 
 def _printable(name: str) -> str:
-    short = name if len(name) <= _SHOWN else name[:_SHOWN] + "..."
-    return short if short.isprintable() else repr(short)[1:-1]
+    return _on_one_line(name if len(name) <= _SHOWN else name[:_SHOWN] + "...")
+
+
+def _on_one_line(text: str) -> str:
+    """Line ends and other control characters as escape sequences; names in a file may hold any."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def form_faults(value: object, kind: Any, key: Key, lines: Lines) -> Iterator[FileError]:
