@@ -143,6 +143,14 @@ def test_no_text_crashes(text: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "value", ['!!int ""', "!!int '_'", '!!float ""', "!!bool ''", ":".join(["1"] * 400) + ".5", "1" * 5000]
+)
+def test_a_number_that_yaml_cannot_make_is_one_fault(value: str) -> None:
+    (problem,) = problems_of(TEXTS["small.yaml"].replace("gpus: 8,", f"gpus: {value},", 1))
+    assert problem.field == "nodes[0].gpus"
+
+
+@pytest.mark.parametrize(
     "text", ["[" * 100_000, "{a: " * 3000, "- " * 20_000, "x" * (64 * 2**20 + 1), "\ud800", "a\0b"]
 )
 def test_hostile_text_is_refused(text: str) -> None:

@@ -224,7 +224,7 @@ class _Reader:
         if kind in ("int", "float", "bool", "null"):
             try:
                 return self._scalars.construct_object(yaml.ScalarNode(tag, text))
-            except (ValueError, KeyError, yaml.YAMLError):
+            except (ValueError, LookupError, OverflowError, yaml.YAMLError):  # such as `!!int ""`
                 return text
         self._fault(f"the tag {tag!r} is not read here", event, key, "leave the tag out")
         return None
