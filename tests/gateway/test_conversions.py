@@ -26,6 +26,8 @@ from kvroute.topology.units import Duration
 from kvroute.types import Endpoint, InstanceConverted
 
 EAGER = "review: 50 ms, requests_min: 5, window: 10 s, busy_above: 0.01, prefill_min: 1, decode_min: 1"
+ONCE = EAGER.replace("prefill_min: 1, decode_min: 1", "prefill_min: 2, decode_min: 2")
+"""One conversion, after which every instance keeps its role."""
 OUTCOMES = "kvroute_conversions_total"
 
 
@@ -260,7 +262,7 @@ def test_a_reload_during_a_conversion(tmp_path: Path, change: str) -> None:
 
 def test_a_reload_keeps_the_roles_of_before(tmp_path: Path) -> None:
     log = tmp_path / "events.log"
-    section = offload() + f"  log: {{events: {log}}}\n"
+    section = offload(long_term=ONCE) + f"  log: {{events: {log}}}\n"
 
     async def run() -> None:
         async with two_sites(section) as gate:
