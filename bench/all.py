@@ -1,6 +1,6 @@
-"""Every bench in one table, ours beside the peer's of the same run: `make bench` or `python -m bench.all [NAME ...]`.
+"""Runs all benches and prints one table with peers of the same run: `make bench` or `python -m bench.all [NAME ...]`.
 
-It measures and shows; a missed target is a "no" in the table, never a failure. Only a bench that breaks ends with 1.
+A missed target is a "no" in the table and never a failure. The exit code is 1 only if a bench fails to run.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ BENCHES = (
 )
 PEERED = ("simulate", "decision", "gateway.routers")
 MAYBE_PLAIN = ("flows", "prefix", "evaluation")
-"""Tried again without --json where that fails."""
+"""Benches that run again without --json if they fail with it."""
 QUICK = {
     "simulate": ["--repeats", "1"],
     "decision": ["--calls", "300"],
@@ -57,12 +57,12 @@ QUICK = {
 
 
 def options(name: str, quick: bool, no_peer: bool) -> list[str]:
-    """What a bench is told beyond --json; the kernels' benches take no options."""
+    """Return a bench's options besides --json; the kernels' benches have none."""
     return [*(QUICK.get(name, []) if quick else []), *(["--no-peer"] if no_peer and name in PEERED else [])]
 
 
 def run(name: str, arguments: list[str]) -> tuple[list[Row], str, bool]:
-    """Rows of a bench that can print them, what one without --json prints, and whether it ran to its end."""
+    """Return the rows of a bench, its output if it prints no rows, and whether it ran to its end."""
     printed = _run(name, [*arguments, "--json"])
     if printed.returncode == 0:
         try:
@@ -85,7 +85,7 @@ def _run(name: str, arguments: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 def _rows(document: dict[str, list[dict[str, Any]]]) -> list[Row]:
-    """Rows of a document of ours, or those that the sizes of the flow bench make."""
+    """Return the rows of our JSON document, or build them from the sizes of the flow bench."""
     if "flows" in document:
         return [_flow_row(size) for size in document["flows"]]
     follows = ("ratio", "met")
@@ -105,7 +105,7 @@ def _flow_row(size: dict[str, float]) -> Row:
 
 
 def main() -> int:
-    """Run what was asked, one bench after the other: they share the cores."""
+    """Run the selected benches one after the other, because they share the cores."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"which; default all: {', '.join(BENCHES)}")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")

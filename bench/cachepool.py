@@ -1,9 +1,9 @@
-"""Time per block of CachePool at 10,000 and 1,000,000 blocks, beside a plain version on the same prompts.
+"""Time per block of CachePool at 10,000 and 1,000,000 blocks, compared with a plain version on the same prompts.
 
-`python -m bench.cachepool [--json]`. The pool is full, so that every prompt evicts what it takes. A prompt is held,
-filled and ended as a prefill would; a quarter of its blocks is there already. The plain pool keeps one ordered
-dictionary and one counter per block, and has neither states, leases nor block numbers: less than what is compared
-with it. All times are CPU time.
+`python -m bench.cachepool [--json]`. The pool is full, so every prompt evicts as many blocks as it needs. A prompt is
+held, filled and ended as in a prefill; a quarter of its blocks is already cached. The plain pool keeps one ordered
+dictionary and one counter per block. It has no states, leases or block numbers, so it does less work than CachePool.
+All times are CPU time.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ PROMPTS, ROUNDS = 40, 7
 SIZES = (10_000, 1_000_000)
 DENSE = Model("dense", (Layers("attention", 1, 1, 64, 64),))
 HYBRID = Model("hybrid", (*DENSE.layers, Layers("linear", 1, state_bytes=8 * 256.0 * BLOCK_TOKENS)))
-"""A state takes 8 blocks."""
+"""A state takes as much memory as 8 blocks."""
 
 
 class PlainPool:
-    """Blocks by hash, a count of holders for each, those without in the order of their release; walks every chain."""
+    """Blocks by hash with a count of holders; blocks without holders in the order of release. It walks every chain."""
 
     def __init__(self, capacity_blocks: int) -> None:
         self._capacity_blocks = capacity_blocks
@@ -40,14 +40,14 @@ class PlainPool:
         self._idle: OrderedDict[int, None] = OrderedDict()
 
     def match(self, blocks: Chain) -> int:
-        """Blocks from the front that are there."""
+        """Return the number of cached blocks from the front."""
         for depth, block in enumerate(blocks):
             if block not in self._holders:
                 return depth
         return len(blocks)
 
     def prefill(self, blocks: Chain) -> None:
-        """Hold all blocks, evicting for those that are not there, and give them back."""
+        """Hold all blocks, evict others for the missing ones, and release all."""
         holders, idle = self._holders, self._idle
         for block in blocks:
             if block in holders:
@@ -66,23 +66,23 @@ class PlainPool:
 
 
 class Prompts:
-    """Chains of random hashes that begin like one of a few groups."""
+    """Chains of random hashes; each begins like one of a few groups."""
 
     def __init__(self, seed: int) -> None:
         self._draw = random.Random(seed)
         self._groups = [self.blocks(SHARED_BLOCKS) for _ in range(GROUPS)]
 
     def blocks(self, count: int) -> Chain:
-        """So many hashes that nobody has seen."""
+        """Return `count` new hashes."""
         return tuple(self._draw.getrandbits(64) for _ in range(count))
 
     def chains(self, count: int) -> list[Chain]:
-        """Prompts, the groups in turn."""
+        """Return prompts, with the groups in turn."""
         return [self._groups[k % GROUPS] + self.blocks(PROMPT_BLOCKS - SHARED_BLOCKS) for k in range(count)]
 
 
 def prefill(pool: CachePool, blocks: Chain) -> None:
-    """What a prefill does to the pool."""
+    """Perform the pool operations of a prefill."""
     lease = pool.begin(blocks)
     assert lease is not None
     pool.fill(lease, len(blocks) * BLOCK_TOKENS)
@@ -90,12 +90,12 @@ def prefill(pool: CachePool, blocks: Chain) -> None:
 
 
 def copied(chain: Chain) -> Chain:
-    """The same hashes as other objects, as a decoded prompt has them: equal, but not identical."""
+    """Return the same hashes as other objects, as a decoded prompt has them: equal, but not identical."""
     return tuple(block + 0 for block in chain)
 
 
 def cpu_s(call: Callable[[Chain], object], chains: Iterable[Chain]) -> float:
-    """CPU seconds of one call for each chain."""
+    """Return the total CPU seconds of one call for each chain."""
     start_s = time.process_time()
     for chain in chains:
         call(chain)
@@ -105,7 +105,7 @@ def cpu_s(call: Callable[[Chain], object], chains: Iterable[Chain]) -> float:
 def in_turn(
     ours: Callable[[Chain], object], plain: Callable[[Chain], object], make: Callable[[], list[Chain]]
 ) -> tuple[float, float]:
-    """Medians over rounds of the seconds per call, ours and the plain version's, on the same chains."""
+    """Return the median seconds per call over rounds, of ours and of the plain version, on the same chains."""
     rounds: list[tuple[float, float]] = []
     for _ in range(ROUNDS):
         chains = make()
@@ -114,7 +114,7 @@ def in_turn(
 
 
 def measure(model: Model, capacity_blocks: int) -> list[Row]:
-    """Rows of one model and capacity."""
+    """Return the rows of one model and capacity."""
     pool, plain, prompts = (
         CachePool(Layout.of(model, BLOCK_TOKENS), capacity_blocks),
         PlainPool(capacity_blocks),
@@ -150,7 +150,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     as_json = parser.parse_args().json
-    prefill(CachePool(Layout.of(HYBRID, BLOCK_TOKENS), 100), tuple(range(20)))  # compiles
+    prefill(CachePool(Layout.of(HYBRID, BLOCK_TOKENS), 100), tuple(range(20)))  # triggers compilation
     show([row for model in (DENSE, HYBRID) for size in SIZES for row in measure(model, size)], as_json)
 
 

@@ -1,8 +1,8 @@
-"""Latency of one decode decision with a 32K-token prompt, beside Dynamo's of this run: `python -m bench.decision`.
+"""Latency of one decode decision with a 32K-token prompt, compared with Dynamo in this run: `python -m bench.decision`.
 
-Timed is `Control.handle(PrefillFinished)`: prefix match of 2,048 blocks against every instance, congestion lookup,
-NetKV's cost of every candidate with all its terms, and the bookings. Dynamo's figures are of its parts; bench/README.md
-says which.
+The timed call is `Control.handle(PrefillFinished)`: prefix match of 2,048 blocks against every instance, congestion
+lookup, NetKV's cost of every candidate with all its terms, and the bookings. Dynamo's figures cover parts of this work;
+bench/README.md lists them.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ PEER_SIZES = (16, 128, 1_024)
 TARGETS_US = {128: 100.0, 1_024: 300.0, 10_000: 2_000.0}
 CALLS = 2_000
 OPEN_TRANSFERS = 16
-"""So many of our transfers are in flight at every decision."""
+"""Number of our transfers in flight at every decision."""
 MEASURED_EVERY = 10
-"""Telemetry arrives after so many decisions."""
+"""Number of decisions between two telemetry events."""
 MAX_OUTPUT_TOKENS = 512
 
 
 class Driver:
-    """Feeds a core with the events of a busy cluster; a clock that only counts."""
+    """Sends the events of a busy cluster to a control core; its clock is a counter."""
 
     def __init__(self, decode: int) -> None:
         from kvroute.control import ControlSpec
@@ -66,11 +66,11 @@ class Driver:
         self._next_id, self._now = 0, 0.0
 
     def handle(self, event: Event) -> tuple[object, ...]:
-        """One event, untimed."""
+        """Handle one event, untimed."""
         return self.control.handle(event)
 
     def fill(self, prompts: Prompts) -> None:
-        """Cached prefixes on the decode instances, and half of these busy with a request each."""
+        """Fill the decode instances with cached prefixes, and half of them with one running request each."""
         for position, chain in prompts.placed():
             self.handle(KvStored(self._tick(), self._decode[position], chain))
         for number in range(len(self._decode) // 2):
@@ -82,7 +82,7 @@ class Driver:
         self.measure_congestion()
 
     def prefilled(self, blocks: Chain) -> int:
-        """A request whose prefill is about to end; its id."""
+        """Start a request whose prefill is about to end; return its id."""
         self._next_id += 1
         request = Request(
             id=self._next_id,
@@ -96,12 +96,12 @@ class Driver:
         return request.id
 
     def measure_congestion(self) -> None:
-        """Telemetry that changes from time to time."""
+        """Send telemetry that changes from time to time."""
         share = (self._next_id % 7) / 10
         self.handle(CongestionMeasured(self._tick(), (0.0,) + (share,) * (TIER_COUNT - 1)))
 
     def decide(self, request: int) -> int:
-        """The decision under test; nanoseconds."""
+        """Make the measured decision; return its time in nanoseconds."""
         event = PrefillFinished(self._tick(), request)
         start = time.perf_counter_ns()
         (decision,) = self.control.handle(event)
@@ -110,7 +110,7 @@ class Driver:
         return taken
 
     def leave(self, request: int) -> None:
-        """Landed, and gone at once."""
+        """End the transfer and the request immediately."""
         self.handle(TransferFinished(self._tick(), request))
         self.handle(Finished(self._tick(), request))
 
@@ -120,7 +120,7 @@ class Driver:
 
 
 def decisions(decode: int, calls: int) -> dict[str, object]:
-    """Figures of one size, in this process."""
+    """Return the figures of one size, measured in this process."""
     driver, prompts = Driver(decode), Prompts(decode)
     driver.fill(prompts)
     queries = [copied(chain) for chain in prompts.long]
@@ -146,7 +146,7 @@ def decisions(decode: int, calls: int) -> dict[str, object]:
 
 
 def rows(sizes: tuple[int, ...], calls: int, peer: bool) -> list[Row]:
-    """Every size, ours and the peer's one after the other, each in a fresh process."""
+    """Return the rows of every size, ours and the peer's in turn, each in a fresh process."""
     found = []
     for size in sizes:
         ours = fresh("bench.decision", "--one", size, "--calls", calls)
@@ -188,7 +188,7 @@ def _rows(
 
 
 def main() -> None:
-    """Print the rows, or one size's figures for the process that asked."""
+    """Print the rows, or the figures of one size for the parent process."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="one JSON document")
     parser.add_argument("--size", type=int, action="append", help=f"decode instances; repeat; default {SIZES}")

@@ -1,4 +1,4 @@
-"""How long NetKV's whole evaluation takes: seven experiments, three profiles, five seeds, CLA* tuned first."""
+"""Duration of NetKV's whole evaluation: seven experiments, three profiles, five seeds, with tuning of CLA*."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TRACE = ROOT.parent / "shared" / "data" / "mooncake" / "conversation_trace.jsonl
 
 
 def evaluate(folder: Path, trace: Path | None, reading: str) -> tuple[float, int]:
-    """Run it from nothing in `folder`; wall minutes and the number of runs."""
+    """Run the evaluation in an empty `folder`; return wall-clock minutes and the number of runs."""
     command = [
         sys.executable,
         "-m",

@@ -1,7 +1,7 @@
-"""Speed of the flow network: events per second at four cluster sizes, beside the plain Python definition, same flows.
+"""Speed of the flow network: events per second at four cluster sizes, compared with a plain Python definition.
 
-Run `python bench/flows.py`; `--json` prints one JSON document. An event is a start or a finish, with its re-solve;
-all times are CPU time, so that a busy machine matters less.
+Run `python bench/flows.py`; `--json` prints one JSON document. Both versions get the same flows. An event is a start or
+a finish, including the new solution of the rates. All times are CPU time, which other load on the machine affects less.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from kvroute.flows import FlowNetwork, fill_to_the_end, max_min_rates
 SHARDS = 4
 REPEATS = 3
 SIZES = ((16, 5, 3000, 60), (64, 8, 3000, 60), (128, 12, 3000, 60), (1024, 100, 1500, 40), (1024, 400, 800, 40))
-"""Instances, transfers in flight, transfers in all, transfers whose completion times the definition checks."""
+"""Instances, transfers in flight, transfers in total, transfers whose completion times the definition checks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A fabric and timed transfers of SHARDS flows each, with which `in_flight` are under way at once."""
+    """A fabric and timed transfers of SHARDS flows each, of which `in_flight` run at the same time."""
 
     capacities: list[float]
     paths: list[list[int]]
@@ -35,7 +35,7 @@ class Load:
 
 
 def load(instances: int, in_flight: int, transfers: int) -> Load:
-    """Racks of 8 instances with 4 NICs of 100 Gbps each, 8 uplinks of 50 Gbps per rack and of 100 Gbps per 4 racks."""
+    """Build racks of 8 instances with 4 NICs of 100 Gbps each; 8 uplinks of 50 Gbps per rack, 100 Gbps per 4 racks."""
     draw, capacities = random.Random(instances), list[float]()
 
     def links(count: int, gbps: float) -> list[int]:
@@ -61,7 +61,7 @@ def load(instances: int, in_flight: int, transfers: int) -> Load:
 
 
 def closed_loop(work: Load, in_flight: int) -> tuple[float, dict[str, list[float]]]:
-    """Keep `in_flight` transfers under way; returns events per second and seconds of every call by name."""
+    """Keep `in_flight` transfers running; return events per second, and seconds of every call by name."""
     net = FlowNetwork(np.array(work.capacities))
     spent_s: dict[str, list[float]] = {"start_many": [], "next_finish": [], "advance": []}
     total, begun, done = len(work.paths), 0, 0
@@ -85,7 +85,7 @@ def closed_loop(work: Load, in_flight: int) -> tuple[float, dict[str, list[float
 
 
 def ends(work: Load) -> list[float]:
-    """Finish times with the flow network."""
+    """Return finish times from the flow network."""
     net, ends_s = FlowNetwork(np.array(work.capacities)), [0.0] * len(work.paths)
 
     def run(to: float) -> None:
@@ -102,7 +102,7 @@ def ends(work: Load) -> list[float]:
 
 
 def definition_solve_s(work: Load, in_flight: int) -> float:
-    """Seconds of a solution by the definition with `in_flight` transfers: what each of its events costs at least."""
+    """Return the seconds of one solution by the definition with `in_flight` transfers: the least cost of an event."""
     paths, spent_s = work.paths[: in_flight * SHARDS], list[float]()
     while len(spent_s) < REPEATS and sum(spent_s) < 1.0:
         tick_s = time.process_time()
@@ -112,7 +112,7 @@ def definition_solve_s(work: Load, in_flight: int) -> float:
 
 
 def worst_error(work: Load) -> float:
-    """Worst relative difference of a transfer's duration from the definition's."""
+    """Return the largest relative difference of a transfer's duration from the definition's."""
     ones = [1.0] * len(work.paths)
     expected_s = fill_to_the_end(work.paths, ones, work.capacities, work.nbytes, work.starts_s)
     pairs = zip(ends(work), expected_s, work.starts_s, strict=True)
@@ -120,7 +120,7 @@ def worst_error(work: Load) -> float:
 
 
 def measure(instances: int, in_flight: int, transfers: int, checked: int) -> dict[str, float]:
-    """One row of the table; medians of REPEATS runs, but means of a call, whose cost has a long tail."""
+    """Return one row of the table: medians of REPEATS runs, but means for a call, whose times have a long tail."""
     work = load(instances, in_flight, transfers)
     runs = [closed_loop(work, in_flight) for _ in range(REPEATS)]
     mine_per_s = statistics.median(run[0] for run in runs)

@@ -1,10 +1,11 @@
-"""Latency of one foresight decision, beside playing every candidate through: `python -m bench.foresight`.
+"""Latency of one foresight decision, compared with a what-if for every candidate: `python -m bench.foresight`.
 
-Timed is `InFlight.sight` and `choose`: the model's bytes moved on, the closed form of every candidate, the what-if of
-the best, all terms. Booking (one transfer starts, one ends, rates solved again after each) is a row of its own, and so
-is `foresight-joint` at arrival: the closed form for every prefill instance that it looks at, the dearest case, in which
-all of them are idle. The bound is the same solver without closed form, pruning and neighbourhood:
-`FlowNetwork.transfer_s` of each candidate over all transfers in flight, and nothing for the delay imposed on them.
+The timed calls are `InFlight.sight` and `choose`: advancing the model's bytes, the closed form of every candidate, the
+what-if of the best, and all terms. Booking is a separate row: one transfer starts, one ends, and the rates are solved
+after each. `foresight-joint` at arrival is another row: the closed form for every prefill instance considered, in the
+most expensive case, in which all of them are idle. The upper bound is the same solver without closed form, pruning and
+neighbourhood: `FlowNetwork.transfer_s` of each candidate over all transfers in flight, without the delay imposed on
+them.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from bench.measurement import Row, fresh, show
 from bench.prompts import quantiles_us
 
 SIZES = ((128, 50), (1_024, 400))
-"""Decode instances, transfers in flight."""
+"""Decode instances and transfers in flight."""
 TARGETS_US = {128: 150.0, 1_024: 1_000.0}
 CALLS, PLAIN_CALLS = 2_000, 3
 ARRIVALS = 20
-"""Decisions for each pair that is chosen at an arrival: such a one takes so much longer."""
+"""Ratio of the other measured decisions to those at an arrival, which take much longer."""
 WARM = 50
 POLICIES, JOINT = ("foresight", "foresight-closed"), "foresight-joint"
 
 
 class Driver:
-    """A table of transfers that is kept at so many, and decisions over it; a clock that only counts."""
+    """Keeps a table at a number of transfers and makes decisions over it; its clock is a counter."""
 
     def __init__(self, decode: int, in_flight: int) -> None:
         from kvroute.oracle import NetworkOracle
@@ -59,13 +60,13 @@ class Driver:
             self.start(self.draw.choice(self.sources), self.draw.randrange(decode), self.draw.uniform(1e9, 6e9))
 
     def start(self, source: int, position: int, kv_bytes: float) -> None:
-        """One more transfer, after a millisecond."""
+        """Start one more transfer, one millisecond later."""
         self.now += 1e-3
         self.table.started(self.now, self.next, source, int(self.targets[position]), kv_bytes)
         self.next += 1
 
     def candidates(self) -> object:
-        """Half-full decode instances, a tenth of the prompt cached on some."""
+        """Return half-full decode instances; some of them have a tenth of the prompt cached."""
         from kvroute.types import Candidates
 
         count = len(self.names)
@@ -84,7 +85,7 @@ class Driver:
 
 
 def decisions(decode: int, in_flight: int, name: str, calls: int) -> dict[str, object]:
-    """Figures of one size and policy, in this process."""
+    """Return the figures of one size and policy, measured in this process."""
     from dataclasses import replace
 
     from kvroute.policies.foresight import foresight_policy
@@ -112,14 +113,14 @@ def decisions(decode: int, in_flight: int, name: str, calls: int) -> dict[str, o
         driver.table.finished(driver.now, ended)
         driver.start(source, choice.index, float(pool.kv_bytes[choice.index]))  # type: ignore[attr-defined]
         book_ns.append(time.perf_counter_ns() - start)
-        while len(driver.table.rates_bytes_per_s) < in_flight:  # one inside a node is not kept
+        while len(driver.table.rates_bytes_per_s) < in_flight:  # the table does not keep transfers inside a node
             driver.start(driver.draw.choice(driver.sources), driver.draw.randrange(decode), 4e9)
     figures: dict[str, object] = {"choose": quantiles_us(choose_ns[WARM:]), "book": quantiles_us(book_ns[WARM:])}
     return figures | {"played": played / (calls + WARM), "plain": _plain_us(driver)}
 
 
 def arrivals(decode: int, in_flight: int, calls: int) -> dict[str, object]:
-    """Figures of `foresight-joint` at arrival, in this process."""
+    """Return the figures of `foresight-joint` at arrival, measured in this process."""
     from kvroute.policies import ForesightJoint, Pair, PrefillCandidates, Way
     from kvroute.types import Request
 
@@ -150,7 +151,7 @@ def arrivals(decode: int, in_flight: int, calls: int) -> dict[str, object]:
 
 
 def _plain_us(driver: Driver) -> float:
-    """Median microseconds of playing every candidate through a network of all transfers."""
+    """Return the median microseconds of a what-if for every candidate in a network of all transfers."""
     from kvroute.flows import FlowNetwork
     from kvroute.policies.foresight_kernels import HOPS_MAX, path_of
 
@@ -175,7 +176,7 @@ def _plain_us(driver: Driver) -> float:
 
 
 def rows(calls: int) -> list[Row]:
-    """Every size and policy, each in a fresh process."""
+    """Return the rows of every size and policy, each in a fresh process."""
     found = []
     for decode, in_flight in SIZES:
         for name in POLICIES:
@@ -204,7 +205,7 @@ def _arrival(decode: int, in_flight: int, calls: int) -> Row:
 
 
 def main() -> None:
-    """Print the rows, or one size's figures for the process that asked."""
+    """Print the rows, or the figures of one size for the parent process."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="one JSON document")
     parser.add_argument("--calls", type=int, default=CALLS, help="decisions of each size")

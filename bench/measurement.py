@@ -1,4 +1,4 @@
-"""What a bench reports and how it gets its numbers: fresh processes, medians, one table; it fails nobody."""
+"""Results of a bench and their measurement: fresh processes, medians, one table. A missed target is no failure."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ CHILD_S = 1_800
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One measure: our figure, the peer's of the same run or why there is none, and what we aim at."""
+    """One measure: our figure, the peer's figure of the same run or the reason for its absence, and our target."""
 
     measure: str
     unit: str
     better: Literal["higher", "lower"]
     ours: float | None
-    """None: not measured, `note` says why."""
+    """Our figure; None if it was not measured, with the reason in `note`."""
     peer: float | None = None
     peer_name: str = ""
     target: float | None = None
@@ -35,28 +35,28 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def met(self) -> bool | None:
-        """Whether our figure reaches the target; None where one of the two is missing."""
+        """True if our figure reaches the target; None if the figure or the target is missing."""
         if self.ours is None or self.target is None:
             return None
         return self.ours >= self.target if self.better == "higher" else self.ours <= self.target
 
     @property
     def ratio(self) -> float | None:
-        """How many times better than the peer we are; below 1 the peer is better."""
+        """Our figure relative to the peer's, as a factor; below 1 the peer is better."""
         if self.ours is None or self.peer is None or not self.ours or not self.peer:
             return None
         return self.ours / self.peer if self.better == "higher" else self.peer / self.ours
 
 
 class Failed(Exception):
-    """A child ended without a figure; its message is the reason in one line."""
+    """A child process ended without a figure; the message is the reason in one line."""
 
 
 def fresh(module: str, *arguments: object, python: str = sys.executable, env: Mapping[str, str] | None = None) -> Any:
-    """Run `python -m module arguments` in a process of its own; the JSON document that is its last line.
+    """Run `python -m module arguments` in a separate process; return the JSON document in its last line.
 
     Raises:
-        Failed: it could not start, ended with an error, took too long or printed no JSON.
+        Failed: the process could not start, ended with an error, took too long or printed no JSON.
     """
     command = [python, "-m", module, *map(str, arguments)]
     try:
@@ -76,19 +76,19 @@ def fresh(module: str, *arguments: object, python: str = sys.executable, env: Ma
 
 
 def process_figures() -> dict[str, float]:
-    """CPU seconds (user and system) and peak RSS in MB (1e6 bytes) of this process, imports and all."""
+    """Return CPU seconds (user and system) and peak RSS in MB (1e6 bytes) of this process, including imports."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     unit_bytes = 1 if sys.platform == "darwin" else 1024
     return {"process_cpu_s": usage.ru_utime + usage.ru_stime, "rss_mb": usage.ru_maxrss * unit_bytes / 1e6}
 
 
 def median(figures: Sequence[Mapping[str, float]], field: str) -> float | None:
-    """Median of one field over repeats; None without repeats."""
+    """Return the median of one field over repeats; None without repeats."""
     return statistics.median(figure[field] for figure in figures) if figures else None
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """The rows for people."""
+    """Return the rows as a table for people."""
     drawn = Table("measure", "unit", show_lines=False)
     for heading in ("ours", "peer or bound", "ratio", "target"):
         drawn.add_column(heading, justify="right")
@@ -107,7 +107,7 @@ def table(rows: Sequence[Row]) -> Table:
 
 
 def show(rows: Sequence[Row], as_json: bool, texts: Mapping[str, str] | None = None) -> None:
-    """Print the rows: one JSON document, or a table, then remarks and what benches without rows have printed."""
+    """Print the rows as one JSON document or as a table, then remarks and the output of benches without rows."""
     if as_json:
         entries = [{**msgspec.to_builtins(row), "ratio": row.ratio, "met": row.met} for row in rows]
         print(json.dumps({"rows": entries, "texts": dict(texts or {})}, indent=1))

@@ -1,7 +1,7 @@
-"""Seconds to plan the PrfaaS case study, beside the bound of one second: `python -m bench.plan`.
+"""Seconds to plan the PrfaaS case study, compared with a limit of one second: `python -m bench.plan`.
 
-Timed in a fresh process, after the imports: reading the file, the three deployments; then the whole plan with its
-sensitivity. The command's own start-up is a row of its own, since Python's imports are most of it.
+The timed part runs in a fresh process, after the imports: reading the file and planning the three deployments; then the
+whole plan with its sensitivity. The command's start-up is a separate row, because Python's imports are most of it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ BOUND_S = 1.0
 
 
 def figures() -> dict[str, float]:
-    """One plan, in this process: wall seconds of the optimum and of all, CPU seconds of the process."""
+    """Make one plan in this process; return wall seconds of the optimum and of all, and the process's CPU seconds."""
     from kvroute.planner.plan import make_plan
     from kvroute.planner.problem import read_problem
     from kvroute.planner.search import KINDS, deployment, find
@@ -34,7 +34,7 @@ def figures() -> dict[str, float]:
 
 
 def rows(repeats: int) -> list[Row]:
-    """Medians over fresh processes."""
+    """Return medians over fresh processes."""
     taken = [fresh("bench.plan", "--one") for _ in range(repeats)]
 
     def row(measure: str, field: str, target: float | None = None) -> Row:
@@ -56,7 +56,7 @@ def rows(repeats: int) -> list[Row]:
 
 
 def main() -> None:
-    """Print the rows, or one process's figures for the process that asked."""
+    """Print the rows, or the figures of one process for the parent process."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="one JSON document")
     parser.add_argument("--repeats", type=int, default=REPEATS, help="fresh processes")

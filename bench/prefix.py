@@ -1,8 +1,8 @@
-"""Medians of PrefixIndex beside a naive index in the same run: `python bench/prefix.py [mooncake.jsonl.zst]`.
+"""Median times of PrefixIndex and of a naive index in the same run: `python bench/prefix.py [mooncake.jsonl.zst]`.
 
-The naive index keeps a set of hashes for each instance and walks the prompt once per instance, with no order of
-eviction; the real one evicts, with room for `CAPACITY_BLOCKS`. Prompts: a system prompt for all, one of 64 group
-prefixes, and a part of their own; the tree is filled by placing each group on a few instances, as routing would.
+The naive index keeps a set of hashes for each instance, walks the prompt once per instance, and has no eviction order.
+The real one evicts, with room for `CAPACITY_BLOCKS`. A prompt consists of a system prompt for all, one of 64 group
+prefixes, and a part of its own. The tree is filled by placing each group on a few instances, as routing would.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ CAPACITY_BLOCKS = 20_000
 
 
 class NaiveIndex:
-    """A set of prefix hashes per instance: what a first version would be."""
+    """A set of prefix hashes per instance, as in a simple first version."""
 
     def __init__(self, instances: int) -> None:
         self._held: list[set[int]] = [set() for _ in range(instances)]
 
     def match(self, blocks: Chain) -> IntArray:
-        """As PrefixIndex.match."""
+        """Match like PrefixIndex.match."""
         return np.array([self._depth(held, blocks) for held in self._held], np.int64)
 
     def store(self, instance: int, blocks: Chain) -> None:
-        """As PrefixIndex.store, without recency, limit or eviction."""
+        """Store like PrefixIndex.store, without recency, limit or eviction."""
         self._held[instance].update(blocks)
 
     @staticmethod
@@ -50,7 +50,7 @@ class NaiveIndex:
 
 
 class Prompts:
-    """Chains of hashes that share their beginnings; every chain has integers of its own, as decoded ones have."""
+    """Chains of hashes with shared beginnings; every chain has separate integer objects, like decoded ones."""
 
     def __init__(self, seed: int) -> None:
         self._draw = random.Random(seed)
@@ -61,17 +61,17 @@ class Prompts:
         return tuple(self._draw.getrandbits(64) for _ in range(count))
 
     def chain(self, group: int, blocks: int) -> Chain:
-        """`blocks` blocks, of which the first GROUP_BLOCKS are those of the group."""
+        """Return a chain of `blocks` blocks; the first GROUP_BLOCKS are those of the group."""
         return copied(self._groups[group] + self._blocks(blocks - GROUP_BLOCKS))
 
 
 def copied(chain: Chain) -> Chain:
-    """The same numbers as other objects: equal, but not identical."""
+    """Return the same numbers as other objects: equal, but not identical."""
     return tuple(np.array(chain, np.uint64).tolist())
 
 
 def median_us(call: Callable[..., object], arguments: Iterable[tuple[object, ...]]) -> float:
-    """Median time of one call, microseconds; `arguments` are those of each call."""
+    """Return the median time of one call in microseconds; `arguments` has one entry per call."""
     taken = []
     for given in arguments:
         start = time.perf_counter_ns()
@@ -81,7 +81,7 @@ def median_us(call: Callable[..., object], arguments: Iterable[tuple[object, ...
 
 
 def bench(instances: int, naive_calls: int) -> None:
-    """One line of the table; the naive index gets no more than 4,000 chains, for the sake of memory."""
+    """Print one line of the table; the naive index gets at most 4,000 chains to limit memory."""
     prompts, index, naive = Prompts(instances), PrefixIndex(instances, CAPACITY_BLOCKS), NaiveIndex(instances)
     spread = max(1, instances // 8)
     place = [(k % GROUPS, (k % GROUPS * 7 + k // GROUPS % spread) % instances) for k in range(max(2000, instances * 2))]

@@ -1,7 +1,8 @@
-"""Simulated requests per CPU-second and peak memory: `python -m bench.simulate [--json]`, beside Dynamo's Rust replay.
+"""Simulated requests per CPU-second and peak memory: `python -m bench.simulate [--json]`, with Dynamo's Rust replay.
 
-The Mooncake conversation trace through a fat tree with per-link contention, policy netkv. Counted is the CPU time from
-the trace's file to the result (reading, building, loop, summary); memory is that of the whole process, imports and all.
+The simulation sends the Mooncake conversation trace through a fat tree with per-link contention and policy netkv. CPU
+time is counted from the trace's file to the result (reading, building, loop, summary). Memory is that of the whole
+process, including imports.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ WARM_REQUESTS = 200
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """A cluster of ours, the peer's nearest, and what we aim at."""
+    """One of our clusters, the nearest one of the peer, and our target."""
 
     instances: int
     prefill: int
@@ -47,7 +48,7 @@ SIZES = {
 
 
 def cluster_of(size: Size) -> Cluster:
-    """The published 16 instances, or as many as asked on 100G cards with 50G rack and 25G pod uplinks."""
+    """Return the published 16 instances, or the given number with 100G NICs and with 50G rack and 25G pod uplinks."""
     from kvroute.topology import InstanceCounts, build, fat_tree, load
 
     if size.instances == 16:
@@ -57,7 +58,7 @@ def cluster_of(size: Size) -> Cluster:
 
 
 def trace_of(path: str, speedup: float) -> Trace:
-    """The trace of a file or, without one, a generated one of the same size and rate."""
+    """Return the trace of a file or, without one, a generated trace of the same size and rate."""
     from kvroute.sim.workload import generate, read, rescale
 
     trace = read(path) if path else generate(REQUESTS, rate_per_s=RATE_PER_S, seed=0)
@@ -65,7 +66,7 @@ def trace_of(path: str, speedup: float) -> Trace:
 
 
 def run_once(size: Size, path: str) -> dict[str, float]:
-    """Figures of one simulation in this process, after a short one that loads compiled code."""
+    """Return the figures of one simulation in this process, after a short one that loads compiled code."""
     from kvroute.control import ControlSpec
     from kvroute.sim.run import simulate
     from kvroute.sim.settings import SimSettings
@@ -90,7 +91,7 @@ def run_once(size: Size, path: str) -> dict[str, float]:
 
 
 def write_plain(path: str, target: str) -> dict[str, float]:
-    """The same trace, not packed: the peer reads nothing else."""
+    """Write the same trace uncompressed, the only form that the peer reads."""
     from kvroute.sim.workload import write
 
     trace = trace_of(path, 1.0)
@@ -99,7 +100,7 @@ def write_plain(path: str, target: str) -> dict[str, float]:
 
 
 def rows(names: list[str], repeats: int, peer: bool, trace: Path) -> list[Row]:
-    """Ours and the peer's in turn, each in a fresh process, `repeats` times; medians."""
+    """Return medians of ours and the peer's, measured in turn, each in a fresh process, `repeats` times."""
     path = str(trace) if trace.exists() else ""
     source = f"trace: {trace.name}" if path else f"{trace} is not there: the trace is kvroute's own generated one"
     found = []
@@ -159,7 +160,7 @@ def _rows(
 
 
 def main() -> None:
-    """Print the rows, or one run's figures for the process that asked."""
+    """Print the rows, or the figures of one run for the parent process."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="one JSON document")
     parser.add_argument("--size", choices=SIZES, action="append", help="which cluster; repeat; default all")

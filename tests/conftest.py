@@ -1,6 +1,5 @@
-"""Hypothesis without a deadline, for a first call may compile and no test is about time; with CI set, the same examples
-each time, so that a change is judged by itself. Everywhere else each run looks for new ones.
-"""
+"""Hypothesis has no deadline, because a first call may compile and no test measures time. With CI set, the examples are
+the same each time, so that a result depends on the change alone. Elsewhere each run draws new examples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A disk that takes no more, for tests of what is written."""
+"""Simulates a full disk, for tests of written files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def files_no_longer_than(nbytes: int) -> Iterator[None]:
-    """As on a full disk: writing more fails."""
+    """Let writes beyond this size fail, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
     try:

@@ -19,7 +19,7 @@ class Instruction:
 
     @property
     def words(self) -> list[str]:
-        """The exec form's words, or the shell form's parts without options."""
+        """The words of the exec form, or the parts of the shell form without options."""
         start = self.rest.find("[")
         if start >= 0:
             return [str(word) for word in json.loads(self.rest[start:])]
@@ -27,7 +27,7 @@ class Instruction:
 
 
 def stages(path: Path = ROOT / "Dockerfile") -> list[list[Instruction]]:
-    """The instructions of each stage, FROM first."""
+    """Return the instructions of each stage, FROM first."""
     found: list[list[Instruction]] = []
     lines = [line for line in path.read_text().splitlines() if line and not line.startswith("#")]
     for line in re.sub(r"\\\n *", "", "\n".join(lines)).splitlines():
@@ -39,5 +39,5 @@ def stages(path: Path = ROOT / "Dockerfile") -> list[list[Instruction]]:
 
 
 def of(stage: list[Instruction], keyword: str) -> list[Instruction]:
-    """The instructions of that keyword, in order."""
+    """Return the instructions with this keyword, in order."""
     return [instruction for instruction in stage if instruction.keyword == keyword]

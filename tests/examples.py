@@ -1,4 +1,4 @@
-"""The examples that ship, by kind."""
+"""The examples in the repository, by kind."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ while os.getppid() == parent:
     for _ in range(1_000_000):
         pass
 """
-"""Ends by itself when its parent has ended, however that ended."""
+"""Ends by itself when its parent process has ended in any way."""
 
 
 @contextmanager
@@ -37,7 +37,7 @@ def busy_loops(count: int) -> Iterator[None]:
 
 
 def main() -> int:
-    """0 if every run passed, else 1."""
+    """Return 0 if every run passed, else 1."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=10, help="how often to run the command")
     parser.add_argument("--loops", type=int, default=2, help="busy loops beside it")

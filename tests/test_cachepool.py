@@ -1,4 +1,4 @@
-"""One worked example each for the cache pool, the view of all clusters and rebalancing, and their edges."""
+"""One worked example each for the cache pool, the view of all clusters and rebalancing, and edge cases."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ALICE = (*SYSTEM, 10, 11)
 BOB = (*SYSTEM, 20)
 DENSE = Layout.of(Model("dense", (Layers("attention", 1, 1, 4, 4),)), 4)
 HYBRID = Layout.of(Model("hybrid", (Layers("attention", 1, 1, 4, 4), Layers("linear", 1, state_bytes=100.0))), 4)
-"""Blocks of 64 bytes; a state takes two."""
+"""Blocks of 64 bytes; a state takes two blocks."""
 EAST, EAST_TOO, WEST = Place("east", "e0"), Place("east", "e1"), Place("west", "w0")
 
 
@@ -26,14 +26,14 @@ def begun(pool: CachePool, blocks: tuple[int, ...], **how: int | list[int]) -> L
 
 
 def store(pool: CachePool, blocks: tuple[int, ...], **how: list[int]) -> None:
-    """A whole prefill."""
+    """Run a whole prefill."""
     lease = begun(pool, blocks, **how)
     pool.fill(lease, len(blocks) * pool.layout.block_tokens)
     pool.end(lease)
 
 
 def test_the_published_hybrid_model() -> None:
-    """PrfaaS Table 5: 17,280 bytes a token, 173.9 MiB of state, which is 660 blocks of 16 tokens."""
+    """PrfaaS Table 5: 17,280 bytes per token and 173.9 MiB of state, which is 660 blocks of 16 tokens."""
     layout = Layout.of(model("prfaas-1t-hybrid"), 16)
     assert layout.block_bytes == 16 * 17_280
     assert [state.name for state in layout.states] == ["linear"]
@@ -41,7 +41,7 @@ def test_the_published_hybrid_model() -> None:
 
 
 def test_windows_are_states_of_their_own() -> None:
-    """GPT-OSS-20B: 12 full layers and 12 of 128 tokens, alike in bytes per token."""
+    """GPT-OSS-20B has 12 full layers and 12 layers with a window of 128 tokens, with equal bytes per token."""
     layout = Layout.of(MODELS["gpt-oss-20b"], 16)
     assert [state.name for state in layout.states] == ["sliding-128"]
     assert [layout.state_blocks(0, tokens) for tokens in (16, 17, 128, 5000)] == [1, 2, 8, 8]
@@ -68,7 +68,7 @@ def test_a_state_matches_at_its_exact_length_only() -> None:
 
 
 def test_a_state_that_is_gone_takes_its_match_along() -> None:
-    """Its block is still there, and goes next; the shorter prefix has its own state."""
+    """The block of the evicted state is still present and is evicted next; the shorter prefix has its own state."""
     pool = CachePool(HYBRID, 6)
     store(pool, SYSTEM, states_at=[4, 8])
     assert begun(pool, (9,), states_at=[]).evicted == Evicted((), (("linear", 2),))
@@ -106,7 +106,7 @@ def test_the_second_of_two_equal_prefills_takes_the_firsts_blocks() -> None:
 
 
 def test_transfer_blocks_go_when_the_transfer_has_completed() -> None:
-    """Three tokens beyond the last whole block are one block, the state at the exact end is two."""
+    """Three tokens after the last whole block take one block, the state at the exact end takes two."""
     pool = CachePool(HYBRID, 12)
     lease = begun(pool, ALICE, tokens=19)
     assert len(pool.numbers(lease).transfer) == 3
@@ -210,7 +210,7 @@ def test_what_each_cluster_could_reuse() -> None:
 
 
 def test_a_copy_brings_what_is_missing() -> None:
-    """Two blocks of 64 bytes are there already; the state of 100 bytes crosses whole."""
+    """Two blocks of 64 bytes are there already; the state of 100 bytes is transferred whole."""
     pools = sites()
     store(pools.pool(EAST), ALICE)
     store(pools.pool(WEST), BOB)
@@ -301,7 +301,7 @@ def test_a_hot_prefix_is_copied_to_the_coolest_peer() -> None:
 
 
 def test_what_is_read_now_and_then_is_not_copied() -> None:
-    """However hot the place: a copy of something read once may never be read."""
+    """However hot an instance is, a prefix that was read only once may never be read again."""
     pools = sites(DENSE)
     store(pools.pool(EAST), ALICE)
     spots = Hotspots(pools, HotspotSpec(reads_min=3))
@@ -313,7 +313,7 @@ def test_what_is_read_now_and_then_is_not_copied() -> None:
 
 
 def test_a_copy_that_would_only_move_the_hotspot_is_not_planned() -> None:
-    """20 tokens against 8: half of the only prefix would make it 10 against 18."""
+    """With 20 tokens against 8, half of the only prefix would make it 10 against 18."""
     pools = sites(DENSE)
     store(pools.pool(EAST), (*ALICE, 12))
     spots = Hotspots(pools, HotspotSpec(factor=1.25, reads_min=1))
@@ -336,7 +336,7 @@ def test_reads_that_cannot_be() -> None:
 
 
 def test_a_pool_that_is_turned_over() -> None:
-    """Filled to the brim, then once more: what was there is gone, and every block of it has been named."""
+    """The pool is filled twice: all earlier prefixes are gone, and each of their blocks was reported as evicted."""
     pool = CachePool(DENSE, 100_000)
     chains = [tuple(range(start, start + 10_000)) for start in range(0, 200_000, 10_000)]
     gone: set[int] = set()

@@ -1,4 +1,4 @@
-"""The command line as a user meets it: one document or one sentence, and an exit code that a script can trust."""
+"""The command line as a user meets it: one document or one sentence, and an exit code that a script can use."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ COMMANDS = (
 
 @dataclass(frozen=True)
 class Ended:
-    """What a command left behind."""
+    """Exit code and output of a command."""
 
     code: int
     out: str
@@ -47,10 +47,10 @@ Kvroute = Callable[..., Ended]
 
 @pytest.fixture
 def kvroute(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Kvroute:
-    """The installed command's entry point, in an empty working folder."""
+    """The entry point of the installed command, in an empty working folder."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "200")  # whatever terminal the tests run in
-    # The completion script is asked for by name; finding out the calling shell depends on who calls.
+    monkeypatch.setenv("COLUMNS", "200")  # independent of the terminal that runs the tests
+    # The completion script is requested by name; shell detection depends on the calling process.
     monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
 
     def run(*arguments: str) -> Ended:
@@ -65,7 +65,7 @@ def kvroute(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], 
 
 @pytest.fixture
 def trace(tmp_path: Path) -> str:
-    """Twenty requests within two seconds, some with shared prefixes, one that wants no answer."""
+    """Twenty requests within two seconds; some share a prefix, and one requests no output."""
     lines = [
         {
             "timestamp": 100 * number,
@@ -82,7 +82,7 @@ def trace(tmp_path: Path) -> str:
 
 @pytest.fixture
 def log(kvroute: Kvroute, trace: str) -> Path:
-    """A recorded run of NetKV."""
+    """A recorded run with NetKV."""
     run = kvroute(
         "simulate", CLUSTER, "--trace", trace, "--policy", "netkv", "--seeds", "1", "--log", "run.log", "--workers", "1"
     )
@@ -91,7 +91,7 @@ def log(kvroute: Kvroute, trace: str) -> Path:
 
 
 def document(ended: Ended) -> Any:
-    """All of stdout as one JSON document without NaN."""
+    """Return stdout, which must be one JSON document without NaN."""
     assert ended.code == 0, ended.err
 
     def never(text: str) -> None:
@@ -107,7 +107,7 @@ def test_version_is_the_packages(kvroute: Kvroute) -> None:
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])
 def test_every_command_helps(kvroute: Kvroute, command: str) -> None:
-    """With exit code 0, on stdout."""
+    """The exit code is 0 and the help is on stdout."""
     ended = kvroute(*command.split(), "--help")
     assert (ended.code, ended.err) == (0, "")
     assert "Usage" in ended.out
@@ -119,7 +119,7 @@ OPTION = re.compile(r"--[a-z][a-z0-9-]*")
 @pytest.mark.parametrize("width", [80, 100])
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_in_a_narrow_terminal_is_whole(kvroute: Kvroute, command: str, width: int, monkeypatch: Any) -> None:
-    """No option name and no sentence is cut, and no line is too long: the same words as in a wide one."""
+    """No option name and no sentence is cut, and no line is too long: the words are the same as in a wide terminal."""
     wide = kvroute(*command.split(), "--help").out
     monkeypatch.setenv("COLUMNS", str(width))
     narrow = kvroute(*command.split(), "--help").out
@@ -132,7 +132,7 @@ def test_help_in_a_narrow_terminal_is_whole(kvroute: Kvroute, command: str, widt
 def test_tables_in_a_narrow_terminal_cut_no_cell(
     kvroute: Kvroute, log: Path, monkeypatch: pytest.MonkeyPatch, width: int
 ) -> None:
-    """A column that does not fit is left out and named; the rest is whole, in units that people read."""
+    """A column that does not fit is left out and named; the others are complete, in human-readable units."""
     case, flows = (str(EXAMPLES / name) for name in ("prfaas-case-study.yaml", "flows-shared-uplink.json"))
     monkeypatch.setenv("COLUMNS", str(width))
     for line in (
@@ -154,7 +154,7 @@ def test_tables_in_a_narrow_terminal_cut_no_cell(
 
 
 def test_the_completion_script_prints(kvroute: Kvroute) -> None:
-    """For bash, as a user pipes it into a file."""
+    """The shell is bash, and the output is written to a file."""
     ended = kvroute("--show-completion", "bash")
     assert ended.code == 0, ended.err
     assert "complete " in ended.out
@@ -162,7 +162,7 @@ def test_the_completion_script_prints(kvroute: Kvroute) -> None:
 
 
 def test_simulate_prints_one_document_of_runs(kvroute: Kvroute, trace: str) -> None:
-    """Two policies, two seeds: a run each, in that order, with every promised key, and a verdict."""
+    """Two policies and two seeds give one run each in this order, with every documented key, and a verdict."""
     ended = kvroute(
         "simulate", CLUSTER, "--trace", trace, "--policy", "round-robin", "--policy", "netkv",
         "--seeds", "2", "--workers", "1", "--json",
@@ -184,7 +184,8 @@ def test_simulate_prints_one_document_of_runs(kvroute: Kvroute, trace: str) -> N
 
 
 def test_a_process_of_its_own_prints_nothing_beside_the_document(trace: str) -> None:
-    """The defaults: four policies, compared over a seed; one line and no bar where stderr is no terminal."""
+    """By default four policies run, compared over one seed here. If stderr is no terminal, it has one line and no
+    progress bar."""
     command = [sys.executable, "-m", "kvroute.cli.app", "simulate", CLUSTER, "--trace", trace, "--seeds", "1"]
     out = subprocess.run([*command, "--workers", "1", "--json"], capture_output=True, text=True)
     runs = document(Ended(out.returncode, out.stdout, out.stderr))["runs"]
@@ -193,7 +194,7 @@ def test_a_process_of_its_own_prints_nothing_beside_the_document(trace: str) -> 
 
 
 def test_a_log_takes_the_place_of_nothing_but_a_log(kvroute: Kvroute, trace: str) -> None:
-    """The trace or another file named as the log by mistake is still there; an older log is replaced."""
+    """A trace or another file named as the log by mistake is kept; an older log is replaced."""
     simulate = ("simulate", CLUSTER, "--trace", trace, "--policy", "netkv", "--seeds", "1", "--workers", "1", "--log")
     before = Path(trace).read_bytes()
     Path("notes").write_text("mine")
@@ -207,20 +208,20 @@ def test_a_log_takes_the_place_of_nothing_but_a_log(kvroute: Kvroute, trace: str
 
 
 def test_a_wrong_trace_leaves_no_folder_for_results(kvroute: Kvroute) -> None:
-    """It is read before the folder is made."""
+    """The trace is read before the folder is created."""
     Path("bad.jsonl").write_text("{}\n")
     ended = kvroute("simulate", CLUSTER, "--trace", "bad.jsonl", "--out", "new")
     assert (ended.code, Path("new").exists()) == (2, False)
 
 
 def test_what_is_replaced_is_said_in_the_help(kvroute: Kvroute) -> None:
-    """Files of an older run, and an older trace."""
+    """The help names the files of an older run and an older trace."""
     for command, what in (("simulate", "those that are there"), ("trace generate", "one that is there already")):
         assert what in " ".join(kvroute(*command.split(), "--help").out.replace("│", "").split())
 
 
 def test_a_report_leaves_stdout_to_the_document(kvroute: Kvroute, trace: str) -> None:
-    """Its place is told on stderr, and the records lie beside the page."""
+    """The path of the report is printed on stderr, and the records are in the same folder."""
     ended = kvroute(
         "simulate", CLUSTER, "--trace", trace, "--policy", "netkv", "--seeds", "1", "--workers", "1", "--json",
         "--out", "new/out",
@@ -232,7 +233,8 @@ def test_a_report_leaves_stdout_to_the_document(kvroute: Kvroute, trace: str) ->
 
 
 def test_a_run_over_several_datacenters_shows_what_was_offloaded(kvroute: Kvroute) -> None:
-    """Threshold, share from away, failures and copies in the table; the cut is marked; one site shows none of it."""
+    """The table has threshold, offloaded share, failures and copies, and the figures mark the cut; one site shows none
+    of them."""
     Path("cut.yaml").write_text(
         "changes: [{at: 4 s, link: wan, share: 0}, {at: 9 s, link: wan, share: 1}]\nstall: 1 s\n"
         "offload: {threshold: 8K tokens}\n"
@@ -261,7 +263,7 @@ def test_a_run_over_several_datacenters_shows_what_was_offloaded(kvroute: Kvrout
 
 
 def test_what_is_of_no_effect_is_told(kvroute: Kvroute, trace: str) -> None:
-    """A policy named twice, a warm-up longer than the trace, heads that shards cannot share evenly."""
+    """A policy given twice, a warm-up longer than the trace, heads that cannot be shared evenly by the shards."""
     once = ("simulate", CLUSTER, "--trace", trace, "--policy", "netkv", "--seeds", "1", "--workers", "1")
     ended = kvroute(*once, "--policy", "netkv", "--warmup", "1e9")
     assert "named twice runs once" in ended.err
@@ -276,7 +278,7 @@ def test_what_is_of_no_effect_is_told(kvroute: Kvroute, trace: str) -> None:
 
 
 def test_for_people_it_is_a_table_and_a_verdict(kvroute: Kvroute, trace: str) -> None:
-    """No JSON, and one seed is not called a proof."""
+    """There is no JSON, and a difference over one seed is not called significant."""
     ended = kvroute(
         "simulate",
         CLUSTER,
@@ -298,7 +300,7 @@ def test_for_people_it_is_a_table_and_a_verdict(kvroute: Kvroute, trace: str) ->
 
 
 def test_broken_lines_stop_the_run_unless_they_are_skipped(kvroute: Kvroute, trace: str) -> None:
-    """The line is named; with `--skip-bad` the others are played."""
+    """The error names the line; with `--skip-bad` the other lines are played."""
     Path(trace).write_text(Path(trace).read_text() + '{"timestamp": 1}\n')
     arguments = ("simulate", CLUSTER, "--trace", trace, "--policy", "netkv", "--seeds", "1", "--json")
     ended = kvroute(*arguments)
@@ -308,7 +310,7 @@ def test_broken_lines_stop_the_run_unless_they_are_skipped(kvroute: Kvroute, tra
 
 
 def test_a_log_replays_bit_for_bit(kvroute: Kvroute, log: Path) -> None:
-    """19 requests with two decisions each, and one that needs no decoder."""
+    """19 requests have two decisions each, and one needs no decode."""
     found = document(kvroute("replay", str(log), "--json"))
     assert (found["decisions"], found["equal"], found["first_difference_line"]) == (39, True, None)
     assert found["events"] == len(log.read_bytes().splitlines()) - 1
@@ -316,7 +318,8 @@ def test_a_log_replays_bit_for_bit(kvroute: Kvroute, log: Path) -> None:
 
 
 def test_a_log_without_its_end_says_so(kvroute: Kvroute, log: Path) -> None:
-    """What is there is replayed; a whole log gets no remark, and who asks for too much is told what there is."""
+    """The complete lines are replayed; a complete log causes no warning, and an unknown request ID gives the range of
+    IDs."""
     assert kvroute("replay", str(log)).err == ""
     wrong = kvroute("explain", str(log), "99999")
     assert (wrong.code, "its 20 requests are between 0 and 19" in wrong.err) == (2, True)
@@ -327,7 +330,7 @@ def test_a_log_without_its_end_says_so(kvroute: Kvroute, log: Path) -> None:
 
 
 def test_a_broken_line_that_is_left_out_needs_no_mend(kvroute: Kvroute, trace: str) -> None:
-    """Its place and fault are told once; without the option the option is named."""
+    """The place and the error of the line are printed once; without `--skip-bad` the message names this option."""
     Path(trace).write_text(Path(trace).read_text() + '{"timestamp": 1}\n')
     assert "leave broken lines out (--skip-bad)" in kvroute("trace", "show", trace).err
     ended = kvroute("trace", "show", trace, "--skip-bad")
@@ -337,7 +340,7 @@ def test_a_broken_line_that_is_left_out_needs_no_mend(kvroute: Kvroute, trace: s
 
 
 def test_a_log_is_asked_what_another_policy_would_have_done(kvroute: Kvroute, log: Path) -> None:
-    """Nothing of the recorded run changes; of itself a policy says that it would have done the same."""
+    """The recorded run is unchanged; the policy of the log itself makes equal decisions."""
     found = document(kvroute("replay", str(log), "--shadow", "round-robin", "--json"))
     assert found["equal"]
     assert found["shadow"]["policy"] == "round-robin"
@@ -351,7 +354,7 @@ def test_a_log_is_asked_what_another_policy_would_have_done(kvroute: Kvroute, lo
 
 
 def test_a_tampered_decision_is_found_by_its_line(kvroute: Kvroute, log: Path) -> None:
-    """One target exchanged for the other: exit code 1, and the line is named."""
+    """One target is exchanged for the other: the exit code is 1, and the line is named."""
     lines = log.read_text().splitlines(keepends=True)
     number = next(index for index, line in enumerate(lines) if '"type":"decode"' in line)
     other = {"decode0": "decode1", "decode1": "decode0"}
@@ -367,7 +370,7 @@ def test_a_tampered_decision_is_found_by_its_line(kvroute: Kvroute, log: Path) -
 
 
 def test_an_event_that_cannot_be_is_found_by_its_line(kvroute: Kvroute, log: Path) -> None:
-    """An arrival cut out: whatever happens to that request next is refused."""
+    """One arrival is removed: the next event of that request is rejected."""
     lines = log.read_text().splitlines(keepends=True)
     gone = next(index for index, line in enumerate(lines) if '"type":"arrived"' in line)
     number = msgspec.json.decode(lines.pop(gone))["event"]["request"]["id"]
@@ -385,7 +388,7 @@ def _terms(decision: Decode) -> Terms:
 
 
 def test_explain_shows_the_terms_that_the_log_holds(kvroute: Kvroute, log: Path) -> None:
-    """Candidate by candidate and term by term, as JSON and for people."""
+    """Every term of every candidate is shown, as JSON and as a table."""
     _, records = read_log(log)
     decisions = [made for record in records for made in record.decisions if isinstance(made, Decode)]
     decision = max(decisions, key=lambda made: float(np.ptp(_terms(made).cost)))
@@ -405,7 +408,7 @@ def test_explain_shows_the_terms_that_the_log_holds(kvroute: Kvroute, log: Path)
 
 
 def test_a_wrong_option_leaves_an_older_log_alone(kvroute: Kvroute, log: Path, trace: str) -> None:
-    """What cannot be run is found before the file is opened for writing."""
+    """Invalid options are found before the file is opened for writing."""
     before = log.read_bytes()
     for wrong in (["--policy", "netkw"], ["--policy", "netkv", "--constraint", "podd:fail"], []):
         ended = kvroute("simulate", CLUSTER, "--trace", trace, "--seeds", "1", "--log", str(log), *wrong)
@@ -492,7 +495,7 @@ WRONG = [
 
 @pytest.mark.parametrize(("line", "problem"), WRONG, ids=[line.replace(str(EXAMPLES), "examples") for line, _ in WRONG])
 def test_wrong_input_is_one_sentence_and_exit_code_2(kvroute: Kvroute, line: str, problem: str) -> None:
-    """On stderr; stdout stays empty, also under `--json`."""
+    """The sentence is on stderr; stdout stays empty, also with `--json`."""
     Path("file").write_text("in the way\n")
     Path("empty").write_text("")
     Path("object").write_text("{}")
@@ -507,7 +510,7 @@ def test_wrong_input_is_one_sentence_and_exit_code_2(kvroute: Kvroute, line: str
 @pytest.mark.skipif(find_spec("ray") is not None, reason="Ray is installed")
 @pytest.mark.parametrize("line", [f"simulate {CLUSTER} --requests 9", "experiment netkv-load --seeds 1"])
 def test_ray_is_looked_for_before_anything_is_said(kvroute: Kvroute, line: str) -> None:
-    """No word of runs that will not be."""
+    """Nothing is printed about runs that will not start."""
     ended = kvroute(*line.split(), "--on", "ray")
     assert (ended.code, ended.out) == (2, "")
     assert ended.err.startswith("kvroute: --on ray: Ray is not installed")
@@ -515,7 +518,7 @@ def test_ray_is_looked_for_before_anything_is_said(kvroute: Kvroute, line: str) 
 
 @pytest.mark.parametrize("option", ["--port", "--admin-port"])
 def test_a_taken_port_is_found_before_engines_are_started(kvroute: Kvroute, option: str) -> None:
-    """The section and the mend are named, and nothing else is said: no engine was ready."""
+    """The error names the section and the fix, and it is the only output, because no engine has started."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         other = "--admin-port" if option == "--port" else "--port"
@@ -527,7 +530,7 @@ def test_a_taken_port_is_found_before_engines_are_started(kvroute: Kvroute, opti
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_place_to_run_that_is_none_leaves_no_folder(kvroute: Kvroute, name: str) -> None:
-    """`--on` is looked at first, whatever the publication."""
+    """`--on` is checked first, for every publication."""
     ended = kvroute("experiment", name, "--on", "mars", "--out", "made")
     assert (ended.code, Path("made").exists()) == (2, False)
     assert ended.err == "kvroute: --on: cannot run on 'mars'; choose local or ray\n"
@@ -535,7 +538,7 @@ def test_a_place_to_run_that_is_none_leaves_no_folder(kvroute: Kvroute, name: st
 
 @pytest.mark.parametrize("how", ["embedded", "live"])
 def test_an_older_log_stays_where_nobody_can_listen(kvroute: Kvroute, log: Path, how: str) -> None:
-    """Of a name, each address that it stands for is tried; and what cannot be a name is told before engines start."""
+    """Every address of a host name is tried; an invalid host name is reported before engines start."""
     Path("live.yaml").write_text(kvroute("topology", "new", "--both", "http://127.0.0.1:1").out)
     start = ("serve", "--embedded", CLUSTER) if how == "embedded" else ("serve", "live.yaml")
     before = log.read_bytes()
@@ -558,7 +561,7 @@ def test_an_older_log_stays_where_nobody_can_listen(kvroute: Kvroute, log: Path,
     ],
 )  # fmt: skip
 def test_values_out_of_range_are_usage_errors(kvroute: Kvroute, options: str) -> None:
-    """Exit code 2 and one sentence with the option's name and where to look it up, before anything runs."""
+    """The exit code is 2 and one sentence gives the option's name and the help command, before anything runs."""
     ended = kvroute("simulate", CLUSTER, *options.split(), "--json")
     assert (ended.code, ended.out) == (2, "")
     assert ended.err.startswith("kvroute: ")
@@ -579,7 +582,7 @@ def test_values_out_of_range_are_usage_errors(kvroute: Kvroute, options: str) ->
     ],
 )
 def test_an_option_means_the_same_with_its_unit(kvroute: Kvroute, plain: str, with_unit: str) -> None:
-    """Plain numbers are seconds, requests per second and tokens."""
+    """Numbers without a unit are seconds, requests per second and tokens."""
     start = ("simulate", CLUSTER, "--requests", "40", "--seeds", "1", "--policy", "cla", "--json")
     runs = [document(kvroute(*start, *each.split())) for each in (plain, with_unit)]
     for each in runs:
@@ -599,7 +602,7 @@ def test_an_option_means_the_same_with_its_unit(kvroute: Kvroute, plain: str, wi
     ],
 )
 def test_a_wrong_unit_is_one_sentence_that_says_what_to_write(kvroute: Kvroute, options: str, sentence: str) -> None:
-    """With the option's name."""
+    """The sentence contains the option's name."""
     ended = kvroute("simulate", CLUSTER, *options.split(), "--json")
     assert (ended.code, ended.out) == (2, "")
     assert ended.err.startswith(f"kvroute: invalid value for '{options.split()[0]}': {sentence}")
@@ -616,20 +619,20 @@ def test_a_wrong_unit_is_one_sentence_that_says_what_to_write(kvroute: Kvroute, 
     ],
 )
 def test_a_command_line_that_is_none_is_one_sentence(kvroute: Kvroute, line: str, sentence: str) -> None:
-    """No box and no usage, only where to find them."""
+    """There is no box and no usage text, only a reference to the help."""
     assert kvroute(*line.split()) == Ended(2, "", f"kvroute: {sentence}\n")
 
 
 @pytest.mark.parametrize("line", ["", "topology"])
 def test_nothing_to_do_shows_what_there_is(kvroute: Kvroute, line: str) -> None:
-    """A group alone prints its help, and no complaint beside it."""
+    """A command group without a subcommand prints its help and no error."""
     ended = kvroute(*line.split())
     assert (ended.code, ended.err) == (2, "")
     assert "Usage" in ended.out
 
 
 def test_one_cell_of_an_experiment_runs_alone_and_once(kvroute: Kvroute) -> None:
-    """NetKV has no weights to tune; the second start takes the record from the folder, to the last bit."""
+    """NetKV has no weights to tune; a second start reads the record from the folder, equal to the last bit."""
     arguments = ("experiment", "netkv-load", "--cell", "rag,1.0,netkv", "--seed", "3", "--out", "res", "--json")
     found = document(kvroute(*arguments))
     (record,) = found["records"]
@@ -640,7 +643,7 @@ def test_one_cell_of_an_experiment_runs_alone_and_once(kvroute: Kvroute) -> None
 
 
 def test_topology_check_counts_the_faults(kvroute: Kvroute) -> None:
-    """A checker prints its findings as they are, then how many."""
+    """The command prints its findings and then their number."""
     Path("octets").write_bytes(b"\xff\xfe")
     ended = kvroute("topology", "check", "octets")
     assert (ended.code, ended.out) == (2, "")
@@ -650,7 +653,7 @@ def test_topology_check_counts_the_faults(kvroute: Kvroute) -> None:
 
 
 def test_somebody_elses_results_are_not_cut_away(kvroute: Kvroute) -> None:
-    """One whole line that is no record."""
+    """The file has one complete line that is not a record."""
     path = Path("res/paper/generated/netkv-load.jsonl")
     path.parent.mkdir(parents=True)
     path.write_text("my notes\n")
@@ -661,7 +664,7 @@ def test_somebody_elses_results_are_not_cut_away(kvroute: Kvroute) -> None:
 
 
 def test_experiment_alone_lists_what_there_is(kvroute: Kvroute, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every experiment, for people and as JSON; a narrow terminal cuts no name."""
+    """Every experiment is listed, as a table and as JSON; a narrow terminal cuts no name."""
     listed = document(kvroute("experiment", "--json"))["experiments"]
     names = [name for experiments in FAMILIES.values() for name in experiments]
     assert [one["name"] for one in listed] == names

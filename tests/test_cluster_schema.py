@@ -1,4 +1,5 @@
-"""The JSON Schema of a cluster file accepts what kvroute reads, and rejects what it rejects for its form."""
+"""The JSON Schema of a cluster file accepts the files that kvroute reads, and rejects those that it rejects for their
+form."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ SMALL = Path(__file__).resolve().parents[1] / "examples" / "small.yaml"
 
 @pytest.fixture(scope="module")
 def printed() -> dict[str, Any]:
-    """The document of `kvroute topology schema`."""
+    """The output of `kvroute topology schema`."""
     command = [sys.executable, "-m", "kvroute.cli.app", "topology", "schema"]
     out = subprocess.run(command, capture_output=True, text=True, check=True)
     document: dict[str, Any] = json.loads(out.stdout)
@@ -32,19 +33,19 @@ def printed() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def accepts(printed: dict[str, Any]) -> Callable[[object], bool]:
-    """Whether a document follows the schema."""
+    """Return whether a document is valid by the schema."""
     return jsonschema_rs.validator_for(printed).is_valid
 
 
 @pytest.mark.parametrize("path", CLUSTERS, ids=lambda path: path.stem)
 def test_an_example_cluster_follows_the_schema(path: Path, accepts: Callable[[object], bool]) -> None:
-    """Every cluster file that ships."""
+    """Every cluster file in the repository is checked."""
     assert accepts(yaml.safe_load(path.read_text()))
 
 
 @pytest.mark.parametrize("path", PLANS, ids=lambda path: path.stem)
 def test_a_plan_is_no_cluster_file(path: Path, accepts: Callable[[object], bool]) -> None:
-    """The schema tells the kinds of files apart."""
+    """The schema rejects other kinds of files."""
     assert not accepts(yaml.safe_load(path.read_text()))
 
 
@@ -75,7 +76,7 @@ def _set(document: Any, path: str, value: object) -> None:
     ],
 )
 def test_a_wrong_value_is_rejected_by_both(path: str, value: object, accepts: Callable[[object], bool]) -> None:
-    """The schema and kvroute itself reject the same mistakes of form."""
+    """The schema and kvroute itself reject the same errors of form."""
     document = yaml.safe_load(SMALL.read_text())
     _set(document, path, value)
     assert not accepts(document)
@@ -93,7 +94,7 @@ def test_a_wrong_value_is_rejected_by_both(path: str, value: object, accepts: Ca
     ],
 )
 def test_a_right_value_is_accepted_by_both(path: str, value: object, accepts: Callable[[object], bool]) -> None:
-    """Units of every kind."""
+    """There are units of every kind."""
     document = yaml.safe_load(SMALL.read_text())
     _set(document, path, value)
     assert accepts(document)
@@ -101,7 +102,7 @@ def test_a_right_value_is_accepted_by_both(path: str, value: object, accepts: Ca
 
 
 def test_editors_can_read_the_patterns_and_show_the_texts(printed: dict[str, Any]) -> None:
-    """JavaScript has no `\\Z`; a default has the form of the file, and attributes say what they mean."""
+    """JavaScript has no `\\Z`; a default has the form of the file, and attributes have descriptions."""
     assert r"\\Z" not in json.dumps(printed)
     node = printed["$defs"]["Node"]["properties"]["nvlink"]
     assert node["default"] == "450 GB/s"
@@ -109,7 +110,7 @@ def test_editors_can_read_the_patterns_and_show_the_texts(printed: dict[str, Any
 
 
 def test_without_the_gateway_its_section_is_open() -> None:
-    """An installation that only simulates cannot know the gateway's keys."""
+    """An installation for simulation only does not include the keys of the gateway."""
     validator = jsonschema_rs.validator_for(cluster_json_schema({}))
     document = yaml.safe_load(SMALL.read_text())
     assert validator.is_valid(document | {"gateway": {"no_such_key": 1}})

@@ -1,4 +1,5 @@
-"""Kernels: the cache notices what a kernel calls, a folder that fails costs no run, only an own folder is trusted."""
+"""Compiled kernels: the cache detects changes in called kernels, an unwritable folder stops no run, only the user's own
+folder is trusted."""
 
 from __future__ import annotations
 
@@ -38,9 +39,9 @@ print(asked(1), sum(asked.stats.cache_hits.values()))
 
 
 def played(folder: Path, *callees: str, limit: int = resource.RLIM_INFINITY) -> tuple[list[str], str]:
-    """A line of stdout for the caller of each of `callees`, and stderr; from a process of its own, which can write
-    files of at most `limit` bytes."""
-    # Not measured by `make coverage`: the measurement is a file too, and the limit holds for it.
+    """Run the caller of each of `callees` in a new process that can write files of at most `limit` bytes; return the
+    lines of stdout, and stderr."""
+    # Not measured by `make coverage`, because its data file would be limited too.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE_")}
     environment |= {"NUMBA_CACHE_DIR": str(folder / "cache"), "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(
@@ -56,15 +57,15 @@ def played(folder: Path, *callees: str, limit: int = resource.RLIM_INFINITY) -> 
 
 
 def written(folder: Path, callee: str, factor: int = 2, term: str = "x") -> None:
-    """A file with a kernel, and one with a kernel that calls it."""
+    """Write a file with a kernel, and one with a kernel that calls it."""
     (folder / f"{callee}.py").write_text(CALLEE.format(factor=factor, term=term), encoding="utf-8")
     caller = folder / f"of_{callee}.py"
-    if not caller.exists():  # it is never touched again: what changes is what it calls
+    if not caller.exists():  # the caller is never rewritten: only its callee changes
         caller.write_text(CALLER.format(callee=callee), encoding="utf-8")
 
 
 def test_a_cached_kernel_is_used_until_what_it_calls_changes(tmp_path: Path) -> None:
-    """A changed kernel and a changed constant of another file count as a change of the caller, and of no other one."""
+    """A changed kernel or a changed constant in another file invalidates its caller and no other kernel."""
     for callee in ("first", "second"):
         written(tmp_path, callee)
     assert played(tmp_path, "first", "second")[0] == ["2004 0", "2004 0"]
@@ -75,7 +76,7 @@ def test_a_cached_kernel_is_used_until_what_it_calls_changes(tmp_path: Path) -> 
 
 
 def test_a_cache_that_cannot_be_written_costs_one_warning(tmp_path: Path) -> None:
-    """The folder is there and takes no data, as on a full disk."""
+    """The folder exists but takes no data, as on a full disk."""
     written(tmp_path, "callee")
     out, warning = played(tmp_path, "callee", limit=0)
     assert out == ["2004 0"]
@@ -86,7 +87,7 @@ def test_a_cache_that_cannot_be_written_costs_one_warning(tmp_path: Path) -> Non
 
 @pytest.fixture
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where the folder of last resort would be; the system's temporary folder is a test's own meanwhile."""
+    """The path of the fallback folder; the system's temporary folder is replaced by one of the test meanwhile."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     temporary_folder.cache_clear()
     yield tmp_path / f"kvroute-kernels-{os.geteuid()}"
@@ -94,7 +95,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 
 
 def test_the_folder_of_last_resort_is_this_users_alone(temporary: Path) -> None:
-    """It is made so, and found again."""
+    """The folder is created with mode 0700 and found again."""
     assert temporary_folder() == str(temporary)
     assert temporary.stat().st_mode & 0o777 == 0o700
     temporary_folder.cache_clear()
@@ -103,7 +104,7 @@ def test_the_folder_of_last_resort_is_this_users_alone(temporary: Path) -> None:
 
 @pytest.mark.parametrize("trap", ["link", "file", "open to all"])
 def test_a_folder_that_another_user_could_fill_is_not_used(temporary: Path, trap: str) -> None:
-    """Loading a cached kernel runs code."""
+    """Loading a cached kernel executes code."""
     elsewhere = temporary.with_name("elsewhere")
     elsewhere.mkdir(mode=0o700)
     if trap == "link":
@@ -117,7 +118,7 @@ def test_a_folder_that_another_user_could_fill_is_not_used(temporary: Path, trap
 
 
 def test_every_kernel_is_compiled_by_the_one_module_that_chooses_the_cache() -> None:
-    """A kernel compiled elsewhere ends in a traceback where its folder cannot be written."""
+    """A kernel compiled elsewhere would end in a traceback if its folder cannot be written."""
     package = Path(kvroute.__file__).parent
     users = {
         path.relative_to(package).as_posix() for path in package.rglob("*.py") if "import numba" in path.read_text()

@@ -1,4 +1,4 @@
-"""`kvroute demo`: a short run of the real thing on a tiny cluster, what it leaves behind, and how it is broken off."""
+"""`kvroute demo`: a short real run on a tiny cluster, the files that it writes, and its cancellation."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ REQUESTS = 12
 
 @dataclass(frozen=True)
 class Ended:
-    """A demo that has run to its end."""
+    """A demo that has completed."""
 
     folder: Path
     cluster: Path
@@ -47,13 +47,13 @@ class Ended:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """The numbers that it saved."""
+        """The numbers in the saved file."""
         rows: list[dict[str, Any]] = json.loads((self.folder / "demo.json").read_text())
         return rows
 
 
 def running(mark: str) -> list[int]:
-    """Processes with this text in their command line."""
+    """Return the IDs of the processes with this text in their command line."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
@@ -66,7 +66,7 @@ def running(mark: str) -> list[int]:
 
 
 def demo_of(folder: Path, *more: str) -> tuple[Path, list[str]]:
-    """A cluster file of this test alone, by whose name its processes are found, and the command."""
+    """Return a cluster file with a unique path, by which the processes are found, and the command."""
     cluster = folder / "cluster.yaml"
     cluster.write_text(LINES)
     command = [*KVROUTE, "demo", str(cluster), "--profile", "chatbot", "--out", str(folder / "out")]
@@ -75,7 +75,7 @@ def demo_of(folder: Path, *more: str) -> tuple[Path, list[str]]:
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    """One second under each policy."""
+    """A completed demo with one second per policy."""
     folder = tmp_path_factory.mktemp("demo")
     cluster, command = demo_of(folder, "--seconds", "1", "--rate", str(REQUESTS), "--output-max", "8")
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
@@ -103,7 +103,8 @@ def test_both_halves_are_measured_and_printed(ended: Ended) -> None:
 
 
 def test_the_output_fits_a_terminal_and_says_what_is_next(ended: Ended) -> None:
-    """80 columns but for what is to be copied; where the page is, how to keep a gateway running; no log lines."""
+    """Lines have at most 80 columns except for paths; the output names the page and the command for a gateway; it has
+    no log lines."""
     for line in (ended.out + ended.err).splitlines():
         assert len(line.rstrip()) <= 80 or str(ended.folder.parent) in line
     assert str(ended.folder / "dashboard.html") in ended.out
@@ -113,7 +114,7 @@ def test_the_output_fits_a_terminal_and_says_what_is_next(ended: Ended) -> None:
 
 
 def test_the_saved_page_holds_all_policies(ended: Ended) -> None:
-    """One file with its scripts inside, the last run's map, and the figures of all runs."""
+    """The page is one file with its scripts included, the map of the last run, and the figures of all runs."""
     page = (ended.folder / "dashboard.html").read_text()
     saved = page.partition('id="saved">')[2].partition("</script>")[0]
     snapshot = json.loads(saved)
@@ -128,15 +129,15 @@ def test_the_saved_page_holds_all_policies(ended: Ended) -> None:
 
 
 def test_nothing_is_left_running(ended: Ended) -> None:
-    """Gateway and engines are gone when the command is."""
+    """Gateway and engines have ended with the command."""
     assert running(str(ended.cluster)) == []
 
 
 @pytest.fixture
 def under_way(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A demo whose traffic has begun, and the name of its cluster file."""
+    """A demo that has started its traffic, and the path of its cluster file."""
     cluster, command = demo_of(tmp_path, "--seconds", "60", "--rate", "4", "--policy", "netkv")
-    # Whatever runs in the background ignores Ctrl-C, and so would its children.
+    # Background processes ignore Ctrl-C, and their children inherit this.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         signal.signal(signal.SIGINT, before)
@@ -148,7 +149,7 @@ def under_way(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "killed"])
 def test_broken_off_it_leaves_nothing(under_way: tuple[subprocess.Popen[str], str], number: signal.Signals) -> None:
-    """Ctrl-C ends it without a stack trace; even killed it takes gateway and engines along."""
+    """Ctrl-C ends it without a stack trace; gateway and engines end even if the command is killed."""
     process, cluster = under_way
     assert process.stderr
     begun = next(line for line in process.stderr if "live dashboard" in line)
@@ -166,7 +167,7 @@ def test_broken_off_it_leaves_nothing(under_way: tuple[subprocess.Popen[str], st
 
 
 def refused(command: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> str:
-    """The one sentence of a command that ends with code 2."""
+    """Return the sentence of a command that ends with exit code 2."""
     monkeypatch.setattr(sys, "argv", ["kvroute", *command[len(KVROUTE) :]])
     with pytest.raises(SystemExit) as ended:
         main()
@@ -214,7 +215,8 @@ def test_wrong_words_are_found_before_anything_starts(
     st.integers(1, 50),
 )
 def test_both_sides_get_the_same_and_no_two_at_once(asked: list[tuple[int, int, int]], output_max: int) -> None:
-    """Requests that want tokens stay, in order, at times that ascend within their steps; prompts keep their length."""
+    """Requests with output tokens are kept in order, with increasing times within their steps; prompts keep their
+    length."""
     wanted = sorted(asked)
     requests = tuple(
         TracedRequest(3.0 * step, 1 + prompt, output, blocks=(), block_tokens=512) for step, prompt, output in wanted
@@ -233,7 +235,7 @@ def test_both_sides_get_the_same_and_no_two_at_once(asked: list[tuple[int, int, 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(0, 20_000), min_size=1, max_size=12), st.integers(0, 99))
 def test_a_request_draws_its_own_path(requests: list[int], seed: int) -> None:
-    """Whenever and in whatever order it is asked for; every hop is one of those that the cluster offers."""
+    """The path does not depend on the time or order of the calls; every hop is one that the cluster offers."""
     cluster = load(EXAMPLES / "fat-tree-64gpu.yaml")
     source, target = cluster.index("prefill0"), cluster.index("decode11")
     once, again = EcmpPaths(cluster, seed), EcmpPaths(cluster, seed)
@@ -248,7 +250,8 @@ def test_a_request_draws_its_own_path(requests: list[int], seed: int) -> None:
 
 @pytest.mark.parametrize("told", [False, True])
 def test_the_simulated_router_hears_of_its_transfers_if_asked(tmp_path: Path, told: bool) -> None:
-    """Bytes and transfers told add up to those that landed, as engines' counters would; else none is told."""
+    """The reported bytes and transfers equal the completed ones, as with engines' counters; without the setting none is
+    reported."""
     cluster, log = load(EXAMPLES / "small.yaml"), tmp_path / "run.log"
     trace = playable(Workload(generated_requests=20, rate_per_s=4.0, profile="chatbot").of_seed(1), 8)
     assumed = SimSettings(telemetry="none", measures_transfers=told, oracle_refresh_s=0.01)
@@ -261,7 +264,7 @@ def test_the_simulated_router_hears_of_its_transfers_if_asked(tmp_path: Path, to
 
 
 def test_a_comparison_by_hand() -> None:
-    """Medians 10 % apart, the requests themselves 10 % and 30 %; one without an answer counts in neither."""
+    """The medians differ by 10 %, the requests by 10 % and 30 %; a request without an answer counts in neither."""
 
     def half(*ttft_s: float | None) -> Half:
         known = sorted(second for second in ttft_s if second is not None)
@@ -276,7 +279,7 @@ def test_a_comparison_by_hand() -> None:
 
 
 def test_figures_of_other_runs_replace_the_states_own() -> None:
-    """In the order of the runs; without others the state's own stay."""
+    """The order is that of the runs; without figures of other runs the state's own are kept."""
 
     def state(policy: str, requests: int) -> bytes:
         split = {"policy": policy, "requests": requests}

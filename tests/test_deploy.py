@@ -1,4 +1,4 @@
-"""Dockerfile and systemd unit name files, commands and options that exist."""
+"""Dockerfile and systemd unit refer to files, commands and options that exist."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PAGE = ROOT / "docs/deploy.md"
 
 
 def _assert_command_exists(words: list[str]) -> None:
-    """The first word is the command `kvroute`; its subcommand has every option."""
+    """Check that the first word is the command `kvroute` and that its subcommand has every option."""
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     assert Path(words[0]).name in scripts
     shown = subprocess.run(
@@ -31,7 +31,7 @@ def _assert_command_exists(words: list[str]) -> None:
 
 
 def test_every_file_that_is_copied_into_the_image_exists_and_is_not_ignored() -> None:
-    """The image needs nothing else: everything that is not listed is ignored."""
+    """No other file is needed: everything that is not listed is ignored."""
     lines = (ROOT / ".dockerignore").read_text().split("\n")
     assert "*" in lines
     allowed = {line.removeprefix("!") for line in lines if line.startswith("!")}
@@ -43,7 +43,7 @@ def test_every_file_that_is_copied_into_the_image_exists_and_is_not_ignored() ->
 
 
 def test_every_package_of_the_image_is_checked_against_its_hash() -> None:
-    """The only installation without hashes is of the wheel that the image builds itself, from no index."""
+    """The only installation without hashes is that of the wheel which the image builds itself, without an index."""
     steps = [part for stage in stages() for step in of(stage, "RUN") for part in step.rest.split("&&")]
     installs = [part for part in steps if re.search(r"pip\S* .*\binstall\b", part)]
     assert len(installs) == 3
@@ -51,7 +51,7 @@ def test_every_package_of_the_image_is_checked_against_its_hash() -> None:
 
 
 def test_the_final_stage_runs_the_gateway_as_a_user_without_rights() -> None:
-    """By number, so that Kubernetes can check it; no compiler or package manager is called there."""
+    """The user is given by number, so that Kubernetes can check it; that stage calls no compiler or package manager."""
     *_, final = stages()
     [user], [entry], [default] = of(final, "USER"), of(final, "ENTRYPOINT"), of(final, "CMD")
     uid, gid = map(int, user.rest.split(":"))
@@ -87,7 +87,7 @@ def test_the_unit_starts_a_command_that_exists_from_the_place_that_the_page_inst
 
 
 def test_the_unit_waits_longer_than_the_gateway_drains() -> None:
-    """The default of `gateway.timeouts.drain`, as the cluster-file page shows it."""
+    """The drain time is the default of `gateway.timeouts.drain` in the cluster-file page."""
     [drain_s] = re.findall(r"timeouts: \{.*drain: (\d+) s\}", (ROOT / "docs/cluster-file.md").read_text())
     assert int(_unit()["TimeoutStopSec"]) > int(drain_s)
 
@@ -102,7 +102,7 @@ def test_the_unit_keeps_what_may_be_written_in_folders_of_its_own() -> None:
 
 
 def test_the_page_lists_every_alert_with_its_severity() -> None:
-    """One row for each severity."""
+    """There is one row for each severity."""
     groups = yaml.safe_load((ROOT / "deploy/prometheus/kvroute-alerts.yml").read_text())["groups"]
     rules = {(rule["labels"]["severity"], rule["alert"]) for group in groups for rule in group["rules"]}
     rows = re.findall(r"^\| (critical|warning|info) \| (.*) \|$", PAGE.read_text(), re.MULTILINE)

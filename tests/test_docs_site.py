@@ -1,4 +1,4 @@
-"""The documentation site: it builds without a warning, loads nothing from elsewhere, and has what the code has."""
+"""The documentation site: it builds without a warning, loads nothing from other servers, and matches the code."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LOADED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "vid
 
 
 class _Loads(HTMLParser):
-    """What a browser fetches when it shows a page."""
+    """Collects the addresses that a browser loads when it shows a page."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ def _build(folder: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The built site."""
+    """The folder of the built site."""
     folder = tmp_path_factory.mktemp("docs")
     write_pages(folder / "pages")
     out = _build(folder)
@@ -57,7 +57,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_no_page_loads_anything_from_elsewhere(site: Path) -> None:
-    """Readers' addresses reach nobody but the server of the site; it can be read without the Internet."""
+    """No other server receives the readers' addresses, and the site can be read without the Internet."""
     pages = sorted(site.rglob("*.html"))
     assert len(pages) > 25
     for page in pages:
@@ -72,7 +72,7 @@ def test_no_page_loads_anything_from_elsewhere(site: Path) -> None:
 
 
 def test_every_page_in_the_repository_is_in_the_site(site: Path) -> None:
-    """Each Markdown file of docs/ and each example file."""
+    """The site has each Markdown file of docs/ and each example file."""
     for page in (ROOT / "docs").rglob("*.md"):
         name = page.relative_to(ROOT / "docs").with_suffix(".html")
         assert (site / (name.with_name("index.html") if name.name == "README.html" else name)).exists(), page
@@ -81,7 +81,7 @@ def test_every_page_in_the_repository_is_in_the_site(site: Path) -> None:
 
 
 def test_every_command_and_path_has_its_place(site: Path) -> None:
-    """The generated pages hold what the code offers."""
+    """The generated pages contain every command and every path of the API."""
     commands = (site / "cli.html").read_text()
     for name in COMMANDS:
         assert re.search(rf"<h2[^>]*><code>kvroute {name}</code>", commands), name
@@ -116,7 +116,7 @@ def test_a_link_that_leads_nowhere_fails_the_build(fault: str, tmp_path: Path) -
 
 
 def test_links_between_files_of_the_repository_become_links_between_pages() -> None:
-    """From a page of docs/ to files elsewhere, from elsewhere to docs/, and no further."""
+    """Links from docs/ to other files and the reverse are converted; other links are unchanged."""
     there = page_markdown("[a](../bench/README.md#x) [b](../examples/small.yaml) [c](serve.md)", "docs/a.md", "a.md")
     assert there == "[a](measurements.md#x) [b](examples/small.yaml) [c](serve.md)"
     back = page_markdown("[a](../docs/serve.md) [b](https://a.example/b.md)", "bench/README.md", "measurements.md")
@@ -128,7 +128,7 @@ def test_links_between_files_of_the_repository_become_links_between_pages() -> N
 
 
 def _printed_commands() -> Iterator[tuple[str, list[str]]]:
-    """Each `kvroute ...` line of a code block in the docs, with its page; a line that ends in a backslash goes on."""
+    """Yield each `kvroute ...` line of a code block in the docs with its page; a trailing backslash joins lines."""
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
         text = page.read_text().replace("\\\n", " ")
         for line in re.findall(r"^(?: {4}|)(?:\$ |sudo )?(kvroute .*)$", text, re.MULTILINE):
@@ -138,7 +138,7 @@ def _printed_commands() -> Iterator[tuple[str, list[str]]]:
 
 
 def test_every_option_that_a_page_prints_exists() -> None:
-    """The commands of the docs have the options of the command line; the text that follows a command is no option."""
+    """Only words that look like options are checked; other text after a command is ignored."""
     group = typer.main.get_command(app)
     assert isinstance(group, TyperGroup)
     commands = list(_printed_commands())
@@ -156,7 +156,7 @@ def test_every_option_that_a_page_prints_exists() -> None:
 
 
 def test_the_glossary_is_in_alphabetical_order() -> None:
-    """A reader finds a word where the alphabet has it; each row has a cell for each system."""
+    """Each row has a cell for each system."""
     rows = [line for line in (ROOT / "docs" / "glossary.md").read_text().splitlines() if line.startswith("| ")]
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
     terms = [re.sub(r"[^a-z ]", "", row[0].lower()) for row in cells[1:]]
@@ -167,7 +167,7 @@ def test_the_glossary_is_in_alphabetical_order() -> None:
 
 
 def test_every_rfc_that_the_code_names_is_in_the_references() -> None:
-    """The list of standards follows the docstrings."""
+    """The docstrings and pages name them."""
     listed = (ROOT / "docs" / "references.md").read_text()
     sources = [*(ROOT / "src").rglob("*.py"), *(ROOT / "docs").rglob("*.md")]
     named = {number for path in sources for number in re.findall(r"RFC (\d{3,5})", path.read_text())}

@@ -1,4 +1,4 @@
-"""Everything that a user is told to start from runs: example clusters, example scenarios, the page's Python."""
+"""Everything that the documentation offers as a start runs: example clusters, example scenarios, the Python snippet."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def test_the_readme_shows_an_example_whole() -> None:
 
 
 def test_there_are_examples() -> None:
-    """The globs above found them."""
+    """The globs above match files."""
     assert {path.stem for path in CLUSTERS} >= {"fat-tree-64gpu", "small", "superpod", "two-datacenters"}
     assert SCENARIOS
 
 
 def test_the_pages_python_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """The snippet of docs/simulate.md, as it stands."""
+    """The snippet of docs/simulate.md runs unchanged."""
     monkeypatch.chdir(ROOT)
     snippets = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "simulate.md").read_text(), re.DOTALL)
     assert snippets
@@ -63,7 +63,7 @@ def test_the_pages_python_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 
 
 def test_links_between_pages_lead_somewhere() -> None:
-    """Every relative link of the README and the docs names a file that is there."""
+    """Every relative link of the README and the docs names an existing file."""
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "bench").glob("*.md")]
     for page in pages:
         for target in re.findall(r"\]\(([^)#\s]+)\)", page.read_text()):

@@ -1,4 +1,5 @@
-"""`kvroute explain` of a log that foresight has decided: what it had learned by then, and where that cannot be said."""
+"""`kvroute explain` on a log with foresight decisions: the values learned at that time, and when they cannot be
+given."""
 
 from __future__ import annotations
 
@@ -45,18 +46,18 @@ instances:
 
 
 def explain(*arguments: str) -> Result:
-    """What the command prints for people and for programs."""
+    """Run the command."""
     return CliRunner().invoke(app, ["explain", *arguments], env={"COLUMNS": "200"})
 
 
 def learned_of(ended: Result) -> list[Any]:
-    """Of each decision."""
+    """Return the learned values of each decision."""
     assert ended.exit_code == 0, ended.stderr
     return [one["learned"] for one in json.loads(ended.stdout)["decisions"]]
 
 
 def recorded(path: Path, decode: str) -> None:
-    """Six requests, one after the other; each transfer takes two seconds, more than the map says."""
+    """Record six requests one after the other; each transfer takes two seconds, more than the topology predicts."""
     spec = ControlSpec(decode=decode)
     control = spec.build(parse(CLUSTER))
     with EventLog(path, LogHeader(cluster=CLUSTER, spec=spec)) as log:
@@ -74,13 +75,13 @@ def recorded(path: Path, decode: str) -> None:
 
 @pytest.fixture
 def foreseen(tmp_path: Path) -> str:
-    """A log of foresight."""
+    """A log with decisions of foresight."""
     recorded(tmp_path / "foreseen.log", "foresight")
     return str(tmp_path / "foreseen.log")
 
 
 def test_explain_shows_what_foresight_had_learned_by_then(foreseen: str) -> None:
-    """Not what it learned later: the core, told the same up to the decision, says the same."""
+    """Later values have no effect: a core with the same events up to the decision has the same values."""
     header, records = read_log(Path(foreseen))
     control, expected = header.spec.build(parse(CLUSTER)), list[TierLearned]()
     for record in records:
@@ -120,7 +121,7 @@ def test_explain_shows_what_foresight_had_learned_by_then(foreseen: str) -> None
 
 
 def test_what_foresight_had_learned_is_not_guessed(foreseen: str, tmp_path: Path) -> None:
-    """A log that this version decides otherwise is explained all the same, but for that; one of NetKV has nothing."""
+    """If this version decides differently, the log is explained without these values; a log of NetKV has none."""
     lines = Path(foreseen).read_text().splitlines(keepends=True)
     number = next(index for index, line in enumerate(lines) if '"type":"decode"' in line)
     lines[number] = lines[number].replace('"hit_tokens":0', '"hit_tokens":1')

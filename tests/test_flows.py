@@ -1,4 +1,4 @@
-"""The flow network and its scenarios: worked examples, stalls, limits, and what is refused in which words."""
+"""The flow network and its scenarios: worked examples, stalls, limits, and error messages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
 
 def test_two_flows_then_one_then_faster() -> None:
-    """A and B halve link 0; B is held to 2 by link 1, so A has 8; B gone, A has 10."""
+    """A and B share link 0 equally; B is limited to 2 by link 1, so A has 8; without B, A has 10."""
     net = FlowNetwork(np.array([10.0, 2.0]))
     net.start(1, [0], 24.0)
     net.start(2, [0, 1], 4.0)
@@ -51,7 +51,7 @@ def test_one_advance_crosses_several_finishes() -> None:
 
 
 def test_equal_flows_finish_together_in_start_order() -> None:
-    """Ties end at one instant, whatever their numbers, and among ties the first started is announced."""
+    """Flows that tie end at one instant for any numbers, and the one started first is reported first."""
     net = FlowNetwork(np.array([3.0, 7.0]))
     net.start_many([5, 3, 4], [[0, 1], [0], [0]], [0.1, 0.1, 0.1])
     upcoming = net.next_finish()
@@ -61,7 +61,7 @@ def test_equal_flows_finish_together_in_start_order() -> None:
 
 
 def test_ends_that_only_rounding_parts_are_one_instant() -> None:
-    """0.1 / 1 and 0.3 / 3 differ in the last bit; both end together, the first started first."""
+    """0.1 / 1 and 0.3 / 3 differ in the last bit; both end together, and the one started first is reported first."""
     net = FlowNetwork(np.array([1.0, 3.0]))
     net.start_many([1, 2], [[0], [1]], [0.1, 0.3])
     upcoming = net.next_finish()
@@ -71,7 +71,8 @@ def test_ends_that_only_rounding_parts_are_one_instant() -> None:
 
 
 def test_a_flow_at_its_bottleneck_gets_its_part_of_what_a_neighbour_loses() -> None:
-    """Flow 3 fills link 0 beside 3.0 and 3.4; those become free and 0.4, so 2 and 3 halve the other 9.6."""
+    """Flow 3 shares link 0 with flows limited to 3.0 and 3.4. Their limits become 50 and 0.4, so flows 2 and 3 share
+    the other 9.6 equally."""
     net = FlowNetwork(np.array([10.0, 3.4, 3.0]))
     net.start_many([1, 2, 3], [[0, 1], [0, 2], [0]], [100.0, 100.0, 100.0])
     assert net.rate(3) == pytest.approx(3.6, rel=1e-12)
@@ -80,7 +81,7 @@ def test_a_flow_at_its_bottleneck_gets_its_part_of_what_a_neighbour_loses() -> N
 
 
 def test_a_flow_that_stalls_in_its_last_instant_has_ended() -> None:
-    """What is left is below rounding, so a capacity of 0 does not hold it for ever."""
+    """The rest is below rounding, so a capacity of 0 does not stall it for ever."""
     net = FlowNetwork(np.array([10.0]))
     net.start(1, [0], 100.0)
     net.advance(float(np.nextafter(10.0, 0.0)))
@@ -97,7 +98,7 @@ def test_classes_weigh_their_flows() -> None:
 
 
 def test_a_link_without_capacity_stalls_and_resumes() -> None:
-    """Stalled flows are skipped by `next_finish`; with capacity back they go on where they stood."""
+    """`next_finish` skips stalled flows; when capacity is back they continue."""
     net = FlowNetwork(np.array([10.0, 10.0]))
     net.start(1, [0], 100.0)
     net.start(2, [1], 1000.0)
@@ -112,7 +113,8 @@ def test_a_link_without_capacity_stalls_and_resumes() -> None:
 
 
 def test_a_flow_at_its_ceiling_leaves_the_rest_to_others() -> None:
-    """Of 10 bytes/s a flow held to 2 takes 2 and its neighbour 8; let go, both have 5; held to 0, it waits."""
+    """On 10 bytes/s, a flow limited to 2 has 2 and the other one 8; without the limit both have 5; a limit of 0 stalls
+    it."""
     net = FlowNetwork(np.array([10.0]))
     net.start(1, [0], 100.0, ceiling_bytes_per_s=2.0)
     net.start(2, [0], 100.0)
@@ -131,7 +133,7 @@ def test_a_flow_at_its_ceiling_leaves_the_rest_to_others() -> None:
 
 
 def test_without_links_a_ceiling_is_all_that_holds_a_flow() -> None:
-    """100 bytes at 4 bytes/s take 25 s; let go after 5 s, the rest is there at once."""
+    """100 bytes at 4 bytes/s take 25 s; without the limit after 5 s, the rest arrives at once."""
     net = FlowNetwork(np.array([], np.float64))
     net.start(1, [], 100.0, ceiling_bytes_per_s=4.0)
     assert net.next_finish() == (25.0, 1)
@@ -143,7 +145,7 @@ def test_without_links_a_ceiling_is_all_that_holds_a_flow() -> None:
 
 
 def test_capped_flows_one_after_the_other_need_the_memory_of_one() -> None:
-    """The private link of a flow that has left serves the next one."""
+    """The next flow reuses the private link of an ended one."""
     net = FlowNetwork(np.array([10.0]))
 
     def play(flows: range) -> None:
@@ -172,13 +174,13 @@ def test_capped_flows_one_after_the_other_need_the_memory_of_one() -> None:
     ids=["window", "loss", "wide", "near"],
 )
 def test_what_one_connection_carries(rtt_s: float, window_bytes: float, loss: float, gbps: float) -> None:
-    """By hand: 1.25 MB each 20 ms is 0.5 Gbps; 1460 bytes * 1.22 / sqrt(0.001) each 20 ms is 22.5 Mbps."""
+    """By hand: 1.25 MB per 20 ms is 0.5 Gbps; 1460 bytes * 1.22 / sqrt(0.001) per 20 ms is 22.5 Mbps."""
     found = connection_bytes_per_s(rtt_s, window_bytes, loss)
     assert found * 8 / 1e9 == pytest.approx(gbps, rel=2e-3)
 
 
 def test_nothing_to_send_finishes_at_once() -> None:
-    """No bytes, or no link to cross, end at `now`, even beside a stalled link."""
+    """A flow without bytes or without links ends at `now`, even beside a stalled link."""
     net = FlowNetwork(np.array([0.0]))
     net.start(1, [0], 0.0)
     net.start(2, [], 5.0)
@@ -188,8 +190,8 @@ def test_nothing_to_send_finishes_at_once() -> None:
 
 
 def test_grows_with_flows_and_paths() -> None:
-    """Hundreds of flows, long paths and ceilings need no announcement: rates stay those of progressive filling, and
-    what links have carried before is not forgotten."""
+    """Hundreds of flows, long paths and limits need no preparation: rates equal those of progressive filling, and the
+    earlier bytes of links are kept."""
     draw = random.Random(5)
     capacities = [draw.uniform(1.0, 9.0) for _ in range(50)]
     net = FlowNetwork(np.array(capacities))
@@ -208,7 +210,7 @@ def test_grows_with_flows_and_paths() -> None:
 
 @pytest.mark.parametrize("nbytes", [1.0, 1e15])
 def test_tiny_and_huge_transfers_end_late_in_time(nbytes: float) -> None:
-    """A byte at 1e12 bytes/s is below the clock's resolution at 1e6 s, and still it ends; so does a petabyte."""
+    """A byte at 1e12 bytes/s is below the clock's resolution at 1e6 s and still ends; so does a petabyte."""
     net = FlowNetwork(np.array([1e12]))
     net.advance(1e6)
     net.start_many([1, 2], [[0], [0]], [nbytes, nbytes])
@@ -219,7 +221,7 @@ def test_tiny_and_huge_transfers_end_late_in_time(nbytes: float) -> None:
 
 
 def test_an_id_is_free_again_after_its_flow() -> None:
-    """Unique among the active only; a second start while in flight is refused."""
+    """IDs are unique among active flows only; a second start of an active ID is rejected."""
     net = FlowNetwork(np.array([1.0]))
     net.start(1, [0], 1.0)
     with pytest.raises(InputError, match="flow 1 is in flight already"):
@@ -230,7 +232,7 @@ def test_an_id_is_free_again_after_its_flow() -> None:
 
 
 def test_what_the_network_refuses() -> None:
-    """Wrong numbers and names are one sentence each, and leave the network as it was."""
+    """A wrong number or name gives one sentence and leaves the network unchanged."""
     net = FlowNetwork(np.array([1.0]))
     for path, nbytes, weight, traffic_class, words in [
         ([1], 1.0, 1.0, "kv", "leaves the links 0 to 0"),
@@ -268,7 +270,7 @@ def test_what_the_network_refuses() -> None:
 
 
 def test_example_scenarios_by_hand() -> None:
-    """The shipped examples, worked out with pencil and paper."""
+    """The examples in the repository are computed by hand."""
     shared = completion_times(read_scenario(EXAMPLES / "flows-shared-uplink.json"))
     assert shared == pytest.approx([0.8, 0.8, 0.9], rel=1e-12)
     classes = completion_times(read_scenario(EXAMPLES / "flows-classes.json"))
@@ -316,13 +318,13 @@ FLOW = '{"id": 1, "links": ["a"], "size_B": 8, "start_s": 1}'
     ],
 )
 def test_what_a_scenario_refuses(text: str, words: str) -> None:
-    """Every fault of a scenario is named with its place."""
+    """Every error of a scenario is reported with its place."""
     with pytest.raises(InputError, match=words):
         parse_scenario(text)
 
 
 def test_all_faults_of_a_scenario_come_at_once() -> None:
-    """A user mends a file in one go."""
+    """A user can fix a file in one pass."""
     flows = FLOW.replace("8", "-8") + "," + FLOW.replace('["a"]', '["b"]').replace('"id": 1', '"id": 2')
     with pytest.raises(InputErrors) as caught:
         parse_scenario("{" + LINK + ', "flows": [' + flows + "]}")
@@ -330,13 +332,13 @@ def test_all_faults_of_a_scenario_come_at_once() -> None:
 
 
 def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
-    """No such file: its name and the reason."""
+    """The error for a missing file has its name and the reason."""
     with pytest.raises(InputError, match=r"none.json: cannot be read: No such file"):
         read_scenario(tmp_path / "none.json")
 
 
 def test_command_prints_json_or_a_table() -> None:
-    """One document and nothing else, asked for by name or not; with `--table` every flow has a row."""
+    """The output is one document only, by name or without; with `--table` every flow has a row."""
     file = str(EXAMPLES / "flows-shared-uplink.json")
     for options in ([], ["--json"]):
         out = CliRunner().invoke(app, [file, *options])

@@ -1,4 +1,5 @@
-"""foresight by worked examples: the crowded NIC, the full slots, what is learned, the links of a cluster, the pair."""
+"""foresight by worked examples: a crowded NIC, full slots, learned values, the links of a cluster, pairs of
+instances."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from kvroute.types import Candidates, Choice, InputError, IntArray, NetworkCosts
 
 NIC = 1e9
 FLAT: TierArray = np.full((4, 4), 3, dtype=np.int8)
-"""Instances 0 and 1 prefill, 2 and 3 decode, all far from each other."""
+"""Instances 0 and 1 prefill, 2 and 3 decode, all at the same large distance."""
 DECODERS: IntArray = np.array([2, 3])
 REQUEST = Request(id=1, input_tokens=1_000)
 
@@ -31,7 +32,7 @@ def links() -> LinkModel:
 
 
 def pool(batch: tuple[int, int] = (0, 0), queued: tuple[int, int] = (0, 0), batch_max: int = 8) -> Candidates:
-    """Two decode instances with steps of 10 ms; the KV cache has 1 GB."""
+    """Return two decode instances with steps of 10 ms; the KV cache has 1 GB."""
     return Candidates(
         names=("far", "near"),
         batch=np.array(batch),
@@ -65,8 +66,9 @@ def chosen_by(spec: ForesightSpec, sight: Sight) -> Choice:
 
 
 def test_it_sees_a_crowded_nic_that_netkv_cannot_see() -> None:
-    """Another prefill instance sends 1 GB to the first decode instance: a second one there takes 2 s and delays it by
-    1 s; to the other it takes 1 s and delays nobody. NetKV counts its own source's transfers and goes to the first."""
+    """Another prefill instance sends 1 GB to the first decode instance: a second transfer to it takes 2 s and delays
+    the first one by 1 s. To the other instance it takes 1 s and delays none. NetKV counts the transfers of its own
+    source only and takes the first."""
     table = InFlight(links())
     table.started(0.0, 7, 1, 2, 1e9)
     choice = chosen(table, pool())
@@ -80,8 +82,9 @@ def test_it_sees_a_crowded_nic_that_netkv_cannot_see() -> None:
 
 
 def test_the_delay_that_it_imposes_is_a_price() -> None:
-    """1 GB joins 1.5 GB on a NIC of 1 GB/s: it takes 2 s, and the other ends at 2.5 s instead of 1.5 s. Elsewhere the
-    decode step is 1.8 s slower: worth it for the sum of both, not for itself alone."""
+    """1 GB joins 1.5 GB on a NIC of 1 GB/s: it takes 2 s, and the other one ends at 2.5 s instead of 1.5 s. The decode
+    step of the other instance is 1.8 s slower: this is better for the sum of both, but not for the new transfer
+    alone."""
     table = InFlight(links())
     table.started(0.0, 7, 1, 2, 1.5e9)
     slow = pool()
@@ -96,7 +99,8 @@ def test_the_delay_that_it_imposes_is_a_price() -> None:
 
 
 def test_the_closed_form_shares_the_most_crowded_link() -> None:
-    """Two transfers into the first NIC: a third has a third of it. Nothing is said of what that does to them."""
+    """With two transfers into the first NIC, a third one gets a third of it. The closed form includes no delay of
+    others."""
     table = InFlight(links())
     for each in range(2):
         table.started(0.0, each, 1, 2, 9e9)
@@ -107,8 +111,9 @@ def test_the_closed_form_shares_the_most_crowded_link() -> None:
 
 
 def test_who_is_not_played_is_not_chosen_by_the_closed_form() -> None:
-    """The best by the closed form (2 s to 2.5 s) is played and found to delay another by 1 s: the other one is put 1 s
-    up, too, as if it had the same surprise in store. Played as well, it has none and wins."""
+    """The best candidate by the closed form (2 s against 2.5 s) is simulated and delays another transfer by 1 s. The
+    cost of the other candidate is raised by 1 s too, as if it had an equal delay. When it is simulated as well, it has
+    none and wins."""
     table = InFlight(links())
     table.started(0.0, 7, 1, 2, 1.5e9)
     slow = pool()
@@ -121,8 +126,8 @@ def test_who_is_not_played_is_not_chosen_by_the_closed_form() -> None:
 
 
 def test_a_transfer_that_starts_later_meets_who_is_left() -> None:
-    """0.5 GB and 1.5 GB share a NIC: the first ends after 1 s, and after 1.5 s the second has 0.5 GB left. 1 GB that
-    joins then has half of the NIC for 1 s and all of it for 0.5 s."""
+    """0.5 GB and 1.5 GB share a NIC: the first one ends after 1 s, and after 1.5 s the second one has 0.5 GB left. 1 GB
+    that starts then has half of the NIC for 1 s and all of it for 0.5 s."""
     table = InFlight(links())
     table.started(0.0, 7, 1, 2, 0.5e9)
     table.started(0.0, 8, 1, 2, 1.5e9)
@@ -135,8 +140,8 @@ def test_a_transfer_that_starts_later_meets_who_is_left() -> None:
 
 
 def test_transfers_beyond_the_nearest_keep_their_rates() -> None:
-    """Three long transfers into a NIC of 1 GB/s: a fourth has a quarter. If only one may yield to it, the two others
-    keep their thirds, and it shares what is left."""
+    """Three long transfers into a NIC of 1 GB/s: a fourth one gets a quarter. If only one may slow down for it, the two
+    others keep their thirds, and it shares the rest."""
     table = InFlight(links())
     for each in range(3):
         table.started(0.0, each, 1, 2, 9e9)
@@ -148,8 +153,8 @@ def test_transfers_beyond_the_nearest_keep_their_rates() -> None:
 
 
 def test_a_full_batch_is_waited_for_while_the_transfer_goes_on() -> None:
-    """Eight of eight slots are taken and one waits: two answers of 400 steps of 10 ms must end, one every 0.5 s; 1 s of
-    that passes in the transfer itself, so no time is lost. Without a network in the way, 1 s is."""
+    """All eight slots are taken and one request waits: two outputs of 400 steps of 10 ms must end, one every 0.5 s. 1 s
+    of that passes during the transfer, so no time is lost. With a short transfer, time is lost."""
     full = pool(batch=(8, 0), queued=(1, 0))
     spec = ForesightSpec(output_tokens=400.0)
     table = InFlight(links(), spec)
@@ -162,8 +167,9 @@ def test_a_full_batch_is_waited_for_while_the_transfer_goes_on() -> None:
 
 
 def test_a_near_place_is_left_for_others_tokens_only_if_the_other_is_not_much_farther() -> None:
-    """The near one has three in its batch, each of whom would wait 1 ms longer for each of 2,000 tokens: worth 1.2 s.
-    It takes 0.1 s to send there: for one that takes 0.25 s it is left, for one that takes 0.35 s it is not."""
+    """The near instance has three requests in its batch, each of which would wait 1 ms longer for each of 2,000 tokens:
+    a cost of 1.2 s. The transfer to it takes 0.1 s. An instance at 0.25 s is preferred to it, an instance at 0.35 s is
+    not."""
     spec = ForesightSpec(output_tokens=2_000.0, slot_weight=0.0, landing_weight=0.0)
     for far_s, expected in ((0.25, 0), (0.35, 1)):
         crowded = pool(batch=(0, 3), batch_max=64)
@@ -180,7 +186,8 @@ def test_a_near_place_is_left_for_others_tokens_only_if_the_other_is_not_much_fa
 
 
 def test_what_the_map_says_can_be_discounted() -> None:
-    """Half the speed of receiving NICs: transfers take twice as long. Nothing known of them: the other end decides."""
+    """At half the speed of receiving NICs, transfers take twice as long. If their speed is unknown, the other end
+    decides."""
     for factor, expected in ((0.5, [2.0, 2.0]), (0.0, [1.0, 1.0]), (4.0, [1.0, 1.0])):
         known = LinkModel.of_tiers(FLAT, np.full(5, 1e12), NIC).taken_for(1.0, factor, 1.0)
         choice = chosen(InFlight(known), pool())
@@ -199,7 +206,8 @@ def test_what_the_map_says_can_be_discounted() -> None:
 
 
 def test_rivals_count_as_far_as_they_are_weighed() -> None:
-    """Two transfers under way over two cables; a third expects to meet them, unless rivals do not count."""
+    """Two transfers are in flight over two cables; a third one expects to share a cable with them, unless their weight
+    is 0."""
     rows = [(8e9, 8e9, 1, 1)] * 8 + [(2 * NIC, NIC, 2, 3)] * 2
     table = np.array(rows)
     ways = np.full((4, 7), UNKNOWN, dtype=np.int64)
@@ -232,7 +240,8 @@ def test_rivals_count_as_far_as_they_are_weighed() -> None:
 
 
 def test_without_a_table_it_prices_by_tier() -> None:
-    """NetKV's transfer time stands in: three own transfers in the tier, so that the fourth gets a quarter."""
+    """NetKV's transfer time is used: three transfers of the same source in the tier, so that the fourth one gets a
+    quarter."""
     seen = NetworkCosts(
         np.array([3, 1], dtype=np.int8),
         np.array([8e9, 4e9, 2e9, 1e9, 1e9]),
@@ -252,8 +261,8 @@ def test_without_a_table_it_prices_by_tier() -> None:
 
 
 def test_ended_transfers_teach_their_tier() -> None:
-    """Paths of 1 GB/s carry half of that, time and again: the factor comes down towards a half, held back by a prior of
-    two transfers beside ten remembered, and what was said of a far tier is believed a little of the other."""
+    """Paths of 1 GB/s repeatedly carry half of that: the factor falls towards a half, held back by a prior of two
+    transfers against ten remembered ones. Values of one far tier also have a small effect on the other one."""
     table = InFlight(LinkModel.of_tiers(FLAT, np.full(5, NIC), nic_bytes_per_s=4e9), ForesightSpec(fading_s=1e12))
     at = 0.0
     for each in range(200):
@@ -274,8 +283,8 @@ def test_ended_transfers_teach_their_tier() -> None:
 
 
 def test_a_tier_that_nobody_uses_is_trusted_again() -> None:
-    """One stall makes a tier look slow. With nobody there to teach it better, time does, whatever the steps it comes
-    in."""
+    """One stall makes a tier look slow. Without newer transfers the value decays with time, for any size of time
+    steps."""
     once, often = Learned(ForesightSpec(fading_s=60.0)), Learned(ForesightSpec(fading_s=60.0))
     for learned in (once, often):
         learned.ended(3, 1e9, 8e9, 8e9)
@@ -290,7 +299,7 @@ def test_a_tier_that_nobody_uses_is_trusted_again() -> None:
 
 
 def test_a_decision_sees_what_has_grown_old() -> None:
-    """A path that took ten times as long as promised, and nobody on it for ten minutes."""
+    """A path took ten times the predicted time and then was unused for twenty minutes."""
     table = InFlight(LinkModel.of_tiers(FLAT, np.full(5, NIC), nic_bytes_per_s=4e9))
     table.started(0.0, 0, 0, 2, 1e9)
     table.finished(10.0, 0)
@@ -299,7 +308,8 @@ def test_a_decision_sees_what_has_grown_old() -> None:
 
 
 def test_what_a_nic_slows_down_teaches_nothing_of_the_paths() -> None:
-    """In the model two transfers share a NIC; when they take as long as it says, the paths are not to blame."""
+    """In the model two transfers share a NIC; if they take the predicted time, the factor of the paths does not
+    change."""
     learned = Learned(ForesightSpec())
     learned.ended(3, 1e9, 0.9e9, 0.1e9)
     assert learned.factor.tolist() == [1.0] * 5
@@ -327,7 +337,7 @@ def test_a_transfer_that_the_model_has_ended_stays_until_its_end_is_seen() -> No
 
 
 def test_the_table_grows() -> None:
-    """200 transfers from one NIC, in a table that starts with room for fewer: each has its share."""
+    """200 transfers leave one NIC, in a table that starts with fewer rows: each one has its share."""
     table = InFlight(links())
     for each in range(200):
         table.started(0.0, each, 0, 2 + each % 2, 1e9)
@@ -339,7 +349,8 @@ def test_the_table_grows() -> None:
 
 
 def test_the_links_of_a_cluster() -> None:
-    """Two pods of two racks with two nodes each: a NIC pair per instance, one link per rack and pod and direction."""
+    """Two pods of two racks with two nodes each have a NIC pair per instance and one link per rack, pod and
+    direction."""
     cluster = build(
         fat_tree(
             pods=2,
@@ -393,8 +404,8 @@ def test_mean_answers_start_at_the_prior() -> None:
 
 
 def test_the_pair_avoids_a_prefill_instance_whose_way_is_crowded() -> None:
-    """Both prefill in 1 s; what the first one has in flight will be over only 1.5 s after that. The second is chosen,
-    and the first still is where the transfers end before its prefill does."""
+    """Both instances prefill in 1 s; the transfers in flight of the first one end 1.5 s after that, so the second one
+    is chosen. If they end before its prefill does, the first one is chosen."""
     for nbytes, expected in ((4e9, 1), (0.5e9, 0)):
         table = InFlight(links())
         for each in range(2):
@@ -409,8 +420,8 @@ def test_the_pair_avoids_a_prefill_instance_whose_way_is_crowded() -> None:
 
 
 def test_at_arrival_the_load_of_now_counts_for_nothing() -> None:
-    """A full batch decides between equal paths when the KV cache is there, and not while its prefill is to come: the
-    first of equals is taken, unless the load is given a weight."""
+    """A full batch decides between equal paths when the KV cache is complete, but not while its prefill is still to
+    come: then the first of equals is taken, unless the load has a weight."""
     table, full = InFlight(links()), pool(batch=(8, 0), queued=(9, 0))
     sight = table.sight(0.0, 0, DECODERS)
     expected = (
@@ -425,7 +436,8 @@ def test_at_arrival_the_load_of_now_counts_for_nothing() -> None:
 
 
 def test_pairs_that_are_not_played_stay_behind() -> None:
-    """One prefill instance in play of two: the other's closed form is put as far up as the first one's rose."""
+    """One of two prefill instances is simulated: the closed-form cost of the other one is raised by the same amount as
+    the first one's."""
     table = InFlight(links())
     for each in range(2):
         table.started(0.0, each, 1, 2 + each, 2e9)

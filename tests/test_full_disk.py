@@ -1,4 +1,4 @@
-"""A full disk, a wrong option, a reader who left: what was there before is still there, and one sentence is said."""
+"""A full disk, a wrong option, a closed pipe: older files are kept, and one sentence is printed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ needs_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is
 
 @contextmanager
 def without_roots_rights(folder: Path) -> Iterator[Path]:
-    """Root may write what is read-only: as somebody else, whose folder it becomes."""
+    """Give up root's right to write read-only files by running as another user, who becomes the owner of the folder."""
     if os.geteuid() != 0:
         yield folder
         return
@@ -45,13 +45,14 @@ def without_roots_rights(folder: Path) -> Iterator[Path]:
 
 
 def all_in(folder: Path) -> dict[str, bytes]:
-    """Every file of a folder with what is in it."""
+    """Return every file of a folder with its content."""
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 @given(st.none() | st.binary(max_size=9), st.binary(max_size=9), st.sampled_from([None, OSError, KeyError]))
 def test_a_file_is_the_new_one_or_the_old_one(old: bytes | None, new: bytes, fault: type[Exception] | None) -> None:
-    """And alone in its folder, whatever went wrong after its last byte; only the system's no becomes wrong input."""
+    """No other file remains in the folder, for any failure after the last byte; only an OSError becomes an
+    InputError."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if old is not None:
@@ -74,7 +75,7 @@ def test_a_file_is_the_new_one_or_the_old_one(old: bytes | None, new: bytes, fau
 
 
 def test_a_file_that_is_replaced_keeps_its_rights_and_its_link(tmp_path: Path) -> None:
-    """A link still points where it did, and what others may not read they may not read afterwards."""
+    """A symbolic link keeps its target, and the permissions stay the same."""
     (tmp_path / "file").write_text("old")
     (tmp_path / "file").chmod(0o600)
     (tmp_path / "link").symlink_to("file")
@@ -86,7 +87,7 @@ def test_a_file_that_is_replaced_keeps_its_rights_and_its_link(tmp_path: Path) -
 
 
 def test_a_file_that_is_read_only_is_not_replaced() -> None:
-    """Though the folder would let it."""
+    """The file stays although its folder is writable."""
     with tempfile.TemporaryDirectory() as name, without_roots_rights(Path(name)) as folder:
         (folder / "file").touch(0o444)
         with pytest.raises(InputError, match="Permission denied"), written_whole(folder / "file") as part:
@@ -95,7 +96,7 @@ def test_a_file_that_is_read_only_is_not_replaced() -> None:
 
 
 def test_an_older_trace_outlives_a_full_disk(tmp_path: Path) -> None:
-    """Whole, with nothing beside it, and the mend is one for a full disk."""
+    """The older trace is complete, no other file remains, and the message suggests a fix for a full disk."""
     path = tmp_path / "trace.jsonl"
     assert CliRunner().invoke(app, ["trace", "generate", str(path), "--requests", "2"]).exit_code == 0
     before = all_in(tmp_path)
@@ -108,7 +109,7 @@ def test_an_older_trace_outlives_a_full_disk(tmp_path: Path) -> None:
 
 @needs_full
 def test_a_device_is_written_and_not_replaced(tmp_path: Path) -> None:
-    """One that is always full, by a link to it."""
+    """A symbolic link leads to a device that is always full."""
     path = tmp_path / "trace.jsonl"
     path.symlink_to("/dev/full")
     ended = CliRunner().invoke(app, ["trace", "generate", str(path), "--requests", "2"])
@@ -118,7 +119,7 @@ def test_a_device_is_written_and_not_replaced(tmp_path: Path) -> None:
 
 
 def test_an_older_log_outlives_a_full_disk(tmp_path: Path) -> None:
-    """It is replaced by a whole one only."""
+    """Only a complete log replaces it."""
     path = tmp_path / "run.log"
     line = ["simulate", CLUSTER, "--policy", "netkv", "--seeds", "1", "--log", str(path), "--workers", "1"]
     assert CliRunner().invoke(app, [*line, "--requests", "1"]).exit_code == 0
@@ -131,7 +132,7 @@ def test_an_older_log_outlives_a_full_disk(tmp_path: Path) -> None:
 
 
 def test_no_half_figure_stays(tmp_path: Path) -> None:
-    """Neither the picture nor the text of one; the older ones do."""
+    """Neither the picture nor its data is replaced; the older files stay."""
     figure = Figure(figsize=(1, 1))
     figure.text(0.5, 0.5, "old")
     drawing.save(figure, tmp_path, "figure")
@@ -146,7 +147,8 @@ def test_no_half_figure_stays(tmp_path: Path) -> None:
 @needs_full
 @pytest.mark.parametrize("line", ["topology show superpod.yaml --json", "topology show small.yaml", "--version"])
 def test_a_full_stdout_is_one_sentence(line: str) -> None:
-    """More than a buffer holds, less, and what comes before any command: exit code 2, and no word at Python's end."""
+    """The output is more than a buffer, less, or comes before any command: the exit code is 2, without a message of
+    Python at exit."""
     with open("/dev/full", "wb") as full:
         ended = subprocess.run([*KVROUTE, *line.split()], stdout=full, stderr=subprocess.PIPE, cwd=EXAMPLES, text=True)
     said = (
@@ -157,7 +159,7 @@ def test_a_full_stdout_is_one_sentence(line: str) -> None:
 
 @pytest.mark.parametrize("line", ["llm", "llm --json", "--version", "--help", "topology check small.yaml"])
 def test_a_closed_stdout_is_one_sentence(line: str) -> None:
-    """As `kvroute ... >&-` leaves it."""
+    """`kvroute ... >&-` has this effect."""
     command = ["sh", "-c", 'exec "$@" >&-', "sh", *KVROUTE, *line.split()]
     ended = subprocess.run(command, stderr=subprocess.PIPE, cwd=EXAMPLES, text=True)
     said = "kvroute: the output cannot be written (stdout is closed); send stdout to a file or a terminal\n"
@@ -165,7 +167,7 @@ def test_a_closed_stdout_is_one_sentence(line: str) -> None:
 
 
 def test_a_command_that_prints_nothing_does_its_work_without_streams(tmp_path: Path) -> None:
-    """Files that it opens do not take the place of the closed streams."""
+    """The files that it opens do not take the numbers of the closed streams."""
     path = tmp_path / "trace.jsonl"
     line = ["trace", "generate", str(path), "--requests", "2"]
     ended = subprocess.run(["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *KVROUTE, *line])
@@ -183,7 +185,7 @@ def test_the_demos_older_results_outlive_a_full_disk(tmp_path: Path) -> None:
 
 
 def test_a_reader_who_left_is_told_nothing() -> None:
-    """As `kvroute ... | head` does."""
+    """`kvroute ... | head` has this effect."""
     reading, writing = os.pipe()
     os.close(reading)
     try:

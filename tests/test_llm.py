@@ -1,4 +1,4 @@
-"""Laws of KV sizes, and the geometry read from configurations as the models' authors publish them."""
+"""Laws of KV sizes, and the geometry read from configurations as published by the models' authors."""
 
 from __future__ import annotations
 

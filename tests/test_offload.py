@@ -1,4 +1,4 @@
-"""Offloading by worked example: the two rules of PrfaaS 3.4.3, a threshold under a burst, a review of the split."""
+"""Offloading by worked examples: the two rules of PrfaaS 3.4.3, the threshold under a burst, reviews of the split."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COARSE = ShortTerm(step=1.25, dwell_s=5.0)
 
 
 def sites(*cached: int, threshold: float = 20_000, scarce: bool = True) -> SiteCandidates:
-    """A home and PrfaaS sites, all up and idle; 0.1 ms and 0.02 ms of prefill per uncached token of 60,000."""
+    """Return a home and PrfaaS sites, all up and idle; 0.1 ms and 0.02 ms of prefill per uncached token of 60,000."""
     n = len(cached)
     tokens = np.array(cached)
     slow = np.array([1e-4, *[2e-5] * (n - 1)])
@@ -44,7 +44,8 @@ def sites(*cached: int, threshold: float = 20_000, scarce: bool = True) -> SiteC
 
 
 def test_scarce_bandwidth_keeps_caches_apart() -> None:
-    """50,000 of 60,000 tokens are cached at PrfaaS, none at home: 60,000 > 20,000 leaves; nothing is copied."""
+    """50,000 of 60,000 tokens are cached at PrfaaS and none at home: 60,000 > 20,000 is offloaded; nothing is
+    copied."""
     choice = choose_site(SPEC, 60_000, sites(0, 50_000))
     assert (choice.index, choice.reason, choice.incremental_tokens) == (1, "long", 60_000)
     assert (choice.copy_from, choice.cached_tokens) == (None, 50_000)
@@ -53,7 +54,7 @@ def test_scarce_bandwidth_keeps_caches_apart() -> None:
 
 
 def test_abundant_bandwidth_moves_the_longer_cache_to_the_prefill() -> None:
-    """10,000 tokens are left with the best cache: they are computed at home, and 50,000 tokens come over for it."""
+    """With the best cache 10,000 tokens remain: they are computed at home, and 50,000 tokens are copied to it."""
     choice = choose_site(SPEC, 60_000, sites(0, 50_000, scarce=False))
     assert (choice.index, choice.reason, choice.incremental_tokens) == (0, "short", 10_000)
     assert (choice.copy_from, choice.copied_tokens, choice.cached_tokens) == (1, 50_000, 50_000)
@@ -68,7 +69,7 @@ def test_abundant_bandwidth_moves_the_longer_cache_to_the_prefill() -> None:
 
 
 def test_the_earliest_of_several_sites_is_taken() -> None:
-    """South has a queue; then a cached prefix that more than pays for it; then north is down."""
+    """South has a queue; then it has a cached prefix that outweighs the queue; then north is down."""
     pair = replace(sites(0, 0, 0), queue_s=np.array([0.0, 0.0, 0.5]))
     assert choose_site(SPEC, 60_000, pair).index == 1
     cached = replace(sites(0, 0, 50_000), queue_s=np.array([0.0, 0.0, 0.2]))
@@ -86,7 +87,7 @@ def test_layerwise_hides_the_shorter_of_prefill_and_transfer() -> None:
 
 
 def test_a_transfer_that_takes_far_too_long_can_be_passed_by() -> None:
-    """40 s over a broken link against 6 s at home; the publication would send it all the same."""
+    """The transfer takes 40 s over a broken link against 6 s at home; the publication would use the link."""
     slow = replace(sites(0, 0), transfer_s=np.array([0.0, 40.0]))
     assert choose_site(SPEC, 60_000, slow).index == 1
     assert choose_site(OffloadSpec(stay_factor=7.0), 60_000, slow).index == 1
@@ -97,7 +98,7 @@ def test_a_transfer_that_takes_far_too_long_can_be_passed_by() -> None:
 
 
 def test_who_is_down_gets_nothing() -> None:
-    """Nor is a prefix copied from there."""
+    """No prefix is copied from it either."""
     dead = replace(sites(0, 50_000, scarce=False), up=np.array([True, False]))
     choice = choose_site(SPEC, 60_000, dead)
     assert (choice.index, choice.reason, choice.copy_from, choice.incremental_tokens) == (0, "away_down", None, 60_000)
@@ -138,7 +139,7 @@ def test_a_choice_explains_itself() -> None:
 
 
 def test_a_burst_raises_the_threshold_and_its_end_lowers_it() -> None:
-    """20,000 tokens, step 1.25, at most one move in 5 s; a surge of the queue alone is enough."""
+    """From 20,000 tokens, the factor is 1.25, with at most one change in 5 s; a long queue alone is enough."""
     threshold = Threshold(COARSE, 20_000)
     assert [threshold.observe(at, 0.95, 0.0) for at in (0.0, 4.9, 5.0)] == [25_000, 25_000, 31_250]
     assert threshold.observe(10.0, 0.5, 6.0) == 39_062.5
@@ -148,7 +149,8 @@ def test_a_burst_raises_the_threshold_and_its_end_lowers_it() -> None:
 
 
 def test_a_home_that_has_a_queue_is_not_given_more() -> None:
-    """From 1 s on it keeps what it has, from 5 s on it gives it back, however long the site's own queue is."""
+    """From a home queue of 1 s on the threshold stays, from 5 s on it falls back, however long the site's own queue
+    is."""
     threshold = Threshold(COARSE, 20_000)
     assert threshold.observe(0.0, 0.99, 80.0, home_queue_s=1.1) == 20_000
     assert threshold.observe(1.0, 0.99, 80.0, home_queue_s=1.0) == 25_000
@@ -157,7 +159,8 @@ def test_a_home_that_has_a_queue_is_not_given_more() -> None:
 
 
 def test_a_home_with_a_backlog_sends_more_to_a_site_that_is_quiet() -> None:
-    """Below the base for as long as it lasts; back when the backlog is gone, or if the site surges, too."""
+    """The threshold stays below the base while the backlog lasts, and returns when the backlog is gone or if the site
+    is overloaded too."""
     threshold = Threshold(COARSE, 20_000)
     assert [threshold.observe(at, 0.1, 0.0, home_queue_s=60.0) for at in (0.0, 4.9, 5.0)] == [16_000, 16_000, 12_800]
     assert threshold.observe(10.0, 0.1, 0.0, home_queue_s=4.9) == 12_800
@@ -171,7 +174,8 @@ def test_a_home_with_a_backlog_sends_more_to_a_site_that_is_quiet() -> None:
 
 
 def test_in_an_overload_of_everything_the_short_are_kept() -> None:
-    """Site and home surge: below the base to 14,000 tokens, and no further; it holds until the home is quiet."""
+    """Site and home are overloaded: the threshold falls below the base to 14,000 tokens and stays until the home queue
+    is short."""
     threshold = Threshold(COARSE, 20_000)
     path = [threshold.observe(at, 1.0, 30.0, home_queue_s=9.0, keep_tokens=14_000) for at in (0.0, 5.0, 10.0)]
     assert path == [16_000, 14_000, 14_000]
@@ -182,7 +186,7 @@ def test_in_an_overload_of_everything_the_short_are_kept() -> None:
 
 
 def test_it_rises_no_further_than_the_home_keeps_up_with() -> None:
-    """Up to 22,000 tokens; with less it stays where it is, and a base counts more."""
+    """The threshold rises to 22,000 tokens; with a lower limit it stays, and a new base takes precedence."""
     threshold = Threshold(COARSE, 20_000)
     threshold.limit(22_000)
     assert [threshold.observe(at, 1.0, 0.0) for at in (0.0, 5.0)] == [22_000, 22_000]
@@ -195,7 +199,7 @@ def test_it_rises_no_further_than_the_home_keeps_up_with() -> None:
 
 
 def test_a_step_down_that_was_wrong_is_halved_and_then_left_alone() -> None:
-    """Prompts of 24,000 tokens only: 20,000 floods the link, 25,000 empties it."""
+    """All prompts have 24,000 tokens: a threshold of 20,000 fills the link, one of 25,000 empties it."""
     threshold = Threshold(ShortTerm(step=1.25, dwell_s=1.0), 20_000)
     path = [threshold.observe(float(at), 0.99 if threshold.tokens < 24_000 else 0.0, 0.0) for at in range(800)]
     assert path[:8] == pytest.approx([25_000, 20_000, 25_000, 22_360.7, 25_000, 23_643.5, 25_000, 24_312.3], abs=0.1)
@@ -221,7 +225,7 @@ def test_a_new_base_moves_a_threshold_that_is_at_rest() -> None:
 
 
 def curve(tokens: tuple[float, ...], values: tuple[float, ...]) -> Any:
-    """Straight lines through points."""
+    """Return a piecewise linear function through the points."""
 
     def between(lengths: FloatArray) -> FloatArray:
         return np.interp(lengths, tokens, values)
@@ -246,7 +250,7 @@ def case_study(n_prefill: int) -> Capacity:
 
 
 def long_prompts(allocation: Allocation, at: float) -> None:
-    """1,000 quantiles of the case study's lengths, answers of 1,024 tokens."""
+    """Record 1,000 quantiles of the case study's lengths with outputs of 1,024 tokens."""
     normal = np.random.default_rng(4).normal(9.9, 1.0, 1_000)
     for each in np.clip(np.exp(normal), 128, 131_072).astype(int).tolist():
         allocation.traffic.arrived(at, each)
@@ -254,7 +258,8 @@ def long_prompts(allocation: Allocation, at: float) -> None:
 
 
 def test_a_review_of_the_case_study_converts_step_by_step() -> None:
-    """From one prefill instance, that is the limit and is busy, towards the split that the model finds."""
+    """From one prefill instance, which is busy and limits the throughput, the review moves towards the best split of
+    the model."""
     allocation = Allocation(LongTerm(review_s=60.0, window_s=6_000.0))
     assert allocation.review(0.0, case_study(1), {}) is None, "nothing has been seen"
     long_prompts(allocation, 0.0)
@@ -284,7 +289,7 @@ def test_a_review_of_the_case_study_converts_step_by_step() -> None:
 
 
 def test_a_threshold_that_is_about_as_good_stays() -> None:
-    """2 % of what the prefill stages could serve at the best one are not worth a change."""
+    """A gain of 2 % in the throughput of the prefill stages is not worth a change."""
     allocation = Allocation(LongTerm())
     long_prompts(allocation, 0.0)
     best = allocation.threshold_tokens(0.0, case_study(3))
@@ -297,7 +302,8 @@ def test_a_threshold_that_is_about_as_good_stays() -> None:
 
 
 def test_a_first_threshold_is_searched_before_there_is_a_review() -> None:
-    """After 20 arrivals, 40 and 80, without an answer; the review that comes then ends it."""
+    """The threshold is searched after 20, 40 and 80 arrivals without a completed request; the first review ends
+    this."""
     allocation, due = Allocation(LongTerm()), []
     for number, at in enumerate(np.arange(120) / 10, start=1):
         allocation.traffic.arrived(float(at), 10_000 + 500 * number)
@@ -312,8 +318,8 @@ def test_a_first_threshold_is_searched_before_there_is_a_review() -> None:
 
 
 def test_the_limit_is_what_the_homes_keep_up_with() -> None:
-    """At the limit the home's instances are busy with what came of late; fewer of them, or more of it, lower it; inf
-    before anything was seen."""
+    """At the limit, the home's instances are fully busy with recent traffic; fewer instances or more traffic lower it;
+    without traffic it is infinite."""
     allocation = Allocation(LongTerm(window_s=800.0))
     assert allocation.limit_tokens(0.0, case_study(3)) == math.inf
     long_prompts(allocation, 0.0)
@@ -327,7 +333,7 @@ def test_the_limit_is_what_the_homes_keep_up_with() -> None:
 
 
 def test_without_a_link_the_split_changes_and_the_threshold_stays() -> None:
-    """Everything is prefilled at home then, so that more than before have to."""
+    """Everything is then prefilled at home, so more prefill instances are needed."""
     allocation = Allocation(LongTerm())
     long_prompts(allocation, 0.0)
     joined, cut = case_study(3), replace(case_study(3), prfaas=())
@@ -343,7 +349,7 @@ def test_without_a_link_the_split_changes_and_the_threshold_stays() -> None:
 
 
 def test_a_role_with_a_queue_gets_an_instance_that_the_other_can_spare() -> None:
-    """The model sees no gain, the decode instances have a queue all the same; prefill at 0.5 * 3 / 2 is not busy."""
+    """The model predicts no gain, but the decode instances have a queue; prefill at 0.5 * 3 / 2 is not busy."""
     allocation = Allocation(LongTerm())
     long_prompts(allocation, 0.0)
     best = allocation.review(0.0, case_study(3), {})
@@ -358,7 +364,7 @@ def test_a_role_with_a_queue_gets_an_instance_that_the_other_can_spare() -> None
 
 
 def pair() -> tuple[Home, Home]:
-    """Two homes of one kind, with three and with six prefill instances and two decode instances each."""
+    """Return two homes of one kind, with three and six prefill instances and two decode instances each."""
     a, b = (
         Home(
             [f"{letter}-p{index}" for index in range(count)], [f"{letter}-d0", f"{letter}-d1"], curve((), ()), 20, 0.025
@@ -369,7 +375,8 @@ def pair() -> tuple[Home, Home]:
 
 
 def test_the_home_that_is_farthest_from_its_split_goes_first() -> None:
-    """One and four prefill instances too many; a gain below the mark moves nobody; busy PrfaaS wants prefill."""
+    """The homes have one and four prefill instances too many. A gain below the minimum changes nothing; busy PrfaaS
+    instances call for prefill."""
     busy: dict[Stage, StageLoad] = {"decode": StageLoad(0.9)}
     target = np.array([2, 2])
     verdict, conversions = judge(LongTerm(at_once=5), pair(), target, 0.3, busy, 0)
@@ -383,8 +390,8 @@ def test_the_home_that_is_farthest_from_its_split_goes_first() -> None:
 
 
 def test_a_change_has_to_pay_for_the_way_there_and_back() -> None:
-    """A third of 13 instances for 100 s is 433 s; each of the two that leave loses 100 s, and a decode instance 120 s
-    on the way back. Those that lose least go first."""
+    """A third of 13 instances for 100 s is 433 s. Each of the two instances that switch costs 100 s, and a decode
+    instance 120 s for switching back. Those with the lowest cost switch first."""
     busy: dict[Stage, StageLoad] = {"decode": StageLoad(0.9)}
     costs_s = dict.fromkeys(("a-p0", "a-p1", "b-p0", "b-p2", "b-p3", "b-p4", "b-p5"), 100.0) | {"b-p1": 90.0}
     back_s = dict.fromkeys(("a-d0", "a-d1", "b-d0", "b-d1"), 120.0)
@@ -396,7 +403,7 @@ def test_a_change_has_to_pay_for_the_way_there_and_back() -> None:
 
 
 def test_a_role_that_was_busy_in_the_window_keeps_what_it_needs() -> None:
-    """Nine prefill instances do 6.5 instances' work at most: 0.81 of eight. A queue at the other role counts more."""
+    """Nine prefill instances do the work of at most 6.5: 0.81 of eight. A queue at the other role takes precedence."""
     target, prefill = np.array([3, 4]), StageLoad(0.2, 0.0, 6.5 / 9)
     busy: dict[Stage, StageLoad] = {"decode": StageLoad(0.9), "prefill": prefill}
     assert judge(LongTerm(), pair(), target, 0.3, busy, 0) == ("no_room", ())
@@ -408,8 +415,8 @@ def test_a_role_that_was_busy_in_the_window_keeps_what_it_needs() -> None:
 
 
 def test_decode_is_as_busy_as_what_comes_in_will_make_it() -> None:
-    """Prefill does not keep up, so that decode sees little: six instances answer 4.7 requests a second, and would be
-    four fifths busy with the four that come in; with two they would not."""
+    """Prefill is overloaded, so decode gets few requests. Six decode instances complete 4.7 requests a second and would
+    be 80 % busy with the four that arrive; at two a second they would not."""
     for rate_per_s, verdict in ((2.0, "convert"), (4.0, "no_room")):
         allocation = Allocation(LongTerm(window_s=80.0))
         for index in range(int(100 * rate_per_s)):
@@ -423,7 +430,7 @@ def test_decode_is_as_busy_as_what_comes_in_will_make_it() -> None:
 
 
 def test_relief_comes_from_where_the_least_is_kept() -> None:
-    """Decode has a queue: home b can spare one, and nobody can where six have to stay; the longer queue is helped."""
+    """Decode has a queue: home b can spare one instance, and none if six must stay; the longer queue is relieved."""
     queues: dict[Stage, StageLoad] = {"prefill": StageLoad(0.1, 1.0), "decode": StageLoad(1.0, 9.0)}
     relieved = ("relieve", (Conversion(instance="b-p0", role="decode"),))
     assert judge(LongTerm(), pair(), np.array([3, 6]), 0.0, queues, 0) == relieved
@@ -435,7 +442,8 @@ def test_relief_comes_from_where_the_least_is_kept() -> None:
 
 
 def test_traffic_says_how_much_came_in() -> None:
-    """Ten a second for four seconds: since the first event, then over the window of eight."""
+    """Ten requests a second for four seconds: the rate is measured since the first event, then over the window of eight
+    seconds."""
     traffic = Traffic(8.0)
     assert traffic.rate_per_s(0.0) == 0.0
     assert traffic.output_tokens(0.0) is None
@@ -450,7 +458,8 @@ def test_traffic_says_how_much_came_in() -> None:
 
 
 def test_traffic_of_late_and_its_median() -> None:
-    """Parts of a second: one a second for long, then ten; half of them have 100 tokens at most."""
+    """The window has parts of a second: one request a second for a long time, then ten; half of them have at most 100
+    tokens."""
     traffic = Traffic(8.0)
     assert (traffic.recent_per_s(0.0), traffic.median_tokens(0.0)) == (0.0, math.inf)
     for at in range(8):

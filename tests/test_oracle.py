@@ -35,7 +35,7 @@ def oracle(settings: OracleSettings | None = None, links: LinkView | None = None
 
 
 def test_worked_example_of_the_cost_model() -> None:
-    """NetKV III-D: 2.0 s on the same pod, 0.4 s across pods; 0.64 s once the cross-pod tier is half full."""
+    """NetKV III-D: 2.0 s in the same pod, 0.4 s across pods; 0.64 s once the cross-pod tier is half full."""
     bytes_per_s, in_flight = np.array([6.25e9, 3.125e9]), np.array([1, 0])
     effective = effective_bytes_per_s(bytes_per_s, np.array([0.2, 0.2]), in_flight)
     assert effective == pytest.approx([2.5e9, 2.5e9])
@@ -63,7 +63,7 @@ def test_proposition_1_holds_exactly_when_the_near_instance_is_sooner(
     near_queue_s: float,
     far_queue_s: float,
 ) -> None:
-    """Eq. 8 <=> lower transfer + queue, wherever rounding cannot decide."""
+    """Eq. 8 <=> lower transfer + queue time, except where rounding decides."""
     near_s = kv_bytes * (1 - near_hit) / (near_bytes_per_s * (1 - near_congestion)) + near_queue_s
     far_s = kv_bytes * (1 - far_hit) / (near_bytes_per_s / ratio * (1 - far_congestion)) + far_queue_s
     wins = network_wins(
@@ -104,7 +104,8 @@ def test_formulas_refuse_what_they_do_not_cover() -> None:
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 3), st.integers(0, 3)), max_size=60), st.integers(0, 5))
 def test_counters_follow_a_simple_count(moves: list[tuple[bool, int, int]], in_flight_max: int) -> None:
-    """Per source and tier, never below zero, capped only where read; blind telemetry makes them read zero."""
+    """Counts are per source and tier, never below zero, and capped only when read; without separate telemetry they read
+    zero."""
     seeing = oracle(OracleSettings(in_flight_max=in_flight_max))
     blind = oracle(OracleSettings(in_flight_max=in_flight_max, separates_own_traffic=False))
     count = dict.fromkeys(((source, tier) for source in range(4) for tier in range(TIER_COUNT)), 0)
@@ -178,7 +179,8 @@ def test_predictions_stay_between_the_bounds_and_hold_a_constant(
 
 
 def test_smoothing_and_trend_by_hand() -> None:
-    """Smoothing 0.2, 0.4 at alpha 0.5 gives 0.3; a line measured twice is prolonged by one interval and no further."""
+    """Smoothing 0.2, 0.4 with alpha 0.5 gives 0.3; a line through two samples is extrapolated by at most one
+    interval."""
     smooth = oracle(OracleSettings(prediction="smooth", alpha=0.5))
     trend = oracle(OracleSettings(prediction="trend", alpha=1.0, beta=1.0))
     for network in (smooth, trend):
@@ -216,8 +218,8 @@ def test_wrong_settings_and_maps_are_named() -> None:
         NetworkOracle(TIER, BYTES_PER_S, LATENCY_S[:2])
 
 
-# Two racks of one node each in one pod: links 0-3 are NICs (up, down of either node), 4-5 the uplinks of rack 0,
-# 6-7 the downlinks of rack 1.
+# Two racks of one node each in one pod: links 0-3 are NICs (up and down of each node), 4-5 the uplinks of rack 0, 6-7
+# the downlinks of rack 1.
 CAPACITY = np.array([10.0, 10.0, 10.0, 10.0, 4.0, 4.0, 4.0, 4.0])
 LINK_TIER: TierArray = np.array([1, 1, 1, 1, 2, 2, 2, 2], dtype=np.int8)
 LINK_BYTES_PER_S = np.array([100.0, 10.0, 4.0, 2.0, 1.0])
@@ -233,7 +235,8 @@ def view(flows: int = 1, ecmp: str = "transfer") -> LinkView:
 
 
 def test_residual_is_set_by_the_tightest_group() -> None:
-    """An idle path gives its narrowest link; flows that draw alone fill two uplinks; a hot uplink lowers its group."""
+    """An idle path gives its narrowest link; flows that draw separately fill two uplinks; a busy uplink lowers its
+    group."""
     target = np.array([1])
     idle, hot = np.zeros(8), np.array([0, 0, 0, 0, 0.5, 0, 0, 0])
     assert view().residual_bytes_per_s(0, target, idle) == pytest.approx([4.0])
@@ -245,7 +248,7 @@ def test_residual_is_set_by_the_tightest_group() -> None:
 
 
 def test_the_slowest_shard_sets_the_pace() -> None:
-    """Two shards with a NIC each; one NIC leaves 1 byte/s, so the pair moves at 2, though the path could carry more."""
+    """Two shards have a NIC each; one NIC has 1 byte/s left, so the pair has 2, although the path could carry more."""
     paths = [((0,), (4, 5), (6, 7), (2,)), ((1,), (4, 5), (6, 7), (3,))]
     linked = LinkView(
         CAPACITY, LINK_TIER, LINK_BYTES_PER_S, lambda source, target, shard: paths[shard], lambda source, target: 2
@@ -267,17 +270,18 @@ def test_residual_never_rises_with_utilisation(utilisation: list[float], link: i
 
 
 def test_tiers_aggregate_their_links() -> None:
-    """The mean by capacity, and a higher tier is no emptier than the climb to it leaves."""
+    """A tier's congestion is the mean of its links weighted by capacity, and higher if the tiers below it leave less
+    bandwidth."""
     linked = view()
     assert linked.aggregate(np.zeros(8)) == pytest.approx(np.zeros(5))
     assert linked.aggregate(np.full(8, 0.3)) == pytest.approx([0, 0.3, 0.3, 0, 0])
-    # NICs at 0.8 leave 2 bytes/s: half of what tier 2 has by itself, and all that tiers 3 and 4 ask for.
+    # NICs at 0.8 leave 2 bytes/s: half of the tier bandwidth of tier 2, and all that tiers 3 and 4 need.
     nics = np.array([0.8] * 4 + [0.0] * 4)
     assert linked.aggregate(nics) == pytest.approx([0, 0.8, 0.5, 0, 0])
 
 
 def test_links_of_no_tier_are_left_out() -> None:
-    """A storage network (tier -1) says nothing of any tier."""
+    """A storage network (tier -1) has no effect on any tier."""
     storage = LinkView(np.array([10.0, 90.0]), np.array([0, -1], np.int8), LINK_BYTES_PER_S, hops, lambda s, t: 1)
     assert storage.aggregate(np.array([0.2, 0.9])) == pytest.approx([0.2, 0, 0, 0, 0])
 
@@ -305,7 +309,7 @@ def test_telemetry_by_link_feeds_both_views() -> None:
 
 
 def test_an_idle_cluster_leaves_every_pair_its_tier() -> None:
-    """In a regular fat tree the two views agree while nothing moves, and both lose what a tier's links lose."""
+    """In an idle regular fat tree the two views are equal, and both decrease with the links of a tier."""
     instances = InstanceCounts(prefill=2, decode=6)
     cluster = build(fat_tree(pods=2, racks_per_pod=2, nodes_per_rack=1, oversubscription=(2, 2), instances=instances))
     network = NetworkOracle.of(cluster)

@@ -1,4 +1,4 @@
-"""How commands name themselves in what they print."""
+"""How commands name themselves in their output."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ASK = "from kvroute.cli.output import own_command; print(own_command())"
 
 
 def asked(folder: Path, path: str) -> str:
-    """What a process started in `folder` with this PATH prints."""
+    """Return the output of a process started in `folder` with this PATH."""
     ended = subprocess.run(
         [sys.executable, "-c", ASK], cwd=folder, env={"PATH": path}, capture_output=True, text=True, check=True
     )
@@ -26,7 +26,7 @@ def test_a_command_that_is_on_the_path_needs_no_folder(tmp_path: Path) -> None:
 
 
 def test_a_command_that_is_not_on_the_path_is_named_so_that_it_runs_as_printed(tmp_path: Path) -> None:
-    """Relative where it is below the working folder; another kvroute on the PATH is not this one."""
+    """The path is relative if it is below the working folder; another kvroute on the PATH is a different command."""
     root = INSTALLED.parents[2]
     for path in ("/usr/bin", str(tmp_path)):
         (tmp_path / "kvroute").write_text("#!/bin/sh\nexit 9\n")

@@ -1,4 +1,5 @@
-"""Implausible values: a factor of a thousand from a wrong unit is doubted where it is read, usual values never are."""
+"""Implausible values: a factor of a thousand from a wrong unit gives a warning when it is read, usual values never
+do."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from kvroute.topology import load, parse
 
 SMALL = (EXAMPLES / "small.yaml").read_text(encoding="utf-8")
 FREE_GB = st.floats(20, 250)
-"""Of one GPU, beside the model's weights."""
+"""Memory of one GPU beside the model's weights."""
 
 
 @given(FREE_GB, st.integers(1, 72), st.sampled_from(sorted(MODELS)))
@@ -35,7 +36,7 @@ def test_memory_of_real_gpus_is_plausible_and_a_wrong_unit_is_not(free_gb: float
 def test_times_of_real_engines_are_plausible_and_milliseconds_are_not_seconds(
     token_s: float, step_s: float, points: int
 ) -> None:
-    """From a small model on the fastest GPUs to engines on CPUs."""
+    """The range is from a small model on the fastest GPUs to engines on CPUs."""
     prompts = [(512.0 * k, 512.0 * k * token_s) for k in range(1, points + 1)]
     assert plausibility.of_prefill(prompts) is None
     assert plausibility.of_decode([step_s] * points) is None
@@ -75,7 +76,7 @@ def test_no_generated_trace_is_doubted(tmp_path: Path) -> None:
     ],
 )
 def test_a_cluster_file_is_doubted_by_line_and_field(tmp_path: Path, old: str, new: str, said: str | None) -> None:
-    """Once for all instances; the file is read nevertheless."""
+    """There is one warning for all instances; the file is read nevertheless."""
     path = tmp_path / "a.yaml"
     path.write_text(SMALL.replace(old, new), encoding="utf-8")
     result = CliRunner().invoke(app, ["topology", "check", str(path)])
@@ -92,7 +93,7 @@ def test_an_instances_own_memory_is_doubted_at_the_instance() -> None:
 
 
 def test_a_trace_in_seconds_is_doubted(tmp_path: Path) -> None:
-    """8,144 requests per second, by timestamps that count seconds where milliseconds are due."""
+    """8,144 requests per second, because the timestamps are in seconds instead of milliseconds."""
     path = tmp_path / "seconds.jsonl"
     rows = [{"timestamp": k // 8, "input_length": 100, "output_length": 10} for k in range(4000)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

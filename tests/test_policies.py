@@ -1,4 +1,4 @@
-"""Policies by worked example: what each one prefers, how it refuses, and what a topology constraint changes."""
+"""Policies by worked examples: their preferences, their rejects, and the effect of a topology constraint."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BYTES_PER_S = np.array([450e9, 12.5e9, 6.25e9, 3.125e9, 1e9])
 
 
 def candidates(n: int) -> Candidates:
-    """Idle, cold instances with room; t_iter(b) = 12 ms + 0.1 ms * b."""
+    """Return idle candidates with room and empty caches; t_iter(b) = 12 ms + 0.1 ms * b."""
     return Candidates(
         names=tuple(f"decode{index}" for index in range(n)),
         batch=np.zeros(n, dtype=np.int64),
@@ -63,14 +63,14 @@ def refused(result: Choice | Reject) -> str:
 
 
 def worked_example() -> tuple[Candidates, NetworkCosts]:
-    """NetKV III-D: same pod, half cached, one transfer under way; other pod, nine tenths cached, idle tier."""
+    """NetKV III-D: same pod, half cached, one transfer in flight; other pod, nine tenths cached, idle tier."""
     pool = replace(candidates(2), hit_tokens=np.array([16_384, 29_491]), kv_bytes=np.array([5e9, 1e9]))
     costs = replace(network(2, 3, congestion=0.2), in_flight=np.array([0, 0, 1, 0, 0]))
     return pool, costs
 
 
 def test_worked_example_through_the_policy() -> None:
-    """2.0 s against 0.4 s; at c3 = 0.5 it is 0.64 s, and a queue of more than 1.36 s turns the verdict."""
+    """2.0 s against 0.4 s; at c3 = 0.5 it is 0.64 s, and a queue of more than 1.36 s reverses the choice."""
     pool, costs = worked_example()
     netkv = decode_policy("netkv")
     choice = netkv.choose(REQUEST, pool, costs, 0)
@@ -83,14 +83,14 @@ def test_worked_example_through_the_policy() -> None:
     choice = netkv.choose(REQUEST, pool, busy, 0)
     assert isinstance(choice, Choice)
     assert choice.terms.parts["transfer_s"] == pytest.approx([2.0, 0.64])
-    # A full batch: every predecessor costs one iteration of 12 + 6.4 ms.
+    # A full batch: every earlier request costs one iteration of 12 + 6.4 ms.
     for queued, winner in ((70, 1), (75, 0)):
         loaded = replace(pool, batch=np.array([0, 64]), queued=np.array([0, queued]))
         assert chosen(netkv.choose(REQUEST, loaded, busy, 0)) == winner
 
 
 def test_the_oracle_feeds_the_policy() -> None:
-    """The same example from the oracle's own counters and telemetry."""
+    """The worked example is computed with the oracle's own counters and telemetry."""
     tier: TierArray = np.array([[0, 2, 3], [2, 0, 3], [3, 3, 0]], dtype=np.int8)
     oracle = NetworkOracle(tier, BYTES_PER_S, np.zeros(5))
     oracle.transfer_started(0, 1)
@@ -102,7 +102,7 @@ def test_the_oracle_feeds_the_policy() -> None:
 
 
 def test_the_ladder_of_netkv_sees_one_signal_more_at_a_time() -> None:
-    """Topology alone, then own transfers, then congestion (NetKV VI-H)."""
+    """The signals are topology alone, then own transfers, then congestion (NetKV VI-H)."""
     pool, costs = worked_example()
     transfer_s = {}
     for name in ("netkv-topo", "netkv-static", "netkv"):
@@ -121,7 +121,8 @@ def test_round_robin_takes_turns_among_those_with_room() -> None:
 
 
 def test_load_aware_counts_only_a_queue_that_waits() -> None:
-    """Three queued with room in the batch cost nothing, one queued at a full batch costs an iteration (eq. 6)."""
+    """Three queued requests with room in the batch cost nothing, one queued at a full batch costs an iteration (eq.
+    6)."""
     pool = replace(candidates(2), batch=np.array([10, 64]), queued=np.array([3, 1]))
     choice = decode_policy("load-aware").choose(REQUEST, pool, network(3, 0), 0)
     assert isinstance(choice, Choice)
@@ -140,7 +141,7 @@ def test_cache_aware_lets_load_break_ties_only() -> None:
 
 
 def test_cla_weighs_cache_against_load() -> None:
-    """A quarter of the prompt cached against a quarter of the batch taken: a tie at equal weights; the name decides."""
+    """A quarter of the prompt cached equals a quarter of the batch taken at equal weights; the name breaks the tie."""
     pool = replace(candidates(2), hit_tokens=np.array([0, 8_192]), batch=np.array([0, 12]), queued=np.array([0, 4]))
     costs = network(2, 2)
     choice = decode_policy("cla").choose(REQUEST, pool, costs, 0)
@@ -189,7 +190,7 @@ def test_unknown_names_and_parameters_are_mended() -> None:
 
 
 def test_prefill_policies() -> None:
-    """Shortest queue; earliest finish, where a cached prefix outweighs a queue; turns; constraint."""
+    """Shortest queue; earliest finish, where a cached prefix outweighs a queue; round-robin; constraint."""
     pool = PrefillCandidates(
         names=("prefill0", "prefill1", "prefill2"),
         pending_s=np.array([1.0, 0.5, 0.9]),
@@ -285,7 +286,7 @@ def test_a_weight_discounts_the_domain_and_decides_ties() -> None:
 
 
 def test_prefill_is_masked_to_domains_that_can_decode() -> None:
-    """Prefill 0 shares its pod with decode 2; prefill 1 shares only the datacenter with anyone."""
+    """Prefill 0 shares its pod with decode 2; prefill 1 shares only the datacenter with a decode instance."""
     tier: TierArray = np.array([[0, 3, 2], [3, 0, 3], [2, 3, 0]], dtype=np.int8)
     prefill, decode = np.array([0, 1]), np.array([2])
     masks = {

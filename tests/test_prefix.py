@@ -1,4 +1,4 @@
-"""One worked example each for the prefix index and block hashes, the edges, and a recorded trace."""
+"""One worked example each for the prefix index and block hashes, edge cases, and a recorded trace."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_hash_is_seeded_by_its_parent() -> None:
 
 
 def test_hashes_stay_the_same_from_release_to_release() -> None:
-    """A gateway and its log outlive a version; the number was written down once."""
+    """A gateway and its log are used across versions; the number was recorded once."""
     assert block_hashes(range(16)) == (50805424035424587,)
 
 
@@ -235,7 +235,7 @@ def test_order_survives_many_touches() -> None:
 
 
 def test_touches_take_no_memory() -> None:
-    """Under load an instance is touched for ever and may never evict anything."""
+    """An instance under load may be touched for ever and never evict anything."""
     index = PrefixIndex(1)
     index.store(0, ALICE)
     tracemalloc.start()
@@ -259,7 +259,7 @@ def test_what_nobody_holds_takes_no_memory() -> None:
 
 
 def test_turns_of_one_session_stay_one_run() -> None:
-    """Splits that tell nothing apart any more are undone, else matching a long session would cost its turns."""
+    """Unneeded splits are merged again; otherwise matching a long session would take time proportional to its turns."""
     gc.collect()
     before = sum(isinstance(thing, Node) for thing in gc.get_objects())
     index = PrefixIndex(2)

@@ -1,4 +1,4 @@
-"""The files around the code say what is there: make targets, workflow, hooks, citation, issue forms."""
+"""Project files match each other: make targets, workflow, hooks, citation, issue forms."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ METADATA = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def _targets() -> set[str]:
-    """Every target of the Makefile that a person calls."""
+    """Return every target of the Makefile for direct use."""
     names = re.findall(r"^([a-z][a-z-]*):(?!=)", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert len(names) == len(set(names))
     return set(names)
 
 
 def test_make_help_explains_every_target_and_is_what_make_alone_does() -> None:
-    """A target without a `##` text is missing in the list."""
+    """A target without a `##` text is missing from the list."""
     shown = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     listed = dict(re.findall(r"^  make ([a-z-]+) +(\S.*)$", shown, re.MULTILINE))
     assert set(listed) == _targets()
@@ -31,13 +31,13 @@ def test_make_help_explains_every_target_and_is_what_make_alone_does() -> None:
 
 
 def test_every_target_is_phony() -> None:
-    """A file of that name must not make `make` do nothing."""
+    """A file of the same name must not disable a target."""
     [phony] = re.findall(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert set(phony.split()) == _targets()
 
 
 def test_the_readme_and_the_docs_name_only_targets_that_exist() -> None:
-    """`make test` in a page is a target of the Makefile."""
+    """Each `make NAME` in a page is a target of the Makefile."""
     pages = [ROOT / "README.md", ROOT / "SECURITY.md", *(ROOT / "docs").rglob("*.md"), *ROOT.glob("CONTRIBUTING.md")]
     for page in pages:
         named = re.findall(r"(?:^    |`)make ([a-z][a-z-]*)\b", page.read_text(), re.MULTILINE)
@@ -45,7 +45,7 @@ def test_the_readme_and_the_docs_name_only_targets_that_exist() -> None:
 
 
 def test_metadata_names_the_home_and_the_python_that_is_tested() -> None:
-    """Where a package index sends people, and what it says that they need."""
+    """The links of the package index, and the Python version that it requires."""
     assert METADATA["urls"]["Homepage"] == "https://github.com/kvroute/kvroute"
     assert all(url.startswith(METADATA["urls"]["Homepage"]) for url in METADATA["urls"].values())
     lowest = METADATA["requires-python"].removeprefix(">=")
@@ -53,7 +53,7 @@ def test_metadata_names_the_home_and_the_python_that_is_tested() -> None:
 
 
 def test_the_workflow_runs_what_ci_run_runs_with_the_least_rights() -> None:
-    """It calls the script, reads the repository and no more, and names a major version of each action."""
+    """The workflow calls the script, may only read the repository, and pins a major version of each action."""
     workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
     assert workflow["permissions"] == {"contents": "read"}
     assert "cancel-in-progress" in workflow["concurrency"]
@@ -68,7 +68,7 @@ def test_the_workflow_runs_what_ci_run_runs_with_the_least_rights() -> None:
 
 
 def test_ci_run_calls_only_targets_and_files_that_exist() -> None:
-    """What the workflow reaches through it."""
+    """The workflow runs all of these through the script."""
     script = (ROOT / ".ci/run").read_text()
     named = {
         target for words in re.findall(r"\bmake ([a-z ]+)", re.sub(r"#.*", "", script)) for target in words.split()
@@ -80,7 +80,7 @@ def test_ci_run_calls_only_targets_and_files_that_exist() -> None:
 
 
 def test_every_hook_runs_a_tool_of_the_environment() -> None:
-    """`language: system`: nothing is fetched. This environment has the program of each entry."""
+    """`language: system` fetches nothing. This environment has the program of each entry."""
     [repository] = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
     assert repository["repo"] == "local"
     hooks = repository["hooks"]
@@ -91,7 +91,7 @@ def test_every_hook_runs_a_tool_of_the_environment() -> None:
 
 
 def test_the_citation_is_of_this_version() -> None:
-    """And says the same as the package."""
+    """The other fields of the citation match those of the package."""
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["version"] == METADATA["version"]
     assert citation["license"] == METADATA["license"]
@@ -100,7 +100,7 @@ def test_the_citation_is_of_this_version() -> None:
 
 
 def test_paths_and_links_of_the_pages_for_contributors_exist() -> None:
-    """Every path in backquotes and every relative link of the pages at the top, and of the pull-request template."""
+    """Checked are paths in backquotes and relative links in the top-level pages and in the pull-request template."""
     for page in ("CONTRIBUTING.md", "CODE_OF_CONDUCT.md", "SECURITY.md", ".github/PULL_REQUEST_TEMPLATE.md"):
         text = (ROOT / page).read_text()
         named = re.findall(r"`((?:src|tests|docs|bench|deploy|\.github|\.ci|examples)/[^`\s]*)`", text)
@@ -109,7 +109,7 @@ def test_paths_and_links_of_the_pages_for_contributors_exist() -> None:
 
 
 def test_issue_forms_have_fields_with_distinct_names_and_parts_that_exist() -> None:
-    """GitHub shows no form that has two fields of one id."""
+    """GitHub does not show a form with two fields of the same ID."""
     for form in ("bug.yml", "feature.yml"):
         fields = yaml.safe_load((ROOT / ".github/ISSUE_TEMPLATE" / form).read_text())["body"]
         names = [field["id"] for field in fields if field["type"] != "markdown"]

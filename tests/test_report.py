@@ -1,4 +1,4 @@
-"""Tables, figures and pages: what they say of hand-made runs, and that they stand everything a run can give."""
+"""Tables, figures and pages: their content for hand-made runs, and that they accept every possible run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ BASE_S |= {"netkv-static": 1.1, "netkv": 1.05}
 
 
 def summary(policy: str, seed: int, ttft_s: float | None, **changes: Any) -> Summary:
-    """A run whose parts add up to the given mean TTFT; None: nothing got a first token."""
+    """Return a run whose parts add up to the given mean TTFT; None: no request got a first token."""
     if ttft_s is None:
         parts, spread = TtftParts(), Spread()
     else:
@@ -74,7 +74,7 @@ def summary(policy: str, seed: int, ttft_s: float | None, **changes: Any) -> Sum
 
 
 def timeline(seed: int, samples: int = 1000) -> Timeline:
-    """Bursty traffic on three of five tiers."""
+    """Return bursty traffic on three of five tiers."""
     at_s = np.arange(samples) * 0.1
     draw = np.random.default_rng(seed)
     wave = 0.3 + 0.2 * np.sin(at_s / 7 + seed) + 0.08 * draw.standard_normal(samples)
@@ -105,7 +105,7 @@ def comparison(policies: Sequence[str] = ("round-robin", "cla", "netkv"), seeds:
 
 
 def sweep(experiment: Experiment, seeds: int = 3, profiles: Sequence[str] = ()) -> list[Record]:
-    """A plausible sweep: TTFT grows along every axis, and netkv's lead with it."""
+    """Return a plausible sweep: TTFT grows along every axis, and so does netkv's lead."""
     draw = np.random.default_rng(7)
     records = []
     for profile, point in product(profiles or experiment.profiles, product(*experiment.axes.values())):
@@ -233,7 +233,7 @@ def test_the_experiment_in_texts() -> None:
 
 
 class Page(HTMLParser):
-    """Tags and ids of a page, and whether the tags nest."""
+    """Collects tags and IDs of a page and checks that the tags nest."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -259,7 +259,8 @@ class Page(HTMLParser):
 
 
 def check_page(path: Path) -> str:
-    """A page stands alone: it nests, fetches nothing, scripts nothing, repeats no id, and its links lead somewhere."""
+    """Check that a page is self-contained: tags nest, nothing is loaded, no script, IDs are unique, and links have
+    targets."""
     text = path.read_text(encoding="utf-8")
     page = Page(text)
     assert page.open == []
@@ -334,7 +335,7 @@ def test_every_kind_of_experiment_has_a_page(name: str, tmp_path: Path) -> None:
 
 
 def test_a_page_says_every_option_that_its_results_need(tmp_path: Path) -> None:
-    """Profiles where not all ran, the first seed, changed assumptions; the command's own parser reads it back."""
+    """Profiles if not all ran, the first seed, changed assumptions; the command's own parser reads the options."""
     experiment = EXPERIMENTS["netkv-load"]
     records = [
         msgspec.structs.replace(each, cell=msgspec.structs.replace(each.cell, seed=each.cell.seed + 3, reading=reading))
@@ -378,7 +379,7 @@ def test_figures_of_part_of_a_sweep_and_of_the_wrong_shape() -> None:
 
 
 def pair(first_s: Sequence[Sequence[float]], second_s: Sequence[Sequence[float]], axis: str = "load") -> list[Record]:
-    """netkv and cla at points 1, 2, ..: a list of seeds each."""
+    """Return netkv and cla at points 1, 2, ..: a list of seeds each."""
     return [
         record(policy, seed, ttft_s, profile="rag", settings={axis: float(point)})
         for policy, points in (("netkv", first_s), ("cla", second_s))

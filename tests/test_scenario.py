@@ -1,4 +1,4 @@
-"""`kvroute simulate --scenario`: the file's form, what it does to a run, and what it says of a wrong one."""
+"""`kvroute simulate --scenario`: the form of the file, its effect on a run, and its error messages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SITES = str(EXAMPLES / "two-datacenters.yaml")
 
 
 def of(tmp_path: Path, text: str) -> Path:
-    """A scenario file of this text."""
+    """Write a scenario file with this text."""
     path = tmp_path / "scenario.yaml"
     path.write_text(text, encoding="utf-8")
     return path
@@ -54,7 +54,7 @@ def test_what_is_written_is_what_is_simulated(changes: list[tuple[int, float]], 
 
 
 def test_the_example_offloads_and_loses_nothing(tmp_path: Path) -> None:
-    """Every request of a run with a cut in it ends once; long prompts leave, and the log replays."""
+    """In a run with a cut every request ends once; long prompts are offloaded, and the log replays."""
     log = tmp_path / "run.log"
     arguments = ["--requests", "300", "--rate", "1.5", "--seeds", "1", "--policy", "netkv", "--json", "--log", str(log)]
     scenario = str(EXAMPLES / "scenarios" / "wan-cut.yaml")
@@ -69,7 +69,7 @@ def test_the_example_offloads_and_loses_nothing(tmp_path: Path) -> None:
 
 
 def test_the_example_moves_prefixes_and_loses_nothing(tmp_path: Path) -> None:
-    """The log says who fetched what, and replays."""
+    """The log shows which instance fetched which prefix, and it replays."""
     log = tmp_path / "run.log"
     arguments = ["--requests", "300", "--rate", "2", "--seeds", "1", "--policy", "netkv", "--json", "--log", str(log)]
     arguments += ["--prefill-policy", "cache-aware"]
@@ -89,7 +89,7 @@ def test_the_example_moves_prefixes_and_loses_nothing(tmp_path: Path) -> None:
 
 
 def test_copies_are_reviewed_as_often_as_they_say(tmp_path: Path) -> None:
-    """With an offload section beside them the driver asks as often as the more eager one wants."""
+    """With an offload section too, the review interval is the shorter of both."""
     alone = read_scenario(of(tmp_path, "copies: {review: 7 s, budget: 2 s, reads_min: 5, across: false}"))
     spec = alone.copy_spec()
     assert spec is not None
@@ -125,7 +125,7 @@ def test_a_file_that_is_not_there_is_said(tmp_path: Path) -> None:
 
 
 def test_an_unknown_link_is_named_before_anything_is_touched(tmp_path: Path) -> None:
-    """All of them, each by its line; an older log is not written over and no folder is made."""
+    """Each unknown link is named with its line; an older log is not overwritten and no folder is created."""
     text = (
         "changes:\n  - {at: 3 s, link: wan, share: 0}\n  - {at: 4 s, link: wn, share: 1}\n"
         "fluctuations:\n  - {link: wann, every: 2 s, share_min: 0.5}\n"
@@ -166,7 +166,7 @@ def test_an_unknown_link_is_named_before_anything_is_touched(tmp_path: Path) -> 
     ids=["changes", "fluctuations"],
 )
 def test_a_question_about_an_unknown_link_is_not_begun(settings: SimSettings) -> None:
-    """Whoever asks: the check before any run finds it."""
+    """The check before any run finds it for every caller."""
     question = Question(SITES, Workload(generated_requests=1), settings, ControlSpec())
     with pytest.raises(InputError, match="has no link 'wn'"):
         question.check(["netkv"], 0)
@@ -190,7 +190,7 @@ def test_offloading_needs_a_second_site(tmp_path: Path) -> None:
 def test_a_cut_that_never_ends_is_found_before_anything_runs(
     tmp_path: Path, changes: list[str], line: int | None
 ) -> None:
-    """On the line of the cut; the order of time counts, and every link that it names."""
+    """The error names the line of the cut; changes count in order of time, for every link that a name covers."""
     path = of(tmp_path, "\n  - ".join(["changes:", *changes]))
     if line is None:
         assert len(read_scenario(path, load(SITES)).changes) == 2

@@ -1,4 +1,4 @@
-"""Request-level states: of use at exactly the length at which they were kept."""
+"""Request-level states: they can be reused only at the exact length at which they were stored."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STEPS = st.lists(
 
 
 def chain(*steps: int) -> tuple[int, ...]:
-    """Chained hashes: an equal number means an equal prefix."""
+    """Return chained hashes: an equal number means an equal prefix."""
     hashes, last = [], 1
     for step in steps:
         last = hash((last, step))
@@ -34,7 +34,7 @@ def chain(*steps: int) -> tuple[int, ...]:
 def test_a_match_is_the_deepest_end_that_is_kept(
     steps: list[tuple[str, int, tuple[int, ...], int]], asked: tuple[int, ...], limits: list[int]
 ) -> None:
-    """As a plain set of whole prefixes says, whatever was stored, evicted and cleared."""
+    """The match equals that of a plain set of whole prefixes, for any stores, evictions and clears."""
     index, kept = StateIndex(INSTANCES), [set[tuple[int, ...]]() for _ in range(INSTANCES)]
     for what, instance, blocks, keep in steps:
         if what == "store":
@@ -55,7 +55,7 @@ def test_a_match_is_the_deepest_end_that_is_kept(
 
 
 def core(model: str) -> tuple[Control, str]:
-    """A core over two sites, and the name of its first prefill instance at home."""
+    """Return a core over two sites, and the name of its first prefill instance at home."""
     defaults = InstanceDefaults(model=model, tp=4, kv_capacity_bytes=Size(180e9))
     cluster = build(two_datacenters(prefill_nodes=1, local_prefill_nodes=1, decode_nodes=1, defaults=defaults))
     name = next(i.name for i in cluster.instances if i.role == "prefill" and i.datacenter == "local-site")
@@ -63,7 +63,7 @@ def core(model: str) -> tuple[Control, str]:
 
 
 def cached(control: Control, number: int, blocks: tuple[int, ...]) -> int:
-    """Tokens that a new prompt of these blocks and one token more need not compute."""
+    """Return the cached tokens of a new prompt of these blocks and one more token."""
     tokens = 100 * len(blocks) + 1
     request = Request(id=number, input_tokens=tokens, blocks=blocks, block_tokens=100)
     prefill = control.handle(Arrived(0.0, request))[0]
@@ -73,7 +73,8 @@ def cached(control: Control, number: int, blocks: tuple[int, ...]) -> int:
 
 
 def test_a_hybrid_model_goes_on_where_a_prompt_ended_and_nowhere_else() -> None:
-    """The next turn reuses the whole turn; a prompt that shares half of it reuses nothing, unlike a dense one."""
+    """The next turn reuses the whole previous turn; a prompt that shares half of it reuses nothing, unlike with a dense
+    model."""
     turn, half = chain(0, 0, 0, 0), chain(0, 0, 1, 1)
     for model, of_half in (("prfaas-1t-hybrid", 0), ("llama-3-70b", 200)):
         control, instance = core(model)
@@ -82,7 +83,7 @@ def test_a_hybrid_model_goes_on_where_a_prompt_ended_and_nowhere_else() -> None:
         assert cached(control, 2, half) == of_half
         control.handle(KvEvicted(0.0, instance, turn, 3))
         assert cached(control, 3, chain(0, 0, 0, 0, 2)) == (0 if model == "prfaas-1t-hybrid" else 300)
-        # The blocks are back, by a longer prompt that kept its state at its own end alone.
+        # A longer prompt stores the blocks again, but keeps a state only at its own end.
         control.handle(KvStored(0.0, instance, chain(0, 0, 0, 0, 5), 100))
         assert cached(control, 5, chain(0, 0, 0, 0, 2)) == (0 if model == "prfaas-1t-hybrid" else 400)
         control.handle(KvStored(0.0, instance, turn, 100))

@@ -1,4 +1,5 @@
-"""Laws of a testbed's plan: packets take the cluster's ways, connections have their queues, processes their mark."""
+"""Laws of a testbed's plan: packets take the cluster's paths, connections have separate queues, processes have a
+mark."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ defaults: {model: llama-3-70b, kv_capacity: 80 GB}
 
 @st.composite
 def trees(draw: st.DrawFn) -> Cluster:
-    """Fat trees of up to eight nodes whose transfers are single flows."""
+    """Draw fat trees of up to eight nodes whose transfers are single flows."""
     pods, racks, nodes = draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(st.integers(1, 2))
     instances = 2 * pods * racks * nodes
     assume(instances > 2)
@@ -60,7 +61,8 @@ def trees(draw: st.DrawFn) -> Cluster:
 
 
 def ways(wiring: Wiring, source: str, target: str) -> Iterator[tuple[int, ...]]:
-    """The groups of links that packets to `target` meet, place by place, always taking the last of each."""
+    """Yield the groups of equal links that packets to `target` use, hop by hop, following the last link of each
+    group."""
     beyond = {cable.up.link: cable.down.place for cable in wiring.cables}
     beyond |= {cable.down.link: cable.up.place for cable in wiring.cables}
     place = source
@@ -72,7 +74,7 @@ def ways(wiring: Wiring, source: str, target: str) -> Iterator[tuple[int, ...]]:
 
 
 def test_a_node_may_be_called_as_the_testbeds_own_programs_are() -> None:
-    """Each program has a log and a ready file of its own in one folder."""
+    """Each program has its own log and ready file in one folder."""
     own = ["gateway", "delay", "others", "engines", "state", "cluster", "lines"]
     nodes = "".join(f"  - {{name: {name}, nics: {{compute: {{capacity: 100 Gbps, scope: server}}}}}}\n" for name in own)
     roles = ["prefill", *["decode"] * (len(own) - 1)]
@@ -90,7 +92,7 @@ def test_a_node_may_be_called_as_the_testbeds_own_programs_are() -> None:
 @settings(max_examples=40, deadline=None)
 @given(trees())
 def test_packets_take_the_clusters_ways(cluster: Cluster) -> None:
-    """From every instance to every other one: the groups of equal links that the cluster has, and no others."""
+    """From every instance to every other one, the groups of equal links are exactly those of the cluster."""
     wiring = wire(cluster, NETWORK)
     for source, target in permutations(range(len(cluster.instances)), 2):
         near, far = (wiring.host_of(cluster.instances[index].name) for index in (source, target))
@@ -106,7 +108,8 @@ def test_packets_take_the_clusters_ways(cluster: Cluster) -> None:
 @settings(max_examples=40, deadline=None)
 @given(trees())
 def test_nothing_is_there_twice(cluster: Cluster) -> None:
-    """Names, addresses and devices; every instance has one host, and a link's device is at the link's source."""
+    """Names, addresses and devices are unique; every instance has one host, and a link's device is at the link's
+    source."""
     wiring = wire(cluster, NETWORK)
     assert len(set(wiring.places)) == len(wiring.places)
     placed = [name for host in wiring.hosts for name in host.instances]
@@ -123,7 +126,7 @@ def test_nothing_is_there_twice(cluster: Cluster) -> None:
 
 
 def test_two_sites_are_joined() -> None:
-    """The wide area is a cable like any other, and its latency is that of every way over it."""
+    """The WAN link is a cable like any other, and its latency is that of every path over it."""
     cluster = load(EXAMPLES / "testbed-wan.yaml")
     wiring = wire(cluster, NETWORK)
     far = [
@@ -147,7 +150,7 @@ def test_two_sites_are_joined() -> None:
     ids=["several-flows", "one-name-twice"],
 )
 def test_what_cannot_be_wired_is_refused(old: str, new: str, said: str) -> None:
-    """With a sentence that says how to mend it."""
+    """The error says how to fix it."""
     text = (EXAMPLES / "testbed-small.yaml").read_text()
     assert old in text
     with pytest.raises(InputError, match=said) as caught:
@@ -156,7 +159,7 @@ def test_what_cannot_be_wired_is_refused(old: str, new: str, said: str) -> None:
 
 
 def test_too_many_hosts_are_refused() -> None:
-    """More than the addresses of one testbed."""
+    """There are more hosts than addresses of one testbed."""
     cluster = build(
         fat_tree(
             "large",
@@ -178,7 +181,7 @@ def test_too_many_hosts_are_refused() -> None:
 
 
 def test_others_load_the_links_of_their_tiers() -> None:
-    """Both directions of every cable of a tier with a share, and no others."""
+    """Both directions of every cable of a tier with a share are loaded, and no others."""
     cluster = load(EXAMPLES / "testbed-literal.yaml")
     loaded = background_ends(wire(cluster, NETWORK), (0.0, 0.0, 0.2, 0.3, 0.0))
     assert {end.link: share for end, share in loaded} == {
@@ -189,7 +192,7 @@ def test_others_load_the_links_of_their_tiers() -> None:
 
 @given(st.floats(0.02e12, 0.1e12), st.floats(0.0, 0.9), st.sampled_from(["fair", "fifo"]), st.integers(1, 64))
 def test_queues_promise_no_more_than_the_link(bits_per_s: float, others: float, discipline: str, equal: int) -> None:
-    """The rates that leaves are sure of, together, are the link's at most; everybody may have what others leave."""
+    """The guaranteed rates of all leaves are at most the link's rate; every leaf may use what others leave."""
     limit = Limit.of(bits_per_s / 8, 1e-3, others)
     said = list(lines("l1", limit, "fair" if discipline == "fair" else "fifo", leaves=leaves_of(equal)))
     assert LEAVES_MIN <= leaves_of(equal) <= LEAVES_MAX
@@ -203,13 +206,13 @@ def test_queues_promise_no_more_than_the_link(bits_per_s: float, others: float, 
 
 
 def number(line: str, key: str) -> float:
-    """What follows a word, in bits."""
+    """Return the number after a word, in bits."""
     words = line.split()
     return float(words[words.index(key) + 1].removesuffix("bit"))
 
 
 def test_a_link_carries_the_models_payload() -> None:
-    """100 Gbps at 1/1000: 12.5 MB/s of payload in segments of 1,448 bytes, each 1,514 on the wire."""
+    """100 Gbps at 1/1000 is 12.5 MB/s of payload in segments of 1,448 bytes, each of 1,514 bytes on the wire."""
     limit = Limit.of(100 * GBPS, 1e-3)
     assert limit.bits_per_s / 8 / 1514 * 1448 == pytest.approx(12.5e6)
     for scale in (1e-6, 1.0):
@@ -218,7 +221,8 @@ def test_a_link_carries_the_models_payload() -> None:
 
 
 def executed(frame: bytes, leaves: int) -> int:
-    """What the classic BPF program returns for a frame: its instructions, by the book (Linux' filter.rst)."""
+    """Return the result of the classic BPF program for a frame, by the definition of its instructions (Linux'
+    filter.rst)."""
     count, *steps = classifier(leaves).split(",")
     program = [tuple(map(int, step.split())) for step in steps]
     assert len(program) == int(count)
@@ -252,7 +256,7 @@ def executed(frame: bytes, leaves: int) -> int:
 
 
 def frame_of(protocol: int, source: int, target: int, ports: int) -> bytes:
-    """Ethernet, IPv4 without options, ports."""
+    """Return an Ethernet frame with IPv4 without options and ports."""
     ip = bytes([0x45, 0, 0, 40, 0, 0, 0, 0, 64, protocol, 0, 0]) + source.to_bytes(4, "big") + target.to_bytes(4, "big")
     return bytes(12) + b"\x08\x00" + ip + ports.to_bytes(4, "big")
 
@@ -261,7 +265,8 @@ def frame_of(protocol: int, source: int, target: int, ports: int) -> bytes:
     st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1), st.sampled_from([32, 64, 128, 256])
 )
 def test_the_kernels_program_finds_the_leaf(source: int, target: int, ports: int, leaves: int) -> None:
-    """A TCP segment goes to its connection's leaf, class 1:10 and up; a datagram to others', 1:2."""
+    """A TCP segment goes to its connection's leaf, class 1:10 and up; a datagram goes to the class of other traffic,
+    1:2."""
     leaf = leaf_of(source, target, ports, leaves)
     assert 0 <= leaf < leaves
     assert executed(frame_of(6, source, target, ports), leaves) == 0x1_0010 + leaf
@@ -269,7 +274,7 @@ def test_the_kernels_program_finds_the_leaf(source: int, target: int, ports: int
 
 
 def test_connections_are_spread() -> None:
-    """Of 32 connections of two hosts with ports as the kernel chooses them, few meet in a leaf: as few as by chance."""
+    """Of 32 connections of two hosts with ports as chosen by the kernel, no more share a leaf than by chance."""
     near, far, draw = int(IPv4Address("198.18.0.3")), int(IPv4Address("198.18.0.4")), random.Random(1)
     alone = 0
     for _ in range(100):
@@ -281,7 +286,7 @@ def test_connections_are_spread() -> None:
 
 @given(st.floats(1e3, 1e9), st.floats(1e-6, 0.5), st.floats(1e4, 1e9))
 def test_slow_start_waits_less_than_a_round_trip_a_round(nbytes: float, rtt_s: float, bytes_per_s: float) -> None:
-    """From nothing to a round trip for every window that is sent; more of it over a longer way."""
+    """The wait is between zero and one round trip for every window sent, and longer on a longer path."""
     waits_s, first = slow_start_s(nbytes, rtt_s, bytes_per_s), 10 * 1448
     rounds, sent, window = 0, 0.0, float(first)
     while sent + window < nbytes and window < bytes_per_s * rtt_s:
@@ -295,7 +300,8 @@ def test_slow_start_waits_less_than_a_round_trip_a_round(nbytes: float, rtt_s: f
 @settings(max_examples=60)
 @given(st.integers(1, 3000), st.floats(1e-4, 0.1), st.floats(1e5, 1e8))
 def test_slow_start_is_that_of_segments(count: int, rtt_s: float, bytes_per_s: float) -> None:
-    """Played segment by segment: each acknowledgement lets two more out. Equal within a segment's time a round."""
+    """Simulated per segment: each acknowledgement releases two more. The results are equal within a segment's time per
+    round."""
     each_s = 1448 / bytes_per_s
     acknowledged: list[float] = []
     free_s, allowed = 0.0, 10
@@ -311,7 +317,8 @@ def test_slow_start_is_that_of_segments(count: int, rtt_s: float, bytes_per_s: f
 
 
 def test_engines_leave_the_pace_to_the_kernel() -> None:
-    """The same instances, nothing that holds bytes back; what is served has the true links and the addresses."""
+    """The instances are the same, and nothing else limits the bytes; the served file has the true links and the
+    addresses."""
     cluster = load(EXAMPLES / "testbed-paper.yaml")
     free = parse(unpaced(cluster).to_yaml(), "engines.yaml")
     assert [i.name for i in free.instances] == [i.name for i in cluster.instances]
@@ -332,14 +339,14 @@ def test_engines_leave_the_pace_to_the_kernel() -> None:
 
 @pytest.mark.parametrize("name", ["", "with-dash", "Large", "ninechars", "../etc"])
 def test_a_name_is_short_and_plain(name: str) -> None:
-    """A device's name has to hold it."""
+    """The name must fit into a device name."""
     with pytest.raises(InputError, match="no name for a testbed"):
         Run(name)
 
 
 @given(st.text(min_size=1, max_size=50))
 def test_every_cluster_has_a_name_for_its_testbed(cluster: str) -> None:
-    """The same one every time, within what a device's name holds."""
+    """The name is always the same and fits into a device name."""
     run = Run.of(cluster)
     assert run == Run.of(cluster)
     assert len(run.device) <= 15
@@ -350,7 +357,7 @@ def test_every_cluster_has_a_name_for_its_testbed(cluster: str) -> None:
     "build", [{"scale": 0}, {"scale": 2}, {"background": (0.0, 1.0, 0, 0, 0)}, {"background": (0,)}]
 )
 def test_a_build_out_of_range_is_refused(build: dict[str, object]) -> None:
-    """Before anything is made."""
+    """The build is rejected before anything is created."""
     assert Build().background == (0.0,) * TIER_COUNT
     with pytest.raises(InputError):
         Build(**build)  # type: ignore[arg-type]
@@ -366,7 +373,7 @@ STUBBORN = (
 
 
 def test_marked_processes_are_found_and_end(tmp_path: Path) -> None:
-    """A process that ignores SIGTERM, and its child in a session of its own; another mark's is left alone."""
+    """A process ignores SIGTERM and has a child in another session; a process with another mark is not ended."""
     log, mark, other = tmp_path / "log", f"t{random.randrange(10**6)}", f"u{random.randrange(10**6)}"
     stubborn = processes.begin([sys.executable, "-c", STUBBORN], mark, log)
     bystander = processes.begin([sys.executable, "-c", "import time; time.sleep(600)"], other, tmp_path / "other")
@@ -390,7 +397,7 @@ def test_marked_processes_are_found_and_end(tmp_path: Path) -> None:
 
 
 def kvroute(*arguments: str, **more: object) -> subprocess.CompletedProcess[str]:
-    """The command, with what it said."""
+    """Run the command and capture its output."""
     command = [sys.executable, "-m", "kvroute.cli.app", "testbed", *arguments]
     return subprocess.run(command, capture_output=True, text=True, **more)  # type: ignore[call-overload,no-any-return]
 
@@ -401,7 +408,7 @@ def kvroute(*arguments: str, **more: object) -> subprocess.CompletedProcess[str]
     ids=["up", "run", "down"],
 )
 def test_what_is_missing_is_said(arguments: list[str]) -> None:
-    """Without iproute2 or without root: one sentence and exit code 2."""
+    """Without iproute2 or without root there is one sentence and exit code 2."""
     done = kvroute(*arguments, env={"PATH": "/nowhere"})
     assert done.returncode == 2, done.stderr
     assert "iproute2" in done.stderr or "need root" in done.stderr
@@ -422,7 +429,7 @@ def test_what_is_missing_is_said(arguments: list[str]) -> None:
 def test_what_is_asked_is_checked_before_the_machine(
     arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where nothing could be laid or taken away, a wrong option is what is told; nothing is taken away by guess."""
+    """If the machine cannot run a testbed, a wrong option is still reported first; nothing is removed by a guess."""
     monkeypatch.setenv("PATH", "/nowhere")
     done = CliRunner().invoke(app, arguments)
     assert isinstance(done.exception, InputError)

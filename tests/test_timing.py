@@ -1,4 +1,4 @@
-"""Laws of prefill and iteration times and of their fits, and profiles as they are published."""
+"""Laws of prefill and iteration times and of their fits, and published profiles."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_all_cached_costs_the_base_and_nothing_cached_the_curve(spec: PrefillSpe
 @settings(deadline=None)
 @given(specs, token_counts, st.lists(token_counts, min_size=1, max_size=6))
 def test_several_caches_at_once_are_each_alone(spec: PrefillSpec, tokens: int, cached: list[int]) -> None:
-    """To the last bit: a log of decisions must replay alike whichever of the two was asked."""
+    """Equal to the last bit, because a log must replay alike with either function."""
     time = prefill_time(spec)
     each = prefill_each_s(time, tokens, np.array(cached)).tolist()
     assert each == [time.seconds(tokens, count) for count in cached]
@@ -194,7 +194,7 @@ def test_a_decode_fit_recovers_its_generator(base: float, request: float, contex
 @settings(deadline=None)
 @given(st.lists(st.floats(0.01, 100), min_size=7, max_size=7))
 def test_fits_of_anything_are_usable(seconds: list[float]) -> None:
-    """No coefficient below 0, no time that falls, no NaN: whatever was measured."""
+    """For any measurements, no coefficient is below 0, no time decreases, and there is no NaN."""
     for kind in ("linear", "quadratic", "piecewise"):
         fit = fit_prefill(LENGTHS, seconds, kind)
         assert prefill_time(fit.spec).seconds(100_000) >= 0

@@ -1,4 +1,4 @@
-"""Laws of tiers, paths and what a tier offers, then NetKV's cluster as the worked example."""
+"""Laws of tiers, paths and tier bandwidths, then NetKV's cluster as the worked example."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ nics = st.builds(
 
 @st.composite
 def cluster_files(draw: st.DrawFn) -> ClusterFile:
-    """Uneven trees: levels left out here and there, instances of 1, 2 or 4 shards, all roles `both`."""
+    """Draw uneven trees: some levels are missing, instances have 1, 2 or 4 shards, all roles are `both`."""
     sites = [Datacenter(name=f"dc{index}") for index in range(draw(st.integers(1, 3)))]
     pods, racks, nodes = [], [], []
     for site in sites:
@@ -116,7 +116,7 @@ def clusters_with_pair(draw: st.DrawFn) -> tuple[Cluster, int, int, int]:
 @given(cluster_files())
 @settings(max_examples=30, deadline=None)
 def test_tiers_are_symmetric_and_ultrametric(file: ClusterFile) -> None:
-    """Of three instances, no pair is farther apart than the farther of the other two pairs."""
+    """Of three instances, no pair has a larger distance than the larger one of the other two pairs."""
     tier = build(file).tier
     assert (tier == tier.T).all()
     assert (np.diag(tier) == SAME_NODE).all()
@@ -139,7 +139,7 @@ def test_tier_is_the_nearest_shared_domain(file: ClusterFile) -> None:
 @given(clusters_with_pair())
 @settings(max_examples=60, deadline=None)
 def test_a_path_leads_from_the_source_to_the_target(drawn: tuple[Cluster, int, int, int]) -> None:
-    """All links of a group join the same two places, each group begins where the one before ends."""
+    """All links of a group connect the same two places, and each group starts where the previous one ends."""
     cluster, source, target, shard = drawn
     here, there = cluster.instances[source], cluster.instances[target]
     path = cluster.hops(source, target, shard)
@@ -198,7 +198,7 @@ def test_a_tier_promises_no_more_than_the_best_draw_gives(drawn: tuple[Cluster, 
 
 
 def best_draw_bytes_per_s(cluster: Cluster, source: int, target: int) -> float:
-    """Rate of a whole transfer alone on the cluster when its flows share each group as evenly as can be."""
+    """Return the rate of a single transfer when its flows share each group as evenly as possible."""
     network = FlowNetwork(cluster.capacity_bytes_per_s)
     flows = cluster.flows_per_transfer(source, target)
     for shard in range(flows):
@@ -282,7 +282,7 @@ def test_netkv_cluster() -> None:
     ],
 )
 def test_derived_bandwidth_of_netkv_cluster(scope: str, ecmp: str, gbps: list[float]) -> None:
-    """One card for all four flows and one draw per transfer give NetKV's 100, 50 and 25 Gbps."""
+    """With one card for all four flows and one draw per transfer, the tiers have NetKV's 100, 50 and 25 Gbps."""
     file = fat_tree(
         pods=2,
         racks_per_pod=2,
@@ -332,7 +332,7 @@ def test_two_datacenters_share_one_slow_link() -> None:
 
 
 def test_a_route_may_pass_through_a_third_datacenter() -> None:
-    """The quicker way has two links; the direct one is slower."""
+    """The faster path has two links; the direct one is slower."""
     file = two_datacenters(prefill_nodes=1, local_prefill_nodes=0, decode_nodes=1, wan_latency_s=50e-3)
     detour = [
         Wan(source=source, target=target, bytes_per_s=Bandwidth(40 * GBPS), latency_s=Latency(10e-3))
@@ -347,7 +347,7 @@ def test_a_route_may_pass_through_a_third_datacenter() -> None:
 
 
 def test_an_instance_may_span_nodes() -> None:
-    """Sixteen shards on two servers: the second half leaves from the second server."""
+    """Sixteen shards are on two servers: the second half sends from the second server."""
     counts = InstanceCounts(prefill=1, decode=1, tp=8, pp=2)
     cluster = build(fat_tree(pods=1, racks_per_pod=2, nodes_per_rack=2, instances=counts))
     source, target = cluster.index("prefill0"), cluster.index("decode0")

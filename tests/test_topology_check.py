@@ -1,4 +1,5 @@
-"""Wrong cluster files: every corruption is named on its line, every kind of fault has its sentence, no text crashes."""
+"""Wrong cluster files: every corruption is reported on its line, every kind of error has a message, no text causes a
+crash."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ REFERENCE = re.compile(
 )
 CHOICE = re.compile(r"(?<=kind: )[\w-]+|(?<=role: )\w+|(?<=scope: )\w+|(?<=ecmp: )\w+|(?<=placement: )\w+")
 OTHERS = re.compile(r"#.*|^gateway:.*\n(?:[ \n].*\n?)*", re.M)
-"""What this reader does not look at: comments, and the section that the gateway checks."""
+"""Parts that this reader ignores: comments, and the section that the gateway checks."""
 GPUS = re.compile(r"(?<=:)0-\d(?=\")")
 CORRUPTIONS: list[tuple[re.Pattern[str], list[str]]] = [
     (QUANTITY, ["100 Gb", "-1 Gbps", "100", ".nan", ".inf", "fast", "1e400 s", "[]", "9e99 GB", ""]),
@@ -43,7 +44,7 @@ def problems_of(text: str) -> list[FileError]:
 
 @st.composite
 def corrupted(draw: st.DrawFn) -> tuple[str, int, str]:
-    """A valid file with one token replaced, the line of it and what stands there now."""
+    """Draw a valid file with one token replaced; return also its line and the new token."""
     text = TEXTS[draw(st.sampled_from(sorted(TEXTS)))]
     pattern, replacements = draw(st.sampled_from(CORRUPTIONS))
     code = OTHERS.sub(lambda match: re.sub(r"[^\n]", " ", match[0]), text)
@@ -69,12 +70,12 @@ def test_every_corruption_is_named_on_its_line(drawn: tuple[str, int, str]) -> N
 VALUES = [(QUANTITY, ["100 Gb", "-1 Gbps", "fast", "[]"]), (CHOICE, ["no-such-thing", "{}"]), (GPUS, ["0-900", "x"])]
 NOWHERE = ["nowhere", "rack77"]
 LEAF = re.compile(rf"{KEY.pattern}(?=: +[^\s\[{{#])", re.M)
-"""A key whose value holds no further keys."""
+"""A key whose value contains no further keys."""
 
 
 @st.composite
 def corrupted_twice(draw: st.DrawFn) -> tuple[str, list[int]]:
-    """A valid file with a token replaced on each of two lines, and the lines."""
+    """Draw a valid file with a token replaced on each of two lines; return also the lines."""
     text = TEXTS[draw(st.sampled_from(sorted(TEXTS)))]
     code = OTHERS.sub(lambda match: re.sub(r"[^\n]", " ", match[0]), text)
     edits: list[tuple[int, int, str]] = []
@@ -88,7 +89,8 @@ def corrupted_twice(draw: st.DrawFn) -> tuple[str, list[int]]:
         ]
         start, end, news = draw(st.sampled_from(places))
         edits.append((start, end, draw(st.sampled_from(news))))
-    # A reference to nothing may mean the entry whose name is missing, so it waits until that has one.
+    # A reference to an unknown name may mean the entry whose name is missing; it is reported only once that entry has a
+    # name.
     assume(all(code[start:end] != "name" for start, end, _ in edits) or all(new not in NOWHERE for _, _, new in edits))
     lines = sorted(text.count("\n", 0, start) + 1 for start, _, _ in edits)
     for start, end, new in sorted(edits, reverse=True):
@@ -99,7 +101,7 @@ def corrupted_twice(draw: st.DrawFn) -> tuple[str, list[int]]:
 @given(corrupted_twice())
 @settings(max_examples=150, deadline=None)
 def test_of_two_corruptions_both_are_told(drawn: tuple[str, list[int]]) -> None:
-    """Neither hides the other, whether one is of form or of meaning; faults come in the order of their lines."""
+    """Neither hides the other, for errors of form and of meaning; errors are sorted by line."""
     text, lines = drawn
     told = [problem.line for problem in problems_of(text)]
     assert told == sorted(told)
@@ -109,7 +111,7 @@ def test_of_two_corruptions_both_are_told(drawn: tuple[str, list[int]]) -> None:
 @given(st.data())
 @settings(max_examples=150, deadline=None)
 def test_what_follows_from_a_fault_of_form_is_not_told(data: st.DataObject) -> None:
-    """A wrong key or unit is one fault on one line, whatever depends on the value that cannot be read."""
+    """A wrong key or unit is one error on one line, whatever depends on the unreadable value."""
     text = TEXTS[data.draw(st.sampled_from(sorted(TEXTS)))]
     code = OTHERS.sub(lambda match: re.sub(r"[^\n]", " ", match[0]), text)
     kinds = [(QUANTITY, ["100 Gb", "fast", "[]"]), (KEY, ["kye", "zzz"])]
@@ -247,7 +249,7 @@ def test_all_faults_are_named_at_once() -> None:
 
 @given(st.text(min_size=1, max_size=100))
 def test_a_fault_is_one_line_whatever_a_key_is(name: str) -> None:
-    """A key with a line's end or a terminal's escape would forge lines of the error."""
+    """A key with a line end or a terminal escape could forge lines of the error."""
     problem = FileError("it is wrong", source="f", line=1, field=field_text(("nodes", 3, name)))
     assert str(problem).isprintable()
     assert len(str(problem)) < 800
@@ -262,7 +264,7 @@ def test_a_fault_that_lists_names_is_one_line_whatever_they_are() -> None:
 
 
 def test_an_unreachable_pair_that_moves_no_kv_cache_is_no_fault() -> None:
-    """Prefill and decode share a rack; the other rack, without uplinks, is cut off and holds neither."""
+    """Prefill and decode share a rack; the other rack has no uplinks, is not connected and contains neither."""
     local = re.sub(r"  - \{name: (prefill1|decode[01]).*\n", "", TWO_RACKS)
     local += '  - {name: near, role: decode, gpus: "node0:4-7"}\n'
     assert [instance.name for instance in parse(local).instances] == ["near", "prefill0"]

@@ -1,4 +1,4 @@
-"""`kvroute topology` and its picture: what goes to stdout, what to stderr, and what the tree and the drawing hold."""
+"""`kvroute topology` and its drawing: stdout, stderr, and the content of tree and drawing."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ runner = CliRunner()
 
 @pytest.fixture
 def broken(tmp_path: Path) -> Path:
-    """Two faults, on lines 1 and 3."""
+    """A file with two errors, on lines 1 and 3."""
     path = tmp_path / "broken.yaml"
     path.write_text("nam: x\nname: y\nnodes: 3\ninstances: {prefill: 1, decode: 1}\n", encoding="utf-8")
     return path
@@ -100,7 +100,8 @@ def test_check_as_json_is_one_document_either_way(broken: Path) -> None:
 
 
 def test_check_looks_at_the_gateway_section_too(tmp_path: Path) -> None:
-    """Beside the faults of the rest; what another machine has, such as its key file and its environment, it leaves."""
+    """The check reports errors of the gateway section with the others; key files and environment variables of another
+    machine are not checked."""
     path = tmp_path / "gateway.yaml"
     for keys in ("file: keys.yaml", f'known: {{bob: "sha256:{64 * "0"}"}}'):
         path.write_text(f"{SMALL}\ngateway:\n  keys: {{{keys}}}\n{ELSEWHERE}", encoding="utf-8")
@@ -113,7 +114,7 @@ def test_check_looks_at_the_gateway_section_too(tmp_path: Path) -> None:
 
 
 def test_check_says_that_it_cannot_look_at_the_gateway_section(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the libraries of `kvroute[serve]`; a file without the section is as whole as ever."""
+    """The libraries of `kvroute[serve]` are missing; a file without the section gives no such message."""
     monkeypatch.setitem(sys.modules, "kvroute.gateway.preflight", None)
     path = tmp_path / "gateway.yaml"
     path.write_text(SMALL + "\ngateway: {polcy: netkv}\n", encoding="utf-8")
@@ -223,7 +224,7 @@ HOSTS = st.lists(st.integers(0, 3), min_size=1, max_size=8)
 
 @given(HOSTS, HOSTS, st.integers(1, 2))
 def test_a_draft_is_a_cluster_with_every_address_once(prefill: list[int], decode: list[int], tp: int) -> None:
-    """Engines of one host share its node, and no GPU is given twice (the check of the file says so)."""
+    """Engines of one host share its node, and no GPU is used twice (`topology check` on the file confirms this)."""
     ports = iter(range(8000, 9000))
     urls = {
         role: [f"http://10.0.0.{host}:{next(ports)}" for host in hosts]
@@ -293,7 +294,7 @@ ADDRESSES = [f"http://10.0.0.{number}:8000" for number in range(1, 5)]
 
 @pytest.mark.parametrize("how", ["commas", "repeated", "by name", "file"])
 def test_expand_makes_a_simulated_cluster_servable(how: str, tmp_path: Path) -> None:
-    """However the addresses are given; the cluster stays the same but for them, and the gateway accepts it."""
+    """The addresses may be given in any form; otherwise the cluster is unchanged, and the gateway accepts it."""
     names = [instance.name for instance in load(SIMULATED).instances]
     order = ["prefill0", "prefill1", "decode0", "decode1"]
     assert sorted(names) == sorted(order)
@@ -318,7 +319,7 @@ def test_expand_makes_a_simulated_cluster_servable(how: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("path", CLUSTERS, ids=NAMES)
 def test_expand_writes_shorthands_out_and_changes_nothing(path: Path) -> None:
-    """The same instances, links and tiers, read from a file in which every node and instance stands."""
+    """Instances, links and tiers are equal when read from the file that lists every node and instance."""
     text = runner.invoke(app, ["expand", str(path)]).stdout
     before, after = load(path), parse(text)
     assert (before.instances, before.links) == (after.instances, after.links)
@@ -348,7 +349,8 @@ def test_expand_says_what_is_wrong_with_an_address(options: list[str], sentence:
 
 
 def test_guesses_of_a_draft_scale_with_the_gpus_of_an_engine() -> None:
-    """Twice the GPUs: twice the KV memory, half the time of a prompt's token and of a decode step's weights."""
+    """Twice the GPUs have twice the KV memory and half the time per prompt token and for the weights of a decode
+    step."""
     made = {}
     for tp in (4, 8):
         made[tp] = parse(runner.invoke(app, ["new", "--both", "http://a:1", "--tp", str(tp)]).stdout)

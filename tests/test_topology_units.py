@@ -1,4 +1,4 @@
-"""Units: every text read gives SI numbers, every number written reads back to itself, nonsense is refused."""
+"""Units: every accepted text gives SI numbers, every written number reads back to itself, invalid text is rejected."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_text_is_the_one_people_write() -> None:
 
 @given(st.floats(1e-9, 1e15))
 def test_about_is_within_half_a_percent(value: float) -> None:
-    """Three figures, in a unit that the readers of cluster files know."""
+    """Three significant figures, in a unit that cluster files accept."""
     for about, read in (
         (about_bandwidth, bandwidth_bytes_per_s),
         (about_size, size_bytes),
@@ -111,12 +111,12 @@ def test_about_is_within_half_a_percent(value: float) -> None:
         try:
             exact = read(about(value).replace(",", ""))
         except InputError:
-            continue  # beyond what a file may say
+            continue  # beyond the range of a file
         assert exact == pytest.approx(value, rel=6e-3)
 
 
 def test_about_is_the_unit_that_people_use() -> None:
-    """Bits for bandwidth, however fast, so that two of them compare at a glance; never an exponent."""
+    """Bandwidth is always in bits, so that two values can be compared at a glance; there is never an exponent."""
     assert [about_bandwidth(value) for value in (4e11, 1.13913e10, 0.0, 12.5e6)] == [
         "3.2 Tbps", "91.1 Gbps", "0 bps", "100 Mbps"
     ]  # fmt: skip

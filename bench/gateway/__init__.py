@@ -1,1 +1,1 @@
-"""The live gateway: beside the Rust routers, under faults, with 500 instances, and against the simulator."""
+"""Benches of the live gateway: against Rust routers, under faults, with 500 instances, and against the simulator."""

@@ -1,9 +1,9 @@
-"""kvroute under faults: 10,000 requests, legs that fail, clients that leave, instances that restart.
+"""kvroute under faults: 10,000 requests, failing legs, clients that disconnect, instances that restart.
 
-`python -m bench.gateway.chaos`. Engines answer 500, break off before or in the middle of an answer, or say nothing;
-every few seconds one of them restarts. Each client checks its own answer: every token once and in order, or an error
-that says so. Afterwards nothing may be left: no request in flight, no leg, no transfer, no connection, no memory; and
-the event log decides it all again.
+`python -m bench.gateway.chaos`. Engines return status 500, break the connection before or during a response, or send
+nothing; every few seconds one of them restarts. Each client checks its response: every token once and in order, or an
+error that reports the failure. Afterwards nothing may remain: no request in flight, no leg, no transfer, no connection,
+no memory. A replay of the event log must give the same decisions.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ TOKENS = 16
 GIVE_UP_S, SETTLE_S = 60.0, 10.0
 PROPER = ("whole", "error", "cut short with an error event", "left")
 WARM_SHARE = 0.3
-"""Of the requests; memory is compared from then on."""
+"""Share of the requests after which memory is compared."""
 FLAT_SHARE = 0.05
-"""Memory is flat if it has grown by no more than this share of itself."""
+"""Memory is constant if it has grown by at most this share."""
 GAUGES = {
     "requests in flight": "kvroute_requests_in_flight",
     "requests queued": "kvroute_requests_queued",
@@ -57,51 +57,51 @@ SECTION = {
     "breaker": {"open": "1 s"},
     "log": {"events": "FOLDER/events.jsonl"},
 }
-"""Short patience, so that silent engines are noticed within the bench's time."""
+"""Short timeouts, so that silent engines are detected within the duration of the bench."""
 WATCHERS = 2
-"""Connections to each engine that a calm gateway keeps at most: one for health checks, one for metrics."""
+"""Maximum connections of an idle gateway to each engine: one for health checks, one for metrics."""
 
 
 @dataclass(frozen=True, slots=True)
 class Weather:
-    """What happens in a run."""
+    """Faults and load of a run."""
 
     requests: int = 10_000
     rate_per_s: float = 200.0
     fault_share: float = 0.01
-    """Of legs."""
+    """Share of legs with a fault."""
     leave_share: float = 0.01
-    """Of clients."""
+    """Share of clients that disconnect."""
     restart_every_s: float = 5.0
     down_s: float = 1.0
     reload_every_s: float = 0.0
-    """SIGHUP: the cluster file is read again; 0: never."""
+    """Interval of SIGHUP, which reloads the cluster file; 0: never."""
     calm_s: float = 65.0
-    """Afterwards, for idle connections to be closed: they are kept for a minute."""
+    """Idle time after the run, in which connections are closed; the gateway keeps them for a minute."""
     instances: int = 8
-    """Of each role."""
+    """Number of instances of each role."""
     seed: int = 0
     through: str = "kvroute"
-    """Which contender; of another one than kvroute only answers and legs are looked at."""
+    """Name of the contender; for another one than kvroute only responses and legs are checked."""
 
 
 @dataclass(slots=True)
 class Outcome:
-    """How every request ended, by kind, and the first few that ended in no proper way."""
+    """Number of requests by kind of end, and the first few that did not end properly."""
 
     kinds: Counter[str] = field(default_factory=Counter)
     improper: list[str] = field(default_factory=list)
     statuses: Counter[str] = field(default_factory=Counter)
 
     def add(self, number: int, kind: str, detail: str = "") -> None:
-        """One request has ended."""
+        """Count one finished request."""
         self.kinds[kind] += 1
         if kind not in PROPER and len(self.improper) < 10:
             self.improper.append(f"request {number}: {kind}: {detail[:200]}")
 
 
 def judged(status: int, data: bytes, number: int, streams: bool) -> tuple[str, str]:
-    """What an HTTP answer that came to its end is to the client that asked: a kind, and what is wrong with it."""
+    """Classify a complete HTTP response for its client: return a kind, and a description of the error."""
     if status != 200:
         with contextlib.suppress(ValueError, KeyError, TypeError):
             return ("error", "") if json.loads(data)["error"]["message"] else ("error without a message", "")
@@ -123,7 +123,7 @@ def judged(status: int, data: bytes, number: int, streams: bool) -> tuple[str, s
 
 
 def asked(weather: Weather) -> Iterator[tuple[bytes, bool, float]]:
-    """Bodies, whether they stream, and after how many seconds their client leaves (0: never), drawn by seed."""
+    """Yield bodies, whether they stream, and after how many seconds their client disconnects (0: never), by seed."""
     draw, prompts = random.Random(weather.seed), bodies(Plan())
     for number in range(weather.requests):
         streams = draw.random() < 0.8
@@ -134,7 +134,7 @@ def asked(weather: Weather) -> Iterator[tuple[bytes, bool, float]]:
 
 
 async def clients(url: str, weather: Weather, outcome: Outcome) -> None:
-    """All requests, each at its time whatever happens to the others."""
+    """Send all requests, each at its time regardless of the others."""
     client, started = Client(url), time.monotonic()
     try:
         async with asyncio.TaskGroup() as group:
@@ -160,7 +160,7 @@ async def _one(client: Client, number: int, body: bytes, streams: bool, leaves_s
 
 
 class Observer:
-    """Looks at the gateway from outside while the storm lasts, and restarts engines."""
+    """Monitors the gateway from outside during the run, and restarts engines."""
 
     def __init__(self, gateway: Program, workers: Mapping[str, Any], weather: Weather) -> None:
         self._gateway, self._weather = gateway, weather
@@ -172,20 +172,20 @@ class Observer:
         self.restarts = 0
 
     async def watch(self) -> None:
-        """Memory and sockets, once a second."""
+        """Sample memory and sockets once a second."""
         while True:
             self.rss_mb.append(self._gateway.rss_bytes() / 1e6)
             self.sockets_max = max(self.sockets_max, self._gateway.sockets())
             await asyncio.sleep(1.0)
 
     async def reload(self) -> None:
-        """Have the cluster file read again and again, if at all."""
+        """Send SIGHUP periodically, if enabled."""
         while self._weather.reload_every_s:
             await asyncio.sleep(self._weather.reload_every_s)
             self._gateway.send_signal(signal.SIGHUP)
 
     async def restart(self) -> None:
-        """One engine after the other, at random."""
+        """Restart one random engine after the other."""
         while True:
             await asyncio.sleep(self._weather.restart_every_s)
             port = self._draw.choice(self._ports)
@@ -194,23 +194,23 @@ class Observer:
             self.restarts += 1
 
     def stats(self) -> dict[str, Any]:
-        """Of the engines."""
+        """Return the engines' counters."""
         found: dict[str, Any] = ask_json(self._clerk + "/stats")
         return found
 
     def other_sockets(self) -> int:
-        """Of the gateway: its own, clients' and operators'; all but those to engines."""
+        """Return the number of the gateway's sockets, except those to engines."""
         return self._gateway.sockets() - int(self.stats()["connections"])
 
     def growth_mb(self) -> float:
-        """Resident memory at the end less that after the warm-up; means over three seconds each."""
+        """Return resident memory at the end minus that after the warm-up, in MB; means over three seconds each."""
         warm = int(len(self.rss_mb) * WARM_SHARE)
         first, last = self.rss_mb[warm : warm + 3], self.rss_mb[-3:]
         return sum(last) / len(last) - sum(first) / len(first)
 
 
 async def storm(url: str, weather: Weather, observer: Observer) -> Outcome:
-    """The whole run; what the clients saw."""
+    """Run all requests and faults; return the clients' results."""
     outcome = Outcome()
     beside = [asyncio.ensure_future(work) for work in (observer.watch(), observer.restart(), observer.reload())]
     try:
@@ -223,12 +223,12 @@ async def storm(url: str, weather: Weather, observer: Observer) -> Outcome:
 
 
 def left(admin: str, observer: Observer, sockets: int) -> dict[str, float]:
-    """What the gateway and the engines still hold, after as much time as it takes to let go, bounded.
+    """Return the resources that the gateway and the engines still hold, after a limited time for releasing them.
 
     Args:
-        admin: the gateway's admin address; empty: it has none that we can read.
-        observer: asks the engines.
-        sockets: that the gateway had before beside those to engines.
+        admin: the gateway's admin address; empty if it has none that we can read.
+        observer: reads the engines' counters.
+        sockets: number of the gateway's sockets before the run, except those to engines.
     """
     deadline = time.monotonic() + SETTLE_S
     while any((held := _held(admin, observer, sockets)).values()) and time.monotonic() < deadline:
@@ -252,7 +252,7 @@ def _held(admin: str, observer: Observer, sockets: int) -> dict[str, float]:
 
 
 def decided_otherwise(logs: Iterable[Path]) -> int:
-    """Events of the logs to which a fresh core answers with other decisions than the gateway's."""
+    """Count the events of the logs for which a fresh core makes other decisions than the gateway did."""
     count = 0
     for log in logs:
         header, records = read_log(log)
@@ -263,7 +263,7 @@ def decided_otherwise(logs: Iterable[Path]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Aftermath:
-    """What a run has shown."""
+    """Results of a run."""
 
     weather: Weather
     outcome: Outcome
@@ -271,14 +271,14 @@ class Aftermath:
     engines: dict[str, Any]
     sockets: dict[str, int]
     kept: int | None
-    """Connections to engines after the calm."""
+    """Number of connections to engines after the idle time."""
     rss_mb: float
     growth_mb: float
     restarts: int
     decided_otherwise: int | None
 
     def rows(self) -> list[Row]:
-        """The laws: every request once, nothing held, memory flat."""
+        """Return the checks: every request ends once, nothing is held, memory is constant."""
         outcome, weather, asked_for = self.outcome, self.weather, self.weather.requests
         improper = asked_for - sum(outcome.kinds[kind] for kind in PROPER)
         stayed = max(1, asked_for - outcome.kinds["left"])
@@ -303,7 +303,7 @@ class Aftermath:
         ]
 
     def texts(self) -> dict[str, str]:
-        """What stands behind the rows."""
+        """Return details on the rows."""
         said = {
             "answers": dict(self.outcome.kinds),
             "statuses": dict(self.outcome.statuses),
@@ -316,7 +316,7 @@ class Aftermath:
 
 
 def run(weather: Weather) -> Aftermath:
-    """Engines, gateway, storm and calm."""
+    """Start engines and gateway, run all requests and faults, and wait for the idle time."""
     worker = [sys.executable, "-m", "bench.gateway.mock_worker", "--fault-share", str(weather.fault_share)]
     worker += ["--prefill", str(weather.instances), "--decode", str(weather.instances), "--seed", str(weather.seed)]
     ours = weather.through == "kvroute"
@@ -331,7 +331,7 @@ def run(weather: Weather) -> Aftermath:
 
 
 def lived_through(weather: Weather, place: Place, gateway: Program, observer: Observer) -> Aftermath:
-    """The storm, and what is left of it."""
+    """Run all requests and faults, and measure what remains."""
     ours = weather.through == "kvroute"
     before, others = gateway.sockets(), observer.other_sockets()
     outcome = uvloop.run(storm(f"http://127.0.0.1:{place.port}", weather, observer))
@@ -354,7 +354,7 @@ def lived_through(weather: Weather, place: Place, gateway: Program, observer: Ob
 
 
 def main() -> None:
-    """Run it, print the rows."""
+    """Run the bench and print the rows."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="one JSON document")
     for name in ("requests", "rate_per_s", "fault_share", "leave_share", "reload_every_s", "calm_s", "seed", "through"):

@@ -1,4 +1,4 @@
-"""Cluster files for the gateway's benches: fat trees of two pods and more, every instance with an endpoint."""
+"""Cluster files for the gateway's benches: fat trees with at least two pods, every instance with an endpoint."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KV_CAPACITY = Size(180e9)
 
 
 def tree(prefill: int, decode: int) -> ClusterFile:
-    """A fat tree just large enough, 2:1 above the racks and 4:1 above its two or more pods, instances spread."""
+    """Return the smallest fat tree: 2:1 above the racks, 4:1 above its two or more pods, instances spread."""
     nodes = -(-(prefill + decode) * GPUS_PER_INSTANCE // GPUS_PER_NODE)
     racks = max(2, -(-nodes // NODES_PER_RACK))
     pods = max(2, -(-racks // 8))
@@ -42,13 +42,13 @@ def served(
     protocol: KvProtocol = "vllm",
     bootstrap: str = "",
 ) -> ClusterFile:
-    """A tree whose instances listen on these loopback ports, with a `gateway` section.
+    """Return a tree whose instances listen on these loopback ports, with a `gateway` section.
 
     Args:
         prefill, decode: ports.
-        gateway: the section as it stands in the file.
-        protocol: of all instances.
-        bootstrap: `host:port` of the prefill engines' bootstrap server, where the protocol has one.
+        gateway: the section as in the file.
+        protocol: KV protocol of all instances.
+        bootstrap: `host:port` of the prefill engines' bootstrap server, if the protocol has one.
     """
     ports = {"prefill": iter(prefill), "decode": iter(decode)}
 
@@ -65,7 +65,7 @@ def served(
 def reached(
     file: ClusterFile, endpoint: Callable[[InstanceEntry], EndpointEntry], gateway: Mapping[str, Any]
 ) -> ClusterFile:
-    """The file with an endpoint for every instance, asked in the file's order, and a `gateway` section."""
+    """Return the file with an endpoint for every instance, requested in the file's order, and a `gateway` section."""
     file = expand(file)
     assert isinstance(file.instances, list)
     instances = [msgspec.structs.replace(one, endpoint=endpoint(one)) for one in file.instances]
@@ -73,7 +73,7 @@ def reached(
 
 
 def write(file: ClusterFile, folder: Path) -> Path:
-    """Its YAML in the folder; the path."""
+    """Write the file as YAML into the folder; return its path."""
     path = folder / f"{file.name}.yaml"
     path.write_text(file.to_yaml())
     return path

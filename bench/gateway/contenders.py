@@ -1,4 +1,4 @@
-"""Who is compared, as programs to start in front of the same engines: kvroute in several set-ups, and two peers."""
+"""The compared routers as programs in front of the same engines: kvroute in several set-ups, and two peers."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from kvroute.types import KvProtocol
 
 READY_S = 60.0
 PROXY_CPUS, OTHER_CPUS = (0,), (1,)
-"""The proxy has a core of its own; engines and clients share the other one."""
+"""The proxy has its own core; engines and clients share the other one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What a contender is told: the engines' ports, its own, and a folder for files."""
+    """Input of a contender: the engines' ports, its own port, and a folder for files."""
 
     prefill: tuple[int, ...]
     decode: tuple[int, ...]
@@ -37,7 +37,7 @@ class Place:
 
     @classmethod
     def of(cls, workers: Mapping[str, Any], folder: Path) -> Place:
-        """In front of the engines that said so, on free ports."""
+        """Return a place in front of the engines with these ports, on free ports."""
         port, second_port = free_ports(2)
         return cls(tuple(workers["prefill"]), tuple(workers["decode"]), port, second_port, folder)
 
@@ -46,7 +46,7 @@ Command = Callable[[Place], list[str]]
 
 
 def kvroute(section: Mapping[str, Any] | None = None, protocol: KvProtocol = "vllm") -> Command:
-    """`kvroute serve` with NetKV; `section` is what its `gateway:` says beyond ports, FOLDER for the place's."""
+    """Return `kvroute serve` with NetKV. `section` is its `gateway:` section without ports; FOLDER is replaced."""
 
     def command(place: Place) -> list[str]:
         ports = {"listen": {"port": place.port}, "admin": {"port": place.second_port}}
@@ -71,12 +71,12 @@ CONTENDERS: dict[str, Command] = {
 
 
 def started(name: str, place: Place) -> Program:
-    """A contender that answers; the caller ends it. Raises Failed if it does not come to that."""
+    """Start a contender and wait until it responds; the caller ends it. Raises Failed if it does not respond."""
     return answering(CONTENDERS[name](place), name, place)
 
 
 def answering(command: list[str], name: str, place: Place, cpus: Collection[int] = PROXY_CPUS) -> Program:
-    """The proxy that a command starts, once it answers. `cpus`: the cores that it may use; empty: all."""
+    """Start a proxy by its command and wait until it responds. `cpus`: the cores that it may use; empty: all."""
     program = Program(command, name=name, cpus=cpus)
     try:
         program.listens(place.port, READY_S)
@@ -88,7 +88,7 @@ def answering(command: list[str], name: str, place: Place, cpus: Collection[int]
 
 
 def ask(url: str, body: bytes | None = None, timeout_s: float = 10.0, method: str | None = None) -> bytes:
-    """One request by the standard library's client. Raises OSError for no answer and for a bad status."""
+    """Send one request with the standard library's client. Raises OSError without response or for an error status."""
     headers = {"content-type": "application/json"}
     request = urllib.request.Request(url, data=body, headers=headers, method=method)
     with urllib.request.urlopen(request, timeout=timeout_s) as answer:
@@ -97,12 +97,12 @@ def ask(url: str, body: bytes | None = None, timeout_s: float = 10.0, method: st
 
 
 def ask_json(url: str, method: str | None = None) -> Any:
-    """The JSON document at an address."""
+    """Return the JSON document at an address."""
     return json.loads(ask(url, method=method))
 
 
 def _await_answer(program: Program, url: str) -> None:
-    """Until it has answered one request: some routers listen before they know their workers."""
+    """Wait until the proxy has responded to one request: some routers listen before they have their workers."""
     body, deadline, why = bodies(Plan())[0], time.monotonic() + READY_S, ""
     while time.monotonic() < deadline and program.alive:
         try:
@@ -117,10 +117,11 @@ def _await_answer(program: Program, url: str) -> None:
 
 
 def legs(name: str, folder: Path) -> str:
-    """What a contender sends for one request, seen by the engines: "prefill, then decode with kv_transfer_params".
+    """Return a contender's legs for one request as the engines receive them: "prefill, then decode with
+    kv_transfer_params".
 
     Raises:
-        Failed: it did not split the request into two legs that name each other.
+        Failed: the contender did not split the request into two legs that refer to each other.
     """
     worker = [sys.executable, "-m", "bench.gateway.mock_worker", "--prefill-ms", "20"]
     with Program(worker, cpus=OTHER_CPUS) as mock:

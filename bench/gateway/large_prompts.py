@@ -1,8 +1,8 @@
-"""What large prompts and bodies do to other clients and to memory: `python -m bench.gateway.large_prompts`.
+"""Effect of large prompts and bodies on other clients and on memory: `python -m bench.gateway.large_prompts`.
 
-Each case starts a gateway of its own in front of stand-in engines and sends its large requests at once. A probe in
-another process asks the same gateway for `/health` and for a completion of a 5 KB prompt, over and over, and keeps the
-longest time that each took. Memory is the gateway's peak resident size, before and after.
+Each case starts a separate gateway in front of stand-in engines and sends its large requests at once. A probe in
+another process repeatedly requests `/health` and a completion of a 5 KB prompt from the same gateway, and records the
+longest time of each. Memory is the gateway's peak resident size, before and after.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ TOKENIZER = {"prompt": {"tokenizer": "FOLDER"}}
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Some large requests that are sent at once."""
+    """Several large requests that are sent at once."""
 
     name: str
     path: str
@@ -50,23 +50,23 @@ class Case:
 
 
 def text(nbytes: int) -> str:
-    """Words of so many bytes."""
+    """Return text of this many bytes."""
     return (WORDS * (nbytes // len(WORDS) + 1))[:nbytes]
 
 
 def prompt_body(nbytes: int) -> bytes:
-    """A completion with a prompt of so many bytes."""
+    """Return a completion request with a prompt of this many bytes."""
     return json.dumps({"model": MODEL, "prompt": text(nbytes), "max_tokens": 1}).encode()
 
 
 def chat_body(nbytes: int, **fields: Any) -> bytes:
-    """A chat with a message of so many bytes, and further fields."""
+    """Return a chat request with a message of this many bytes, and further fields."""
     messages = [{"role": "user", "content": text(nbytes)}]
     return json.dumps({"model": MODEL, "messages": messages, "max_tokens": 1, **fields}).encode()
 
 
 def extra_body(nbytes: int) -> bytes:
-    """A short chat whose `chat_template_kwargs` hold so many bytes."""
+    """Return a short chat request whose `chat_template_kwargs` hold this many bytes."""
     return chat_body(20, chat_template_kwargs={"preamble": text(nbytes)})
 
 
@@ -82,12 +82,12 @@ CASES = (
 
 
 def post(port: int, path: str, body: bytes) -> tuple[int, float]:
-    """Status and seconds of one request; 0: no answer came."""
+    """Return status and seconds of one request; status 0: no response."""
     start = time.monotonic()
     try:
         with socket.create_connection(("127.0.0.1", port), timeout=ANSWER_S) as client:
             head = f"POST {path} HTTP/1.1\r\nhost: bench\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
-            with contextlib.suppress(ConnectionError):  # refused before its end: the answer says so
+            with contextlib.suppress(ConnectionError):  # rejected before its end: read the response
                 client.sendall(head.encode())
                 client.sendall(body)
             line = client.makefile("rb").readline()
@@ -97,7 +97,7 @@ def post(port: int, path: str, body: bytes) -> tuple[int, float]:
 
 
 def probe(port: int, result: Path) -> None:
-    """Ask for the two small things until SIGTERM, then write the longest that each took."""
+    """Send the two small requests until SIGTERM, then write the longest time of each."""
     over = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: over.set())
     worst = {"health_s": 0.0, "small_prompt_s": 0.0, "small_prompt_refused": 0}
@@ -129,13 +129,13 @@ def probe(port: int, result: Path) -> None:
 
 
 def peak_mib(pid: int) -> float:
-    """Highest resident size of a process so far."""
+    """Return the highest resident size of a process so far."""
     lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM"))
 
 
 def measured(case: Case, workers: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """One case from the gateway's start to its end."""
+    """Run one case from the gateway's start to its end; return its figures."""
     body = case.body()
     place = Place.of(workers, folder)
     answers: list[tuple[int, float]] = []
@@ -165,7 +165,7 @@ def measured(case: Case, workers: Mapping[str, Any], folder: Path) -> dict[str, 
 
 
 def rows(case: Case, figures: Mapping[str, Any]) -> list[Row]:
-    """The figures of a case as rows."""
+    """Return the figures of a case as rows."""
     statuses = ", ".join(map(str, figures["statuses"]))
     note = f"{case.name}: answered {statuses} within {figures['slowest_s']:.2f} s"
     if figures["small_prompt_refused"]:
@@ -179,7 +179,7 @@ def rows(case: Case, figures: Mapping[str, Any]) -> list[Row]:
 
 
 def main() -> None:
-    """Run the cases named, or all."""
+    """Run the named cases, or all."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("cases", nargs="*", help="words that a case's name holds; none: all cases")
     parser.add_argument("--json", action="store_true")

@@ -1,8 +1,8 @@
-"""What sending while computing saves: TTFT of prompts that another datacenter prefills, layer by layer and serial.
+"""Time saved by sending during the prefill: TTFT of prompts prefilled in another datacenter, layer by layer and serial.
 
-`python -m bench.gateway.layerwise` starts the embedded two-datacenter example twice, with a link that is about as slow
-as the prefill, and sends it one prompt after the other: nothing queues, so that a TTFT is prefill and transfer alone.
-Beside each mode stands the simulator's word on the same file and trace. `--speed` divides every time of the example.
+`python -m bench.gateway.layerwise` starts the embedded two-datacenter example twice, with a link about as slow as the
+prefill, and sends one prompt after the other. Nothing queues, so TTFT is only prefill and transfer. Each mode is
+compared with the simulator's prediction for the same file and trace. `--speed` divides every time of the example.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ MODES: tuple[Mode, ...] = ("serial", "layerwise")
 TOKENS = (8_192, 32_768, 65_536, 131_072)
 BLOCK_TOKENS = 16
 GBPS = 2.5
-"""About as many as a fast instance makes of KV (PrfaaS table 3)."""
+"""About the rate at which a fast instance produces KV cache (PrfaaS table 3)."""
 SLOWEST_S, PAUSE_S = 20.0, 1.0
-"""The longest prompt, prefilled and sent one after the other, at speed 1; and time to draw breath."""
+"""Time for the longest prompt, prefilled and then sent, at speed 1; and a pause between prompts."""
 WITHIN = 0.10
 
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """What is sent, over which link."""
+    """The load and the link."""
 
     rounds: int = 2
     gbps: float = GBPS
@@ -47,7 +47,7 @@ class Course:
 
 
 def file_of(course: Course, mode: Mode, folder: Path) -> Path:
-    """The example with a slow link; every prompt leaves its datacenter, and nothing else changes."""
+    """Write the example with a slow link and with every prompt offloaded; nothing else changes."""
     path = folder / f"{mode}.yaml"
     file, replace = topology.load(faster(course.speed, folder)).file, msgspec.structs.replace
     wan = [replace(link, bytes_per_s=Bandwidth(course.gbps * course.speed * 1e9 / 8)) for link in file.wan]
@@ -62,7 +62,7 @@ def file_of(course: Course, mode: Mode, folder: Path) -> Path:
 
 
 def trace_of(course: Course) -> Trace:
-    """Every length once a round, each prompt when the one before is long answered."""
+    """Return a trace with every length once per round; each prompt starts long after the previous response."""
     at_s, requests = 0.0, list[TracedRequest]()
     for tokens in TOKENS * course.rounds:
         requests.append(TracedRequest(at_s, tokens, 2, (), BLOCK_TOKENS))
@@ -71,18 +71,18 @@ def trace_of(course: Course) -> Trace:
 
 
 def compared(course: Course, mode: Mode, folder: Path) -> Comparison:
-    """One mode, live and predicted. Raises Failed where the gateway did not start, or an answer is missing."""
+    """Compare one mode, live and predicted. Raises Failed if the gateway did not start, or a response is missing."""
     question = Question(file_of(course, mode, folder), trace_of(course), "netkv", "cache-aware", 0)
     return lone_prompts.compared(question, mode)[0]
 
 
 def by_length(ttft_s: Sequence[float | None]) -> list[float]:
-    """Median of every length, in the order of TOKENS."""
+    """Return the median of every length, in the order of TOKENS."""
     return [statistics.median(one for one in ttft_s[k :: len(TOKENS)] if one is not None) for k in range(len(TOKENS))]
 
 
 def rows(found: dict[Mode, Comparison], course: Course) -> list[Row]:
-    """Length by length how long each mode takes, live beside simulated, and their ratio."""
+    """Return the times of both modes by length, live and simulated, and their ratio."""
     live, simulated = (
         {mode: by_length(getattr(one, half).ttft_s) for mode, one in found.items()} for half in ("live", "predicted")
     )
@@ -112,7 +112,7 @@ def rows(found: dict[Mode, Comparison], course: Course) -> list[Row]:
 
 
 def main() -> None:
-    """Both modes, as rows or as JSON."""
+    """Run both modes; print rows or JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     course = Course()
     parser.add_argument("--json", action="store_true")

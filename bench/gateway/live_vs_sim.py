@@ -1,8 +1,8 @@
-"""The simulator's word against the clock: the same trace, cluster, policy and seed, predicted and live.
+"""Compares the simulator with real time: the same trace, cluster, policy and seed, predicted and live.
 
 `python -m bench.gateway.live_vs_sim` starts `kvroute serve --embedded`, plays the trace in real time, and compares TTFT
-with `simulate`'s, as a whole, part by part and request by request. What the two do not share: the live router hears of
-cached blocks, landed transfers and queues over sockets, and every step costs it real time.
+with `simulate`'s, as a whole, by part and by request. Two things differ: the live router receives cached blocks,
+finished transfers and queue lengths over sockets, and every step costs real time.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from kvroute.types import InputError
 CLUSTER = ROOT / "examples" / "fat-tree-64gpu.yaml"
 POLICIES = ("round-robin", "cla", "netkv", "foresight")
 OUTPUT_MAX = 64
-"""Longer answers only make the bench longer: TTFT feels the batch, not the length."""
+"""Maximum response length. Longer responses only make the bench longer: TTFT depends on the batch size."""
 WITHIN = 0.10
 SHOWN_PARTS = ("prefill", "transfer")
-"""Of TTFT; the text has the others, which are milliseconds."""
+"""Parts of TTFT with rows; the text has the others, which take milliseconds."""
 
 
 def compared(question: Question) -> Comparison:
-    """Both halves of one policy.
+    """Return both results of one policy.
 
     Raises:
-        Failed: the gateway did not start, or answered nothing.
+        Failed: the gateway did not start, or sent no response.
     """
     try:
         with embedded(question) as starting:
@@ -48,7 +48,7 @@ def compared(question: Question) -> Comparison:
 
 
 def rows(found: Sequence[Comparison]) -> list[Row]:
-    """Policy by policy how far the medians are apart, and the live parts of TTFT beside those predicted."""
+    """Return the difference of the medians by policy, and the live parts of TTFT with the predicted ones."""
     made = []
     for one in found:
         live, predicted = one.live, one.predicted
@@ -78,7 +78,7 @@ def _gain(first: Comparison, last: Comparison) -> Row:
 
 
 def text(one: Comparison) -> str:
-    """Both halves as JSON, but for the requests."""
+    """Return both results as JSON, without the list of requests."""
     halves = {"live": one.live, "predicted": one.predicted}
     plain = {
         side: {name: value for name, value in msgspec.to_builtins(half).items() if name != "ttft_s"}
@@ -88,7 +88,7 @@ def text(one: Comparison) -> str:
 
 
 def main() -> None:
-    """Predict, play, compare."""
+    """Predict, play and compare."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="one JSON document")
     parser.add_argument("--cluster", type=Path, default=CLUSTER)

@@ -1,7 +1,7 @@
-"""Load for one server, bounded in time: how long answers take, how many come, how late streamed chunks are.
+"""Load generator for one server with a time limit: response times, response rate, and delays of streamed chunks.
 
-Closed loop: each connection has one request under way. `python -m bench.gateway.load URL` prints one line of JSON;
-`--weigh PID` adds the CPU time that session took meanwhile, sampled here at the very ends of the measured time.
+Closed loop: each connection has one request in flight. `python -m bench.gateway.load URL` prints one line of JSON.
+`--weigh PID` adds the CPU time that this session used, sampled at the exact ends of the measured time.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ CHAT = "/v1/chat/completions"
 WARMUP_S = 1.0
 ANSWER_S = 30.0
 PROMPTS, GROUPS = 512, 16
-"""Different prompts, and prefixes that they share."""
+"""Number of different prompts, and of the prefixes that they share."""
 SHARED = 0.75
-"""Of a prompt's characters."""
+"""Shared part of a prompt's characters."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to send: so many connections, each at a pace or as fast as it goes."""
+    """The load: a number of connections, each at a given rate or as fast as possible."""
 
     connections: int = 1
     seconds: float = 5.0
     rate_per_s: float = 0.0
-    """Of all connections together; 0: the next request leaves when the answer is there."""
+    """Rate of all connections together; 0: each connection sends the next request after the response."""
     stream_tokens: int = 0
-    """0: whole answers; else streams of so many chunks."""
+    """Number of chunks of a streamed response; 0: responses are not streamed."""
     prompt_chars: int = 2_000
 
 
 @dataclass(slots=True)
 class Tally:
-    """Figures of one measured time, in nanoseconds."""
+    """Figures of one measured interval, in nanoseconds."""
 
     answer_ns: list[int] = field(default_factory=list)
     first_ns: list[int] = field(default_factory=list)
@@ -54,12 +54,12 @@ class Tally:
     failed: dict[str, int] = field(default_factory=dict)
 
     def fail(self, why: str) -> None:
-        """Count one answer that was none."""
+        """Count one invalid response."""
         self.failed[why] = self.failed.get(why, 0) + 1
 
 
 def bodies(plan: Plan, seed: int = 0) -> list[bytes]:
-    """Chat requests of `prompt_chars` characters, three quarters of which they share with others of their group."""
+    """Return chat requests of `prompt_chars` characters; three quarters are shared with others of their group."""
     draw = random.Random(seed)
     shared = [_words(draw, int(plan.prompt_chars * SHARED)) for _ in range(GROUPS)]
     made = []
@@ -82,14 +82,14 @@ def _words(draw: random.Random, size: int) -> str:
 
 
 class Loop:
-    """One connection's share of the load."""
+    """The load of one connection."""
 
     def __init__(self, client: Client, plan: Plan, requests: Sequence[bytes], number: int) -> None:
         self._client, self._plan, self._requests, self._number = client, plan, requests, number
         self._tally, self._written_ns, self._first = Tally(), 0, False
 
     async def run(self, tally: Tally, until: float) -> None:
-        """Until then; figures go into `tally`."""
+        """Send requests until this time; add the figures to `tally`."""
         plan, self._tally = self._plan, tally
         every_s = plan.connections / plan.rate_per_s if plan.rate_per_s else 0.0
         due = time.monotonic() + every_s * self._number / plan.connections
@@ -131,7 +131,7 @@ class Loop:
 
 
 async def measure(url: str, plan: Plan, weigh: int) -> dict[str, object]:
-    """Figures of one load: times in microseconds."""
+    """Return the figures of one load, with times in microseconds."""
     client, requests = Client(url), bodies(plan)
     loops = [Loop(client, plan, requests, number) for number in range(plan.connections)]
     await _together(loops, Tally(), WARMUP_S)
@@ -165,7 +165,7 @@ async def _together(loops: Sequence[Loop], tally: Tally, seconds: float) -> None
 
 
 def quantiles_us(values_ns: Sequence[int]) -> dict[str, float] | None:
-    """Median and 99th percentile in microseconds; None of fewer than two."""
+    """Return median and 99th percentile in microseconds; None for fewer than two values."""
     if len(values_ns) < 2:
         return None
     cuts = statistics.quantiles(values_ns, n=100, method="inclusive")

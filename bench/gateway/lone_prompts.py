@@ -1,4 +1,4 @@
-"""Lone prompts to the embedded two-datacenter example, one after the other: their TTFT live and as simulated."""
+"""Single prompts to the embedded two-datacenter example, one after the other: TTFT live and simulated."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from kvroute.types import InputError
 
 
 def compared(question: Question, name: str) -> tuple[Comparison, str]:
-    """Live and predicted, and the gateway's metrics afterwards. Raises Failed where the gateway did not start, or an
-    answer is missing."""
+    """Return the live and the predicted result, and the gateway's metrics afterwards. Raises Failed if the gateway did
+    not start, or if a response is missing."""
     try:
         with embedded(question) as starting:
             predicted, served = predict(question), starting()
@@ -25,5 +25,5 @@ def compared(question: Question, name: str) -> tuple[Comparison, str]:
 
 
 def ttft_row(what: str, ours_s: float, simulated_s: float) -> Row:
-    """One length in one mode."""
+    """Return the row of one length in one mode."""
     return Row(measure=f"TTFT, {what}", unit="s", better="lower", ours=ours_s, peer=simulated_s, peer_name="simulated")

@@ -1,8 +1,8 @@
 """A very fast stand-in for engines: many ports in one process, both legs of vLLM's and SGLang's protocols, no model.
 
-It takes any request, answers at once or in ticks, stamps every chunk with the clock and counts what it served. It
-checks nothing: what a router sends is kept for a look (`GET /seen`). Started as `python -m bench.gateway.mock_worker`,
-it prints one line of JSON with its ports when it is ready.
+It accepts any request, responds at once or in ticks, adds the time to every chunk and counts the requests. It validates
+nothing and stores received requests for inspection (`GET /seen`). Started as `python -m bench.gateway.mock_worker`, it
+prints one line of JSON with its ports when it is ready.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import msgspec
 import uvloop
 
 MODEL = "llama-3-70b"
-"""A preset of kvroute's, since NetKV has to know how large its KV cache is."""
+"""A preset of kvroute, because NetKV needs the size of the KV cache."""
 SPREAD = 5
-"""Streams leave in so many groups per tick, so that their chunks do not form one burst."""
+"""Number of groups of streams per tick; they are sent one after the other, so that chunks do not form one burst."""
 FAULTS = ("status", "reset", "hang", "cut")
-"""500, a connection that breaks before the answer, silence, and a break in the middle of a stream."""
+"""Status 500, a connection reset before the response, no response, and a reset in the middle of a stream."""
 _USAGE = {"prompt_tokens": 512, "completion_tokens": 16, "total_tokens": 528}
 _METRICS = "".join(
     f'vllm:{name}{{engine="0",model_name="{MODEL}"}} 0.0\n'
@@ -41,13 +41,13 @@ _STREAM_END = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
 
 
 class KvParams(msgspec.Struct):
-    """Of vLLM's protocols; the rest is ignored."""
+    """Fields of vLLM's protocols; others are ignored."""
 
     do_remote_decode: bool = False
 
 
 class Asked(msgspec.Struct):
-    """What matters of a request's body."""
+    """Relevant fields of a request's body."""
 
     stream: bool = False
     max_tokens: int | None = None
@@ -55,12 +55,12 @@ class Asked(msgspec.Struct):
     kv_transfer_params: KvParams | None = None
     bootstrap_room: Any = None
     user: str = ""
-    """Echoed in every chunk as `r`, so that a client can tell its own answer from another's."""
+    """Repeated in every chunk as `r`, so that a client can detect the response of another client."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How fast the stand-in answers and how often it fails; times in seconds."""
+    """Speed and fault rate of the stand-in; times in seconds."""
 
     tick_s: float = 0.005
     prefill_s: float = 0.0
@@ -69,7 +69,7 @@ class Pace:
 
 @dataclass(slots=True)
 class Worker:
-    """All engines of the process: streams under way, counts, and the requests seen last."""
+    """All engines of the process: active streams, counters, and the latest requests."""
 
     pace: Pace
     draw: random.Random
@@ -78,19 +78,19 @@ class Worker:
     seen: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=64))
     capture: bool = False
     legs: Counter[str] = field(default_factory=Counter)
-    """Legs by role and outcome, e.g. `decode.ended`, `prefill.reset`; one that hangs counts again when it is left."""
+    """Legs by role and outcome, such as `decode.ended` or `prefill.reset`; a hanging leg counts again when closed."""
     ended: Counter[str] = field(default_factory=Counter)
-    """Decode legs that ran to their end, by the request's `user`."""
+    """Complete decode legs by the request's `user`."""
     engines: dict[int, Engine] = field(default_factory=dict)
 
     def fault(self, streams: bool) -> str:
-        """The fault of the next leg, mostly none."""
+        """Return the fault of the next leg, usually ""."""
         if not self.pace.fault_share or self.draw.random() >= self.pace.fault_share:
             return ""
         return self.draw.choice(FAULTS if streams else FAULTS[:3])
 
     async def tick(self) -> None:
-        """Send the next chunk of every stream, group after group, for ever."""
+        """Send the next chunk of every stream, group after group, forever."""
         due, turn = time.monotonic(), 0
         while True:
             due += self.pace.tick_s / SPREAD
@@ -100,7 +100,7 @@ class Worker:
             turn = (turn + 1) % SPREAD
 
     def stats(self) -> dict[str, Any]:
-        """What was served; `open` are legs under way, `repeated` answers that were generated twice to their end."""
+        """Return the counters; `open` are active legs, `repeated` are responses that completed twice."""
         repeated = sum(count - 1 for count in self.ended.values())
         connections = sum(len(engine.connections) for engine in self.engines.values())
         return {"legs": dict(self.legs), "open": len(self.open), "repeated": repeated, "connections": connections}
@@ -118,11 +118,11 @@ class Engine:
 
     @property
     def name(self) -> str:
-        """Its engine id."""
+        """The engine id."""
         return f"engine-{self.port}"
 
     async def listen(self) -> None:
-        """On its port; on one of the system's choice the first time."""
+        """Listen on the port; the first time on a free one."""
         loop = asyncio.get_running_loop()
         self.server = await loop.create_server(lambda: Connection(self), "127.0.0.1", self.port, backlog=1024)
         self.port = self.server.sockets[0].getsockname()[1]
@@ -139,7 +139,7 @@ class Engine:
 
 
 class Connection(asyncio.Protocol):
-    """One connection of a router: requests one after the other, with content-length or chunked."""
+    """One connection from a router: sequential requests, with content-length or chunked."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.worker = engine, engine.worker
@@ -167,7 +167,7 @@ class Connection(asyncio.Protocol):
             self._answer(head, body)
 
     def send_chunk(self) -> None:
-        """The stream's next token, or its break."""
+        """Send the stream's next token, or break the stream."""
         if self._sent == self._cut_at:
             self._close("cut")
             self.transport.abort()
@@ -201,7 +201,7 @@ class Connection(asyncio.Protocol):
         prefills = bool(asked.kv_transfer_params and asked.kv_transfer_params.do_remote_decode)
         self._echo = asked.user.encode()
         if asked.stream:
-            # SGLang's prefill gets the client's own body and ends after its first token.
+            # SGLang's prefill receives the client's own body and ends after its first token.
             alone = self.engine.role == "prefill" and asked.bootstrap_room is not None
             self._left = 1 if alone else asked.max_completion_tokens or asked.max_tokens or 16
             self._sent, self._cut_at = 0, self._left // 2 if fault == "cut" else -1
@@ -276,7 +276,7 @@ class Connection(asyncio.Protocol):
 
 
 class Clerk(asyncio.Protocol):
-    """The port of the bench itself: GET /stats, GET /seen, POST /capture, POST /restart?port=P&down_s=S."""
+    """The bench's control port: GET /stats, GET /seen, POST /capture, POST /restart?port=P&down_s=S."""
 
     def __init__(self, worker: Worker, tasks: set[asyncio.Task[None]]) -> None:
         self._worker, self._tasks = worker, tasks
@@ -304,7 +304,7 @@ class Clerk(asyncio.Protocol):
 
 
 def _request(buffer: bytes) -> tuple[bytes, bytes, bytes] | None:
-    """Head, body and the rest; None while the request is not all there. Trusts its sender."""
+    """Return head, body and rest; None if the request is incomplete. It does not validate the sender's data."""
     end = buffer.find(b"\r\n\r\n")
     if end < 0:
         return None
@@ -339,7 +339,7 @@ def _json(document: Any) -> bytes:
 
 
 def _server_info(role: str) -> dict[str, Any]:
-    """What SGLang's router asks of a worker before it takes it."""
+    """Return the information that SGLang's router requests from a worker before using it."""
     return {
         "model_path": MODEL,
         "tokenizer_path": MODEL,
@@ -358,7 +358,7 @@ def _server_info(role: str) -> dict[str, Any]:
 
 
 async def serve(prefill: int, decode: int, pace: Pace, seed: int) -> None:
-    """Listen on so many ports of each role until the process is ended; says which, in one line of JSON."""
+    """Listen on the given number of ports of each role until the process is ended; print them as one line of JSON."""
     worker = Worker(pace, random.Random(seed))
     tasks: set[asyncio.Task[None]] = set()
     for role in ["prefill"] * prefill + ["decode"] * decode:

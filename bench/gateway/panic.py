@@ -1,8 +1,8 @@
-"""All health checks of all engines fail at once for 10 s while the engines work: requests that are refused.
+"""Rejected requests when all health checks of all engines fail at once for 10 s while the engines work.
 
 `python -m bench.gateway.panic`. Emulated engines and the gateway run in one event loop; three engines of each role.
-Requests come at a fixed rate from 3 s before the checks fail until 10 s after they pass again. The same is played
-without the panic threshold.
+Requests arrive at a fixed rate from 3 s before the checks fail until 10 s after they pass again. The same load is
+played again without the panic threshold.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ BEFORE_S, AFTER_S = 3.0, 10.0
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What clients got, and what the gateway counted."""
+    """Results of the clients, and the gateway's counters."""
 
     statuses: Counter[int]
     panics: int
-    """Number of panics that began."""
+    """Number of panic periods."""
     in_panic_after: int
-    """Roles in a panic at the end."""
+    """Number of roles in panic at the end."""
 
 
 async def _ask(session: aiohttp.ClientSession, url: str, number: int, statuses: Counter[int]) -> None:
@@ -70,7 +70,7 @@ async def _checks(session: aiohttp.ClientSession, fleet: Fleet, share: int) -> N
 
 
 async def play(panic: float, fail_s: float, rate_per_s: float) -> Seen:
-    """One run."""
+    """Run the load once."""
     text, statuses = CLUSTER.replace("PANIC", str(panic)), Counter[int]()
     async with Fleet(parse(text), FleetSettings()) as fleet:
         gateway = Gateway(Deployment.of(text, "panic.yaml", endpoints=fleet.ready().instances), seed=1)

@@ -1,8 +1,8 @@
-"""Requests that make every engine answer 500, beside other clients' requests: `python -m bench.gateway.poison`.
+"""Requests that make every engine return 500, together with other clients' requests: `python -m bench.gateway.poison`.
 
 The gateway has its default settings and four emulated engines (2 prefill, 2 decode). Every second a number of poison
-requests is sent at once, while other clients send ordinary requests at a steady pace. The bench counts how many of the
-other clients' requests failed: a request that no engine can answer must not cost other clients their engines.
+requests is sent at once, while other clients send ordinary requests at a steady rate. The bench counts the failed
+requests of the other clients: a request that no engine can process must not make engines unavailable to others.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ POISON_PER_S = (10, 3, 2)
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """What is sent, and for how long."""
+    """The load and its duration."""
 
     poison_per_s: int = 10
     normal_per_s: int = 20
     seconds: int = 15
     leg: str = "any"
-    """Which leg of a poison request the engines fail: `prefill`, `decode` or `any`."""
+    """Leg of a poison request that the engines fail: `prefill`, `decode` or `any`."""
     spread: bool = False
     """Poison requests are sent evenly over each second, not all at its start."""
     stream: bool = True
@@ -49,7 +49,7 @@ class Mix:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """HTTP status by number of requests; 0: the connection broke or the stream ended with an error."""
+    """Number of requests by HTTP status; 0: the connection broke or the stream ended with an error."""
 
     mix: Mix
     normal: Counter[int]
@@ -58,12 +58,12 @@ class Outcome:
 
     @property
     def failed_share(self) -> float:
-        """Share of the other clients' requests that were not answered."""
+        """Share of the other clients' requests without a successful response."""
         return 1.0 - self.normal[200] / self.normal.total()
 
 
 def requests(mix: Mix) -> Iterator[tuple[Play, bool]]:
-    """All requests in order of time, and whether each is poison."""
+    """Yield all requests in order of time, and whether each is poison."""
     for second in range(mix.seconds):
         due = [(second + number / mix.normal_per_s, False) for number in range(mix.normal_per_s)]
         poison = range(mix.poison_per_s)
@@ -75,7 +75,7 @@ def requests(mix: Mix) -> Iterator[tuple[Play, bool]]:
 
 
 async def run(mix: Mix) -> Outcome:
-    """One mix against a gateway of its own. Raises Failed where that does not start."""
+    """Run one mix against a separate gateway. Raises Failed if that does not start."""
     with tempfile.TemporaryDirectory() as folder:
         ready = Path(folder, "ready.json")
         command = [str(Path(sys.executable).with_name("kvroute")), "serve", "--embedded", str(EXAMPLE)]
@@ -111,7 +111,7 @@ async def _addresses(ready: Path, program: Program) -> dict[str, str]:
 
 
 async def _order(mix: Mix, admin: str, session: aiohttp.ClientSession) -> None:
-    """Have every engine fail the requests with the marker."""
+    """Make every engine fail the requests with the marker."""
     async with session.get(f"{admin}/state") as answer:
         engines = [instance["url"] for instance in (await answer.json())["layout"]["instances"]]
     for engine in engines:
@@ -122,7 +122,7 @@ async def _order(mix: Mix, admin: str, session: aiohttp.ClientSession) -> None:
 
 
 async def _openings(admin: str, session: aiohttp.ClientSession) -> int:
-    """How many times a breaker was seen to open, until cancelled; looks ten times a second."""
+    """Count the openings of circuit breakers until cancelled; polls ten times a second."""
     before: set[str] = set()
     count = 0
     try:
@@ -139,7 +139,7 @@ async def _openings(admin: str, session: aiohttp.ClientSession) -> int:
 
 
 def rows(outcome: Outcome) -> list[Row]:
-    """The figures of one mix."""
+    """Return the figures of one mix."""
     mix = outcome.mix
     return [
         Row(
@@ -155,7 +155,7 @@ def rows(outcome: Outcome) -> list[Row]:
 
 
 def main() -> None:
-    """One mix for each poison rate, as rows or as JSON."""
+    """Run one mix for each poison rate; print rows or JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     mix = Mix()
     parser.add_argument("--json", action="store_true")

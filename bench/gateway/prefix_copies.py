@@ -1,9 +1,9 @@
-"""What a copied prefix saves: TTFT of long prompts that another datacenter prefills, with the beginning that home has
-cached fetched ahead, and with all of it computed.
+"""Time saved by a copied prefix: TTFT of long prompts prefilled in another datacenter, with and without a copy of the
+prefix that is cached at home.
 
-`python -m bench.gateway.prefix_copies` starts the embedded two-datacenter example twice, and sends it pairs, one after
-the other: a prompt that stays, then a longer one that begins like it and leaves. Nothing queues, so that a TTFT is
-copy, prefill and transfer alone. Beside each stands the simulator's word on the same file and trace.
+`python -m bench.gateway.prefix_copies` starts the embedded two-datacenter example twice, and sends pairs one after the
+other: a prompt that stays, then a longer one with the same beginning that is offloaded. Nothing queues, so TTFT is only
+copy, prefill and transfer. Each is compared with the simulator's prediction for the same file and trace.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ Mode = Literal["computed", "copied"]
 MODES: tuple[Mode, ...] = ("computed", "copied")
 RULES: dict[Mode, dict[str, Any]] = {"computed": {"rule": "scarce"}, "copied": {"rule": "abundant", "copy": {}}}
 PREFIXES = (8_192, 16_384, 32_768)
-"""Tokens of the first prompt of a pair."""
+"""Tokens of the first prompt of each pair."""
 MORE_TOKENS = 36_864
-"""That the second one has beyond them."""
+"""Additional tokens of the second prompt."""
 BLOCK_TOKENS = 16
 SLOWEST_S = 15.0
-"""A pair's first prompt, and its second, at speed 1; with time to draw breath."""
+"""Time for each prompt of a pair at speed 1, including a pause."""
 WITHIN = 0.10
 
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """How often, and how fast."""
+    """Number of rounds, and speed."""
 
     rounds: int = 2
     speed: float = 1.0
 
 
 def file_of(course: Course, mode: Mode, folder: Path) -> Path:
-    """The example with a threshold between the two prompts of every pair."""
+    """Write the example with a threshold between the two prompts of every pair."""
     path, file = folder / f"{mode}.yaml", topology.load(faster(course.speed, folder)).file
     fixed = {"short_term": {"enabled": False}, "long_term": {"requests_min": 1_000_000}}
     offload = {"threshold": MORE_TOKENS - BLOCK_TOKENS, **RULES[mode], **fixed}
@@ -57,7 +57,7 @@ def file_of(course: Course, mode: Mode, folder: Path) -> Path:
 
 
 def trace_of(course: Course) -> Trace:
-    """Every pair once a round; no two pairs begin alike."""
+    """Return a trace with every pair once per round; no two pairs have the same beginning."""
     requests: list[TracedRequest] = []
     for number, tokens in enumerate(PREFIXES * course.rounds):
         for part, length in enumerate((tokens, tokens + MORE_TOKENS)):
@@ -68,8 +68,8 @@ def trace_of(course: Course) -> Trace:
 
 
 def compared(course: Course, mode: Mode, folder: Path) -> Comparison:
-    """One mode, live and predicted. Raises Failed where the gateway did not start, an answer is missing, or another
-    number of prefixes was copied than there are pairs."""
+    """Compare one mode, live and predicted. Raises Failed if the gateway did not start, if a response is missing, or if
+    the number of copied prefixes differs from the number of pairs."""
     question = Question(file_of(course, mode, folder), trace_of(course), "netkv", "cache-aware", 0)
     comparison, page = lone_prompts.compared(question, mode)
     due = len(question.trace.requests) // 2 if mode == "copied" else 0
@@ -80,13 +80,13 @@ def compared(course: Course, mode: Mode, folder: Path) -> Comparison:
 
 
 def by_length(ttft_s: Sequence[float | None]) -> list[float]:
-    """Median of the second prompts of every length, in the order of PREFIXES."""
+    """Return the median of the second prompts of every length, in the order of PREFIXES."""
     second, step = ttft_s[1::2], len(PREFIXES)
     return [statistics.median(one for one in second[k::step] if one is not None) for k in range(step)]
 
 
 def rows(found: dict[Mode, Comparison], course: Course) -> list[Row]:
-    """Length by length how long each mode takes, live beside simulated, and what is saved."""
+    """Return the times of both modes by length, live and simulated, and the time saved."""
     live, simulated = (
         {mode: by_length(getattr(one, half).ttft_s) for mode, one in found.items()} for half in ("live", "predicted")
     )
@@ -119,7 +119,7 @@ def rows(found: dict[Mode, Comparison], course: Course) -> list[Row]:
 
 
 def main() -> None:
-    """Both modes, as rows or as JSON."""
+    """Run both modes; print rows or JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     course = Course()
     parser.add_argument("--json", action="store_true")

@@ -1,6 +1,6 @@
-"""Programs under measurement: started on chosen cores, awaited, weighed from outside (CPU time, memory), and ended.
+"""Programs under measurement: started on chosen cores, awaited, measured from outside (CPU time, memory), and ended.
 
-A program is everything in the session that its first process opened, so what it starts itself is weighed and ended too.
+A program is every process in the session of its first process, so its child processes are also measured and ended.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ END_S = 8.0
 
 
 class Program:
-    """A child process in a session of its own; use it in a `with` statement."""
+    """A child process in its own session; use it in a `with` statement."""
 
     def __init__(self, command: Sequence[str], *, name: str = "", cpus: Collection[int] = ()) -> None:
         self.name = name or Path(command[0]).name
-        # Files, not pipes: a router that logs much must not wait for a reader.
+        # Files instead of pipes: a router that logs a lot must not wait for a reader.
         self._output = tempfile.TemporaryFile()  # noqa: SIM115
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         try:
@@ -54,16 +54,16 @@ class Program:
 
     @property
     def pid(self) -> int:
-        """Process id of the first process, which is the session's."""
+        """Process id of the first process, which is also the session's."""
         return self._child.pid
 
     @property
     def alive(self) -> bool:
-        """Whether the first process still runs."""
+        """True if the first process still runs."""
         return self._child.poll() is None
 
     def document(self, timeout_s: float = 60.0) -> dict[str, Any]:
-        """The first line on its standard output that is a JSON object. Raises Failed if none comes in time."""
+        """Return the first line on standard output that is a JSON object. Raises Failed if there is none in time."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             ended = not self.alive
@@ -78,7 +78,7 @@ class Program:
         raise Failed(f"{self.name} did not say that it is ready: {self.errors()}")
 
     def listens(self, port: int, timeout_s: float = 60.0) -> None:
-        """Wait until something accepts on the loopback port. Raises Failed if the program ends or takes too long."""
+        """Wait until the loopback port accepts connections. Raises Failed if the program ends or takes too long."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
@@ -89,24 +89,24 @@ class Program:
         raise Failed(f"{self.name} does not listen on {port}: {self.errors()}")
 
     def errors(self, most: int = 400) -> str:
-        """The last line that it has written."""
+        """Return the last line on standard error, or else on standard output."""
         lines = (_text(self._errors).strip() or _text(self._output).strip()).splitlines()
         return lines[-1][-most:] if lines else "it wrote nothing"
 
     def cpu_s(self) -> float:
-        """CPU seconds of the whole session so far, threads that have ended included; nanosecond accounting."""
+        """Return CPU seconds of the whole session so far, including ended threads, in nanosecond resolution."""
         return session_cpu_s(self.pid)
 
     def rss_bytes(self) -> int:
-        """Resident memory of the whole session; pages that processes share count for each."""
+        """Return the resident memory of the whole session; pages shared by processes count for each."""
         return sum(_rss_bytes(pid) for pid in _session(self.pid))
 
     def own_rss_bytes(self) -> int:
-        """Resident memory of the first process alone."""
+        """Return the resident memory of the first process."""
         return _rss_bytes(self.pid)
 
     def sockets(self) -> int:
-        """Open sockets of the first process: listening, connected, and those of its own loop."""
+        """Return the number of open sockets of the first process: listening, connected, and those of its event loop."""
         count = 0
         with contextlib.suppress(OSError):
             for entry in os.scandir(f"/proc/{self.pid}/fd"):
@@ -115,17 +115,17 @@ class Program:
         return count
 
     def send_signal(self, number: int) -> None:
-        """To the first process."""
+        """Send a signal to the first process."""
         self._child.send_signal(number)
 
     def wait(self, timeout_s: float) -> int | None:
-        """Its exit status; None if it still runs then."""
+        """Return its exit status; None if it still runs after the timeout."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self._child.wait(timeout_s)
         return None
 
     def end(self) -> None:
-        """Ask all of the session to end, then make it."""
+        """End the session: SIGTERM to the first process, then SIGKILL to all."""
         if self._errors.closed:
             return
         if self.alive:
@@ -143,7 +143,7 @@ class Program:
 
 
 def session_cpu_s(leader: int) -> float:
-    """CPU seconds that the processes of a session have used so far; 0 where there is none of that id."""
+    """Return the CPU seconds of the processes of a session so far; 0 if there is no such session."""
     return sum(_process_cpu_s(pid) for pid in _session(leader)) if leader else 0.0
 
 
@@ -152,17 +152,17 @@ def _session(leader: int) -> list[int]:
 
 
 def _pinned(cpus: Collection[int]) -> list[str]:
-    """A runtime that starts one thread per core must see from its start which cores it may use."""
+    """Return a command prefix that sets the cores; a runtime with one thread per core must see them from its start."""
     return ["taskset", "--cpu-list", ",".join(map(str, sorted(cpus)))] if cpus else []
 
 
 def _text(file: IO[bytes]) -> str:
-    """All that a child has written so far; its own offset is left alone."""
+    """Return all output of a child so far, without changing the file offset."""
     return os.pread(file.fileno(), 1 << 24, 0).decode(errors="replace")
 
 
 def _session_of(pid: int) -> int | None:
-    """Session id by /proc/PID/stat: the fourth field after the name, which may hold blanks."""
+    """Return the session id from /proc/PID/stat: the fourth field after the name, which may contain blanks."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[3])
     except (OSError, IndexError):
@@ -170,7 +170,7 @@ def _session_of(pid: int) -> int | None:
 
 
 def _process_cpu_s(pid: int) -> float:
-    """Linux's CPU clock of another process (clock_getcpuclockid(3)): what the scheduler counts, not ticks."""
+    """Read Linux's CPU clock of another process (clock_getcpuclockid(3)); the scheduler's clock is finer than ticks."""
     try:
         return time.clock_gettime((~pid << 3) | 2)
     except OSError:
@@ -185,7 +185,7 @@ def _rss_bytes(pid: int) -> int:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of the loopback that nobody used a moment ago, for programs that cannot choose their own."""
+    """Return loopback ports that were just free, for programs that cannot choose their own."""
     with contextlib.ExitStack() as stack:
         held = [stack.enter_context(socket.socket()) for _ in range(count)]
         for one in held:

@@ -1,7 +1,7 @@
-"""Memory of a gateway that reads its cluster file again and again under load: it must not grow.
+"""Memory of a gateway that reloads its cluster file repeatedly under load: it must not grow.
 
 `python -m bench.gateway.reloads`. An embedded gateway with four instances serves a closed loop of requests, and gets a
-SIGHUP as soon as the one before is taken. Growth counts after a tenth of the reloads, when caches are warm.
+SIGHUP as soon as the previous reload is done. Growth is measured after a tenth of the reloads, when caches are warm.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ MIB = 2**20
 WARM_SHARE = 0.1
 """Share of the reloads that warm the process up; memory growth is measured after them."""
 PER_RELOAD_MIB = 0.1
-"""Growth that is no leak: what the allocator keeps."""
+"""Growth per reload that is not a leak: memory that the allocator keeps."""
 TAKEN = re.compile(rb'^kvroute_reloads_total\{outcome="taken"\} (\d+)', re.MULTILINE)
 TAKEN_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """What is done to the gateway."""
+    """Load and reloads of the gateway."""
 
     reloads: int = 400
     connections: int = 16
@@ -61,7 +61,7 @@ class Course:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Memory of the gateway's own process by reload, and what clients got."""
+    """Memory of the gateway's own process by reload, and the clients' results."""
 
     rss_mib: tuple[float, ...]
     answers: int
@@ -70,17 +70,17 @@ class Outcome:
 
     @property
     def warm_mib(self) -> float:
-        """When growth begins to count."""
+        """Memory when the measurement of growth starts."""
         return self.rss_mib[int(len(self.rss_mib) * WARM_SHARE)]
 
     @property
     def per_reload_mib(self) -> float:
-        """Growth from then on."""
+        """Growth per reload from then on."""
         return (self.rss_mib[-1] - self.warm_mib) / max(len(self.rss_mib) * (1.0 - WARM_SHARE), 1.0)
 
 
 def course_of(course: Course) -> Outcome:
-    """Start the gateway, reload it, weigh it. Raises Failed where it does not start or does not take a reload."""
+    """Start the gateway, reload it and measure its memory. Raises Failed if it does not start or does not reload."""
     with tempfile.TemporaryDirectory(prefix="kvroute-") as folder:
         file = Path(folder, "cluster.yaml")
         section = "gateway:\n  listen: {port: 0}\n  admin: {port: 0}\n" + course.section
@@ -150,7 +150,7 @@ def _ready(program: Program, ready: Path, timeout_s: float = 120.0) -> dict[str,
 
 
 def rows_of(outcome: Outcome) -> list[Row]:
-    """For people."""
+    """Return the rows."""
     reloads = len(outcome.rss_mib) - 1
     note = (
         f"{reloads} reloads in {outcome.seconds:.0f} s beside {outcome.answers:,} answers; gateway's own process: "

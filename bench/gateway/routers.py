@@ -1,8 +1,8 @@
-"""kvroute beside the Rust routers, same engines, same run, in turn: `python -m bench.gateway.routers`.
+"""kvroute compared with the Rust routers, on the same engines, in turn: `python -m bench.gateway.routers`.
 
-A trial starts one proxy on a core of its own, and puts three loads on it from the other core, where the engines are
-too: one connection at a pace, many as fast as they go, and 64 streams. Every round runs each contender once, in rotated
-order; medians over rounds count. CPU time is what the proxy's processes use, background work included.
+A trial starts one proxy on its own core and applies three loads from the other core, where the engines also run: one
+connection at a fixed rate, many as fast as possible, and 64 streams. Every round runs each contender once, in rotated
+order; results are medians over rounds. CPU time is that of the proxy's processes, including background work.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from bench.measurement import Failed, Row, show
 
 ROUNDS, SECONDS, IDLE_S = 5, 4.0, 2.0
 INSTANCES = 8
-"""Of each role."""
+"""Number of instances of each role."""
 LOADS = {
     "paced": ["--connections", "1", "--rate", "150"],
     "closed": ["--connections", "32"],
@@ -40,7 +40,7 @@ Trial = Mapping[str, Any]
 
 
 def loaded(url: str, seconds: float, weigh: int) -> dict[str, Any]:
-    """The three loads, one after the other, each from a fresh process on the other core."""
+    """Apply the three loads one after the other, each from a fresh process on the other core."""
     figures = {}
     for name, options in LOADS.items():
         command = [sys.executable, "-m", "bench.gateway.load", url, "--seconds", str(seconds), *options]
@@ -50,7 +50,7 @@ def loaded(url: str, seconds: float, weigh: int) -> dict[str, Any]:
 
 
 def trial(name: str, workers: Mapping[str, Any], seconds: float, folder: Path) -> Trial:
-    """One contender from its start to its end; "direct" is a decode engine without a proxy."""
+    """Run one contender from start to end; "direct" is a decode engine without a proxy."""
     if name == "direct":
         return {**loaded(f"http://127.0.0.1:{workers['decode'][0]}", seconds, 0), "idle_share": None}
     place = Place.of(workers, folder)
@@ -62,7 +62,7 @@ def trial(name: str, workers: Mapping[str, Any], seconds: float, folder: Path) -
 
 
 def trials(names: Sequence[str], rounds: int, seconds: float) -> tuple[dict[str, list[Trial]], dict[str, str]]:
-    """Every contender once per round, the first one another each time; figures, and why somebody has none."""
+    """Run every contender once per round, in rotated order; return figures, and reasons for missing ones."""
     found: dict[str, list[Trial]] = {name: [] for name in names}
     missing: dict[str, str] = {}
     worker = [sys.executable, "-m", "bench.gateway.mock_worker", "--tick-ms", str(TICK_MS)]
@@ -84,7 +84,7 @@ def trials(names: Sequence[str], rounds: int, seconds: float) -> tuple[dict[str,
 
 
 def described(names: Sequence[str]) -> dict[str, str]:
-    """How each contender splits a request, as the engines saw it, or why it could not be seen."""
+    """Return how each contender splits a request, as seen by the engines, or why this is unknown."""
     said = {}
     for name in names:
         with tempfile.TemporaryDirectory() as scratch:
@@ -97,7 +97,7 @@ def described(names: Sequence[str]) -> dict[str, str]:
 
 
 def figure(trials_: Sequence[Trial], load: str, *path: str) -> list[float]:
-    """One figure of all trials, without those that lack it."""
+    """Return one figure of all trials, without those that lack it."""
     values = []
     for one in trials_:
         value: Any = one[load]
@@ -109,7 +109,7 @@ def figure(trials_: Sequence[Trial], load: str, *path: str) -> list[float]:
 
 
 def added_us(found: Mapping[str, Sequence[Trial]], name: str) -> list[float]:
-    """Median answer through the proxy less the one without, round by round."""
+    """Return the median response time through the proxy minus the one without it, by round."""
     through, direct = (figure(found[who], "paced", "answer_us", "p50") for who in (name, "direct"))
     return [a - b for a, b in zip(through, direct, strict=False)]
 
@@ -137,7 +137,7 @@ COMPARED = {
 
 
 def rows(found: Mapping[str, Sequence[Trial]], missing: Mapping[str, str]) -> list[Row]:
-    """Ours beside each peer, then our other set-ups."""
+    """Return rows of ours with each peer, then rows of our other set-ups."""
     made = [_row(found, missing, measure, OURS, peer) for measure, peers in COMPARED.items() for peer in peers]
     for name in VARIANTS:
         if name in found:
@@ -168,7 +168,7 @@ def _row(found: Mapping[str, Sequence[Trial]], missing: Mapping[str, str], measu
 
 
 def ranges(found: Mapping[str, Sequence[Trial]], said: Mapping[str, str]) -> str:
-    """Every measure of every contender: median, and least to most over the trials; and failed answers if any."""
+    """Return every measure of every contender: median and range over the trials, and failed responses if any."""
     lines = [f"{name}: {how}" for name, how in said.items()]
     for measure, (unit, values) in MEASURES.items():
         lines.append(f"{measure}, {unit}")

@@ -1,8 +1,8 @@
-"""kvroute before 500 emulated engines on one core: what a decision takes inside the gateway, and what idling costs.
+"""kvroute with 500 emulated engines on one core: time of a decision inside the gateway, and CPU use when idle.
 
-`python -m bench.gateway.scale`. All engines live in one process on the other core, with metrics that are scraped every
-second and KV events over a socket each. The gateway's own histogram of decision times is read before and after; what
-scraping costs is what an idle gateway saves that scrapes once an hour.
+`python -m bench.gateway.scale`. All engines run in one process on the other core. Their metrics are scraped every
+second, and each sends KV events over a socket. The gateway's own histogram of decision times is read before and after.
+The cost of scraping is the difference from an idle gateway that scrapes once an hour.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ from kvroute.topology.units import Duration
 KVROUTE = str(Path(sys.executable).with_name("kvroute"))
 TARGET_US = 300.0
 IDLE_TARGET = 25.0
-"""Percent of a core, for scraping, health checks and KV event sockets of all."""
+"""Percent of a core for scraping, health checks and KV event sockets of all engines."""
 IDLE_S, SETTLE_S = 5.0, 3.0
 SHARED_TOKENS, OWN_TOKENS, OUTPUT_TOKENS = 1_536, 512, 8
 KV_EVENTS = "kvroute_kv_events_total"
 FRESH_S = 2.5
-"""A scrape is stale when two of the last turns have failed."""
+"""Age at which a scrape is stale, in seconds: the last two scrapes have failed."""
 GROUPS = 64
-"""Prefixes that prompts share."""
+"""Number of prefixes that prompts share."""
 FAST = TimingEntry(
     prefill=LinearPrefillEntry(per_token_s=Duration(5e-6), base_s=Duration(5e-3)),
     decode=DecodeEntry(base_s=Duration(10e-3), per_request_s=Duration(0.1e-3)),
 )
-"""Engines fast enough that a few of them carry the load: the bench is about the gateway."""
+"""Engines are so fast that a few of them carry the load, because the bench measures the gateway."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How many engines, and what comes in."""
+    """Number of engines, and the traffic."""
 
     prefill: int = 125
     decode: int = 375
@@ -62,7 +62,7 @@ class Load:
     policy: str = DEFAULT_DECODE_POLICY
 
     def plays(self) -> Iterator[Play]:
-        """Streamed completions of 2,048 token ids, three quarters of which are shared within a group."""
+        """Yield streamed completions of 2,048 token ids; three quarters are shared within a group."""
         for number in range(int(self.rate_per_s * self.seconds)):
             group = number * 7 % GROUPS
             shared = [(group * 131 + place * 17) % 32_000 for place in range(SHARED_TOKENS)]
@@ -73,33 +73,33 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What a run has shown."""
+    """Results of a run."""
 
     load: Load
     answers: list[Answer]
     decisions: dict[str, dict[float, float]]
-    """Count of decisions by kind and upper bound of their seconds; cumulative as on the page."""
+    """Count of decisions by kind and upper bound in seconds; cumulative as on the metrics page."""
     idle_share: float
     busy_share: float
     rss_mb: float
     start_s: float
     hit_share: float
-    """Of prompt tokens, known to be cached on the prefill instance that was chosen."""
+    """Share of prompt tokens known to be cached on the chosen prefill instance."""
     ages_s: list[float]
-    """Of every instance's last good scrape, at the end."""
+    """Age of every instance's last good scrape at the end, in seconds."""
     batches: float
-    """Of KV events that were taken in during the load."""
+    """Number of batches of KV events processed during the load."""
     unscraped_share: float
-    """CPU share without requests of a gateway that does not scrape."""
+    """CPU share of an idle gateway that does not scrape."""
 
 
 def cluster(load: Load) -> ClusterFile:
-    """The engines, without endpoints."""
+    """Return the engines, without endpoints."""
     return msgspec.structs.replace(tree(load.prefill, load.decode), timing={"default": FAST})
 
 
 def run(load: Load, folder: Path) -> Seen:
-    """Engines and gateway from start to end."""
+    """Run engines and gateway from start to end."""
     engines_file = write(cluster(load), folder)
     emulate = [KVROUTE, "emulate", str(engines_file), "--kv-scale", "1e-5"]
     with Program(emulate, name="engines", cpus=OTHER_CPUS) as engines:
@@ -121,7 +121,7 @@ def run(load: Load, folder: Path) -> Seen:
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A gateway that listens."""
+    """A running gateway."""
 
     program: Program
     port: int
@@ -131,9 +131,9 @@ class Running:
 
 @contextmanager
 def served(file: Callable[[Mapping[str, Any]], Path], section: Mapping[str, Any]) -> Iterator[Running]:
-    """A gateway of a cluster file with this section beside what all have."""
+    """Run a gateway of a cluster file with this section in addition to the common one."""
     port, admin_port = free_ports(2)
-    # By events alone: what the gateway then knows of caches shows that they have come.
+    # Only events: the gateway's information on caches then shows that the events have arrived.
     path = file({"listen": {"port": port}, "admin": {"port": admin_port}, "prefix": "events", **section})
     started = time.monotonic()
     with Program([KVROUTE, "serve", str(path)], cpus=PROXY_CPUS) as program:
@@ -142,7 +142,7 @@ def served(file: Callable[[Mapping[str, Any]], Path], section: Mapping[str, Any]
 
 
 def idle(running: Running) -> float:
-    """CPU share without requests."""
+    """Return the CPU share without requests."""
     time.sleep(SETTLE_S)
     used_s = -running.program.cpu_s()
     time.sleep(IDLE_S)
@@ -150,7 +150,7 @@ def idle(running: Running) -> float:
 
 
 def observed(load: Load, running: Running, unscraped_share: float) -> Seen:
-    """Idle for a while, then under load."""
+    """Measure the gateway idle, then under load."""
     proxy, idle_share = running.program, idle(running)
     url, metrics = f"http://127.0.0.1:{running.port}", f"http://127.0.0.1:{running.admin_port}/metrics"
     before = ask(metrics).decode()
@@ -182,12 +182,12 @@ def _hits(page: str) -> float:
 
 
 def series(page: str, name: str) -> list[float]:
-    """Values of all series of one metric."""
+    """Return the values of all series of one metric."""
     return [float(value) for value in re.findall(rf"^{name}(?:\{{[^}}]*\}})? (\S+)", page, re.M)]
 
 
 def histogram(page: str) -> dict[str, dict[float, float]]:
-    """Cumulative counts of decisions by kind and upper bound."""
+    """Return cumulative counts of decisions by kind and upper bound."""
     found: dict[str, dict[float, float]] = {}
     for labels, value in re.findall(r"^kvroute_decision_seconds_bucket\{([^}]*)\} (\S+)", page, re.M):
         said = dict(re.findall(r'(\w+)="([^"]*)"', labels))
@@ -196,7 +196,7 @@ def histogram(page: str) -> dict[str, dict[float, float]]:
 
 
 def quantile(cumulative: Mapping[float, float], share: float) -> float | None:
-    """Seconds below which so many decisions were; linear within a bucket, None where there were none."""
+    """Return the quantile in seconds, linear within a bucket; None if there are no decisions."""
     bounds = sorted(cumulative)
     total = cumulative[bounds[-1]] if bounds else 0.0
     low, below = 0.0, 0.0
@@ -211,7 +211,7 @@ def quantile(cumulative: Mapping[float, float], share: float) -> float | None:
 
 
 def rows(seen: Seen) -> list[Row]:
-    """Decision time by kind, CPU idle and busy, answers that failed."""
+    """Return decision times by kind, CPU idle and busy, and failed responses."""
     instances = seen.load.prefill + seen.load.decode
     size = f"{instances} instances, {seen.load.policy}"
     failed = [answer for answer in seen.answers if not answer.ok]
@@ -239,7 +239,7 @@ def rows(seen: Seen) -> list[Row]:
 
 
 def main() -> None:
-    """Run it, print the rows."""
+    """Run the bench and print the rows."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="one JSON document")
     options = {

@@ -1,4 +1,4 @@
-"""A small byte-level BPE tokenizer made on the spot, as a tokenizer.json: the cost of tokens without a download."""
+"""A small byte-level BPE tokenizer created on the spot as a tokenizer.json, to measure the cost of tokens offline."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ VOCABULARY = 2_000
 
 
 def write_tokenizer(path: Path) -> None:
-    """Trained on the load's own prompts."""
+    """Train the tokenizer on the load's own prompts."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -1,9 +1,9 @@
-"""The embedded two-datacenter example under load while the link between its sites is cut and mended.
+"""The embedded two-datacenter example under load while the link between its sites is cut and restored.
 
-`python -m bench.gateway.two_datacenters`. Requests come at a steady pace with the lengths of PrfaaS 4.1 (log-normal),
-the same lengths again and again in another order, so that a median before the cut and one after it compare. Every
-client counts its own tokens. `--speed 8` makes everything eight times as fast: engines, link, arrivals and reviews, but
-not the time after which an engine gives a transfer up.
+`python -m bench.gateway.two_datacenters`. Requests arrive at a steady rate with the lengths of PrfaaS 4.1 (log-normal).
+The same lengths repeat in another order, so that medians before and after the cut are comparable. Every client counts
+its own tokens. `--speed 8` makes everything eight times as fast: engines, link, arrivals and reviews, but not the time
+after which an engine aborts a transfer.
 """
 
 from __future__ import annotations
@@ -35,31 +35,31 @@ from kvroute.topology.units import Bandwidth, Duration
 
 EXAMPLE = ROOT / "examples" / "two-datacenters.yaml"
 MU, SIGMA, LEAST, MOST = 9.90, 1.00, 128, 131_072
-"""Of prompt lengths, tokens (PrfaaS 4.1)."""
+"""Parameters of prompt lengths in tokens (PrfaaS 4.1)."""
 GROUP = 12
-"""Requests whose lengths stand for the whole distribution, at equal steps of probability."""
+"""Number of requests whose lengths represent the whole distribution, at equal steps of probability."""
 TOKENS = 32
 TARGET_S = 10.0
 READY_S = 60.0
 NEAR = 1.2
-"""Of the median before: recovered."""
+"""Recovery limit: a group's median TTFT is at most this multiple of the median before the cut."""
 GAUGES = ("kvroute_requests_in_flight", "kvroute_transfers_in_flight", "kvroute_prefill_pending_seconds")
 
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """What happens when: seconds since the first request, at speed 1."""
+    """Schedule of a run in seconds since the first request, at speed 1."""
 
     rate_per_s: float = 0.8
     warm_s: float = 40.0
-    """Until then a threshold has been found."""
+    """Time by which a threshold has been found."""
     before_s: float = 30.0
     cut_s: float = 20.0
     after_s: float = 45.0
     speed: float = 1.0
     seed: int = 0
     layerwise: bool = False
-    """KV leaves the prefill site while it is computed."""
+    """True if KV is sent while the prefill site computes it."""
 
     @property
     def cut_at_s(self) -> float:
@@ -68,54 +68,54 @@ class Course:
 
     @property
     def mended_at_s(self) -> float:
-        """The cut lasts as long at any speed, as do the engines' patience and the gateway's probes."""
+        """Wall time of the repair; `speed` does not affect the cut, the engines' timeouts and the gateway's probes."""
         return self.cut_at_s + self.cut_s
 
     @property
     def end_s(self) -> float:
-        """The last request has left by then."""
+        """Time by which the last request has been sent."""
         return self.mended_at_s + self.after_s / self.speed
 
     @property
     def group_s(self) -> float:
-        """Time in which every length comes once."""
+        """Time in which every length occurs once."""
         return GROUP / (self.rate_per_s * self.speed)
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What clients and gateway say of a course."""
+    """Results of a run from clients and gateway."""
 
     requests: int
     lost: int
     errors: tuple[str, ...]
-    """The first few."""
+    """The first few errors."""
     before_s: float
-    """Median TTFT."""
+    """Median TTFT before the cut, in seconds."""
     during_s: float
     shut_s: float | None
-    """From the cut to the moment from which on nothing is sent that way; None: never."""
+    """Time from the cut until nothing more is sent over the WAN path; None: never."""
     recovered_s: float | None
-    """From the link's return to the first moment from which on a group's median is near that of before; None: never."""
+    """Time from the repair until a group's median is near the one before the cut; None: never."""
     offloaded_share: dict[str, float]
-    """Of the prefills sent before, during and after the cut."""
+    """Offloaded share of the prefills sent before, during and after the cut."""
     fallen_back: float
-    """Prefills that stayed at home because the way was shut."""
+    """Prefills that stayed at home because the WAN path was closed."""
     threshold_tokens: tuple[float, float]
-    """Before the cut and at the end."""
+    """Routing threshold before the cut and at the end."""
     conversions: dict[str, float]
     left: dict[str, float]
-    """What the gateway still holds when all is over."""
+    """Resources that the gateway still holds at the end."""
 
 
 def lengths() -> list[int]:
-    """GROUP prompt lengths, ascending, in the middle of equal parts of the distribution."""
+    """Return GROUP prompt lengths, ascending, each in the middle of an equal part of the distribution."""
     normal = statistics.NormalDist(MU, SIGMA)
     first, last = normal.cdf(math.log(LEAST)), normal.cdf(math.log(MOST))
     return [round(math.exp(normal.inv_cdf(first + (k + 0.5) * (last - first) / GROUP))) for k in range(GROUP)]
 
 
 def requests(course: Course) -> Iterator[Play]:
-    """Every group has all lengths, shuffled; no two prompts share a prefix."""
+    """Yield requests in groups with all lengths, shuffled; no two prompts share a prefix."""
     draw, kinds, number = random.Random(course.seed), lengths(), 0
     while (at_s := number / (course.rate_per_s * course.speed)) < course.end_s:
         if number % GROUP == 0:
@@ -129,7 +129,7 @@ def requests(course: Course) -> Iterator[Play]:
 
 
 def faster(speed: float, folder: Path, *, layerwise: bool = False) -> Path:
-    """The example with all of its times divided; at speed 1 the example itself, unless it is to be `layerwise`."""
+    """Write the example with all of its times divided; at speed 1, return the example itself unless `layerwise`."""
     if speed == 1.0 and not layerwise:
         return EXAMPLE
     file, replace = topology.load(EXAMPLE).file, msgspec.structs.replace
@@ -154,7 +154,7 @@ def faster(speed: float, folder: Path, *, layerwise: bool = False) -> Path:
 
 
 async def run(course: Course) -> Outcome:
-    """One course against a gateway of its own. Raises Failed where that does not come up."""
+    """Run one course against a separate gateway. Raises Failed if that does not start."""
     with tempfile.TemporaryDirectory() as folder:
         ready, file = Path(folder, "ready.json"), faster(course.speed, Path(folder), layerwise=course.layerwise)
         command = [str(Path(sys.executable).with_name("kvroute")), "serve", "--embedded", str(file)]
@@ -209,7 +209,7 @@ async def _played(course: Course, url: str, admin: str, session: aiohttp.ClientS
 async def _weather(
     course: Course, admin: str, session: aiohttp.ClientSession, looks: list[dict[str, float]]
 ) -> float | None:
-    """Cut and mend the link, and look at what was sent where at every change; seconds until the cut was noticed."""
+    """Cut and restore the link, and add prefill counts to `looks` at every change; return the seconds to detection."""
     started, noticed_s = time.monotonic(), None
     engine = (await _json(session, f"{admin}/state"))["layout"]["instances"][0]["url"]
     for at_s, share in (
@@ -250,7 +250,7 @@ async def _metrics(session: aiohttp.ClientSession, admin: str) -> dict[str, floa
 
 
 async def _sent(session: aiohttp.ClientSession, admin: str) -> dict[str, float]:
-    """Prefills so far, by datacenter, those that a shut way kept at home, and the threshold."""
+    """Return the prefills so far by datacenter, those kept at home by a closed WAN path, and the threshold."""
     sent: dict[str, float] = {}
     page = await _metrics(session, admin)
     for name, value in page.items():
@@ -274,7 +274,7 @@ def _whole(answer: Answer) -> bool:
 
 
 def _median_s(answers: Sequence[Answer], start_s: float, end_s: float) -> float:
-    """Of the TTFT of requests due within a time; lost ones took for ever."""
+    """Return the median TTFT of requests due in an interval; lost ones count as infinite."""
     times = [
         answer.ttft_s if answer.ttft_s is not None else math.inf
         for answer in answers
@@ -297,7 +297,7 @@ def _recovered_s(course: Course, answers: Sequence[Answer], before_s: float) -> 
 
 
 def rows(outcome: Outcome) -> list[Row]:
-    """The bench's figures."""
+    """Return the figures of the bench."""
     shares = ", ".join(f"{name} {share:.0%}" for name, share in outcome.offloaded_share.items())
     thresholds = " then ".join(f"{tokens:,.0f}" for tokens in outcome.threshold_tokens)
     converted = f"{sum(outcome.conversions.values()):g} conversions"
@@ -344,7 +344,7 @@ def rows(outcome: Outcome) -> list[Row]:
 
 
 def main() -> None:
-    """One course, as rows or as JSON."""
+    """Run one course; print rows or JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     course = Course()
     parser.add_argument("--json", action="store_true")

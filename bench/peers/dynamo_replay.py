@@ -1,6 +1,7 @@
-"""One offline replay of a Mooncake trace by NVIDIA Dynamo's Rust simulator: disaggregated, KV router; one JSON line.
+"""Runs one offline replay of a Mooncake trace with NVIDIA Dynamo's Rust simulator: disaggregated, KV router.
 
-It runs in Dynamo's environment and needs nothing else. There KV moves at one bandwidth for all, with no contention.
+It prints one JSON line. It runs in Dynamo's environment and needs nothing else. KV transfers there have one bandwidth
+for all, without contention.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dynamo._core import (  # type: ignore[import-not-found]
 
 TRACE_BLOCK_TOKENS = 512
 GPU_BLOCKS = 2_048
-"""2,048 blocks of 512 tokens: Dynamo's default of 16,384 blocks of 64."""
+"""2,048 blocks of 512 tokens, equal to Dynamo's default of 16,384 blocks of 64."""
 KV_BYTES_PER_TOKEN = 327_680
 """Llama-3-70B in 16 bits, as in our runs."""
 
@@ -37,7 +38,7 @@ def _engine(worker: str) -> Any:
 
 
 def replay(trace: Path, prefill: int, decode: int, speedup: float) -> dict[str, float]:
-    """Figures of one replay; reading the trace is part of it."""
+    """Return the figures of one replay, including the reading of the trace."""
     wall_s, cpu_s = time.perf_counter(), time.process_time()
     result = run_mocker_trace_replay(
         [str(trace)],

@@ -1,8 +1,8 @@
 """Latency of NVIDIA Dynamo's prefix index and worker selection in one process; prints one JSON line.
 
-It runs in Dynamo's environment and sees the prompts of bench/prompts.py. Its selection service learns of cached blocks
-over one socket per worker only, so the two are timed apart: `RadixTree.find_matches` over the filled index, and
-`SelectionService.select` by hashes, where nothing is cached. Neither knows anything of the network.
+It runs in Dynamo's environment and uses the prompts of bench/prompts.py. Its selection service receives cached blocks
+only over one socket per worker, so the two are timed separately: `RadixTree.find_matches` over the filled index, and
+`SelectionService.select` by hashes with nothing cached. Neither uses network information.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ KV_BLOCKS = 34_332
 
 
 def match_us(prompts: Prompts, calls: int) -> dict[str, float]:
-    """Prefix match of a long prompt against every worker."""
+    """Measure the prefix match of a long prompt against every worker."""
     tree, known = RadixTree(), 0
     for known, (worker, chain) in enumerate(prompts.placed(), start=1):
         blocks = [{"block_hash": block, "tokens_hash": block} for block in chain]
@@ -38,7 +38,7 @@ def match_us(prompts: Prompts, calls: int) -> dict[str, float]:
 
 
 async def select_us(workers: int, long: list[Chain], calls: int) -> dict[str, float]:
-    """Choice of a worker for a long prompt, without booking."""
+    """Measure the choice of a worker for a long prompt, without booking."""
     service = SelectionService(indexer_threads=2)
     for worker in range(workers):
         await service.upsert_worker(
@@ -70,7 +70,7 @@ async def select_us(workers: int, long: list[Chain], calls: int) -> dict[str, fl
 
 
 def main() -> None:
-    """Print both latencies for so many workers."""
+    """Print both latencies for the given number of workers."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("workers", type=int)
     parser.add_argument("--calls", type=int, default=2_000)

@@ -1,4 +1,4 @@
-"""Peers in environments of their own, made on first use from hashed lists: Dynamo's runtime wheel; none needs a GPU."""
+"""Separate environments for peers, created at first use from hashed lists: Dynamo's runtime wheel; none needs a GPU."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from bench.measurement import ROOT, Failed
 
 INSTALL_S = 600
 QUIET = {"DYN_LOG": "error"}
-"""At its default level Dynamo logs every decision, which would be unfair."""
+"""At its default level Dynamo logs every decision, which would distort the comparison."""
 WITHOUT_EVENTS = {**QUIET, "DYN_USE_KV_EVENTS": "false", "DYN_ROUTER_USE_KV_EVENTS": "false"}
-"""For the selection service, which else waits for KV events over one socket per worker."""
+"""For the selection service, which otherwise waits for KV events over one socket per worker."""
 
 
 def dynamo_python() -> str:
-    """The interpreter that can import dynamo. Raises Failed where it cannot be installed; says why."""
+    """Return the interpreter that can import dynamo. Raises Failed with the reason if it cannot be installed."""
     return str(programs("dynamo") / "python")
 
 
 @lru_cache(maxsize=4)
 def programs(peer: str) -> Path:
-    """The folder of programs of bench/.venv-PEER, which is installed from requirements-PEER.txt.
+    """Return the program folder of bench/.venv-PEER, which is installed from requirements-PEER.txt.
 
     Raises:
-        Failed: it cannot be installed here; says why.
+        Failed: it cannot be installed here; the message gives the reason.
     """
     folder, requirements = ROOT / "bench" / f".venv-{peer}", Path(__file__).with_name(f"requirements-{peer}.txt")
     stamp = folder / "installed"

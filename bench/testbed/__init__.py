@@ -1,1 +1,1 @@
-"""Transfers and policies on a testbed of network namespaces, beside what the model says of them."""
+"""Transfers and policies on a testbed of network namespaces, compared with the model."""

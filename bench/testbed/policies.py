@@ -1,9 +1,9 @@
-"""The order of decode policies on the kernel's network, beside the simulator's: the same requests under each of them.
+"""The order of decode policies on the kernel's network and in the simulator, with the same requests for each.
 
-`python -m bench.testbed.policies` (root). A child process lays one testbed for a reading and a seed, plays the seed's
-requests through a live gateway under one policy after the other (engines forget in between, the first policy rotates),
-and simulates the same. Differences are paired by request; their standard errors are those of blocks of consecutive
-requests, since what one waits for the next one waits for too.
+`python -m bench.testbed.policies` (root). A child process builds one testbed for a reading and a seed and plays the
+seed's requests through a live gateway under one policy after the other. Engines clear their caches in between, and the
+first policy rotates. The same is simulated. Differences are paired by request. Their standard errors come from blocks
+of consecutive requests, because waiting times of neighbouring requests are correlated.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ READINGS = {name: ROOT / "examples" / f"testbed-{name}.yaml" for name in ("liter
 PREFILL = "least-loaded"
 DRAWS = 8
 BLOCK = 10
-"""Requests."""
+"""Number of requests in a block."""
 APART = 2.0
-"""Standard errors from which on two policies are said to differ."""
+"""Number of standard errors from which on two policies count as different."""
 
 
 class Trial(msgspec.Struct, frozen=True):
-    """One testbed's rounds, as they are kept."""
+    """The rounds of one testbed, as stored."""
 
     reading: str
     seed: int
@@ -50,7 +50,7 @@ class Trial(msgspec.Struct, frozen=True):
 
 
 def trial(given: argparse.Namespace) -> list[Round]:
-    """All policies on one testbed, in the order of POLICIES whatever came first."""
+    """Play all policies on one testbed; return them in the order of POLICIES, whichever was first."""
     workload = Workload(
         generated_requests=given.requests, profile=given.profile, rate_per_s=given.rate, p_share=given.p_share
     )
@@ -64,7 +64,7 @@ def trial(given: argparse.Namespace) -> list[Round]:
 
 
 def simulated(question: Question) -> Half:
-    """The mean of several draws of uplinks: the kernel makes its own, and few uplinks make much luck."""
+    """Return the mean over several random uplink choices; with few uplinks, the kernel's choice has a large effect."""
     drawn = [predict(replace(question, seed=question.seed + 1000 * k), Build().background) for k in range(DRAWS)]
 
     def mean(values: Iterable[float | None]) -> float:
@@ -83,7 +83,7 @@ def simulated(question: Question) -> Half:
 
 
 def difference(one: Sequence[Half], other: Sequence[Half]) -> tuple[float, float]:
-    """Mean and standard error of TTFT under one policy less that of the other, by request and seed."""
+    """Return mean and standard error of TTFT under one policy minus that of the other, by request and seed."""
     blocks = []
     for a, b in zip(one, other, strict=True):
         paired = [x - y for x, y in zip(a.ttft_s, b.ttft_s, strict=True) if x is not None and y is not None]
@@ -93,7 +93,7 @@ def difference(one: Sequence[Half], other: Sequence[Half]) -> tuple[float, float
 
 
 def rows(what: str, found: Sequence[Sequence[Round]]) -> list[Row]:
-    """One reading: mean TTFT by policy, and how many pairs of policies stand as simulated."""
+    """Return the rows of one reading: mean TTFT by policy, and the pairs of policies in the simulated order."""
     by_policy = {name: [rounds[at] for rounds in found] for at, name in enumerate(POLICIES)}
     made = []
     for name, rounds in by_policy.items():
@@ -117,7 +117,7 @@ def rows(what: str, found: Sequence[Sequence[Round]]) -> list[Row]:
 
 
 def order(what: str, by_policy: Mapping[str, Sequence[Round]]) -> list[Row]:
-    """Pairs that differ in the simulator, and those of them with the same sign on the kernel's network."""
+    """Return the pairs that differ in the simulator, and how many have the same sign on the kernel's network."""
     said, same, against = [], 0, 0
     for one, other in combinations(by_policy, 2):
         simulated, kernel = (
@@ -179,7 +179,7 @@ def _keep(raw: Path | None, trial: Trial) -> None:
 
 
 def main() -> int:
-    """One process per reading and seed, readings in turn."""
+    """Run one process per reading and seed, readings in turn."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--reading", choices=READINGS, action="append", help="repeat; default both")
     parser.add_argument("--rounds", type=int, default=3, help="seeds")

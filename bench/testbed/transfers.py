@@ -1,9 +1,9 @@
-"""Transfers over a testbed, on the clock: how long the kernel's TCP takes beside what the cost model says.
+"""Transfers over a testbed in real time: durations with the kernel's TCP, compared with the cost model.
 
-`python -m bench.testbed.transfers` (root). A child process lays one testbed, sends transfers between its hosts (sizes
-log-normal, starts Poisson, every one over a fresh connection that the receiver opens, as engines do), and compares each
-with two predictions: `played`, the fluid model over all of them with their true starts and ways, and `foreseen`, the
-what-if at the moment of its start, which knows what is under way and nothing of what comes.
+`python -m bench.testbed.transfers` (root). A child process builds one testbed and sends transfers between its hosts.
+Sizes are log-normal and starts are Poisson; each uses a fresh connection opened by the receiver, as engines do. Each is
+compared with two predictions. `played` is the fluid model over all transfers with their true starts and paths.
+`foreseen` is the what-if at the start of the transfer, which includes running transfers but no later ones.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ FIRST_PORT = 20_000
 WITHIN = 0.10
 PATIENCE_S = 90.0
 BASE_RTT_S = 1e-4
-"""Of an idle testbed without delay lines, measured by `ping`: nothing of it is the cost model's business."""
+"""Round-trip time of an idle testbed without delay lines, measured by `ping`; the cost model does not include it."""
 _ZEROS = memoryview(bytes(1 << 18))
 
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """One to be sent; seconds since the start of all."""
+    """A transfer to send; times in seconds since the start of the run."""
 
     start_s: float
     nbytes: int
@@ -59,30 +59,30 @@ class Transfer:
     path: list[int]
     began_s: float = 0.0
     left_bytes: int = 0
-    """That the sender has not handed over yet."""
+    """Bytes that the sender has not yet written."""
     got_bytes: int = 0
     ended_s: float | None = None
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one testbed's transfers; errors are predicted over measured, less 1."""
+    """Figures of one testbed's transfers; an error is predicted over measured duration, minus 1."""
 
     played: list[float]
     foreseen: list[float]
     without_slow_start: list[float]
-    """As `played`, with connections that begin at full speed."""
+    """Like `played`, with connections that start at full speed."""
     nbytes: list[int]
     took_s: list[float]
     lost: int
-    """Transfers that did not end."""
+    """Number of transfers that did not end."""
     cpu_share: float
-    """Of the machine's cores, this process and the testbed's."""
+    """Share of the machine's cores used by this process and the testbed."""
     machine_share: float
-    """Of the machine's cores, everybody."""
+    """Share of the machine's cores in use by all processes."""
 
 
 def transfers(testbed: Testbed, count: int, rate_per_s: float, median_bytes: float, sigma: float) -> list[Transfer]:
-    """Drawn from the testbed's seed, among hosts of different nodes; receivers are bound and not connected."""
+    """Draw transfers from the testbed's seed, between hosts of different nodes; receivers are bound, not connected."""
     draw, ways, made = random.Random(testbed.build.seed), Ways(testbed), list[Transfer]()
     hosts, at_s = testbed.wiring.hosts, 0.0
     for number in range(count):
@@ -100,7 +100,7 @@ def transfers(testbed: Testbed, count: int, rate_per_s: float, median_bytes: flo
 
 
 def send(testbed: Testbed, wanted: Sequence[Transfer]) -> None:
-    """All of them, each at its time; returns when the last one has ended, or patience has."""
+    """Send all transfers at their times; return when the last one has ended, or after a time limit."""
     selector, listeners = selectors.DefaultSelector(), []
     for host in testbed.wiring.hosts:
         with inside(testbed.run.namespace(host.name)):
@@ -148,15 +148,15 @@ def send(testbed: Testbed, wanted: Sequence[Transfer]) -> None:
 
 
 def network_of(testbed: Testbed) -> FlowNetwork:
-    """What the cost model has: the file's capacities, scaled, less what others take."""
+    """Return the network of the cost model: the file's capacities, scaled, minus background traffic."""
     links, background = testbed.cluster.links, testbed.build.background
     left = [link.bytes_per_s * testbed.build.scale * (1 - background[max(link.tier, 0)]) for link in links]
     return FlowNetwork(np.array(left))
 
 
 def predicted(testbed: Testbed, sent: Sequence[Transfer], *, slow_start: bool) -> list[tuple[float, float]]:
-    """(played, foreseen) seconds of each transfer: a flow that begins one and a half round trips after its receiver
-    wants it (connection, order) and what slow start waits, and arrives half a round trip after it has left."""
+    """Return (played, foreseen) seconds of each transfer. Its flow starts 1.5 round trips (connection, order)
+    plus the delay of slow start after the receiver's request, and arrives half a round trip after it was sent."""
     network = network_of(testbed)
     capacity, ends, foreseen_s = network.capacity_bytes_per_s, {}, []
     flows = sorted(
@@ -186,19 +186,19 @@ def predicted(testbed: Testbed, sent: Sequence[Transfer], *, slow_start: bool) -
 
 
 def ahead_s(testbed: Testbed, transfer: Transfer, capacity: Any, slow_start: bool) -> float:
-    """From the order to the moment from which the model lets bytes flow without a pause."""
+    """Return the time from the order until the model lets bytes flow without interruption."""
     way_s = rtt_s(testbed, transfer)
     narrowest = float(min(capacity[link] for link in transfer.path))
     return 1.5 * way_s + (slow_start_s(transfer.nbytes, way_s, narrowest) if slow_start else 0.0)
 
 
 def rtt_s(testbed: Testbed, transfer: Transfer) -> float:
-    """Without queues."""
+    """Return the round-trip time without queues."""
     return BASE_RTT_S + 2 * testbed.network.delay_s(transfer.source.name, transfer.target.name)
 
 
 def trial(given: argparse.Namespace) -> Figures:
-    """One testbed, from nothing to nothing."""
+    """Run one testbed from its creation to its removal."""
     cluster = topology.load(given.cluster)
     background = (0.0, *(given.background,) * (TIER_COUNT - 1))
     build = Build(scale=given.scale, queues=given.queues, background=background, seed=given.seed)
@@ -231,13 +231,13 @@ def trial(given: argparse.Namespace) -> Figures:
 
 
 def process_s() -> float:
-    """CPU seconds of this process, kernel work for its packets included where it is done in its name."""
+    """Return CPU seconds of this process, including the kernel's work on its packets that is charged to it."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
 
 
 def machine_s() -> float:
-    """CPU seconds of the whole machine, whoever used them."""
+    """Return CPU seconds of all processes of the machine."""
     user, nice, system, _, _, irq, softirq, *_ = map(
         int, Path("/proc/stat").read_text(encoding="ascii").splitlines()[0].split()[1:]
     )
@@ -245,7 +245,7 @@ def machine_s() -> float:
 
 
 def row(what: str, errors: Sequence[float], target: float | None, note: str = "") -> Row:
-    """Median of the absolute errors; the note has the distribution."""
+    """Return the median of the absolute errors; the note has the distribution."""
     absolute = statistics.median(map(abs, errors))
     low, middle, high = np.percentile(errors, (5, 50, 95)).tolist()
     said = f"{what}: median {middle:+.1%}, p5 {low:+.1%}, p95 {high:+.1%} of {len(errors)} transfers{note}"
@@ -260,7 +260,7 @@ def row(what: str, errors: Sequence[float], target: float | None, note: str = ""
 
 
 def rows(name: str, found: Sequence[Figures], target: float | None) -> list[Row]:
-    """One kind of testbed."""
+    """Return the rows of one kind of testbed."""
     lost, cpu = sum(one.lost for one in found), statistics.mean(one.cpu_share for one in found)
     machine = statistics.mean(one.machine_share for one in found)
     note = f"; {lost} did not end; the testbed used {cpu:.0%} of the cores, the whole machine {machine:.0%}"
@@ -272,7 +272,7 @@ def rows(name: str, found: Sequence[Figures], target: float | None) -> list[Row]
 
 
 def main() -> int:
-    """One process per testbed; fair and FIFO in turn."""
+    """Run one process per testbed; fair and FIFO in turn."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cluster", type=Path, default=LITERAL)
     parser.add_argument("--scale", type=float, default=1e-3)

@@ -1,4 +1,4 @@
-"""The links that a connection takes on a testbed: the kernel is asked at every place that has several."""
+"""The links of a connection on a testbed, read from the kernel at every place with several links."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvroute.testbed.wiring import End, Host
 
 
 class Ways:
-    """Of one testbed that is laid."""
+    """The links of a running testbed."""
 
     def __init__(self, testbed: Testbed) -> None:
         self._testbed = testbed
@@ -24,7 +24,7 @@ class Ways:
         self._ask = lru_cache(maxsize=None)(self._asked)
 
     def of(self, source: Host, target: Host, source_port: int, target_port: int) -> list[int]:
-        """Link ids in order, for a TCP connection between two hosts of different nodes."""
+        """Return link ids in order for a TCP connection between two hosts of different nodes."""
         place, came, path = source.name, "", []
         while place != target.name:
             links = self._testbed.wiring.ways[place, target.name]

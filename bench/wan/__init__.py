@@ -1,1 +1,1 @@
-"""The KV connector over a wide-area link of network namespaces, measured."""
+"""Measurements of the KV connector over a wide-area link of network namespaces."""

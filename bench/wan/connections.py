@@ -1,6 +1,5 @@
-"""KV over a lossy wide-area link: what N TCP connections carry beside one, and beside the link; `python -m
-bench.wan.connections`. Needs root, for network namespaces and tc.
-"""
+"""KV over a lossy wide-area link: throughput of N TCP connections, compared with one connection and with the link's
+capacity; `python -m bench.wan.connections`. Needs root, for network namespaces and tc."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ CONTROLS = ("cubic", "bbr")
 
 
 def trial(wan: Wan, nbytes: int, control: str, first: int) -> dict[str, Any]:
-    """Each number of connections once, fresh ones, beginning with the `first`-th: bytes per second of payload."""
+    """Measure payload bytes per second once for each number of fresh connections, starting at index `first`."""
     found: dict[str, Any] = {"rates": {}, "again": {}, "rtt_s": {}}
     with Network(wan) as network:
         for place in range(len(CONNECTIONS)):
@@ -38,7 +37,7 @@ def trial(wan: Wan, nbytes: int, control: str, first: int) -> dict[str, Any]:
 
 
 def rows(wan: Wan, control: str, trials: list[dict[str, Any]]) -> list[Row]:
-    """Medians over the trials."""
+    """Return medians over the trials."""
 
     def median(name: str, number: int) -> float:
         return float(statistics.median(one[name][str(number)] for one in trials))
@@ -66,7 +65,7 @@ def rows(wan: Wan, control: str, trials: list[dict[str, Any]]) -> list[Row]:
 
 
 def main() -> int:
-    """Paired: every process has its own network and measures all numbers of connections."""
+    """Run paired trials: every process has its own network and measures all numbers of connections."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--mb", type=float, default=48.0, help="KV of one transfer, 1e6 bytes")

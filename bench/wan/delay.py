@@ -1,7 +1,7 @@
-"""A delay line: what is routed into the device `delay` comes out of it again some time later, in order.
+"""A delay line: it returns the packets routed to the device `delay` after a fixed time, in order.
 
-Run by `bench.wan.network` inside its middle namespace: `python -m bench.wan.delay PARENT SECONDS`. Bundles of segments
-pass whole (virtio-net header), so that a few thousand reads a second carry hundreds of megabits.
+`bench.wan.network` runs it inside its middle namespace: `python -m bench.wan.delay PARENT SECONDS`. Bundles of segments
+pass as a whole (virtio-net header), so a few thousand reads per second carry hundreds of megabits.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _DEATH_SIGNAL = 1
 
 
 def device(name: str) -> int:
-    """A TUN device that is up, as its descriptor."""
+    """Create a TUN device that is up; return its descriptor."""
     tun = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(tun, _TUNSETIFF, struct.pack("16sH14x", name.encode(), _TUN | _NO_PACKET_INFO | _VNET_HEADER))
     fcntl.ioctl(tun, _TUNSETVNETHDRSZ, struct.pack("i", _HEADER_BYTES))
@@ -36,7 +36,7 @@ def device(name: str) -> int:
 
 
 def run(tun: int, delay_s: float) -> None:
-    """For ever."""
+    """Delay packets forever."""
     held: deque[tuple[float, bytes]] = deque()
     poller = select.epoll()
     poller.register(tun, select.EPOLLIN)
@@ -54,7 +54,7 @@ def run(tun: int, delay_s: float) -> None:
 
 
 def main() -> None:
-    """Die with the parent, whatever it dies of."""
+    """Run until the parent ends, for any reason."""
     parent, delay_s = int(sys.argv[1]), float(sys.argv[2])
     ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != parent:

@@ -1,4 +1,4 @@
-"""The connector's two ends on the two sides of a wide-area link, with a KV cache each and nothing of vLLM."""
+"""The connector's two ends on the two sides of a wide-area link, with a KV cache each and without vLLM."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from kvroute.connector.server import Server
 
 LAYERS = 32
 BLOCK_BYTES = 32 << 10
-"""Of one layer: 16 tokens of 2 KiB, as of a model with 4 KV heads of 128 numbers in bfloat16."""
+"""Block size of one layer: 16 tokens of 2 KiB, as in a model with 4 KV heads of 128 numbers in bfloat16."""
 WAIT_S = 300.0
 
 
 @dataclass
 class Ends:
-    """A prefill instance's server on the left, a decode instance's client on the right."""
+    """A prefill instance's server on the left, and a decode instance's client on the right."""
 
     network: Network
     server: Server
@@ -36,16 +36,16 @@ class Ends:
 
     @property
     def blocks(self) -> int:
-        """Of the prompt."""
+        """Number of blocks of the prompt."""
         return int(self.source.shape[1]) // BLOCK_BYTES
 
     @property
     def nbytes(self) -> int:
-        """Of its whole KV."""
+        """Size of the prompt's whole KV cache."""
         return int(self.source.nbytes)
 
     def start(self, name: str, wait_s: float = 0.0) -> float:
-        """Begin to pull request `name`; when that was."""
+        """Start to pull request `name`; return the time of the start."""
         with self.network.right():
             began = time.monotonic()
             blocks = tuple(range(self.blocks))
@@ -53,7 +53,7 @@ class Ends:
         return began
 
     def wait(self) -> Result:
-        """For the end; the bytes must be those of the source."""
+        """Wait for the end of the pull, and check that the bytes equal those of the source."""
         result = self.client.wait(WAIT_S)
         assert result is not None, "the transfer hangs"
         assert not result.failure, result.failure
@@ -63,7 +63,7 @@ class Ends:
 
 @contextmanager
 def ends(network: Network, nbytes: int, connections: int, control: str = "") -> Iterator[Ends]:
-    """Fresh ones, without a connection yet; about `nbytes` of KV."""
+    """Create fresh ends without connections, with about `nbytes` of KV."""
     blocks = max(nbytes // (LAYERS * BLOCK_BYTES), 1)
     source = np.random.default_rng(1).integers(0, 256, (LAYERS, blocks * BLOCK_BYTES), np.uint8)
     target: ByteArray = np.zeros_like(source)

@@ -1,5 +1,5 @@
-"""What layer-wise sending saves: seconds from the end of a prefill to the last KV byte at the far side of a wide-area
-link, sent while it is computed and fetched afterwards; `python -m bench.wan.layerwise`. Needs root.
+"""Time saved by layer-wise sending over a wide-area link: seconds from the end of a prefill to the last KV byte at the
+receiver, if sent during the prefill and if sent afterwards; `python -m bench.wan.layerwise`. Needs root.
 
 The prefill is a sleep per layer and chunk; sockets, link and connector are real.
 """
@@ -22,7 +22,7 @@ CHUNKS = 4
 
 
 def prefill(both: Ends, name: str, prefill_s: float, tell: bool) -> float:
-    """Compute the prompt in chunks, layer by layer; when it was done."""
+    """Simulate the computation of the prompt in chunks, layer by layer; return the time of its end."""
     blocks, began, done = tuple(range(both.blocks)), time.monotonic(), 0
     for chunk in range(1, CHUNKS + 1):
         ready = both.blocks * chunk // CHUNKS
@@ -37,7 +37,7 @@ def prefill(both: Ends, name: str, prefill_s: float, tell: bool) -> float:
 
 
 def trial(wan: Wan, nbytes: int, connections: int, prefill_s: float) -> dict[str, float]:
-    """Both ways once, each with fresh connections: seconds behind the prefill's end."""
+    """Run both modes once, each with fresh connections; return the seconds after the end of the prefill."""
     found = {}
     with Network(wan) as network:
         with ends(network, nbytes, connections) as both:
@@ -52,7 +52,7 @@ def trial(wan: Wan, nbytes: int, connections: int, prefill_s: float) -> dict[str
 
 
 def main() -> int:
-    """Paired: every process does both."""
+    """Run paired trials: every process runs both modes."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--mb", type=float, default=48.0, help="KV of the prompt, 1e6 bytes")

@@ -1,11 +1,11 @@
-"""Two hosts and a lossy wide-area link between them, out of network namespaces without a name; root only, Linux only.
+"""Two hosts and a lossy wide-area link between them, built from unnamed network namespaces; root only, Linux only.
 
-A namespace lives as long as somebody holds it. Nobody but this process and its delay line do, and the delay line dies
-with this process: even after a SIGKILL nothing is left behind, and nothing outside is touched.
+A namespace exists as long as a process holds it. Only this process and its delay line hold these, and the delay line
+ends with this process. Even after a SIGKILL nothing remains, and nothing outside is changed.
 
 `tc` limits the rate (htb behind a queue of one bandwidth-delay product) and drops packets at random (a classic BPF
-filter, packet by packet: tbf splits what the kernel has bundled). Where the kernel has no netem, `bench.wan.delay`
-holds the packets back in user space; all of the round trip's delay lies on the way of the data.
+filter, packet by packet: tbf splits what the kernel has bundled). Some kernels have no netem, so `bench.wan.delay`
+delays packets in user space; the direction of the data has the whole delay of the round trip.
 """
 
 from __future__ import annotations
@@ -23,42 +23,42 @@ from pathlib import Path
 
 NEWNET = 0x4000_0000
 LEFT, RIGHT = "10.201.1.2", "10.201.2.2"
-"""Where data comes from, and where it goes."""
+"""Address of the sender, and of the receiver."""
 ROOT = Path(__file__).resolve().parents[2]
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _SYSCTLS = {"ip_forward": "1", "conf/all/rp_filter": "0", "conf/default/rp_filter": "0", "tcp_no_metrics_save": "1"}
-"""Without `tcp_no_metrics_save` a connection would begin with what an earlier one has learned."""
+"""Without `tcp_no_metrics_save` a connection would start with the metrics of an earlier one."""
 
 
 class Unavailable(Exception):
-    """This machine cannot have such a network; the message says what is missing."""
+    """This machine cannot provide such a network; the message lists what is missing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wan:
-    """What the link is like, in the direction of the data."""
+    """Properties of the link in the direction of the data."""
 
     rate_bits_per_s: float
     rtt_s: float
     loss: float = 0.0
-    """Share of packets, drawn independently."""
+    """Share of packets dropped, each independently."""
 
     @property
     def queue_bytes(self) -> int:
-        """In front of the bottleneck: one bandwidth-delay product, or a few packets."""
+        """Size of the queue before the bottleneck: one bandwidth-delay product, or a few packets."""
         return max(round(self.rate_bits_per_s / 8 * self.rtt_s), 30_000)
 
     @property
     def payload_bytes_per_s(self) -> float:
-        """Bound for TCP's payload: 1,448 of 1,514 bytes, Ethernet's, IP's and TCP's headers off."""
+        """Upper bound of TCP's payload rate: 1,448 of 1,514 bytes, without the headers of Ethernet, IP and TCP."""
         return self.rate_bits_per_s / 8 * 1448 / 1514
 
 
 class Network:
-    """`with Network(wan) as network`: sockets made inside `network.left()` or `network.right()` live there for good.
+    """`with Network(wan) as network`: sockets created inside `network.left()` or `network.right()` stay on that side.
 
     Raises:
-        Unavailable: not root, or a tool or a part of the kernel is missing.
+        Unavailable: not root, or a tool or a kernel feature is missing.
     """
 
     def __init__(self, wan: Wan) -> None:
@@ -87,18 +87,18 @@ class Network:
 
     @contextmanager
     def left(self) -> Iterator[None]:
-        """The calling thread, and what it starts, is on the sending side."""
+        """Put the calling thread, and threads that it starts, on the sending side."""
         with _inside(self._left):
             yield
 
     @contextmanager
     def right(self) -> Iterator[None]:
-        """The calling thread, and what it starts, is on the receiving side."""
+        """Put the calling thread, and threads that it starts, on the receiving side."""
         with _inside(self._right):
             yield
 
     def lost(self) -> tuple[int, int, int]:
-        """Packets so far that crossed the link, that the filter dropped, and that found the queue full."""
+        """Return the packets so far that crossed the link, that the filter dropped, and that a full queue dropped."""
         with _inside(self._middle):
             told = _run("tc", "-s", "qdisc", "show", "dev", "right")
         found = {}
@@ -129,7 +129,7 @@ class Network:
             f"class add dev right parent 2: classid 2:1 htb rate {rate} {burst}",
             f"class add dev right parent 2: classid 2:2 htb rate {rate} {burst}",
             f"qdisc add dev right parent 2:1 handle 20: bfifo limit {self.wan.queue_bytes}",
-            # No packet is as small as one byte: what the filter sends here is lost.
+            # This queue drops all packets that the filter sends to it, because every packet is larger than one byte.
             "qdisc add dev right parent 2:2 handle 30: bfifo limit 1",
         ]
         with _inside(self._middle):
@@ -161,7 +161,7 @@ class Network:
 
 @contextmanager
 def _namespace() -> Iterator[int]:
-    """A new network namespace, as the descriptor that keeps it."""
+    """Create a network namespace; yield the descriptor that keeps it."""
     home = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
     try:
         if _LIBC.unshare(NEWNET):

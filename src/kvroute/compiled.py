@@ -1,9 +1,9 @@
 """Compiles kernels with numba and caches the machine code in the first folder that this user can write.
 
-The folders, in order: `NUMBA_CACHE_DIR`, `__pycache__` beside the kernel, the user's cache folder, and a folder of this
-user's own below the system's temporary folder. Where none can be written, kernels are compiled again in every process.
+The folders, in order: `NUMBA_CACHE_DIR`, `__pycache__` next to the kernel, the user's cache folder, and a folder of
+this user below the system's temporary folder. If none can be written, every process compiles the kernels again.
 
-numba takes a cached kernel for stale when the kernel's own file has changed. `compiled` also counts the files of the
+numba treats a cached kernel as stale if the kernel's own file has changed. `compiled` also includes the files of the
 kernels that it calls and the constants that it imports, because numba compiles both into the caller.
 """
 
@@ -28,27 +28,28 @@ from numba.core import caching
 Function = TypeVar("Function", bound=Callable[..., object])
 _MEND = "set NUMBA_CACHE_DIR to a folder that it can write and that outlives the process"
 _WARNED = "KVROUTE_WARNED_OF_KERNEL_CACHE"
-"""Environment variable that is set once the user has been warned; child processes inherit it."""
+"""Environment variable that is set after the user has been warned; child processes inherit it."""
 _stamps: dict[str, str] = {}
-"""Digest of each module that has kernels, by its name."""
+"""Digest of each module with kernels, by module name."""
 
 
 def compiled(function: Function) -> Function:
     """Compile `function` at its first call, or load it from the cache; division follows numpy's rules.
 
-    Kernels and constants that it uses from other modules must be imported above the first kernel of its file.
+    Kernels and constants from other modules must be imported above the first kernel of the file.
     """
     kernel: Any = numba.njit(error_model="numpy")(function)
     stamp = _stamp(function.__module__, function.__globals__)
     try:
         kernel._cache = _KernelCache(function, stamp)
-    except RuntimeError:  # numba found no folder
+    except RuntimeError:  # numba found no writable folder
         _warn("compiled kernels cannot be cached, because this user can write no folder: every start compiles them")
     return cast(Function, kernel)
 
 
 def _stamp(module: str, namespace: Mapping[str, Any]) -> str:
-    """Digest of a module's file, of the constants in its namespace and of the modules whose kernels it has there."""
+    """Return a digest of a module's file, the constants in its namespace and the modules of the kernels in its
+    namespace."""
     if module not in _stamps:
         digest = hashlib.sha256(Path(namespace["__file__"]).read_bytes())
         for name, value in sorted(namespace.items()):
@@ -62,7 +63,7 @@ def _stamp(module: str, namespace: Mapping[str, Any]) -> str:
 
 
 class _TemporaryLocator(caching.UserWideCacheLocator):
-    """A folder that survives this process, but perhaps not the next start of the machine or the container."""
+    """A folder that outlives this process, but possibly not a restart of the machine or the container."""
 
     def __init__(self, function: Callable[..., object], file: str) -> None:
         super().__init__(function, file)
@@ -70,16 +71,14 @@ class _TemporaryLocator(caching.UserWideCacheLocator):
 
     @classmethod
     def from_function(cls, function: Callable[..., object], file: str) -> _TemporaryLocator | None:
-        """None where there is no such folder."""
+        """Return the locator, or None if there is no such folder."""
         return super().from_function(function, file) if temporary_folder() else None
 
 
 @lru_cache(maxsize=1)
 def temporary_folder() -> str | None:
-    """The folder for caches of last resort, made if need be; None where it cannot be, or is not this user's alone.
-
-    Loading a cache runs code from it, and anybody may make a folder of this name below /tmp first.
-    """
+    """Return the fallback folder for caches, created if needed; None if that fails or other users can write to the
+    folder."""
     try:
         folder = Path(tempfile.gettempdir()) / f"kvroute-kernels-{os.geteuid()}"
         if not folder.is_symlink():
@@ -101,7 +100,7 @@ class _KernelCacheImpl(caching.CompileResultCacheImpl):
 
 
 class _KernelCache(caching.FunctionCache):
-    """numba's cache of one kernel; a folder that fails after it was chosen costs time, not the process."""
+    """numba's cache of one kernel; a folder that fails later costs compile time but does not end the process."""
 
     _impl_class = _KernelCacheImpl
 
@@ -112,7 +111,7 @@ class _KernelCache(caching.FunctionCache):
             _warn(f"compiled kernels are cached in {temporary_folder()}, because this user can write no other folder")
 
     def load_overload(self, signature: Any, context: Any) -> Any:
-        """The cached machine code, or None."""
+        """Return the cached machine code, or None."""
         try:
             return super().load_overload(signature, context)
         except OSError as error:
@@ -120,7 +119,7 @@ class _KernelCache(caching.FunctionCache):
             return None
 
     def save_overload(self, signature: Any, result: Any) -> None:
-        """Cache it, if the folder takes it."""
+        """Cache the machine code if the folder can be written."""
         try:
             super().save_overload(signature, result)
         except OSError as error:
@@ -128,7 +127,7 @@ class _KernelCache(caching.FunctionCache):
 
 
 def _warn(what: str) -> None:
-    """One sentence on stderr, in this process or a parent of it."""
+    """Print one sentence on stderr, once for this process and its children."""
     if _WARNED not in os.environ:
         os.environ[_WARNED] = "1"
         sys.stderr.write(f"kvroute: {what}; {_MEND}\n")

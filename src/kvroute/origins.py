@@ -1,7 +1,7 @@
-"""Which web pages may use a port: checks of a request's Host and Origin, against DNS rebinding and cross-site requests.
+"""Checks of a request's Host and Origin headers, against DNS rebinding and cross-site requests.
 
-A browser lets any page send requests to any address. Its Origin header names the page's site. With DNS rebinding the
-page's own name leads to this machine, so that Origin and Host agree; that name is one of public DNS.
+A browser lets any page send requests to any address. The Origin header is the page's site. With DNS rebinding the
+page's own name resolves to this machine, so that Origin and Host agree; such a name is always in public DNS.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Collection
 from ipaddress import IPv4Address, IPv6Address, ip_address
 
 _PRIVATE = re.compile(r"(^|\.)(localhost|internal|svc|cluster\.local|home\.arpa)\Z")
-"""Names that no public DNS server answers for."""
+"""Names that no public DNS server resolves."""
 
 
 def host_name(host: str) -> str:
-    """The Host header without its port, lower-case; an IPv6 address without its brackets."""
+    """Return the Host header without its port, in lower case; an IPv6 address without its brackets."""
     host = host.strip().lower()
     if host.startswith("["):
         return host[1:].partition("]")[0]
@@ -24,7 +24,7 @@ def host_name(host: str) -> str:
 
 
 def address(text: str) -> IPv4Address | IPv6Address | None:
-    """The IP address that a text is, if it is one."""
+    """Return the IP address in a text, or None."""
     try:
         return ip_address(text)
     except ValueError:
@@ -32,15 +32,15 @@ def address(text: str) -> IPv4Address | IPv6Address | None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a port that listens on this host is reached from this machine only."""
+    """Return True if a port that listens on this host is reachable from this machine only."""
     name = host_name(host) if host.startswith("[") else host.lower()
     found = address(name.partition("%")[0])
     return found.is_loopback if found is not None else name == "localhost" or name.endswith(".localhost")
 
 
 def is_own_name(name: str, known: Collection[str] = ()) -> bool:
-    """Whether no attacker can own this name: an IP address, a name without a dot, one of a private zone (`.svc`,
-    `.cluster.local`, `.internal`), this machine's, or one of `known` (lower-case)."""
+    """Return True if no attacker can own this name: an IP address, a name without a dot, one of a private zone (`.svc`,
+    `.cluster.local`, `.internal`), this machine's name, or one of `known` (lower case)."""
     if not name:
         return False
     if address(name) is not None or name in known or name == socket.gethostname().lower():
@@ -51,13 +51,13 @@ def is_own_name(name: str, known: Collection[str] = ()) -> bool:
 def refusal(
     host: str, origin: str | None, *, known: Collection[str], origins: Collection[str] = (), any_host: bool = False
 ) -> str:
-    """Why a request is refused; empty: it is not.
+    """Return the reason to reject a request; empty: it is accepted.
 
     Args:
         host: the Host header.
         origin: the Origin header, which browsers send with every request that may change something.
-        known: further names of this port, lower-case.
-        origins: pages of other sites that may use it, as `https://app.example`; `*`: all.
+        known: further names of this port, lower case.
+        origins: allowed sites of other pages, such as `https://app.example`; `*`: all.
         any_host: requests without an Origin may use any name.
     """
     if origin is not None and (origin in origins or "*" in origins):

@@ -1,6 +1,6 @@
-"""Values that are possible and hardly meant, mostly by a wrong unit: pure rules with wide bounds, for warnings.
+"""Checks for implausible values, mostly caused by a wrong unit: pure rules with wide bounds, for warnings.
 
-The bounds are far beyond what hardware and published traces have, so that a doubt is nearly always right.
+The bounds are far beyond real hardware and published traces, so that a warning is nearly always correct.
 """
 
 from __future__ import annotations
@@ -10,30 +10,30 @@ from statistics import median
 from typing import NamedTuple
 
 GPU_BYTES_MAX = 1e12
-"""KV memory of one GPU: the largest have 0.3 TB, and some engines add memory of the host."""
+"""Maximum KV memory of one GPU: the largest have 0.3 TB, and some engines add host memory."""
 CONTEXT_TOKENS_MIN = 500
-"""Tokens that fit in the KV memory of an instance."""
+"""Minimum number of tokens in the KV memory of an instance."""
 TOKEN_S_MIN, TOKEN_S_MAX = 5e-8, 0.05
-"""Prefill of one token of a prompt: 20 million to 20 tokens a second."""
+"""Bounds of the prefill time of one prompt token: 20 million to 20 tokens per second."""
 STEP_S_MIN, STEP_S_MAX = 2e-5, 5.0
-"""One decode iteration, which is at least one token of every answer."""
+"""Bounds of one decode iteration, which produces one token per request or more."""
 RATE_MAX_PER_S = 500.0
-"""Mean over a trace file; the busiest published one has 50."""
+"""Maximum mean request rate of a trace file; the busiest published one has 50."""
 SPAN_MAX_S = 31 * 86400.0
 REQUESTS_MIN = 20
-"""In fewer requests a rate says little."""
+"""Minimum number of requests for a meaningful rate."""
 TYPICAL_TOKENS = 1000
 
 
 class Doubt(NamedTuple):
-    """What is implausible, with its value, and the likely cause."""
+    """An implausible value with its text, and the likely cause."""
 
     what: str
     cause: str
 
 
 def of_kv_memory(kv_bytes: float, gpus: int, token_bytes: float) -> Doubt | None:
-    """KV memory of an instance with so many GPUs; `token_bytes` 0: its model keeps nothing for each token."""
+    """Check the KV memory of an instance with `gpus` GPUs; `token_bytes` 0: its model keeps nothing per token."""
     if kv_bytes > GPU_BYTES_MAX * gpus:
         where = "1 GPU" if gpus == 1 else f"{gpus} GPUs"
         what = f"{_size(kv_bytes)} of KV memory on {where} are {_size(kv_bytes / gpus)} for each"
@@ -45,7 +45,7 @@ def of_kv_memory(kv_bytes: float, gpus: int, token_bytes: float) -> Doubt | None
 
 
 def of_prefill(points: Sequence[tuple[float, float]]) -> Doubt | None:
-    """Prompts as (tokens, seconds)."""
+    """Check prefill times of prompts, given as (tokens, seconds)."""
     pace_s = median(seconds / tokens for tokens, seconds in points) if points else TOKEN_S_MAX
     if TOKEN_S_MIN <= pace_s <= TOKEN_S_MAX:
         return None
@@ -54,7 +54,7 @@ def of_prefill(points: Sequence[tuple[float, float]]) -> Doubt | None:
 
 
 def of_decode(steps_s: Sequence[float]) -> Doubt | None:
-    """Seconds of decode iterations."""
+    """Check the seconds of decode iterations."""
     step_s = median(steps_s) if steps_s else STEP_S_MAX
     if STEP_S_MIN <= step_s <= STEP_S_MAX:
         return None
@@ -62,7 +62,7 @@ def of_decode(steps_s: Sequence[float]) -> Doubt | None:
 
 
 def of_arrivals(requests: int, span_s: float) -> Doubt | None:
-    """So many requests within `span_s`, by timestamps that count milliseconds."""
+    """Check `requests` requests within `span_s`, according to timestamps in milliseconds."""
     if requests < REQUESTS_MIN or not span_s:
         return None
     if requests > RATE_MAX_PER_S * span_s:

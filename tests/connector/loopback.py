@@ -1,4 +1,4 @@
-"""The connector's two ends over loopback, with caches in host memory, and peers that only play a part."""
+"""The connector's two ends over loopback with caches in host memory, and scripted peers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TOKEN = Options(token="secret", timeout_s=5.0)
 
 
 class Cache:
-    """An instance's KV cache: `layers` regions of `BLOCKS` blocks with a gap behind each block."""
+    """KV cache of an instance: `layers` regions of `BLOCKS` blocks with a gap after each block."""
 
     def __init__(self, layers: int, block_bytes: int, gap_bytes: int = 0, seed: int | None = None) -> None:
         stride = block_bytes + gap_bytes
@@ -38,13 +38,13 @@ class Cache:
         self.layout = Layout(model="tiny", dtype="bfloat16", block_tokens=32, region_bytes=(block_bytes,) * layers)
 
     def block(self, layer: int, block: int) -> bytes:
-        """Its bytes."""
+        """Return the bytes of one block."""
         (view,) = self.regions[layer].outgoing([block])
         return bytes(view)
 
 
 class Clock:
-    """Time that passes when it is told to."""
+    """A clock that the test advances."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -57,7 +57,8 @@ class Clock:
 def ends(
     source: Cache, target: Cache, server: Options = TOKEN, client: Options = TOKEN, **arguments: Any
 ) -> Iterator[tuple[Server, Client, Peer]]:
-    """A server and a client, closed at the end; no thread and no descriptor of theirs is left."""
+    """Run a server and a client and close them at the end; check that no thread and no file descriptor of them is
+    left."""
     threads, descriptors = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
     serving = Server(source.regions, source.layout, server, environ={}, **arguments)
     pulling = Client(target.regions, target.layout, client, environ={})
@@ -73,7 +74,7 @@ def ends(
 def pull(
     client: Client, peer: Peer, blocks: Sequence[int], *, first: int = 0, checksum: bool = True, request: str = "p"
 ) -> Result:
-    """Positions `first`... of a request on the peer into `blocks` here."""
+    """Pull the positions from `first` on of a request on the peer into local `blocks`."""
     client.start(Transfer("d", peer, request, first, tuple(blocks), checksum))
     result = client.wait(WAIT_S)
     assert result is not None, "the transfer hangs"
@@ -82,7 +83,7 @@ def pull(
 
 @contextmanager
 def pulling(target: Cache, options: Options) -> Iterator[Client]:
-    """A client alone."""
+    """Run a client without a server."""
     client = Client(target.regions, target.layout, options, environ={})
     try:
         yield client
@@ -92,7 +93,7 @@ def pulling(target: Cache, options: Options) -> Iterator[Client]:
 
 @contextmanager
 def played(part: Any) -> Iterator[Peer]:
-    """A peer that plays `part` on each connection, and hangs up."""
+    """Run a peer that executes `part` on each connection and then closes it."""
     listener = socket.create_server(("127.0.0.1", 0))
 
     def play() -> None:
@@ -105,7 +106,7 @@ def played(part: Any) -> Iterator[Peer]:
                 try:
                     part(Channel(sock, WAIT_S))
                 except OSError:
-                    continue  # the client has had enough
+                    continue  # the client has closed the connection
 
     thread = threading.Thread(target=play)
     thread.start()
@@ -118,7 +119,7 @@ def played(part: Any) -> Iterator[Peer]:
 
 
 def welcome(channel: Channel) -> None:
-    """Greet as a server without a token does."""
+    """Do the handshake of a server without a token."""
     challenge = Challenge(VERSION, b"n" * 16)
     channel.send(challenge)
     keys = session("", challenge, channel.expect(Hello))

@@ -1,4 +1,4 @@
-"""Who asks the kernel for AMX tiles, and what is said when it refuses."""
+"""When permission for AMX tiles is requested from the kernel, and what is logged."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_only_models_on_cpus_with_tiles_need_permission(device: str, machine: st
 def test_the_kernels_answer_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, device: str, asked: bool
 ) -> None:
-    """On a machine whose CPU has no tiles the kernel refuses; that is a warning, and nothing ends."""
+    """If the CPU has no tiles the kernel refuses; this gives a warning and has no other effect."""
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text(SAPPHIRE_RAPIDS, encoding="utf-8")
     caplog.set_level(logging.INFO)
@@ -61,5 +61,5 @@ def test_nothing_is_asked_where_the_kernel_says_nothing_of_its_cpu(
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="arch_prctl is a system call of x86-64")
 def test_the_kernel_grants_tiles_where_the_cpu_has_them() -> None:
-    """On any machine: the answer is the CPU's."""
+    """The test runs on every machine, because the kernel's response depends on the CPU."""
     assert (request_permission() == "") == ("amx_tile" in cpu_flags(CPUINFO.read_text(encoding="utf-8")))

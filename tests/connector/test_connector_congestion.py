@@ -1,4 +1,4 @@
-"""What the kernel says of connections: the right fields at the right places, and counters that lose nothing."""
+"""TCP_INFO of connections: fields are read at the right offsets, and counters lose no bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvroute.connector.congestion import Gauges, Links, Sample, Sent, TcpInfo, g
 
 @contextmanager
 def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
-    """Connected over loopback: one sends, the other receives."""
+    """Connect a sending and a receiving socket over loopback."""
     with (
         socket.create_server(("127.0.0.1", 0)) as listener,
         socket.create_connection(listener.getsockname()[:2]) as sender,
@@ -27,7 +27,7 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 
 def move(sender: socket.socket, receiver: socket.socket, nbytes: int) -> None:
-    """Until the receiver has read all, and the sender knows."""
+    """Send bytes until the receiver has read all and the sender has the acknowledgement."""
     sender.sendall(b"x" * nbytes)
     left = nbytes
     while left:
@@ -39,7 +39,7 @@ def move(sender: socket.socket, receiver: socket.socket, nbytes: int) -> None:
 @settings(deadline=None, max_examples=20)
 @given(nbytes=st.lists(st.integers(1, 60_000), min_size=1, max_size=4))
 def test_the_kernels_fields_are_read_from_their_places(nbytes: list[int]) -> None:
-    """A connection that has moved so many bytes says so; its segments, round trip and window are of a sane size."""
+    """The number of bytes equals the bytes sent; segments, round trip and window are within plausible bounds."""
     with pair() as (sender, receiver):
         for some in nbytes:
             move(sender, receiver, some)
@@ -75,13 +75,13 @@ def test_what_waits_in_the_send_queue_is_counted() -> None:
         assert (now.connections, now.queue_bytes) == (1, float(seen.queue_bytes))
         assert 0 < now.unsent_bytes <= now.queue_bytes
         while (later := sample(sender)) and later.info.busy_time_us == seen.info.busy_time_us:
-            pass  # the kernel counts in its own ticks
+            pass  # the kernel counts in ticks of its own
         receiver.close()
 
 
 @given(length=st.integers(0, 240))
 def test_an_older_kernel_says_less_and_that_is_0(length: int) -> None:
-    """Fields never move: whatever is there is read, the rest is 0."""
+    """Fields never move: those that exist are read, all others are 0."""
     data = bytearray(240)
     struct.pack_into("=I", data, 68, 20_000)
     struct.pack_into("=Q", data, 200, 1 << 40)
@@ -92,7 +92,7 @@ def test_an_older_kernel_says_less_and_that_is_0(length: int) -> None:
 
 
 def test_gauges_of_several_connections() -> None:
-    """Two carry something, one rests."""
+    """Two connections have data in flight, one is idle."""
     window = TcpInfo(snd_mss=1000, rtt_us=30_000, snd_cwnd=10, min_rtt_us=20_000, delivery_rate=5, notsent_bytes=9)
     busy = Sample(window, 700)
     other = Sample(TcpInfo(snd_mss=1000, rtt_us=50_000, snd_cwnd=2, min_rtt_us=0, delivery_rate=6), 1)
@@ -112,7 +112,8 @@ def test_gauges_of_several_connections() -> None:
     )
 )
 def test_counters_lose_nothing_whenever_they_are_read(actions: list[tuple[str, int, int]]) -> None:
-    """Connections come and go between two reads; the sum is what was sent, to whom it was sent. At rest: nothing."""
+    """Connections are opened and closed between two reads; the sums per target equal the bytes sent. Idle connections
+    report nothing."""
     links, moved, told = Links(), {"d0": 0, "d1": 0}, {"d0": Sent(), "d1": Sent()}
     targets = sorted(moved)
 
@@ -142,7 +143,7 @@ def test_counters_lose_nothing_whenever_they_are_read(actions: list[tuple[str, i
 
 
 def sent_so_far(sock: socket.socket) -> int:
-    """A socket that is taken for a new connection begins with what it has sent as one."""
+    """Return the bytes sent so far: a socket reopened as a new connection starts with them."""
     seen = sample(sock)
     assert seen is not None
     return seen.info.bytes_sent - seen.info.bytes_retrans

@@ -1,4 +1,4 @@
-"""A prompt that is pulled while it is computed: both halves of two instances over loopback, without vLLM."""
+"""A prompt that is pulled while it is computed: scheduler and worker of two instances over loopback, without vLLM."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from kvroute.connector.worker import LOOK_S, Worker
 
 
 class Pair:
-    """A prefill and a decode instance, both halves of each, and a router that names a prompt of 40 tokens `t`."""
+    """Scheduler and worker of a prefill and a decode instance, and a router that gives a prompt of 40 tokens the ID
+    `t`."""
 
     def __init__(self, stack: ExitStack) -> None:
         self.prompt, self.ask = list(range(40)), {"do_remote_decode": True, "transfer_id": "t"}
@@ -41,7 +42,7 @@ class Pair:
         self.here = Scheduler(decode, engine_id="d", block_tokens=16)
 
     def announce(self, prompt: list[int]) -> None:
-        """Ask the decode instance, for a prompt that its partner should have, too."""
+        """Let the decode instance pull a prompt that its partner should compute."""
         assert self.prefill.address is not None
         host, port = self.prefill.address
         told = {"do_remote_prefill": True, "transfer_id": "t", "remote_host": host, "remote_port": port}
@@ -50,7 +51,7 @@ class Pair:
         self.decode.begin(self.here.take())
 
     def compute(self, tokens: int, layers: tuple[str, ...] = ("l0", "l1")) -> None:
-        """A step of the prefill instance."""
+        """Run one step of the prefill instance."""
         self.there.scheduled("p", [3, 4, 5][: -(-tokens // 16)], tokens)
         step = self.there.take()
         self.prefill.overwrites(step)
@@ -59,25 +60,25 @@ class Pair:
         self.prefill.begin(step)
 
     def finish(self) -> None:
-        """The prompt is done."""
+        """Finish the prompt on the prefill instance."""
         self.there.finished("p", self.ask, self.prompt, completed=True, computed_tokens=40, blocks=[3, 4, 5])
         self.prefill.begin(self.there.take())
 
     def received(self) -> None:
-        """Wait until the decode instance has it, or knows why not."""
+        """Wait until the decode instance has received the prompt or reports a failure."""
         deadline = time.monotonic() + WAIT_S
         while self.decode.ended()[1] != {"d"}:
             assert time.monotonic() < deadline
 
     def arrived(self, layer: int) -> bool:
-        """Whether all blocks of a layer are where they belong."""
+        """Return whether all blocks of a layer are at their positions."""
         pairs = zip((3, 4, 5), (10, 11, 12), strict=True)
         return all(self.target.block(layer, here) == self.source.block(layer, there) for there, here in pairs)
 
 
 @pytest.fixture
 def pair() -> Iterator[Pair]:
-    """Both asked for the same prompt, and the prefill instance will compute it."""
+    """A pair whose prefill instance will compute the prompt."""
     with ExitStack() as stack:
         made = Pair(stack)
         made.there.arrived("p", made.ask, made.prompt)
@@ -85,7 +86,8 @@ def pair() -> Iterator[Pair]:
 
 
 def test_both_halves_of_two_instances_overlap(pair: Pair) -> None:
-    """All is there before the prompt is over; it counts as early, and the kernel has counted what was sent."""
+    """The transfer is complete before the prompt is finished. It is counted as early, and the kernel counts the bytes
+    sent."""
     pair.announce(pair.prompt)
     pair.compute(20)
     pair.compute(40)
@@ -95,7 +97,7 @@ def test_both_halves_of_two_instances_overlap(pair: Pair) -> None:
     counts = pair.decode.counts()
     assert (counts["early"], counts["early_bytes"]) == ({"prefill0": 1}, {"prefill0": 6 * 64})
     assert (counts["transfers"], counts["failures"]) == ({}, {})
-    assert pair.prefill.counts()["sent"] == {}  # looked at a moment ago
+    assert pair.prefill.counts()["sent"] == {}  # the last sample is too recent
     pair.clock.now += LOOK_S
     assert pair.prefill.counts()["sent"]["decode0"]["nbytes"] >= 6 * 64
     assert pair.prefill.ended() == (set(), set())
@@ -106,7 +108,7 @@ def test_both_halves_of_two_instances_overlap(pair: Pair) -> None:
 
 
 def test_a_pull_of_another_prompt_fails(pair: Pair) -> None:
-    """The decode instance reads other tokens from the request than the prefill instance."""
+    """The tokens of the request on the decode instance differ from those on the prefill instance."""
     pair.announce([*pair.prompt[1:], 7])
     pair.compute(40)
     pair.received()
@@ -116,7 +118,7 @@ def test_a_pull_of_another_prompt_fails(pair: Pair) -> None:
 
 
 def test_a_preempted_prompt_is_not_sent_any_further(pair: Pair) -> None:
-    """Its first layer has crossed; then its blocks are another request's."""
+    """The first layer has been sent; then the prompt's blocks belong to another request."""
     pair.announce(pair.prompt)
     pair.compute(40, ("l0",))
     while not pair.arrived(0):
@@ -132,7 +134,7 @@ def test_a_preempted_prompt_is_not_sent_any_further(pair: Pair) -> None:
 
 
 def test_a_request_that_is_given_up_ends_its_pull(pair: Pair) -> None:
-    """Its blocks there are vLLM's again, long before the wait is over."""
+    """The request's blocks on the decode instance are returned to vLLM long before the wait ends."""
     pair.announce(pair.prompt)
     pair.here.finished("d", {}, pair.prompt, completed=False, computed_tokens=0, blocks=[10, 11, 12])
     pair.decode.begin(pair.here.take())
@@ -141,7 +143,7 @@ def test_a_request_that_is_given_up_ends_its_pull(pair: Pair) -> None:
 
 
 def test_a_prompt_that_is_given_up_ends_its_pull(pair: Pair) -> None:
-    """Half computed; vLLM has its blocks back as soon as nobody reads them."""
+    """The prompt is cancelled half computed; vLLM gets its blocks back as soon as no thread reads them."""
     pair.announce(pair.prompt)
     pair.compute(20)
     ending = pair.there.finished("p", pair.ask, pair.prompt, completed=False, computed_tokens=20, blocks=[3, 4])
@@ -155,7 +157,7 @@ def test_a_prompt_that_is_given_up_ends_its_pull(pair: Pair) -> None:
 
 
 def test_a_prompt_that_is_not_even_begun_ends_its_pull(pair: Pair) -> None:
-    """Who waits for it need not wait longer."""
+    """The waiting pull ends at once."""
     pair.announce(pair.prompt)
     ending = pair.there.finished("p", pair.ask, pair.prompt, completed=False, computed_tokens=0, blocks=[])
     assert not ending.keep

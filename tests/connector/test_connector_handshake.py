@@ -1,4 +1,5 @@
-"""Before a peer has proved the token it costs little and gets nothing; afterwards nobody can speak in its place."""
+"""The handshake: a peer without a proof of the token uses few resources and gets nothing; later no third party can send
+for it."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ NETWORKS = ["10.0.0.1", "10.0.0.2", "2001:db8::1", "2001:db8::2", "2001:db8:0:1:
 
 @given(most=st.integers(1, 6), arrivals=st.lists(st.tuples(st.sampled_from(NETWORKS), st.integers(0, 3)), max_size=40))
 def test_a_crowd_gives_way_to_others(most: int, arrivals: list[tuple[str, int]]) -> None:
-    """Never more than `most`; the one that has to go is the oldest of the network with the most connections."""
+    """There are never more than `most`; removed is the oldest connection of the network with the most connections."""
     handshakes: Handshakes[int] = Handshakes(most)
     under_way: list[tuple[int, str]] = []
     for number, (address, ended) in enumerate(arrivals):
@@ -69,7 +70,7 @@ def test_a_crowd_gives_way_to_others(most: int, arrivals: list[tuple[str, int]])
 
 
 def test_addresses_of_one_customer_are_one_network() -> None:
-    """IPv4 addresses one by one, IPv6 by 64 bits."""
+    """A network is a single IPv4 address or 64 bits of an IPv6 address."""
     networks = [network_of(address) for address in NETWORKS]
     assert networks[2] == networks[3] != networks[4]
     assert networks[0] == networks[5] != networks[1]
@@ -101,7 +102,7 @@ def test_messages_survive_their_frame(name: str, first: int) -> None:
 
 @contextmanager
 def listening(options: Options, limits: Limits = LIMITS) -> Iterator[Listener]:
-    """A server that shakes hands and then keeps the connection until the peer leaves."""
+    """Run a server that does the handshake and then keeps the connection until the peer closes it."""
 
     def serve(channel: Channel, peer: str, admit: Admit) -> None:
         admitted(channel, options.token, LAYOUT, options, admit)
@@ -115,7 +116,7 @@ def listening(options: Options, limits: Limits = LIMITS) -> Iterator[Listener]:
 
 
 def left(sock: socket.socket) -> bool:
-    """Whether the peer closes the connection, whatever it says before."""
+    """Return whether the peer closes the connection, after any data."""
     sock.settimeout(WAIT_S)
     with suppress(ConnectionError):
         while sock.recv(1 << 16):
@@ -124,7 +125,7 @@ def left(sock: socket.socket) -> bool:
 
 
 def test_a_stranger_cannot_announce_a_large_header(caplog: pytest.LogCaptureFixture) -> None:
-    """It is left before the header has come, and the log says why."""
+    """The server closes the connection before the header arrives and logs the reason."""
     with listening(TOKEN) as listener, socket.create_connection(("127.0.0.1", listener.port)) as sock:
         sock.sendall(struct.pack("!I", HANDSHAKE_BYTES_MAX + 1))
         assert left(sock)
@@ -132,7 +133,7 @@ def test_a_stranger_cannot_announce_a_large_header(caplog: pytest.LogCaptureFixt
 
 
 def test_a_handshake_has_one_deadline_for_all_of_it() -> None:
-    """A peer that sends a byte now and then is left, though each byte comes in time."""
+    """A peer that sends a byte from time to time is disconnected, although each byte comes in time."""
     limits = Limits(handshake_s=0.2)
     with listening(TOKEN, limits) as listener, socket.create_connection(("127.0.0.1", listener.port)) as sock:
         sock.sendall(struct.pack("!I", HANDSHAKE_BYTES_MAX))
@@ -147,7 +148,7 @@ def test_a_handshake_has_one_deadline_for_all_of_it() -> None:
 
 
 def test_a_client_leaves_a_server_that_only_drips() -> None:
-    """The same deadline on the other side."""
+    """The client has the same deadline."""
     near, far = socket.socketpair()
     with near, far:
         far.sendall(struct.pack("!I", HANDSHAKE_BYTES_MAX))
@@ -169,7 +170,7 @@ def test_a_client_leaves_a_server_that_only_drips() -> None:
 
 
 def test_strangers_push_out_each_other_and_no_authenticated_peer() -> None:
-    """Five silent connections where two are allowed: three are left; holders of the token come through."""
+    """Five silent connections with a limit of two: three are closed; peers with the token are served."""
     limits = Limits(handshakes=2)
     with listening(TOKEN, limits) as listener, ExitStack() as stack:
         address = ("127.0.0.1", listener.port)
@@ -200,7 +201,7 @@ def test_a_server_with_too_many_peers_says_so() -> None:
 
 
 def test_silent_connections_do_not_keep_others_from_fetching() -> None:
-    """More of them than a server takes; each costs a thread only while it is among the last."""
+    """There are more silent connections than the limit; only the latest ones use a thread each."""
     source, target = Cache(1, 64, seed=1), Cache(1, 64)
     with ends(source, target) as (server, client, peer), ExitStack() as stack:
         server.hold("p", [3])
@@ -208,13 +209,13 @@ def test_silent_connections_do_not_keep_others_from_fetching() -> None:
             sock = stack.enter_context(socket.create_connection((peer.host, peer.port)))
             sock.sendall(struct.pack("!I", HANDSHAKE_BYTES_MAX))
         assert pull(client, peer, [0]).failure == ""  # accepted in order, so after all of them
-        # And at most the connections of this fetch, and one that is ending.
+        # At most the connections of this fetch and one that is closing are added.
         assert sum(thread.name == "kv-serve" for thread in threading.enumerate()) <= LIMITS.handshakes + 3
     assert target.block(0, 0) == source.block(0, 3)
 
 
 class Relay:
-    """Listens at an address, passes everything on to a server in both directions, and keeps what the server sent."""
+    """A relay that forwards everything to a server in both directions and records the bytes from the server."""
 
     def __init__(self, address: tuple[str, int], server: tuple[str, int]) -> None:
         self._listener = socket.create_server(address)
@@ -226,7 +227,7 @@ class Relay:
         self._threads[0].start()
 
     def close(self) -> None:
-        """End all connections."""
+        """Close all connections."""
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         self._threads[0].join()
@@ -270,12 +271,13 @@ def relayed(address: tuple[str, int], server: Peer) -> Iterator[Relay]:
 
 
 def fetch_through(relay: Relay, client: Client) -> str:
-    """How a fetch ends whose decode instance was told the relay's address."""
+    """Return how a fetch ends if the decode instance has the relay's address."""
     return pull(client, Peer(*relay.address, "prefill0"), [0]).failure
 
 
 def test_a_relay_between_two_holders_of_the_token_learns_nothing() -> None:
-    """It passes on every byte of an honest handshake, and the server refuses: the client proved another address."""
+    """The relay forwards every byte of a valid handshake, and the server rejects the client, which has proved another
+    address."""
     source, target = Cache(1, 4096, seed=2), Cache(1, 4096)
     with ends(source, target) as (server, client, peer), relayed(("127.0.0.1", 0), peer) as relay:
         server.hold("p", [3])
@@ -287,7 +289,7 @@ def test_a_relay_between_two_holders_of_the_token_learns_nothing() -> None:
 
 @pytest.mark.parametrize(("advertised", "failure"), [("", "address"), ("127.0.0.2", "")])
 def test_an_address_that_is_translated_must_be_advertised(advertised: str, failure: str) -> None:
-    """Same port, other address, as behind network address translation."""
+    """The port is the same and the address differs, as behind network address translation."""
     source, target = Cache(1, 64, seed=3), Cache(1, 64)
     options = Options(token="secret", advertised_host=advertised)
     with ends(source, target, options) as (server, client, peer):
@@ -298,7 +300,7 @@ def test_an_address_that_is_translated_must_be_advertised(advertised: str, failu
 
 
 def test_servers_without_a_token_do_not_ask_for_the_address() -> None:
-    """There is nothing to protect: whatever reaches the loopback address may read."""
+    """There is no secret to protect: every peer that reaches the loopback address may read."""
     source, target = Cache(1, 64, seed=4), Cache(1, 64)
     with (
         ends(source, target, Options(), Options()) as (server, client, peer),
@@ -313,7 +315,8 @@ def test_servers_without_a_token_do_not_ask_for_the_address() -> None:
     change=st.sampled_from(["token", "nonce", "challenge", "host", "port", "traffic_class", "instance"]),
 )
 def test_a_session_depends_on_everything_that_was_said(token: str, change: str) -> None:
-    """Two handshakes that differ in anything share no proof and no key; the proof itself does not count."""
+    """Two handshakes with any difference have no proof and no key in common; only the proof field itself has no
+    effect."""
     challenge = Challenge(VERSION, b"s")
     hello = Hello(version=VERSION, nonce=b"c", host="10.0.0.1", port=1, layout=LAYOUT, traffic_class="kv", instance="d")
 
@@ -348,7 +351,7 @@ MESSAGES: list[Message] = [
 
 
 def recorded(messages: Sequence[Message], key: bytes) -> list[bytes]:
-    """The frames of messages in their order, as they cross the network."""
+    """Return the frames of the messages in order, as sent over the network."""
     near, far = socket.socketpair()
     frames = []
     with near, far:
@@ -361,7 +364,7 @@ def recorded(messages: Sequence[Message], key: bytes) -> list[bytes]:
 
 
 def heard(frames: Sequence[bytes], key: bytes) -> Iterator[Message | None]:
-    """What the receiver takes for messages of its peer."""
+    """Yield the messages that the receiver accepts."""
     near, far = socket.socketpair()
     with near, far:
         near.sendall(b"".join(frames))
@@ -373,7 +376,7 @@ def heard(frames: Sequence[bytes], key: bytes) -> Iterator[Message | None]:
 
 
 def flipped(frames: list[bytes], at: int) -> list[bytes]:
-    """One bit of the frame's header or tag is another one."""
+    """Flip one bit in the header or the tag of the first frame."""
     frame = bytearray(frames[0])
     frame[LENGTH_BYTES + at % (len(frame) - LENGTH_BYTES)] ^= 1
     return [bytes(frame), *frames[1:]]
@@ -392,7 +395,8 @@ TAMPERING: dict[str, Callable[[list[bytes], int], list[bytes]]] = {
 @given(messages=st.permutations(MESSAGES), at=st.integers(0, 200))
 @settings(deadline=None, max_examples=20)
 def test_a_frame_that_somebody_changed_is_noticed(what: str, messages: list[Message], at: int) -> None:
-    """Flipped, repeated, left out, moved or made up: the receiver never takes it for a message of its peer."""
+    """Frames are flipped, repeated, dropped, swapped or forged: the receiver never accepts one as a message of its
+    peer."""
     frames = recorded(messages, KEYS[0])
     assert list(heard(frames, KEYS[0])) == messages
     taken: list[Message | None] = []

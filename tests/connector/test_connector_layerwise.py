@@ -1,4 +1,4 @@
-"""KV that leaves while it is being computed, and connections that break: over loopback, with real bytes."""
+"""KV that is sent while it is computed, and connections that break, over loopback with real bytes."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ ALL = tuple(range(BLOCKS))
 
 
 def early(peer: Peer, prompt: str = "") -> Transfer:
-    """All blocks of a prompt that nobody has begun to compute."""
+    """Return a transfer of all blocks of a prompt that is not computed yet."""
     return Transfer("d", peer, "p", 0, ALL, prompt=prompt, wait_s=WAIT_S)
 
 
 def ended(client: Client) -> Result:
-    """The only transfer's end."""
+    """Wait for the only transfer; return its result."""
     result = client.wait(WAIT_S)
     assert result is not None, "the transfer hangs"
     return result
@@ -48,9 +48,9 @@ def ended(client: Client) -> Result:
     checksum=st.booleans(),
 )
 def test_what_is_not_computed_never_leaves(layers: int, chunks: list[int], asked_first: bool, checksum: bool) -> None:
-    """A block's bytes are written just before it is said to be computed; whoever reads earlier reads zeros.
+    """A block's bytes are written just before it is reported as computed; a reader that is too early would get zeros.
 
-    The prompt is computed in chunks, each layer by layer. All arrives as it was written.
+    The prompt is computed in chunks, each one layer by layer. All bytes arrive unchanged.
     """
     source, target = Cache(layers, 64), Cache(layers, 64)
     wanted = np.random.default_rng(1).integers(1, 256, source.memory.shape, np.uint8)
@@ -79,7 +79,7 @@ def test_what_is_not_computed_never_leaves(layers: int, chunks: list[int], asked
 
 
 def test_a_layer_arrives_before_the_next_one_is_computed() -> None:
-    """The overlap itself: layer 0 is here while layer 1 does not exist yet."""
+    """Computing and sending overlap: layer 0 has arrived before layer 1 is computed."""
     source, target = Cache(2, 64, seed=1), Cache(2, 64)
     with ends(source, target, Options(), Options()) as (server, client, peer):
         client.start(early(peer))
@@ -97,7 +97,7 @@ def test_a_layer_arrives_before_the_next_one_is_computed() -> None:
 
 
 def test_a_fence_is_passed_before_a_layer_is_read() -> None:
-    """On a device the bytes are there only then."""
+    """On a device the bytes are complete only after the fence."""
     source, target = Cache(1, 64), Cache(1, 64)
 
     def fence() -> None:
@@ -112,7 +112,7 @@ def test_a_fence_is_passed_before_a_layer_is_read() -> None:
 
 
 def test_blocks_that_vllm_takes_back_are_not_read_any_more() -> None:
-    """After `withdraw` returns, whatever is written into them does not get out; the pull fails."""
+    """Bytes written after `withdraw` returns are never sent; the pull fails."""
     source, target = Cache(2, 64, seed=2), Cache(2, 64)
     with ends(source, target, Options(), Options()) as (server, client, peer):
         client.start(early(peer))
@@ -122,7 +122,7 @@ def test_blocks_that_vllm_takes_back_are_not_read_any_more() -> None:
         wanted = source.memory[0].copy()
         server.withdraw("p")
         source.memory[:] = 0
-        server.computed(Computing("p", "p", ALL, BLOCKS), [0, 1])  # computed anew: too late for this name
+        server.computed(Computing("p", "p", ALL, BLOCKS), [0, 1])  # recomputed: too late for this transfer ID
         assert ended(client).failure in ("gone", "reset")
         server.hold("p", ALL)
         while server.held:
@@ -132,7 +132,7 @@ def test_blocks_that_vllm_takes_back_are_not_read_any_more() -> None:
 
 
 def test_taking_back_waits_for_who_reads() -> None:
-    """A thread of the server is about to read a block: `withdraw` returns when it has let go, not before."""
+    """A server thread is about to read a block: `withdraw` returns only after this thread has finished."""
     source, target = Cache(1, 64, seed=2), Cache(1, 64)
     reading, go = threading.Event(), threading.Event()
 
@@ -154,7 +154,8 @@ def test_taking_back_waits_for_who_reads() -> None:
 
 
 def test_a_connection_that_was_given_up_takes_no_more_pieces() -> None:
-    """The server stands still for longer than the client's patience, then goes on: nothing is dealt to the old one."""
+    """The server stalls for longer than the client's timeout and then continues: the old connection gets no more
+    chunks."""
     source, target = Cache(10, 64, seed=8), Cache(10, 64)
     calls: list[int] = []
     go = threading.Event()
@@ -179,7 +180,7 @@ def test_a_connection_that_was_given_up_takes_no_more_pieces() -> None:
 
 
 def test_a_prompt_that_is_given_up_half_computed_is_refused() -> None:
-    """What has not been computed never leaves; the blocks are vLLM's again as soon as nobody reads them."""
+    """Layers that are not computed are never sent; vLLM gets the blocks back as soon as no thread reads them."""
     source, target = Cache(2, 64, seed=3), Cache(2, 64)
     with ends(source, target, Options(), Options()) as (server, client, peer):
         client.start(early(peer))
@@ -196,7 +197,7 @@ def test_a_prompt_that_is_given_up_half_computed_is_refused() -> None:
 
 
 def test_a_prompt_that_is_never_computed_is_refused() -> None:
-    """Whether vLLM has begun with it, so that it waits for its blocks, or not."""
+    """The pull is refused whether vLLM has started the prompt, so that its blocks must be freed, or not."""
     source, target = Cache(1, 64, seed=3), Cache(1, 64)
     with ends(source, target, Options(), Options()) as (server, client, peer):
         client.start(early(peer))
@@ -207,7 +208,7 @@ def test_a_prompt_that_is_never_computed_is_refused() -> None:
 
 
 def test_another_prompt_under_the_name_is_refused() -> None:
-    """The router has mixed up two requests."""
+    """The router has confused two requests."""
     source, target = Cache(1, 64, seed=4), Cache(1, 64)
     with ends(source, target, Options(), Options()) as (server, client, peer):
         server.computed(Computing("p", "p", ALL, BLOCKS, prompt="theirs"), [0])
@@ -218,7 +219,7 @@ def test_another_prompt_under_the_name_is_refused() -> None:
 
 
 def test_a_prompt_that_turns_out_shorter_is_refused() -> None:
-    """The decode instance has asked for more blocks than the prompt has."""
+    """The decode instance requests more blocks than the prompt has."""
     source, target = Cache(1, 64, seed=4), Cache(1, 64)
     with ends(source, target, Options(), Options()) as (server, client, peer):
         server.computed(Computing("p", "p", ALL[:3], 3), [0])
@@ -229,7 +230,7 @@ def test_a_prompt_that_turns_out_shorter_is_refused() -> None:
 
 @pytest.mark.parametrize("begun", [False, True], ids=["not-begun", "half-computed"])
 def test_who_waits_hears_that_the_peer_is_alive(begun: bool) -> None:
-    """Several times within the server's own patience, before a prompt is begun and while it is computed."""
+    """The messages come several times per timeout, before a prompt is started and while it is computed."""
     source = Cache(2, 64, seed=5)
     with (
         ends(source, Cache(2, 64), Options(timeout_s=0.2), Options()) as (server, _, peer),
@@ -248,7 +249,7 @@ def test_who_waits_hears_that_the_peer_is_alive(begun: bool) -> None:
 
 
 def test_a_transfer_that_nobody_wants_any_more_ends() -> None:
-    """Its prompt is never begun; a second word changes nothing."""
+    """The prompt is never started; a second cancellation has no effect."""
     with ends(Cache(1, 64), Cache(1, 64), Options(timeout_s=0.2), Options()) as (server, client, peer):
         client.start(early(peer))
         client.cancel("d")
@@ -258,7 +259,7 @@ def test_a_transfer_that_nobody_wants_any_more_ends() -> None:
 
 
 def test_what_was_sent_is_told_though_the_connection_has_gone() -> None:
-    """The counters are read a last time before it is closed."""
+    """The counters are read once more before the connection is closed."""
     source, target = Cache(1, 64 << 10, seed=9), Cache(1, 64 << 10)
     with serving(source) as (server, peer):
         with pulling(target, Options(connections=1, instance="decode0")) as client:
@@ -271,7 +272,8 @@ def test_what_was_sent_is_told_though_the_connection_has_gone() -> None:
 
 
 class Relay:
-    """Between client and server: connection k carries `cuts[k]` bytes to the client and is then cut, or held up."""
+    """A relay between client and server: connection k carries `cuts[k]` bytes to the client and is then cut or
+    stalled."""
 
     def __init__(self, target: Peer, cuts: list[int], stall: bool) -> None:
         self._target, self._cuts, self._stall = target, cuts, stall
@@ -286,7 +288,7 @@ class Relay:
         self.accepted = 0
 
     def close(self) -> None:
-        """End all threads."""
+        """Stop all threads."""
         self._listener.shutdown(socket.SHUT_RDWR)
         self._threads[0].join()
         for sock in self._sockets:
@@ -298,7 +300,7 @@ class Relay:
         self._stack.close()
 
     def has(self, connections: int) -> None:
-        """Wait until so many have come."""
+        """Wait until this number of connections has been accepted."""
         with self._came:
             assert self._came.wait_for(lambda: self.accepted >= connections, WAIT_S), f"only {self.accepted} came"
 
@@ -327,7 +329,7 @@ class Relay:
                 sink.sendall(data)
                 limit = None if limit is None else limit - len(data)
         except OSError:
-            pass  # one side has gone
+            pass  # one side has closed
         if limit == 0:
             self.cut += 1
             if self._stall:
@@ -337,7 +339,7 @@ class Relay:
 
 
 def shutdown(sock: socket.socket) -> None:
-    """If it is still connected."""
+    """Shut the socket down if it is still connected."""
     try:
         sock.shutdown(socket.SHUT_RDWR)
     except OSError:
@@ -346,7 +348,7 @@ def shutdown(sock: socket.socket) -> None:
 
 @contextmanager
 def relayed(peer: Peer, cuts: list[int], stall: bool = False) -> Iterator[Relay]:
-    """A relay in front of `peer`."""
+    """Run a relay in front of `peer`."""
     relay = Relay(peer, cuts, stall)
     try:
         yield relay
@@ -363,7 +365,7 @@ def relayed(peer: Peer, cuts: list[int], stall: bool = False) -> Iterator[Relay]
 def test_what_a_broken_connection_has_not_delivered_comes_over_another(
     cuts: list[int], connections: int, layerwise: bool
 ) -> None:
-    """Connections break anywhere behind their first part; every byte arrives as it was."""
+    """Connections break anywhere after their first part; every byte arrives unchanged."""
     source, target = Cache(12, 2 << 10, seed=6), Cache(12, 2 << 10)
     with (
         pulling(target, Options(connections=connections)) as client,
@@ -382,7 +384,7 @@ def test_what_a_broken_connection_has_not_delivered_comes_over_another(
 
 
 def test_an_early_transfer_gets_all_its_connections_when_something_comes() -> None:
-    """Each of three is opened, whoever of them carries the most."""
+    """All three are opened, whichever of them carries the most bytes."""
     source, target = Cache(12, 4 << 10, seed=6), Cache(12, 4 << 10)
     with (
         pulling(target, Options(connections=3)) as client,
@@ -399,7 +401,7 @@ def test_an_early_transfer_gets_all_its_connections_when_something_comes() -> No
 
 
 def test_who_waits_in_vain_waits_with_one_connection() -> None:
-    """However many a transfer may have: most of the time nothing comes."""
+    """The maximum number of connections has no effect, because most of the time no data is sent."""
     source = Cache(12, 4 << 10, seed=6)
     with (
         pulling(Cache(12, 4 << 10), Options(connections=3)) as client,
@@ -409,13 +411,14 @@ def test_who_waits_in_vain_waits_with_one_connection() -> None:
         client.start(Transfer("d", relay.peer, "p", 0, ALL, wait_s=WAIT_S))
         server.forget("p")
         assert ended(client).failure == "gone"
-        relay.has(2)  # and one to say that nobody waits any more
+        relay.has(2)  # and one to cancel the wait
         client.close()
         assert relay.accepted == 2
 
 
 def test_a_connection_that_stands_still_does_not_hold_the_rest() -> None:
-    """One of two carries a few bytes and then nothing: the other carries what it can, and the piece comes again."""
+    """One of two connections stalls after a few bytes: the other one carries the rest, and the lost chunk is sent
+    again."""
     source, target = Cache(12, 32 << 10, seed=7), Cache(12, 32 << 10)
     with (
         pulling(target, Options(connections=2, timeout_s=2.0)) as client,
@@ -432,7 +435,7 @@ def test_a_connection_that_stands_still_does_not_hold_the_rest() -> None:
 
 @contextmanager
 def serving(source: Cache) -> Iterator[tuple[Server, Peer]]:
-    """A server alone."""
+    """Run a server without a client."""
     server = Server(source.regions, source.layout, Options(), environ={})
     try:
         yield server, Peer(*server.address)
@@ -441,7 +444,7 @@ def serving(source: Cache) -> Iterator[tuple[Server, Peer]]:
 
 
 def test_a_peer_that_breaks_off_again_and_again_is_left() -> None:
-    """Three connections in a row without a part are enough."""
+    """The client abandons the peer after three connections in a row without a part."""
     knocks: list[Fetch] = []
 
     def barren(channel: Channel) -> None:

@@ -1,4 +1,4 @@
-"""The connector's pure parts: who holds what, which blocks are pulled, which options are taken, what is counted."""
+"""The connector's pure parts: block leases, choice of the blocks to pull, options, and counters."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ BLOCK_TOKENS = 16
 REQUESTS = st.sampled_from(["a", "b", "c"])
 ASK = {"do_remote_decode": True}
 NOTHING = Ending(False, None)
-"""Of a request that nobody fetches."""
+"""The ending of a request that no peer fetches."""
 
 
 def scheduler(**arguments: Any) -> Scheduler:
-    """One that listens on port 7001."""
+    """Return a scheduler whose workers listen on ports 7001 and 7002."""
     made = Scheduler(Options(instance="prefill0"), engine_id="engine", block_tokens=BLOCK_TOKENS, **arguments)
     made.listening({0: ("10.0.0.1", 7001), 1: ("10.0.0.1", 7002)})
     return made
 
 
 def handover(tokens: list[int], **arguments: Any) -> dict[str, Any]:
-    """What a prefill instance says of a prompt that it has computed, as it crosses the router."""
+    """Return the transfer parameters of a computed prompt, as they pass through the router."""
     blocks = range(100, 100 - (-len(tokens) // BLOCK_TOKENS))
     told = (
         scheduler(**arguments)
@@ -60,14 +60,14 @@ def handover(tokens: list[int], **arguments: Any) -> dict[str, Any]:
 
 @given(tokens=st.integers(1, 200), cached_blocks=st.integers(0, 12))
 def test_what_is_pulled_and_what_is_cached_make_the_prompt(tokens: int, cached_blocks: int) -> None:
-    """Without gap or overlap, whole blocks only, each into the block of its own position."""
+    """There is no gap and no overlap, only whole blocks, and each one goes to the block of its own position."""
     prompt = list(range(tokens))
     cached = min(cached_blocks * BLOCK_TOKENS, tokens // BLOCK_TOKENS * BLOCK_TOKENS)
     decode = scheduler()
     decode.arrived("d", handover(prompt), prompt)
     matched = decode.matched("d", tokens, cached)
     assert matched == tokens - cached
-    mine = list(range(500, 500 - (-tokens // BLOCK_TOKENS) + 2))  # vLLM may allot more than the prompt needs
+    mine = list(range(500, 500 - (-tokens // BLOCK_TOKENS) + 2))  # vLLM may allocate more than the prompt needs
     decode.allocated("d", tokens, mine, matched)
     step = decode.take()
     if matched:
@@ -81,7 +81,7 @@ def test_what_is_pulled_and_what_is_cached_make_the_prompt(tokens: int, cached_b
 
 @given(data=st.data())
 def test_every_handover_ends_in_one_pull_or_one_release(data: st.DataObject) -> None:
-    """In any order of vLLM's calls, repeated ones included: a prefill instance never waits for its time to run out."""
+    """For any order of vLLM's calls, repeated ones included, a prefill instance never waits for its timeout."""
     decode = scheduler()
     arrived: set[str] = set()
     steps: list[Step] = []
@@ -107,7 +107,7 @@ def test_every_handover_ends_in_one_pull_or_one_release(data: st.DataObject) -> 
 
 
 def test_a_worked_example() -> None:
-    """40 tokens are three blocks, the last one half full; the first is cached here."""
+    """40 tokens are three blocks, the last one half full; the decode instance has the first one cached."""
     prompt = list(range(40))
     prefill = scheduler()
     keep, told = prefill.finished("p", ASK, prompt, completed=True, computed_tokens=40, blocks=[4, 9, 2])
@@ -126,7 +126,7 @@ def test_a_worked_example() -> None:
 
 
 def test_a_shorter_prefill_gives_whole_blocks() -> None:
-    """Of 37 tokens that were computed, 32 are in whole blocks; the rest is computed here."""
+    """Of 37 computed tokens, 32 are in whole blocks; the decode instance computes the rest."""
     prompt = list(range(40))
     decode = scheduler()
     decode.arrived("d", handover(prompt) | {"remote_num_tokens": 37}, prompt)
@@ -143,8 +143,9 @@ def test_a_shorter_prefill_gives_whole_blocks() -> None:
 def test_the_beginning_of_a_prompt_is_pulled_and_all_of_it_held(
     shared: int, held: int, more: int, cached_blocks: int, name: str | None
 ) -> None:
-    """Of a peer that holds a prompt with which this one begins: its whole blocks, as far as they are not here. Of any
-    other prompt nothing. The request is held for the next peer in any case, by the router's name if it has one."""
+    """If a peer holds a prefix of this prompt, its whole blocks are pulled unless they are cached locally. Nothing is
+    pulled of any other prompt. In both cases the request is held for the next peer, under the router's transfer ID if
+    it has one."""
     there, prompt = [*range(shared), *range(1_000, 1_000 + held)], [*range(shared), *range(2_000, 2_000 + more)]
     if not there or not prompt:
         return
@@ -208,7 +209,7 @@ def test_blocks_are_held_only_for_a_fetch(params: dict[str, Any] | None, complet
 
 
 def test_every_rank_has_its_own_port() -> None:
-    """Under tensor parallelism a rank pulls from the same rank."""
+    """With tensor parallelism, a rank pulls from the same rank of the peer."""
     prompt = [1, 2, 3]
     told = handover(prompt, tp=2)
     assert (told["tp_size"], told["remote_ports"]) == (2, [7001, 7002])
@@ -234,7 +235,7 @@ EARLY = {"do_remote_prefill": True, "transfer_id": "t", "remote_host": "10.0.0.1
 def test_every_prompt_that_is_computed_under_a_name_is_held_or_dropped_once(
     actions: list[tuple[str, str, int]],
 ) -> None:
-    """In any order of vLLM's calls. vLLM keeps the blocks of exactly those; who waits for another is refused."""
+    """For any order of its calls, vLLM keeps exactly the blocks of these prompts; a pull of another one is refused."""
     prefill = layerwise()
     for request in ("a", "b", "c"):
         prefill.arrived(request, ASK | {"transfer_id": f"t-{request}"}, list(range(40)))
@@ -268,7 +269,7 @@ def test_every_prompt_that_is_computed_under_a_name_is_held_or_dropped_once(
     assert sorted(held + dropped) == sorted(kept)
     assert sorted([*(f"t-{request}" for request in kept), *refused]) == ["t-a", "t-b", "t-c"]
     open_now: set[str] = set()
-    for step in steps:  # what a worker sees: taken back only what was told of, and nothing told of is forgotten
+    for step in steps:  # the worker's view: only announced IDs are withdrawn, and every announced ID ends
         assert set(step.withdrawn) <= open_now
         open_now.difference_update(step.withdrawn)
         open_now.update(one.name for one in step.computing)
@@ -279,14 +280,15 @@ def test_every_prompt_that_is_computed_under_a_name_is_held_or_dropped_once(
 
 
 def layerwise(**options: Any) -> Scheduler:
-    """One that tells what it computes."""
+    """Return a scheduler that reports computed blocks (layer-wise transfer)."""
     made = Scheduler(Options(layerwise=True, **options), engine_id="engine", block_tokens=BLOCK_TOKENS)
     made.listening({0: ("10.0.0.1", 7001)})
     return made
 
 
 def test_a_prompt_is_asked_for_before_it_is_computed() -> None:
-    """40 tokens, computed in two steps of 20: one whole block after the first, all three after the second."""
+    """40 tokens are computed in two steps of 20: one whole block is ready after the first step, all three after the
+    second."""
     prompt, prefill, decode = list(range(40)), layerwise(), scheduler()
     decode.arrived("d", EARLY | {"connections": 16}, prompt)
     assert decode.matched("d", 40, 16) == 24
@@ -311,7 +313,7 @@ def test_a_prompt_is_asked_for_before_it_is_computed() -> None:
 
 
 def test_a_name_serves_once() -> None:
-    """A second prompt under it would be taken for the first; without a name it is held under vLLM's own."""
+    """A second prompt with the same ID could be confused with the first; it is held under vLLM's request ID."""
     prefill = layerwise()
     prefill.arrived("p", ASK | {"transfer_id": "t"}, [1])
     prefill.arrived("q", ASK | {"transfer_id": "t"}, [2])
@@ -322,7 +324,7 @@ def test_a_name_serves_once() -> None:
 
 
 def test_without_the_option_a_named_prompt_is_held_when_it_is_done() -> None:
-    """Who waits for it gets it then."""
+    """A waiting peer gets it then."""
     prefill = scheduler()
     prefill.arrived("p", ASK | {"transfer_id": "t"}, [1])
     assert prefill.watched({"p": 1}) == []
@@ -352,7 +354,7 @@ def test_an_announcement_that_cannot_be_believed_is_not_followed(change: dict[st
     )
 )
 def test_held_blocks_are_freed_once_and_never_under_a_reader(actions: list[tuple[str, str, int]]) -> None:
-    """Whatever the order; at the end, when readers have left and time is over, nothing is held."""
+    """The actions come in any order; when all readers have left and the time is over, nothing is held."""
     holds, now = Holds(), 0
     readers: dict[str, list[Hold]] = {}
     held: set[str] = set()
@@ -394,10 +396,10 @@ OWNERS = st.sampled_from(["a", "b", "c"])
 
 @given(actions=st.lists(st.tuples(NAMES, OWNERS, st.sampled_from(["hold", "hold", "compute", "drop"]))))
 def test_a_name_keeps_what_it_names(actions: list[tuple[str, str, str]]) -> None:
-    """Another owner is refused unless it holds the same prompt; its blocks are freed at once, and those held stay,
-    as long as its first owner does not drop it.
+    """Another owner is refused unless it holds the same prompt. Its blocks are freed at once, and the held ones stay
+    until the first owner drops them.
 
-    Owners "a" and "b" have the same prompt in different blocks, "c" has another one. Each comes once.
+    Owners "a" and "b" have the same prompt in different blocks, "c" has another one. Each one appears once.
     """
     holds = Holds()
     blocks = {"a": (1, 2), "b": (3, 4), "c": (5, 6)}
@@ -437,7 +439,7 @@ def test_a_name_keeps_what_it_names(actions: list[tuple[str, str, str]]) -> None
 
 
 def test_a_request_that_is_held_may_be_held_again_as_it_was() -> None:
-    """And not with other blocks: those that are held stay held."""
+    """The request cannot be held with other blocks: the held ones stay."""
     holds = Holds()
     holds.hold("p", [1, 2], 10.0, prompt="x")
     holds.hold("p", [1, 2], 20.0, prompt="x")
@@ -449,7 +451,8 @@ def test_a_request_that_is_held_may_be_held_again_as_it_was() -> None:
 
 @given(steps=st.lists(st.tuples(st.integers(0, 1), st.integers(0, 5)), min_size=1, max_size=8))
 def test_what_is_computed_stays_computed(steps: list[tuple[int, int]]) -> None:
-    """By region, and the fence is that of the step which computed it last; later steps say the same again."""
+    """Progress is counted per region. The fence is that of the last step that computed new blocks; later steps may
+    repeat the report."""
     holds, passed = Holds(), list[int]()
     best, fences = [0, 0], dict[int, int]()
     for number, (region, ready) in enumerate(steps):
@@ -487,7 +490,7 @@ def test_wrong_options_are_refused_with_the_mend(extra: dict[str, Any], message:
 
 
 def test_options() -> None:
-    """The token comes from its variable; a wildcard is not told to others."""
+    """The token comes from its environment variable; a wildcard host is not advertised."""
     options = read_options({"host": "0.0.0.0", "token_env": "T", "advertised_host": "10.0.0.9", "dscp": {"kv": 10}})
     assert options.secret({"T": "secret"}) == "secret"
     assert options.advertised() == "10.0.0.9"
@@ -509,7 +512,7 @@ COUNTS = st.lists(
 
 @given(parts=st.lists(COUNTS, max_size=4))
 def test_counts_add_up_in_whatever_parts_they_come(parts: list[list[tuple[str, str, int]]]) -> None:
-    """Workers and steps are summed by vLLM; the sum is what one worker would have counted."""
+    """vLLM adds up workers and steps; the sum equals the counts of a single worker."""
     total, single = no_counts(), no_counts()
     for part in parts:
         counts = no_counts()
@@ -532,7 +535,7 @@ def test_counts_add_up_in_whatever_parts_they_come(parts: list[list[tuple[str, s
 
 
 def count(counts: Counts, source: str, kind: str, nbytes: int) -> None:
-    """One event of a kind."""
+    """Count one event of a kind."""
     match kind:
         case "":
             count_transfer(counts, source, nbytes, nbytes / 8)
@@ -546,7 +549,8 @@ def count(counts: Counts, source: str, kind: str, nbytes: int) -> None:
 
 
 def test_the_ranks_connections_are_one_link() -> None:
-    """Windows, queues and rates add up; round trips are the connections' mean, and the last word of a rank counts."""
+    """Windows, queues and rates are added; the round trip is the mean over connections, and the latest report of a rank
+    counts."""
     counts = no_counts()
     for rank, gauges in enumerate(
         (Gauges(1, 0.02, 0.01, 10.0, 5.0, 3.0, 2.0, 7.0), Gauges(3, 0.04, 0.02, 1.0, 1.0, 1.0, 0.5, 8.0), Gauges())

@@ -1,4 +1,5 @@
-"""Dealing pieces to lanes: whatever breaks, and however blocks are computed, all arrives and nothing too early."""
+"""Assignment of chunks to lanes: whatever breaks and in whatever order blocks are computed, all arrive and none too
+early."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ LANES = 3
 
 
 def covered(pieces: list[Piece]) -> list[tuple[int, int]]:
-    """Region and position of every block, in order."""
+    """Return region and position of every block, in order."""
     return sorted((piece.region, place) for piece in pieces for place in range(piece.first, piece.end))
 
 
@@ -25,7 +26,7 @@ def covered(pieces: list[Piece]) -> list[tuple[int, int]]:
 def test_every_block_arrives_once_however_lanes_break(
     region_bytes: list[int], first: int, count: int, piece_bytes: int, data: st.DataObject
 ) -> None:
-    """A lane that breaks has delivered a prefix of its pieces; the others are dealt anew, to whoever asks."""
+    """A broken lane has delivered a prefix of its chunks; the others are assigned again to any lane."""
     stripe = Stripe(region_bytes, first, count, least=1, most=piece_bytes)
     ready = [0] * len(region_bytes)
     under_way: dict[int, list[Piece]] = {lane: [] for lane in range(LANES)}
@@ -71,7 +72,7 @@ def test_every_block_arrives_once_however_lanes_break(
 
 
 def test_pieces_shrink_towards_the_end() -> None:
-    """A lane gets its share of half of what is left: 4 lanes and 100 blocks of 1 byte, between 3 and 10 bytes."""
+    """A lane gets its share of half of the rest: 4 lanes and 100 blocks of 1 byte, between 3 and 10 bytes per chunk."""
     stripe = Stripe([1], 0, 100, least=3, most=10)
     for lane in range(4):
         stripe.begin(lane)
@@ -82,7 +83,7 @@ def test_pieces_shrink_towards_the_end() -> None:
 
 
 def test_a_worked_example() -> None:
-    """Two regions of three blocks, two blocks a piece; the second region is computed later, and lane 0 breaks."""
+    """Two regions of three blocks, two blocks per chunk; the second region is computed later, and lane 0 breaks."""
     stripe = Stripe([10, 10], 4, 3, least=20, most=20)
     stripe.begin(0)
     stripe.begin(1)
@@ -99,6 +100,6 @@ def test_a_worked_example() -> None:
     assert stripe.take(0) == Piece(region=1, first=5, count=2, number=2)
     assert stripe.dealt
     stripe.begin(0)
-    assert not stripe.dealt  # what lane 0 has lost a second time
+    assert not stripe.dealt  # lane 0 has lost this chunk a second time
     assert stripe.take(1, ready) == Piece(region=1, first=5, count=2, number=2)
     assert stripe.dealt

@@ -1,4 +1,4 @@
-"""KV blocks over loopback: they arrive as they were, or the transfer says why not; nothing hangs or is left over."""
+"""KV blocks over loopback: they arrive unchanged or the transfer reports the reason; nothing hangs or leaks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from kvroute.connector.worker import Worker
 def test_blocks_arrive_as_they_were(
     layers: int, block_bytes: int, gap_bytes: int, connections: int, checksum: bool, data: st.DataObject
 ) -> None:
-    """Any blocks, anywhere, over any number of connections; and no other byte of the target changes."""
+    """Any blocks at any place arrive over any number of connections, and no other byte of the target changes."""
     held = data.draw(st.lists(st.integers(0, BLOCKS - 1), min_size=1, unique=True))
     first = data.draw(st.integers(0, len(held) - 1))
     count = data.draw(st.integers(1, len(held) - first))
@@ -65,7 +65,7 @@ def test_blocks_arrive_as_they_were(
 
 
 def test_a_large_transfer_is_shared_among_connections() -> None:
-    """24 blocks of 4 layers x 256 KiB: more than a socket buffers, so both ends work at once."""
+    """24 blocks of 4 layers x 256 KiB exceed the socket buffers, so both ends work at the same time."""
     source, target = Cache(4, 256 << 10, seed=2), Cache(4, 256 << 10)
     with ends(source, target) as (server, client, peer):
         server.hold("p", range(BLOCKS))
@@ -76,7 +76,7 @@ def test_a_large_transfer_is_shared_among_connections() -> None:
 
 @pytest.mark.parametrize("layer", [0, 2])
 def test_a_damaged_layer_is_noticed_only_by_its_checksum(tmp_path: Path, layer: int) -> None:
-    """The fault strikes between cache and wire. Afterwards the same connections carry good bytes again."""
+    """The fault changes bytes between cache and network. Afterwards the same connections carry correct bytes again."""
     fault_file = tmp_path / "fault"
     fault_file.write_text(f"corrupt-layer-{layer}\n", encoding="utf-8")
     source, target = Cache(3, 64, seed=3), Cache(3, 64)
@@ -97,7 +97,8 @@ def test_a_damaged_layer_is_noticed_only_by_its_checksum(tmp_path: Path, layer: 
 def test_one_damaged_block_is_that_block_alone(
     tmp_path_factory: pytest.TempPathFactory, first: int, block: int, checksum: bool
 ) -> None:
-    """Block `block` of the prompt, whichever part is asked for; the checksum sees it where it is in there."""
+    """The fault is in block `block` of the prompt, whichever part is requested; the checksum detects it if the part
+    contains it."""
     fault_file = tmp_path_factory.mktemp("fault") / "fault"
     fault_file.write_text(f"corrupt-layer-1-block-{block}", encoding="utf-8")
     source, target = Cache(2, 64, seed=4), Cache(2, 64)
@@ -117,7 +118,7 @@ def test_one_damaged_block_is_that_block_alone(
 
 
 def client_result(client: Client, peer: Peer, remote: str, checksum: bool = False) -> Result:
-    """One block of request `remote` into block 0."""
+    """Pull one block of request `remote` into block 0."""
     client.start(Transfer("d", peer, remote, 0, (0,), checksum))
     result = client.wait(WAIT_S)
     assert result is not None
@@ -135,7 +136,7 @@ def client_result(client: Client, peer: Peer, remote: str, checksum: bool = Fals
     ],
 )
 def test_strangers_are_refused(server: Options, client: Options, change: dict[str, Any], word: str) -> None:
-    """Before a byte of KV is sent, and the blocks stay held for whoever may have them."""
+    """Such clients are rejected before any byte of KV is sent, and the blocks stay held for other peers."""
     source, target = Cache(2, 64, seed=4), Cache(2, 64)
     target.layout = msgspec.structs.replace(target.layout, **change)
     with ends(source, target, server, client) as (serving, pulling, peer):
@@ -146,7 +147,7 @@ def test_strangers_are_refused(server: Options, client: Options, change: dict[st
 
 
 def test_a_client_that_cannot_prove_the_token_is_told_so_and_left() -> None:
-    """Even one that would take any server's word."""
+    """The client may be one that does not check the server's proof."""
     source = Cache(1, 64, seed=12)
     with (
         ends(source, Cache(1, 64), TOKEN, TOKEN) as (server, _, peer),
@@ -173,7 +174,7 @@ def test_a_client_that_cannot_prove_the_token_is_told_so_and_left() -> None:
 
 
 def test_a_server_that_cannot_prove_the_token_is_not_believed() -> None:
-    """It gets neither the token nor a place to write to."""
+    """The server gets neither the token nor any data."""
     target = Cache(1, 64)
     heard: list[bytes] = []
 
@@ -191,7 +192,7 @@ def test_a_server_that_cannot_prove_the_token_is_not_believed() -> None:
 
 @pytest.mark.parametrize("sent", [0, 1, 63, 64, 100, 127])
 def test_a_peer_that_dies_midway_is_a_failure(sent: int) -> None:
-    """After any number of bytes of two layers of 64; the blocks are then not to be trusted."""
+    """The peer dies after any number of bytes of two layers of 64; the received blocks are then invalid."""
     source, target = Cache(2, 64, seed=5), Cache(2, 64)
 
     def dying(channel: Channel) -> None:
@@ -233,7 +234,7 @@ def test_a_part_that_was_not_asked_for_is_malformed(part: Part) -> None:
 
 
 def test_a_silent_peer_is_left_in_time() -> None:
-    """It accepts and never says a word."""
+    """The peer accepts the connection and never sends anything."""
     listener = socket.create_server(("127.0.0.1", 0))
     peer = Peer("127.0.0.1", listener.getsockname()[1])
     with listener, pulling(Cache(1, 64), Options(timeout_s=0.05)) as client:
@@ -248,7 +249,7 @@ def test_nobody_listens() -> None:
 
 
 def test_a_server_that_closes_breaks_what_is_under_way(tmp_path: Path) -> None:
-    """A transfer that stands still ends when either side closes; `close` waits for nobody else."""
+    """A stalled transfer ends when either side closes; `close` does not wait for the peer."""
     fault_file = tmp_path / "fault"
     fault_file.write_text("stall-layer-1", encoding="utf-8")
     source, target = Cache(2, 64, seed=6), Cache(2, 64)
@@ -263,7 +264,7 @@ def test_a_server_that_closes_breaks_what_is_under_way(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("repeat", range(20))
 def test_a_client_that_closes_breaks_what_is_under_way(tmp_path: Path, repeat: int) -> None:
-    """Whatever its threads do at that moment: connect, shake hands, or wait for the first or a later layer."""
+    """The threads may be connecting, in the handshake, or waiting for the first or a later layer."""
     fault_file = tmp_path / "fault"
     fault_file.write_text(f"stall-layer-{repeat % 2}", encoding="utf-8")
     source, target = Cache(2, 64, seed=6), Cache(2, 64)
@@ -280,7 +281,7 @@ def test_a_client_that_closes_breaks_what_is_under_way(tmp_path: Path, repeat: i
 
 
 def test_a_stalled_layer_is_not_sent_when_the_server_closes(tmp_path: Path) -> None:
-    """The transfer must not be completed by the end of the server."""
+    """The end of the server must not complete the transfer."""
     fault_file = tmp_path / "fault"
     fault_file.write_text("stall-layer-1", encoding="utf-8")
     views, ending = [memoryview(b"kv")], threading.Event()
@@ -291,7 +292,7 @@ def test_a_stalled_layer_is_not_sent_when_the_server_closes(tmp_path: Path) -> N
 
 
 def test_a_server_that_is_gone_is_noticed_during_the_handshake() -> None:
-    """It may have discarded the connection without a reset: then nothing but a probe gets an answer."""
+    """The peer may have dropped the connection without a reset; then only a keepalive probe detects it."""
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as sock:
         before = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE)
         with probed(sock):
@@ -300,7 +301,7 @@ def test_a_server_that_is_gone_is_noticed_during_the_handshake() -> None:
 
 
 def test_a_restarted_server_is_found_again() -> None:
-    """The client has kept connections to one that is gone; it notices and opens new ones."""
+    """The client keeps connections to a server that is gone; it detects this and opens new ones."""
     source, target = Cache(1, 64, seed=7), Cache(1, 64)
     with ends(source, target, Options(), Options()) as (server, client, peer):
         server.hold("p", [0])
@@ -308,7 +309,7 @@ def test_a_restarted_server_is_found_again() -> None:
         server.close()
         again = Server(source.regions, source.layout, Options(port=peer.port), environ={})
         try:
-            again.hold("q", [3])  # the first request's release may still be on its way
+            again.hold("q", [3])  # the release of the first request may still be in flight
             assert pull(client, peer, [1], request="q").failure == ""
         finally:
             again.close()
@@ -316,7 +317,7 @@ def test_a_restarted_server_is_found_again() -> None:
 
 
 def test_blocks_are_freed_by_a_release_or_by_time() -> None:
-    """A good transfer, a failed one, a word of release and the clock: each frees its request, once."""
+    """A successful transfer, a failed one, a release message and a timeout each free a request once."""
     source, target, clock = Cache(1, 64, seed=8), Cache(1, 64), Clock()
     with ends(source, target, Options(hold_s=10.0), Options(), clock=clock) as (server, client, peer):
         for request in ("p", "short", "unwanted", "forgotten"):
@@ -343,8 +344,8 @@ def test_blocks_are_freed_by_a_release_or_by_time() -> None:
 
 @pytest.mark.parametrize(("asked", "failure"), [("digest1", ""), ("digest2", "prompt")])
 def test_two_prompts_under_one_name_do_not_mix(caplog: pytest.LogCaptureFixture, asked: str, failure: str) -> None:
-    """The second hold is refused with a line in the log, and its blocks are freed; who asks for the first prompt gets
-    it, and who asks for the second one is refused."""
+    """The second hold is rejected with a log line, and its blocks are freed. A fetch of the first prompt succeeds, a
+    fetch of the second one is refused."""
     source, target = Cache(1, 64, seed=13), Cache(1, 64)
     prefill = Worker(source.regions, source.layout, Options(), consumer=False, environ={})
     try:
@@ -364,7 +365,7 @@ def test_two_prompts_under_one_name_do_not_mix(caplog: pytest.LogCaptureFixture,
 
 
 def test_a_fetch_may_come_before_the_scheduler_has_said_so() -> None:
-    """The router may be faster than the engine's next step; who never comes is refused."""
+    """The router may be faster than the engine's next step; if the prompt never comes, the fetch is refused."""
     source, target = Cache(1, 64, seed=9), Cache(1, 64)
     with ends(source, target, Options(), Options()) as (server, client, peer):
         client.start(Transfer("d", peer, "p", 0, (0,)))
@@ -375,7 +376,7 @@ def test_a_fetch_may_come_before_the_scheduler_has_said_so() -> None:
         assert result.failure == ""
     with ends(source, target, Options(), Options(), unknown_wait_s=0.0) as (server, client, peer):
         assert pull(client, peer, [0]).failure == "unknown"
-    patient = Options(timeout_s=3.0)  # on both sides: the refusal still comes before the client gives up
+    patient = Options(timeout_s=3.0)  # on both sides: the refusal still comes before the client times out
     with ends(source, target, patient, patient) as (server, client, peer):
         assert pull(client, peer, [0]).failure == "unknown"
 
@@ -383,7 +384,7 @@ def test_a_fetch_may_come_before_the_scheduler_has_said_so() -> None:
 @settings(deadline=None, max_examples=40)
 @given(noise=st.binary(min_size=1, max_size=200), framed=st.booleans())
 def test_noise_does_not_take_the_server_down(noise: bytes, framed: bool) -> None:
-    """Anything a stranger sends; the next transfer goes through."""
+    """An unknown peer may send any bytes; the next transfer succeeds."""
     source, target = Cache(1, 64, seed=10), Cache(1, 64)
     with ends(source, target, Options(), Options()) as (server, client, peer):
         with socket.create_connection((peer.host, peer.port)) as stranger:
@@ -416,7 +417,7 @@ def test_packets_carry_their_classs_mark(family: int, host: str, level: int, opt
 
 @pytest.mark.parametrize("control", ["reno", ""])
 def test_congestion_control_is_as_asked(control: str) -> None:
-    """By the kernel's name; every kernel has reno."""
+    """The name is the kernel's; every kernel has reno."""
     with socket.socket() as untouched, socket.socket() as sock:
         tune(sock, 0, control=control)
         plain, tuned = (one.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16) for one in (untouched, sock))
@@ -425,7 +426,7 @@ def test_congestion_control_is_as_asked(control: str) -> None:
 
 @pytest.mark.parametrize("limit", [None, 212_992, BUFFER_BYTES], ids=["unknown", "small", "large"])
 def test_buffers_are_fixed_only_where_the_kernel_gives_what_is_asked(tmp_path: Path, limit: int | None) -> None:
-    """A request that is cut down would end the growth that TCP does by itself."""
+    """A fixed size below the requested one would stop TCP's own growth of the buffer."""
     buffers = (socket.SO_SNDBUF, socket.SO_RCVBUF)
     if limit is not None:
         for name in ("wmem_max", "rmem_max"):
@@ -439,7 +440,8 @@ def test_buffers_are_fixed_only_where_the_kernel_gives_what_is_asked(tmp_path: P
 @given(tokens=st.integers(1, 150), cached_blocks=st.integers(0, 3))
 @settings(deadline=None, max_examples=20)
 def test_both_halves_of_two_instances_together(tokens: int, cached_blocks: int) -> None:
-    """From a finished prompt over the router's JSON to blocks in place, counted, and freed at their source."""
+    """From a finished prompt, through the router's JSON, to blocks in place that are counted and freed at their
+    source."""
     source, target = Cache(2, 64, seed=11), Cache(2, 64)
     prompt, options = list(range(tokens)), Options(token="secret", instance="prefill0")
     cached = min(cached_blocks * 16, tokens // 16 * 16)
@@ -480,7 +482,7 @@ def test_both_halves_of_two_instances_together(tokens: int, cached_blocks: int) 
 
 
 def test_a_pull_that_fails_names_its_blocks_once() -> None:
-    """vLLM computes exactly those again."""
+    """vLLM recomputes exactly these blocks."""
     options = Options()
     target = Cache(1, 64)
     with socket.create_server(("127.0.0.1", 0)) as listener:

@@ -1,4 +1,5 @@
-"""The control core: whatever happens to requests, what they held comes back, and every decision can be made again."""
+"""The control core: for every history of requests, all resources that they held are released, and every decision can be
+replayed."""
 
 from __future__ import annotations
 
@@ -60,29 +61,29 @@ BATCH_MAX = {"d0": 2, "d1": 2, "d2": 1}
 
 
 def core(text: str = TEXT, **spec: Any) -> Control:
-    """A fresh core on the cluster above; it decides by NetKV, whose terms are known here."""
+    """Return a new core on the cluster above; its decode policy is NetKV, whose terms are known here."""
     return ControlSpec(**{"decode": "netkv", **spec}).build(parse(text))
 
 
 def request(number: int, tokens: int = 1_000, answer: int = 0, **more: Any) -> Request:
-    """A request whose content is unknown, unless told otherwise."""
+    """Return a request, by default with unknown content."""
     return Request(id=number, input_tokens=tokens, max_output_tokens=answer, **more)
 
 
 def one(decisions: tuple[Decision, ...]) -> Decision:
-    """The only decision."""
+    """Return the only decision."""
     (decision,) = decisions
     return decision
 
 
 def terms_of(decision: Decision) -> Terms:
-    """Its terms, which must be there."""
+    """Return the terms of a decision, which must exist."""
     assert decision.terms is not None
     return decision.terms
 
 
 def placed(control: Control, asked: Request, at: float = 0.0) -> Decode:
-    """Let a request arrive and its prefill finish."""
+    """Let a request arrive and its prefill finish; return the decode decision."""
     assert isinstance(one(control.handle(Arrived(at, asked))), Prefill)
     decision = one(control.handle(PrefillFinished(at, asked.id)))
     assert isinstance(decision, Decode)
@@ -91,7 +92,7 @@ def placed(control: Control, asked: Request, at: float = 0.0) -> Decode:
 
 @dataclass
 class Life:
-    """What the test knows of a request in flight."""
+    """The state of a request in flight, as the test tracks it."""
 
     request: Request
     step: str
@@ -100,7 +101,8 @@ class Life:
 
 
 class Lives(RuleBasedStateMachine):
-    """Random legal lives beside a model that counts; every decode decision must be priced from the model's counts."""
+    """Random valid request histories against a model that counts; every decode decision must be priced from the model's
+    counts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,16 +112,16 @@ class Lives(RuleBasedStateMachine):
         self.count = 0
 
     def tell(self, event: Event) -> tuple[Decision, ...]:
-        """Some time later."""
+        """Advance the time and pass the event to the core."""
         self.now += 0.25
         return self.control.handle(msgspec.structs.replace(event, at=self.now))
 
     def pick(self, data: st.DataObject, *steps: str) -> int:
-        """A request at one of these steps."""
+        """Draw a request at one of these steps."""
         return data.draw(st.sampled_from([number for number, life in self.lives.items() if life.step in steps]))
 
     def any_at(self, *steps: str) -> bool:
-        """Whether there is one."""
+        """Return whether a request is at one of these steps."""
         return any(life.step in steps for life in self.lives.values())
 
     @rule(tokens=st.integers(1, 6_000), answer=st.integers(0, 3_000))
@@ -135,7 +137,8 @@ class Lives(RuleBasedStateMachine):
     @precondition(lambda self: self.any_at("prefill"))
     @rule(data=st.data())
     def prefilled(self, data: st.DataObject) -> None:
-        """Placed where it fits, priced with all that is under way; refused only where it fits nowhere."""
+        """The decode target has room and is priced with all requests in flight; a reject occurs only if no instance has
+        room."""
         number = self.pick(data, "prefill")
         life = self.lives[number]
         need_bytes = (life.request.input_tokens + life.request.max_output_tokens) * TOKEN_BYTES
@@ -160,7 +163,7 @@ class Lives(RuleBasedStateMachine):
     @precondition(lambda self: self.any_at("transfer"))
     @rule(data=st.data(), reports=st.booleans())
     def landed(self, data: st.DataObject, reports: bool) -> None:
-        """With the target's own report of its memory, which says what the model says, or without."""
+        """The target's own report of its free memory, equal to the model's, is included or not."""
         number = self.pick(data, "transfer")
         report = self.free_bytes(self.lives[number].target) if reports else None
         assert self.tell(TransferFinished(0, number, report)) == ()
@@ -169,7 +172,7 @@ class Lives(RuleBasedStateMachine):
     @precondition(lambda self: self.any_at("landed"))
     @rule(data=st.data())
     def admitted(self, data: st.DataObject) -> None:
-        """Into the batch, whatever its limit: an engine may know better."""
+        """The request enters the batch even beyond its limit, because the engine decides about it."""
         number = self.pick(data, "landed")
         assert self.tell(Admitted(0, number)) == ()
         self.lives[number].step = "decode"
@@ -177,18 +180,18 @@ class Lives(RuleBasedStateMachine):
     @precondition(lambda self: bool(self.lives))
     @rule(data=st.data())
     def leave(self, data: st.DataObject) -> None:
-        """Answered, failed or cancelled, from any step."""
+        """A request completes, fails or is cancelled at any step."""
         number = self.pick(data, "prefill", "transfer", "landed", "decode")
         assert self.tell(Finished(0, number)) == ()
         del self.lives[number]
 
     @invariant()
     def as_many_in_flight_as_there_are(self) -> None:
-        """The core's own count."""
+        """The core's own count equals the model's."""
         assert self.control.in_flight == len(self.lives)
 
     def teardown(self) -> None:
-        """When all have left, the core decides as a fresh one does: bit for bit, up to the last free byte."""
+        """When all requests have left, the core decides exactly like a new one, up to the last free byte."""
         for number in list(self.lives):
             self.tell(Finished(0, number))
         fresh = core()
@@ -199,18 +202,18 @@ class Lives(RuleBasedStateMachine):
                 control.handle(Finished(self.now, number))
 
     def at(self, target: str, *steps: str) -> int:
-        """Requests on a decode instance at these steps."""
+        """Return the number of requests on a decode instance at these steps."""
         return sum(life.target == target and life.step in steps for life in self.lives.values())
 
     def crossing(self, source: str) -> int:
-        """Transfers under way from `source` to the other rack."""
+        """Return the number of transfers in flight from `source` to the other rack."""
         return sum(
             life.source == source and life.step == "transfer" and life.target in ("d1", "d2")
             for life in self.lives.values()
         )
 
     def free_bytes(self, target: str) -> float:
-        """What the model says."""
+        """Return the free memory of a decode instance, by the model."""
         held = [life.request for life in self.lives.values() if life.target == target]
         tokens = sum(one.input_tokens + one.max_output_tokens for one in held)
         return CAPACITY_BYTES[target] - tokens * TOKEN_BYTES
@@ -235,7 +238,8 @@ TestLives.settings = settings(max_examples=60, stateful_step_count=40, deadline=
     ],
 )
 def test_an_event_that_cannot_be_is_refused_and_changes_nothing(story: list[Event], problem: str) -> None:
-    """The last event of each story; afterwards the next request is decided as if it had not come."""
+    """The last event of each history is rejected; the next request is then decided as if that event had not
+    occurred."""
     control, untroubled = core(), core()
     for event in story[:-1]:
         control.handle(event)
@@ -247,7 +251,8 @@ def test_an_event_that_cannot_be_is_refused_and_changes_nothing(story: list[Even
 
 
 def test_an_unknown_model_is_rejected_by_name() -> None:
-    """Normal in operation, hence a value; and nothing is left of the request."""
+    """The rejection is a value and not an exception, because it is normal in operation; nothing of the request
+    remains."""
     control = core()
     decision = one(control.handle(Arrived(0, request(1, model="gpt-5"))))
     assert isinstance(decision, Reject)
@@ -256,7 +261,7 @@ def test_an_unknown_model_is_rejected_by_name() -> None:
 
 
 def test_with_several_models_a_request_must_name_one() -> None:
-    """Each model has its own instances; a request without a model is refused with that reason."""
+    """Each model has its own instances; a request without a model is rejected with that reason."""
     text = TEXT.replace("{name: p1,", "{name: p1, model: qwen3-32b,").replace(
         "{name: d1,", "{name: d1, model: qwen3-32b,"
     )
@@ -269,7 +274,7 @@ def test_with_several_models_a_request_must_name_one() -> None:
 
 
 def test_required_keeps_the_domain_and_its_prefill_instances() -> None:
-    """node0 alone has both roles: only p0 prefills, only d0 decodes, and a full d0 means no."""
+    """node0 alone has both roles: only p0 prefills, only d0 decodes, and a full d0 causes a reject."""
     control = core(constraint="node:fail")
     first = one(control.handle(Arrived(0, request(1, tokens=12_000))))
     assert isinstance(first, Prefill)
@@ -285,13 +290,14 @@ def test_required_keeps_the_domain_and_its_prefill_instances() -> None:
 
 
 def test_fallback_leaves_the_domain_only_when_it_is_full() -> None:
-    """The second request finds no room on d0 and goes across."""
+    """The second request finds no room on d0 and goes to the other rack."""
     control = core(constraint="node:fallback")
     assert [placed(control, request(number, tokens=12_000)).target for number in (1, 2)] == ["d0", "d1"]
 
 
 def test_a_constraint_without_any_domain_rejects_late_and_with_a_reason() -> None:
-    """No rack has both roles once d0 is gone: prefill goes ahead, for fallback must, and `fail` refuses the decode."""
+    """No rack has both roles once d0 is gone: prefill is done anyway, because `fallback` needs it, and `fail` rejects
+    the decode."""
     text = TEXT.replace('  - {name: d0, role: decode, gpus: "node0:2-3"}\n', "")
     control = core(text, constraint="rack:fail")
     assert isinstance(one(control.handle(Arrived(0, request(1)))), Prefill)
@@ -304,7 +310,7 @@ def test_a_constraint_without_any_domain_rejects_late_and_with_a_reason() -> Non
 
 @pytest.mark.parametrize("step", ["landing", "leaving"])
 def test_a_report_of_memory_overrides_the_estimate(step: str) -> None:
-    """d0 says that nothing is free: the next request goes elsewhere, although the estimate has room."""
+    """d0 reports no free memory: the next request goes elsewhere, although by the estimate there is room."""
     control = core()
     assert placed(control, request(1)).target == "d0"
     if step == "landing":
@@ -317,7 +323,7 @@ def test_a_report_of_memory_overrides_the_estimate(step: str) -> None:
 
 
 def test_hits_shrink_the_transfer_but_not_the_need() -> None:
-    """Two of three blocks are cached on d0, one is evicted again; the room for the whole prompt counts all the same."""
+    """Two of three blocks are cached on d0 and one is evicted; the need remains the size of the whole prompt."""
     control = core()
     asked = request(1, tokens=48, answer=16, blocks=(7, 8, 9), block_tokens=16)
     control.handle(KvStored(0, "d0", (7, 8, 5)))
@@ -330,7 +336,7 @@ def test_hits_shrink_the_transfer_but_not_the_need() -> None:
 
 
 def test_the_last_prompt_token_is_always_computed() -> None:
-    """A prompt that p1 has cached as a whole: its output is the first logits, so one token is left to compute."""
+    """p1 has the whole prompt cached. The last token is still computed, because its output gives the first logits."""
     control = core(prefill="cache-aware")
     control.handle(KvStored(0, "p1", (7, 8), 16))
     decision = one(control.handle(Arrived(0, request(1, tokens=32, blocks=(7, 8), block_tokens=16))))
@@ -339,7 +345,7 @@ def test_the_last_prompt_token_is_always_computed() -> None:
 
 
 def test_the_reserve_is_held_back_and_not_lost() -> None:
-    """4 GB with 1 GB held back: 3 GB can be used, again and again."""
+    """Of 4 GB, 1 GB is reserved: 3 GB can be used repeatedly."""
     tokens = int(3e9 // TOKEN_BYTES)
     control = core(TEXT.replace("6 GB", "4 GB"), reserve_bytes=1e9)
     for turn in range(3):
@@ -351,7 +357,7 @@ def test_the_reserve_is_held_back_and_not_lost() -> None:
 
 
 def test_a_log_comes_back_as_it_was_and_decides_again(tmp_path: Path) -> None:
-    """Events of every kind of end, written and read: the same records, and a fresh core makes the same decisions."""
+    """The history has every kind of end. The log returns the same records, and a new core makes the same decisions."""
     path, spec = tmp_path / "core.log", ControlSpec(decode="cla", parameters={"cache_weight": 0.5})
     control = spec.build(parse(TEXT))
     story: list[Event] = [
@@ -379,7 +385,7 @@ def test_a_log_comes_back_as_it_was_and_decides_again(tmp_path: Path) -> None:
 
 
 def test_a_log_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    """A folder that is not there, and a folder in place of the file."""
+    """The folder does not exist, or the path is a folder."""
     for path in (tmp_path / "missing" / "run.log", tmp_path):
         with pytest.raises(InputError, match="cannot be written"):
             EventLog(path, LogHeader(cluster=TEXT, spec=ControlSpec()))

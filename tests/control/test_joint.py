@@ -1,4 +1,5 @@
-"""foresight-joint in the control core: the prefill goes where its KV cache will get away, and where it may."""
+"""foresight-joint in the control core: the prefill goes to an instance from which its KV cache can be sent soon, within
+constraints."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ instances:
   - {name: d1, role: decode, gpus: "node2:2-3"}
 """
 TOKENS = 10_000
-"""Computed in 0.11 s, sent in 1.3 s."""
+"""Prefill takes 0.11 s, the transfer 1.3 s."""
 
 
 def core(text: str = TEXT, **spec: Any) -> Control:
@@ -48,7 +49,7 @@ def core(text: str = TEXT, **spec: Any) -> Control:
 
 
 def prefilled(control: Control, at: float, number: int) -> str:
-    """Where an arriving request is prefilled; its prefill has ended when this returns, its transfer has not."""
+    """Return the prefill instance of a new request; its prefill has ended on return, its transfer has not."""
     (prefill,) = arrive(control, at, number)
     assert isinstance(prefill, Prefill)
     (decode,) = control.handle(PrefillFinished(at + 0.11, number))
@@ -62,7 +63,8 @@ def arrive(control: Control, at: float, number: int, tokens: int = TOKENS) -> tu
 
 
 def test_a_prefill_keeps_away_from_a_crowded_nic() -> None:
-    """Both are idle, but one still sends and takes all of its NIC. Least-loaded would take the first of equals."""
+    """Both prefill instances are idle, but one still sends over its whole NIC. Least-loaded would take the first of
+    equals."""
     control = core()
     assert [prefilled(control, at, number) for number, at in enumerate((0.0, 0.2, 0.4))] == ["p0", "p1", "p0"]
     blind = ControlSpec(decode="foresight").build(parse(TEXT))
@@ -70,7 +72,8 @@ def test_a_prefill_keeps_away_from_a_crowded_nic() -> None:
 
 
 def test_what_will_have_left_by_then_is_in_nobodys_way() -> None:
-    """The prefill takes 2 s, and what the first one still sends only 1.3: of equals it is the first."""
+    """The prefill takes 2 s and the earlier transfer ends after 1.3 s, so the instances are equal and the first one is
+    taken."""
     control = core()
     prefilled(control, 0.0, 0)
     (prefill,) = arrive(control, 0.2, 1, 200_000)
@@ -91,7 +94,7 @@ def test_the_terms_tell_when_the_transfer_would_start_and_what_it_costs() -> Non
 
 
 def test_nobody_is_asked_who_is_down_or_has_failed() -> None:
-    """A request whose prefill failed goes to the other one, whatever the network says."""
+    """A request whose prefill failed goes to the other instance, whatever the network costs."""
     control = core()
     control.handle(InstanceDown(0.0, "p1"))
     assert prefilled(control, 0.0, 0) == prefilled(control, 0.2, 1) == "p0"
@@ -106,7 +109,8 @@ def test_nobody_is_asked_who_is_down_or_has_failed() -> None:
 
 
 def test_a_constraint_holds_for_the_pair() -> None:
-    """Nobody decodes on a prefill instance's node: where that is required, it is refused when its prefill has ended."""
+    """No decode instance is on a prefill instance's node: if that is required, the request is rejected after its
+    prefill."""
     control = core(constraint="node:required")
     (prefill,) = arrive(control, 0.0, 0)
     assert isinstance(prefill, Prefill)
@@ -116,7 +120,7 @@ def test_a_constraint_holds_for_the_pair() -> None:
 
 
 def test_where_no_decode_instance_has_room_the_prefill_policy_chooses() -> None:
-    """Somebody may have room when the prefill has ended."""
+    """There may be room once the prefill has ended."""
     control = core(TEXT.replace("kv_capacity: 100 GB", "kv_capacity: 1 GB"))
     (prefill,) = arrive(control, 0.0, 0)
     assert isinstance(prefill, Prefill)

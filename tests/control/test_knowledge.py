@@ -1,4 +1,5 @@
-"""What one core has learned from transfers and answers, told to another one as events: it believes the same."""
+"""Values that one core has learned from transfers and output lengths, passed to another core as events: both have the
+same state."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ measured = st.tuples(
 
 
 def teach(learned: Learned, at: float, lessons: list[tuple[float, int, float, float]]) -> float:
-    """Tell of transfers that end one after the other from then on; when the last one has."""
+    """Report transfers that end one after the other from `at` on; return the time of the last end."""
     for wait_s, tier, kv_bytes, predicted_bytes in lessons:
         at += wait_s
         learned.grown_old(at)
@@ -48,7 +49,7 @@ def teach(learned: Learned, at: float, lessons: list[tuple[float, int, float, fl
 def test_foresight_goes_on_from_what_another_core_has_learned(
     before: list[tuple[float, int, float, float]], wait_s: float, after: list[tuple[float, int, float, float]]
 ) -> None:
-    """At once the very same, and nearly so whatever both hear later (fading twice rounds twice)."""
+    """The state is equal at once, and nearly equal after later transfers (two decays round twice)."""
     old, new = Learned(ForesightSpec()), Learned(ForesightSpec())
     at = teach(old, 100.0, before) + wait_s
     shown = old.seen(at)
@@ -64,7 +65,7 @@ def test_foresight_goes_on_from_what_another_core_has_learned(
 
 @given(st.lists(st.integers(1, 5_000), max_size=3_000))
 def test_answers_that_were_seen_are_told_and_no_others(tokens: list[int]) -> None:
-    """The prior stands in for the rest, there as here."""
+    """For the other lengths, both cores use the same prior."""
     old, new = Answers(ForesightSpec()), Answers(ForesightSpec())
     for each in tokens:
         old.finished(each)
@@ -79,7 +80,7 @@ def test_the_oracle_goes_on_from_what_another_one_has_learned(
     after: list[tuple[float, str, str, float, float]],
     later_s: float,
 ) -> None:
-    """Costs are the same to the last bit, then and whatever both hear later."""
+    """Costs are equal to the last bit, at once and after later transfers."""
     spec = ControlSpec(oracle=OracleSettings(self_measured=True, stale_after_s=30.0))
     old, new = spec.build(CLUSTER), spec.build(CLUSTER)
     at = 0.0
@@ -114,7 +115,7 @@ def _costs(oracle: NetworkOracle, at: float) -> list[list[float]]:
     ],
 )
 def test_what_does_not_fit_is_refused(event: Event) -> None:
-    """A log may come from anywhere; the core stays as it was."""
+    """A log may come from an unknown source; the core stays unchanged."""
     core = ControlSpec(decode="foresight", oracle=OracleSettings(self_measured=True)).build(CLUSTER)
     before = core.learned(1.0)
     with pytest.raises(InputError):

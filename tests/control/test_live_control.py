@@ -1,5 +1,6 @@
-"""The core under live stories: legs fail, instances come and go, others share them, and several protocols live in one
-cluster; whatever happens, what requests held comes back, and every decision names somebody who can serve."""
+"""The core under random live histories: legs fail, instances go down and up, other routers share them, and one cluster
+has several protocols. All resources that requests held are released, and every decision names an instance that can
+serve."""
 
 from __future__ import annotations
 
@@ -66,8 +67,8 @@ BLOCK_TOKENS = 16
 
 
 def cluster_of(*names: str, **limits: str) -> Cluster:
-    """A name says all: `vd1b` is the second (b) instance on node1 that speaks vLLM's protocol and decodes. `limits` are
-    keys of one instance."""
+    """Return a cluster with these instances. `vd1b` is the second (b) instance on node1 that uses vLLM's protocol and
+    decodes. `limits` are further keys of one instance."""
     lines, used = [], dict.fromkeys("0123", 0)
     for name in names:
         node = name[2]
@@ -90,39 +91,39 @@ NAMES = tuple(PLACE)
 
 
 def request(number: int, tokens: int = 1_000, answer: int = 0, **more: Any) -> Request:
-    """A request whose content is unknown, unless told otherwise."""
+    """Return a request, by default with unknown content."""
     return Request(id=number, input_tokens=tokens, max_output_tokens=answer, block_tokens=BLOCK_TOKENS, **more)
 
 
 @dataclass
 class Life:
-    """What the test knows of a request in flight."""
+    """The state of a request in flight, as the test tracks it."""
 
     request: Request
     prefill: str = ""
-    """Where its prefill is booked; empty: it is over, or there is none."""
+    """Instance where its prefill is booked. Empty: the prefill is over, or there is none."""
     booked_s: float = 0.0
     source: str = ""
     target: str = ""
-    """Where its decode is booked."""
+    """Instance where its decode is booked."""
     crossing: bool = False
     admitted: bool = False
     failed: list[str] = field(default_factory=list)
-    """Instances that have failed it, the last one last."""
+    """Instances that failed the request, the latest one last."""
 
     def fails(self, name: str) -> None:
-        """One more."""
+        """Record a failure of this instance."""
         self.failed = [other for other in self.failed if other != name] + [name]
 
     def allows(self, able: list[str]) -> list[str]:
-        """Those of `able` who have not failed it; where all have, whoever did so first."""
+        """Return those of `able` that have not failed the request; if all have, the one that failed first."""
         rounds = ([name for name in able if name not in self.failed[k:]] for k in range(len(self.failed) + 1))
         return next(filter(None, rounds), [])
 
 
 @dataclass
 class Others:
-    """Other routers' requests on an instance, as its figures show them."""
+    """Requests of other routers on an instance, derived from its measured load."""
 
     prefills: int = 0
     batch: int = 0
@@ -131,14 +132,14 @@ class Others:
 
 
 class Lives(RuleBasedStateMachine):
-    """Random stories beside a model that counts. A second core hears all but the impossible events; it must decide the
-    same."""
+    """Random histories against a model that counts. A second core receives all events except the impossible ones and
+    must decide the same."""
 
     spec: ClassVar[dict[str, Any]] = {}
     inside_only = False
-    """Whether the KV cache may not leave its rack."""
+    """True if the KV cache may not leave its rack."""
     learns = False
-    """Whether the policy remembers what transfers have taught, so that it need not decide as a fresh one."""
+    """True if the policy learns from transfers, so that it may decide differently from a new one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -151,11 +152,11 @@ class Lives(RuleBasedStateMachine):
         self.count = 0
 
     def fresh(self) -> Control:
-        """A core that has heard nothing."""
+        """Return a core without any event."""
         return ControlSpec(**{"prefill": "cache-aware", "decode": "netkv", **self.spec}).build(MIXED)
 
     def tell(self, event: Event) -> tuple[Decision, ...]:
-        """Some time later, to both cores."""
+        """Advance the time and pass the event to both cores."""
         self.now += 0.125
         event = msgspec.structs.replace(event, at=self.now)
         decisions = self.control.handle(event)
@@ -163,7 +164,7 @@ class Lives(RuleBasedStateMachine):
         self.records.append(LogRecord(event, decisions))
         return decisions
 
-    # The story
+    # Events
 
     @rule(
         tokens=st.integers(1, 6_000),
@@ -172,7 +173,7 @@ class Lives(RuleBasedStateMachine):
         depth=st.integers(0, len(CHAIN)),
     )
     def arrive(self, tokens: int, answer: int, one_leg: bool, depth: int) -> None:
-        """Somebody asks."""
+        """A request arrives."""
         blocks = CHAIN[: min(depth, tokens // BLOCK_TOKENS)]
         life = Life(request(self.count, tokens, answer, one_leg=one_leg, blocks=blocks))
         self.count += 1
@@ -181,7 +182,7 @@ class Lives(RuleBasedStateMachine):
     @precondition(lambda self: self.any_life(prefilling))
     @rule(data=st.data())
     def prefilled(self, data: st.DataObject) -> None:
-        """Then the decode is chosen, or what was chosen begins to cross."""
+        """The decode instance is chosen now, or the transfer to the one chosen before starts."""
         life = self.pick(data, prefilling)
         decisions = self.tell(PrefillFinished(0, life.request.id))
         life.prefill = ""
@@ -194,7 +195,7 @@ class Lives(RuleBasedStateMachine):
     @precondition(lambda self: self.any_life(prefilling))
     @rule(data=st.data())
     def prefill_fails(self, data: st.DataObject) -> None:
-        """What was booked there goes at once, whatever comes instead."""
+        """The prefill booking is released at once, whatever decision follows."""
         life = self.pick(data, prefilling)
         failed, booked_s = life.prefill, life.booked_s
         before_s = self.control.loads(self.now + 0.125)[failed].pending_s
@@ -213,7 +214,8 @@ class Lives(RuleBasedStateMachine):
     @precondition(lambda self: self.any_life(placed))
     @rule(data=st.data(), kv_lost=st.booleans())
     def decode_fails(self, data: st.DataObject, kv_lost: bool) -> None:
-        """Before its first token; a KV cache that is still there is sent elsewhere, else all begins again."""
+        """The leg fails before its first token. KV that still exists is sent to another instance; otherwise the request
+        restarts."""
         life = self.pick(data, placed)
         source, kept = life.source, not kv_lost and self.keeps_kv(life)
         decisions = self.tell(DecodeFailed(0, life.request.id, kv_lost))
@@ -224,7 +226,7 @@ class Lives(RuleBasedStateMachine):
     @precondition(lambda self: self.any_life(crossing))
     @rule(data=st.data())
     def landed(self, data: st.DataObject) -> None:
-        """The bytes are there."""
+        """The transfer is complete."""
         life = self.pick(data, crossing)
         assert self.tell(TransferFinished(0, life.request.id)) == ()
         life.crossing = False
@@ -232,7 +234,7 @@ class Lives(RuleBasedStateMachine):
     @precondition(lambda self: self.any_life(waiting))
     @rule(data=st.data())
     def admitted(self, data: st.DataObject) -> None:
-        """Its first token has come."""
+        """The first token arrives."""
         life = self.pick(data, waiting)
         assert self.tell(Admitted(0, life.request.id)) == ()
         life.admitted = True
@@ -240,21 +242,21 @@ class Lives(RuleBasedStateMachine):
     @precondition(lambda self: bool(self.lives))
     @rule(data=st.data())
     def leave(self, data: st.DataObject) -> None:
-        """Answered, failed for good or cancelled, at any step."""
+        """A request completes, fails for good or is cancelled at any step."""
         life = self.pick(data, anybody)
         assert self.tell(Finished(0, life.request.id)) == ()
         del self.lives[life.request.id]
 
     @rule(name=st.sampled_from(NAMES))
     def goes_down(self, name: str) -> None:
-        """Also when it is down already: a guard may say it twice."""
+        """The instance may already be down, because the gateway may report it twice."""
         assert self.tell(InstanceDown(0, name)) == ()
         self.down.add(name)
 
     @precondition(lambda self: bool(self.down))
     @rule(data=st.data())
     def comes_up(self, data: st.DataObject) -> None:
-        """Back again."""
+        """The instance is up again."""
         name = data.draw(st.sampled_from(sorted(self.down)))
         assert self.tell(InstanceUp(0, name)) == ()
         self.down.discard(name)
@@ -266,7 +268,7 @@ class Lives(RuleBasedStateMachine):
         share=st.sampled_from([None, 0.0, 0.25, 0.5, 1.0]),
     )
     def measured(self, name: str, running: int, waits: int, share: float | None) -> None:
-        """An engine's figures: what is beyond our own requests is others'."""
+        """An engine reports its load: all load beyond this router's requests belongs to others."""
         assert self.tell(InstanceMeasured(0, name, running, waits, share)) == ()
         instance, others = PLACE[name], self.others[name]
         if instance.role != "decode":
@@ -281,12 +283,12 @@ class Lives(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(NAMES), depth=st.integers(1, len(CHAIN)))
     def stored(self, name: str, depth: int) -> None:
-        """An engine's word on its cache."""
+        """An engine reports cached blocks."""
         assert self.tell(KvStored(0, name, CHAIN[:depth])) == ()
 
     @rule(data=st.data())
     def the_impossible(self, data: st.DataObject) -> None:
-        """Refused; the other core, which does not hear of it, decides all that follows alike."""
+        """The event is rejected; the other core, which does not receive it, makes the same later decisions."""
         impossible: list[Event] = [InstanceUp(0, "nobody"), InstanceMeasured(0, "nobody", 1, 1)]
         for number, life in {**self.lives, self.count: Life(request(self.count))}.items():
             here = number in self.lives
@@ -303,10 +305,10 @@ class Lives(RuleBasedStateMachine):
         with pytest.raises(InputError):
             self.control.handle(event)
 
-    # What must hold of decisions
+    # Conditions on decisions
 
     def follow(self, life: Life, decisions: tuple[Decision, ...], source: str = "") -> None:
-        """Note what was decided, and check that it could be; `source` has the KV cache already."""
+        """Record the decisions and check that they are allowed; `source` holds the KV cache already."""
         source = source or (life.source if life.source and not life.prefill and not life.target else "")
         match decisions:
             case (Reject(),):
@@ -336,11 +338,12 @@ class Lives(RuleBasedStateMachine):
         self.lives[life.request.id] = life
 
     def check_prefill(self, life: Life, prefill: Prefill) -> None:
-        """It is up and can hand the KV cache on, inside its rack if anybody can."""
+        """Check that the instance is up and can send its KV cache on, inside its rack if any instance can."""
         assert prefill.instance in life.allows(self.able_to_prefill())
 
     def check_decode(self, life: Life, decode: Decode) -> None:
-        """It is up, speaks the source's protocol, and has room unless nobody has."""
+        """Check that the target is up, uses the source's protocol, and has room; with `overcommit`, room is not
+        required."""
         source, target, asked = PLACE[decode.source], PLACE[decode.target], life.request
         tier = int(MIXED.tier[MIXED.index(source.name), MIXED.index(target.name)])
         assert decode.target not in self.down
@@ -361,21 +364,22 @@ class Lives(RuleBasedStateMachine):
         assert self.has_room(asked, decode.target) or overcommits
 
     def check_reject(self, life: Life, source: str) -> None:
-        """Only where nobody can serve: nobody is up to begin with, or nobody who is has room."""
+        """Check that no instance can serve: none is up, or none of those that are up has room."""
         if life.request.one_leg:
             able = self.able_alone()
         elif source:
             able = life.allows(self.takers(PLACE[source]))
         else:
             prefill = [PLACE[name] for name in life.allows(self.able_to_prefill())]
-            # Others are chosen before anybody asks who would decode.
+            # The core chooses any other prefill instance before it considers decode instances.
             assert all((place.protocol, place.role) == ("sglang", "prefill") for place in prefill)
             able = [taker for place in prefill for taker in life.allows(self.takers(place))]
         assert not any(self.has_room(life.request, name) for name in able)
         assert not able or not self.spec.get("overcommit")
 
     def able_to_prefill(self) -> list[str]:
-        """Those who are up and have somebody for the KV cache; under a constraint inside the rack, if anybody has."""
+        """Return the instances that are up and have a target for the KV cache; under a constraint those with one
+        inside, if any."""
         prefill = [name for name in NAMES if PLACE[name].role != "decode" and name not in self.down]
         served = [name for name in prefill if PLACE[name].role == "both" or self.takers(PLACE[name], anywhere=True)]
         if not self.spec.get("constraint"):
@@ -384,7 +388,7 @@ class Lives(RuleBasedStateMachine):
         return inside or served
 
     def takers(self, source: Instance, *, inside: bool = False, anywhere: bool = False) -> list[str]:
-        """Decode instances that are up and understand `source`."""
+        """Return the decode instances that are up and use the protocol of `source`."""
         inside = (inside or self.inside_only) and not anywhere
         return [
             name
@@ -395,7 +399,7 @@ class Lives(RuleBasedStateMachine):
         ]
 
     def able_alone(self) -> list[str]:
-        """Those who can compute a prompt and its answer; SGLang's decode engines cannot."""
+        """Return the instances that can compute a prompt and its output; SGLang's decode engines cannot."""
         return [
             name
             for name, place in PLACE.items()
@@ -404,16 +408,16 @@ class Lives(RuleBasedStateMachine):
         ]
 
     def has_room(self, asked: Request, name: str) -> bool:
-        """By the model's count."""
+        """Return whether the instance has room, by the model."""
         need_bytes = (asked.input_tokens + asked.max_output_tokens) * TOKEN_BYTES
         free_bytes = PLACE[name].kv_capacity_bytes - self.own_bytes(name) - self.others[name].kv_bytes
         return need_bytes <= free_bytes
 
-    # What must hold at all times
+    # Invariants
 
     @invariant()
     def counts_are_the_models(self) -> None:
-        """Requests in flight, and what waits on every instance."""
+        """Requests in flight and the queue of every instance equal the model's."""
         assert self.control.in_flight == len(self.lives)
         loads = self.control.loads(self.now)
         for name in NAMES:
@@ -424,7 +428,7 @@ class Lives(RuleBasedStateMachine):
 
     @invariant()
     def transfers_in_flight_are_the_models(self) -> None:
-        """By source and tier, as the oracle counts them."""
+        """Transfers by source and tier, as the oracle counts them, equal the model's."""
         for index, name in enumerate(NAMES):
             tiers = [
                 int(MIXED.tier[index, MIXED.index(life.target)])
@@ -435,8 +439,8 @@ class Lives(RuleBasedStateMachine):
             assert counted.tolist() == [min(tiers.count(tier), 16) for tier in range(len(counted))], name
 
     def teardown(self) -> None:
-        """The record decides again; and when all have left and engines are idle, the core decides as a fresh one does,
-        bit for bit and up to the last free byte."""
+        """The records replay to the same decisions. When all requests have left and the engines are idle, the core
+        decides exactly like a new one, up to the last free byte."""
         for record, again in replay(self.fresh(), self.records):
             assert same(record.decisions, again)
         for number in list(self.lives):
@@ -460,80 +464,80 @@ class Lives(RuleBasedStateMachine):
                     if any(isinstance(decision, Reject) for decision in decisions):
                         break
 
-    # The model
+    # Model
 
     def clear(self, life: Life) -> None:
-        """Nothing is booked for it any more."""
+        """Release all bookings of the request."""
         life.prefill = life.source = life.target = ""
         life.crossing = life.admitted = False
 
     def keeps_kv(self, life: Life) -> bool:
-        """Whether its KV cache outlives a failed decode leg."""
+        """Return whether its KV cache survives a failed decode leg."""
         return life.source != life.target and PLACE[life.source].protocol != "sglang"
 
     def pick(self, data: st.DataObject, fits: Any) -> Life:
-        """A request in flight."""
+        """Draw a request in flight that fits."""
         return self.lives[data.draw(st.sampled_from([n for n, life in self.lives.items() if fits(life)]))]
 
     def any_life(self, fits: Any) -> bool:
-        """Whether there is one."""
+        """Return whether any request fits."""
         return any(fits(life) for life in self.lives.values())
 
     def prefills(self, name: str) -> int:
-        """Our prefills on an instance."""
+        """Return the number of this router's prefills on an instance."""
         return sum(life.prefill == name for life in self.lives.values())
 
     def decodes(self, name: str) -> tuple[int, int]:
-        """Ours in its batch, and on their way to it."""
+        """Return the number of this router's requests in the batch of an instance and on the way to it."""
         here = [life.admitted for life in self.lives.values() if life.target == name]
         return sum(here), len(here) - sum(here)
 
     def own_bytes(self, name: str) -> float:
-        """Of KV memory, ours."""
+        """Return the KV memory that this router's requests hold on an instance, in bytes."""
         held = [life.request for life in self.lives.values() if life.target == name]
         return sum(one.input_tokens + one.max_output_tokens for one in held) * TOKEN_BYTES
 
 
 def anybody(life: Life) -> bool:
-    """Every request in flight."""
+    """Match every request in flight."""
     return True
 
 
 def prefilling(life: Life) -> bool:
-    """Its prefill is under way."""
+    """Match requests whose prefill is in progress."""
     return bool(life.prefill)
 
 
 def placed(life: Life) -> bool:
-    """Its decode is chosen."""
+    """Match requests whose decode instance is chosen."""
     return bool(life.target)
 
 
 def crossing(life: Life) -> bool:
-    """Its KV cache is under way."""
+    """Match requests whose KV cache is being transferred."""
     return life.crossing
 
 
 def waiting(life: Life) -> bool:
-    """Its first token has not come."""
+    """Match requests that wait for their first token."""
     return bool(life.target) and not life.admitted
 
 
 class FencedLives(Lives):
-    """The KV cache stays in its rack or goes nowhere."""
+    """The KV cache must stay in its rack."""
 
     spec: ClassVar[dict[str, Any]] = {"constraint": "rack:fail"}
     inside_only = True
 
 
 class ServedLives(Lives):
-    """As the gateway has it: an instance that is full by our count may still be chosen where all are."""
+    """The settings of the gateway: if all instances are full by the core's count, one is chosen nevertheless."""
 
     spec: ClassVar[dict[str, Any]] = {"constraint": "rack:fallback", "overcommit": True}
 
 
 class LearningLives(Lives):
-    """By foresight, which also keeps a table of what is under way, and what each tier has taught."""
+    """With foresight, which also stores the transfers in flight and what it learned about each tier."""
 
     spec: ClassVar[dict[str, Any]] = {"decode": "foresight"}
     learns = True
@@ -546,18 +550,18 @@ TestLives.settings = TestFencedLives.settings = TestServedLives.settings = TestL
 
 
 def core(cluster: Cluster, **spec: Any) -> Control:
-    """A fresh core; it decides by NetKV, whose terms are known here."""
+    """Return a new core; its decode policy is NetKV, whose terms are known here."""
     return ControlSpec(**{"decode": "netkv", **spec}).build(cluster)
 
 
 def terms_of(decision: Decision) -> Terms:
-    """Its terms, which must be there."""
+    """Return the terms of a decision, which must exist."""
     assert decision.terms is not None
     return decision.terms
 
 
 def both_legs(decisions: tuple[Decision, ...]) -> tuple[Prefill, Decode]:
-    """A joint choice."""
+    """Return the legs of a joint decision."""
     prefill, decode = decisions
     assert isinstance(prefill, Prefill)
     assert isinstance(decode, Decode)
@@ -565,15 +569,15 @@ def both_legs(decisions: tuple[Decision, ...]) -> tuple[Prefill, Decode]:
 
 
 def decoded(control: Control, asked: Request) -> Decision:
-    """Let a request arrive and its prefill finish."""
+    """Let a request arrive and its prefill finish; return the decode decision."""
     assert len(control.handle(Arrived(0, asked))) == 1
     (decision,) = control.handle(PrefillFinished(0, asked.id))
     return decision
 
 
 def test_both_legs_at_once_take_the_pair_whose_whole_way_is_shortest() -> None:
-    """sp0 would start at once, but must send 1 GB to the other rack in 168 ms; sp1, with 110 ms of work ahead, has its
-    partner on the same node."""
+    """sp0 would start at once, but must send 1 GB to the other rack in 168 ms; sp1 has 110 ms of work ahead and its
+    decode instance on the same node."""
     control = core(cluster_of("sp0", "sp1", "sd1"))
     for number, name in enumerate(("sp0", "sp1")):
         control.handle(InstanceDown(0, "sp1" if name == "sp0" else "sp0"))
@@ -592,7 +596,7 @@ def test_both_legs_at_once_take_the_pair_whose_whole_way_is_shortest() -> None:
 
 
 def test_both_legs_at_once_pass_by_whose_partner_is_full() -> None:
-    """Inside its rack sp0 would have nobody with room: sp1 takes the request, by any prefill policy."""
+    """Inside its rack sp0 has no decode instance with room, so sp1 takes the request, for any prefill policy."""
     for prefill_policy in ("least-loaded", "round-robin"):
         control = core(cluster_of("sp0", "sp1", "sd0", "sd1"), constraint="rack:fail", prefill=prefill_policy)
         control.handle(InstanceMeasured(0, "sd0", 9, 9, 1.0))
@@ -606,7 +610,8 @@ def test_both_legs_at_once_pass_by_whose_partner_is_full() -> None:
 
 @pytest.mark.parametrize("policy", ["fail", "fallback"])
 def test_without_a_label_an_instance_is_nobodys_neighbour(policy: str) -> None:
-    """vp2 and vd3 are in no rack: nobody prefills on vp2; vd3 is left out under `fail`, the last under `fallback`."""
+    """vp2 and vd3 are in no rack: vp2 gets no prefill; vd3 is excluded under `fail` and the last choice under
+    `fallback`."""
     control = core(cluster_of("vp0", "vp2", "vd0", "vd3"), constraint=f"rack:{policy}")
     for number in range(2):
         (prefill,) = control.handle(Arrived(0, request(number)))
@@ -626,7 +631,7 @@ def test_without_a_label_an_instance_is_nobodys_neighbour(policy: str) -> None:
 
 
 def test_others_load_shifts_the_choice_until_it_is_gone() -> None:
-    """vd0 is nearer; an engine that says it runs three requests of a batch of two makes the next one wait."""
+    """vd0 is nearer; a report of 40 running requests there makes the next request wait."""
     control = core(cluster_of("vp0", "vd0", "vd1"))
     for number, (running, target) in enumerate(((0, "vd0"), (40, "vd1"), (0, "vd0"))):
         control.handle(InstanceMeasured(0, "vd0", running, 0))
@@ -638,7 +643,7 @@ def test_others_load_shifts_the_choice_until_it_is_gone() -> None:
 
 
 def test_others_prefills_count_as_much_as_ours_do() -> None:
-    """Two requests of others on vp0, priced as the mean of what was booked: vp1 is free earlier."""
+    """Two requests of others on vp0 count with the mean of this router's prefills, so vp1 is free earlier."""
     control = core(cluster_of("vp0", "vp1", "vd0"))
     control.handle(Arrived(0, request(1, 1_000)))
     control.handle(Finished(0, 1))
@@ -650,7 +655,7 @@ def test_others_prefills_count_as_much_as_ours_do() -> None:
 
 
 def test_a_request_of_one_leg_goes_to_the_next_protocol_where_the_first_is_full_or_has_failed_it() -> None:
-    """Mooncake's instance comes first by name; then vLLM's, before Mooncake's is tried again."""
+    """Mooncake's instance comes first by name, then vLLM's; then Mooncake's is tried again."""
     cluster = cluster_of("mp0", "md0", "vp0", "vd0")
     targets = []
     control = core(cluster)
@@ -666,7 +671,7 @@ def test_a_request_of_one_leg_goes_to_the_next_protocol_where_the_first_is_full_
 
 
 def test_who_has_failed_a_request_is_tried_again_where_the_domain_has_nobody_else() -> None:
-    """`fail` forbids vd1, and vd0 may have been busy for a moment; `fallback` goes to vd1."""
+    """`fail` forbids vd1, and vd0 may have been busy only for a moment; `fallback` goes to vd1."""
     for policy, target in (("fail", "vd0"), ("fallback", "vd1")):
         control = core(cluster_of("vp0", "vd0", "vd1"), constraint=f"rack:{policy}")
         first = decoded(control, request(1))
@@ -677,7 +682,7 @@ def test_who_has_failed_a_request_is_tried_again_where_the_domain_has_nobody_els
 
 
 def test_fallback_leaves_its_domain_for_instances_that_are_full_too() -> None:
-    """As the gateway has it: vd0 is down and vd1 full by our count, so vd1 queues."""
+    """With the gateway's settings: vd0 is down and vd1 is full by the core's count, so the request queues at vd1."""
     control = core(cluster_of("vp0", "vd0", "vd1"), constraint="rack:fallback", overcommit=True)
     control.handle(InstanceMeasured(0, "vd1", 9, 9, 1.0))
     control.handle(InstanceDown(0, "vd0"))

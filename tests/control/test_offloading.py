@@ -1,4 +1,5 @@
-"""Prefill across datacenters in the core: which site, what is booked, how roles change, and that all comes back."""
+"""Prefill across datacenters in the core: choice of the site, bookings, role switches, and that all bookings are
+released."""
 
 from __future__ import annotations
 
@@ -47,12 +48,12 @@ FREE = (0.0,) * 5
 
 
 def cluster(prefill: int = 2, local: int = 2, decode: int = 2) -> Cluster:
-    """A site that only prefills and a home, 100 Gbps between them."""
+    """Return a prefill-only site and a home site with 100 Gbps between them."""
     return build(two_datacenters(prefill_nodes=prefill, local_prefill_nodes=local, decode_nodes=decode))
 
 
 def core(sites: Cluster | None = None, **offload: Any) -> Control:
-    """Requests of more than 20,000 uncached tokens leave, unless told otherwise."""
+    """Return a core that offloads requests of more than 20,000 uncached tokens by default."""
     settings: dict[str, Any] = {"threshold_tokens": 20_000.0, "rule": "scarce"} | offload
     spec = OffloadSpec(**settings)
     return ControlSpec(prefill="cache-aware", offload=spec).build(sites or cluster())
@@ -61,18 +62,18 @@ def core(sites: Cluster | None = None, **offload: Any) -> Control:
 def arrive(
     control: Control, number: int, tokens: int, at: float = 0.0, blocks: tuple[int, ...] = ()
 ) -> tuple[Decision, ...]:
-    """One request at the door."""
+    """Let one request arrive."""
     request = Request(id=number, input_tokens=tokens, blocks=blocks, block_tokens=1_000, max_output_tokens=100)
     return control.handle(Arrived(at, request))
 
 
 def site(sites: Cluster, name: str) -> str:
-    """The datacenter of an instance."""
+    """Return the datacenter of an instance."""
     return sites.instances[sites.index(name)].datacenter
 
 
 def prefill_of(decisions: tuple[Decision, ...]) -> Prefill:
-    """The first decision, which must be a prefill."""
+    """Return the first decision, which must be a prefill."""
     first = decisions[0]
     assert isinstance(first, Prefill)
     return first
@@ -82,7 +83,8 @@ def prefill_of(decisions: tuple[Decision, ...]) -> Prefill:
 def test_what_is_longer_than_the_threshold_leaves_and_nothing_else(
     tokens: int, threshold: float, layerwise: bool
 ) -> None:
-    """A prefill that leaves layer by layer is told at once where to; every other one learns it when it is over."""
+    """With layer-wise transfer an offloaded prefill gets its decode target at once; every other prefill gets it when it
+    ends."""
     sites = cluster()
     decisions = arrive(core(sites, threshold_tokens=threshold, layerwise=layerwise), 1, tokens)
     prefill = prefill_of(decisions)
@@ -94,7 +96,7 @@ def test_what_is_longer_than_the_threshold_leaves_and_nothing_else(
 
 @pytest.mark.parametrize("parted", [True, False], ids=["parted", "in-all"])
 def test_what_others_take_of_the_way_does_not_hold_own_bytes(parted: bool) -> None:
-    """0.4 of the link is others', and something ours: both kinds of telemetry come to the same two shares."""
+    """Other traffic takes 0.4 of the link and own traffic a part: both kinds of telemetry give the same two shares."""
     spec = ControlSpec(
         prefill="cache-aware",
         offload=OffloadSpec(threshold_tokens=20_000.0, rule="scarce"),
@@ -138,7 +140,7 @@ def test_with_bandwidth_to_spare_the_longer_prefix_is_copied_to_where_the_prefil
 
 
 def test_a_model_may_be_a_file(tmp_path: Path) -> None:
-    """Its engines are asked for by the file's path, which is not its name."""
+    """The engines of such a model are addressed by the path of the file, which differs from the model's name."""
     config = {
         "architectures": ["LlamaForCausalLM"],
         "num_hidden_layers": 2,
@@ -155,7 +157,7 @@ def test_a_model_may_be_a_file(tmp_path: Path) -> None:
 def test_a_request_that_nobody_can_copy_for_is_placed_by_each_site_s_own_cache(
     blocks: int, held: int, at_home: bool
 ) -> None:
-    """With bandwidth to spare as without: the decision is that of the scarce rule."""
+    """With spare bandwidth or not, the decision is that of the `scarce` rule."""
     sites = cluster()
     holder = next(i.name for i in sites.instances if (i.datacenter == HOME) == at_home and i.role == "prefill")
     made = []
@@ -198,7 +200,7 @@ def test_a_request_whose_way_failed_is_prefilled_again_at_home() -> None:
 
 
 def serve(control: Control, number: int, tokens: int, at: float, blocks: tuple[int, ...] = ()) -> None:
-    """A whole request, in no time, with an answer of 1,000 tokens."""
+    """Run a whole request in no time, with an output of 1,000 tokens."""
     decisions = arrive(control, number, tokens, at, blocks)
     decisions += control.handle(PrefillFinished(at, number))
     assert any(isinstance(decision, Decode) for decision in decisions)
@@ -208,7 +210,8 @@ def serve(control: Control, number: int, tokens: int, at: float, blocks: tuple[i
 
 
 def test_roles_follow_the_traffic_and_an_instance_under_conversion_gets_nothing() -> None:
-    """Three quarters of home decode, and the traffic is long prompts with short answers: prefill is what lacks."""
+    """Three quarters of the home instances decode, and the traffic is long prompts with short outputs: prefill capacity
+    is missing."""
     sites = cluster(prefill=1, local=1, decode=3)
     control = core(sites, long_term=LongTerm(requests_min=20, busy_above=0.5), threshold_tokens=None)
     for number in range(50):
@@ -227,9 +230,9 @@ def test_roles_follow_the_traffic_and_an_instance_under_conversion_gets_nothing(
 
 @pytest.mark.parametrize(("cached", "verdict"), [("nothing", "convert"), ("own", "costly"), ("shared", "convert")])
 def test_a_role_keeps_the_instances_whose_caches_save_more_than_a_change(cached: str, verdict: str) -> None:
-    """Answers are what lacks decode instances, and 500 tokens of every prompt have to be computed; where 30,000 more
-    are cached, each of another conversation, a prefill instance is worth more than it seems. What many
-    share is lost once."""
+    """Long outputs need more decode instances, and 500 tokens of every prompt must be computed. If 30,000 more are
+    cached, for another conversation each, a prefill instance saves more than a role switch gains. A prefix shared by
+    many requests is lost only once."""
     sites = cluster(prefill=1, local=3, decode=1)
     control = core(sites, long_term=LongTerm(requests_min=20, busy_above=0.01), threshold_tokens=1e5)
     homes = [i.name for i in sites.instances if i.datacenter == HOME and i.role == "prefill"]
@@ -270,7 +273,7 @@ def test_a_cluster_without_a_site_to_offload_to_is_refused() -> None:
 
 
 class Anything(RuleBasedStateMachine):
-    """Requests, failures, cuts, conversions in any order: what was booked on links and instances comes back."""
+    """Requests, failures, cuts and role switches in any order: all bookings on links and instances are released."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -287,14 +290,14 @@ class Anything(RuleBasedStateMachine):
         self.now, self.number = 0.0, 0
 
     def tell(self, event: Event) -> tuple[Decision, ...]:
-        """Hand an event to the core, and keep both."""
+        """Pass an event to the core; store the event and the decisions."""
         decisions = self.control.handle(event)
         self.events.append(event)
         self.made.append(decisions)
         return decisions
 
     def follow(self, number: int, decisions: tuple[Decision, ...]) -> None:
-        """Where a request stands after new decisions about it."""
+        """Update the stage of a request after new decisions about it."""
         match decisions:
             case (Reject(),):
                 self.stage.pop(number, None)
@@ -308,7 +311,7 @@ class Anything(RuleBasedStateMachine):
                 raise AssertionError(decisions)
 
     def of(self, *stages: str) -> list[int]:
-        """Requests that stand there."""
+        """Return the requests at these stages."""
         return [number for number, stage in self.stage.items() if stage in stages]
 
     @rule(tokens=st.sampled_from([500, 5_000, 30_000, 90_000]), step=st.floats(0.0, 3.0), shared=st.integers(0, 3))

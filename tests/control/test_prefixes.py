@@ -1,4 +1,5 @@
-"""Cached prefixes in the core: fetched from a sibling where that is sooner, copied ahead where they are read most."""
+"""Cached prefixes in the core: fetched from a sibling instance if that is faster, and copied ahead to where they are
+read most."""
 
 from __future__ import annotations
 
@@ -52,17 +53,18 @@ EAGER = CopySpec(review_s=10.0, hotspots=HotspotSpec(window_reads=64, factor=1.1
 
 
 def sites(local: str = "8 Gbps", model: str = "llama-3-8b") -> Cluster:
-    """One prefill instance away, two at home on servers of their own; 1 GB/s wherever KV crosses a network."""
+    """Return one prefill instance at the remote site and two at home on separate servers; networks carry 1 GB/s by
+    default."""
     return parse(TEXT.replace("LOCAL", local).replace("MODEL", model))
 
 
 def core(cluster: Cluster | None = None, **settings: Any) -> Control:
-    """Prefill where it is done first."""
+    """Return a core that prefills on the instance that finishes first."""
     return ControlSpec(prefill="cache-aware", **settings).build(cluster or sites())
 
 
 def ask(control: Control, number: int, tokens: int, blocks: tuple[int, ...] = CHAIN, at: float = 0.0) -> Prefill:
-    """One request at the door; where its prefill goes."""
+    """Let one request arrive; return its prefill."""
     request = Request(id=number, input_tokens=tokens, blocks=blocks, block_tokens=BLOCK, max_output_tokens=10)
     prefill = control.handle(Arrived(at, request))[0]
     assert isinstance(prefill, Prefill)
@@ -70,15 +72,15 @@ def ask(control: Control, number: int, tokens: int, blocks: tuple[int, ...] = CH
 
 
 def busy(control: Control, instance: str, number: int) -> None:
-    """Half a minute of other work on an instance: a prompt of its own whose beginning it alone has."""
+    """Give an instance 30 s of other work: a prompt whose prefix is cached on this instance only."""
     own = tuple(range(number * 1_000, number * 1_000 + 300))
     control.handle(KvStored(0.0, instance, own, BLOCK))
     assert ask(control, number, 600_000, own).instance == instance
 
 
 def test_a_prefix_is_fetched_from_a_sibling_where_that_is_sooner_than_computing_it() -> None:
-    """20,000 tokens: 2 s of prefill on an idle instance, 2.62 s on the wire; the link is not worth it. On a server with
-    twice the network it is."""
+    """20,000 tokens take 2 s of prefill on an idle instance and 2.62 s on the network, so there is no fetch. With a
+    network that is twice as fast there is one."""
     slow, fast = core(prefix_pool=True), core(sites("16 Gbps"), prefix_pool=True)
     for control in (slow, fast):
         control.handle(InstanceDown(0.0, "f0"))
@@ -96,7 +98,8 @@ def test_a_prefix_is_fetched_from_a_sibling_where_that_is_sooner_than_computing_
 
 
 def test_the_wait_in_the_queue_pays_for_the_fetch() -> None:
-    """As slow as above: with 30 s of work ahead of it the prefix is there long before the prefill starts."""
+    """The network is as slow as above, but with 30 s of work ahead the prefix arrives long before the prefill
+    starts."""
     control = core(prefix_pool=True)
     for number, instance in ((8, "p1"), (9, "p0"), (10, "f0")):
         busy(control, instance, number)
@@ -109,7 +112,7 @@ def test_the_wait_in_the_queue_pays_for_the_fetch() -> None:
 
 
 def test_nobody_fetches_from_another_datacenter_or_from_somebody_who_is_down() -> None:
-    """Not even where every network is fast."""
+    """There is no such fetch even if every network is fast."""
     fast = parse(
         TEXT.replace("LOCAL", "400 Gbps").replace("wan: 8 Gbps}", "wan: 400 Gbps}").replace("MODEL", "llama-3-8b")
     )
@@ -127,7 +130,8 @@ def test_nobody_fetches_from_another_datacenter_or_from_somebody_who_is_down() -
 
 
 def test_a_hybrid_model_fetches_only_what_it_can_go_on_from() -> None:
-    """Where a cached prompt has ended, and with it the state; nothing of a prompt that shares but a part."""
+    """A hybrid model can continue only from the end of a cached prompt, where the state is stored; a prompt that shares
+    only a part fetches nothing."""
     control = core(sites("400 Gbps", "prfaas-1t-hybrid"), prefix_pool=True)
     control.handle(InstanceDown(0.0, "f0"))
     busy(control, "p0", 9)
@@ -141,13 +145,13 @@ def test_a_hybrid_model_fetches_only_what_it_can_go_on_from() -> None:
 
 
 def offloading(**settings: Any) -> Control:
-    """Prompts above 30,000 new tokens leave; prefixes are exchanged freely."""
+    """Return settings that offload prompts above 30,000 new tokens and copy prefixes without limit."""
     spec = OffloadSpec(threshold_tokens=30_000.0, rule="abundant", layerwise=False)
     return core(offload=spec, **settings)
 
 
 def test_another_site_is_sent_a_prefix_by_who_has_it_not_by_who_could_fetch_it() -> None:
-    """p0, the first by name, could have it from p1 at once."""
+    """p0, the first one by name, could fetch it from p1 at once."""
     spec = OffloadSpec(threshold_tokens=30_000.0, rule="abundant", layerwise=False)
     control = core(sites("400 Gbps"), offload=spec, prefix_pool=True)
     control.handle(KvStored(0.0, "p1", CHAIN, BLOCK))
@@ -156,7 +160,8 @@ def test_another_site_is_sent_a_prefix_by_who_has_it_not_by_who_could_fetch_it()
 
 
 def test_copies_queue_behind_each_other_on_the_link() -> None:
-    """2.62 GB from home to away each time, at 1 GB/s: the second waits for the first until that has landed."""
+    """Each copy sends 2.62 GB from home to the remote site at 1 GB/s: the second one waits until the first one is
+    complete."""
     control = offloading()
     control.handle(KvStored(0.0, "p0", CHAIN, BLOCK))
     once_s = 20_000 * TOKEN_BYTES / 1e9
@@ -173,7 +178,7 @@ def test_copies_queue_behind_each_other_on_the_link() -> None:
 
 
 def test_who_is_asked_for_a_prefix_as_for_a_prompt_takes_its_time() -> None:
-    """30 s of other work are ahead at p0 before the 2.62 s on the wire; the base of a prefill is 0 here."""
+    """p0 has 30 s of other work before the 2.62 s on the network; the base time of a prefill is 0 here."""
     spec = OffloadSpec(threshold_tokens=30_000.0, rule="abundant", layerwise=False, copy_asks=True)
     control = core(offload=spec)
     control.handle(InstanceDown(0.0, "f0"))
@@ -190,7 +195,7 @@ def test_who_is_asked_for_a_prefix_as_for_a_prompt_takes_its_time() -> None:
 
 @pytest.mark.parametrize("ending", ["prefilled", "failed", "gone"])
 def test_a_copy_is_given_back_with_its_request(ending: str) -> None:
-    """However a request goes on, the link is as free as before for the next one."""
+    """However the request ends, the link is as free as before for the next one."""
     control = offloading()
     control.handle(KvStored(0.0, "p0", CHAIN, BLOCK))
     first = ask(control, 1, 60_000, (*CHAIN, *range(100, 140)))
@@ -211,7 +216,7 @@ def test_a_copy_is_given_back_with_its_request(ending: str) -> None:
 
 
 def test_a_prefix_comes_home_behind_the_kv_that_does() -> None:
-    """Both use the link from the other site: 5 GB of a KV cache are ahead of the prefix."""
+    """Prefix and KV cache use the link from the other site: 5 GB of a KV cache are ahead of the prefix."""
     control = offloading()
     assert ask(control, 1, 40_000, ()).instance == "f0"
     control.handle(PrefillFinished(4.0, 1))
@@ -224,7 +229,7 @@ def test_a_prefix_comes_home_behind_the_kv_that_does() -> None:
 
 
 def read_often(control: Control, times: int = 8, first: int = 100) -> None:
-    """The same prefix on p0 again and again, done each time."""
+    """Read the same prefix on p0 repeatedly; each request completes."""
     control.handle(KvStored(0.0, "p0", CHAIN, BLOCK))
     for number in range(first, first + times):
         assert ask(control, number, 21_000).instance == "p0"
@@ -232,7 +237,7 @@ def read_often(control: Control, times: int = 8, first: int = 100) -> None:
 
 
 def copies(decisions: tuple[Decision, ...]) -> list[CopyPrefix]:
-    """All of them must be copies."""
+    """Return the decisions, which must all be copies."""
     found = [decision for decision in decisions if isinstance(decision, CopyPrefix)]
     assert len(found) == len(decisions)
     return found
@@ -295,7 +300,7 @@ def test_copies_cross_between_datacenters_only_with_bandwidth_to_spare(
 
 @pytest.mark.parametrize(("budget_s", "targets"), [(2.6, []), (2.7, ["p1"]), (5.3, ["p1", "f0"])])
 def test_copies_under_way_stay_within_what_the_free_bandwidth_carries(budget_s: float, targets: list[str]) -> None:
-    """2.62 GB each at 1 GB/s; what has not landed counts at the next review too."""
+    """Each copy is 2.62 GB at 1 GB/s; copies in flight also count at the next review."""
     spec = CopySpec(hotspots=EAGER.hotspots, review_s=1.0, budget_s=budget_s)
     control = core(copies=spec)
     read_often(control)

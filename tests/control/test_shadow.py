@@ -1,4 +1,4 @@
-"""A policy in the shadow: it never changes what is done, and what is said of it is what it would have done."""
+"""A shadow policy: it never changes the decisions, and its recorded choice is what it would have decided."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ SIZES = st.lists(st.integers(100, 20_000), min_size=1, max_size=12)
 
 
 def core(**spec: Any) -> Control:
-    """A fresh core on the cluster above."""
+    """Return a new core on the cluster above."""
     return ControlSpec(**spec).build(parse(TEXT))
 
 
 def played(control: Control, sizes: list[int]) -> list[tuple[Event, tuple[Decision, ...]]]:
-    """Requests a second apart: each prefilled at once, its transfer over when the one after the next has arrived, and
-    every third one finished by then."""
+    """Run requests one second apart. Each is prefilled at once, its transfer ends after the arrival of the second next
+    request, and every third one is finished by then."""
     told: list[tuple[Event, tuple[Decision, ...]]] = []
 
     def tell(event: Event) -> None:
@@ -77,13 +77,13 @@ def played(control: Control, sizes: list[int]) -> list[tuple[Event, tuple[Decisi
 
 
 def shadow_of(decision: Decode) -> Shadowed:
-    """What is said of the policy in the shadow, which must be there."""
+    """Return the record of the shadow policy, which must exist."""
     assert decision.shadow is not None
     return decision.shadow
 
 
 def decodes(told: list[tuple[Event, tuple[Decision, ...]]]) -> list[Decode]:
-    """The decode decisions, in order."""
+    """Return the decode decisions in order."""
     return [decision for _, made in told for decision in made if isinstance(decision, Decode)]
 
 
@@ -122,7 +122,7 @@ def test_each_policy_holds_its_own_choice_for_the_cheapest(acting: str, shadow: 
 @given(acting=POLICIES, shadow=POLICIES, tokens=st.integers(100, 20_000))
 @settings(max_examples=40, deadline=None)
 def test_the_shadow_says_what_the_policy_would_do(acting: str, shadow: str, tokens: int) -> None:
-    """On the first request, before the two have led to different clusters."""
+    """The first request is compared, before the two policies lead to different states."""
     (acted,) = decodes(played(core(decode=acting, shadow=shadow), [tokens]))
     (would,) = decodes(played(core(decode=shadow), [tokens]))
     assert acted.shadow is not None
@@ -130,8 +130,8 @@ def test_the_shadow_says_what_the_policy_would_do(acting: str, shadow: str, toke
 
 
 def test_what_foresight_has_learned_is_told() -> None:
-    """Of the acting policy or of the one in the shadow; every second transfer goes to another rack and takes longer
-    than the map says, and there is no tier beyond the pod."""
+    """The learned values are those of the acting policy or of the shadow policy. Every second transfer goes to another
+    rack and takes longer than the topology predicts, and there is no tier beyond the pod."""
     sizes = [9_000] * 12
     for spec in ({"decode": "netkv", "shadow": "foresight"}, {"decode": "foresight", "shadow": "netkv"}):
         control = core(**spec, prefill="round-robin")
@@ -155,7 +155,7 @@ def test_what_foresight_has_learned_is_told() -> None:
 
 
 def test_of_two_that_learn_the_acting_one_is_told() -> None:
-    """Its numbers are its own: with a strong prior the same transfers teach it less."""
+    """The shadow does not change its values: with a strong prior the same transfers have less effect."""
     learned = []
     for parameters, shadow in (({"prior_transfers": 50.0}, ""), ({"prior_transfers": 50.0}, "foresight"), ({}, "")):
         control = core(decode="foresight", parameters=parameters, shadow=shadow, prefill="round-robin")
@@ -178,10 +178,10 @@ def test_a_log_with_a_shadow_replays(tmp_path: Path) -> None:
 
 
 def test_where_two_policies_part() -> None:
-    """Round-robin takes d0 and then d1; NetKV, for a prompt on p0, never leaves the node while there is room."""
+    """Round-robin takes d0 and then d1; NetKV stays on the node of p0 while there is room."""
     told = played(core(decode="round-robin", shadow="netkv"), [9_000, 9_000])
     first, second = decodes(told)
     assert [first.target, second.target] == ["d0", "d1"]
-    assert shadow_of(first).loss_s is None  # Round-robin counts turns.
+    assert shadow_of(first).loss_s is None  # Round-robin has no cost in seconds.
     assert shadow_of(second).target == "d0"
     assert (shadow_of(second).gain_s or 0.0) > 0.0

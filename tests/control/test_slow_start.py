@@ -1,4 +1,5 @@
-"""Slow start: the share of a returned instance rises over the window, nothing is refused for it, and a log replays."""
+"""Slow start: the share of a returned instance rises over the window, no request is rejected for it, and a log
+replays."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ def core(policy: str = "load-aware", window_s: float = WINDOW_S) -> Control:
 
 
 def place(control: Control, number: int, at: float) -> tuple[str, str]:
-    """Where a request is prefilled and decoded; it stays there."""
+    """Return the prefill and the decode instance of a new request, which does not end."""
     (prefill,) = control.handle(Arrived(at, Request(id=number, input_tokens=100, max_output_tokens=16)))
     assert isinstance(prefill, Prefill)
     (decode,) = control.handle(PrefillFinished(at, number))
@@ -55,7 +56,8 @@ def place(control: Control, number: int, at: float) -> tuple[str, str]:
 
 @given(st.integers(2, 8), st.lists(st.floats(0.001, 1), min_size=1, max_size=200))
 def test_a_returned_instance_takes_no_more_than_its_rising_share(instances: int, gaps_s: list[float]) -> None:
-    """However much the policy wants it: one request at once, then the sum of factor / n; all of it after the window."""
+    """Whatever the policy prefers, the instance gets one request at once, then the sum of factor / n, and any share
+    after the window."""
     slow = SlowStart(WINDOW_S)
     slow.returned(0, 0.0)
     usable, sites = np.ones(instances, dtype=np.bool_), ("here",) * instances
@@ -82,7 +84,7 @@ def test_a_returned_instance_takes_no_more_than_its_rising_share(instances: int,
     st.lists(st.sampled_from(["a", "b"]), min_size=6, max_size=6),
 )
 def test_it_leaves_nobody_out_whose_place_nobody_takes(up: list[bool], back: set[int], sites: list[str]) -> None:
-    """In each datacenter that has a usable instance, one stays; nobody is added."""
+    """In each datacenter with a usable instance, one remains usable; none is added."""
     slow, usable = SlowStart(WINDOW_S), np.array(up, dtype=np.bool_)
     for position in sorted(each for each in back if each < len(up)):
         slow.returned(position, 0.0)
@@ -97,7 +99,8 @@ def test_it_leaves_nobody_out_whose_place_nobody_takes(up: list[bool], back: set
 
 @pytest.mark.parametrize(("kind", "name"), [("prefill", "prefill0"), ("decode", "decode0")])
 def test_an_idle_instance_that_returns_is_not_sent_everything(kind: str, name: str) -> None:
-    """The others have 60 requests by then. Without a window it takes all of the next ones; with one its share."""
+    """The other instances have 60 requests. Without a window the returned instance takes all of the next ones, with a
+    window its share."""
     shares = {}
     for window_s in (0.0, WINDOW_S):
         control = core(window_s=window_s)
@@ -114,7 +117,7 @@ def test_an_idle_instance_that_returns_is_not_sent_everything(kind: str, name: s
 
 
 def test_it_refuses_nothing() -> None:
-    """Where all have just returned, and where the only other one has failed the request."""
+    """All instances have just returned, or the only other one has failed the request."""
     control = core()
     for name in ("decode0", "decode1", "decode2", "prefill0", "prefill1"):
         control.handle(InstanceDown(0.0, name))
@@ -134,7 +137,7 @@ def test_it_refuses_nothing() -> None:
 @given(st.data())
 @settings(max_examples=40, deadline=None)
 def test_the_same_events_give_the_same_decisions_and_those_of_old_logs_stay(data: st.DataObject) -> None:
-    """The core has no clock and no chance; without `returned`, or without a window, nothing changes."""
+    """The core uses no clock and no random numbers; without `returned`, or without a window, nothing changes."""
     events: list[Event] = []
     now = 0.0
     for number in range(data.draw(st.integers(1, 25))):

@@ -26,7 +26,7 @@ timing:
 defaults: {model: llama-3-70b, tp: 2, kv_capacity: 60 GB}
 instances:
 """
-"""Every pair crosses the rack at 2 Gbps, so that a transfer takes much longer than a busy machine is late."""
+"""Every pair uses the rack's link at 2 Gbps, so that a transfer takes much longer than the delays of a busy machine."""
 MODEL = "llama-3-70b"
 NAMES = ("prefill0", "prefill1", "decode0", "decode1")
 TOKENS = 256
@@ -34,12 +34,12 @@ OPTIONS = Options(prompt_tokens=TOKENS, timeout_s=200.0, seed=1)
 
 
 def role_of(name: str) -> str:
-    """By the name's beginning."""
+    """Return the role by the beginning of the name."""
     return name.rstrip("0123456789")
 
 
 def cluster_text(endpoints: Mapping[str, Endpoint], *, head: str = HEAD, gateway: str = "", tp: int = 2) -> str:
-    """A cluster file: prefill engines on node0, the others on node1."""
+    """Return a cluster file with prefill engines on node0 and the others on node1."""
     lines = []
     places = {"node0": 0, "node1": 0}
     for name, endpoint in endpoints.items():
@@ -54,27 +54,27 @@ def cluster_text(endpoints: Mapping[str, Endpoint], *, head: str = HEAD, gateway
 
 @dataclass(slots=True)
 class Clinic:
-    """Engines that run."""
+    """Running engines."""
 
     fleet: Fleet
     endpoints: dict[str, Endpoint]
 
     def change(self, name: str, **changes: str) -> None:
-        """Have the cluster file name another address."""
+        """Change an address in the cluster file."""
         self.endpoints[name] = msgspec.structs.replace(self.endpoints[name], **changes)
 
     async def order(self, name: str, **fault: object) -> None:
-        """Have an engine fail."""
+        """Order a fault in an engine."""
         url = f"{self.fleet.ready().instances[name].url}/emulator/fault"
         async with aiohttp.ClientSession() as session, session.post(url, json=fault) as answer:
             assert answer.status == 200, await answer.text()
 
     def deployment(self, *, head: str = HEAD, gateway: str = "", tp: int = 2) -> Deployment:
-        """As the cluster file says."""
+        """Return the deployment of the cluster file."""
         return Deployment.of(cluster_text(self.endpoints, head=head, gateway=gateway, tp=tp), "clinic.yaml")
 
     async def examine(self, options: Options = OPTIONS, **file: str) -> Report:
-        """With the cluster file that `deployment` makes."""
+        """Examine the cluster file that `deployment` returns."""
         return await examine(self.deployment(**file), options)  # type: ignore[arg-type]
 
 
@@ -85,7 +85,7 @@ async def clinic(
     head: str = HEAD,
     settings: FleetSettings | None = None,
 ) -> AsyncIterator[Clinic]:
-    """Engines of this protocol; `head` is the network that they really have."""
+    """Run engines of this protocol; `head` is the network that they really have."""
     placeholders = {
         name: Endpoint(url=f"http://127.0.0.1:{port}", protocol=protocol, bootstrap=f"127.0.0.1:{port}")
         for port, name in enumerate(names, start=1)

@@ -120,7 +120,7 @@ def test_bad_input_ends_with_2(tmp_path: Path, options: tuple[str, ...], text: s
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_command_leaves_no_request_behind(tmp_path: Path, number: signal.Signals) -> None:
-    """The prompt would be computed for minutes: its request is there until the command ends, and then it is not."""
+    """The prompt would take minutes: its request exists until the command ends, and then it is gone."""
 
     async def main() -> None:
         async with clinic(names=("prefill0", "decode0")) as found:

@@ -1,4 +1,4 @@
-"""Examinations of emulated engines: all is well, or one thing is wrong and exactly that is found."""
+"""Examinations of emulated engines: either everything is right, or exactly the one injected fault is found."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ def test_engines_that_are_well_have_no_findings(protocol: KvProtocol) -> None:
 
 
 async def nothing(found: Clinic) -> None:
-    """All stays as it is."""
+    """Change nothing."""
 
 
 async def is_down(found: Clinic) -> None:
-    """Another port than the engine's: nobody listens there."""
+    """Set a port other than the engine's, where nothing listens."""
     found.change("decode0", url=f"http://127.0.0.1:{closed_port()}")
 
 
@@ -87,7 +87,7 @@ async def refuses(found: Clinic) -> None:
 
 
 def closed_port() -> int:
-    """A port that was free a moment ago."""
+    """Return a port that was free a moment ago."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return int(server.getsockname()[1])
 
@@ -102,9 +102,9 @@ class Case:
     hint: str
     moved: str
     file: dict[str, Any] = field(default_factory=dict)
-    """What the cluster file says otherwise than the engines."""
+    """Values of the cluster file that differ from the engines'."""
     head: str = HEAD
-    """Network that the engines have."""
+    """The network that the engines have."""
 
 
 CASES = {
@@ -176,7 +176,7 @@ def test_an_engine_that_serves_another_model_is_found() -> None:
 
 
 def test_an_alias_counts_as_the_name_of_the_model() -> None:
-    """Clients ask for the alias, so the engine must serve it; emulated engines know those of their own file."""
+    """Clients use the alias, so the engine must serve it; emulated engines use those of their own file."""
 
     async def main() -> None:
         async with clinic(names=PAIR) as found:
@@ -219,7 +219,7 @@ def test_transfers_that_are_counted_under_another_name_are_found() -> None:
 
 
 def test_kv_of_another_size_than_the_model_has_is_found() -> None:
-    """The engines' model has 2.5 times as many bytes per token as the file's, which stands under the same alias."""
+    """The engines' model has 2.5 times as many bytes per token as the file's, under the same alias."""
 
     async def main() -> None:
         async with clinic(names=PAIR) as found:
@@ -257,7 +257,7 @@ def test_an_examination_ends_in_time_when_an_engine_hangs() -> None:
 
 
 async def idle(found: Clinic) -> bool:
-    """No engine has a request any more."""
+    """Return whether no engine has a request."""
     engines = [server.engine for server in found.fleet.servers.values()]
     await until(lambda: not any(engine.running or engine.waiting for engine in engines))
     return True
@@ -278,14 +278,14 @@ def test_pairs_for_which_no_time_is_left_are_a_finding() -> None:
 
 @dataclass(frozen=True)
 class Manners:
-    """How an engine of another make answers what is no completion."""
+    """How a stub engine answers requests other than completions."""
 
     key: str = ""
     """The key that it requires; empty: none."""
     gate: Gate | None = None
-    """Where its completions wait."""
+    """Gate at which its completions wait."""
     tells_key: bool = False
-    """Its completions fail, with a message that has the key in it."""
+    """True if its completions fail with a message that contains the key."""
 
     async def serve(self, engine: Engine, request: web.BaseRequest, asked: Asked) -> web.StreamResponse:
         """See `foreign.Serve`."""
@@ -312,7 +312,7 @@ def deployment(engines: list[Engine]) -> Deployment:
 
 
 def test_series_that_the_gateway_reads_and_a_page_lacks_are_found() -> None:
-    """These pages have `num_requests_running` alone."""
+    """The pages of these engines have only `num_requests_running`."""
 
     async def main() -> None:
         engines = [

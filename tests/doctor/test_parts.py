@@ -1,4 +1,4 @@
-"""Parts of an examination by themselves: clocks, counters, the choice of pairs, and what answers mean."""
+"""Parts of an examination separately: clocks, counters, the choice of pairs, and the interpretation of responses."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ short = st.floats(0.0, 10.0)
 def test_a_date_header_bounds_the_clock(
     offset_s: float, made_s: float, before_s: float, after_s: float, stale_s: float
 ) -> None:
-    """Whatever the clock, the way there and back, and the age of a header that the server keeps for up to a second."""
+    """The bounds hold for any clock, any delay in each direction, and a Date header that the server reuses for up to a
+    second."""
     date = formatdate(math.floor(made_s + offset_s - stale_s), usegmt=True)
     bounds = from_date(date, made_s - before_s, made_s + after_s)
     assert bounds.least_s - 1e-5 <= offset_s <= bounds.most_s + 1e-5
@@ -85,7 +86,7 @@ def test_a_clock_is_wrong_only_if_its_bounds_say_so(offset_s: float, error_s: fl
     ],
 )
 def test_only_a_refused_key_is_called_one(health: str, hint: str) -> None:
-    """A port may have the digits of a status."""
+    """A port may contain the digits of a status."""
     report = EngineReport(name="p", role="prefill", protocol="vllm", url="", tp=1, model="m", health=health)
     (finding,) = engine_findings(report, GatewaySettings())
     assert hint in finding.hint
@@ -235,7 +236,7 @@ def test_pairs_are_chosen_once_each_and_cover_the_engines(prefills: int, decodes
 
 
 def test_all_pairs_of_a_large_cluster_are_chosen_once_each() -> None:
-    """There are more than are ranked."""
+    """There are more pairs than are ranked."""
     chosen = chosen_pairs(cluster_of(26, 26, gpus=32), None)
     assert len({(pair.prefill, pair.decode) for pair in chosen}) == len(chosen) == 676
 

@@ -1,5 +1,5 @@
-"""KV that is asked for before it is computed: when it arrives, what is counted of it, and what becomes of it when the
-prompt is given up."""
+"""KV that is requested before it is computed: the time of its arrival, its counters, and the outcome when the prompt is
+cancelled."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ TOKENS = len(PROMPT) // 4
 def test_the_slower_of_prefill_and_link_sets_the_pace(
     gigabytes: float, prefill_s: float, share: float, layers: int
 ) -> None:
-    """From the end of the first layer on, at the pace of the prefill at most; what is left when it ends goes as fast as
-    the link lets it (the simulator's layer-wise mode)."""
+    """From the end of the first layer on, bytes are sent at most at the speed of the prefill; when it ends, the rest is
+    sent at link speed (as in the simulator's layer-wise mode)."""
     clock, nbytes, rate = Hand(), gigabytes * 1e9, share * CAPACITY
     fabric, hold = Fabric(SITES, clock, kv_scale=1e-6), Hold(clock)
     fabric.degrade(WAY, share)
@@ -58,7 +58,7 @@ def test_the_slower_of_prefill_and_link_sets_the_pace(
 
 
 class Busy(Hand):
-    """Other processes run whenever the clock is read, longer each time."""
+    """A clock during whose reads other processes run, longer each time."""
 
     def now(self) -> float:
         self.time = 1.5 * self.time + 1e-3
@@ -66,7 +66,7 @@ class Busy(Hand):
 
 
 def test_what_is_read_after_a_look_is_of_that_moment() -> None:
-    """Bytes and their time belong together, or a pace seems higher than the link's capacity."""
+    """Bytes and their time must belong together; otherwise the throughput looks higher than the link's capacity."""
     clock = Busy()
     fabric = Fabric(SITES, clock, kv_scale=1e-6)
     transfer = fabric.send(SITES.index(AWAY), SITES.index(DECODE), 1e12, Hold(clock))
@@ -77,7 +77,7 @@ def test_what_is_read_after_a_look_is_of_that_moment() -> None:
 
 
 class Sites:
-    """A fleet of both sites, prompts of 45 ms, and a client."""
+    """Emulated engines of both sites with prompts of 45 ms, and a client."""
 
     def __init__(self, fleet: Fleet, session: aiohttp.ClientSession) -> None:
         self.fleet, self.session = fleet, session
@@ -88,24 +88,24 @@ class Sites:
             return response.status, msgspec.json.decode(await response.read() or b"null")
 
     async def prefill(self, key: str, prompt: str = PROMPT) -> tuple[int, Any]:
-        """The leg that computes."""
+        """Run the leg that computes."""
         params = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": key}
         asked = {"model": MODEL, "prompt": prompt, "max_tokens": 1, "kv_transfer_params": params}
         return await self.post(AWAY, "/v1/completions", asked)
 
     async def decode(self, key: str, prompt: str = PROMPT) -> tuple[int, Any]:
-        """The leg that pulls early."""
+        """Run the leg that pulls early."""
         host, _, port = self.fleet.ready().instances[AWAY].bootstrap.rpartition(":")
         params = {"do_remote_prefill": True, "transfer_id": key, "remote_host": host, "remote_port": int(port)}
         asked = {"model": MODEL, "prompt": prompt, "max_tokens": 4, "kv_transfer_params": params}
         return await self.post(DECODE, "/v1/completions", asked)
 
     def held(self) -> int:
-        """KV caches that wait at the source."""
+        """Return the number of KV caches held at the source."""
         return len(self.fleet.servers[AWAY].engine.held)
 
     def waits(self, key: str) -> bool:
-        """Whether somebody has asked for it and has not got it."""
+        """Return whether a pull of this key waits at the source."""
         return key in self.fleet.servers[AWAY].kv_door.awaited
 
     async def metric(self, name: str, sample: str) -> float:
@@ -127,7 +127,7 @@ def on_sites(check: Callable[[Sites], Awaitable[None]]) -> None:
 
 @pytest.mark.parametrize("first", ["prefill", "decode"])
 def test_both_legs_at_once_in_any_order(first: str) -> None:
-    """The answer is that of one engine alone; the transfer is counted as an early one, and nothing stays held."""
+    """The response is that of a single engine; the transfer is counted as early, and nothing stays held."""
 
     async def check(sites: Sites) -> None:
         legs = {"prefill": sites.prefill, "decode": sites.decode}
@@ -151,7 +151,7 @@ def test_both_legs_at_once_in_any_order(first: str) -> None:
 
 
 def test_bytes_leave_before_the_prompt_is_computed() -> None:
-    """What the source has sent while its engine still computes grows from look to look."""
+    """The bytes sent grow from one scrape to the next while the source still computes."""
 
     async def check(sites: Sites) -> None:
         long = PROMPT * 20
@@ -172,7 +172,7 @@ def test_bytes_leave_before_the_prompt_is_computed() -> None:
 
 @pytest.mark.parametrize("stage", ["computing", "queued"])
 def test_a_prompt_that_is_given_up_ends_the_pull(stage: str) -> None:
-    """Who waits for its KV is told so at once, and a later prompt of that name is served."""
+    """The waiting pull gets an error at once, and a later prompt with the same key is served."""
 
     async def check(sites: Sites) -> None:
         engine, ahead = sites.fleet.servers[AWAY].engine, list[asyncio.Task[Any]]()
@@ -199,7 +199,7 @@ def test_a_prompt_that_is_given_up_ends_the_pull(stage: str) -> None:
 
 
 def test_a_second_target_may_ask_for_the_same_name() -> None:
-    """The first has left before all was there."""
+    """The first target leaves before the transfer is complete."""
 
     async def check(sites: Sites) -> None:
         first = asyncio.create_task(sites.decode("k"))
@@ -217,7 +217,7 @@ def test_a_second_target_may_ask_for_the_same_name() -> None:
 
 
 def test_a_link_that_is_cut_shows_a_queue_that_stands_still() -> None:
-    """Connections that have something to send, and bytes that do not grow; once it is mended they do."""
+    """Connections have unsent data and the bytes sent do not grow; after the repair they grow."""
 
     async def check(sites: Sites) -> None:
         await sites.post(AWAY, "/emulator/wan", {"share": 0})

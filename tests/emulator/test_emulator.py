@@ -1,4 +1,5 @@
-"""Emulated engines over real sockets: vLLM's HTTP, hand-over of KV, events, faults, and the pace of the simulator."""
+"""Emulated engines over real sockets: vLLM's HTTP API, KV transfer, KV events, faults, and the timing of the
+simulator."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ POLLS = 2000
 
 @dataclass
 class Client:
-    """A fleet and a session to talk to it."""
+    """An emulated cluster and a session to send requests to it."""
 
     fleet: Fleet
     session: aiohttp.ClientSession
@@ -72,7 +73,7 @@ class Client:
         return sum(float(line.rpartition(" ")[2]) for line in page.splitlines() if line.startswith(sample))
 
     async def becomes_idle(self, name: str) -> bool:
-        """Nothing runs, waits or is pinned any more, sooner or later."""
+        """Return whether, within the time limit, nothing runs, waits or is pinned."""
         for _ in range(POLLS):
             samples = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
             if not any([await self.metric(name, sample) for sample in samples]):
@@ -80,7 +81,7 @@ class Client:
         return False
 
     async def prefilled(self, **more: Any) -> dict[str, Any]:
-        """What the decode leg is to be asked."""
+        """Run the prefill leg; return the body of the decode leg."""
         answer = await self.ask("prefill0", ASKED | PREFILL | {"max_tokens": 1})
         return ASKED | {"kv_transfer_params": answer["kv_transfer_params"]} | more
 
@@ -106,7 +107,7 @@ def stream_text(data: bytes) -> str:
 
 
 def test_two_legs_answer_as_one_instance_alone() -> None:
-    """Streamed or not, the tokens follow from the prompt; what has crossed is counted, unscaled, once."""
+    """Streamed or not, the tokens follow from the prompt; transferred bytes are counted once and unscaled."""
 
     async def check(client: Client) -> None:
         alone = await client.ask("decode0", ASKED)
@@ -130,7 +131,7 @@ def test_two_legs_answer_as_one_instance_alone() -> None:
 
 
 def test_kv_is_handed_over_once() -> None:
-    """A second fetch finds nothing: status 500, or, in a stream whose head is out, an error event."""
+    """A second fetch fails: status 500, or an error event if the stream has started."""
 
     async def check(client: Client) -> None:
         asked = await client.prefilled()
@@ -147,7 +148,7 @@ def test_kv_is_handed_over_once() -> None:
 
 
 def test_mooncake_and_sglang_meet_at_the_kv_port() -> None:
-    """The router makes up the key. SGLang's two legs start at once, in any order, one room per answer."""
+    """The router generates the key. SGLang's two legs start at once, in any order, with one room per choice."""
 
     async def check(client: Client) -> None:
         text = (await client.ask("decode0", ASKED))["choices"][0]["text"]
@@ -172,7 +173,7 @@ def test_mooncake_and_sglang_meet_at_the_kv_port() -> None:
 
 
 def test_the_openai_client_is_content() -> None:
-    """Chat, streamed with usage, several answers, models, embeddings."""
+    """Chat, streaming with usage, several choices, models and embeddings."""
 
     async def check(client: Client) -> None:
         base_url = client.endpoint("decode0").url + "/v1"
@@ -218,7 +219,7 @@ def test_the_openai_client_is_content() -> None:
     ],
 )
 def test_wrong_requests_are_refused_in_openai_json(body: dict[str, Any], status: int, param: str | None) -> None:
-    """With the field, and without a trace in the engine."""
+    """The error names the field, and nothing of the request remains in the engine."""
 
     async def check(client: Client) -> None:
         got, data = await client.post("decode0", "/v1/completions", body)
@@ -231,7 +232,7 @@ def test_wrong_requests_are_refused_in_openai_json(body: dict[str, Any], status:
 
 
 def test_kv_events_and_their_replay_are_as_on_vllms_wire() -> None:
-    """Hashes chain as kvroute's; after a reset everything is gone; whoever missed it all can ask again."""
+    """Hashes form the same chain as kvroute's; after a reset everything is removed; a replay returns missed events."""
     tokens = list(range(50))
 
     async def check(client: Client) -> None:
@@ -240,7 +241,7 @@ def test_kv_events_and_their_replay_are_as_on_vllms_wire() -> None:
             sub.subscribe(b"")
             sub.connect(endpoint.kv_events)
             dealer.connect(endpoint.kv_replay)
-            for number in range(POLLS):  # until the subscription has got through
+            for number in range(POLLS):  # until the subscription is active
                 await client.ask("decode0", {"prompt": [*tokens, number], "max_tokens": 1})
                 if await sub.poll(1):
                     topic, seq, payload = await sub.recv_multipart()
@@ -271,7 +272,7 @@ def test_kv_events_and_their_replay_are_as_on_vllms_wire() -> None:
 @pytest.mark.parametrize("after_tokens", [0, 3], ids=["at-once", "later"])
 @pytest.mark.parametrize("status", [503, "reset"])
 def test_faults_strike_as_ordered_and_no_more(status: int | str, after_tokens: int, stream: bool) -> None:
-    """The first two decode legs fail, the third is answered, and nothing is left of them."""
+    """The first two decode legs fail, the third one succeeds, and nothing remains of the failed ones."""
     order = {"fail_next": 2, "status": status, "leg": "decode", "after_tokens": after_tokens}
 
     async def check(client: Client) -> None:
@@ -294,7 +295,7 @@ def test_faults_strike_as_ordered_and_no_more(status: int | str, after_tokens: i
 
 
 def test_a_share_of_prefills_fails_and_decodes_do_not() -> None:
-    """30 % of 100, seeded; the other leg is spared."""
+    """30 % of 100 requests fail, with a seed; the decode leg never fails."""
 
     async def check(client: Client) -> None:
         await client.ask("prefill0", {"share": 0.3, "leg": "prefill"}, "/emulator/fault")
@@ -307,7 +308,7 @@ def test_a_share_of_prefills_fails_and_decodes_do_not() -> None:
 
 
 def test_a_poison_request_fails_every_time_and_others_do_not() -> None:
-    """The fault is tied to the request: the marker in its prompt; a newer order takes it back."""
+    """The fault is bound to the marker in the prompt; a newer order removes it."""
 
     async def check(client: Client) -> None:
         poison = ASKED | {"prompt": "say POISON now"}
@@ -338,7 +339,8 @@ def test_a_transfer_that_breaks_leaves_the_kv_where_it_was() -> None:
 
 
 def test_a_client_that_leaves_frees_what_it_held() -> None:
-    """At the head of a long stream, in a request that hangs, and in a long prompt's queue."""
+    """The client leaves at the head of a long stream, in a request that hangs, and in the queue behind a long
+    prompt."""
     slow = replace(SMALL, timing={"default": replace_prefill(0.05)})
 
     async def check(client: Client) -> None:
@@ -364,7 +366,7 @@ def replace_prefill(base_s: float) -> TimingSpec:
 
 
 def test_a_restarted_instance_comes_back_empty_on_its_ports() -> None:
-    """Streams break, KV and counters are gone, the process is younger, event numbers start anew."""
+    """Streams break, KV and counters are gone, the process start time is later, and event numbers start at 0."""
 
     async def check(client: Client) -> None:
         asked = await client.prefilled()
@@ -394,7 +396,8 @@ def test_a_restarted_instance_comes_back_empty_on_its_ports() -> None:
 
 
 def test_no_request_is_faster_than_the_simulator_says() -> None:
-    """Same routing, same lengths: prefill queue, transfer and batch cost at least what the model has them cost."""
+    """With the same routing and lengths, prefill queue, transfer and batch take at least the time that the model
+    predicts."""
     generator = np.random.default_rng(5)
     at_s = np.sort(generator.uniform(0, 1.5, 24))
     lengths = generator.integers(200, 3000, 24).tolist()
@@ -426,12 +429,12 @@ def test_no_request_is_faster_than_the_simulator_says() -> None:
     on_fleet(check, SMALL)
     lone_s = [0.02 + 90e-6 * n + 0.0126 for n in lengths]
     assert all(measured >= lone - 0.002 for measured, lone in zip(measured_s, lone_s, strict=True))
-    # An arrival that this process sends late may find a shorter queue; the sum of all waits is not so easily less.
+    # A request that the test sends late may find a shorter queue, but the sum of all waits hardly becomes smaller.
     assert sum(measured_s) >= float(predicted_s.sum()) - 0.002 * len(requests)
 
 
 def test_settings_and_places_are_checked() -> None:
-    """Each wrong one in a sentence that names it."""
+    """Each wrong value is named in the error message."""
     with pytest.raises(InputError, match="kv_scale"):
         FleetSettings(kv_scale=2)
     with pytest.raises(InputError, match="background"):
@@ -448,7 +451,7 @@ def test_settings_and_places_are_checked() -> None:
 
 
 def test_the_command_says_where_it_listens_and_ends_on_sigterm() -> None:
-    """One line of JSON on stdout, only the instance asked for, exit code 0."""
+    """The command prints one line of JSON on stdout, runs only the requested instance and exits with code 0."""
     code = "import typer; from kvroute.cli.emulate import emulate; typer.run(emulate)"
     command = [sys.executable, "-c", code, str(EXAMPLE), "--instance", "decode1", "--no-kv-events"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
@@ -464,7 +467,7 @@ def test_the_command_says_where_it_listens_and_ends_on_sigterm() -> None:
 
 
 def test_engines_answer_to_the_names_that_the_gateway_gives_clients() -> None:
-    """As vLLM with several names in --served-model-name: each is listed, accepted and repeated; others get 404."""
+    """As vLLM with several names in --served-model-name: each one is listed, accepted and returned; others get 404."""
     text = EXAMPLE.read_text(encoding="utf-8") + f"\ngateway: {{models: {{big: {MODEL}, big-latest: {MODEL}}}}}\n"
 
     async def check(client: Client) -> None:

@@ -1,4 +1,4 @@
-"""The engine and the fabric in virtual time: against obvious models, whatever order, lateness or departures."""
+"""The engine and the fabric in virtual time against simple models, for any order, delay of timers, or cancellation."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SMALL, PODS = (topology.load(EXAMPLES / name) for name in ("small.yaml", "fat-tr
 
 @dataclass
 class VirtualAlarm:
-    """Rings unless it is cancelled."""
+    """A timer that fires unless it is cancelled."""
 
     ring: Callable[[], object]
     cancelled: bool = False
@@ -51,7 +51,7 @@ class VirtualAlarm:
 
 @dataclass
 class VirtualClock:
-    """Alarms in order of time; each rings so much late (or early) as `errors_s` says in turn."""
+    """A clock that fires timers in order of time; `errors_s` gives the delay (or advance) of each one in turn."""
 
     errors_s: Sequence[float] = (0.0,)
     now_s: float = 0.0
@@ -69,11 +69,11 @@ class VirtualClock:
         return alarm
 
     def call(self, when_s: float, ring: Callable[[], object]) -> None:
-        """The test's own doing is never late."""
+        """Call at exactly this time, for actions of the test."""
         heappush(self.alarms, (when_s, next(self.numbers), VirtualAlarm(ring)))
 
     def run(self) -> None:
-        """Until nothing is going to happen any more."""
+        """Run until no timer is left."""
         for _ in range(100_000):
             if not self.alarms:
                 return
@@ -85,7 +85,7 @@ class VirtualClock:
 
 
 def engine_on(clock: VirtualClock, capacity_blocks: int = 10_000, batch_max: int = 4) -> Engine:
-    """One whose cache events land in `cached`, a set of block hashes."""
+    """Return an engine with this number of KV blocks and this batch limit."""
     instance = Instance(
         name="e0", role="both", model="llama-3-70b", node="n", rack="r", pod="p", datacenter="d", gpus=("n/0",),
         batch_max=batch_max, kv_capacity_bytes=capacity_blocks * BLOCK_TOKENS * MODEL.kv_bytes_per_token,
@@ -98,7 +98,7 @@ def prompt_of(*tokens: int) -> Prompt:
 
 
 def whole(engine: Engine, job: Job) -> None:
-    """The stages of a request that is served by one instance alone."""
+    """Run a request through the stages of a single instance."""
 
     def on_news() -> None:
         if job.stage == "prefilled":
@@ -112,7 +112,7 @@ def whole(engine: Engine, job: Job) -> None:
 
 @dataclass(frozen=True)
 class Landing:
-    """A request whose KV arrives; it may leave again after a while, and may want its tokens one by one."""
+    """A request whose KV arrives; it may be cancelled after a while, and it may stream its tokens."""
 
     at: float
     input_tokens: int
@@ -135,7 +135,7 @@ LATENESS = st.lists(st.sampled_from([-0.0004, 0.0, 0.0, 0.001, 0.003]), min_size
 
 
 def stepped(landings: list[Landing], time: IterationTime, batch_max: int) -> dict[int, list[float]]:
-    """The obvious batch: one iteration after the other. Request -> time of every token."""
+    """Compute a simple batch model, iteration by iteration; return the time of every token by request."""
     waiting = deque(sorted(range(len(landings)), key=lambda number: (landings[number].at, number)))
     tokens: dict[int, list[float]] = {number: [] for number in waiting}
     running: list[int] = []
@@ -153,7 +153,7 @@ def stepped(landings: list[Landing], time: IterationTime, batch_max: int) -> dic
 
 
 def played(landings: list[Landing], clock: VirtualClock) -> dict[int, list[float]]:
-    """The engine's word: request -> time of every token, as far as it told them one by one, else of the last."""
+    """Run the engine; return the times of the tokens by request, all of them if streamed, else the last one."""
     engine = engine_on(clock)
     tokens: dict[int, list[float]] = {number: [] for number in range(len(landings))}
     for number, landing in enumerate(landings):
@@ -180,7 +180,7 @@ def played(landings: list[Landing], clock: VirtualClock) -> dict[int, list[float
 @given(LANDINGS)
 @settings(deadline=None, max_examples=60)
 def test_tokens_come_at_the_boundaries_of_the_obvious_batch(landings: list[Landing]) -> None:
-    """A punctual clock: every streamed token, and the end of every answer, at the model's time."""
+    """With an exact clock, every streamed token and the end of every response come at the model's time."""
     expected = stepped(landings, IterationTime.of(DECODE), 4)
     for number, times in played(landings, VirtualClock()).items():
         wanted = expected[number] if landings[number].streaming else expected[number][-1:] * len(times)
@@ -191,7 +191,7 @@ def test_tokens_come_at_the_boundaries_of_the_obvious_batch(landings: list[Landi
 @given(st.integers(1, 50), LATENESS)
 @settings(deadline=None, max_examples=60)
 def test_lateness_does_not_add_up(output_tokens: int, errors_s: list[float]) -> None:
-    """Alarms that are up to 3 ms late make each token up to 3 ms late, the last one like the first."""
+    """Timers that are up to 3 ms late delay each token by up to 3 ms, the last one like the first."""
     landings = [Landing(0.0, 10, output_tokens, True)]
     expected = stepped(landings, IterationTime.of(DECODE), 4)[0]
     (times,) = played(landings, VirtualClock(errors_s)).values()
@@ -204,7 +204,7 @@ def test_lateness_does_not_add_up(output_tokens: int, errors_s: list[float]) -> 
 def test_who_leaves_leaves_nothing_behind(
     landings: list[Landing], leaving_ms: list[int], errors_s: list[float]
 ) -> None:
-    """Whatever the stage: slots, memory and queues are free again, and those that stay are answered in full."""
+    """At every stage, slots, memory and queues are released, and the other requests complete."""
     clock = VirtualClock(errors_s)
     engine = engine_on(clock, capacity_blocks=140)
     jobs: dict[int, Job] = {}
@@ -233,7 +233,7 @@ ASKED = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 60), st.integers(0,
 @example([(0, 60, 0), (1, 60, 90), (2, 40, 10), (3, 60, 40)], 30)
 @settings(deadline=None, max_examples=60)
 def test_cache_events_tell_what_is_cached(asked: list[tuple[int, int, int]], capacity_blocks: int) -> None:
-    """A listener that only hears the events knows how deep every next prompt will hit."""
+    """A listener that receives only the events can predict the cached prefix of every next prompt."""
     clock, known = VirtualClock(), set[int]()
 
     def on_kv(prompt: Prompt | None, before: int, now: int, evicted: list[Evicted]) -> None:
@@ -278,8 +278,8 @@ INTAKES = st.lists(
 def test_what_is_taken_in_is_cached_when_all_of_it_is_here(
     asked: list[tuple[int, int, int]], intakes: list[tuple[int, int, int, bool]], capacity_blocks: int
 ) -> None:
-    """Or not at all, among any other requests: listeners hear of it, room is kept for it and given back, and memory is
-    never used beyond what there is."""
+    """Otherwise nothing of it is cached, among any other requests: events report it, memory is reserved for it and
+    released, and never more than the capacity is used."""
     clock, known = VirtualClock(), set[int]()
 
     def on_kv(prompt: Prompt | None, before: int, now: int, evicted: list[Evicted]) -> None:
@@ -311,7 +311,7 @@ def test_what_is_taken_in_is_cached_when_all_of_it_is_here(
             (intake.land if lands else intake.give_up)()
             if lands and intake.lacking:
                 raise AssertionError("what has landed lacks nothing")
-            (intake.give_up if lands else intake.land)()  # too late for anything
+            (intake.give_up if lands else intake.land)()  # too late for any effect
 
         clock.call(clock.now() + ms / 1000, end)
 
@@ -328,7 +328,7 @@ def test_what_is_taken_in_is_cached_when_all_of_it_is_here(
 
 @pytest.mark.parametrize(("tokens", "computed"), [(8, 20), (10, 20), (28, 1), (400, 1)])
 def test_a_prefill_goes_on_from_what_was_taken_in(tokens: int, computed: int) -> None:
-    """Whole blocks of the 28 tokens; the last token is always computed."""
+    """Only whole blocks of the 28 tokens are imported; the last token is always computed."""
     clock = VirtualClock()
     engine = engine_on(clock)
     prompt = prompt_of(*range(28))
@@ -343,7 +343,7 @@ def test_a_prefill_goes_on_from_what_was_taken_in(tokens: int, computed: int) ->
 
 
 def test_a_prefix_without_room_is_not_taken_in() -> None:
-    """9 of 10 blocks are promised to a request: there is room for one more, and not for two."""
+    """A request has reserved 9 of 10 blocks: there is room for one more block but not for two."""
     engine = engine_on(VirtualClock(), capacity_blocks=10)
     engine.reserve(engine.arrive(prompt_of(*range(30)), 6))
     assert [engine.take_in(prompt_of(9, *range(tokens - 1)), tokens).lacking for tokens in (8, 4)] == [0, 1]
@@ -353,7 +353,7 @@ def test_a_prefix_without_room_is_not_taken_in() -> None:
 @example([(0, 1), (22, 1)], [0.003, 0.0])
 @settings(deadline=None, max_examples=60)
 def test_prompts_are_computed_one_after_the_other(prompts: list[tuple[int, int]], errors_s: list[float]) -> None:
-    """Lindley's recursion: start = max(arrival, end of the one before), whatever the clock does."""
+    """Lindley's recursion holds for every clock error: start = max(arrival, end of the previous one)."""
     clock = VirtualClock(errors_s)
     engine, ends = engine_on(clock), list[float]()
 
@@ -373,7 +373,7 @@ def test_prompts_are_computed_one_after_the_other(prompts: list[tuple[int, int]]
 
 
 def test_a_job_waits_for_memory_that_another_one_holds() -> None:
-    """9 of 10 blocks are taken: the second request starts when the first has ended, and is answered too."""
+    """9 of 10 blocks are in use: the second request starts when the first one has ended, and completes too."""
     clock = VirtualClock()
     engine = engine_on(clock, capacity_blocks=10)
     first, second = (engine.arrive(prompt_of(number, *range(29)), 6) for number in range(2))
@@ -387,7 +387,7 @@ def test_a_job_waits_for_memory_that_another_one_holds() -> None:
 
 
 def test_held_kv_is_released_once_fetched_or_expired() -> None:
-    """It is pinned meanwhile; what expires is counted."""
+    """The KV is pinned until then; expired KV is counted."""
     clock = VirtualClock()
     engine = engine_on(clock)
     for key in ("a", "b"):
@@ -405,7 +405,7 @@ def test_held_kv_is_released_once_fetched_or_expired() -> None:
 
 @pytest.mark.parametrize("factor", [0.5, 3.0])
 def test_a_slow_engine_takes_so_many_times_as_long(factor: float) -> None:
-    """10 tokens of 11 ms (and a little for the context); after the one under way, all at the new speed."""
+    """10 tokens take 11 ms each (and a little for the context); all after the current one have the new speed."""
     clock, times = VirtualClock(), list[float]()
     engine = engine_on(clock)
     job = engine.arrive(prompt_of(1), 10, streaming=True)
@@ -426,7 +426,7 @@ def test_a_slow_engine_takes_so_many_times_as_long(factor: float) -> None:
 
 @dataclass
 class Bucket:
-    """Takes a transfer's bytes and notes when the last came."""
+    """Receives the bytes of a transfer and records the time of the last ones."""
 
     clock: VirtualClock
     wire_bytes: int = 0
@@ -459,7 +459,8 @@ SENDS = st.lists(
 def test_transfers_end_when_the_flow_network_says(
     sends: list[tuple[int, str, str, int]], errors_s: list[float]
 ) -> None:
-    """All bytes arrive, scaled; each transfer ends at the fluid time and the latency, give or take the clock."""
+    """All scaled bytes arrive; each transfer ends at the time of the fluid model plus the latency, within the clock
+    error."""
     clock, bare = VirtualClock(errors_s), FlowNetwork(SMALL.capacity_bytes_per_s)
     fabric = Fabric(SMALL, clock, kv_scale=1e-3)
     buckets, ends = [Bucket(clock) for _ in sends], dict[int, float]()
@@ -488,7 +489,7 @@ def _drain(bare: FlowNetwork, ends: dict[int, float], to: float) -> None:
 @given(st.lists(st.integers(0, 500), min_size=1, max_size=8, unique=True), st.integers(0, 9))
 @settings(deadline=None, max_examples=20)
 def test_traced_requests_have_the_simulators_luck(requests: list[int], seed: int) -> None:
-    """Across pods, where uplinks are drawn, transfers that start together end when the simulator says."""
+    """Across pods, where uplinks are drawn at random, transfers that start together end at the simulator's times."""
     clock = VirtualClock()
     fabric = Fabric(PODS, clock, kv_scale=1e-3, seed=seed)
     simulated = sim_network.Fabric(PODS, Capacity(PODS, Background(), seed), seed)
@@ -504,7 +505,7 @@ def test_traced_requests_have_the_simulators_luck(requests: list[int], seed: int
 
 
 def test_bytes_go_in_slices_and_a_cancelled_transfer_frees_the_links() -> None:
-    """5 GB over 4 x 12.5 GB/s take 100 ms alone; the rival that is cancelled at 20 ms costs 10 ms."""
+    """5 GB over 4 x 12.5 GB/s take 100 ms alone; a concurrent transfer that is cancelled at 20 ms adds 10 ms."""
     clock = VirtualClock()
     fabric = Fabric(SMALL, clock, kv_scale=1e-3)
     source, target = SMALL.index("prefill0"), SMALL.index("decode0")
@@ -520,7 +521,7 @@ def test_bytes_go_in_slices_and_a_cancelled_transfer_frees_the_links() -> None:
 
 
 def test_background_takes_its_share() -> None:
-    """With half of every NIC gone a transfer takes twice as long."""
+    """With half of every NIC in use a transfer takes twice as long."""
     ends = []
     for share in (0.0, 0.5):
         clock = VirtualClock()
@@ -533,7 +534,7 @@ def test_background_takes_its_share() -> None:
 
 
 def test_a_histogram_counts_by_upper_bound() -> None:
-    """A value on the bound is below it, one beyond all bounds only in +Inf."""
+    """A value equal to a bound counts in its bucket, a value above all bounds only in +Inf."""
     histogram = Histogram((0.1, 1.0))
     histogram.add(0.1)
     histogram.add(0.5, 2)

@@ -1,4 +1,4 @@
-"""The KV port of an emulated engine: what strangers may take of it, and what is held under a name that is taken."""
+"""The KV port of an emulated engine: limits for unknown peers, and reuse of a transfer ID."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from kvroute.emulator.kv_wire import LINE_BYTES_MAX, Order, Parcel, PullFailed, 
 
 
 class Silent:
-    """A connection of a peer that says nothing."""
+    """The connection of a peer that sends nothing."""
 
     def __init__(self) -> None:
         self.broken = 0
 
     def abort(self) -> None:
-        """Once at most."""
+        """Count the aborts; at most one is allowed."""
         self.broken += 1
 
 
@@ -33,7 +33,8 @@ class Silent:
     steps=st.lists(st.one_of(st.just("arrive"), st.integers(0, 20), st.floats(0.0, 3.0)), max_size=40),
 )
 def test_silent_connections_are_bounded_in_number_and_time(most: int, steps: list[str | int | float]) -> None:
-    """Never more than `most`; the oldest go first, nobody stays longer than 5 s, and who has ordered is left alone."""
+    """Never more than `most` wait; the oldest ones are closed first, none waits longer than 5 s, and those with a
+    request are kept."""
     clock = Hand()
     arrivals = Arrivals(clock, most, order_s=5.0)
     everyone: list[Silent] = []
@@ -58,7 +59,7 @@ def test_silent_connections_are_bounded_in_number_and_time(most: int, steps: lis
 
 @given(st.binary(max_size=200) | st.binary(min_size=LINE_BYTES_MAX, max_size=LINE_BYTES_MAX + 50))
 def test_any_bytes_are_an_order_or_a_sentence(data: bytes) -> None:
-    """The same of answers; sizes are never negative."""
+    """Any response is parsed or gives an error message too; sizes are never negative."""
     order, parcel = read_order(data), read_parcel(data)
     assert isinstance(order, Order | str)
     assert isinstance(parcel, Parcel | str)
@@ -79,7 +80,7 @@ def test_orders_survive_the_wire(key: str, target: str, cached_tokens: int, earl
 
 @pytest.mark.parametrize("begin", [b"", b"GET "], ids=["order", "query"])
 def test_a_stranger_may_not_send_a_long_line(begin: bytes) -> None:
-    """Its connection is broken off at once, before that of one that came earlier and is silent; others are served."""
+    """The connection is aborted at once, while an earlier silent connection stays open; other peers are served."""
 
     async def check(sites: Sites) -> None:
         host, _, port = sites.fleet.ready().instances[AWAY].bootstrap.rpartition(":")
@@ -101,7 +102,7 @@ def test_a_stranger_may_not_send_a_long_line(begin: bytes) -> None:
 
 @pytest.mark.parametrize("answer", [b"x" * (2 * LINE_BYTES_MAX), b'{"source": 1}\n', b"\xff\n"])
 def test_a_source_that_answers_nonsense_is_left(answer: bytes) -> None:
-    """The pull fails with a sentence; nothing is read without end."""
+    """The pull fails with an error message, and reading is bounded."""
 
     async def main() -> None:
         left = asyncio.Event()
@@ -127,7 +128,7 @@ def test_a_source_that_answers_nonsense_is_left(answer: bytes) -> None:
 
 
 def test_a_name_that_is_taken_is_refused() -> None:
-    """To the KV of another prompt; the same prompt may be held again, and what is held stays."""
+    """A different prompt is rejected; the same prompt may be held again, and the held KV stays."""
 
     async def check(sites: Sites) -> None:
         assert (await sites.prefill("k"))[0] == 200

@@ -1,4 +1,4 @@
-"""The trace player: prompts that share what their traces share, and answers told apart as they come over a socket."""
+"""The trace player: prompts share prefixes exactly as their traces do, and responses are classified as they arrive."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def traced(blocks: tuple[int, ...], input_tokens: int, block_tokens: int = 8) ->
 
 @given(st.lists(st.integers(0, 2**63), max_size=6), st.lists(st.integers(0, 2**63), max_size=6), st.integers(5, 20))
 def test_prompts_share_exactly_the_blocks_that_their_traces_share(one: list[int], two: list[int], size: int) -> None:
-    """Hashes of the prompts' blocks agree as far as the traced ids do, and no further."""
+    """The block hashes of two prompts are equal exactly as far as the IDs in their traces are."""
     prompts = [prompt_tokens(traced(tuple(ids), len(ids) * size + 7, size), n) for n, ids in enumerate((one, two))]
     first, second = (block_hashes(prompt[:-7], size) for prompt in prompts)
     shared = next((at for at, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two)))
@@ -75,7 +75,7 @@ def test_requests_that_want_no_token_are_not_played() -> None:
 
 
 def played(replies: list[bytes], timeout_s: float = 30.0) -> list[Answer]:
-    """One request for each reply, in order; an empty reply is never sent."""
+    """Play one request for each reply, in order; an empty reply is never sent."""
 
     async def scenario() -> list[Answer]:
         quiet = asyncio.Event()

@@ -1,4 +1,4 @@
-"""Trouble between datacenters by order: a way that is cut stands still and goes on, engines give up, roles change."""
+"""Ordered faults between datacenters: transfers on a cut path stall and resume, engines time out, roles change."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PROMPT = "The quick brown fox jumps over the lazy dog. " * 200
 
 
 class Hand:
-    """A clock that is moved by hand."""
+    """A clock that the test advances."""
 
     def __init__(self) -> None:
         self.time, self._alarms = 0.0, list[tuple[float, int, Any]]()
@@ -47,7 +47,7 @@ class Hand:
         return _Entry(self._alarms, entry)
 
     def run(self, until_s: float) -> None:
-        """Ring whatever is due by then."""
+        """Fire all timers that are due until this time."""
         while due := [entry for entry in self._alarms if entry[0] <= until_s]:
             entry = min(due, key=lambda each: each[:2])
             self._alarms.remove(entry)
@@ -66,7 +66,7 @@ class _Entry:
 
 
 class Hold:
-    """A carrier that only counts."""
+    """A receiver that only counts bytes."""
 
     def __init__(self, clock: Hand) -> None:
         self._clock = clock
@@ -79,7 +79,7 @@ class Hold:
 
 
 def _sent(cluster: Cluster, orders: list[tuple[float, float]], gigabytes: float) -> tuple[Hold, Transfer]:
-    """One transfer home that starts at 0, while the way has these shares from these seconds on."""
+    """Start one transfer to the home site at 0 s, while the share of the path's capacity changes at the given times."""
     clock = Hand()
     fabric, hold = Fabric(cluster, clock, kv_scale=1e-6), Hold(clock)
     transfer = fabric.send(cluster.index(AWAY), cluster.index(DECODE), gigabytes * 1e9, hold)
@@ -99,7 +99,7 @@ def _sent(cluster: Cluster, orders: list[tuple[float, float]], gigabytes: float)
 def test_a_transfer_takes_as_long_as_what_is_left_of_the_way_allows(
     steps: list[tuple[float, float]], gigabytes: float
 ) -> None:
-    """Bytes are the integral of the share over time, and all of them arrive once the way is whole."""
+    """The bytes are the integral of the capacity over time, and all arrive once the path has full capacity."""
     at_s, orders = 0.0, list[tuple[float, float]]()
     for step_s, share in steps:
         at_s += step_s
@@ -129,20 +129,20 @@ def test_a_way_that_is_not_there_cannot_be_cut() -> None:
 
 
 class Sites:
-    """A fleet of both sites and a session."""
+    """Emulated engines of both sites and a session."""
 
     def __init__(self, fleet: Fleet, session: aiohttp.ClientSession) -> None:
         self.fleet, self.session = fleet, session
 
     async def post(self, name: str, path: str, body: Any) -> tuple[int, Any]:
-        """Status and JSON, the raw text where it is none."""
+        """Return the status and the decoded JSON, or the raw body if it is not JSON."""
         url = self.fleet.ready().instances[name].url
         async with self.session.post(url + path, json=body) as response:
             data = await response.read()
             return response.status, msgspec.json.decode(data) if data.startswith(b"{") else data
 
     async def prefill(self, prompt: str = PROMPT) -> Any:
-        """What the decode leg is to be told."""
+        """Run the prefill leg; return the parameters of the decode leg."""
         asked = {"model": MODEL, "prompt": prompt, "max_tokens": 1}
         params = {"do_remote_decode": True, "do_remote_prefill": False}
         status, answer = await self.post(AWAY, "/v1/completions", {**asked, "kv_transfer_params": params})
@@ -150,14 +150,14 @@ class Sites:
         return answer["kv_transfer_params"]
 
     async def decode(self, params: Any, prompt: str = PROMPT) -> tuple[int, Any]:
-        """The second leg."""
+        """Run the decode leg."""
         asked = {"model": MODEL, "prompt": prompt, "max_tokens": 4, "kv_transfer_params": params}
         return await self.post(DECODE, "/v1/completions", asked)
 
 
 @asynccontextmanager
 async def sites(**more: Any) -> AsyncIterator[Sites]:
-    """Quick engines of both sites."""
+    """Run fast engines of both sites."""
     quick = TimingSpec(prefill=LinearPrefill(per_token_s=1e-7), decode=DecodeSpec(base_s=1e-3, per_request_s=0.0))
     cluster = build(two_datacenters(prefill_nodes=1, local_prefill_nodes=1, decode_nodes=1))
     cluster.timing.update(dict.fromkeys(cluster.timing, quick))
@@ -182,7 +182,7 @@ def test_a_cut_stalls_transfers_and_a_mended_way_lets_them_go_on() -> None:
 
 
 def test_an_engine_gives_up_a_transfer_that_stands_still_and_its_source_keeps_the_kv() -> None:
-    """As vLLM with `kv_load_failure_policy=fail`: an error of the engine's own, and nothing left behind."""
+    """As vLLM with `kv_load_failure_policy=fail`: the engine returns an error, and nothing remains held."""
 
     async def run() -> None:
         async with sites(kv_patience_s=0.1) as both:

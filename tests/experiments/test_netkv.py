@@ -1,4 +1,4 @@
-"""NetKV's experiments: the sweeps are the paper's, every policy of a seed meets the same requests, the ladder holds."""
+"""NetKV's experiments: the sweeps are the paper's, all policies of a seed get the same requests, the ladder holds."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ READING_NAMES = sorted(READINGS)
 
 
 def cell(policy: str = "netkv", profile: str = "rag", seed: int = 0, **settings: float) -> Cell:
-    """A cell of no experiment in particular."""
+    """Return a cell without a specific experiment."""
     return Cell(experiment="test", reading="paper", profile=profile, settings=settings, policy=policy, seed=seed)
 
 
 def test_the_seven_experiments_sweep_what_the_paper_sweeps() -> None:
-    """Cells per seed: axis points times policies times three profiles; keys are unique."""
+    """Cells per seed are axis points times policies times three profiles; keys are unique."""
     per_seed = {name: len(cells(one, "paper", one.profiles, (0,))) for name, one in EXPERIMENTS.items()}
     assert per_seed == {
         "netkv-load": 7 * 6 * 3,
@@ -48,7 +48,8 @@ def test_policies_of_a_seed_meet_the_same_requests(name: str) -> None:
 
 @pytest.mark.parametrize("name", READING_NAMES)
 def test_the_cluster_is_netkvs(name: str) -> None:
-    """64 GPUs: 4 prefill instances in one rack, 4 decode instances in their pod, 8 across; larger ones repeat it."""
+    """64 GPUs have 4 prefill instances in one rack, 4 decode instances in their pod and 8 in others; larger clusters
+    repeat this."""
     cluster = cluster_of(reading(name), cell())
     roles = np.array([instance.role for instance in cluster.instances])
     prefill, decode = np.flatnonzero(roles == "prefill"), np.flatnonzero(roles == "decode")
@@ -60,7 +61,7 @@ def test_the_cluster_is_netkvs(name: str) -> None:
 
 
 def test_oversubscription_moves_the_pod_uplinks() -> None:
-    """1:1 has no gap between tiers, 8:1 leaves an eighth of the NIC's rate across pods."""
+    """1:1 has no difference between tiers, 8:1 leaves an eighth of the NIC's rate across pods."""
     for ratio, expected in ((1, [12.5e9, 12.5e9]), (4, [6.25e9, 3.125e9]), (8, [6.25e9, 1.5625e9])):
         cluster = cluster_of(reading("paper"), cell(oversubscription=ratio))
         assert cluster.tier_bytes_per_s[2:4].tolist() == expected
@@ -78,7 +79,8 @@ def test_load_and_size_scale_the_rate() -> None:
 
 
 def test_a_large_cluster_has_requests_for_the_whole_window() -> None:
-    """1,024 GPUs want more chatbot requests than the trace has: it is repeated, and no copy reuses another's blocks."""
+    """1,024 GPUs need more chatbot requests than the trace has: it is repeated, and no copy reuses another one's
+    blocks."""
     study = Study(reading("realistic"))
     large = cell(profile="chatbot", gpus=1024)
     requests = requests_of(study, large).requests
@@ -99,14 +101,14 @@ def test_the_ladder_on_the_generated_trace() -> None:
 
 
 def test_a_stale_oracle_changes_nothing_under_steady_background() -> None:
-    """The refresh interval matters only when what is measured changes (NetKV VI-F)."""
+    """The refresh interval matters only when the measured values change (NetKV VI-F)."""
     study = Study(reading("paper"))
     means = [run_of(study, cell(background=0.2, refresh_s=refresh_s)).summary.ttft_s for refresh_s in (0.1, 60.0)]
     assert means[0] == means[1]
 
 
 def test_calibration_meets_the_rows_it_was_fitted_on() -> None:
-    """TTFT minus transfer within 5 ms, TBT within 0.1 ms; the transfer times of the table are not looked at."""
+    """TTFT minus transfer is within 5 ms, TBT within 0.1 ms; the transfer times of the table are not used."""
     found = calibrate(Study(reading("paper")), seeds=(0,))
     for policy, row in TABLE_II.items():
         assert found.rest_s[policy] == pytest.approx(row["ttft_s"] - row["transfer_s"], abs=5e-3)
@@ -114,7 +116,7 @@ def test_calibration_meets_the_rows_it_was_fitted_on() -> None:
 
 
 def test_a_reading_can_be_changed_by_field() -> None:
-    """Fields and compute times, by their text; the name tells the changes; the rest stays."""
+    """Fields and compute times are given as text; the name lists the changes; other fields stay."""
     changed = reading("paper", ["ecmp=flow", "pod_uplinks=8", "prefill_queueing=true", "decode_base_s=0.02"])
     assert (changed.ecmp, changed.pod_uplinks, changed.prefill_queueing) == ("flow", 8, True)
     assert (changed.times.decode_base_s, changed.rack_uplinks) == (0.02, reading("paper").rack_uplinks)
@@ -123,7 +125,7 @@ def test_a_reading_can_be_changed_by_field() -> None:
 
 @pytest.mark.parametrize("change", ["ecmp=packet", "uplinks=3", "name=mine", "pod_uplinks=many", "ecmp"])
 def test_a_wrong_change_is_named(change: str) -> None:
-    """An unknown field, or a value that does not fit."""
+    """The field is unknown or the value is invalid."""
     with pytest.raises(InputError, match="--set"):
         reading("paper", [change])
 

@@ -1,4 +1,4 @@
-"""The matrix as data, its cells as runs, and the descent that knows the future."""
+"""The matrix as data, its cells as runs, and the descent with knowledge of the future."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def cell(case: str, policy: str, seed: int = 0, experiment: str = MATRIX.name) -
 
 
 def test_the_matrix_covers_what_it_must() -> None:
-    """75 cells or more; every reading and axis; all kinds of oracle; small and large; names that `--cell` takes."""
+    """There are at least 75 cells; every reading and axis; all kinds of oracle; small and large; names that `--cell`
+    accepts."""
     generated = [case for case in CASES.values() if case.trace == "generated"]
     assert len(generated) >= 75
     assert {case.axis for case in CASES.values()} == {
@@ -63,7 +64,8 @@ def test_sweeps_are_of_known_cells_and_policies() -> None:
 
 
 def test_every_cell_can_be_set_up() -> None:
-    """Its reading, its engines and what the router hears; another window of requests for every seed."""
+    """The setup has the cell's reading, engines and telemetry of the router; every seed has another window of
+    requests."""
     traces = Traces((("generated", ""), ("mooncake", ""), ("coding-agent", "")))
     for name, case in CASES.items():
         study = study_of(case, traces, cell(name, "cla"))
@@ -76,7 +78,7 @@ def test_every_cell_can_be_set_up() -> None:
 
 @pytest.mark.parametrize("name", ["paper/slots=4 load=1", "paper/30 GB load=1", "nic100-flow/node load=1"])
 def test_policies_of_a_seed_meet_the_same_requests(name: str) -> None:
-    """Another seed brings others, and so does the tuning."""
+    """Another seed has other requests, and so does the tuning."""
     case, traces = CASES[name], Traces()
     asked = [
         requests_of(study_of(case, traces, each, tuning=tuning), msgspec.structs.replace(each, profile=case.profile))
@@ -92,7 +94,7 @@ def test_policies_of_a_seed_meet_the_same_requests(name: str) -> None:
 
 
 def test_a_cell_is_the_same_whenever_it_is_run() -> None:
-    """And its record tells all of the case, the policy's name as the sweep has it, and CLA*'s ratio."""
+    """The record contains all of the case, the policy's name in the sweep, and CLA*'s ratio."""
     runner = Runner(Traces(), ((NEAR, Weights(cache=2.0)),))
     first, again = (runner(cell(NEAR, "no uplinks", experiment=ABLATION.name)) for _ in range(2))
     unclocked = {"wall_s": 0.0, "cpu_s": 0.0, "decision_s": 0.0}
@@ -105,7 +107,7 @@ def test_a_cell_is_the_same_whenever_it_is_run() -> None:
 
 
 def test_a_lying_oracle_says_what_it_is_told_to(tmp_path: Path) -> None:
-    """The background is there all the same."""
+    """The real background stays the same."""
     cluster = build(fat_tree(pods=1, racks_per_pod=1, nodes_per_rack=2, instances=InstanceCounts(prefill=1, decode=1)))
     trace = Trace("one", (TracedRequest(at_s=0.5, input_tokens=20_000, output_tokens=2, blocks=(), block_tokens=16),))
     said, transfer_s = (0.0, 0.25, 0.0, 0.5, 0.0), []
@@ -123,7 +125,7 @@ def test_a_lying_oracle_says_what_it_is_told_to(tmp_path: Path) -> None:
 
 
 def test_traces_that_are_not_there_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Found below the folder, by option or environment; without them their cells are left out, and said so."""
+    """Traces are found below the folder, by option or environment; without them their cells are left out and named."""
     monkeypatch.delenv("KVROUTE_TRACES", raising=False)
     recorded = [name for name, case in CASES.items() if case.trace != "generated"]
     missing = Traces.of(None).missing(MATRIX.profiles)
@@ -143,7 +145,7 @@ def test_traces_that_are_not_there_are_named(tmp_path: Path, monkeypatch: pytest
 
 
 def test_results_of_another_definition_are_refused(tmp_path: Path) -> None:
-    """A cell that has been redefined is not taken for the new one; one that is gone is left out."""
+    """A redefined cell is not used for the new one; a removed cell is left out."""
     path = tmp_path / "results.jsonl"
     record = Runner(Traces())(cell(NEAR, "round-robin"))
     gone = msgspec.structs.replace(record, cell=cell("paper/load=0.123", "round-robin"), key="gone")
@@ -164,7 +166,7 @@ def test_results_of_another_definition_are_refused(tmp_path: Path) -> None:
 
 
 def test_cla_gets_the_ratio_that_was_best_for_it(tmp_path: Path) -> None:
-    """Written down as records: the chosen ratio has the least mean over the tuning's seeds."""
+    """The tuning is stored as records: the chosen ratio has the lowest mean over its seeds."""
     path = tmp_path / "tuning.jsonl"
     ((name, weights),) = tune([NEAR], Traces(), path, workers=1)
     assert name == NEAR
@@ -177,7 +179,7 @@ def test_cla_gets_the_ratio_that_was_best_for_it(tmp_path: Path) -> None:
 
 
 def small() -> tuple[list[int], Play]:
-    """Six prompts at once on a tree where near and far differ, and whoever plays them."""
+    """Return six prompts on a tree where near and far differ, and a function that runs them."""
     cluster = build(
         fat_tree(
             pods=2,
@@ -198,7 +200,8 @@ def small() -> tuple[list[int], Play]:
 
 
 def test_the_descent_ends_where_no_single_request_could_do_better() -> None:
-    """Not above any policy that it started from; and every other place of every request is tried again here."""
+    """The descent's mean TTFT is not above any of its start policies; every other target of every request is tried
+    again here."""
     places, play = small()
     starts = [ControlSpec(decode=name) for name in ("round-robin", "netkv", "foresight")]
     best = descend(play, starts, places)
@@ -229,7 +232,7 @@ def test_the_descent_starts_from_one_round_of_what_it_is_given() -> None:
 
 
 def test_one_cell_by_command(tmp_path: Path) -> None:
-    """A lone cell of a policy without weights needs no tuning; its record is printed and stays in the folder."""
+    """A single cell of a policy without weights needs no tuning; its record is printed and stays in the folder."""
     asked = ["experiment", MATRIX.name, "--cell", f"{NEAR},foresight", "--seed", "2", "--out", str(tmp_path), "--json"]
     outcome = CliRunner().invoke(app, asked)
     assert outcome.exit_code == 0, outcome.output

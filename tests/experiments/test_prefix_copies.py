@@ -1,4 +1,4 @@
-"""`prefix-copies`: its requests, its policies, and what is said of its runs."""
+"""`prefix-copies`: its requests, its policies, and the text about its runs."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ SHORT_S = 180.0
 
 
 def cell(policy: str, seed: int = 0, profile: str = DOCUMENTS) -> Cell:
-    """One of the sweep."""
+    """Return a cell of the sweep."""
     return Cell(experiment=PREFIX_COPIES.name, reading="paper", profile=profile, settings={}, policy=policy, seed=seed)
 
 
 @given(st.integers(0, 1_000), st.floats(0.2, 4.0))
 def test_a_question_goes_on_from_where_a_document_has_ended(seed: int, rate_per_s: float) -> None:
-    """The document comes first, alone and whole; nobody shares a question's own tokens."""
+    """The document comes first, alone and whole; a question's own tokens are not shared."""
     trace = documents(np.random.default_rng(seed), rate_per_s, 200.0)
     ends: dict[int, float] = {}
     own: defaultdict[int, int] = defaultdict(int)
@@ -75,7 +75,8 @@ def records() -> list[Record]:
 
 
 def test_the_figures_are_those_of_the_run(records: list[Record]) -> None:
-    """Nothing moves with own caches, to home alone without exchange; bytes between the sites are KV caches at least."""
+    """With own caches nothing is copied and KV moves only towards home; bytes between the sites include the KV
+    caches."""
     by_name = {(record.cell.policy, record.cell.seed): record for record in records}
     for seed in (0, 1):
         own, exchange = by_name[OWN, seed], by_name["exchange", seed]
@@ -87,7 +88,7 @@ def test_the_figures_are_those_of_the_run(records: list[Record]) -> None:
 
 
 def test_gains_pair_runs_of_the_same_requests(records: list[Record]) -> None:
-    """Against own caches, or against the same without copies ahead."""
+    """The base is the run with own caches, or the same policy without copies ahead."""
     goodput = {(one.cell.policy, one.cell.seed): one.summary.goodput_per_s or 0.0 for one in records}
     for policy, base in (("exchange", OWN), ("exchange+ahead", "exchange")):
         found = gain(records, policy)

@@ -1,4 +1,4 @@
-"""PrfaaS's experiments: formula and queues agree where nothing varies, everybody meets the same requests."""
+"""PrfaaS's experiments: formula and queues agree without variance, all policies get the same requests."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "prfaas-case-study.yaml"
 
 
 def case(policy: str, load: float, profile: str = "no-variance", seed: int = 0) -> Cell:
-    """A cell of the case study."""
+    """Return a cell of the case study."""
     return Cell(
         experiment=CASE_STUDY.name, reading="paper", profile=profile, settings={"load": load}, policy=policy, seed=seed
     )
 
 
 def burst(policy: str, profile: str, seed: int = 0) -> Cell:
-    """A cell of the bursts."""
+    """Return a cell of the bursts."""
     return Cell(experiment=BURST.name, reading="paper", profile=profile, settings={}, policy=policy, seed=seed)
 
 
 def test_the_sweeps() -> None:
-    """Cells for two seeds; what has no chance in it is run once; keys are unique."""
+    """There are cells for two seeds; a deterministic cell is run once; keys are unique."""
     swept = {name: cells(one, "paper", one.profiles, (0, 1)) for name, one in EXPERIMENTS.items()}
     assert {name: len(sweep) for name, sweep in swept.items()} == {
         "prfaas-case-study": 7 * 3 * (1 + 2 + 2),
@@ -72,7 +72,8 @@ def test_the_case_study_is_the_example(kind: Kind) -> None:
 
 
 def test_the_mean_request_costs_more_than_the_request_of_mean_length() -> None:
-    """Naive: four instances over E[T(L)], the link never binds; prefill bends upwards, so each has less."""
+    """Naive: four instances over E[T(L)], and the link is never the limit; prefill is convex, so each throughput is
+    lower."""
     naive = published_optimum("naive")
     mix = naive.system.mix
     assert exact(naive) == pytest.approx(4 / (naive.system.prfaas[0].prefill_s(mix.tokens) @ mix.share))
@@ -82,7 +83,7 @@ def test_the_mean_request_costs_more_than_the_request_of_mean_length() -> None:
 
 @pytest.mark.parametrize("gbps", [1.0, 6.0])
 def test_a_narrow_link_is_what_the_plan_of_the_bursts_has(gbps: float) -> None:
-    """At 1e9 bits a second and so many of them: naive offloading is bound by it."""
+    """In units of 1e9 bits a second: naive offloading is limited by the link."""
     narrow = find(problem(published_lengths(), wan_gbps=gbps), "naive")
     assert deployment(narrow, "naive").egress_gbps == pytest.approx(gbps)
     assert deployment(narrow, "naive").binding == "prfaas_egress"
@@ -90,14 +91,15 @@ def test_a_narrow_link_is_what_the_plan_of_the_bursts_has(gbps: float) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_without_variance_queues_keep_up_with_the_formula(kind: str) -> None:
-    """Evenly spaced arrivals of the two representative lengths, 20 % above the formula: within 5 % of it."""
+    """Evenly spaced arrivals of the two representative lengths, 20 % above the formula, give its throughput within 5
+    %."""
     record = run_cell(STUDY, case(kind, 1.2))
     assert record.figures["keeps_up_per_s"] == pytest.approx(record.figures["lambda_max_per_s"], rel=0.05)
     assert record.summary.requests.rejected == 0
 
 
 def test_below_saturation_nothing_waits_for_prefill() -> None:
-    """At 90 %, without variance; the formula's shares are those of the run."""
+    """At 90 % of the load without variance; the formula's shares equal those of the run."""
     record = run_cell(STUDY, case("prfaas", 0.9))
     figures = record.figures
     assert max(figures["prfaas_wait_s"], figures["pd_p_wait_s"], figures["pd_d_wait_s"]) < 0.1
@@ -106,7 +108,8 @@ def test_below_saturation_nothing_waits_for_prefill() -> None:
 
 
 def test_chance_costs_waiting() -> None:
-    """The same load and lengths: random arrivals wait longer than even ones, even ones of many lengths than of two."""
+    """With equal load and lengths, random arrivals wait longer than even ones, and even ones of many lengths longer
+    than of two."""
     waits = []
     for profile in CASE_STUDY.profiles:
         parts = run_cell(STUDY, case("prfaas", 0.9, profile)).summary.ttft_parts_s
@@ -129,7 +132,7 @@ def test_spread_lengths_have_the_planned_mean() -> None:
 
 @given(st.lists(st.integers(1, 100_000), min_size=1, max_size=20), st.integers(0, 100_000), st.integers(1, 300))
 def test_two_lengths_come_in_their_shares(tokens: list[int], threshold: int, count: int) -> None:
-    """Never more than one request off, in any beginning of the sequence."""
+    """Any first part of the sequence deviates by at most one request."""
     cut = Mix.of(tokens).cut(np.array([float(threshold)]))
     lengths = two_lengths(count, cut)
     share = float(cut.long_share[0])
@@ -144,7 +147,7 @@ def test_two_lengths_come_in_their_shares(tokens: list[int], threshold: int, cou
 def test_a_disturbance_stretches_time_and_loses_none(
     from_s: float, lasts_s: float, factor: float, rate_per_s: float, at_s: float
 ) -> None:
-    """What is due by the expected number of requests comes when that many are expected."""
+    """A request due after a number of expected requests comes when that number is expected."""
     disturbed = Disturbance(from_s, from_s + lasts_s, rate_factor=factor)
     inside = min(max(at_s - from_s, 0.0), lasts_s)
     due = rate_per_s * (at_s + (factor - 1.0) * inside)
@@ -153,7 +156,7 @@ def test_a_disturbance_stretches_time_and_loses_none(
 
 @pytest.mark.parametrize("name", sorted(SCENARIOS))
 def test_scenarios_share_what_comes_before(name: str) -> None:
-    """The same seed gives the same requests until the disturbance, and at any time the same for every policy."""
+    """The same seed gives the same requests until the disturbance, and always the same for every policy."""
     calm, other = (requests_of(STUDY, SCENARIOS[each], 1.5, 3) for each in ("calm", name))
     before = [request for request in other.requests if request.at_s < FROM_S]
     assert before == [request for request in calm.requests if request.at_s < FROM_S]
@@ -162,7 +165,7 @@ def test_scenarios_share_what_comes_before(name: str) -> None:
 
 
 def test_every_seed_takes_another_part_of_a_trace(tmp_path: Path) -> None:
-    """Of 600 requests a run needs 450; those before the disturbance are the same in all scenarios."""
+    """A run needs 450 of the 600 requests; those before the disturbance are equal in all scenarios."""
     path = tmp_path / "mine.jsonl"
     write(generate(600, rate_per_s=3.4, seed=1), path)
     study = PrfaasStudy(assumptions(), str(path))
@@ -177,7 +180,7 @@ def test_every_seed_takes_another_part_of_a_trace(tmp_path: Path) -> None:
 
 
 def test_disturbances_are_what_they_say() -> None:
-    """Twice the requests; prompts of about twice the length, but for what is cut off."""
+    """There are twice as many requests; prompts are about twice as long, except for the cut at the limit."""
     traces = {name: requests_of(STUDY, SCENARIOS[name], 1.5, 0) for name in SCENARIOS}
 
     def inside(name: str) -> list[int]:
@@ -192,12 +195,12 @@ def test_disturbances_are_what_they_say() -> None:
 
 @pytest.fixture(scope="module")
 def narrow() -> dict[str, Record]:
-    """The link at 30 % for ten minutes, under the scheduler and under the threshold that suited the old traffic."""
+    """The link has 30 % for ten minutes, under the scheduler and under the threshold for the old traffic."""
     return {policy: run_cell(STUDY, burst(policy, "link-30")) for policy in (DUAL, static(12_500))}
 
 
 def test_a_static_threshold_never_moves(narrow: dict[str, Record]) -> None:
-    """Although the link has hours of work: what is longer leaves, and nothing else."""
+    """The link has a backlog of hours, yet exactly the longer prompts are offloaded."""
     record = narrow[static(12_500)]
     requests = requests_of(STUDY, SCENARIOS["link-30"], record.config["rate_per_s"], 0).requests
     longer = [request.input_tokens > 12_500 for request in requests if request.at_s >= WARMUP_S]
@@ -206,7 +209,7 @@ def test_a_static_threshold_never_moves(narrow: dict[str, Record]) -> None:
 
 
 def test_the_scheduler_outdoes_an_old_threshold_while_the_link_is_narrow(narrow: dict[str, Record]) -> None:
-    """Its threshold rises; every request is answered once under both."""
+    """The scheduler's threshold rises; every request is answered once under both."""
     dual, old = narrow.values()
     for record in (dual, old):
         counts = record.summary.requests
@@ -218,7 +221,7 @@ def test_the_scheduler_outdoes_an_old_threshold_while_the_link_is_narrow(narrow:
 
 
 def test_waits_of_the_stages_make_up_those_of_all(narrow: dict[str, Record]) -> None:
-    """Before prefill, each stage's by the share of requests that pass it."""
+    """The wait before prefill is the sum of each stage's wait, weighted by the share of its requests."""
     for record in narrow.values():
         figures, parts = record.figures, record.summary.ttft_parts_s
         away = figures["offloaded_share"]
@@ -229,7 +232,7 @@ def test_waits_of_the_stages_make_up_those_of_all(narrow: dict[str, Record]) -> 
 
 
 def rows(arrived_s: list[float], finished_s: list[float], first_s: list[float]) -> Outcomes:
-    """Answered requests of two tokens."""
+    """Return answered requests of two tokens."""
     made = Outcomes.empty(len(arrived_s))
     made.arrived_s[:], made.finished_s[:], made.first_token_s[:] = arrived_s, finished_s, first_s
     made.output_tokens[:], made.state[:] = 2, FINISHED
@@ -237,7 +240,8 @@ def rows(arrived_s: list[float], finished_s: list[float], first_s: list[float]) 
 
 
 def test_what_falls_behind_tells_what_is_kept_up_with() -> None:
-    """Every second request goes away. Home answers as they come, 10 a second; away falls behind to 8 a second."""
+    """Every second request is offloaded. Home keeps up with the arrivals, 10 a second; the remote site completes only 8
+    a second."""
     arrived = np.arange(100) / 10
     away = np.arange(100) % 2 == 0
     first = np.where(away, 3.0 + np.arange(100) / 8, arrived + 1.0).tolist()
@@ -247,7 +251,7 @@ def test_what_falls_behind_tells_what_is_kept_up_with() -> None:
 
 
 def test_good_requests_over_time() -> None:
-    """In steps of 20 s by arrival; late first tokens, slow tokens and none at all are not good."""
+    """The steps are 20 s by arrival; requests with late first tokens, slow tokens or no token are not good."""
     nan = float("nan")
     some = rows(
         [0.0, 1.0, 25.0, 26.0, 27.0, 65.0], [1.1, 9.0, 25.1, 26.9, nan, 65.1], [1.0, 8.0, 25.0, 26.0, nan, 65.0]
@@ -257,7 +261,8 @@ def test_good_requests_over_time() -> None:
 
 
 def test_the_users_own_trace_with_its_prefixes(tmp_path: Path) -> None:
-    """It takes the place of what is drawn; its prefixes are found, and the plan is made for what they leave."""
+    """The user's trace replaces the drawn requests; its prefixes are used, and the plan is made for the uncached
+    tokens."""
     path = tmp_path / "mine.jsonl"
     write(generate(600, rate_per_s=3.4, seed=1), path)
     study = PrfaasStudy(assumptions(["requests=400"]), str(path))
@@ -270,7 +275,8 @@ def test_the_users_own_trace_with_its_prefixes(tmp_path: Path) -> None:
 
 
 def test_kv_throughput_sets_nothing_fitted_beside_it() -> None:
-    """Eq. 1 where size and time were published, within their three digits; else the time follows and is no check."""
+    """Where size and time were published, Eq. 1 holds within their three digits; otherwise the time is derived and
+    checks nothing."""
     points = computed(cells(KV_THROUGHPUT, "paper", KV_THROUGHPUT.profiles, (0,)))
     for point in points:
         figures = point.figures

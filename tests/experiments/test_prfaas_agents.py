@@ -1,4 +1,5 @@
-"""Sessions of agents in PrfaaS's experiments: a load that is a number of users, the same sessions in every scenario."""
+"""Sessions of agents in PrfaaS's experiments: the load is a number of users, with the same sessions in every
+scenario."""
 
 from __future__ import annotations
 
@@ -33,8 +34,8 @@ BLOCK = 64
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """30 sessions of eight turns, each 20 blocks longer than the one before; every third ends in a prompt beyond the
-    published profile; one has nothing else."""
+    """30 sessions of eight turns, each 20 blocks longer than the previous one; every third ends in a prompt beyond the
+    published profile; one more has only such a prompt."""
     lines = []
     for number in range(30):
         sizes = [100 + 20 * turn + number for turn in range(8)]
@@ -52,19 +53,19 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def study(path: Path) -> PrfaasStudy:
-    """Of these sessions."""
+    """The study of these sessions."""
     return PrfaasStudy(assumptions(["rule=auto"]), str(path))
 
 
 def sessions(study: PrfaasStudy) -> Agents:
-    """As the experiments see them."""
+    """Return the sessions as the experiments use them."""
     found = source(study.trace)
     assert isinstance(found, Agents)
     return found
 
 
 def at_places(trace: Trace) -> dict[int, float]:
-    """When each session's first turn would come, by its first block."""
+    """Return the time of each session's first turn, by its first block."""
     firsts: dict[int, float] = {}
     for request in trace.requests:
         firsts.setdefault(request.blocks[0], request.at_s)
@@ -81,7 +82,7 @@ def test_sessions_end_where_the_profile_does(study: PrfaasStudy) -> None:
 
 
 def test_the_plan_is_made_for_what_one_cache_leaves(study: PrfaasStudy) -> None:
-    """The same as a cache without limit finds over requests, whatever their order between sessions."""
+    """The uncached tokens equal those of a cache without limit over all requests, for any order of sessions."""
     found = sessions(study)
     left, _ = incremental(found.open_loop(seed=0), None)
     ours = sorted(max(each, 1) for session in found.sessions for each in session.uncached_tokens())
@@ -102,7 +103,8 @@ def test_a_load_is_a_number_of_users(study: PrfaasStudy) -> None:
 
 
 def test_a_run_of_the_case_study_with_agents(study: PrfaasStudy) -> None:
-    """Far below saturation users are answered as often as they ask, and what was cached is found: 20 blocks are new."""
+    """Far below saturation users get responses at the rate of their requests, and cached tokens are reused: 20 blocks
+    are new."""
     cell = Cell(
         experiment=CASE_STUDY.name, reading="paper", profile=AGENTS, settings={"load": 0.02}, policy="prfaas", seed=0
     )
@@ -116,8 +118,8 @@ def test_a_run_of_the_case_study_with_agents(study: PrfaasStudy) -> None:
 
 
 def test_others_who_come_change_nothing_for_those_who_are_there(study: PrfaasStudy) -> None:
-    """In a doubling the usual users play the same sessions from the same times as when all is calm; a session that
-    comes again is nobody's continuation."""
+    """When the load doubles, the usual users play the same sessions from the same times as in the calm scenario; a
+    repeated session does not share blocks with its first run."""
     found = sessions(study)
     usual, more = Crowd(5, 0.0, 50.0, 400.0), Crowd(5, 100.0, 0.0, 200.0)
     calm = played(found, (usual,), 3, places=10)
@@ -133,7 +135,7 @@ def test_others_who_come_change_nothing_for_those_who_are_there(study: PrfaasStu
 
 
 def test_the_bursts_with_agents(study: PrfaasStudy) -> None:
-    """The planner's threshold is one of those that stay; nobody comes after a burst for a burst."""
+    """The planner's threshold is one of the static ones; no user starts after the burst because of it."""
     one = of_study(BURST, study)
     best = deployment(planned(study, "prfaas", study.assumed.burst_wan_gbps)).threshold_tokens
     assert best is not None

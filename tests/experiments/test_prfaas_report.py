@@ -1,4 +1,4 @@
-"""Pages, tables and findings of PrfaaS's experiments: who was best, by how much, and that every page can be written."""
+"""Pages, tables and findings of PrfaaS's experiments: the best policy, its lead, and that every page can be written."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ GOODPUT = {
     "load-doubles": {DUAL: 1.80, static(8_000): 0.6, PLANNED: 1.9, static(32_000): 0.7},
     "link-30": {DUAL: 0.98, static(8_000): 0.5, PLANNED: 0.7, static(32_000): 1.0},
 }
-"""Good requests a second. At `calm` the lower threshold is as good and faster, so it was chosen for the old traffic.
-Under the doubled load the scheduler is 5 % below the best, at the narrow link 2 %."""
+"""Good requests per second. In `calm` the lower threshold is as good and faster, so it was chosen for the old traffic.
+Under the doubled load the scheduler is 5 % below the best, with the narrow link 2 %."""
 TTFT_S = {static(8_000): 1.0}
 
 
 def summary(policy: str, seed: int, goodput_per_s: float, ttft_s: float) -> Summary:
-    """A run with these results."""
+    """Return a run with these results."""
     return Summary(
         policy=policy,
         seed=seed,
@@ -57,7 +57,7 @@ def summary(policy: str, seed: int, goodput_per_s: float, ttft_s: float) -> Summ
 
 
 def record(cell: Cell, goodput_per_s: float = 1.0, ttft_s: float = 2.0, **figures: float) -> Record:
-    """A cell with these results; what moves, moves once."""
+    """Return a cell with these results; values that change do so once."""
     series: dict[str, tuple[tuple[float, float], ...]] = {"good_share": ((0.0, 1.0), (600.0, 0.5))}
     if cell.policy == DUAL:
         series |= {"threshold_tokens": ((0.0, 20_000.0), (600.0, 40_000.0)), "n_prefill": ((0.0, 3.0), (600.0, 4.0))}
@@ -72,7 +72,7 @@ def record(cell: Cell, goodput_per_s: float = 1.0, ttft_s: float = 2.0, **figure
 
 
 def bursts(seeds: int = 3) -> list[Record]:
-    """GOODPUT, a little more with every seed, the same for all policies."""
+    """Return GOODPUT, a little more with every seed, the same for all policies."""
     return [
         record(
             Cell(experiment=BURST.name, reading="paper", profile=profile, settings={}, policy=policy, seed=seed),
@@ -86,7 +86,8 @@ def bursts(seeds: int = 3) -> list[Record]:
 
 
 def loads() -> list[Record]:
-    """Three deployments, of which queues keep up with 3 % less than the formula says, or with what is offered."""
+    """Return three deployments whose queues keep up with 3 % less than the formula predicts, or with the offered
+    load."""
     formula = {"prfaas": 3.0, "homogeneous": 2.0, "naive": 2.5}
     return [
         record(
@@ -114,7 +115,7 @@ def loads() -> list[Record]:
 
 
 def named(found: list[Finding], profile: str, words: str) -> Finding:
-    """The one finding of a profile whose claim has these words."""
+    """Return the one finding of a profile whose claim contains these words."""
     (one,) = [each for each in found if each.profile == profile and words in each.claim]
     return one
 
@@ -126,7 +127,8 @@ def test_the_old_threshold_is_the_fastest_of_equally_good_ones() -> None:
 
 @pytest.mark.parametrize("rate_per_s", [0.1, 1.0, 100.0], ids=["few", "some", "many"])
 def test_the_best_threshold_is_the_best_however_close_another_is(rate_per_s: float) -> None:
-    """By 0.3 % it is what the scheduler is held to; the old one is the faster of the two. By 2 % it is both."""
+    """The scheduler is compared with it even if it is best by 0.3 %, while the old one is the faster of the two. At 2 %
+    it is both."""
     for share, old in ((0.997, static(8_000)), (0.98, PLANNED)):
         goodput = {DUAL: rate_per_s, static(8_000): share * rate_per_s, PLANNED: rate_per_s}
         some = [
@@ -146,7 +148,7 @@ def test_the_best_threshold_is_the_best_however_close_another_is(rate_per_s: flo
 
 
 def test_leads_are_paired_over_seeds() -> None:
-    """All seeds differ by the same, so the standard error is nothing."""
+    """All seeds differ by the same amount, so the standard error is zero."""
     some = [r for r in bursts() if r.cell.profile == "load-doubles"]
     found = lead(some, PLANNED)
     assert found is not None
@@ -166,7 +168,7 @@ def test_the_scheduler_is_held_to_three_per_cent_and_to_more_than_the_old() -> N
 
 
 def test_the_scheduler_is_not_asked_to_beat_an_old_threshold_that_is_still_the_best() -> None:
-    """Then it holds unless the scheduler is worse beyond noise."""
+    """The claim then holds unless the scheduler is worse beyond noise."""
     moved = {"calm": GOODPUT["calm"], "link-cut": GOODPUT["calm"] | {DUAL: 0.9}}
     for profile, holds in (("calm", "holds"), ("link-cut", "does not hold")):
         some = [
@@ -185,7 +187,7 @@ def test_the_scheduler_is_not_asked_to_beat_an_old_threshold_that_is_still_the_b
 
 
 def test_with_prefixes_the_gap_is_told_with_what_was_cached() -> None:
-    """Of a trace the formula's one cache is named, where lengths are drawn E[T(L)] is."""
+    """For a trace the sentence names the formula's single cache, for drawn lengths E[T(L)]."""
     agents = [
         msgspec.structs.replace(each, cell=msgspec.structs.replace(each.cell, profile=AGENTS)) for each in loads()
     ]
@@ -211,7 +213,7 @@ def test_saturation_is_read_off_the_highest_load() -> None:
 
 @pytest.mark.parametrize("name", ["case", "burst", "kv"])
 def test_every_experiment_has_a_page(name: str, tmp_path: Path) -> None:
-    """With all its tables, its figures and the commands that repeat it."""
+    """The page has all tables and figures and the commands that repeat the experiment."""
     points = computed(cells(KV_THROUGHPUT, "paper", KV_THROUGHPUT.profiles, (0,)))
     one, records = {"case": (CASE_STUDY, loads()), "burst": (BURST, bursts()), "kv": (KV_THROUGHPUT, [])}[name]
     page = write_prfaas(one, records, points if name == "kv" else (), tmp_path)

@@ -1,4 +1,5 @@
-"""A digest changes with what code does and not with what it says; foresight's code is nothing to others."""
+"""A digest changes with the behaviour of code and not with its text; foresight's own code does not affect other
+policies."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ def least(values):
 
 @given(st.text(st.characters(codec="ascii", categories=["L", "N", "Zs", "P"])))
 def test_words_change_nothing(words: str) -> None:
-    """Comments, docstrings, empty lines; what is done and what is called how is all there is to it."""
+    """Comments, docstrings and empty lines have no effect; only statements and names count."""
     for old, new in (
         ("# As it always was.", f"# {words}"),
         ('"""The least."""', repr(words)),
@@ -44,14 +45,14 @@ def test_words_change_nothing(words: str) -> None:
     ids=["number", "call", "name", "statement"],
 )
 def test_deeds_change_it(old: str, new: str) -> None:
-    """A string that is used is a deed, too."""
+    """A string that is used counts too."""
     assert meaning(MODULE.replace(old, new)) != meaning(MODULE)
     assert meaning("a = 'b'") != meaning("a = 'c'")
 
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of what counts, one line of each module; to be left as it was found."""
+    """A copy of the counted modules with one line each; tests restore what they change."""
     copy = tmp_path_factory.mktemp("package")
     for name in meanings(PACKAGE):
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
@@ -73,7 +74,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_what_a_change_matters_to(package: Path, changed: str, matters_to_others: bool) -> None:
-    """To foresight everything, to the others everything but what is foresight's alone."""
+    """All code counts for foresight; for the others all except foresight's own."""
     before = meanings(package)
     (package / changed).write_text("A = 2\n", encoding="utf-8")
     after = meanings(package)
@@ -83,7 +84,7 @@ def test_what_a_change_matters_to(package: Path, changed: str, matters_to_others
 
 
 def test_a_module_by_another_name_is_another(package: Path) -> None:
-    """Though it says the same."""
+    """A renamed module changes the digest although its content is the same."""
     before = meanings(package)
     (package / "sim/run.py").rename(package / "sim/zzz.py")
     after = meanings(package)
@@ -92,7 +93,7 @@ def test_a_module_by_another_name_is_another(package: Path) -> None:
 
 
 def test_baselines_have_one_code_and_all_others_another() -> None:
-    """Of this package, whose rooms are all there."""
+    """All counted folders of this package exist."""
     assert all((PACKAGE / room).exists() for room in ROOMS)
     ours = {code_of(name) for name in (*VARIANTS, CLAIRVOYANT, "foresight-joint", "whatever an experiment calls it")}
     others = {code_of(name) for name in BASELINES}

@@ -1,4 +1,4 @@
-"""Sweeps that can be stopped at any time: what is finished stays, what is missing is run, nothing is run twice."""
+"""Sweeps that can be stopped at any time: finished cells are kept, missing ones are run, none is run twice."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SWEEP = [
 
 
 def record_of(cell: Cell) -> Record:
-    """A record whose TTFT tells the cell."""
+    """Return a record whose TTFT identifies the cell."""
     summary = Summary(
         policy=cell.policy,
         seed=cell.seed,
@@ -51,7 +51,7 @@ def record_of(cell: Cell) -> Record:
 
 
 class Interrupted:
-    """Runs so many cells, then the user presses Ctrl-C; remembers what it ran."""
+    """Runs a number of cells, then raises KeyboardInterrupt; it records the cells that it ran."""
 
     def __init__(self, after: int) -> None:
         self.after = after
@@ -68,7 +68,8 @@ class Interrupted:
 def test_every_cell_is_run_once_whatever_the_stops(
     tmp_path_factory: pytest.TempPathFactory, stops: list[int], cut: int
 ) -> None:
-    """Stopped several times, the last line once cut short by a kill: at the end each cell is there, and in order."""
+    """The sweep is stopped several times, and once a kill truncates the last line: at the end each cell is there, in
+    order."""
     path = tmp_path_factory.mktemp("runs") / "results.jsonl"
     ran: list[str] = []
     for stop in stops:
@@ -90,7 +91,7 @@ def test_every_cell_is_run_once_whatever_the_stops(
 
 
 def test_processes_give_the_same(tmp_path: Path) -> None:
-    """Two workers, any order of ends: the records come back in the order of the cells."""
+    """With two workers, the records are in the order of the cells, whatever the order in which they end."""
     done: list[tuple[int, int]] = []
     records = run_cells(SWEEP, record_of, tmp_path / "r.jsonl", workers=2, progress=lambda *now: done.append(now))
     assert [record.cell for record in records] == SWEEP
@@ -98,7 +99,7 @@ def test_processes_give_the_same(tmp_path: Path) -> None:
 
 
 def test_a_foreign_line_is_named(tmp_path: Path) -> None:
-    """Something else in the middle of the file is not silently dropped."""
+    """A line that is no record in the middle of the file is reported."""
     path = tmp_path / "results.jsonl"
     run_cells(SWEEP[:2], record_of, path, workers=1)
     path.write_bytes(b"not a record\n" + path.read_bytes())
@@ -107,7 +108,7 @@ def test_a_foreign_line_is_named(tmp_path: Path) -> None:
 
 
 def test_results_of_another_study_are_not_taken(tmp_path: Path) -> None:
-    """The same cells, but of another trace: refused before anything is run."""
+    """The cells are equal but use another trace: they are rejected before anything is run."""
     path = tmp_path / "results.jsonl"
     run_cells(SWEEP[:2], record_of, path, {}, workers=1)
     with pytest.raises(InputError, match="another trace"):
@@ -121,7 +122,8 @@ def test_an_unknown_place_to_run_is_named(tmp_path: Path) -> None:
 
 
 def test_results_of_other_code_are_run_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Said in one sentence; they stay in the file. One without a digest counts, and so does the rest."""
+    """One sentence reports it; these results stay in the file. Results without a digest and results of this code
+    count."""
     path = tmp_path / "results.jsonl"
     run_cells(SWEEP, record_of, path, workers=1)
     ours = list(finished(path).values())
@@ -144,5 +146,5 @@ def test_results_of_other_code_are_run_again(tmp_path: Path, caplog: pytest.LogC
 
 
 def other_code(record: Record) -> Record:
-    """As a version before or after this one would have left it."""
+    """Return the record as another version of the code would write it."""
     return msgspec.structs.replace(record, code=record.code[::-1] + "0")

@@ -12,17 +12,17 @@ INSTRUMENTED = ("kvroute.gateway.reading", "kvroute.gateway.headers")
 RUNS = 60_000
 LIMITS = Limits(header_bytes=512, body_bytes=2048, header_count=16)
 STATUSES = {0, 400, 413, 431, 501, 505}
-"""Of faults; 0: none."""
+"""Statuses of errors; 0 means no error."""
 _FRAMING = (b"content-length", b"transfer-encoding")
 
 
 def check(data: bytes) -> str:
-    """However the bytes are cut, the same requests, and a fault or none; what is read has one framing, and is read the
-    same once it is written again, also as the gateway writes it to an engine."""
+    """For every split of the bytes, the requests and the error are the same. A request has one framing, and it is read
+    back equal after it is written, also in the form that the gateway sends to an engine."""
     requests, status = bounded(lambda: _read([data]), 2_000 + 60 * len(data))
     again, other_status = _read(list(pieces(data)))
     assert again == requests
-    # Of two faults of one header the parser may tell the second one first, where both are in one piece.
+    # Of two errors in one header the parser may report the second one, if both are in one piece.
     assert bool(status) == bool(other_status)
     assert {status, other_status} <= STATUSES
     for request in requests:
@@ -57,7 +57,7 @@ def _check(request: Parsed) -> None:
     assert [header for header in again.headers if header[0] not in (*_FRAMING, b"host")] == plain
     assert again.body == request.body
 
-    # What an engine gets is one request for the same, with nothing of the client's framing.
+    # An engine gets one equivalent request without any of the client's framing.
     sent = request_bytes(request.method, target, b"engine", forwarded(request.headers, b"1"), request.body)
     (engines,) = _read_whole(sent)
     assert engines[:3] == request[:3]

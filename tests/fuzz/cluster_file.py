@@ -1,4 +1,4 @@
-"""Fuzzing target: the text of a cluster file with its `gateway:` section, through all that reads it."""
+"""Fuzzing target: the text of a cluster file with its `gateway:` section, through all its readers."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ _VALUES = (
 
 
 def check(data: bytes) -> str:
-    """A cluster that is the same once it is written and read again, or the project's input error, which says for each
-    fault in one sentence what is wrong, and on which line of the file."""
+    """The result is a cluster that is equal after it is written and read again, or the project's input error, which has
+    one sentence and one line of the file for each error."""
     _check_text(_edited(data[:18]))
     try:
         text = data.decode()
@@ -60,8 +60,8 @@ def check(data: bytes) -> str:
 
 
 def _edited(script: bytes) -> str:
-    """A valid file with some of its words replaced: the first byte chooses the file, each three of the rest a word and
-    what takes its place. Bytes at random seldom get beyond the first fault of form."""
+    """Replace some words of a valid file: the first byte selects the file, each three of the rest select a word and its
+    replacement. Random bytes seldom get beyond the first error of form."""
     words = _FILES[script[0] % len(_FILES)].copy() if script else _FILES[0]
     for at in range(1, len(script) - 2, 3):
         place = (script[at] << 8 | script[at + 1]) % len(words)

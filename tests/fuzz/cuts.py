@@ -1,4 +1,5 @@
-"""What the fuzzing targets share: one way to cut an input into pieces, and a count of the work that an input causes."""
+"""Shared by the fuzzing targets: one way to split an input into pieces, and a count of the work that an input
+causes."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ T = TypeVar("T")
 
 
 def pieces(data: bytes) -> Iterator[bytes]:
-    """`data` in up to 16 pieces, the same ones each time; short data byte by byte now and then."""
+    """Split `data` into up to 16 pieces, always the same ones; short data is sometimes split into bytes."""
     draw = random.Random(zlib.crc32(data))
     if len(data) <= 256 and draw.random() < 0.25:
         edges = list(range(len(data) + 1))
@@ -25,9 +26,9 @@ def pieces(data: bytes) -> Iterator[bytes]:
 
 
 def bounded(work: Callable[[], T], most: float) -> T:
-    """The result of `work`, which may make so many calls of functions at most.
+    """Return the result of `work`, which may make at most this number of function calls.
 
-    A count tells what grows faster than its input, on any machine. It does not see into regular expressions: the
+    The count detects work that grows faster than its input, on any machine. It does not cover regular expressions; the
     fuzzer's own time limit does.
     """
     calls = 0

@@ -1,4 +1,5 @@
-"""Fuzzing target: an engine's bytes through `gateway.upstream.Line`, and what the gateway reads from the body."""
+"""Fuzzing target: an engine's bytes through `gateway.upstream.Line`, and the values that the gateway reads from the
+body."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ class _Wire(asyncio.Transport):
 
 @dataclass
 class Heard:
-    """What a sink was told."""
+    """Records the calls of a response handler."""
 
     status: int = 0
     headers: Headers = field(default_factory=list)
@@ -72,8 +73,8 @@ class Heard:
 
 
 def check(data: bytes) -> str:
-    """However the bytes are cut, the sink hears the same, in the order that it may count on; and whatever the body
-    says, the gateway reads numbers within their bounds from it or refuses it."""
+    """For every split of the bytes, the calls are the same and in the guaranteed order. For every body, the gateway
+    reads numbers within their bounds or rejects it."""
     heard = bounded(lambda: _hear([data]), 5_000 + 60 * len(data))
     assert _hear(list(pieces(data))) == heard
     ends = [word for word in heard.told if word in ("end", "failure")]

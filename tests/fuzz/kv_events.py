@@ -18,8 +18,8 @@ RUNS = 4_000
 
 
 def check(data: bytes) -> str:
-    """As a payload: read, or BatchError; slices tell what one piece of work tells, and all that is told is undone by
-    a clear. As a script: the index holds what a plain model of the engine holds."""
+    """As a payload: it is read or raises BatchError; slices report the same as a single step, and a clear undoes every
+    report. As a script: the index holds the same as a simple model of the engine."""
     _play(data[:24])
     try:
         events = bounded(lambda: read_batch(data), 500 + 60 * len(data)).events
@@ -59,7 +59,7 @@ def _told(payloads: list[bytes], slice_units: int) -> list[Event]:
 
 
 def _play(script: bytes) -> None:
-    """Each byte is what an engine does; a 0 ends a batch."""
+    """Interpret each byte as an action of an engine; a 0 ends a batch."""
     engine, index, batches = Engine(2 * OURS), PrefixIndex(1), list[bytes]()
     events: list[dict[str, Any]] = []
     for byte in script:
@@ -83,7 +83,7 @@ def _play(script: bytes) -> None:
 
 
 def _as_arrays(payload: bytes) -> bytes:
-    """The same batch as older engines send it."""
+    """Return the same batch in the form of older engines."""
     names: dict[str, tuple[str, ...]] = {
         "BlockStored": BlockEvent.__struct_fields__,
         "BlockRemoved": ("type", "block_hashes", "medium", "group_idx"),

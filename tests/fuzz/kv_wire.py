@@ -25,8 +25,8 @@ RUNS = 60_000
 
 
 def check(data: bytes) -> str:
-    """A channel reads from a socket what the pure functions read from the bytes, and raises nothing but WireError; a
-    message that is read is the same once it is written and read again."""
+    """A channel reads from a socket the same as the pure functions read from the bytes, and raises only WireError. A
+    message is read back equal after it is written."""
     messages, error = bounded(lambda: _frames(data), 500 + 20 * len(data))
     for message in messages:
         assert decode(encode(message)) == message
@@ -36,7 +36,7 @@ def check(data: bytes) -> str:
 
 
 def _frames(data: bytes) -> tuple[list[Message], str]:
-    """Messages of whole frames, and how it ends."""
+    """Return the messages of complete frames, and how the input ends."""
     messages: list[Message] = []
     at = 0
     try:
@@ -58,7 +58,7 @@ def _frames(data: bytes) -> tuple[list[Message], str]:
 def _received(data: bytes) -> tuple[list[Message], str]:
     near, far = socket.socketpair()
     with near, far:
-        far.sendall(data)  # short enough for the socket's buffer
+        far.sendall(data)  # fits into the socket's buffer
         far.shutdown(socket.SHUT_WR)
         channel, messages = Channel(near, 60.0, 60.0), []
         try:
@@ -70,7 +70,7 @@ def _received(data: bytes) -> tuple[list[Message], str]:
 
 
 def _lines(data: bytes) -> None:
-    """An order is complete from some byte on, and what follows it does not change it."""
+    """A request is complete from some byte on, and later bytes do not change it."""
     ends = [end for end in range(0, min(len(data), LINE_BYTES_MAX) + 1, 7) if is_complete(data[:end])]
     assert not ends or is_complete(data)
     first = read_order(data)

@@ -1,4 +1,4 @@
-"""Fuzzing target: two `/metrics` pages of one engine, through `gateway.metrics_page`, counters and link watches."""
+"""Fuzzing target: two `/metrics` pages of one engine, through `gateway.metrics_page`, counters and TCP statistics."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _COUNT_MAX = 2**31 - 1
 
 
 def check(data: bytes) -> str:
-    """Every number that is read is finite and within bounds, whatever stands between the lines; what a second page
-    shows is told in events that a real core accepts, and can be logged."""
+    """Every number is finite and within bounds, whatever the other lines contain. A second page gives events that a
+    real core accepts and that can be logged."""
     first, _, second = data.partition(_SEPARATOR)
     before = bounded(lambda: read_metrics(first), 2_000 + 20 * len(first))
     page = read_metrics(second, before)

@@ -1,4 +1,4 @@
-"""Runs the fuzzing targets, each in a process of its own: `python -m tests.fuzz.run [TARGET ...]`; see README.md."""
+"""Runs the fuzzing targets, each in a separate process: `python -m tests.fuzz.run [TARGET ...]`; see README.md."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ FINDINGS = Path("fuzz-findings")
 _DICTIONARIES = Path(__file__).with_name("dictionaries")
 _INPUT_BYTES_MAX = 8192
 _TIMEOUT_S = 20
-"""Of one input, on a busy machine; what takes longer is a finding."""
+"""Time limit of one input on a busy machine, in seconds; a longer run is a finding."""
 _MEMORY_MIB = 2048
 _SECONDS_MAX = 60
-"""For the bounded number of runs, which takes 10 to 20 s on a quiet machine."""
+"""Time limit of the bounded number of runs, in seconds; they take 10 to 20 s on a quiet machine."""
 
 
 def main() -> int:
-    """Fuzz each target; 1 where one has a finding."""
+    """Fuzz each target; return 1 if one has a finding."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("targets", nargs="*", metavar="TARGET", help=", ".join(TARGETS))
     parser.add_argument("--seconds", type=int, default=0, help="time for each target (default: a number of runs)")
@@ -50,7 +50,7 @@ def main() -> int:
 
 
 def _fuzz(target: str, seconds: int, seed: int) -> None:
-    """Never returns: libFuzzer ends the process."""
+    """Fuzz one target. This never returns: libFuzzer ends the process."""
     import atheris
 
     module = importlib.import_module(f"tests.fuzz.{target}")

@@ -17,5 +17,5 @@ TARGETS: Mapping[str, str] = {
 
 
 def corpus(target: str) -> list[Path]:
-    """Seeds of a target, and the inputs of what it has found before."""
+    """Return the seeds of a target and the inputs of its earlier findings."""
     return sorted(path for path in (CORPUS / target).iterdir() if path.is_file())

@@ -1,4 +1,4 @@
-"""Every seed, and every input that fuzzing has found, passes its target's check; the fuzzer itself is `make fuzz`."""
+"""Every seed and every input of an earlier finding passes its target's check; `make fuzz` runs the fuzzer itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A `gateway:` section in which every setting is given, made from the settings' own types, so that none is left out."""
+"""A `gateway:` section that gives every setting. It is built from the types of the settings, so that it cannot omit
+one."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from kvroute.topology.units import Duration, Size, quantity
 from kvroute.types import InputError
 
 SECRETS = ("SECRET-0123456789abcdef", "sha256:" + "5ec7e7" * 10 + "5ec7")
-"""A word that is fit to be a token, and one that is fit to be the hash of a key."""
+"""A text that is a valid token, and a text that is a valid hash of a key."""
 QUANTITIES: dict[type, tuple[str, ...]] = {
     Duration: ("1.25 s", "1.25 h", "1.25 ms"),
     Size: ("1.5 MB", "1.5 GB", "1.5 TB", "1.5 KB"),
@@ -25,18 +26,18 @@ QUANTITIES: dict[type, tuple[str, ...]] = {
 
 
 def every_setting() -> dict[str, Any]:
-    """The section as a file has it, each setting with a value that is not its default."""
+    """Return the section as a file has it, with a non-default value for each setting."""
     section: dict[str, Any] = _value(inspect.type_info(GatewaySettings), "gateway")
     return section
 
 
 def read(section: dict[str, Any]) -> GatewaySettings:
-    """The settings that a section stands for."""
+    """Convert a section to its settings."""
     return msgspec.convert(section, GatewaySettings, dec_hook=read_quantity)
 
 
 def leaves(known: inspect.Type, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], inspect.Type]]:
-    """Path and type of each setting; an item of a mapping or a list is `*`."""
+    """Yield the path and the type of each setting; `*` stands for an item of a mapping or a list."""
     for form in _forms(known):
         if isinstance(form, inspect.StructType):
             for field in form.fields:
@@ -50,7 +51,7 @@ def leaves(known: inspect.Type, path: tuple[str, ...] = ()) -> Iterator[tuple[tu
 
 
 def _value(known: inspect.Type, name: str) -> Any:
-    """The first candidate that the type's bounds accept."""
+    """Return the first candidate within the bounds of the type."""
     for candidate in _candidates(known, name):
         if any(_fits(candidate, form) for form in _forms(known)):
             return candidate
@@ -74,7 +75,7 @@ def _fits(value: Any, form: inspect.Type) -> bool:
 
 
 def _candidates(known: inspect.Type, name: str) -> Iterator[Any]:
-    """Values that a type may accept, the most telling first."""
+    """Yield values that a type may accept, the most specific first."""
     if is_secret(known):
         yield from SECRETS
     for form in _forms(known):

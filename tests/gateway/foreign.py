@@ -1,4 +1,4 @@
-"""Engines of other makes, as far as a gateway sees them: each records what it is asked and answers as a test says."""
+"""Stub engines for the gateway: each one records its requests and answers as the test specifies."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NODES = ("node0", "node1")
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One request that an engine got."""
+    """One request that an engine received."""
 
     method: str
     path: str
@@ -35,11 +35,11 @@ class Asked:
 
     @property
     def json(self) -> Any:
-        """The body as JSON."""
+        """The body, decoded from JSON."""
         return msgspec.json.decode(self.body)
 
     def raw(self, name: str) -> bytes:
-        """The bytes of one field of the body."""
+        """Return the undecoded JSON bytes of one field of the body."""
         return bytes(msgspec.json.decode(self.body, type=dict[str, msgspec.Raw])[name])
 
 
@@ -47,7 +47,8 @@ Serve = Callable[["Engine", web.BaseRequest, Asked], Awaitable[web.StreamRespons
 
 
 async def tokens(engine: Engine, request: web.BaseRequest, asked: Asked) -> web.StreamResponse:
-    """What a model would say: as many words as it may, streamed or whole; a prefill leg of vLLM hands its KV over."""
+    """Answer like a model, with `max_tokens` tokens, streamed or whole; a prefill leg of vLLM also returns KV
+    parameters."""
     body = asked.json
     count = body.get("max_tokens", 1)
     whole: dict[str, Any] = {"object": "text_completion", "choices": [{"index": 0, "text": f"{engine.name} " * count}]}
@@ -59,7 +60,7 @@ async def tokens(engine: Engine, request: web.BaseRequest, asked: Asked) -> web.
 
 
 async def stream(request: web.BaseRequest, words: Sequence[str]) -> web.StreamResponse:
-    """The words as server-sent events."""
+    """Send the words as server-sent events."""
     response = await begun(request)
     for word in words:
         await response.write(event(word))
@@ -69,19 +70,19 @@ async def stream(request: web.BaseRequest, words: Sequence[str]) -> web.StreamRe
 
 
 async def begun(request: web.BaseRequest) -> web.StreamResponse:
-    """The head of a stream."""
+    """Start a stream: send its status and headers."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     await response.prepare(request)
     return response
 
 
 def event(word: str) -> bytes:
-    """One token of a stream."""
+    """Return the event of one token of a stream."""
     return b"data: %b\n\n" % msgspec.json.encode({"choices": [{"index": 0, "text": word}]})
 
 
 def failing(status: int, *, times: int = 1 << 30, then: Serve = tokens) -> Serve:
-    """An engine that answers so many requests with an error."""
+    """Return a handler that answers the first `times` requests with an error."""
     left = times
 
     async def serve(engine: Engine, request: web.BaseRequest, asked: Asked) -> web.StreamResponse:
@@ -96,16 +97,16 @@ def failing(status: int, *, times: int = 1 << 30, then: Serve = tokens) -> Serve
 
 @dataclass(slots=True, eq=False)
 class Gate:
-    """Where an engine waits in the middle of a request."""
+    """A point in the middle of a request where an engine waits."""
 
     entered: asyncio.Event = field(default_factory=asyncio.Event)
     left: asyncio.Event = field(default_factory=asyncio.Event)
-    """The request is over, be it because its caller has hung up."""
+    """Set when the wait is over, also when the caller has closed the connection."""
     cancelled: bool = False
     open: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def wait(self) -> None:
-        """Wait until it is open."""
+        """Wait until the gate is open."""
         self.entered.set()
         try:
             await self.open.wait()
@@ -116,7 +117,7 @@ class Gate:
             self.left.set()
 
     def before(self, then: Serve) -> Serve:
-        """An engine that waits here before it answers."""
+        """Return a handler that waits at this gate before it answers."""
 
         async def serve(engine: Engine, request: web.BaseRequest, asked: Asked) -> web.StreamResponse:
             await self.wait()
@@ -127,7 +128,8 @@ class Gate:
 
 @dataclass(slots=True, eq=False)
 class Engine:
-    """One engine; `serve` answers completions, and the rest is as in engines that work."""
+    """One engine. `serve` answers completions; health checks, metrics and bootstrap queries are answered as by a
+    working engine."""
 
     name: str
     role: Role
@@ -136,25 +138,25 @@ class Engine:
     serve: Serve = tokens
     params: msgspec.Raw = field(default_factory=lambda: msgspec.Raw(b'{"do_remote_prefill":true}'))
     asked: list[Asked] = field(default_factory=list)
-    """Completions."""
+    """The completion requests received."""
     queries: int = 0
-    """Of its bootstrap server."""
+    """Number of requests to the bootstrap server."""
     engine_id: str = ""
-    """What the bootstrap server says; empty: it knows nothing."""
+    """Engine ID that the bootstrap server returns. Empty: it lists no engine."""
     started_s: float = 1.0
-    """Of its process."""
+    """Start time of the process in seconds, as the metrics page shows it."""
     tls: ssl.SSLContext | None = None
     port: int = 0
 
     @property
     def endpoint(self) -> str:
-        """As the cluster file says it."""
+        """The endpoint in the syntax of the cluster file."""
         url = f"{'https' if self.tls else 'http'}://127.0.0.1:{self.port}"
         bootstrap = f', bootstrap: "127.0.0.1:{self.port}"' if self.role == "prefill" else ""
         return f'{{url: "{url}", protocol: {self.protocol}{bootstrap}}}'
 
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Serve one request."""
+        """Answer one request."""
         headers = {name.lower(): value for name, value in request.headers.items()}
         asked = Asked(request.method, request.path_qs, headers, await request.read())
         match request.path:
@@ -175,7 +177,7 @@ class Engine:
 def deployment(
     engines: Sequence[Engine], section: str = "", listen: str = "{port: 0}", admin: str = "{port: 0}"
 ) -> Deployment:
-    """Engines that listen already, in two racks in turn, and a gateway's settings."""
+    """Return a deployment of engines that already listen, alternately in two racks, with the settings of a gateway."""
     lines = [
         f'  - {{name: {engine.name}, role: {engine.role}, gpus: "{NODES[index % 2]}:{index - index % 2}-'
         f'{index - index % 2 + 1}", model: {engine.model}, endpoint: {engine.endpoint}}}\n'
@@ -187,7 +189,7 @@ def deployment(
 
 @asynccontextmanager
 async def listening(engines: Sequence[Engine]) -> AsyncIterator[None]:
-    """Engines that listen."""
+    """Let the engines listen while the context is open."""
     async with AsyncExitStack() as stack:
         for engine in engines:
             runner = web.ServerRunner(web.Server(engine.answer, handler_cancellation=True), shutdown_timeout=0.1)
@@ -201,7 +203,7 @@ async def listening(engines: Sequence[Engine]) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def serving(made: Deployment) -> AsyncIterator[Front]:
-    """A gateway and its client."""
+    """Run a gateway and a client of it."""
     gateway = Gateway(made, seed=1)
     try:
         await gateway.start()
@@ -215,13 +217,13 @@ async def serving(made: Deployment) -> AsyncIterator[Front]:
 async def foreign(
     engines: Sequence[Engine], section: str = "", listen: str = "{port: 0}", admin: str = "{port: 0}"
 ) -> AsyncIterator[Front]:
-    """Engines, and a gateway in front of them."""
+    """Run the engines and a gateway in front of them."""
     async with listening(engines), serving(deployment(engines, section, listen, admin)) as front:
         yield front
 
 
 def run(main: Coroutine[Any, Any, None]) -> None:
-    """Hanging is a failure, not a wait."""
+    """Run `main` with a time limit, so that a hang fails the test."""
 
     async def bounded() -> None:
         async with asyncio.timeout(HANGS_S):
@@ -231,11 +233,11 @@ def run(main: Coroutine[Any, Any, None]) -> None:
 
 
 def completion(**fields: Any) -> dict[str, Any]:
-    """A request's body."""
+    """Return the body of a completion request."""
     return {"model": MODEL, "prompt": "What is a KV cache? " * 20, "max_tokens": 3} | fields
 
 
 def sides(protocol: KvProtocol) -> tuple[list[Engine], list[Engine]]:
-    """Two prefill and two decode engines of one protocol."""
+    """Return two prefill and two decode engines of one protocol."""
     prefill = [Engine(f"prefill{n}", "prefill", protocol, engine_id=f"id-{n}") for n in (0, 1)]
     return prefill, [Engine(f"decode{n}", "decode", protocol) for n in (0, 1)]

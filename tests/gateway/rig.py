@@ -42,7 +42,7 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 @dataclass(slots=True)
 class Answer:
-    """What a client got."""
+    """A response that a client received."""
 
     status: int
     headers: dict[str, str]
@@ -50,18 +50,18 @@ class Answer:
 
     @property
     def json(self) -> Any:
-        """The body as JSON."""
+        """The body, decoded from JSON."""
         return msgspec.json.decode(self.body)
 
     @property
     def events(self) -> list[Any]:
-        """The stream's events but `[DONE]`."""
+        """The events of the stream, without `[DONE]`."""
         data = [line[6:] for line in self.body.split(b"\n\n") if line.startswith(b"data: ")]
         return [msgspec.json.decode(event) for event in data if event != b"[DONE]"]
 
     @property
     def text(self) -> str:
-        """The generated text of a stream or of a whole answer."""
+        """The generated text of a stream or of a non-streaming response."""
         documents = self.events or [self.json]
         return "".join(choice["text"] for document in documents for choice in document["choices"])
 
@@ -75,16 +75,16 @@ class Front:
 
     @property
     def url(self) -> str:
-        """Of the gateway."""
+        """URL of the gateway."""
         return f"http://127.0.0.1:{self.gateway.port}"
 
     @property
     def admin(self) -> str:
-        """Of its admin port."""
+        """URL of the admin port of the gateway."""
         return f"http://127.0.0.1:{self.gateway.admin_port}"
 
     async def post(self, body: Any, path: str = COMPLETIONS, headers: dict[str, str] | None = None) -> Answer:
-        """One request to the gateway, to the end of its answer."""
+        """Send one request to the gateway and read the response to its end."""
         async with self.session.post(self.url + path, json=body, headers=headers) as response:
             return Answer(
                 response.status,
@@ -93,7 +93,7 @@ class Front:
             )
 
     async def get(self, path: str) -> Answer:
-        """One page of the gateway."""
+        """Get one page of the gateway."""
         async with self.session.get(self.url + path) as response:
             return Answer(
                 response.status,
@@ -102,16 +102,16 @@ class Front:
             )
 
     async def metrics(self) -> str:
-        """The metrics, from the admin port."""
+        """Get the metrics page from the admin port."""
         async with self.session.get(f"{self.admin}/metrics") as response:
             return await response.text()
 
     async def ask(self, prompt: Any = "What is a KV cache? " * 20, *, tokens: int = 4, **more: Any) -> Answer:
-        """A completion."""
+        """Request a completion."""
         return await self.post({"model": MODEL, "prompt": prompt, "max_tokens": tokens, **more})
 
     def leftovers(self) -> dict[str, int]:
-        """What requests hold now, by what it is."""
+        """Return the number of resources that requests hold now, by kind."""
         serving = self.gateway.serving
         return {
             "core": serving.control.in_flight,
@@ -122,41 +122,41 @@ class Front:
         }
 
     async def settles(self) -> bool:
-        """Nothing is held any more, sooner or later; scrapes and health checks come and go."""
+        """Return whether all resources are released within the time limit; scrapes and health checks may continue."""
         return await becomes_true(lambda: not any(self.leftovers().values()))
 
     async def becomes(self, name: str, up: bool) -> bool:
-        """The gateway takes an instance for up or down, sooner or later."""
+        """Return whether the gateway marks the instance as up or down within the time limit."""
         return await becomes_true(lambda: self.gateway.serving.stations[name].guard.up is up)
 
 
 @dataclass(slots=True)
 class Rig(Front):
-    """The same with emulated engines behind it."""
+    """A running gateway with emulated engines behind it, and a client."""
 
     fleet: Fleet
 
     async def direct(self, name: str, prompt: Any, tokens: int = 4) -> str:
-        """What one engine says by itself."""
+        """Return the text that one engine generates without the gateway."""
         body = {"model": MODEL, "prompt": prompt, "max_tokens": tokens}
         async with self.session.post(self.fleet.ready().instances[name].url + COMPLETIONS, json=body) as response:
             return str(msgspec.json.decode(await response.read())["choices"][0]["text"])
 
     def slow(self, factor: float) -> None:
-        """All engines take so many times as long for what they begin from now on; 1: as fast as they are."""
+        """Multiply the time of all work that the engines start from now on by `factor`; 1 is normal speed."""
         for server in self.fleet.servers.values():
             server.engine.slow(factor)
 
     async def goes_down(self, name: str) -> None:
-        """An engine dies, and stays away until it `comes_back`."""
+        """Stop an engine until `comes_back`."""
         await self.order(name, "restart", down_s=3600)
 
     async def comes_back(self, name: str) -> None:
-        """An engine that went down listens again, empty."""
+        """Let a stopped engine listen again, with an empty cache."""
         await self.fleet.servers[name].come_back()
 
     async def order(self, name: str, path: str = "fault", **fault: Any) -> None:
-        """Have an engine fail."""
+        """Order a fault in an engine."""
         url = f"{self.fleet.ready().instances[name].url}/emulator/{path}"
         async with self.session.post(url, json=fault) as response:
             assert response.status == 200, await response.text()
@@ -164,7 +164,7 @@ class Rig(Front):
 
 @asynccontextmanager
 async def rig(section: str = "", text: str = CLUSTER) -> AsyncIterator[Rig]:
-    """Engines of `text` and a gateway with `section` added to its settings."""
+    """Run emulated engines of `text` and a gateway with `section` added to its settings."""
     cluster = topology.parse(text)
     async with Fleet(cluster, FleetSettings()) as fleet:
         deployment = Deployment.of(text + section, "test.yaml", endpoints=fleet.ready().instances)

@@ -1,4 +1,5 @@
-"""The admin port over real sockets: what it shows, whom it refuses, and that it lets go when closed."""
+"""The admin port over real sockets: its pages, the requests that it rejects, and that it releases everything when
+closed."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ def _load() -> Load:
 
 @dataclass
 class Gateway:
-    """What the port is given: plain callables that note what they were asked for."""
+    """The gateway behind the port: plain callables that record their calls."""
 
     why_not: str = ""
     pushed: list[bytes] = field(default_factory=list)
@@ -119,7 +120,7 @@ async def _event(answer: aiohttp.ClientResponse) -> tuple[str, Any]:
 
 
 def test_the_page_comes_whole_and_from_nowhere_else() -> None:
-    """Every file the page names is served; scripts of others are forbidden, and the page names none."""
+    """Every file that the page names is served; the page forbids scripts of other origins and names none."""
 
     async def drive(port: Port) -> None:
         async with port.session.get(port.url + "/") as answer:
@@ -142,7 +143,8 @@ def test_the_page_comes_whole_and_from_nowhere_else() -> None:
 
 
 def test_state_events_and_versions() -> None:
-    """/state is one snapshot; /events is one too, then ticks, then a snapshot again when the cluster is another."""
+    """/state is one snapshot. /events sends a snapshot, then ticks, and another snapshot when the cluster has
+    changed."""
     gateway = Gateway()
 
     async def drive(port: Port) -> None:
@@ -169,7 +171,7 @@ def test_state_events_and_versions() -> None:
 
 
 def test_watchers_are_bounded_and_let_go() -> None:
-    """One more than allowed is refused; those that leave make room; closing ends the others' streams."""
+    """A stream beyond the limit is rejected; a stream that ends makes room; closing the port ends all other streams."""
     gateway = Gateway()
 
     async def drive(port: Port) -> None:
@@ -189,7 +191,7 @@ def test_watchers_are_bounded_and_let_go() -> None:
 
 
 def test_health_ready_and_metrics() -> None:
-    """Alive is not ready; the Accept header chooses the format of the metrics."""
+    """/health and /ready differ; the Accept header selects the format of the metrics."""
     gateway = Gateway()
 
     async def drive(port: Port) -> None:
@@ -206,7 +208,7 @@ def test_health_ready_and_metrics() -> None:
 
 
 def test_telemetry_is_handed_on_and_faults_are_named() -> None:
-    """The body goes through as it is; an InputError becomes a 400 that says where."""
+    """The body is passed on unchanged; an InputError becomes a 400 that names the place of the error."""
     gateway = Gateway()
 
     async def drive(port: Port) -> None:
@@ -225,7 +227,7 @@ def test_telemetry_is_handed_on_and_faults_are_named() -> None:
 
 
 def test_what_is_not_there_is_said() -> None:
-    """A gateway without push and drain."""
+    """A gateway without push and drain reports that they are not available."""
 
     async def drive(port: Port) -> None:
         assert (await port.post("/telemetry", b"{}"))[0] == 404
@@ -235,7 +237,7 @@ def test_what_is_not_there_is_said() -> None:
 
 
 def test_a_token_is_asked_for_where_there_is_one() -> None:
-    """Reading needs none; changing does, and only the right one will do."""
+    """Reading needs no token; changing needs the right one."""
     gateway = Gateway()
 
     async def drive(port: Port) -> None:
@@ -269,7 +271,7 @@ def test_a_token_that_is_no_text_is_a_wrong_one() -> None:
 
 @pytest.mark.parametrize("host", ["evil.example", "localhost.evil.example", "", "[evil]", "127.0.0.1.evil.example:80"])
 def test_a_name_that_an_attacker_can_point_here_is_refused(host: str) -> None:
-    """DNS rebinding: the browser believes that the port belongs to the attacker's name."""
+    """DNS rebinding: the browser takes the port for a server of the attacker's host name."""
 
     async def drive(port: Port) -> None:
         assert (await port.get("/state", Host=host))[0] == 403
@@ -281,7 +283,7 @@ def test_a_name_that_an_attacker_can_point_here_is_refused(host: str) -> None:
     "host", ["localhost:9090", "LOCALHOST", "127.0.0.1", "10.1.2.3:9090", "[::1]:9090", "gw.cluster"]
 )
 def test_addresses_and_own_names_are_let_in(host: str) -> None:
-    """Addresses cannot be rebound; own names are listed."""
+    """An IP address cannot be rebound, and names in the settings are allowed."""
 
     async def drive(port: Port) -> None:
         assert (await port.get("/state", Host=host))[0] == 200
@@ -290,7 +292,8 @@ def test_addresses_and_own_names_are_let_in(host: str) -> None:
 
 
 def test_other_pages_can_change_nothing() -> None:
-    """A form or script of another origin is refused before its body is read; our own page is not."""
+    """A form or script of another origin is rejected before its body is read; the page of the port itself is
+    accepted."""
     gateway = Gateway()
 
     async def drive(port: Port) -> None:
@@ -303,7 +306,7 @@ def test_other_pages_can_change_nothing() -> None:
 
 
 def test_settings_are_shown_without_secrets() -> None:
-    """The port strikes out what its caller gives it."""
+    """The port removes the secrets from the settings that its caller provides."""
 
     async def drive(port: Port) -> None:
         _, body = await port.get("/config")
@@ -313,7 +316,7 @@ def test_settings_are_shown_without_secrets() -> None:
 
 
 def test_every_setting_can_be_shown() -> None:
-    """Sizes and durations as text with a unit, as the file has them; no secret is among them."""
+    """Sizes and durations are texts with a unit, as in the file; secrets are absent."""
     section = every_setting()
     given = read(section)
 
@@ -332,14 +335,14 @@ def test_every_setting_can_be_shown() -> None:
 
 
 def _paths(value: Any, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
-    """Every leaf by its path."""
+    """Return every leaf by its path."""
     if not isinstance(value, dict):
         return {path: value}
     return {place: held for name, inside in value.items() for place, held in _paths(inside, (*path, name)).items()}
 
 
 def test_a_taken_port_is_said_plainly() -> None:
-    """InputError names the address."""
+    """The InputError names the address."""
 
     async def main() -> None:
         async with _open(Gateway()) as port:
@@ -361,7 +364,8 @@ def _basic(name: str, password: str) -> str:
 
 @pytest.mark.parametrize("path", ["/", "/state", "/events", "/metrics", "/config", "/version", "/dashboard.js"])
 def test_reading_asks_for_a_token_where_there_is_one(path: str) -> None:
-    """As a bearer token, or as the password that a browser asks its user for; the token for writing reads, too."""
+    """The token is accepted as a bearer token and as the password of a browser's login; the token for writing also
+    reads."""
 
     async def drive(port: Port) -> None:
         wrong = ("", "Bearer ", f"Bearer {READ}x", READ, _basic("a", "b"), _basic(READ, ""), "Basic ???", "Basic")
@@ -401,7 +405,7 @@ async def _limited(**limits: Any) -> AsyncIterator[tuple[AdminConnections, int]]
 
 @pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nHost: localhost\r\nX: "], ids=["nothing", "half-a-head"])
 def test_a_connection_without_a_request_is_closed(sent: bytes) -> None:
-    """However slowly its headers come."""
+    """The deadline holds however slowly the headers arrive."""
 
     async def main() -> None:
         async with asyncio.timeout(HANGS_S), _limited(head_s=0.1) as (connections, port):

@@ -1,4 +1,5 @@
-"""Admission: limits hold, nobody is lost or let in twice, first come is first served; then what a refusal says."""
+"""Admission: limits hold, no request is lost or admitted twice, the order is first come, first served; then
+Retry-After."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ limits = st.builds(
 
 
 class Door(RuleBasedStateMachine):
-    """The model is a list of who is inside and a list of who waits, in the order in which they came."""
+    """The model is a list of admitted requests and a list of waiting requests, both in the order of arrival."""
 
     @initialize(limits=limits)
     def open(self, limits: AdmissionLimits) -> None:
@@ -36,7 +37,7 @@ class Door(RuleBasedStateMachine):
         self.order: list[int] = []
 
     def come_in(self, tickets: list[int]) -> None:
-        """Whoever comes in is who has waited longest."""
+        """The requests that are admitted are those that have waited longest."""
         assert tickets == [ticket for ticket, _ in self.waiting[: len(tickets)]]
         del self.waiting[: len(tickets)]
         for ticket in tickets:
@@ -93,7 +94,7 @@ class Door(RuleBasedStateMachine):
     @precondition(lambda self: self.next)
     @rule(data=st.data())
     def leave_twice(self, data: st.DataObject) -> None:
-        """Somebody who is not here, or was never let in."""
+        """Leaving has no effect for a request that is gone or was never admitted."""
         present = {*self.inside, *(t for t, _ in self.waiting)}
         ticket = data.draw(st.integers(0, self.next - 1).filter(lambda t: t not in present) | st.just(-1))
         assert self.admission.leave(ticket, self.now) == []
@@ -148,7 +149,7 @@ TestDoor = Door.TestCase
 
 
 def busy(per_s: float, for_s: float, *, queue: int = 0, per_key: int = 1000) -> tuple[Admission, float]:
-    """A hundred are in, for a while: somebody leaves and somebody else comes `per_s` times a second."""
+    """Hold 100 admitted requests for `for_s` seconds: one leaves and another one enters `per_s` times a second."""
     in_flight = 100
     admission = Admission(AdmissionLimits(in_flight=in_flight, queue=queue, queue_wait_s=1e6, per_key=per_key), 0.0)
     for ticket in range(in_flight):
@@ -163,7 +164,8 @@ def busy(per_s: float, for_s: float, *, queue: int = 0, per_key: int = 1000) -> 
 @given(st.floats(0.5, 50.0), st.floats(15.0, 100.0), st.integers(0, 40))
 @settings(max_examples=50, deadline=None)
 def test_retry_after_follows_the_measured_rate(per_s: float, for_s: float, queue: int) -> None:
-    """(queue + 1) / rate, to a factor: the estimate is of the last ten seconds, and whole seconds are told."""
+    """Retry-After is (queue + 1) / rate within a factor of 1.5: the rate is of the last ten seconds, and seconds are
+    whole."""
     admission, now = busy(per_s, for_s, queue=queue)
     for ticket in range(queue):
         assert isinstance(admission.enter(10**6 + ticket, None, now), Queued)
@@ -175,7 +177,7 @@ def test_retry_after_follows_the_measured_rate(per_s: float, for_s: float, queue
 
 
 def test_retry_after_of_a_key_waits_for_one_of_its_own() -> None:
-    """Fifty of a hundred are the key's, ten leave in a second: one of its own within a fifth of one."""
+    """The key has 50 of 100 requests and ten requests leave each second, so one of the key leaves within 0.2 s."""
     admission, now = busy(10.0, 50.0, per_key=50)
     refused = admission.enter(10**6, "key0", now)
     assert isinstance(refused, Refused)
@@ -188,7 +190,8 @@ def test_retry_after_of_a_key_waits_for_one_of_its_own() -> None:
 
 
 def test_who_has_waited_too_long_holds_nothing_any_more() -> None:
-    """At the very moment, not before; the key's place is free again, and the next one is due later."""
+    """A request expires exactly at its deadline. The place of its key is free again, and the next deadline is that of
+    the next request."""
     admission = Admission(AdmissionLimits(in_flight=1, queue=2, queue_wait_s=5.0, per_key=2))
     for ticket, at in enumerate((0.0, 1.0, 2.0)):
         admission.enter(ticket, f"key{ticket}", at)

@@ -1,4 +1,4 @@
-"""A slow client slows its engine down: what the gateway holds in between is bounded, and nothing is lost."""
+"""Backpressure: a slow client slows its engine down; the bytes held in the gateway are bounded and none is lost."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ T = TypeVar("T")
 BLOCK_BYTES = 64 * 1024
 TOTAL_BYTES = 256 * 1024 * 1024
 HELD_MAX_BYTES = 64 * 1024 + 256 * 1024 + 1024
-"""The transport's high-water mark, one read from the engine, and framing."""
+"""High-water mark of the transport, one read from the engine, and framing."""
 SYSTEM_MAX_BYTES = 32 * 1024 * 1024
-"""What the buffers of four sockets may hold, the system's largest."""
+"""Upper bound of the bytes in the buffers of four sockets, at the largest size that the system gives them."""
 
 
 Runner = Callable[[Coroutine[Any, Any, None]], None]
@@ -33,7 +33,7 @@ LOOPS = pytest.mark.parametrize("runner", [uvloop.run, asyncio.run], ids=["uvloo
 
 
 def run(main: Coroutine[Any, Any, T], runner: Callable[[Coroutine[Any, Any, T]], T] = uvloop.run) -> T:
-    """Hanging is a failure, not a wait."""
+    """Run `main` with a time limit, so that a hang fails the test."""
 
     async def bounded() -> T:
         async with asyncio.timeout(HANGS_S):
@@ -47,7 +47,7 @@ def block(index: int) -> bytes:
 
 
 class Engine(asyncio.Protocol):
-    """Answers any request with `TOTAL_BYTES`, as fast as they are taken."""
+    """Answers every request with `TOTAL_BYTES`, as fast as the peer reads."""
 
     def __init__(self, chunked: bool) -> None:
         self.chunked = chunked
@@ -89,7 +89,7 @@ class Engine(asyncio.Protocol):
 
 
 class Relay:
-    """Engine to client, with both ends of back-pressure joined: all that an owner of an exchange has to do."""
+    """Relays from an engine to a client, with backpressure connected at both ends: the minimal owner of an exchange."""
 
     def __init__(self, exchange: Exchange) -> None:
         self.exchange = exchange
@@ -123,7 +123,7 @@ class Relay:
 
 
 class Reader(asyncio.Protocol):
-    """A client that reads nothing until it is told to; counts and hashes the body."""
+    """A client that reads nothing until the test resumes it; it counts and hashes the body."""
 
     def __init__(self) -> None:
         self.body_bytes = 0
@@ -198,7 +198,7 @@ class Setting:
         return reader
 
     async def at_rest(self) -> tuple[Engine, Relay]:
-        """Until a client's engine cannot send any more."""
+        """Wait until the engine of the latest client cannot send any more."""
         await self.begun.wait()
         relay = self.relays[-1]
         await relay.paused.wait()
@@ -270,7 +270,8 @@ def test_a_client_that_never_reads_is_cut_off_and_its_engine_released() -> None:
 def test_a_pipeline_whose_answers_are_not_read_is_not_served_on_and_not_lost(
     n: int, padding: int, answer_bytes: int
 ) -> None:
-    """Answers in order, each beyond the high-water mark; requests in one read, or more than one read takes."""
+    """Responses come in order, each one larger than the high-water mark; the requests arrive in one read or in
+    several."""
     request = b"GET /%%d HTTP/1.1\r\nHost: gateway\r\nX-Padding: %b\r\n\r\n" % (b"x" * padding)
 
     async def main() -> None:

@@ -1,4 +1,4 @@
-"""Bodies: who may send one, how many bytes of them the gateway holds, and that they are let go of at once."""
+"""Request bodies: which clients may send one, how many bytes the gateway holds, and that they are freed at once."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """Hanging is a failure, not a wait."""
+    """Run `main` with a time limit, so that a hang fails the test."""
 
     async def bounded() -> T:
         async with asyncio.timeout(HANGS_S):
@@ -48,7 +48,7 @@ def run(main: Coroutine[Any, Any, T]) -> T:
 
 @contextmanager
 def no_collector() -> Iterator[None]:
-    """Memory must come back by itself."""
+    """Turn the garbage collector off: memory must be freed by reference counts."""
     gc.collect()
     gc.disable()
     try:
@@ -66,14 +66,14 @@ async def close(*streams: Streams) -> None:
 
 
 async def reset(*streams: Streams) -> None:
-    """Close by a TCP reset, so that nobody takes the end for that of a client that waits for its answer."""
+    """Close by a TCP reset. The end of a stream alone could come from a client that still waits for its response."""
     for _, writer in streams:
         writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     await close(*streams)
 
 
 async def held(door: Door, nbytes: int) -> None:
-    """Wait until the door has counted bodies of so many bytes at least, or none if that is asked for."""
+    """Wait until the server has counted bodies of at least `nbytes`, or of none if `nbytes` is 0."""
     while door.bodies_bytes < nbytes * BODY_MEMORY_RATIO if nbytes else door.bodies_bytes:
         await asyncio.sleep(0)
 
@@ -85,7 +85,7 @@ def resident_bytes() -> int:
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is read from /proc")
 @pytest.mark.parametrize("way", ["leaves", "slow", "answered"])
 def test_the_memory_of_bodies_comes_back_without_the_collector(way: str) -> None:
-    """Clients that leave half-way, that are refused, and that leave before the answer."""
+    """The clients leave during the body, are rejected, or leave before the response."""
     rounds = 10 if way == "slow" else 30
     announced = 8 * MB if way == "answered" else 9 * MB
 
@@ -132,7 +132,7 @@ def test_readers_and_lines_are_gone_once_nobody_needs_them() -> None:
         line = Line(pool)
         line.connection_made(Wire())
         line.connection_lost(None)
-        watched = {id(reader), id(line)}  # not by weak references: a compiled object takes none
+        watched = {id(reader), id(line)}  # no weak references: a compiled object does not support them
         del reader, line
         assert not [one for one in gc.get_objects() if id(one) in watched and isinstance(one, RequestReader | Line)]
 
@@ -141,7 +141,7 @@ def test_readers_and_lines_are_gone_once_nobody_needs_them() -> None:
 
 
 def test_all_bodies_together_are_bounded_and_small_ones_always_taken() -> None:
-    """Whoever goes beyond is told to come back; whoever leaves makes room."""
+    """A request beyond the bound is rejected with Retry-After; a client that leaves makes room."""
 
     async def main() -> None:
         exchanges: list[Exchange] = []
@@ -178,7 +178,7 @@ def test_all_bodies_together_are_bounded_and_small_ones_always_taken() -> None:
 
 
 def test_a_body_that_is_not_needed_any_more_is_not_counted_any_more() -> None:
-    """Its memory is free while the answer goes on; and once, whatever follows."""
+    """The memory of the body is free while the response continues, and it is subtracted only once."""
 
     async def main() -> None:
         exchanges: list[Exchange] = []
@@ -206,7 +206,8 @@ def test_a_body_that_is_not_needed_any_more_is_not_counted_any_more() -> None:
 
 
 def test_a_stream_lets_go_of_its_request_s_body_with_the_first_token() -> None:
-    """And not before: until then the request may be sent again. The answer is whole."""
+    """The body is kept until the first token, because the request may be sent again until then. The response is
+    complete."""
 
     async def main() -> None:
         async with rig() as gate:
@@ -226,7 +227,7 @@ def test_a_stream_lets_go_of_its_request_s_body_with_the_first_token() -> None:
 
 
 def test_large_bodies_are_read_one_after_the_other_and_small_ones_beside_them() -> None:
-    """Each answer is that of its own request; clients that leave meanwhile are passed over."""
+    """Each response is that of its own request; a client that has left meanwhile is skipped."""
 
     async def main() -> None:
         async with rig() as gate:
@@ -263,7 +264,7 @@ def test_large_bodies_are_read_one_after_the_other_and_small_ones_beside_them() 
 def test_nothing_is_counted_of_clients_that_are_gone(
     plan: list[tuple[int, int, str]], leave: Callable[..., Coroutine[Any, Any, None]]
 ) -> None:
-    """Most of them by a reset: an end is probed for a second before it counts as one."""
+    """Most clients leave by a reset, because the end of a stream is probed for a second before it counts as leaving."""
 
     async def main() -> None:
         door = Door(lambda exchange: None, Limits(bodies_bytes=300_000, linger_s=0.01), deadlines=Deadlines(0.01))
@@ -297,7 +298,8 @@ def test_nothing_is_counted_of_clients_that_are_gone(
 @pytest.mark.parametrize("path", [COMPLETIONS, "/v1/embeddings", "/health"])
 @pytest.mark.parametrize("framing", ["Content-Length: 50000000", "Transfer-Encoding: chunked", "Expect: 100-continue"])
 def test_who_has_no_key_is_refused_before_the_body(path: str, framing: str) -> None:
-    """The answer comes though nothing of the body was sent; with a key the gateway waits for it, and asks for it."""
+    """The response comes although no byte of the body was sent; with a key the gateway sends 100 Continue and waits for
+    the body."""
     head = f"POST {path} HTTP/1.1\r\nHost: g\r\n{framing}\r\n"
     if framing.startswith("Expect"):
         head += "Content-Length: 50000000\r\n"

@@ -1,4 +1,4 @@
-"""The circuit breaker: against a model that remembers everything, then the ways that breakers are known to stick."""
+"""The circuit breaker: comparison with a model that stores all history, then known ways in which breakers get stuck."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def breaker(share: float = 0.5) -> Breaker:
 
 
 def report(one: Breaker, attempt: Attempt, end: str, now: float) -> None:
-    """The end of an attempt, by its name: a cause of failure, or what else became of it."""
+    """Report the end of an attempt by its name: a cause of failure or another outcome."""
     if end in CAUSES:
         one.failed(attempt, now, end)
     else:
@@ -28,7 +28,7 @@ def report(one: Breaker, attempt: Attempt, end: str, now: float) -> None:
 
 
 def opened(at: float = 0.0) -> Breaker:
-    """Open since `at`, for the first time."""
+    """Return a breaker that opened at `at` for the first time."""
     one = breaker()
     for attempt in [one.started(at) for _ in range(FAILURES)]:
         one.failed(attempt, at)
@@ -37,7 +37,7 @@ def opened(at: float = 0.0) -> Breaker:
 
 
 class AgainstTheModel(RuleBasedStateMachine):
-    """The model keeps every period between two changes of state, with all that was started and reported in it."""
+    """The model stores every period between two state changes, with all attempts started and reported in it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,11 +48,11 @@ class AgainstTheModel(RuleBasedStateMachine):
         self.opened_at = 0.0
         self.reopenings = 0
         self.outcomes: list[tuple[float, str]] = []
-        """Time and kind of what counted in this closed period."""
+        """Time and kind of each outcome that counted in this closed period."""
         self.probe: int | None = None
         self.probe_at = 0.0
         self.running: dict[int, int] = {}
-        """Attempt to the period it was started in."""
+        """The period in which each running attempt was started, by attempt."""
 
     @initialize(at=st.floats(0, 100))
     def begin(self, at: float) -> None:
@@ -143,7 +143,7 @@ TestAgainstTheModel = AgainstTheModel.TestCase
 @given(st.lists(st.booleans(), min_size=200, max_size=200), st.sampled_from([0.3, 0.5, 0.9]))
 @settings(max_examples=60, deadline=None)
 def test_the_share_of_failures_opens_it_though_no_run_does(good: list[bool], share: float) -> None:
-    """Ten requests a second; what the window's outcomes say is recomputed from all of them."""
+    """At ten requests a second, the share is recomputed from all outcomes of the window."""
     one = Breaker(failures=5, window_s=10.0, share=share)
     for index, success in enumerate(good):
         at = index * 0.1
@@ -231,7 +231,7 @@ def test_the_open_time_doubles_up_to_its_bound_and_starts_afresh() -> None:
 
 @given(st.lists(st.sampled_from(["succeeded", "no_answer", "acquitted"]), max_size=60))
 def test_an_attempt_whose_request_was_to_blame_counts_as_little_as_if_it_had_not_been(ends: list[str]) -> None:
-    """The same sequence without it leads to the same state."""
+    """The same sequence of outcomes without such attempts leads to the same state."""
     one, other = breaker(), breaker()
     for end in ends:
         report(one, one.started(1.0), end, 1.0)
@@ -242,7 +242,8 @@ def test_an_attempt_whose_request_was_to_blame_counts_as_little_as_if_it_had_not
 
 @st.composite
 def poisoned(draw: st.DrawFn) -> tuple[float, list[str]]:
-    """A healthy engine's outcomes, ten at a time, fewer than `share` of each ten failed by poison; and that share."""
+    """Draw a share and the outcomes of a healthy engine, where in each ten fewer than that share fail by poison
+    requests."""
     tenths = draw(st.integers(2, 9))
     ends: list[str] = []
     for _ in range(draw(st.integers(1, 40))):
@@ -255,7 +256,7 @@ def poisoned(draw: st.DrawFn) -> tuple[float, list[str]]:
 @given(poisoned(), st.floats(0.001, 0.02))
 @settings(max_examples=60, deadline=None)
 def test_poison_below_the_share_never_opens_a_healthy_engine(given_: tuple[float, list[str]], every_s: float) -> None:
-    """Whatever is found out about each poison request, and in whatever order they come."""
+    """The verdict on each poison request and the order of the outcomes have no effect."""
     share, ends = given_
     one = Breaker(share=share)
     for number, end in enumerate(ends):
@@ -271,7 +272,8 @@ def test_poison_below_the_share_never_opens_a_healthy_engine(given_: tuple[float
 def test_an_engine_that_fails_everything_opens_within_so_many_answers(
     before: list[str], after: list[Cause], failures: int
 ) -> None:
-    """However well it worked before: after 4 * `failures` errors, and after `failures` attempts without an answer."""
+    """The breaker opens after at most 4 * `failures` errors or `failures` attempts without an answer, whatever the
+    history before."""
     one = Breaker(failures=failures)
     for end in before:
         report(one, one.started(0.0), end, 0.0)
@@ -289,7 +291,7 @@ def test_an_engine_that_fails_everything_opens_within_so_many_answers(
 
 
 def test_errors_that_nothing_explains_do_not_count_while_most_were_the_requests_own() -> None:
-    """A flood of poison that the retry budget cannot follow; errors that are the engine's for sure still count."""
+    """The retry budget cannot cover a flood of poison requests; errors that are certainly the engine's still count."""
     one = breaker()
     report(one, one.started(0.0), "acquitted", 0.0)
     for _ in range(100):
@@ -301,7 +303,7 @@ def test_errors_that_nothing_explains_do_not_count_while_most_were_the_requests_
 
 
 def test_a_probe_by_a_poison_request_prolongs_nothing() -> None:
-    """Acquitted, it makes room for another probe at once; unexplained, the open time stays as it was."""
+    """An acquitted probe makes room for another probe at once; an unexplained one leaves the open time unchanged."""
     one = opened()
     one.acquitted(one.started(OPEN_S), OPEN_S)
     assert one.allows(OPEN_S)

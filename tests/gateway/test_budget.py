@@ -1,4 +1,5 @@
-"""The retry budget: never more retries than its law allows, never none for long, nothing hoarded."""
+"""The retry budget: retries never exceed its bound, the floor always grants some, and unused budget does not
+accumulate."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ steps = st.lists(st.tuples(st.sampled_from(["request", "retry", "retries"]), st.
 @given(shares, floors, steps)
 @settings(deadline=None)
 def test_retries_stay_below_share_and_floor(share: float, floor_per_s: float, taken: list[tuple[str, float]]) -> None:
-    """At every moment, from the start, and however greedily they are asked for."""
+    """The bound holds at every moment from the start, for every pattern of demand."""
     budget, now, requests, retries = RetryBudget(share=share, floor_per_s=floor_per_s, now=50.0), 50.0, 0, 0
     for step, elapsed_s in taken:
         now += elapsed_s
@@ -45,7 +46,7 @@ def test_a_floor_always_grants_one_in_its_time(floor_per_s: float, taken: list[t
 
 @given(st.integers(1, 10), st.integers(1, 1000), st.floats(60, 1e6))
 def test_calm_hours_pay_for_no_storm(floor_per_s: int, requests: int, calm_s: float) -> None:
-    """After a pause only the floor's second is left of whatever was saved."""
+    """After a pause only one second of the floor is left of the saved budget."""
     budget = RetryBudget(share=0.5, floor_per_s=float(floor_per_s))
     for _ in range(requests):
         budget.request(0.0)

@@ -1,4 +1,4 @@
-"""Cache salts: each key, or each tenant, has a prefix cache of its own on the engines and in the gateway's own view."""
+"""Cache salts: each key or tenant has a separate prefix cache on the engines and in the gateway's own index."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ names = st.text(st.characters(categories=["L", "N"]), min_size=1, max_size=8)
 def test_two_requests_share_a_salt_if_and_only_if_owner_and_own_salt_are_equal(
     keys: list[str], own: list[str], data: st.DataObject
 ) -> None:
-    """Tenants that are called as keys are included, and so are own salts that look like a tenant's."""
+    """Tenants named like keys and client salts that look like a tenant's salt are included."""
     owner = st.sampled_from(keys)
     tenants = data.draw(st.dictionaries(owner, owner))
     salts = CacheSalts(tenants, SECRET)
@@ -52,7 +52,7 @@ def test_two_requests_share_a_salt_if_and_only_if_owner_and_own_salt_are_equal(
 
 
 def test_engines_take_the_salts() -> None:
-    """vLLM: 1 to 128 characters, none of `@/\\` or NUL."""
+    """vLLM accepts 1 to 128 characters without `@/\\` and NUL."""
     salt = CacheSalts({}, SECRET).salt("alice", "@/\\\0" * 100)
     assert len(salt) == 64
     assert set(salt) <= set("0123456789abcdef")
@@ -84,7 +84,7 @@ def test_the_salt_takes_the_place_of_the_client_s(own: str | None) -> None:
 
 
 async def asked(gate: Rig, name: str, prompt: str = PROMPT, path: str = COMPLETIONS, **more: Any) -> int:
-    """Cached tokens that a client is told of."""
+    """Request a completion and return the number of cached tokens reported to the client."""
     body: dict[str, Any] = {"model": MODEL, "max_tokens": 2, **more}
     body |= {"prompt": prompt} if path == COMPLETIONS else {"messages": [{"role": "user", "content": prompt}]}
     answer: Answer = await gate.post(body, path, {"authorization": f"Bearer {name}"})
@@ -93,7 +93,7 @@ async def asked(gate: Rig, name: str, prompt: str = PROMPT, path: str = COMPLETI
 
 
 async def hits(gate: Rig) -> float:
-    """Tokens that the gateway took for cached where it sent prompts."""
+    """Return the number of tokens that the gateway expected to be cached on the instances that it chose."""
     async with gate.session.get(gate.admin + "/metrics") as response:
         page = await response.text()
     assert response.status == 200
@@ -128,7 +128,7 @@ def test_keys_of_a_tenant_share_their_prompts() -> None:
 
 
 def test_without_the_option_prompts_are_shared_unless_clients_send_salts() -> None:
-    """The emulated engines honour the clients' own salts, too."""
+    """The emulated engines also apply the clients' own salts."""
 
     async def main() -> None:
         async with rig(OFF) as gate:
@@ -160,7 +160,7 @@ def test_salts_outlive_a_reload() -> None:
 
 
 def test_embeddings_are_salted_too() -> None:
-    """The engine's own answer shows it: emulated ones refuse a salt with a slash, and never see it here."""
+    """The engine's response shows it: emulated engines reject a salt with a slash, and none reaches them here."""
 
     async def main() -> None:
         async with rig(PER_KEY) as gate:
@@ -173,7 +173,7 @@ def test_embeddings_are_salted_too() -> None:
 
 @given(salt=st.text(min_size=1, max_size=200), tokens=st.lists(st.integers(0, 1000), min_size=4, max_size=12))
 def test_kv_events_of_salted_prompts_lead_to_the_hashes_of_their_requests(salt: str, tokens: list[int]) -> None:
-    """So that prefix matches by events stay right for each salt."""
+    """Prefix matches from KV events therefore stay correct for each salt."""
     whole = tokens[: len(tokens) // 2 * 2]
     names = list(range(1, len(whole) // 2 + 1))
     keys = [[salt], *[None] * (len(names) - 1)]

@@ -1,7 +1,7 @@
-"""A storm in one event loop: legs that fail, clients that leave, instances that restart, files read again; the laws.
+"""Chaos test in one event loop: legs fail, clients leave, instances restart, cluster files are reloaded.
 
-Every client gets its own answer whole, or an error that says so, exactly once; what a retry can save is saved; nothing
-stays behind in gateway, core or engines; and the log decides it all again.
+Every client gets its own complete response, or an error that says so, exactly once. A retry saves every request that it
+can save. Nothing remains held in the gateway, the core or the engines. The event log replays to the same decisions.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TEXT = CLUSTER.replace(
     '  - {name: prefill2, role: prefill, gpus: "node1:4-5"}\n  - {name: decode2, role: decode, gpus: "node1:6-7"}\n'
     "gateway:",
 )
-"""Three of each role: one may be down and another one fail."""
+"""Three instances of each role, so that one may be down while another one fails."""
 NAMES = tuple(f"{role}{number}" for role in ("prefill", "decode") for number in range(3))
 PATIENCE = """
   timeouts: {connect: 1 s, prefill: 1 s, first_token: 1 s, answer: 1 s, between_tokens: 1 s}
@@ -45,28 +45,29 @@ PATIENCE = """
   breaker: {failures: 50, open: 100 ms}
   retries: {attempts: 8, floor_per_s: 1000}
 """
-"""Whoever is silent is soon given up, what fails may be tried again as often as it takes, and an instance is down only
-where nobody listens: all share one loop, so that a busy machine makes everyone slow."""
+"""A silent engine times out soon, retries are almost unlimited, and an instance is down only when its port is closed:
+all components share one loop, so that a busy machine makes all of them slow."""
 TOKENS = 10
 PROMPTS = tuple(f"{number} " + "What goes up must come down. " * (2 + 9 * number) for number in range(12))
 
 
 @dataclass(slots=True)
 class Storm:
-    """Clients who ask one after the other and check what they get; chance is drawn by seed."""
+    """Clients that send one request after the other and check the responses; random choices come from a seeded
+    generator."""
 
     gate: Rig
     truth: Sequence[str]
-    """What an engine alone answers to each prompt."""
+    """The response of a single engine to each prompt."""
     draw: random.Random
     leaves: float = 0.0
-    """Share of clients that leave in the middle."""
+    """Share of clients that leave before the end."""
     kinds: Counter[str] = field(default_factory=Counter)
     after: Callable[[int], None] | None = None
-    """Called after each request with how many have ended."""
+    """Called after each request with the number of requests that have ended."""
 
     async def blow(self, requests: int, clients: int) -> None:
-        """So many requests, by so many clients at once."""
+        """Send this number of requests from this number of concurrent clients."""
         turns = iter(range(requests))
         async with asyncio.TaskGroup() as group:
             for _ in range(clients):
@@ -104,7 +105,7 @@ class Storm:
             self.kinds["whole"] += 1
 
     async def _leave(self, body: Any, events: int) -> None:
-        """After so many events; without any, as soon as its first leg or its transfer is under way."""
+        """Leave after this number of events; if 0, as soon as the first leg or the transfer has started."""
         if events:
             async with self.gate.session.post(self.gate.url + COMPLETIONS, json=body) as response:
                 for _ in range(events):
@@ -131,12 +132,12 @@ class Storm:
 
 
 async def truths(gate: Rig) -> list[str]:
-    """What one engine says to each prompt by itself."""
+    """Return the response of one engine to each prompt, without the gateway."""
     return [await gate.direct("decode0", prompt, TOKENS) for prompt in PROMPTS]
 
 
 async def nothing_stays(gate: Rig) -> None:
-    """In the gateway, in the core's books and in the engines; connections of clients included."""
+    """Check that nothing is held in the gateway, in the core or in the engines, client connections included."""
     assert await gate.settles(), gate.leftovers()
     await gate.session.close()
     now, serving = gate.gateway.now, gate.gateway.serving
@@ -157,18 +158,18 @@ async def nothing_stays(gate: Rig) -> None:
     gc.collect()
     kept = Counter(type(each).__name__ for each in gc.get_objects() if isinstance(each, Journey | Leg | Exchange))
     assert not kept
-    # Health checks and scrapes go on, one of each per instance at most.
+    # Health checks and scrapes continue, at most one of each per instance.
     assert sum(isinstance(each, Call) for each in gc.get_objects()) <= 2 * len(NAMES)
 
 
 def page(gate: Rig, name: str) -> list[str]:
-    """The lines of one metric."""
+    """Return the lines of one metric."""
     text = "".join(gate.gateway.metrics.page("")[1])
     return [line for line in text.splitlines() if line.startswith(name)]
 
 
 def replays(log: Path) -> Counter[str]:
-    """Decide everything again; how many events of each kind there were."""
+    """Replay the log, check each decision, and return the number of events by kind."""
     header, records = read_log(log)
     control = header.spec.build(parse(header.cluster))
     kinds: Counter[str] = Counter()
@@ -185,7 +186,8 @@ def replays(log: Path) -> Counter[str]:
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
 @given(policy=st.sampled_from(["netkv", "round-robin"]), turns=st.integers(4, 9))
 def test_who_has_failed_a_request_comes_after_all_others(leg: str, policy: str, turns: int) -> None:
-    """Also in the second round: a dead instance that is not known to be dead is idle, and would be chosen each time."""
+    """A dead instance that is still marked up is idle, and without this rule it would be chosen again in the second
+    round."""
     control = ControlSpec(decode=policy).build(parse(TEXT))
     decisions = control.handle(Arrived(0.0, Request(id=0, input_tokens=1000, max_output_tokens=16)))
     tried = []
@@ -204,7 +206,7 @@ def test_who_has_failed_a_request_comes_after_all_others(leg: str, policy: str, 
 
 
 def test_a_storm_loses_nothing_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    """Each leg may fail in each way, engines restart, one client in ten leaves."""
+    """Each leg may fail in every way, engines restart, and one client in ten leaves."""
     log = tmp_path / "events.log"
 
     async def run() -> None:
@@ -217,7 +219,7 @@ def test_a_storm_loses_nothing_and_leaves_nothing_behind(tmp_path: Path) -> None
             def weather(ended: int) -> None:
                 if ended % 4 == 0:
                     leg, status, tokens = draw.choice(legs), draw.choice(ways), draw.choice([0, 0, 2, 5])
-                    # KV leaves from where it was computed.
+                    # KV is sent by the engine that computed it.
                     name = f"{'decode' if leg == 'decode' else 'prefill'}{draw.randrange(3)}"
                     fault = Fault(fail_next=1, leg=leg, status=status, after_tokens=tokens)
                     gate.fleet.servers[name].faults.order(fault)
@@ -238,7 +240,8 @@ def test_a_storm_loses_nothing_and_leaves_nothing_behind(tmp_path: Path) -> None
 
 
 def test_files_read_again_under_load_disturb_no_request() -> None:
-    """Every policy's turn comes while requests of the one before are under way; an instance goes and comes back."""
+    """Each policy becomes active while requests of the previous one are in flight; an instance is removed and added
+    again."""
 
     async def run() -> None:
         async with rig(PATIENCE, TEXT) as gate:
@@ -272,7 +275,7 @@ def test_files_read_again_under_load_disturb_no_request() -> None:
 
 
 def test_a_drain_in_a_storm_answers_all_who_are_in() -> None:
-    """Those in the queue too, while legs fail."""
+    """Queued requests are answered too, while legs fail."""
 
     async def run() -> None:
         section = "  retries: {attempts: 8, floor_per_s: 1000}\n  limits: {in_flight: 4, queue: 40}\n"

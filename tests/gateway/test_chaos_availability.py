@@ -1,6 +1,6 @@
-"""Chaos about who is available: checks that all fail at once, a stalled event loop; requests go on.
+"""Chaos tests of availability: all health checks fail at once, the event loop stalls; requests continue.
 
-The log decides everything again, panics included.
+The event log replays to the same decisions, panics included.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ FEW = "  health: {interval: 50 ms, timeout: 10 s, failures: 2%s}\n"
 
 
 async def checks_fail(gate: Rig, share: int) -> None:
-    """So many of all engines' health checks fail from now on; requests are served."""
+    """Let this share of the health checks of all engines fail from now on, while requests are served."""
     for name in NAMES:
         await gate.order(name, leg="health", share=share, status=503)
 
 
 def panics(gate: Rig) -> list[str]:
-    """The gauges of panics."""
+    """Return the samples of the panic gauge."""
     return sorted(line.rsplit("role=", 1)[1] for line in page(gate, "kvroute_panic{"))
 
 
 def test_all_health_checks_fail_at_once_and_no_request_is_refused(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Engines work: requests go on as if nothing were, and once the checks pass again the panic is over. The log
-    warns when it begins, not when it ends."""
+    """The engines work, so requests continue. The panic ends once the checks pass again. The log warns at the beginning
+    of the panic and not at its end."""
     log = tmp_path / "events.log"
     caplog.set_level("INFO", logger="kvroute")
 
@@ -67,7 +67,7 @@ def test_all_health_checks_fail_at_once_and_no_request_is_refused(
 
 
 def test_without_the_threshold_the_same_storm_is_refused() -> None:
-    """What the threshold is for, and that it can be turned off."""
+    """Shows what the panic threshold prevents, and that it can be turned off."""
 
     async def run() -> None:
         async with rig(FEW % ", panic: 0", TEXT) as gate:
@@ -82,7 +82,7 @@ def test_without_the_threshold_the_same_storm_is_refused() -> None:
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_instances_without_a_process_get_nothing_in_a_panic_either(role: str) -> None:
-    """Two of three processes are gone: the third serves everything, and nobody is tried again."""
+    """Two of three processes are gone: the third one serves everything, and no dead instance is tried again."""
 
     async def run() -> None:
         async with rig(FEW % "", TEXT) as gate:
@@ -103,7 +103,7 @@ def test_instances_without_a_process_get_nothing_in_a_panic_either(role: str) ->
 
 
 def test_a_stalled_event_loop_takes_no_engine_out() -> None:
-    """Every timeout is shorter than the stalls, one failure takes an instance out, and none is taken out."""
+    """Every timeout is shorter than the stalls and one failure marks an instance as down, yet no instance goes down."""
 
     async def run() -> None:
         patience = """
@@ -133,7 +133,7 @@ def test_a_stalled_event_loop_takes_no_engine_out() -> None:
 
 
 def test_engines_that_return_are_eased_in_and_the_log_decides_it_again(tmp_path: Path) -> None:
-    """One engine of each role restarts again and again: every answer is whole, and each return begins a slow start."""
+    """One engine of each role restarts repeatedly: every response is complete, and each return begins a slow start."""
     log = tmp_path / "events.log"
 
     async def run() -> None:

@@ -1,4 +1,5 @@
-"""Who keeps a connection when there are too many: idle ones close, requests stay, and no address takes them all."""
+"""Connection limits: idle connections are closed first, requests are kept, and one address cannot use all
+connections."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ GET = b"GET / HTTP/1.1\r\n"
 
 @dataclass(eq=False)
 class Held:
-    """A connection that does what a test says."""
+    """A stub connection in the state that the test sets."""
 
     address: str = "10.0.0.1"
     state: int = IDLE
@@ -58,8 +59,8 @@ class Held:
 def test_room_is_made_by_the_longest_idle_and_never_by_a_request(
     arrivals: list[tuple[str, int, int]], most: int, per_address: int
 ) -> None:
-    """The law for any order of arrivals, a second apart: counts stay within the limits; who closes waits for less, or
-    for as long, as all others of those that it may take the place of; a refusal means that all of those are busy."""
+    """For arrivals one second apart in any order: counts stay within the limits; a closed connection has the lowest
+    state and the earliest deadline of all that may make room; a rejection means that all of these are busy."""
     connections = Connections()
     closed: list[Held] = []
     counted: list[Held] = []
@@ -109,7 +110,7 @@ def test_an_ipv6_host_is_one_address_whichever_of_its_own_it_uses(peer: object, 
 
 
 def test_idle_connections_do_not_keep_others_out() -> None:
-    """A hundred of them, each behind an answered request, where the limit is a hundred; the oldest goes first."""
+    """The limit is a hundred, and a hundred connections are idle after a response; the oldest one is closed first."""
 
     async def main() -> None:
         async with open_door(echo, Limits(connections=100)) as (door, port):
@@ -153,7 +154,8 @@ def test_requests_keep_their_connections_and_the_next_client_is_told_to_come_bac
 
 
 def test_one_address_does_not_take_all_connections() -> None:
-    """Its own idle ones make room, and where it has none it is refused; another address comes in."""
+    """The idle connections of an address make room for it; without any it is rejected, while another address is
+    accepted."""
 
     async def main() -> None:
         waiting: list[Exchange] = []
@@ -183,7 +185,7 @@ def test_one_address_does_not_take_all_connections() -> None:
 
 @pytest.fixture(scope="module")
 def tls(tmp_path_factory: pytest.TempPathFactory) -> tuple[ssl.SSLContext, ssl.SSLContext]:
-    """Contexts of a server on 127.0.0.1 and of a client that trusts it."""
+    """Return TLS contexts of a server on 127.0.0.1 and of a client that trusts it."""
     folder = tmp_path_factory.mktemp("tls")
     names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
     key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-keyout", "key.pem"]
@@ -195,7 +197,7 @@ def tls(tmp_path_factory: pytest.TempPathFactory) -> tuple[ssl.SSLContext, ssl.S
 
 
 async def comes_in(port: int, trusting: ssl.SSLContext) -> None:
-    """Be served over TLS, at once or when the flood has been accepted."""
+    """Get a response over TLS, at once or after the flood has been accepted."""
     while True:
         try:
             reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trusting)
@@ -211,7 +213,7 @@ async def comes_in(port: int, trusting: ssl.SSLContext) -> None:
 
 @pytest.mark.parametrize("sent", [b"", b"\x16\x03\x01\x02\x00\x01"], ids=["nothing", "half-a-hello"])
 def test_handshakes_count_as_connections(tls: tuple[ssl.SSLContext, ssl.SSLContext], sent: bytes) -> None:
-    """Many that are never ended, where the limit is ten: a client that ends its own comes in."""
+    """Many handshakes never end and the limit is ten; a client that completes its handshake is served."""
     server, trusting = tls
 
     async def main() -> None:
@@ -250,7 +252,7 @@ def test_a_handshake_has_a_deadline(tls: tuple[ssl.SSLContext, ssl.SSLContext], 
 
 @dataclass
 class Counted:
-    """A port that has room for all."""
+    """A stub port without a limit."""
 
     times_s: tuple[float, float] = (60.0, 60.0)
     open: list[Connection] = field(default_factory=list)
@@ -267,7 +269,7 @@ class Counted:
 
 
 def test_a_handshake_that_is_aborted_before_its_first_step_leaves(tls: tuple[ssl.SSLContext, ssl.SSLContext]) -> None:
-    """Room is needed in the same turn of the loop in which the first byte is read."""
+    """The connection is aborted in the same turn of the loop in which its first byte is read."""
 
     async def main() -> None:
         port = Counted()
@@ -284,7 +286,7 @@ def test_a_handshake_that_is_aborted_before_its_first_step_leaves(tls: tuple[ssl
                 assert await reader.read() == b""
         listener.close()
 
-    asyncio.run(main())  # uvloop may take the handshake's first step before the test runs again
+    asyncio.run(main())  # uvloop may take the first step of the handshake before the test continues
 
 
 def test_draining_ends_handshakes(tls: tuple[ssl.SSLContext, ssl.SSLContext]) -> None:
@@ -318,7 +320,7 @@ def test_a_name_is_listened_on_with_tls_too(tls: tuple[ssl.SSLContext, ssl.SSLCo
 def test_a_tls_port_without_file_descriptors_waits_for_some(
     tls: tuple[ssl.SSLContext, ssl.SSLContext], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It says so, and the client that waits is served afterwards."""
+    """The port reports the shortage, and serves the waiting client afterwards."""
 
     async def main() -> None:
         door = Door(echo, deadlines=Deadlines(0.01))

@@ -1,4 +1,5 @@
-"""Roles that change while requests are served: drained first, by the operator's hook, and back where it fails."""
+"""Role switches while requests are served: drain first, then the operator's hook, and back to the old role if it
+fails."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ OUTCOMES = "kvroute_conversions_total"
 
 
 def offload(conversion: str = "", long_term: str = EAGER) -> str:
-    """Nothing leaves; home has one prefill instance and three that decode, which is wrong for long prompts."""
+    """Return settings under which no prompt is offloaded; the home site has one prefill and three decode instances, too
+    few prefill instances for long prompts."""
     hook = f"    conversion: {conversion}\n" if conversion else ""
     return (
         "  offload:\n    threshold: 100K\n    look: 20 ms\n    short_term: {enabled: false}\n"
@@ -42,8 +44,8 @@ def offload(conversion: str = "", long_term: str = EAGER) -> str:
 
 @asynccontextmanager
 async def hook(statuses: list[int], gate: asyncio.Event | None = None) -> AsyncIterator[tuple[str, list[Any]]]:
-    """A hook's URL and what it was told; it answers with these statuses, the last one again and again, and waits for
-    `gate` before it does."""
+    """Run a hook and yield its URL and the bodies that it received. It answers with `statuses` in turn, repeats the
+    last one, and waits for `gate` before each response."""
     told: list[Any] = []
 
     async def answer(request: web.BaseRequest) -> web.Response:
@@ -65,7 +67,7 @@ async def hook(statuses: list[int], gate: asyncio.Event | None = None) -> AsyncI
 
 
 class Load:
-    """Clients that ask again and again, and want every answer whole."""
+    """Clients that send requests repeatedly and require every response to be complete."""
 
     def __init__(self, gate: Rig, clients: int = 4, tokens: int = 4) -> None:
         self._gate, self._over, self._count = gate, False, tokens
@@ -81,7 +83,7 @@ class Load:
             self.answers, turn = self.answers + 1, turn + 1
 
     async def end(self) -> None:
-        """Let them finish."""
+        """Stop new requests and wait for the running ones."""
         self._over = True
         await asyncio.gather(*self._tasks)
 
@@ -97,7 +99,8 @@ def _converted(log: Path) -> list[tuple[str, str]]:
 
 
 def test_emulated_engines_change_their_roles_under_load(tmp_path: Path) -> None:
-    """No hook is written: engines of the same process are told. The log decides all of it again."""
+    """No hook is configured: the gateway orders the emulated engines of its own process. The log replays to the same
+    decisions."""
     log = tmp_path / "events.log"
 
     async def run() -> None:
@@ -112,7 +115,7 @@ def test_emulated_engines_change_their_roles_under_load(tmp_path: Path) -> None:
             async with gate.session.get(gate.admin + "/state") as response:
                 offloaded = (await response.json())["tick"]["load"]["offload"]
             assert offloaded["roles"][name] == "prefill"
-            assert offloaded["review"]["n_prefill"][0] >= 2  # how many are best depends on the load so far
+            assert offloaded["review"]["n_prefill"][0] >= 2  # the best number depends on the load so far
             await load.end()
             assert await gate.settles(), gate.leftovers()
 
@@ -153,7 +156,7 @@ def test_a_hook_is_called_when_the_requests_have_left_and_told_who_and_what() ->
 
 
 def test_a_request_that_does_not_leave_is_not_waited_for_for_ever() -> None:
-    """Every decode instance has some that hang; after the drain's time the hook is called all the same."""
+    """Every decode instance has hanging requests; the hook is called after the drain timeout."""
     slow = EAGER.replace("requests_min: 5", "requests_min: 12")
     section = offload('{url: "{endpoint}/nowhere", drain: 100 ms, back_off: 1 h}', slow) + "  policy: round-robin\n"
 
@@ -228,7 +231,8 @@ def test_an_engine_that_dies_while_it_is_converted_stays_away_until_it_is_back()
 
 @pytest.mark.parametrize("change", ["same", "no-hook", "another-engine"])
 def test_a_reload_during_a_conversion(tmp_path: Path, change: str) -> None:
-    """It goes on where the file still has it; where it may not convert any more, the file's role holds."""
+    """The switch continues if the new file still allows it; if switching is no longer allowed, the role in the file
+    applies."""
     log = tmp_path / "events.log"
 
     async def run() -> str:
@@ -282,7 +286,7 @@ def test_a_reload_keeps_the_roles_of_before(tmp_path: Path) -> None:
 
 
 def test_a_gateway_that_drains_converts_nothing_more() -> None:
-    """What is being drained serves on in its role; a hook that was called is given up at the end."""
+    """An instance that drains keeps serving in its role; a hook call in flight is cancelled at the end."""
 
     async def run() -> None:
         never = asyncio.Event()
@@ -300,7 +304,7 @@ def test_a_gateway_that_drains_converts_nothing_more() -> None:
 
 
 def test_without_a_hook_a_review_only_says_what_it_would_do(caplog: pytest.LogCaptureFixture) -> None:
-    """The settings of engines that are not emulated: nothing converts, and the best split is said and shown."""
+    """Settings of engines that are not emulated: no role is switched; the best split is logged and shown."""
     caplog.set_level("INFO", logger="kvroute")
 
     async def run() -> None:

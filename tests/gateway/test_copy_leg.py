@@ -1,5 +1,5 @@
-"""Cached prefixes that cross from one datacenter to the other before a prompt is computed, through the whole gateway:
-three legs, and what becomes of a request where the first one, the bytes or the engines fail."""
+"""Cached prefixes that are copied from one datacenter to the other before the prompt is computed, through the whole
+gateway: three legs, and the outcome for a request when the first leg, the transfer or the engines fail."""
 
 from __future__ import annotations
 
@@ -31,35 +31,35 @@ HASTY = SERIAL.replace("10 s", "100 ms")
 FAR = ("far0", "far1")
 TOKENS = list(range(3_000))
 SEEN, KEPT = 900, 896
-"""Tokens that a first prompt leaves in a cache, and what of them are whole blocks."""
+"""Tokens that a first prompt leaves in a cache, and the number of them in whole blocks."""
 
 
 def bytes_of(tokens: int, cached: int = 0) -> float:
-    """KV of a prompt, beyond what is cached."""
+    """Return the size of the KV cache of a prompt in bytes, without the cached part."""
     return float(model("llama-3-70b").kv_bytes(tokens, cached))
 
 
 async def ask(gate: Rig, prompt: list[int], *, stream: bool = True) -> Answer:
-    """A completion of which the usage is told."""
+    """Request a completion whose response reports its usage."""
     told: dict[str, Any] = {"stream_options": {"include_usage": True}} if stream else {}
     return await gate.ask(prompt, stream=stream, **told)
 
 
 def cached(answer: Answer) -> int:
-    """Tokens of the prompt that had not to be computed, as the client is told."""
+    """Return the number of cached prompt tokens that the response reports."""
     document = answer.events[-1] if answer.events else answer.json
     return int(document["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
 async def copies(gate: Rig) -> dict[str, float]:
-    """How many copies came to which end."""
+    """Return the number of copies by outcome."""
     outcomes = ("landed", "missed", "failed", "given_up", "left_out")
     counts = {outcome: await metric(gate, "kvroute_copies_total", outcome=outcome) for outcome in outcomes}
     return {outcome: count for outcome, count in counts.items() if count}
 
 
 async def clean(gate: Rig) -> None:
-    """Nothing is held, by the gateway, by the core's links or by the engines."""
+    """Check that the gateway, the links of the core and the engines hold nothing."""
     assert await gate.settles(), gate.leftovers()
     assert backlog(gate) == [0.0, 0.0]
     assert await metric(gate, "kvroute_transfers_in_flight", tier="cross_datacenter") == 0
@@ -73,7 +73,7 @@ async def clean(gate: Rig) -> None:
 def test_a_long_prompt_leaves_and_what_home_has_cached_of_it_goes_ahead(
     tmp_path: Path, section: str, stream: bool
 ) -> None:
-    """896 of 3,000 tokens are fetched and 2,104 computed; client, engines, metrics and log all say so."""
+    """896 of 3,000 tokens are fetched and 2,104 computed; the client, engines, metrics and log agree."""
     log = tmp_path / "events.log"
 
     async def main() -> None:
@@ -112,7 +112,7 @@ def test_a_long_prompt_leaves_and_what_home_has_cached_of_it_goes_ahead(
 
 
 def explained(log: Path, prefill: Prefill) -> None:
-    """`kvroute explain` shows the copy, in words and as JSON."""
+    """`kvroute explain` shows the copy, as text and as JSON."""
     words = CliRunner().invoke(app, ["explain", str(log), "1"])
     assert f"prefill on {prefill.instance} with 896 cached tokens from prefill0, by" in words.stdout
     (first, *others) = msgspec.json.decode(CliRunner().invoke(app, ["explain", str(log), "1", "--json"]).stdout)[
@@ -125,8 +125,8 @@ def explained(log: Path, prefill: Prefill) -> None:
 
 
 def test_a_short_prompt_stays_and_what_the_other_site_has_cached_of_it_comes() -> None:
-    """The conversation was prefilled away; its next turn is short, and home fetches the 3,000 tokens before it. The
-    turn after that finds them at home, and nothing is fetched."""
+    """The conversation was prefilled at the remote site. Its next turn is short, so the home site fetches the 3,000
+    earlier tokens. The turn after that finds them at home, and nothing is fetched."""
 
     async def main() -> None:
         async with two_sites(SERIAL) as gate:
@@ -142,7 +142,8 @@ def test_a_short_prompt_stays_and_what_the_other_site_has_cached_of_it_comes() -
 
 
 def test_a_copy_is_off_the_link_when_it_should_be_there() -> None:
-    """Not when the prompt is computed at last: who comes meanwhile finds the link free."""
+    """The link's booking ends at the expected time of the copy, not when the prefill ends, so that later requests see a
+    free link."""
 
     async def main() -> None:
         async with two_sites(SERIAL) as gate:
@@ -162,7 +163,7 @@ def test_a_copy_is_off_the_link_when_it_should_be_there() -> None:
 
 
 def backlog(gate: Rig) -> list[float]:
-    """Bytes that the core counts on the links between the sites."""
+    """Return the bytes that the core counts as backlog on each link between the sites."""
     offloading = gate.gateway.serving.control.offloading
     assert offloading is not None
     sites = range(len(offloading.datacenters.names))
@@ -170,7 +171,8 @@ def backlog(gate: Rig) -> list[float]:
 
 
 def test_two_requests_fetch_the_same_prefix_at_once() -> None:
-    """Each has its own legs; who comes second to the same engine may find all of it there, and that is a copy too."""
+    """Each request has its own legs. A later request may find the whole prefix on the engine already; this also counts
+    as a copy."""
 
     async def main() -> None:
         async with two_sites(SERIAL) as gate:
@@ -185,7 +187,8 @@ def test_two_requests_fetch_the_same_prefix_at_once() -> None:
 
 
 def test_a_prompt_whose_tokens_nobody_knows_is_computed_where_it_goes() -> None:
-    """Text without a tokenizer: the core is told, and decides by each site's own cache."""
+    """Without a tokenizer the token IDs of a text are unknown: the core is informed and decides by the cache of each
+    site."""
 
     async def main() -> None:
         async with two_sites(SERIAL) as gate:
@@ -205,12 +208,13 @@ FAULTS = {
     "reset": {"status": "reset", "fail_next": 2},
     "late": {"status": "hang", "fail_next": 1},
 }
-"""A connection that was kept open and breaks at once is tried again, hence two."""
+"""A kept-alive connection that is reset at once is retried on a new connection, so two faults are needed."""
 
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
 def test_where_the_prefix_is_not_held_out_all_is_computed(fault: dict[str, Any]) -> None:
-    """The request is answered, at the first try and rightly; a late or an odd answer speaks against nobody's health."""
+    """The request gets the right response at the first attempt; a late or malformed copy response does not count
+    against the health of any instance."""
 
     async def main() -> None:
         async with two_sites(HASTY) as gate:
@@ -228,12 +232,12 @@ def test_where_the_prefix_is_not_held_out_all_is_computed(fault: dict[str, Any])
 
 
 async def page(gate: Rig) -> list[str]:
-    """The gateway's metrics."""
+    """Return the lines of the gateway's metrics page."""
     return (await gate.get("/metrics")).body.decode().splitlines()
 
 
 def test_late_answers_open_no_breaker() -> None:
-    """An instance whose queue is too long for copies is not ill: its own prompts still go there."""
+    """An instance whose queue is too long for copies is healthy: its own prompts are still routed to it."""
 
     async def main() -> None:
         async with two_sites(HASTY + "  breaker: {failures: 1, share: 0.01}\n") as gate:
@@ -247,7 +251,7 @@ def test_late_answers_open_no_breaker() -> None:
 
 
 def test_a_source_that_is_dead_costs_the_copy_and_nothing_else() -> None:
-    """It goes down after it has been chosen to read from; the prompt is computed where it was sent to."""
+    """The source goes down after it was chosen; the prompt is computed on the instance to which it was routed."""
 
     async def main() -> None:
         async with two_sites(SERIAL + "  health: {interval: 60 s}\n") as gate:
@@ -263,7 +267,7 @@ def test_a_source_that_is_dead_costs_the_copy_and_nothing_else() -> None:
 
 
 async def gone(url: str) -> None:
-    """Nobody listens there any more, sooner or later."""
+    """Wait until the port is closed."""
     host, _, port = url.removeprefix("http://").rpartition(":")
     while True:
         try:
@@ -275,7 +279,8 @@ async def gone(url: str) -> None:
 
 
 def test_bytes_that_break_off_half_way_are_computed() -> None:
-    """The prefix was held out and did not come: the prefill engine computes all, and the copy counts as missed."""
+    """The source held the prefix but its transfer broke off: the prefill engine computes everything, and the copy
+    counts as missed."""
 
     async def main() -> None:
         async with two_sites(SERIAL) as gate:
@@ -290,7 +295,8 @@ def test_bytes_that_break_off_half_way_are_computed() -> None:
 
 
 def test_a_link_that_is_cut_under_a_copy_costs_its_patience() -> None:
-    """What comes from the other site stands still; home gives up waiting and computes."""
+    """The transfer from the other site stalls; the home instance stops waiting after its timeout and computes the
+    prompt."""
 
     async def main() -> None:
         async with two_sites(SERIAL) as gate:
@@ -304,7 +310,7 @@ def test_a_link_that_is_cut_under_a_copy_costs_its_patience() -> None:
 
 
 def test_a_prefill_that_fails_with_a_copy_is_tried_again_without() -> None:
-    """The core orders one for the second instance too; it is not carried out."""
+    """The core orders a copy for the second instance too; the gateway does not carry it out."""
 
     async def main() -> None:
         async with two_sites(SERIAL) as gate:
@@ -328,7 +334,7 @@ def _at_target(gate: Rig) -> bool:
 
 @pytest.mark.parametrize("reached", [_at_source, _at_target], ids=["first leg", "on the way"])
 def test_a_client_that_leaves_ends_the_copy(reached: Callable[[Rig], bool]) -> None:
-    """Nothing stays booked, whether the prefix is asked for or moves already."""
+    """Nothing stays booked, both while the prefix is requested and while it is transferred."""
 
     async def main() -> None:
         async with two_sites(SERIAL, patience_s=30.0) as gate:
@@ -366,7 +372,8 @@ TROUBLE = st.fixed_dictionaries(
 def test_whatever_fails_every_request_has_one_end_and_nothing_is_booked(
     faults: dict[str, Any], stream: bool, early: bool
 ) -> None:
-    """An answer that is right, or an error; links and engines are as free as before, and each copy has one end."""
+    """Each request gets a correct response or an error; links and engines are as free as before, and each copy has one
+    outcome."""
 
     async def main(log: str) -> None:
         async with two_sites(f"{EARLY if early else SERIAL}  log: {{events: {log}}}\n") as gate:

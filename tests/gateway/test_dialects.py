@@ -1,4 +1,5 @@
-"""P/D protocols: what the client sent survives both legs byte for byte, and the rest is what engines expect."""
+"""P/D protocols: the client's fields are unchanged in both legs byte for byte, and the added fields are those that
+engines expect."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ values = st.recursive(
 
 @st.composite
 def client_bodies(draw: st.DrawFn) -> tuple[bytes, bytes]:
-    """Path and body of a request that hands over, with fields nobody knows and fields that a leg may set."""
+    """Draw the path and the body of a request with a KV transfer, with unknown fields and with fields that a leg may
+    set."""
     path = draw(st.sampled_from([COMPLETIONS, CHAT]))
     known: dict[str, Any] = {
         "stream": draw(st.none() | st.booleans()),
@@ -67,7 +69,8 @@ def client_bodies(draw: st.DrawFn) -> tuple[bytes, bytes]:
 
 
 def fields_of(body: bytes) -> dict[str, bytes]:
-    """Top level of a body; fails unless it is JSON, also to another reader, without a name twice."""
+    """Return the top level of a body; fail unless it is valid JSON, also for a second parser, without duplicate
+    names."""
     pairs = json.loads(body, object_pairs_hook=lambda pairs: pairs)
     assert len({name for name, _ in pairs}) == len(pairs)
     return {name: bytes(raw) for name, raw in msgspec.json.decode(body, type=dict[str, msgspec.Raw]).items()}
@@ -136,8 +139,8 @@ def test_vllm_as_captured() -> None:
 
 
 def test_an_early_pull_as_the_connector_reads_it() -> None:
-    """Both legs know one name; the decode leg's word is a handover of a prompt that is not computed yet, until the
-    prefill engine has said more."""
+    """Both legs carry the same transfer ID. The decode leg's parameters announce a prompt that is not computed yet,
+    until the response of the prefill leg replaces them."""
     meeting = Meeting(transfer_id="7f3a", bootstrap="[fd00::1]:7100", early=True, instance="prefill0")
     sent = completion()
     asked = json.loads(vllm.prefill_body(sent, meeting))["kv_transfer_params"]
@@ -156,8 +159,9 @@ def test_an_early_pull_as_the_connector_reads_it() -> None:
 def test_a_prefix_is_asked_for_by_its_tokens_and_fetched_by_the_prefill_leg(
     sent: tuple[bytes, bytes], early: bool, ids: list[int], salt: str | None
 ) -> None:
-    """The first leg says what caches are told apart by, and nothing else of the client's; the second one hands on all
-    that the first was answered, and asks for the whole to be held, as the connector reads it."""
+    """The first leg carries the fields that separate caches and no other field of the client. The second leg carries
+    all parameters of the first response and requests to hold the whole prompt's KV, in the form that the connector
+    reads."""
     path, body = sent
     salted = json.dumps({**json.loads(body), "model": "m", **({"cache_salt": salt} if salt else {})}).encode()
     request = read_completion(path, salted)
@@ -290,7 +294,7 @@ def test_who_hands_over_what() -> None:
 
 @pytest.mark.parametrize("tokens", ["-1", "9" * 20, "9" * 400, "9" * 5000, str(2**31)])
 def test_a_number_of_tokens_that_no_engine_has_counts_as_not_reported(tokens: str) -> None:
-    """It would overflow where it is counted."""
+    """A larger number would overflow in the counter."""
     assert usage_tokens(f'{{"usage":{{"completion_tokens":{tokens}}}}}'.encode()) is None
     assert cached_tokens(f'{{"usage":{{"prompt_tokens_details":{{"cached_tokens":{tokens}}}}}}}'.encode()) is None
     assert cached_tokens(f'{{"kv_transfer_params":{{"remote_prefill_cached_tokens":{tokens}}}}}'.encode()) is None

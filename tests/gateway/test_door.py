@@ -1,4 +1,4 @@
-"""The door by worked example: framing, order, limits, leaving, over real sockets."""
+"""The HTTP server by worked examples over real sockets: framing, order, limits, clients that leave."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LAST = HOST + b"Connection: close\r\n"
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """Hanging is a failure, not a wait."""
+    """Run `main` with a time limit, so that a hang fails the test."""
 
     async def bounded() -> T:
         async with asyncio.timeout(HANGS_S):
@@ -72,7 +72,7 @@ async def client(port: int) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio
 
 
 async def talk(port: int, data: bytes) -> bytes:
-    """Everything the door says until it closes."""
+    """Send the data and return everything that the server sends until it closes."""
     async with client(port) as (reader, writer):
         writer.write(data)
         return await reader.read()
@@ -87,7 +87,7 @@ def exchange_bytes(data: bytes, handler: Callable[[Exchange], None] = echo, limi
 
 
 def answers(raw: bytes) -> list[tuple[int, dict[bytes, bytes], bytes]]:
-    """Status, headers and body of content-length answers that follow each other."""
+    """Parse a sequence of responses with content-length into status, headers and body."""
     found = []
     while raw:
         head, _, raw = raw.partition(b"\r\n\r\n")
@@ -100,7 +100,8 @@ def answers(raw: bytes) -> list[tuple[int, dict[bytes, bytes], bytes]]:
 
 
 def only_fault(raw: bytes) -> tuple[int, str]:
-    """The one answer must be an error in OpenAI's JSON that says it closes."""
+    """Check that the only response is an error in OpenAI's JSON form with `connection: close`; return its status and
+    message."""
     [(status, headers, body)] = answers(raw)
     assert headers[b"connection"] == b"close"
     assert headers[b"content-type"] == b"application/json"
@@ -469,7 +470,7 @@ PIPELINE = b"GET /a HTTP/1.1\r\n" + HOST + b"\r\nGET /b HTTP/1.1\r\n" + HOST + b
 
 @pytest.mark.parametrize("how", ["at-once", "later", "streamed", "http10"])
 def test_a_client_that_only_ends_its_side_gets_its_answers(how: str) -> None:
-    """As `nc -N` does; also of a pipeline. The connection closes behind the last one."""
+    """`nc -N` does this; pipelines are included. The connection closes after the last response."""
     version = b"1.0" if how == "http10" else b"1.1"
     asked = PIPELINE if how != "http10" else b"GET /b HTTP/1.0\r\n" + HOST + b"\r\n"
 
@@ -504,7 +505,7 @@ def test_a_client_that_only_ends_its_side_gets_its_answers(how: str) -> None:
             asyncio.get_running_loop().call_later(0.05, ended.set)
             said = await reader.read()
             if answering is not None:
-                answering.cancel()  # it waits for ever where the connection was broken off
+                answering.cancel()  # without a cancellation it waits for ever if the connection was broken off
                 await asyncio.gather(answering, return_exceptions=True)
             return said
 
@@ -515,7 +516,7 @@ def test_a_client_that_only_ends_its_side_gets_its_answers(how: str) -> None:
 
 @pytest.mark.parametrize("started", [False, True])
 def test_a_client_that_ends_its_side_long_after_its_request_has_left(started: bool) -> None:
-    """Whether its answer has begun or not, nothing has to be sent for that."""
+    """The server notices it without sending anything, before and after the start of the response."""
 
     async def main() -> None:
         exchanges: list[Exchange] = []
@@ -540,8 +541,8 @@ def test_a_client_that_ends_its_side_long_after_its_request_has_left(started: bo
 
 @pytest.mark.parametrize("started", [False, True])
 def test_a_client_that_has_gone_is_told_from_one_that_only_ends_its_side(started: bool) -> None:
-    """Both end their side alike. What is sent to the one comes back as a reset; the other one has its answer when that
-    is ready, behind interim answers."""
+    """Both clients close their sending side in the same way. Data sent to the client that has gone causes a reset; the
+    other client gets its response when it is ready, after interim responses."""
 
     async def main() -> None:
         gone: list[bytes] = []
@@ -604,7 +605,7 @@ def test_nobody_hears_of_a_client_that_leaves_after_its_answer() -> None:
 @pytest.mark.parametrize("version", [b"1.0", b"1.1"])
 @pytest.mark.parametrize(("how", "length"), [("abort", None), ("abort", 10), ("short", 10)])
 def test_a_broken_answer_looks_broken(how: str, version: bytes, length: int | None) -> None:
-    """Chunked: no last chunk. Length: too few bytes. Until the connection closes: a reset."""
+    """Chunked: the last chunk is missing. With a length: bytes are missing. Until the connection closes: a reset."""
 
     async def main() -> None:
         wrote = asyncio.Event()
@@ -650,7 +651,7 @@ def test_a_handler_that_raises_is_reported_and_the_client_gets_500() -> None:
 
 
 def test_draining_loses_no_request() -> None:
-    """One answer is under way, one request is half sent, one connection is idle but about to be used."""
+    """One response is being sent, one request is half received, one connection is idle and about to be used."""
 
     async def main() -> None:
         arrived = asyncio.Event()
@@ -696,7 +697,8 @@ def test_draining_loses_no_request() -> None:
 
 
 def test_draining_answers_those_who_wait_to_be_accepted() -> None:
-    """They are connected and have asked; the door has not seen them yet."""
+    """The connections are established and the requests are sent, but the server has not accepted the connections
+    yet."""
 
     async def main() -> list[bytes]:
         door = Door(echo)
@@ -715,7 +717,7 @@ def test_draining_answers_those_who_wait_to_be_accepted() -> None:
 
 
 def test_nobody_who_is_connected_is_lost_while_the_door_closes() -> None:
-    """Clients in threads of their own, each on a new connection for each request until none is to be had."""
+    """Clients in separate threads open a new connection for each request until the port refuses them."""
     said: list[bytes] = []
 
     def ask(port: int) -> None:

@@ -1,4 +1,4 @@
-"""The event log of a live gateway: it replays, names its requests, stays small, and never costs a request."""
+"""The event log of a live gateway: it replays, names its requests, stays small, and never fails a request."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ def _decode(costs: list[float], feasible: list[bool], chosen: int) -> Decode:
 
 @given(st.data())
 def test_what_a_log_keeps_of_many_candidates(data: st.DataObject) -> None:
-    """The chosen one and the cheapest, in their order and with their own terms; of few, all."""
+    """The log keeps the chosen candidate and the cheapest ones, in their order and with their own terms; it keeps all
+    if they are few."""
     count = data.draw(st.integers(1, 3 * TERMS_ALL))
     costs = data.draw(st.lists(st.integers(0, 9).map(float), min_size=count, max_size=count))
     feasible = data.draw(st.lists(st.booleans(), min_size=count, max_size=count))
@@ -78,7 +79,8 @@ def test_what_a_log_keeps_of_many_candidates(data: st.DataObject) -> None:
 
 
 def test_a_shortened_record_is_compared_as_far_as_it_goes(tmp_path: Path) -> None:
-    """Equal decisions are the same, a differing kept term is seen, and a whole record needs all terms."""
+    """Equal decisions compare as equal, a difference in a kept term is detected, and a full record compares all
+    terms."""
     costs = [float(number % 50) for number in range(200)]
     decision = _decode(costs, [True] * 200, 150)
     for terms, size in (("best", 4_000), ("all", 100_000)):
@@ -96,7 +98,7 @@ def test_a_shortened_record_is_compared_as_far_as_it_goes(tmp_path: Path) -> Non
 
 
 def test_a_log_is_kept_when_another_begins(tmp_path: Path) -> None:
-    """Beside it, under a number of its own; what is no log never gives way, and is never removed."""
+    """The old log is renamed with the next free number; a file that is not a log is neither overwritten nor removed."""
     path, kept = tmp_path / "run.log", tmp_path / "run.log.1"
     assert set_aside(path) is None
     for at in (1.0, 2.0, 3.0):
@@ -116,7 +118,7 @@ def test_a_log_is_kept_when_another_begins(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["write", "flush", "close"])
 def test_a_recording_gives_up_once_and_quietly(tmp_path: Path, how: str) -> None:
-    """Whichever call finds that the disk is full; what it is told afterwards is dropped."""
+    """Write, flush or close may find that the disk is full; all later records are dropped."""
     lost: list[str] = []
     recording = Recording(tmp_path / "run.log", HEADER, "best", ROOMY, lambda: lost.append("lost"))
     with files_no_longer_than(10_000):
@@ -136,7 +138,8 @@ def test_a_recording_gives_up_once_and_quietly(tmp_path: Path, how: str) -> None
 
 
 def test_a_full_disk_ends_the_log_and_no_request(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It is said once and counted; requests before, meanwhile and after are answered, and give back what they held."""
+    """The log reports and counts it once; requests before, during and after it are answered and release their
+    resources."""
     log = tmp_path / "events.log"
 
     async def run() -> None:
@@ -167,7 +170,7 @@ def test_a_request_is_found_by_the_id_that_its_client_gave(
     capsys: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """In the event log, for `explain`, and in the access log, which has its number."""
+    """The ID is in the event log, for `explain`, and in the access log, which also has the request's number."""
     log = tmp_path / "events.log"
     caplog.set_level("INFO", "kvroute.access")
 
@@ -208,8 +211,8 @@ def _many(recording: Recording, first: int, last: int) -> None:
 
 @pytest.mark.parametrize("name", ["run.log", "run.2026"])
 def test_a_log_goes_on_in_further_files_and_is_read_as_one(tmp_path: Path, name: str) -> None:
-    """None is larger than the bound by more than a record, only its owner may read them, and any of them stands for
-    all. The log's own name may end in a number."""
+    """No file exceeds the size limit by more than one record, only the owner may read the files, and each file stands
+    for the whole log. The name of the log may end in a number."""
     path = tmp_path / name
     recording = Recording(path, HEADER, "best", SMALL, lambda: None)
     _many(recording, 0, 800)
@@ -229,7 +232,7 @@ def test_a_log_goes_on_in_further_files_and_is_read_as_one(tmp_path: Path, name:
 
 
 def test_a_log_whose_files_are_renamed_while_it_is_read_says_so(tmp_path: Path) -> None:
-    """No record is left out silently."""
+    """No record is skipped silently."""
     path = tmp_path / "run.log"
     recording = Recording(path, HEADER, "best", SMALL, lambda: None)
     _many(recording, 0, 10)
@@ -242,7 +245,7 @@ def test_a_log_whose_files_are_renamed_while_it_is_read_says_so(tmp_path: Path) 
 
 
 def test_files_of_a_log_take_no_more_than_they_may(tmp_path: Path) -> None:
-    """The oldest go; the rest is read, and a replay says why it cannot be."""
+    """The oldest files are removed; the others can be read, and a replay reports why it is impossible."""
     path = tmp_path / "run.log"
     recording = Recording(path, HEADER, "best", SMALL, lambda: None)
     for last in range(1_000, 6_000, 1_000):
@@ -260,7 +263,8 @@ def test_files_of_a_log_take_no_more_than_they_may(tmp_path: Path) -> None:
 
 
 def test_another_log_takes_no_older_one_with_it(tmp_path: Path) -> None:
-    """A recording whose place another one has taken ends in its own file; none of them is lost, however many begin."""
+    """A log whose path is taken over by a newer log continues in its own file; no log is lost, however many are
+    started."""
     path = tmp_path / "run.log"
     recordings = []
     for number in range(4):
@@ -277,7 +281,7 @@ def test_another_log_takes_no_older_one_with_it(tmp_path: Path) -> None:
 
 @given(st.lists(st.integers(0, 2**64 - 1), max_size=40), st.binary(min_size=16, max_size=16))
 def test_logged_hashes_are_equal_where_the_blocks_are(blocks: list[int], key: bytes) -> None:
-    """Each for itself, so that what begins alike begins alike in the log; of another key, all are others."""
+    """Each block is hashed separately, so that equal prefixes stay equal in the log; another key changes all hashes."""
     hashing = LogHashing(key)
     keyed = hashing.blocks(tuple(blocks))
     assert [hashing.blocks((block,))[0] for block in blocks] == list(keyed)
@@ -287,14 +291,15 @@ def test_logged_hashes_are_equal_where_the_blocks_are(blocks: list[int], key: by
 
 
 def test_the_hash_is_siphash() -> None:
-    """The published test vector for a message of eight bytes."""
+    """The published test vector for a message of eight bytes holds."""
     message = int.from_bytes(bytes(range(8)), "little")
     assert LogHashing(bytes(range(16))).blocks((message,)) == (0x93F5F5799A932462,)
 
 
 def test_a_live_log_tells_no_secret_and_no_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over a reload: no token, key or hash of one; the hashes that a guess at the prompt has are not in it, though two
-    equal prompts look equal; all logs are there, decide again, and are a workload."""
+    """Over reloads, the log contains no token, key or hash of one, and no hash that a guess of the prompt yields,
+    although two equal prompts have equal hashes. All log files exist, replay to the same decisions, and can be read as
+    a workload."""
     log = tmp_path / "events.log"
     text = CLUSTER.replace("admin: {port: 0}", f"admin: {{port: 0, push_token: {TOKEN}}}")
     section = f"  keys: {{known: {{anna: '{KEY}'}}}}\n  log: {{events: {log}}}\n"

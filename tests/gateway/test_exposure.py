@@ -1,4 +1,4 @@
-"""A port that is open to all machines is warned of; a process that is told to end loses no request."""
+"""The gateway warns about a port that is open to all machines; a process that gets SIGTERM loses no request."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ TOKEN = "admin: {host: 0.0.0.0, read_token: 0123456789abcdef}"
     ],
 )
 def test_which_ports_are_open_to_all(lines: tuple[str, ...], fields: list[str]) -> None:
-    """Keys protect the client port, a token for reading the admin port; loopback protects either."""
+    """API keys protect the client port, a token for reading protects the admin port, and loopback protects either."""
     settings = settings_of("gateway:\n" + "".join(f"  {line}\n" for line in lines or ("models: {}",)), "test.yaml")
     found = list(exposures(settings))
     assert [exposure.field for exposure in found] == fields
@@ -60,7 +60,7 @@ def test_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_reload_that_opens_a_port_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
-    """The host is the one that the port listens on, whatever the file says now."""
+    """The host is the one that the port listens on, also if the new file gives another one."""
     text = CLUSTER.replace("listen: {port: 0}", "listen: {host: 0.0.0.0, port: 0}")
 
     async def main() -> None:
@@ -80,7 +80,7 @@ def test_a_reload_that_opens_a_port_says_so_once(caplog: pytest.LogCaptureFixtur
 
 
 def ask_until_refused(port: int, statuses: list[int], faults: list[str]) -> None:
-    """One request after the other, each on a connection of its own, until the port is closed."""
+    """Send one request after the other, each on a new connection, until the port is closed."""
     body = msgspec.json.encode({"model": MODEL, "prompt": "a" * 400, "max_tokens": 8})
     while True:
         client = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
@@ -100,7 +100,7 @@ def ask_until_refused(port: int, statuses: list[int], faults: list[str]) -> None
 
 
 def test_sigterm_under_load_loses_no_request_and_stderr_has_the_warning(tmp_path: Path) -> None:
-    """Every client that was connected has its answer; the process ends by itself, without an error."""
+    """Every connected client gets its response; the process ends by itself and without an error."""
     file, ready = tmp_path / "cluster.yaml", tmp_path / "ready.json"
     file.write_text(CLUSTER)
     command = [sys.executable, "-m", "kvroute.cli.app", "serve", str(file), "--embedded", "--ready-file", str(ready)]

@@ -1,4 +1,5 @@
-"""The whole gateway in front of emulated engines: answers are right, failures are mended, and nothing stays behind."""
+"""The whole gateway in front of emulated engines: responses are correct, failures are retried, and no resource stays
+held."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ PROMPT = "The quick brown fox jumps over the lazy dog. " * 30
 
 
 def test_an_answer_over_two_legs_is_the_answer_of_one_engine() -> None:
-    """Streamed or whole, whatever the length of the prompt, and with the client's request id."""
+    """The text is the same streamed or not, for every length of prompt, and the request ID is the client's."""
 
     async def run() -> None:
         async with rig() as gate:
@@ -70,10 +71,10 @@ def test_legs_go_to_prefill_and_decode_instances_and_the_log_decides_again(tmp_p
 @pytest.mark.parametrize("status", [500, 503, 429, "reset", "hang"])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_a_leg_that_fails_before_the_first_token_is_done_again(leg: str, status: Any, stream: bool) -> None:
-    """The client sees nothing of it, whichever instance fails and however."""
+    """The client does not notice it, whichever instance fails and however it fails."""
 
     async def run() -> None:
-        # Only an engine that hangs is given up by time, and a busy machine may take others for such.
+        # Timeouts are short only for an engine that hangs, because a busy machine may make others look the same.
         hangs = "  timeouts: {prefill: 1 s, first_token: 1 s, answer: 1 s}\n  retries: {attempts: 8}\n"
         async with rig(hangs if status == "hang" else "") as gate:
             alone = await gate.direct("decode0", PROMPT)
@@ -87,7 +88,7 @@ def test_a_leg_that_fails_before_the_first_token_is_done_again(leg: str, status:
 
 
 def test_without_attempts_left_the_client_reads_which_leg_failed() -> None:
-    """In OpenAI's error form, with a status of a gateway."""
+    """The error has OpenAI's form and a gateway error status."""
 
     async def run() -> None:
         async with rig("  retries: {attempts: 2}\n") as gate:
@@ -103,7 +104,7 @@ def test_without_attempts_left_the_client_reads_which_leg_failed() -> None:
 
 
 def test_a_stream_that_breaks_ends_with_an_error_event() -> None:
-    """After the first token nothing can be done again; the stream ends as HTTP, and says why."""
+    """After the first token no retry is possible; the HTTP stream ends properly with an event that gives the reason."""
 
     async def run() -> None:
         async with rig() as gate:
@@ -121,7 +122,7 @@ def test_a_stream_that_breaks_ends_with_an_error_event() -> None:
 
 
 def test_a_whole_answer_that_breaks_is_asked_for_again() -> None:
-    """Nothing has gone to the client yet, so it need not know."""
+    """Nothing has been sent to the client yet, so a retry is invisible to it."""
 
     async def run() -> None:
         async with rig() as gate:
@@ -137,7 +138,7 @@ def test_a_whole_answer_that_breaks_is_asked_for_again() -> None:
 
 @pytest.mark.parametrize("tokens", [0, 1, 5])
 def test_a_client_that_leaves_gives_everything_back(tokens: int) -> None:
-    """Before the first token or in the middle of a stream, and the engines hear of it too."""
+    """The client leaves before the first token or during a stream, and the engines are notified."""
 
     async def leave(gate: Rig, number: int) -> None:
         body = {"model": MODEL, "prompt": f"{number} {PROMPT * 20}", "max_tokens": 5_000, "stream": True}
@@ -166,7 +167,7 @@ def test_a_client_that_leaves_gives_everything_back(tokens: int) -> None:
 
 
 def test_a_clients_fault_is_the_clients_and_no_instances() -> None:
-    """An engine's 4xx goes through as it is, without a retry and without a mark against the engine."""
+    """An engine's 4xx is passed on unchanged, without a retry, and does not count against the engine."""
 
     async def run() -> None:
         async with rig("  breaker: {failures: 1}\n") as gate:
@@ -191,7 +192,7 @@ def test_a_clients_fault_is_the_clients_and_no_instances() -> None:
     ],
 )
 def test_a_wrong_request_is_refused_in_one_sentence(body: Any, says: str) -> None:
-    """Before anything is booked or sent."""
+    """The request is rejected before anything is booked or sent."""
 
     async def run() -> None:
         async with rig() as gate:
@@ -204,7 +205,7 @@ def test_a_wrong_request_is_refused_in_one_sentence(body: Any, says: str) -> Non
 
 
 def test_several_answers_are_one_instances_work() -> None:
-    """KV of several sequences cannot be handed over, so a decode instance computes the prompt itself."""
+    """The KV of several sequences cannot be transferred, so a decode instance computes the prompt itself."""
 
     async def run() -> None:
         async with rig() as gate:
@@ -217,14 +218,14 @@ def test_several_answers_are_one_instances_work() -> None:
 
 
 def test_kv_events_make_later_requests_a_hit() -> None:
-    """With prompts of token ids, whose blocks engines and gateway hash alike."""
+    """The prompts are token IDs; engines and gateway hash their blocks in the same way."""
 
     async def run() -> None:
         async with rig("  prefix: events\n") as gate:
             prompt = list(range(1_000, 2_600))
             assert (await gate.ask(prompt)).status == 200
             hit_tokens = 0.0
-            # What an engine tells before the gateway listens is only known with what it tells next.
+            # Events published before the gateway subscribes become known only with the next event.
             while hit_tokens < 1_584:
                 again = await gate.ask(prompt)
                 page = (await gate.get("/metrics")).body.decode()
@@ -236,7 +237,7 @@ def test_kv_events_make_later_requests_a_hit() -> None:
 
 
 def test_an_instance_that_dies_is_left_out_and_taken_back(caplog: pytest.LogCaptureFixture) -> None:
-    """Its health check says so, both times; only the first is a warning."""
+    """Health checks cause both log lines; only the first one is a warning."""
     caplog.set_level("INFO", logger="kvroute")
 
     async def run() -> None:
@@ -256,7 +257,7 @@ def test_an_instance_that_dies_is_left_out_and_taken_back(caplog: pytest.LogCapt
 
 
 def test_without_any_decode_instance_the_answer_is_503_at_once() -> None:
-    """Nothing is prefilled for nobody."""
+    """No prefill is done without a decode instance."""
 
     async def run() -> None:
         async with rig("  health: {interval: 20 ms, failures: 1}\n") as gate:
@@ -275,7 +276,7 @@ def test_without_any_decode_instance_the_answer_is_503_at_once() -> None:
 
 
 def test_a_constraint_keeps_transfers_inside_and_says_no_where_it_must(caplog: pytest.LogCaptureFixture) -> None:
-    """`fail` refuses when the domain's decode instance is down; `fallback` goes elsewhere, and says so."""
+    """`fail` rejects the request when the domain's decode instance is down; `fallback` uses another one and logs it."""
 
     async def run(constraint: str) -> list[int]:
         section = f"  constraint: {constraint}\n  health: {{interval: 20 ms, failures: 1}}\n"
@@ -296,7 +297,7 @@ def test_a_constraint_keeps_transfers_inside_and_says_no_where_it_must(caplog: p
     assert not said()
     assert uvloop.run(run("pod:fallback")) == [200] * 3
     assert (said()[0]["source"], said()[0]["target"], said()[0]["count"]) == ("prefill0", "decode1", 1)
-    assert len(said()) <= 2  # once a second
+    assert len(said()) <= 2  # at most once a second
     caplog.clear()
     assert uvloop.run(run("pod:preferred:0.5")) == [200] * 3
     assert said()[0]["target"] == "decode1"
@@ -304,7 +305,8 @@ def test_a_constraint_keeps_transfers_inside_and_says_no_where_it_must(caplog: p
 
 @pytest.mark.parametrize("measure", ["auto", "first-byte", "engine"])
 def test_who_times_transfers(measure: str) -> None:
-    """Engines' counters where they count, unless the first byte is to be watched; a pushed transfer changes nothing."""
+    """Transfers are timed by the engines' counters if available, unless `first-byte` is set; a pushed transfer has no
+    effect."""
 
     async def run() -> None:
         async with rig(f"  measure: {measure}\n  oracle: {{source: push}}\n  scrape: {{interval: 1 h}}\n") as gate:
@@ -325,7 +327,7 @@ def test_who_times_transfers(measure: str) -> None:
 
 
 def test_a_drain_loses_no_request() -> None:
-    """What is under way is answered, and then nobody is let in."""
+    """Requests in flight are answered; afterwards the port is closed."""
 
     async def run() -> None:
         async with rig() as gate:
@@ -344,7 +346,8 @@ def test_a_drain_loses_no_request() -> None:
 
 
 def test_keys_and_limits() -> None:
-    """Without a key 401; more than a key may have 429; more than the gateway holds 503, both with Retry-After."""
+    """Without a key: 401; above the limit of a key: 429; above the limit of the gateway: 503; the last two with
+    Retry-After."""
     key = "kvr_" + "a" * 43
     hashed = "sha256:" + __import__("hashlib").sha256(key.encode()).hexdigest()
     section = f"  keys: {{known: {{alice: '{hashed}'}}}}\n  limits: {{in_flight: 2, queue: 1, per_key: 3}}\n"
@@ -372,7 +375,7 @@ def test_keys_and_limits() -> None:
 
 
 def test_what_is_passed_on() -> None:
-    """Models, tokens and embeddings come from an engine; the gateway's own pages from itself."""
+    """Models, tokens and embeddings come from an engine; the gateway serves its own pages itself."""
 
     async def run() -> None:
         async with rig() as gate:

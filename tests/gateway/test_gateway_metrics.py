@@ -1,4 +1,4 @@
-"""Metrics: the text is what Prometheus' own parsers read, counts are what happened, names are documented."""
+"""Metrics: Prometheus' own parsers read the page, counts match the events, and every name is documented."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _metrics() -> Metrics:
 
 
 def _read(text: str, openmetrics: bool) -> list[Metric]:
-    """Prometheus' own parser of the format."""
+    """Parse the text with Prometheus' own parser of the format."""
     read = read_openmetrics if openmetrics else read_plain
     return list(read(text))
 
@@ -134,7 +134,7 @@ def test_a_counter_reads_back_whatever_its_labels(counted: list[tuple[str, str, 
 
 @given(st.lists(st.floats(0, 10), max_size=40), label_values)
 def test_a_histogram_counts_each_value_once(values: list[float], label: str) -> None:
-    """Buckets are cumulative, the last is the count, and each says how many values are at or below its bound."""
+    """Buckets are cumulative, the last one is the count, and each one is the number of values at or below its bound."""
     histogram = Histogram("kvroute_time_seconds", "Time.", BOUNDS, ("a",))
     for value in values:
         histogram.observe((label,), value)
@@ -152,7 +152,7 @@ def test_a_histogram_counts_each_value_once(values: list[float], label: str) -> 
 
 
 def test_exemplars_are_the_last_of_their_bucket_and_only_in_openmetrics() -> None:
-    """The plain format has no exemplars; a long id is cut to what the format allows."""
+    """The plain format has no exemplars; a long ID is cut to the length that the format allows."""
     histogram = Histogram("kvroute_time_seconds", "Time.", BOUNDS)
     histogram.observe((), 0.5, ("request_id", "first"))
     histogram.observe((), 0.6, ("request_id", "second"))
@@ -167,7 +167,7 @@ def test_exemplars_are_the_last_of_their_bucket_and_only_in_openmetrics() -> Non
 
 
 def test_label_sets_are_bounded() -> None:
-    """Labels without a bound end in one label set called `other`."""
+    """Label sets beyond the bound are counted in one label set called `other`."""
     counter = Counter("kvroute_things_total", "Things.", ("a",))
     for number in range(KEYS_MOST + 500):
         counter.add((str(number),))
@@ -177,14 +177,14 @@ def test_label_sets_are_bounded() -> None:
 
 
 def test_numbers_without_an_end_are_written_as_prometheus_writes_them() -> None:
-    """Infinite, missing and whole values."""
+    """Infinite, missing and whole values have Prometheus' spelling."""
     family = Family("gauge", "kvroute_x", "X.", ("a",))
     text = lines(family, [(("1",), float("inf")), (("2",), float("nan")), (("3",), -float("inf")), (("4",), 12)], False)
     assert re.findall(r"} (\S+)", text) == ["+Inf", "NaN", "-Inf", "12"]
 
 
 def test_one_request_is_counted_where_it_belongs() -> None:
-    """A request's life, read back by Prometheus' parser."""
+    """All samples of one request are read back by Prometheus' parser."""
     metrics = _metrics()
     _one_request(metrics)
     expected: list[tuple[float, str, dict[str, str]]] = [
@@ -206,7 +206,7 @@ def test_one_request_is_counted_where_it_belongs() -> None:
 
 
 def test_a_transfer_under_way_or_lost_is_no_bytes() -> None:
-    """Bytes are counted when they have landed; the gauge comes back on both ends."""
+    """Bytes are counted when a transfer is complete; the gauge decreases for completed and lost transfers."""
     metrics = _metrics()
     metrics.transfer_started(1)
     assert _value(metrics, "kvroute_transfers_in_flight", tier="rack") == 1
@@ -216,7 +216,7 @@ def test_a_transfer_under_way_or_lost_is_no_bytes() -> None:
 
 
 def test_a_transfer_that_nobody_timed_is_bytes_and_no_time() -> None:
-    """What is merely expected is no measurement."""
+    """An expected time is not a measurement."""
     metrics = _metrics()
     metrics.transfer_started(1)
     metrics.transfer_ended(1, 1e9, True)
@@ -225,7 +225,7 @@ def test_a_transfer_that_nobody_timed_is_bytes_and_no_time() -> None:
 
 
 def test_what_went_wrong_is_counted() -> None:
-    """Refusals, failures, retries and gone clients."""
+    """Rejections, failures, retries and clients that left are counted."""
     metrics = _metrics()
     metrics.decided(Reject(1, "no room"), 1e-5)
     metrics.rejected("queue_full")
@@ -252,7 +252,8 @@ def test_what_went_wrong_is_counted() -> None:
 
 
 def test_prefill_across_datacenters_is_counted_and_shown() -> None:
-    """Where prefills went and why, what became of conversions, and how full each way home is."""
+    """The metrics show the destination and reason of prefills, the outcome of role switches, and the utilisation of
+    each WAN path."""
     metrics = _metrics()
     for reason in ("long", "long", "home_down"):
         metrics.decided(Prefill(1, "prefill0", offload=Offload("far", reason)), 1e-5)
@@ -284,14 +285,14 @@ def test_prefill_across_datacenters_is_counted_and_shown() -> None:
 
 
 def test_a_gateway_of_one_datacenter_has_no_samples_of_others() -> None:
-    """The families are there, without a value."""
+    """The metric families exist without samples."""
     metrics = Metrics(Load, {}, version="1", policy="netkv")
     names = ("offload", "egress", "way", "review", "conversion")
     assert [sample for sample in _samples(metrics) if any(f"kvroute_{name}" in sample[0] for name in names)] == []
 
 
 def test_gauges_are_the_load_now() -> None:
-    """What is not known has no sample: no scrape, no age."""
+    """An unknown value has no sample: without a scrape there is no age."""
     metrics = _metrics()
     assert _value(metrics, "kvroute_info", version="1.2", policy="netkv") == 1
     assert _value(metrics, "kvroute_requests_in_flight") == 3
@@ -311,7 +312,7 @@ def test_gauges_are_the_load_now() -> None:
 
 
 def test_what_foresight_has_learned_is_a_gauge() -> None:
-    """Of the tiers that teach and that the cluster has; nothing where no policy is foresight."""
+    """Samples exist for the tiers that teach and that the cluster has; there are none without the foresight policy."""
     rest = TierLearned(factor=1.0, weight=0.0, transfers=0, age_s=None, bytes_per_s=1e10)
     pod = TierLearned(factor=0.8, weight=1e-9, transfers=3, age_s=900.0, bytes_per_s=8e9)
     far = TierLearned(factor=0.5, weight=7.25, transfers=40, age_s=2.0, bytes_per_s=1e9)
@@ -334,7 +335,7 @@ def test_what_foresight_has_learned_is_a_gauge() -> None:
 
 
 def test_openmetrics_says_the_same_as_the_plain_format() -> None:
-    """Both formats, whole page, process metrics and the closing line included."""
+    """The whole pages are compared, process metrics and the closing line included."""
     metrics = _metrics()
     _one_request(metrics)
     plain, openmetrics = _samples(metrics), _samples(metrics, OPENMETRICS)
@@ -356,7 +357,7 @@ def _families() -> set[str]:
 
 
 def test_every_name_is_documented_and_nothing_else_is() -> None:
-    """docs/metrics.md lists exactly the families of the page."""
+    """docs/metrics.md lists exactly the metric families of the page."""
     documented = re.findall(r"^\| `(kvroute_\w+)", (ROOT / "docs/metrics.md").read_text(), re.MULTILINE)
     assert len(documented) == len(set(documented))
     assert set(documented) == _families()
@@ -383,13 +384,13 @@ def test_the_grafana_dashboard_asks_for_names_that_exist() -> None:
 
 
 def _labels() -> dict[str, set[str]]:
-    """The labels of each family, as docs/metrics.md says."""
+    """Return the labels of each metric family, as documented in docs/metrics.md."""
     rows = re.findall(r"^\| `(kvroute_\w+)` \|[^|]*\|([^|]*)\|", (ROOT / "docs/metrics.md").read_text(), re.MULTILINE)
     return {name: set(re.findall(r"`(\w+)`", labels)) for name, labels in rows}
 
 
 def test_alert_rules_ask_for_names_and_labels_that_exist() -> None:
-    """Every metric and every label in an expression is on the page; a text names no label that the expression lacks."""
+    """Every metric and label in an expression is on the page; a text uses only labels of its expression."""
     groups = yaml.safe_load((ROOT / "deploy/prometheus/kvroute-alerts.yml").read_text())["groups"]
     rules = [rule for group in groups for rule in group["rules"]]
     assert len(rules) >= 15
@@ -409,7 +410,7 @@ def test_alert_rules_ask_for_names_and_labels_that_exist() -> None:
 
 
 def test_texts_of_alerts_name_metrics_that_exist() -> None:
-    """A metric to look at, in backquotes."""
+    """The texts give the metrics in backquotes."""
     texts = (ROOT / "deploy/prometheus/kvroute-alerts.yml").read_text()
     named = re.findall(r"`(kvroute_\w+)`", texts)
     assert named
@@ -417,7 +418,7 @@ def test_texts_of_alerts_name_metrics_that_exist() -> None:
 
 
 def test_tiers_have_labels() -> None:
-    """One label per tier, fit for a query."""
+    """Each tier has one label that can be used in a query."""
     assert len(set(TIER_LABELS)) == 5
     assert all(re.fullmatch("[a-z_]+", label) for label in TIER_LABELS)
 

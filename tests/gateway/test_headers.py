@@ -1,4 +1,4 @@
-"""Headers on their way through the gateway: what belongs to one connection stays, the rest goes through unchanged."""
+"""Headers through the gateway: hop-by-hop headers are removed, the others are passed on unchanged."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ connections = st.lists(st.sampled_from([b"keep-alive", b"Keep-Alive, X-A", b"clo
 
 @given(plain, connections, st.randoms())
 def test_exactly_what_belongs_to_a_connection_is_left_out(sent: Headers, values: list[bytes], shuffle: object) -> None:
-    """Wherever the Connection header stands and whatever it names; order and values of the rest stay."""
+    """For every position and value of the Connection header, hop-by-hop headers are removed; order and values of the
+    others are kept."""
     headers = sent + [(b"connection", value) for value in values]
     getattr(shuffle, "shuffle")(headers)  # noqa: B009
     named = {word.strip().lower() for value in values for word in value.split(b",")}
@@ -33,7 +34,7 @@ def test_exactly_what_belongs_to_a_connection_is_left_out(sent: Headers, values:
 
 
 def test_on_the_way_to_an_engine() -> None:
-    """The request id is the gateway's word, so that engine and client read the same one."""
+    """The gateway sets the request ID, so that engine and client see the same one."""
     sent = [
         (b"host", b"gateway"),
         (b"authorization", b"Bearer secret"),
@@ -61,7 +62,7 @@ def test_on_the_way_to_an_engine() -> None:
 
 @pytest.mark.parametrize("kind", [b"text/event-stream", None])
 def test_on_the_way_back(kind: bytes | None) -> None:
-    """The content type comes by itself; JSON where the engine names none."""
+    """The content type is returned separately; it is JSON if the engine gives none."""
     headers = [
         (b"transfer-encoding", b"chunked"),
         (b"x-hop", b"1"),

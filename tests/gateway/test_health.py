@@ -1,4 +1,4 @@
-"""Health: the state against its definition, and checks of a real server that falls ill and recovers."""
+"""Health checks: the state machine against its definition, and checks of a real server that fails and recovers."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from kvroute.gateway.pool import Pool
 def test_only_a_run_of_contradictions_changes_it(
     results: list[bool], failures: int, successes: int, known: bool | None
 ) -> None:
-    """Down after `failures` bad checks in a row, up after `successes` good ones; a change is told once. Only where
-    nothing is known yet, one check is enough."""
+    """An instance is down after `failures` failed checks in a row and up after `successes` passed ones; each change is
+    reported once. While nothing is known yet, one check decides."""
     health = Health(failures, successes, known)
     up = known is not False
     history: list[bool] = []
@@ -36,7 +36,7 @@ def test_only_a_run_of_contradictions_changes_it(
 
 
 def test_a_server_falls_ill_leaves_and_comes_back() -> None:
-    """HTTP 503 and nobody there are both illness; each change is told once, with the reason at hand."""
+    """HTTP 503 and a closed port both count as failures; each change is reported once, and its reason is available."""
 
     async def scenario() -> None:
         status = "200 OK"

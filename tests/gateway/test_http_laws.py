@@ -1,4 +1,4 @@
-"""Laws of the data path: however bytes are cut, the same requests; whatever is sent, the door stays up."""
+"""Laws of the HTTP server: the requests do not depend on how the bytes are split, and no input stops the server."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ VALUE = st.binary(max_size=20).map(lambda data: bytes(c for c in data if c >= 0x
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """Hanging is a failure, not a wait."""
+    """Run `main` with a time limit, so that a hang fails the test."""
 
     async def bounded() -> T:
         async with asyncio.timeout(HANGS_S):
@@ -41,7 +41,7 @@ def run(main: Coroutine[Any, Any, T]) -> T:
 
 @st.composite
 def requests(draw: st.DrawFn) -> tuple[bytes, Parsed]:
-    """A request as bytes and as it must be read; it keeps the connection."""
+    """Draw a request as bytes and as its parsed form; it keeps the connection open."""
     method = draw(st.sampled_from([b"GET", b"POST", b"PUT", b"HEAD", b"DELETE", b"OPTIONS"]))
     path = b"/" + draw(st.text("abc/%.~", max_size=8)).encode()
     query = draw(st.text("abc=&?", max_size=8)).encode()
@@ -72,7 +72,7 @@ def pieces(raw: bytes, cuts: Sequence[int]) -> Iterator[bytes]:
 
 
 def read(raw: bytes, cuts: Sequence[int]) -> tuple[list[Parsed], int]:
-    """Requests in order and the status of the fault behind them, 0 for none."""
+    """Parse the bytes; return the requests in order and the status of the error after them, 0 if there is none."""
     reader = RequestReader(LIMITS)
     for piece in pieces(raw, cuts):
         while piece and reader.fault is None:
@@ -99,7 +99,7 @@ def test_byte_by_byte_is_the_same_as_all_at_once(several: list[tuple[bytes, Pars
 
 @st.composite
 def spoilt(draw: st.DrawFn) -> bytes:
-    """Requests with a few bytes replaced, removed, repeated or put in."""
+    """Draw requests with a few bytes replaced, removed, repeated or inserted."""
     raw = bytearray(b"".join(raw for raw, _ in draw(st.lists(requests(), min_size=1, max_size=3))))
     nasty = st.sampled_from([b"\r", b"\n", b"\r\n", b"\x00", b" ", b"\t", b":", b"0", b"-", b"\xff", b";", b"chunked"])
     for _ in range(draw(st.integers(1, 4))):
@@ -117,9 +117,10 @@ NAMED = b"host", b"content-length", b"transfer-encoding"
 @example(raw=b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\nabc", cuts=[])
 @example(raw=b"GET / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: c\r\nhunked\r\n\r\n0\r\n\r\n", cuts=[49])
 def test_spoilt_bytes_are_read_the_same_however_they_are_cut_and_never_two_ways(raw: bytes, cuts: list[int]) -> None:
-    """No exception, a fault in the 400s or 500s if any, and what passes has one Host and one framing.
+    """No exception occurs, an error has a 4xx or 5xx status, and an accepted request has exactly one Host and one
+    framing.
 
-    Of several faults the cuts decide which one is found first.
+    If a request has several errors, the cuts decide which one is found first.
     """
     whole, status = read(raw, [])
     in_pieces, status_in_pieces = read(raw, cuts)
@@ -157,7 +158,7 @@ async def open_door(limits: Limits) -> AsyncIterator[int]:
 
 
 async def talk(port: int, parts: Sequence[bytes], *, leave: bool = False) -> bytes:
-    """Send, perhaps end our side, and read until the door closes."""
+    """Send the parts, optionally close the sending side, and read until the server closes."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     said = b""
     try:
@@ -177,14 +178,14 @@ async def talk(port: int, parts: Sequence[bytes], *, leave: bool = False) -> byt
 
 
 async def check_good(port: int) -> None:
-    """A request in good order is served, now."""
+    """Check that a valid request is served now."""
     raw = await talk(port, [b"POST / HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: 2\r\n\r\nok"])
     assert raw.startswith(b"HTTP/1.1 200 OK\r\n")
     assert raw.endswith(b"ok")
 
 
 def statuses(raw: bytes) -> list[int]:
-    """Of answers with content-length that follow each other; what is left over must be nothing."""
+    """Return the statuses of a sequence of responses with content-length; no bytes may be left over."""
     found = []
     while raw:
         assert raw.startswith(b"HTTP/1.1 ")
@@ -209,7 +210,7 @@ def test_whatever_is_sent_the_door_answers_or_closes_and_serves_the_next(
         ) as port:
             for raw, cuts in hostile:
                 if b"HEAD" in raw:
-                    continue  # its answers cannot be told apart without knowing which they are
+                    continue  # responses to HEAD cannot be separated from the others
                 said = await talk(port, list(pieces(raw, cuts)))
                 assert all(status in (100, 200, 400, 408, 413, 431, 501, 505) for status in statuses(said))
 
@@ -224,7 +225,7 @@ def test_whatever_is_sent_the_door_answers_or_closes_and_serves_the_next(
     method=st.sampled_from([b"GET", b"HEAD"]),
 )
 def test_an_answer_is_read_as_it_was_written(parts: list[bytes], how: str, version: bytes, method: bytes) -> None:
-    """Judged by the standard library's client."""
+    """The HTTP client of the standard library reads it."""
     body = b"".join(parts)
 
     def handler(exchange: Exchange) -> None:
@@ -257,7 +258,7 @@ def test_an_answer_is_read_as_it_was_written(parts: list[bytes], how: str, versi
 
 
 async def flood(port: int, head: bytes, block: bytes, times: int) -> bytes:
-    """Send until the door has enough; what it says meanwhile."""
+    """Send until the server stops reading; return what it sent."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     answer = asyncio.create_task(reader.read())
     writer.write(head)
@@ -306,7 +307,7 @@ def test_a_body_of_100_mb_is_taken_where_the_limit_allows_it() -> None:
 
 
 def test_headers_that_trickle_in_hold_nobody_up() -> None:
-    """Slow loris: many connections that begin a request and never end it."""
+    """Slowloris: many connections start a request and never end it."""
 
     async def main() -> None:
         async with open_door(Limits(header_s=0.2)) as port:
@@ -322,7 +323,7 @@ def test_headers_that_trickle_in_hold_nobody_up() -> None:
 
 
 def test_clients_that_leave_in_the_middle_of_anything_leave_nothing() -> None:
-    """A bounded fuzz with a fixed seed: every prefix length of good and bad requests, then gone."""
+    """A bounded fuzz test with a fixed seed sends valid and invalid requests of every prefix length and leaves."""
     chance = random.Random(20)
     good = b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n"
     good += b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"

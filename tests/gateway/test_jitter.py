@@ -1,4 +1,4 @@
-"""Jitter: a breaker's open time and a round of health checks last a little longer, by the numbers that are drawn."""
+"""Jitter: the drawn numbers lengthen the open time of a breaker and the interval of health checks a little."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvroute.gateway.pool import Pool
 def test_a_breaker_opens_for_no_less_than_its_time_and_no_more_than_the_jitter(
     jitter: float, seed: int, probes: int
 ) -> None:
-    """Each doubling too; the same seed gives the same times."""
+    """The bounds hold for each doubling of the open time too; the same seed gives the same times."""
 
     def times() -> list[float]:
         one = Breaker(failures=1, open_s=4.0, open_max_s=20.0, jitter=jitter, draw=random.Random(seed).random)
@@ -42,7 +42,7 @@ def test_a_breaker_opens_for_no_less_than_its_time_and_no_more_than_the_jitter(
 
 
 def test_a_round_of_health_checks_lasts_longer_by_what_is_drawn() -> None:
-    """The first round is over after the interval, each one after it after twice as much."""
+    """The first round ends after the interval, each later one after twice the interval."""
 
     async def scenario() -> None:
         interval_s, asked = 0.05, 0

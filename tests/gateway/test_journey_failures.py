@@ -1,4 +1,5 @@
-"""What a request does when engines, or the gateway itself, fail it: who is to blame, what is kept, what is said."""
+"""Failures of a request by engines or by the gateway itself: which component is blamed, what is kept, what the client
+receives."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ STERN = "  breaker: {failures: 2}\n  retries: {floor_per_s: 1000}\n"
 
 
 def up(front: Front) -> list[str]:
-    """Instances that take requests."""
+    """Return the names of the available instances."""
     return sorted(name for name, station in front.gateway.serving.stations.items() if station.guard.up)
 
 
@@ -44,7 +45,7 @@ def asked(engines: Sequence[Engine]) -> int:
 
 
 async def value(front: Front, line: str) -> float | None:
-    """A sample of the metrics page by the beginning of its line."""
+    """Return a sample of the metrics page, found by the beginning of its line."""
     page = (await front.get("/metrics")).body.decode()
     found = [text for text in page.splitlines() if text.startswith(line)]
     return float(found[0].rpartition(" ")[2]) if found else None
@@ -52,7 +53,8 @@ async def value(front: Front, line: str) -> float | None:
 
 @pytest.mark.parametrize(("status", "prefills"), [(429, 1), (503, 1), (500, 2)])
 def test_a_full_decode_engine_leaves_the_kv_where_it_is(status: int, prefills: int) -> None:
-    """Another decode engine fetches it, without a second prefill; after a 500 it may be gone."""
+    """Another decode engine fetches the KV without a second prefill; after a 500 the KV may be lost, so the prefill is
+    repeated."""
 
     async def main() -> None:
         prefill, decode = sides("vllm")
@@ -77,7 +79,7 @@ def test_a_full_decode_engine_leaves_the_kv_where_it_is(status: int, prefills: i
     ("path", "status"), [(COMPLETIONS, 429), (COMPLETIONS, 501), (EMBEDDINGS, 429), (EMBEDDINGS, 501)]
 )
 def test_a_full_engine_and_one_that_cannot_are_alive(path: str, status: int) -> None:
-    """However often; what an engine cannot do at all is the client's to read, at once."""
+    """The instances stay available, however often it happens; a 501 is passed on to the client at once."""
 
     async def main() -> None:
         prefill, decode = sides("vllm")
@@ -97,7 +99,7 @@ def test_a_full_engine_and_one_that_cannot_are_alive(path: str, status: int) -> 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, EMBEDDINGS])
 def test_a_request_that_every_engine_fails_shuts_no_door(path: str) -> None:
-    """Poison is to blame, not those who spit it out; what one instance alone fails, again and again, does count."""
+    """A poison request is blamed, not the engines that fail on it; repeated failures of one instance alone do count."""
 
     async def main() -> None:
         prefill, decode = sides("vllm")
@@ -124,7 +126,7 @@ def test_a_request_that_every_engine_fails_shuts_no_door(path: str) -> None:
     [("attempts: 1", 1), ("attempts: 2", 2), ("share: 0, floor_per_s: 0", 1), ("attempts: 9", 4)],
 )
 def test_what_is_passed_on_keeps_to_the_retry_settings(section: str, calls: int) -> None:
-    """Attempts and budget are those of completions; failures and retries are counted; decode engines come last."""
+    """Attempts and budget are those of completions; failures and retries are counted; decode engines are tried last."""
 
     async def main() -> None:
         prefill, decode = sides("vllm")
@@ -152,7 +154,8 @@ WORDS = [{"choices": [{"index": 0, "text": f"{n} \u00e4\u20ac"}]} for n in range
 @pytest.mark.parametrize("end", ["\n\n", "\r\n\r\n"], ids=["lf", "crlf"])
 @pytest.mark.parametrize("size", [1, 7, 40, 1000])
 def test_events_cut_anywhere_arrive_whole_and_complete(size: int, end: str) -> None:
-    """However the engine's pieces fall: byte for byte what it sent, the rest without an end included."""
+    """For every split of the engine's stream, the client receives the same bytes, an unterminated last event
+    included."""
     text = "".join(f"data: {msgspec.json.encode(word).decode()}{end}" for word in WORDS) + "data: [DONE]"
 
     async def pieces(engine: Engine, request: web.BaseRequest, asked: Asked) -> web.StreamResponse:
@@ -177,7 +180,7 @@ def test_events_cut_anywhere_arrive_whole_and_complete(size: int, end: str) -> N
 
 @pytest.mark.parametrize("extra", [b"", b'data: {"choi', event("half")[:-1]], ids=["between", "inside", "nearly-whole"])
 def test_an_engine_that_dies_within_an_event_leaves_none_that_is_half(extra: bytes) -> None:
-    """Each event that the client gets is JSON; the last one says what happened."""
+    """Each event that the client receives is complete JSON; the last one reports the error."""
 
     async def dying(engine: Engine, request: web.BaseRequest, asked: Asked) -> web.StreamResponse:
         response = await begun(request)
@@ -203,7 +206,8 @@ def test_an_engine_that_dies_within_an_event_leaves_none_that_is_half(extra: byt
 
 
 def test_a_whole_answer_has_a_timeout_of_its_own() -> None:
-    """None of its bytes comes before its last token: `first_token` is not for it, `answer` is."""
+    """No byte of a non-streaming response comes before its last token, so the timeout is `answer` and not
+    `first_token`."""
 
     async def slow(engine: Engine, request: web.BaseRequest, asked: Asked) -> web.StreamResponse:
         await asyncio.sleep(1.0)
@@ -228,7 +232,8 @@ def test_a_whole_answer_has_a_timeout_of_its_own() -> None:
 
 
 def test_only_streams_have_a_time_to_the_first_token() -> None:
-    """Of a whole answer nobody knows it, nor how long its transfer took; its bytes count all the same."""
+    """For a non-streaming response neither this time nor the transfer time is known; the bytes of the transfer still
+    count."""
 
     async def main() -> None:
         prefill, decode = sides("vllm")
@@ -249,10 +254,11 @@ def test_only_streams_have_a_time_to_the_first_token() -> None:
 
 
 def test_an_answer_that_is_due_when_it_comes_lands_once() -> None:
-    """The core is told once that a request decodes, though whoever tells it looks for what is due."""
+    """The core receives one event for the start of decoding, although reporting that event also checks which transfers
+    are due."""
 
     async def later(engine: Engine, request: web.BaseRequest, asked: Asked) -> web.StreamResponse:
-        await asyncio.sleep(0.02)  # after the first step that is expected, before anybody has looked
+        await asyncio.sleep(0.02)  # after the first expected step, before any check
         return web.json_response({"choices": [], "usage": {"completion_tokens": 1}})
 
     async def main() -> None:
@@ -266,7 +272,8 @@ def test_an_answer_that_is_due_when_it_comes_lands_once() -> None:
 
 
 def test_a_model_that_nobody_serves_is_not_found() -> None:
-    """As OpenAI says it, and without an engine being asked; a name left out among several is a client's fault too."""
+    """The error has OpenAI's form and no engine is called; leaving the model out when there are several is a client
+    error too."""
 
     async def main() -> None:
         prefill, decode = sides("vllm")
@@ -297,7 +304,7 @@ def test_a_model_that_nobody_serves_is_not_found() -> None:
     ids=["chat", "chat-bound", "much", "none", "default"],
 )
 def test_room_is_kept_for_what_may_come(path: str, fields: dict[str, int], tokens: int, tmp_path: Any) -> None:
-    """A chat without a bound may go on: it is booked with `reserve_output_tokens`."""
+    """A chat without a bound on its output is booked with `reserve_output_tokens`."""
     log = tmp_path / "events.log"
 
     async def main() -> None:
@@ -312,7 +319,7 @@ def test_room_is_kept_for_what_may_come(path: str, fields: dict[str, int], token
 
 
 class Failing:
-    """A tracer whose exporter breaks: it raises at one call of all, be it for a request or for a leg."""
+    """A tracer with a broken exporter: it raises at one of its calls, for a request or for a leg."""
 
     replaced: frozenset[bytes] = frozenset()
     trace_id = ""
@@ -331,7 +338,7 @@ class Failing:
         self._count()
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: nothing is open."""
 
     def _count(self) -> Failing:
         self.left -= 1
@@ -342,7 +349,8 @@ class Failing:
 
 @pytest.mark.parametrize("way", ["whole", "stream", "passed-on", "sglang"])
 def test_a_mistake_of_the_gateways_own_costs_one_request_and_nothing_else(way: str) -> None:
-    """Wherever it happens: the client reads a 500 (or what it had already), and everything is given back."""
+    """At every place where it can occur, the client gets a 500 (or what was sent before), and all resources are
+    released."""
 
     async def main() -> None:
         prefill, decode = sides("sglang" if way == "sglang" else "vllm")
@@ -372,7 +380,7 @@ def test_a_mistake_of_the_gateways_own_costs_one_request_and_nothing_else(way: s
 
 
 def test_a_mistake_leaves_no_engine_at_work() -> None:
-    """The other leg of the request is broken off."""
+    """The other leg of the request is aborted."""
 
     async def main() -> None:
         prefill, decode = sides("sglang")
@@ -392,7 +400,7 @@ def test_a_mistake_leaves_no_engine_at_work() -> None:
 
 
 def test_a_mistake_at_the_beginning_makes_room_for_the_next() -> None:
-    """With a single place, the request after it comes in."""
+    """With a limit of one request, the next request is admitted."""
 
     async def main() -> None:
         prefill, decode = sides("vllm")

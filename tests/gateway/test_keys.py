@@ -1,4 +1,4 @@
-"""API keys: the right key and no other opens the door, and no error repeats what it was shown."""
+"""API keys: only the right key is accepted, and no error message repeats the key received."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ drawn = st.binary(min_size=32, max_size=32)
 def test_each_key_opens_for_its_name_and_no_other_does(
     random: list[bytes], stranger: bytes, data: st.DataObject
 ) -> None:
-    """In any order and as often as one likes: what was seen before changes nothing."""
+    """The result of a check does not depend on the order or the number of earlier checks."""
     made = {f"client{index}": new_key(each) for index, each in enumerate(random)}
     keys = Keys({name: hashed for name, (_, hashed) in made.items()})
     for name in data.draw(st.lists(st.sampled_from(sorted(made)), max_size=12)):

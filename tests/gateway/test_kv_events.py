@@ -1,4 +1,4 @@
-"""KV events: an index fed by them equals a plain model of the engine, through loss, replay and restarts."""
+"""KV events: an index fed by them equals a simple model of the engine's cache, through losses, replays and restarts."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def feed(index: PrefixIndex, events: list[Event]) -> None:
 def stored(
     hashes: list[Any], parent: int | bytes | None, tokens: Tokens | list[int], size: int, **more: Any
 ) -> dict[str, Any]:
-    """An event as vLLM 0.32 sends it."""
+    """Return an event in the form of vLLM 0.32."""
     return {
         "type": "BlockStored",
         "block_hashes": hashes,
@@ -76,7 +76,7 @@ def batch(*events: Any) -> bytes:
 
 
 class Engine:
-    """A plain model of an engine's cache: every block by the tokens of its whole prefix, and its copies."""
+    """A simple model of an engine's cache: the number of copies of each block, by the tokens of its whole prefix."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -87,7 +87,7 @@ class Engine:
         return hash(prefix) & (2**64 - 1)
 
     def store(self, which: int, blocks: list[int], root: bool) -> dict[str, Any]:
-        """Blocks below one that is held, as a request holds what it computes on."""
+        """Store blocks below a held one, because a request holds the blocks that it extends."""
         prefix = () if root or not self.held else list(self.held)[which % len(self.held)]
         parent = self.name(prefix) if prefix else None
         names, tokens = [], []
@@ -114,7 +114,7 @@ class Engine:
         return {"type": "AllBlocksCleared"}
 
     def within_reach(self) -> set[Tokens]:
-        """Prefixes in our block size that are held from the root on."""
+        """Return the prefixes, in blocks of the gateway's size, whose blocks are all held from the root on."""
         reach = set()
         for prefix in self.held:
             if all(prefix[:end] in self.held for end in range(self.size, len(prefix) + 1, self.size)):
@@ -122,7 +122,7 @@ class Engine:
         return reach
 
     def told(self, index: PrefixIndex) -> set[Tokens]:
-        """Prefixes that the index has, of all that were ever stored; it must have no others."""
+        """Return the prefixes in the index among all that were ever stored; check that it has no others."""
         depths = {prefix: index.match_one(0, block_hashes(prefix, OURS)) for prefix in self.seen}
         told = {prefix[: n * OURS] for prefix, depth in depths.items() for n in range(1, depth + 1)}
         assert index.used_blocks(0) == len(told)
@@ -134,7 +134,7 @@ BLOCKS = st.lists(st.integers(0, 1), min_size=1, max_size=3)
 
 
 class BlocksMachine(RuleBasedStateMachine):
-    """Without a network in between: after every telling, the index holds what the engine holds."""
+    """No network in between: after every report, the index holds what the engine holds."""
 
     @initialize(per_block=st.sampled_from([1, 2]))
     def start(self, per_block: int) -> None:
@@ -166,7 +166,7 @@ class BlocksMachine(RuleBasedStateMachine):
         assert self.blocks.changes(0.0) == []
 
     def teardown(self) -> None:
-        """Nothing stays behind once all is removed."""
+        """Check that nothing remains after everything is removed."""
         if hasattr(self, "engine"):
             self.tell()
             while self.engine.held:
@@ -215,7 +215,7 @@ class StreamMachine(RuleBasedStateMachine):
         self.buffer = [*self.buffer, message][-self.buffer_most :]
 
     def tell(self, events: list[Event]) -> None:
-        """What the driver does: emits, and asks for what is wanted."""
+        """Act as the driver: emit the events and request the replay that the stream wants."""
         feed(self.index, events)
         if self.stream.wanted is None:
             self.replay = []
@@ -255,7 +255,7 @@ class StreamMachine(RuleBasedStateMachine):
 
     @rule(announced=st.booleans())
     def restart(self, announced: bool) -> None:
-        """A new process: told from outside, or shown by a first batch that arrives."""
+        """Start a new process; an external notice announces it, or its first batch shows it."""
         self.engine.clear()
         self.sequence, self.line, self.buffer = 0, [], []
         if announced:
@@ -268,7 +268,7 @@ class StreamMachine(RuleBasedStateMachine):
             self.deliver()
 
     def settle(self) -> None:
-        """Everything under way arrives."""
+        """Deliver everything that is in flight."""
         while self.line or self.stream.wanted is not None or self.stream.pending:
             while self.replay and not self.stream.pending:
                 self.deliver_replay()
@@ -282,8 +282,8 @@ class StreamMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.sequence)
     @rule()
     def compare(self) -> None:
-        """A batch without news shows whether the last ones are missing. What was lost may be missing, never invented;
-        as long as nothing was lost, nothing is missing."""
+        """A batch without content reveals whether earlier ones are missing. Lost blocks may be missing in the index,
+        but it never holds blocks that the engine does not hold. If nothing was lost, nothing is missing."""
         self.publish({"type": "SomethingNew", "fields": 1})
         self.settle()
         told, reach = self.engine.told(self.index), self.engine.within_reach()
@@ -306,14 +306,16 @@ def changes(blocks: EngineBlocks, *events: Any) -> list[Event]:
 
 
 def test_an_engine_block_becomes_several_of_ours() -> None:
-    """Two blocks of four tokens, ours of two: one chain of four, as the prompt itself hashes."""
+    """Two engine blocks of four tokens become one chain of four blocks of two tokens, with the hashes of the prompt
+    itself."""
     blocks = EngineBlocks("p0", OURS)
     tokens = [5, 6, 7, 8, 9, 10, 11, 12]
     assert changes(blocks, stored([71, 72], None, tokens, 4)) == [KvStored(7.0, "p0", block_hashes(tokens, OURS), OURS)]
 
 
 def test_chains_that_grow_together_are_told_once() -> None:
-    """Three events of one chain: one KvStored; its removal block by block: one KvEvicted from the uppermost on."""
+    """Three events of one chain give one KvStored; removing it block by block gives one KvEvicted, from the first
+    removed block on."""
     blocks = EngineBlocks("p0", OURS)
     chain = block_hashes([1, 2, 3, 4, 5, 6], OURS)
     events = [stored([1], None, [1, 2], 2), stored([2], 1, [3, 4], 2), stored([3], 2, [5, 6], 2)]
@@ -342,7 +344,7 @@ def test_a_copy_keeps_a_block() -> None:
     ids=["lora-id", "lora-name", "picture", "cpu", "group"],
 )
 def test_what_no_plain_prompt_hits_is_left_out(more: dict[str, Any]) -> None:
-    """And so is what hangs below; its removal is no surprise."""
+    """The blocks below are left out too; their removal is not counted as an error."""
     blocks = EngineBlocks("p0", OURS)
     assert changes(blocks, stored([1], None, [1, 2], 2, **more)) == []
     assert changes(blocks, stored([2], 1, [3, 4], 2, **({} if "salt" in str(more) else more))) == []
@@ -357,7 +359,7 @@ KEYS: st.SearchStrategy[Any] = st.none() | st.lists(st.text(min_size=1, max_size
 
 @given(st.none() | st.lists(KEYS, max_size=20), st.booleans())
 def test_blocks_before_the_first_extra_key_are_routed_by(keys: list[Any] | None, arrays: bool) -> None:
-    """An empty key is none, and a lone text at a prompt's first block is its cache salt."""
+    """An empty key counts as none, and a single text at the first block of a prompt is its cache salt."""
     names = list(range(1, len(keys or ()) + 3))
     event: Any = stored(names, None, [7] * (len(names) * 2), 2, extra_keys=keys)
     if arrays:
@@ -421,7 +423,7 @@ def test_a_broken_batch_forgets_the_engine() -> None:
 
 
 def all_of(stream: KvStream, sequence: int, payload: bytes) -> list[Event]:
-    """What a batch makes the stream tell, slice by slice."""
+    """Return all events of a batch, slice by slice."""
     events = stream.received(1.0, sequence, payload)
     while stream.pending:
         events += stream.more(1.0)
@@ -433,7 +435,7 @@ def long_chain(count: int, size: int = OURS) -> dict[str, Any]:
 
 
 def test_a_large_batch_is_applied_in_slices() -> None:
-    """No slice takes more blocks than its share, and what is told in the end is what one slice would tell."""
+    """No slice applies more blocks than its limit, and all slices together report the same as a single one."""
     count = 20_000
     stream = KvStream("p0", OURS, replays=False)
     events, known, most = stream.received(1.0, 0, batch(long_chain(count))), 0, 0
@@ -448,7 +450,7 @@ def test_a_large_batch_is_applied_in_slices() -> None:
 
 
 def test_a_clear_in_the_middle_of_a_large_batch_leaves_nothing_of_it() -> None:
-    """Whether it is being applied or being told."""
+    """The engine is cleared while the batch is applied or while its events are reported."""
     events = [stored([n], None, [n, n], 2) for n in range(1, 3000)]
     for slices in (0, 1, 2, 5, 10):
         stream, index = KvStream("p0", OURS, replays=False), PrefixIndex(1)
@@ -471,7 +473,8 @@ def test_a_clear_in_the_middle_of_a_large_batch_leaves_nothing_of_it() -> None:
     ids=["blocks", "events", "bytes", "depth"],
 )
 def test_a_batch_beyond_its_bounds_is_refused_and_forgets_the_engine(payload: bytes) -> None:
-    """It may have held a removal. What follows is taken again."""
+    """The batch may have contained a removal, so all blocks of the engine are dropped. Later batches are accepted
+    again."""
     stream = KvStream("p0", OURS, replays=False)
     assert len(all_of(stream, 0, batch(stored([1], None, [1, 2], 2)))) == 1
     assert all_of(stream, 1, payload) == [KvCleared(1.0, "p0")]
@@ -481,7 +484,7 @@ def test_a_batch_beyond_its_bounds_is_refused_and_forgets_the_engine(payload: by
 
 
 def test_batches_that_wait_for_a_replay_take_bounded_memory() -> None:
-    """The replay counts as lost then, and the stream goes on from the newest batch."""
+    """At the bound the replay counts as lost, and the stream continues with the newest batch."""
     stream = KvStream("p0", OURS, replays=True)
     assert len(all_of(stream, 0, batch(stored([1], None, [1, 2], 2)))) == 1
     padded = batch(stored([2], None, [1, 2], 2, extra_keys=["x" * (BATCH_BYTES_MAX // 2)]))
@@ -499,7 +502,7 @@ def test_batches_that_wait_for_a_replay_take_bounded_memory() -> None:
 
 
 def test_a_chain_is_routed_by_down_to_a_depth() -> None:
-    """Telling of a deep block costs as much as it is deep, however small the batch."""
+    """The cost of reporting a block grows with its depth, however small the batch is."""
     size = 4096
     blocks = EngineBlocks("p0", OURS)
     engine_blocks = DEPTH_MAX * OURS // size
@@ -511,7 +514,7 @@ def test_a_chain_is_routed_by_down_to_a_depth() -> None:
 
 
 class Publisher:
-    """An engine's sockets as vLLM's publisher has them: PUB for the living, ROUTER for what was missed."""
+    """The sockets of vLLM's publisher: PUB for live batches, ROUTER for replays."""
 
     def __init__(self, context: zmq.asyncio.Context, *, replies: bool = True) -> None:
         self.live = context.socket(zmq.XPUB)
@@ -525,7 +528,7 @@ class Publisher:
         assert await self.live.recv() == b"\x01"
 
     def record(self, *events: dict[str, Any]) -> tuple[bytes, bytes, bytes]:
-        """A batch that is only in the buffer: lost to the living."""
+        """Put a batch into the replay buffer only: its live message is lost."""
         self.sent.append(batch(*events))
         return b"kv@tiny", (len(self.sent) - 1).to_bytes(8, "big"), self.sent[-1]
 
@@ -533,7 +536,7 @@ class Publisher:
         await self.live.send_multipart(self.record(*events))
 
     async def serve_replay(self) -> int:
-        """Answer one request; the sequence asked for."""
+        """Answer one replay request; return the sequence number that it requests."""
         client, empty, first = await self.replay.recv_multipart()
         assert empty == b""
         start = int.from_bytes(first, "big")
@@ -549,7 +552,7 @@ class Publisher:
 
 
 class Listener:
-    """What was emitted, and a way to wait for more."""
+    """Collects the emitted events and waits for more."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -616,7 +619,7 @@ def chain(length: int) -> KvStored:
 
 
 def test_live_batches_arrive_and_missed_ones_are_asked_for() -> None:
-    """The second batch is lost on the way; the third one shows it, and waits for it."""
+    """The second batch is lost; the third one reveals the gap and waits for the replay."""
 
     async def scenario() -> None:
         async with connected() as (publisher, source, listener):
@@ -637,7 +640,7 @@ def test_live_batches_arrive_and_missed_ones_are_asked_for() -> None:
 
 
 def test_other_work_has_its_turn_while_a_large_batch_is_applied() -> None:
-    """What the engine sends behind it waits, and comes in order."""
+    """The next batch of the engine waits and is applied in order."""
 
     async def scenario() -> None:
         async with connected(replays=False) as (publisher, source, listener):
@@ -667,7 +670,7 @@ def test_a_late_gateway_learns_what_is_there() -> None:
 
 @pytest.mark.parametrize("replays", [True, False], ids=["silent-replay", "no-replay"])
 def test_what_stays_lost_clears_the_engine(replays: bool) -> None:
-    """No answer in time, or nobody to ask: the view starts again with the batch that came."""
+    """If there is no replay in time, or no replay socket, the view restarts with the received batch."""
 
     async def scenario() -> None:
         async with connected(replays=replays, replies=False, replay_s=0.05) as (publisher, source, listener):
@@ -682,7 +685,7 @@ def test_what_stays_lost_clears_the_engine(replays: bool) -> None:
 
 
 def test_a_new_process_starts_from_nothing() -> None:
-    """Seen by its numbers, or told by someone who has seen its start time change."""
+    """The sequence numbers reveal a new process, or the scraper reports a changed start time."""
 
     async def scenario() -> None:
         async with connected() as (publisher, source, listener):

@@ -1,5 +1,6 @@
-"""What kernels say of KV on its way: pages read as Prometheus reads them, two looks into an observation, observations
-into a way's state, and all of it through the gateway while a link between datacenters is cut, slow or whole."""
+"""TCP statistics of KV transfers: pages are parsed as Prometheus parses them, two samples give an observation,
+observations give the state of a WAN path. The whole gateway is tested while a link between datacenters is cut, slow or
+at full speed."""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ ROWS = st.lists(
 
 @given(ROWS)
 def test_pages_are_read_as_prometheus_reads_them(rows: list[tuple[str, str, int, float]]) -> None:
-    """Ranks of an engine are added up, but for times: those are the longest."""
+    """Values of the ranks of an engine are summed, except times: there the longest one counts."""
 
     def escaped(text: str) -> str:
         return text.replace("\\", r"\\").replace('"', r"\"")
@@ -78,8 +79,8 @@ TOTALS = st.builds(LinkTotals, **{each.name: AMOUNTS for each in fields(LinkTota
 
 @given(TOTALS, TOTALS, st.floats(0, 100))
 def test_two_looks_show_what_was_between_them_or_nothing(old: LinkTotals, new: LinkTotals, still_s: float) -> None:
-    """Whatever a page says, an observation is of time that has passed, its bytes and shares are within bounds; one of a
-    counter that fell, or of a page that is no newer, there is not."""
+    """For any pages, an observation covers a positive time, and its bytes and shares are within bounds. There is none
+    if a counter decreased or if the page is not newer."""
     seen = between("d0", old, new, still_s)
     fell = any(getattr(new, name) < getattr(old, name) for name in ("sent_bytes", "again_bytes", "busy_s"))
     assert (seen is None) == (fell or new.looked_s <= old.looked_s)
@@ -135,7 +136,8 @@ LATER = replace(BUSY, sent_bytes=1.5e9, busy_s=8.0, looked_s=2.0)
     ],
 )
 def test_what_a_full_link_looks_like(changed: dict[str, float], backlogged: bool, congested: bool) -> None:
-    """Four connections that had data under way all the time, and more to send; a queue on the way, or its overflow."""
+    """Four connections had data in flight all the time and more to send; a queue has built up on the path, or has
+    overflowed."""
     seen = between("d0", BUSY, replace(LATER, **changed), 0.0)
     assert seen is not None
     assert (seen.backlogged, seen.congested) == (backlogged, congested)
@@ -144,8 +146,8 @@ def test_what_a_full_link_looks_like(changed: dict[str, float], backlogged: bool
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.booleans(), st.sampled_from([0.0, 0.5, 1.0])), max_size=20))
 def test_a_watch_tells_each_byte_once_and_how_long_nothing_goes(steps: list[tuple[int, bool, float]]) -> None:
-    """Whatever pages repeat themselves: the sum is what was sent after the first; standing still is counted in the
-    engine's own time, and begins anew when anything goes."""
+    """Pages may repeat: the bytes add up to those sent after the first page. A stall is measured in the engine's own
+    time and restarts whenever any byte is sent."""
     watch, link, still_s = LinkWatch(), replace(BUSY, looked_s=1.0), 0.0
     assert watch.seen({"d0": link}) is None
     first, arrived = link, 0.0
@@ -172,7 +174,7 @@ def test_a_watch_tells_each_byte_once_and_how_long_nothing_goes(steps: list[tupl
 
 
 def test_an_engine_that_does_not_say_when_it_looked_shows_nothing() -> None:
-    """Its figures may be of any time: an engine without work does not look."""
+    """The values may be of any time, because an engine without work does not sample."""
     watch, old = LinkWatch(), replace(BUSY, looked_s=0.0)
     assert watch.seen({}) is None
     assert watch.seen({"d0": old}) is None
@@ -184,7 +186,7 @@ CAPACITY = 5e9
 
 
 def seen(bytes_per_s: float, *, target: str = "decode0", full: bool = False, still_s: float = 0.0) -> LinkSeen:
-    """One second of one target."""
+    """Return an observation of one second of one target."""
     return LinkSeen(target, 1.0, bytes_per_s, 0.0, 0.01 if full else 0.0, full or bool(still_s), full, still_s)
 
 
@@ -194,7 +196,7 @@ def signals() -> WaySignals:
 
 LONE = 2e9
 THIN = replace(SITES, tier_bytes_per_s=np.array([9e11, 9e11, 9e11, 9e11, LONE]))
-"""A lone transfer cannot fill the way."""
+"""A single transfer cannot fill the path."""
 
 
 TARGETS = ("decode0", "decode1", "prefill0", "far1", "x")
@@ -210,7 +212,8 @@ PAGES = st.dictionaries(st.sampled_from(["far0", "far1", "prefill0"]), st.lists(
 
 @given(PAGES, st.floats(0, 10))
 def test_a_ways_state_is_within_bounds_and_grows_old(pages: Mapping[str, list[LinkSeen]], age_s: float) -> None:
-    """Only what crosses counts; a way on which anything moves does not stand still; others take what is missing."""
+    """Only transfers between the sites count; a path with any progress is not stalled; the missing throughput is
+    attributed to other traffic."""
     way = signals()
     for source, links in pages.items():
         way.heard(source, links, 0.0)
@@ -240,7 +243,8 @@ def test_a_ways_state_is_within_bounds_and_grows_old(pages: Mapping[str, list[Li
     st.floats(0.1, 1.0),
 )
 def test_what_a_full_way_lacks_is_others_share(ends: list[tuple[str, str]], share: float) -> None:
-    """However many share it; senders or receivers that their own network interface holds back prove nothing."""
+    """The path may be full with any number of pairs; a limit of the senders' or receivers' own network interface is no
+    evidence."""
     way, pairs = WaySignals(THIN, still_s=2.0, fresh_s=3.0), sorted(set(ends))
     for sender in ("far0", "far1"):
         pace = share * CAPACITY / len(pairs)
@@ -257,11 +261,11 @@ WATCHED = OFFLOAD.replace("way: {failures: 2, open: 200 ms}", "way: {failures: 2
 SCRAPED = "  scrape: {interval: 50 ms}\n"
 PATIENT = 60.0
 HUGE = LONG * 4
-"""3.6 GB of KV: 0.7 seconds on the way, alone and if it is whole."""
+"""3.6 GB of KV: 0.7 seconds on the path, alone and at full capacity."""
 
 
 def heard(gate: Rig) -> list[Event]:
-    """What watchers tell the core from now on."""
+    """Record the events that collectors send to the core from now on."""
     events: list[Event] = []
     serving = gate.gateway.serving
     tell = serving.tell
@@ -276,8 +280,8 @@ def heard(gate: Rig) -> list[Event]:
 
 @pytest.mark.parametrize("layerwise", [False, True], ids=["serial", "layerwise"])
 def test_a_cut_way_is_shut_before_anybody_gives_up(layerwise: bool) -> None:
-    """By bytes that stand still: while engines would wait for a minute, and no leg has failed, what comes is prefilled
-    at home; when the way moves again it is open, and what has waited arrives."""
+    """Stalled bytes are the signal: engines would wait for a minute and no leg has failed, but new requests are
+    prefilled at home. When the path moves again it is opened, and the waiting transfers complete."""
     section = WATCHED + ("    layerwise: true\n" if layerwise else "") + SCRAPED
 
     async def main() -> None:
@@ -300,8 +304,8 @@ def test_a_cut_way_is_shut_before_anybody_gives_up(layerwise: bool) -> None:
 
 
 def test_a_slow_way_is_others_traffic_until_it_is_whole_again() -> None:
-    """Half of the way is gone: the core hears that others take it, and the pair's own pace; the short-term loop has its
-    utilisation. When it is whole and idle nothing is believed any more."""
+    """Half of the path is gone: the core receives it as the share of other traffic, with the pair's own throughput; the
+    short-term loop gets the utilisation. Once the path is at full speed and idle, no such measurement remains."""
     half = 0.5
 
     async def main() -> None:
@@ -328,7 +332,7 @@ def test_a_slow_way_is_others_traffic_until_it_is_whole_again() -> None:
 
 
 def test_a_way_that_is_full_of_own_bytes_is_nobody_elses() -> None:
-    """Several senders share all of it: it is full, and what others are said to take of it is next to nothing."""
+    """Several senders share the whole path: it is full, and the share attributed to other traffic is near zero."""
 
     async def main() -> None:
         async with two_sites(WATCHED + SCRAPED, patience_s=PATIENT) as gate:

@@ -1,5 +1,5 @@
-"""KV that is fetched while it is computed, through the whole gateway: both legs at once, and what becomes of a request
-whose prefill, decode or link fails half-way."""
+"""KV that is fetched while it is computed, through the whole gateway: both legs run at once, and the outcome for a
+request whose prefill, decode or link fails in the middle."""
 
 from __future__ import annotations
 
@@ -25,24 +25,25 @@ EARLY = OFFLOAD + "    layerwise: true\n"
 EVERYWHERE = "  layerwise: true\n"
 DECODERS = ("decode0", "decode1", "decode2")
 VERY_LONG = LONG * 20
-"""110 ms of prefill far away."""
+"""110 ms of prefill at the remote site."""
 
 
 async def engine_metric(gate: Rig, name: str, sample: str) -> float:
-    """One sample of an engine's own page."""
+    """Return one sample of an engine's own metrics page."""
     async with gate.session.get(gate.fleet.ready().instances[name].url + "/metrics") as response:
         lines = (await response.text()).splitlines()
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(sample))
 
 
 async def pulled(gate: Rig, kind: str) -> float:
-    """Transfers so far into all decode engines: `kv_early` or `kv_transfers`."""
+    """Return the number of transfers into all decode engines: `kv_early` or `kv_transfers`."""
     return sum([await engine_metric(gate, name, f"kvroute:{kind}_total") for name in DECODERS])
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["streams", "whole"])
 def test_what_leaves_its_datacenter_is_fetched_early(tmp_path: Path, stream: bool) -> None:
-    """And what stays is not; the answer is that of one engine alone, and the log decides the same again."""
+    """Transfers within a datacenter are not early. The response is that of a single engine, and the log replays to the
+    same decisions."""
     log = tmp_path / "events.log"
 
     async def main() -> None:
@@ -64,7 +65,8 @@ def test_what_leaves_its_datacenter_is_fetched_early(tmp_path: Path, stream: boo
 
 
 def test_everything_can_be_fetched_early(tmp_path: Path) -> None:
-    """Inside a datacenter too, where the cluster file says so. Its seconds are the prefill's and measure no network."""
+    """The cluster file enables early transfers within a datacenter too. Their time is that of the prefill, so they are
+    no measurement of the network."""
     log = tmp_path / "events.log"
 
     async def main() -> None:
@@ -81,8 +83,8 @@ def test_everything_can_be_fetched_early(tmp_path: Path) -> None:
 
 
 def test_the_decode_leg_is_not_held_for_the_prefill_engine() -> None:
-    """It is answered to its end while the prefill engine has said nothing; both know one name, and each attempt has
-    another one."""
+    """The decode leg is complete before the prefill engine has answered. Both legs carry the same transfer ID, and each
+    attempt has a new one."""
 
     async def main() -> None:
         gate = Gate()
@@ -104,17 +106,17 @@ def test_the_decode_leg_is_not_held_for_the_prefill_engine() -> None:
 
 
 def names(engines: list[Engine]) -> list[str]:
-    """Under which KV was asked for, request by request."""
+    """Return the transfer IDs of the requests."""
     return [asked.json["kv_transfer_params"].get("transfer_id", "") for each in engines for asked in each.asked]
 
 
 def early(engines: list[Engine]) -> Any:
-    """A gateway that asks these early; nobody hands out KV, and nobody asks for it."""
+    """Run a gateway that starts the legs of these engines at the same time; the stub engines transfer no KV."""
     return foreign(engines, EVERYWHERE)
 
 
 def test_a_decode_engine_that_is_not_there_leaves_the_prefill_alone() -> None:
-    """Another one is told the same name: the prompt is computed once."""
+    """Another decode engine gets the same transfer ID: the prompt is computed once."""
 
     async def main() -> None:
         gate = Gate()
@@ -143,7 +145,7 @@ def test_a_decode_engine_that_is_not_there_leaves_the_prefill_alone() -> None:
 
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "stream"])
 def test_a_prefill_that_fails_is_tried_elsewhere_with_its_decode_leg(streams: bool) -> None:
-    """Both begin anew under another name; the first decode leg is given up."""
+    """Both legs restart under another transfer ID; the first decode leg is cancelled."""
 
     async def main() -> None:
         waits = Gate()
@@ -180,7 +182,8 @@ def test_a_prefill_that_fails_is_tried_elsewhere_with_its_decode_leg(streams: bo
 
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "stream"])
 def test_where_nobody_else_prefills_the_decode_engine_may_do_it_itself(streams: bool) -> None:
-    """vLLM computes the prompt whose KV does not come: its leg goes on, and its answer is the client's."""
+    """vLLM computes a prompt whose KV does not arrive: the decode leg continues, and its response goes to the
+    client."""
 
     async def main() -> None:
         failed = asyncio.Event()
@@ -206,7 +209,7 @@ def test_where_nobody_else_prefills_the_decode_engine_may_do_it_itself(streams: 
 
 
 async def transfers_landed(front: Front) -> float:
-    """Bytes of KV that the gateway takes for arrived."""
+    """Return the bytes of KV that the gateway counts as transferred."""
     page = (await front.get("/metrics")).body.decode().splitlines()
     return sum(float(line.rpartition(" ")[2]) for line in page if line.startswith("kvroute_transfer_bytes_total"))
 
@@ -214,7 +217,7 @@ async def transfers_landed(front: Front) -> float:
 @pytest.mark.parametrize("fault", ["reset", 500, 503])
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
 def test_a_leg_that_fails_once_costs_time_alone(leg: str, fault: Any) -> None:
-    """Far away or at home, at any status: every request is answered, and nothing is held."""
+    """At either site and for any status, every request is answered and nothing is held."""
 
     async def main() -> None:
         async with two_sites(EARLY) as gate:
@@ -229,7 +232,7 @@ def test_a_leg_that_fails_once_costs_time_alone(leg: str, fault: Any) -> None:
 
 
 def test_a_prefill_engine_that_dies_while_it_is_pulled_from() -> None:
-    """The bytes stop in the middle; another one computes the prompt, and the way is not to blame."""
+    """The transfer stops in the middle; another engine computes the prompt, and the WAN path is not blamed."""
 
     async def main() -> None:
         async with two_sites(EARLY) as gate:
@@ -252,7 +255,7 @@ def test_a_prefill_engine_that_dies_while_it_is_pulled_from() -> None:
 
 @pytest.mark.parametrize("stream", [True, False], ids=["streams", "whole"])
 def test_a_way_that_is_cut_under_an_early_pull_is_blamed(stream: bool) -> None:
-    """What was on it is prefilled at home."""
+    """The requests on that path are prefilled at home."""
 
     async def main() -> None:
         async with two_sites(EARLY) as gate:
@@ -296,7 +299,7 @@ FAULTS = st.fixed_dictionaries(
 @settings(max_examples=8, deadline=None)
 @given(st.dictionaries(st.sampled_from(["far0", "far1", "prefill0", *DECODERS]), FAULTS, max_size=4), st.booleans())
 def test_whatever_fails_every_request_has_one_end_and_nothing_is_held(faults: dict[str, Any], stream: bool) -> None:
-    """An answer that is whole, or an error; the core and the engines hold nothing when all is over."""
+    """Each request gets a complete response or an error; afterwards the core and the engines hold nothing."""
 
     async def main() -> None:
         async with two_sites(EARLY + EVERYWHERE) as gate:

@@ -1,4 +1,4 @@
-"""Logs: every line is one event, nothing but the allowed fields, and a reader that stands still stops nobody."""
+"""Logs: every line is one event with allowed fields only, and a blocked reader blocks nothing else."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvroute.gateway.logs import LINES_MOST, Logs, access, note
 
 
 class Stuck(io.StringIO):
-    """A stream whose reader stands still until it is let go."""
+    """A stream whose reader is blocked until the test releases it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ def _written(style: Any, **options: Any) -> tuple[io.StringIO, Logs]:
 
 
 def test_a_line_of_each_style() -> None:
-    """The same event as JSON and as text."""
+    """The same event is written as JSON and as text."""
     for style in ("json", "text"):
         stream, logs = _written(style)
         with logs:
@@ -55,7 +55,7 @@ def test_a_line_of_each_style() -> None:
 
 
 def test_only_allowed_fields_are_written() -> None:
-    """A prompt or a key that somebody passes by mistake does not come out."""
+    """A prompt or a key that is passed by mistake is not written."""
     for style in ("json", "text"):
         stream, logs = _written(style, access=True)
         with logs:
@@ -68,7 +68,7 @@ def test_only_allowed_fields_are_written() -> None:
 
 @given(st.text(), st.sampled_from(["json", "text"]))
 def test_one_event_is_one_printable_line(value: str, style: Any) -> None:
-    """Whatever a client put into its request id: no new line, no control character, one field."""
+    """A request ID from a client adds no new line, no control character and no second field."""
     stream, logs = _written(style)
     with logs:
         note("info", "request", request_id=value, status=200)
@@ -80,7 +80,7 @@ def test_one_event_is_one_printable_line(value: str, style: Any) -> None:
 
 
 def test_levels_and_the_access_log() -> None:
-    """Below the level nothing is written; requests only if asked for; libraries from warnings on."""
+    """Events below the level are not written; requests only with the access log; libraries from level warning on."""
     stream, logs = _written("json", level="warning")
     with logs:
         note("info", "quiet")
@@ -107,7 +107,7 @@ def test_levels_and_the_access_log() -> None:
 
 
 def test_logging_is_as_it_was_when_closed() -> None:
-    """A second Logs is not heard twice."""
+    """A second Logs does not write lines twice."""
     before = list(logging.getLogger().handlers)
     for _ in range(2):
         stream, logs = _written("text")
@@ -120,9 +120,9 @@ def test_logging_is_as_it_was_when_closed() -> None:
 def test_a_reader_that_stands_still_stops_nobody(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Lines beyond the buffer are dropped and counted; the others are written once it reads again."""
+    """Lines beyond the buffer are dropped and counted; the others are written when the reader continues."""
     stream = Stuck()
-    monkeypatch.setattr(caplog.handler, "level", logging.CRITICAL)  # else pytest keeps every record
+    monkeypatch.setattr(caplog.handler, "level", logging.CRITICAL)  # otherwise pytest keeps every record
     logs = Logs("json", stream=stream)
     note("info", "first")
     assert stream.reached.wait(10)

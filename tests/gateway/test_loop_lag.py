@@ -1,4 +1,4 @@
-"""Event loop lag: what a timeout says by the law, how lag is measured, and that a late loop blames no engine."""
+"""Event loop lag: the law of a timeout, the measurement of lag, and that a late loop blames no engine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ seconds = st.floats(0, 100)
 
 
 def stall(seconds_s: float) -> None:
-    """Block the loop, as a callback that computes for too long does."""
+    """Block the event loop like a callback that computes for too long."""
     until_s = time.monotonic() + seconds_s
     while time.monotonic() < until_s:
         pass
@@ -39,8 +39,8 @@ def run(scenario: Callable[[], Awaitable[None]]) -> None:
 def test_an_engine_fails_exactly_when_it_has_had_its_time_from_a_loop_that_was_on_time(
     timeout_s: float, elapsed_s: float, late_share: float
 ) -> None:
-    """Without lag a timeout is a failure; a loop that was late for all but less than the timeout blames nobody, and no
-    check is undecided for ever."""
+    """Without lag, a timeout is a failure. A loop whose on-time part is less than the timeout blames no engine, and
+    every check is decided in the end."""
     lag_s = elapsed_s * late_share
     verdict = judge(timeout_s, elapsed_s, lag_s)
     assert (verdict == "failed") == (elapsed_s - lag_s >= timeout_s)
@@ -62,7 +62,7 @@ def test_more_lag_never_makes_a_failure_and_more_time_never_takes_one_back(
 
 
 def test_lag_is_the_time_that_a_timer_is_late_at_once_and_afterwards() -> None:
-    """Also before the late timer has run: others that are due in the same turn ask for it."""
+    """The lag includes a late timer that has not run yet, because others due in the same turn read it."""
 
     async def scenario() -> None:
         clock = [0.0]
@@ -87,7 +87,7 @@ def test_lag_is_the_time_that_a_timer_is_late_at_once_and_afterwards() -> None:
 
 
 def test_deadlines_move_on_by_the_lag() -> None:
-    """Of what waits; what waits for nothing goes on waiting for nothing."""
+    """Each deadline moves by the lag; an infinite one stays infinite."""
 
     class Waiting:
         def __init__(self, deadline_s: float) -> None:
@@ -122,7 +122,7 @@ def test_deadlines_move_on_by_the_lag() -> None:
 
 
 def test_a_stalled_loop_fails_no_health_check_and_a_silent_engine_still_fails_it() -> None:
-    """One stall is waited out; where the loop is late for three times the timeout, the check is discarded."""
+    """One stall only prolongs the check; if the loop is late by three timeouts, the check is discarded."""
 
     async def scenario() -> None:
         speaks = True
@@ -182,7 +182,8 @@ def test_a_stalled_loop_fails_no_health_check_and_a_silent_engine_still_fails_it
 
 
 def test_a_stalled_loop_fails_no_request_leg() -> None:
-    """Neither while it connects nor while it waits for the first byte: the answer has been there all the time."""
+    """The loop stalls during the connect and during the wait for the first byte; the response was available all the
+    time."""
 
     async def scenario() -> None:
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -1,6 +1,6 @@
-"""What a request, a connection or a retired cluster leaves behind: nothing, and without the cyclic collector's help.
+"""Requests, connections and replaced clusters leave no object behind, without the cyclic garbage collector.
 
-The gateway raises the collector's thresholds, so that a cycle of references may stay for hours.
+The gateway raises the collector's thresholds, so a reference cycle may stay for hours.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kvroute.prefix import PrefixIndex
 from kvroute.prefix.tree import Node
 
 OURS = ("control", "flows", "gateway", "oracle", "policies", "prefix", "topology")
-"""Packages of the gateway's process; the engines of the rig are others."""
+"""Packages of the gateway's process; the rig's engines use others."""
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 30
 COPIES = """  offload:
     threshold: 1000 tokens
@@ -42,7 +42,8 @@ COPIES = """  offload:
 
 @contextmanager
 def without_collector() -> Iterator[Callable[[], Counter[str]]]:
-    """The collector is off inside; what it gives tells which objects of ours only the collector could free by now."""
+    """Turn the collector off inside; yield a function that counts kvroute's objects which only the collector could free
+    now."""
 
     def cyclic() -> Counter[str]:
         gc.set_debug(gc.DEBUG_SAVEALL)
@@ -83,7 +84,7 @@ async def _refused(gate: Rig) -> None:
 
 
 async def _failing(gate: Rig) -> None:
-    """Legs that fail, are tried again, or fail for good."""
+    """Send requests whose legs fail, are retried, or fail finally."""
     for leg, status in (("prefill", 500), ("decode", 503), ("decode", 429)):
         for name in ("prefill0", "prefill1") if leg == "prefill" else ("decode0", "decode1"):
             await gate.order(name, fail_next=1, status=status, leg=leg)
@@ -92,7 +93,7 @@ async def _failing(gate: Rig) -> None:
 
 
 async def _leaving(gate: Rig) -> None:
-    """Clients that leave in the middle of a stream."""
+    """Run clients that leave in the middle of a stream."""
     body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 2000, "stream": True}
     async with aiohttp.ClientSession() as session, session.post(gate.url + COMPLETIONS, json=body) as response:
         await response.content.readany()
@@ -104,7 +105,8 @@ WAYS = [_streamed, _whole, _passed_on, _refused, _failing, _leaving]
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__.strip("_"))
 def test_requests_leave_no_cycles(way: Callable[[Rig], Coroutine[Any, Any, None]]) -> None:
-    """Exchange, journey, legs, calls, relay, and the connections on both sides, health checks and scrapes included."""
+    """Objects checked: the exchange, the request, its legs and calls, connections on both sides, health checks and
+    scrapes."""
 
     async def run() -> None:
         section = "  health: {interval: 20 ms}\n  scrape: {interval: 20 ms}\n"
@@ -123,12 +125,12 @@ def test_requests_leave_no_cycles(way: Callable[[Rig], Coroutine[Any, Any, None]
 
 
 def _connected(gate: Rig) -> bool:
-    """Whether a client is."""
+    """Return whether a client is connected."""
     return "kvroute_client_connections 0\n" not in "".join(gate.gateway.metrics.page("")[1])
 
 
 def test_copies_and_pulled_prompts_leave_no_cycles() -> None:
-    """A prefix that is fetched from another datacenter, and KV that is pulled while it is computed."""
+    """A prefix is copied from another datacenter, and KV is pulled while it is computed."""
 
     async def run() -> None:
         async with two_sites(COPIES) as gate:
@@ -145,7 +147,8 @@ def test_copies_and_pulled_prompts_leave_no_cycles() -> None:
 
 @pytest.mark.parametrize("policy", ["foresight", "round-robin"])
 def test_a_retired_cluster_is_gone_when_its_last_request_is(policy: str) -> None:
-    """It, its stations and pools, its core with all prefixes, and its watchers; with requests under way meanwhile."""
+    """Freed are the cluster, its engine clients and pools, its core with all prefixes, and its collectors; requests are
+    in flight."""
 
     async def run() -> None:
         section = f"  policy: {policy}\n  scrape: {{interval: 20 ms}}\n"
@@ -155,7 +158,8 @@ def test_a_retired_cluster_is_gone_when_its_last_request_is(policy: str) -> None
             def read() -> Deployment:
                 return Deployment.of(CLUSTER + section, "f", endpoints=endpoints)
 
-            # What is loaded or compiled at its first use is so by now, and no cycle of ours.
+            # By now everything that is loaded or compiled at first use is loaded, and no reference cycle of kvroute's
+            # objects remains.
             for _ in range(2):
                 assert (await gate.ask(PROMPT, stream=True)).status == 200
                 assert await gate.gateway.reload(read)
@@ -176,7 +180,7 @@ def test_a_retired_cluster_is_gone_when_its_last_request_is(policy: str) -> None
 
 
 def _parts(serving: Serving) -> list[weakref.ref[Any]]:
-    """What is to be gone with a cluster."""
+    """Return weak references to the objects that must be freed with a cluster."""
     stations = serving.stations.values()
     pools = [station.pool for station in stations]
     return [weakref.ref(each) for each in (serving, serving.control, serving.control.oracle, *stations, *pools)]
@@ -184,8 +188,8 @@ def _parts(serving: Serving) -> list[weakref.ref[Any]]:
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.lists(st.integers(0, 3), min_size=1, max_size=8)), max_size=20))
 def test_an_index_of_prefixes_is_freed_run_by_run(stored: list[tuple[int, list[int]]]) -> None:
-    """Every block once, and no node needs the collector afterwards."""
-    gc.freeze()  # what others have made is not looked at
+    """Every block is freed once, and no node needs the collector afterwards."""
+    gc.freeze()  # the count ignores objects from other tests
     index = PrefixIndex(3)
     for instance, blocks in stored:
         index.store(instance, tuple(blocks))
@@ -201,7 +205,7 @@ def test_an_index_of_prefixes_is_freed_run_by_run(stored: list[tuple[int, list[i
 
 
 def test_a_callback_does_not_keep_its_owner_alive() -> None:
-    """It calls while the owner is there, and does nothing afterwards."""
+    """The callback calls its owner while it exists and does nothing afterwards."""
 
     heard: list[int] = []
 

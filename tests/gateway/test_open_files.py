@@ -1,4 +1,4 @@
-"""The process may open as many files as its settings promise connections."""
+"""The process may open enough files for the number of connections in its settings."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def test_serve_raises_the_limit_of_open_files(tmp_path: Path) -> None:
 
 
 def limits_of(pid: int) -> list[str]:
-    """One line for each limit, soft before hard."""
+    """Return one line for each limit, soft before hard."""
     return Path(f"/proc/{pid}/limits").read_text().splitlines()
 
 
 def test_serve_warns_where_the_hard_limit_is_too_low(tmp_path: Path) -> None:
-    """The line names the limit, what the settings want, and what would do."""
+    """The log line gives the limit, the number that the settings need, and a number of connections that fits."""
     file, ready = tmp_path / "cluster.yaml", tmp_path / "ready.json"
     file.write_text(f"{CLUSTER}  limits: {{connections: 200}}\n")
     command = [sys.executable, "-m", "kvroute.cli.app", "serve", str(file), "--embedded", "--ready-file", str(ready)]
@@ -75,7 +75,7 @@ def test_connections_of_the_admin_port_are_counted() -> None:
 
 
 def test_a_limit_that_no_number_of_connections_fits_is_to_be_raised(caplog: pytest.LogCaptureFixture) -> None:
-    """Where the engines alone need more than the limit, fewer connections are not suggested."""
+    """If the engines alone need more than the limit, the message does not suggest fewer connections."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     for connections, instances in ((soft, 1), (1, soft)):
         warn_if_too_low(connections, instances)
@@ -86,7 +86,7 @@ def test_a_limit_that_no_number_of_connections_fits_is_to_be_raised(caplog: pyte
 
 @contextmanager
 def no_descriptor_left() -> Iterator[None]:
-    """This process can open nothing more."""
+    """Use up all file descriptors of the process."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     opened = [os.open(os.devnull, os.O_RDONLY)]
     try:
@@ -101,7 +101,7 @@ def no_descriptor_left() -> Iterator[None]:
 
 
 async def ask(client: tuple[asyncio.StreamReader, asyncio.StreamWriter], path: str, number: int) -> tuple[bytes, bytes]:
-    """One request over an open connection: status line and body."""
+    """Send one request over an open connection; return the status line and the body."""
     body = msgspec.json.encode(completion(prompt=f"{number}") | {"input": f"{number}"})
     head = f"POST {path} HTTP/1.1\r\nHost: g\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     client[1].write(head.encode() + body)
@@ -114,7 +114,7 @@ async def ask(client: tuple[asyncio.StreamReader, asyncio.StreamWriter], path: s
 
 
 async def occupied(front: Front, engine: Engine, path: str) -> list[asyncio.Task[int]]:
-    """Requests that hold every connection to the engine that was idle."""
+    """Start requests that occupy every idle connection to the engine."""
 
     async def one(number: int) -> int:
         return (await front.post(completion(prompt=f"held {number}") | {"input": f"{number}"}, path)).status
@@ -129,7 +129,8 @@ async def occupied(front: Front, engine: Engine, path: str) -> list[asyncio.Task
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings"])
 def test_no_descriptor_left_is_told_as_such_and_blames_no_engine(path: str, caplog: pytest.LogCaptureFixture) -> None:
-    """503 with the cause, one log line for many requests, and answers again as soon as there are descriptors."""
+    """The response is a 503 with the cause, many requests cause one log line, and requests succeed once descriptors are
+    free."""
 
     async def main() -> None:
         gate = Gate()
@@ -139,7 +140,7 @@ def test_no_descriptor_left_is_told_as_such_and_blames_no_engine(path: str, capl
             assert await becomes_true(lambda: front.gateway.ready() == "")
             client = await asyncio.open_connection("127.0.0.1", front.gateway.port)
             held = await occupied(front, engine, path)
-            assert 'use="engine"' not in page(front)  # and what it needs is loaded
+            assert 'use="engine"' not in page(front)  # this page also loads what it needs
             with no_descriptor_left():
                 for number in range(5):
                     status, body = await ask(client, path, number)

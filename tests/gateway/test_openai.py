@@ -1,4 +1,4 @@
-"""Reading requests: nothing is lost, nothing but JSON gets through, and the published schema tells the truth."""
+"""Reading requests: no field is lost, only JSON is accepted, and the published schema is correct."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ values = st.recursive(scalars, lambda inner: st.lists(inner) | st.dictionaries(s
     after=st.sampled_from([0, PIECE_BYTES - 5, PIECE_BYTES]),
 )
 def test_utf8_is_checked_in_pieces_as_it_is_at_once(before: int, middle: bytes, after: int) -> None:
-    """Characters across two pieces included; the error names the same byte."""
+    """Characters may be split between two pieces; the error gives the same byte."""
     body = b"a" * before + middle + b"a" * after
 
     def fault(check: Callable[[bytes], object]) -> tuple[int, str] | None:
@@ -50,7 +50,7 @@ def test_utf8_is_checked_in_pieces_as_it_is_at_once(before: int, middle: bytes, 
 
 @st.composite
 def raw_values(draw: st.DrawFn) -> bytes:
-    """A JSON value as some client would write it: with or without escapes, packed or indented."""
+    """Draw a JSON value as a client may write it: with or without escapes, compact or indented."""
     value = draw(values)
     text = json.dumps(value, ensure_ascii=draw(st.booleans()), indent=draw(st.sampled_from([None, 2])))
     return text.encode()
@@ -99,7 +99,7 @@ def test_any_bytes_are_read_or_refused_in_openai_s_shape(path: bytes, body: byte
 
 @st.composite
 def bodies(draw: st.DrawFn) -> dict[str, Any]:
-    """Fields that routing reads, right or wrong."""
+    """Draw valid and invalid values of the fields that routing reads."""
     count = st.none() | st.sampled_from([-1, 0, 1, 2, 7, 1.0, 1.5, 2**31 - 1, 2**31, "1", True, [], 10**30])
     flag = st.none() | st.booleans() | st.sampled_from([0, 1, "true", {}])
     text = st.none() | st.text(max_size=3) | st.sampled_from([1, ["a"], {}])
@@ -286,7 +286,7 @@ def test_a_refusal_says_what_and_where(path: bytes, body: bytes, param: str | No
     assert refused.param == param
     assert word in refused.message
     assert refused.code is not None
-    assert ";" in refused.message  # how to mend it
+    assert ";" in refused.message  # the message says how to fix it
 
 
 def test_what_engines_tell_each_other_is_not_taken_from_clients() -> None:
@@ -310,7 +310,7 @@ def test_tools_and_pictures_pass() -> None:
 
 @given(st.lists(st.text(), max_size=6), st.booleans(), st.data())
 def test_events_of_a_stream_are_counted(texts: list[str], done: bool, data: st.DataObject) -> None:
-    """However whole events are bundled into pieces, and whatever they say."""
+    """The count does not depend on how events are grouped into pieces or on their content."""
     events = [f"data: {json.dumps({'text': text + 'data: '})}\n\n".encode() for text in texts]
     events += [b"data: [DONE]\n\n"] if done else []
     cuts = sorted(data.draw(st.sets(st.integers(0, len(events)))))
@@ -358,7 +358,7 @@ trees = st.recursive(
 
 
 def strings_of(value: Any) -> int:
-    """Strings in a tree, keys included."""
+    """Return the number of strings in a tree, keys included."""
     match value:
         case str():
             return 1
@@ -372,7 +372,8 @@ def strings_of(value: Any) -> int:
 
 @given(trees, st.booleans())
 def test_values_are_counted_whatever_the_strings_hold(tree: Any, ascii_only: bool) -> None:
-    """At least the strings, at most those and what stands between them; a run of numbers is one."""
+    """The count is at least the number of strings and at most that plus the values between them; a run of numbers
+    counts as one."""
     text = json.dumps([tree, [1, 2, 3] * 100], ensure_ascii=ascii_only).encode()
     strings = strings_of(tree)
     assert strings <= values_in(text, 10**9) <= 2 * strings + text.count(b"]") + text.count(b"}") + 60
@@ -380,7 +381,7 @@ def test_values_are_counted_whatever_the_strings_hold(tree: Any, ascii_only: boo
 
 @pytest.mark.parametrize("before_end", range(14))
 def test_values_are_counted_wherever_a_piece_ends(before_end: int) -> None:
-    """In a string, in an escape, or between two."""
+    """The piece may end in a string, in an escape, or between two values."""
     string = b"a" * (PIECE_BYTES - before_end) + b'\\"\\\\\\"\\n'
     assert 1000 <= values_in(b'["' + string + b'",' + b"[]," * 1000 + b"[]]", 10**9) <= 1010
     assert 1000 <= values_in(b"[" + b"[]," * 1000 + b'"' + string + b'"]', 10**9) <= 1010
@@ -423,7 +424,7 @@ def test_too_many_prompts_or_token_ids_are_refused_before_they_are_made() -> Non
 
 @pytest.mark.parametrize("separator", [",", ", ", ",\n"])
 def test_long_lists_of_token_ids_are_read_as_short_ones(separator: str) -> None:
-    """In pieces; a fault among them has its place in the whole."""
+    """Long lists are read in pieces; an error reports its position in the whole list."""
     ids = [index * 7919 % 128_000 for index in range(60_000)]
 
     def body(ids: list[Any]) -> bytes:
@@ -457,7 +458,7 @@ def test_only_the_model_is_read_of_other_requests() -> None:
 def test_fields_for_engines_are_taken_out_of_other_requests_and_nothing_else_changes(
     sent: dict[str, str], escaped: bool
 ) -> None:
-    """Without such a field the very bytes are passed on; a name written with an escape is the same name."""
+    """A body without such fields is passed on byte for byte; a name written with an escape is the same name."""
     body = json.dumps(sent, separators=(" ,", ": ")).encode()
     if escaped:
         body = body.replace(b'"kv_', b'"k\\u0076_').replace(b'"rid', b'"r\\u0069d')

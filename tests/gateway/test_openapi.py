@@ -1,4 +1,4 @@
-"""The gateway keeps what its own OpenAPI description says, and no JSON at all makes it fail or keeps anything of it."""
+"""The gateway conforms to its own OpenAPI description, and no JSON makes it fail or leaves anything held."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from kvroute.gateway.openai import ANSWERS_MAX
 STARTS_S = 120.0
 DOCUMENT = openapi.document(__version__)
 API = schemathesis.openapi.from_dict(DOCUMENT)
-"""The same as the gateway's /openapi.json, which a test compares."""
+"""Equal to the gateway's /openapi.json, which a test compares."""
 
 
 class Behind:
-    """A gateway in a loop of its own thread, for clients that wait for their answers."""
+    """A gateway in an event loop of its own thread, for clients that block."""
 
     def __init__(self, make: Callable[[], AbstractAsyncContextManager[Front]]) -> None:
         self._make = make
@@ -60,7 +60,7 @@ class Behind:
         return asyncio.run_coroutine_threadsafe(self.front.settles(), self._loop).result()
 
     def post(self, path: str, body: bytes) -> tuple[int, str, bytes]:
-        """Status, content type and body of the answer."""
+        """Send a request; return status, content type and body of the response."""
         connection = http.client.HTTPConnection("127.0.0.1", self.front.gateway.port, timeout=STARTS_S)
         try:
             connection.request("POST", path, body, {"Content-Type": "application/json"})
@@ -71,7 +71,7 @@ class Behind:
 
 
 async def agrees(engine: Engine, request: web.BaseRequest, asked: Asked) -> web.StreamResponse:
-    """An engine that takes everything, so that every refusal is the gateway's."""
+    """Answer every request with success, so that every rejection comes from the gateway."""
     if request.method == "GET":
         card = {"id": MODEL, "object": "model", "created": 1, "owned_by": engine.name}
         return web.json_response({"object": "list", "data": [card]} if request.path == "/v1/models" else card)
@@ -82,7 +82,7 @@ async def agrees(engine: Engine, request: web.BaseRequest, asked: Asked) -> web.
 
 @pytest.fixture(scope="module")
 def agreeing() -> Iterator[Behind]:
-    """A gateway in front of engines that take everything."""
+    """Run a gateway in front of engines that accept everything."""
     prefill, decode = sides("vllm")
     for engine in prefill + decode:
         engine.serve = agrees
@@ -92,13 +92,13 @@ def agreeing() -> Iterator[Behind]:
 
 @pytest.fixture(scope="module")
 def emulated() -> Iterator[Behind]:
-    """A gateway in front of emulated engines."""
+    """Run a gateway in front of emulated engines."""
     with Behind(rig) as behind:
         yield behind
 
 
 def test_the_description_is_what_the_gateway_shows(agreeing: Behind) -> None:
-    """So that the tests below are of what clients read."""
+    """The other tests use this description instead of the page."""
     connection = http.client.HTTPConnection("127.0.0.1", agreeing.front.gateway.port, timeout=STARTS_S)
     connection.request("GET", "/openapi.json")
     assert msgspec.json.decode(connection.getresponse().read()) == DOCUMENT
@@ -114,7 +114,8 @@ def test_the_description_is_what_the_gateway_shows(agreeing: Behind) -> None:
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.function_scoped_fixture],
 )
 def test_requests_and_answers_are_as_described(case: schemathesis.Case[Any], agreeing: Behind) -> None:
-    """What the description allows is taken, what it forbids refused; statuses and bodies are those it names."""
+    """Requests that the description allows are accepted, others rejected; statuses and bodies are those that it
+    lists."""
     if _too_many_answers(case.body) or _has_float(case.body):
         return
     response = case.call(base_url=agreeing.front.url)
@@ -126,14 +127,15 @@ def test_requests_and_answers_are_as_described(case: schemathesis.Case[Any], agr
 
 
 def _has_float(body: Any) -> bool:
-    """Token ids like 2.0, which the description excludes in words: to JSON Schema they are integers."""
+    """Return whether a token ID is written like 2.0, which JSON Schema accepts as an integer and the description
+    excludes in words."""
     prompt = body.get("prompt") if isinstance(body, dict) else None
     lists = prompt if isinstance(prompt, list) else []
     return any(isinstance(each, float) for part in [lists, *lists] if isinstance(part, list) for each in part)
 
 
 def _too_many_answers(body: Any) -> bool:
-    """More than `n` times the prompts may be, which the description says in words too."""
+    """Return whether `n` times the number of prompts exceeds its limit, which the description states in words only."""
     if not isinstance(body, dict) or not isinstance(body.get("n"), int):
         return False
     prompts = body.get("prompt")
@@ -173,7 +175,7 @@ FIELD_NAMES = sorted(SAID)
 
 @st.composite
 def bodies(draw: st.DrawFn) -> bytes:
-    """JSON: mostly almost a request, sometimes anything, sometimes cut off."""
+    """Draw JSON: mostly nearly a request, sometimes anything, sometimes truncated."""
     if draw(st.integers(0, 9)) == 0:
         return msgspec.json.encode(draw(values))
     fields: dict[str, Any] = {
@@ -193,7 +195,7 @@ def bodies(draw: st.DrawFn) -> bytes:
 @example(path=CHAT, body=b'{"messages":[{"role":"user","content":"\\ud800"}],"max_tokens":1}')
 @example(path=CHAT, body=b"\xff\xfe")
 def test_whatever_json_comes_it_is_answered_and_nothing_stays(emulated: Behind, path: str, body: bytes) -> None:
-    """By an answer or by a client's error in OpenAI's form; never by a failure of the gateway's."""
+    """The response is a success or a client error in OpenAI's form, never a server error."""
     status, kind, answer = emulated.post(path, body)
     assert status in (200, 400, 404, 413, 422, 501), (status, answer)
     if kind.startswith("text/event-stream"):

@@ -1,4 +1,4 @@
-"""The panic threshold: the state against its definition, and guards whose instances fail and recover in any order."""
+"""The panic threshold: the state against its definition, and instances that fail and recover in any order."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ steps = st.tuples(
 
 
 def cluster_text() -> str:
-    """Three decode and two prefill instances, and one that does both."""
+    """Return a cluster of three decode instances, two prefill instances, and one that does both."""
     head = CLUSTER.split("instances:")[0] + "instances:\n"
     for number, (name, role) in enumerate(INSTANCES.items()):
         gpus = f"node{number % 2}:{number // 2}"
@@ -41,7 +41,7 @@ def cluster_text() -> str:
 def test_a_panic_begins_at_once_and_ends_when_enough_have_been_available_for_long(
     share: float, looks: list[tuple[int, float]]
 ) -> None:
-    """Recomputed from the history; it never ends twice within CALM_S, whatever flaps."""
+    """The state is recomputed from the history; it never ends twice within CALM_S, even if instances flap."""
     state, now, active = PanicState(share), 0.0, False
     enough_since: float | None = None
     ends: list[float] = []
@@ -68,8 +68,8 @@ def test_a_panic_begins_at_once_and_ends_when_enough_have_been_available_for_lon
 def test_too_few_available_instances_are_never_the_only_ones_that_get_requests(
     history: list[tuple[str, str, float]], share: float
 ) -> None:
-    """In every state: below the threshold all that are not held and listen are up; nobody else is ever up against its
-    checks; each change is told once; instances that are held get nothing."""
+    """In every state: below the threshold, all instances that listen and are not held are up. Otherwise only available
+    instances are up. Each change is reported once, and held instances get no requests."""
     cluster = topology.parse(cluster_text())
     told: dict[str, bool] = dict.fromkeys(NAMES, True)
     begun: list[tuple[str, bool]] = []
@@ -132,7 +132,7 @@ def test_too_few_available_instances_are_never_the_only_ones_that_get_requests(
 
 
 def test_half_of_the_instances_are_enough_and_one_less_is_a_panic() -> None:
-    """Four instances that decode: two are down without consequence; with the third all four get requests again."""
+    """Four instances decode: two that are down have no effect; with a third one down, all four get requests again."""
     cluster = topology.parse(cluster_text())
     told: list[tuple[str, bool]] = []
     stations = stations_of(

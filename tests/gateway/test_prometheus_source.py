@@ -1,4 +1,4 @@
-"""Telemetry from Prometheus and by push: what answers mean, what is refused, and how failures are borne."""
+"""Telemetry from Prometheus and by push: the meaning of responses, the rejected ones, and the handling of failures."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_tier_is_one_share(values: list[float], message: str) -> None:
 
 @given(st.dictionaries(st.sampled_from([f"l{n}" for n in range(12)]), SHARES, min_size=1), st.randoms())
 def test_links_come_in_the_clusters_order(shares: dict[str, float], shuffle: random.Random) -> None:
-    """Whatever the order of the series; links without one read 0, and series of other links are left out."""
+    """The order of the series does not matter; links without one read 0, and series of other links are ignored."""
     links = [f"l{n}" for n in range(10)]
     series = [({"link": name, "job": "switch"}, share) for name, share in shares.items()]
     shuffle.shuffle(series)
@@ -112,7 +112,7 @@ def test_missing_and_unknown_links_are_said_once(caplog: pytest.LogCaptureFixtur
 
 
 class Server:
-    """Answers queries as it is told to."""
+    """A server that answers queries as the test specifies."""
 
     def __init__(self) -> None:
         self.replies: dict[str, bytes] = {}
@@ -156,7 +156,8 @@ def source_of(url: str, links: list[str], heard: asyncio.Queue[Event], **queries
 
 
 def test_tiers_are_asked_one_by_one_and_failures_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    """Nothing is emitted while a query fails; the first good answer is emitted again; no secret is logged."""
+    """Nothing is emitted while a query fails; after the first good response values are emitted again; no secret is
+    logged."""
 
     async def scenario() -> None:
         server, heard = Server(), asyncio.Queue[Event]()
@@ -226,7 +227,7 @@ def test_pushed_tiers_take_their_places(cluster: Cluster, per_tier: dict[str, fl
 
 
 def test_pushed_links_and_transfers(cluster: Cluster) -> None:
-    """All in one body; a link left out reads 0."""
+    """One body contains both; a missing link reads 0."""
     source, target = cluster.instances[0].name, cluster.instances[-1].name
     transfer = {"source": source, "target": target, "kv_bytes": 1e9, "seconds": 0.5, "transfers": 3}
     body = json.dumps({"per_link": {cluster.links[1].name: 0.5}, "transfers": [transfer]}).encode()

@@ -1,4 +1,4 @@
-"""Prompts: equal prefixes have equal blocks; with a tokenizer they are those that engines tell of."""
+"""Prompts: equal prefixes have equal blocks; with a tokenizer the blocks equal those in the engines' KV events."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ WORDS = "the network moves blocks of the cache; "
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A byte-level tokenizer that puts <s> before a plain prompt, and cuts at 8 tokens, as some files do."""
+    """Return the folder of a byte-level tokenizer that puts <s> before a plain prompt and truncates at 8 tokens, as
+    some files do."""
     folder = tmp_path_factory.mktemp("tokenizer")
     made = tokenizers.Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -173,7 +174,7 @@ def test_large_prompts_are_read_off_the_loop(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", [name for name in TEMPLATE_FIELDS if name != "messages"])
 def test_every_field_that_the_template_reads_counts_as_work(folder: Path, name: str) -> None:
-    """A short chat with one large field is read off the loop, whatever the field is called."""
+    """A short chat with one large field is read in a thread, whatever the name of the field."""
     prompts = Prompts(folder, inline_bytes=1000)
     value: Any = {"preamble": "a" * 1000} if name == "chat_template_kwargs" else "a" * 1000
     assert prompts.blocks_now(chat("a" * 100)) is not None
@@ -182,7 +183,7 @@ def test_every_field_that_the_template_reads_counts_as_work(folder: Path, name: 
 
 
 def test_no_other_field_reaches_the_template(tmp_path: Path) -> None:
-    """What `TEMPLATE_FIELDS` leaves out is not seen by a template, so that it need not count as work."""
+    """A template cannot see fields outside `TEMPLATE_FIELDS`, so they do not count as work."""
     names = ("metadata", "chat_template", "user", "x", "documents")
     shown = "".join(f"{{{{ {name} is defined }}}}" for name in names)
     found = rendered(tmp_path, shown, [{"role": "user", "content": "hi"}], **dict.fromkeys(names, "seen"))
@@ -191,7 +192,7 @@ def test_no_other_field_reaches_the_template(tmp_path: Path) -> None:
 
 
 def slow_prompts(folder: Path, tmp_path: Path, wait_max_s: float) -> tuple[Prompts, threading.Event]:
-    """A reader whose large chats take until the event is set: their template asks for the date."""
+    """Return a reader whose large chats take until the event is set, because their template calls a blocking clock."""
     over = threading.Event()
 
     def clock() -> datetime:
@@ -223,7 +224,7 @@ def test_small_prompts_do_not_wait_for_large_ones(folder: Path, tmp_path: Path) 
 
 
 def test_closing_does_not_wait_for_a_prompt_that_is_being_read(folder: Path, tmp_path: Path) -> None:
-    """After a reload the event loop closes the prompts of before; a client that has left does not stop its thread."""
+    """After a reload the event loop closes the previous reader; the thread continues although its client has left."""
     prompts, over = slow_prompts(folder, tmp_path, 60)
 
     async def main() -> None:
@@ -241,7 +242,8 @@ def test_closing_does_not_wait_for_a_prompt_that_is_being_read(folder: Path, tmp
 
 
 def test_a_prompt_that_nobody_wants_any_more_leaves_the_queue(folder: Path, tmp_path: Path) -> None:
-    """At once where it waits, so that its bytes go; a thread that works on one is not given another meanwhile."""
+    """A waiting prompt leaves at once, so that its bytes are freed; a thread that works on one gets no other prompt
+    meanwhile."""
     prompts, over = slow_prompts(folder, tmp_path, 0.001)
     large = chat("a" * 100_000)
 
@@ -279,7 +281,8 @@ def test_pictures_count_as_pictures_and_keep_their_bytes(rough: Prompts, exact: 
 
 
 def test_what_cannot_be_rendered_is_taken_as_text(exact: Prompts, folder: Path, tmp_path: Path) -> None:
-    """A client's own template, a template that refuses, no template: blocks, if not the engine's."""
+    """A client's own template, a template that raises, or no template: there are blocks, but they may differ from the
+    engine's."""
     own = read(exact, chat(WORDS, chat_template="{% for a in range(99999) %}{% endfor %}"))
     assert own.blocks
     (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())

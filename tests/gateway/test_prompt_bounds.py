@@ -1,4 +1,4 @@
-"""What is too long is refused before it is tokenized, and nothing that would fit is."""
+"""A prompt that is too long is rejected before it is tokenized, and no prompt that fits is rejected."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CONTEXT = 100
 
 
 def made(**changes: Any) -> tokenizers.Tokenizer:
-    """A byte-level tokenizer with `changes` of its parts."""
+    """Return the file of a byte-level tokenizer with `changes` of its parts."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -80,7 +80,7 @@ def refusal(prompts: Prompts, completion: Completion) -> RequestError:
 
 @given(text=st.text() | st.text(alphabet=" ") | st.text(alphabet=TEXT, min_size=50))
 def test_no_token_stands_for_more_bytes_than_the_bound(text: str, folder: Path, loaded: tokenizers.Tokenizer) -> None:
-    """So that a text of more than `context * bound` bytes never fits into the context."""
+    """A text of more than `context * bound` bytes therefore never fits into the context."""
     longest = longest_token_bytes(folder / "tokenizer.json")
     assert longest is not None
     assert len(text.encode()) <= longest * len(loaded.encode(text).ids)
@@ -105,7 +105,7 @@ def test_a_prompt_is_refused_if_and_only_if_it_exceeds_the_context(
 
 @pytest.mark.parametrize("where", ["prompt", "messages", "chat_template_kwargs", "tools"])
 def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(folder: Path, where: str) -> None:
-    """By its bytes alone: the message counts bytes where tokenizing would have counted tokens."""
+    """The message counts bytes; after tokenizing it would count tokens."""
     (folder / "tools").mkdir(exist_ok=True)
     for name in ("tokenizer.json", "config.json"):
         (folder / "tools" / name).write_bytes((folder / name).read_bytes())
@@ -235,7 +235,7 @@ def test_the_bound_holds_with_unicode_composition(text: str, tmp_path_factory: p
 
 
 def test_the_client_is_told_which_limit_it_exceeds(folder: Path) -> None:
-    """Through a whole gateway; the engines get nothing."""
+    """Through a whole gateway; the engines receive nothing."""
 
     async def main() -> None:
         section = f"  prompt: {{tokenizer: {folder}, context: 100}}\n"

@@ -1,4 +1,4 @@
-"""The queue of large prompts: lanes by size, ageing, and what is refused."""
+"""The queue of large prompts: lanes by size, ageing, and rejections."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ sizes = st.integers(1, 10_000_000)
 
 @dataclass
 class Readers:
-    """Plays the threads: each prompt is read at one pace, and the next event is the next arrival or end."""
+    """A model of the threads: all prompts are read at one pace, and the next event is the next arrival or end."""
 
     pace: float = 1e6
     wait_max_s: float = math.inf
@@ -27,7 +27,7 @@ class Readers:
     most_bytes: int = 0
 
     def play(self, arrivals: list[tuple[float, int]]) -> None:
-        """Arrivals by time: seconds and bytes."""
+        """Simulate arrivals, given as (seconds, bytes) in order of time."""
         queue = PromptQueue(self.pace, self.wait_max_s)
         sizes = [nbytes for _, nbytes in arrivals]
         coming = list(enumerate(arrivals))
@@ -82,8 +82,8 @@ def test_every_prompt_is_read_once_and_larger_ones_never_hold_a_lane_of_smaller_
 def test_a_prompt_waits_for_no_prompt_beyond_its_size_class(
     plan: list[tuple[float, int]], nbytes: int, at: float
 ) -> None:
-    """While it waits, its lane is never idle, and works on prompts of its class or smaller ones: prompts above the
-    limit of its class change nothing, however many there are."""
+    """While it waits, its lane is never idle and reads prompts of its class or smaller ones. Any number of prompts
+    above the limit of its class has no effect."""
     queue = PromptQueue(1e6)
     limit = LANE_LIMITS[queue.size_class(nbytes)]
     with_it = sorted([*plan, (at, nbytes)])

@@ -1,4 +1,5 @@
-"""vLLM's protocols and lone instances through the whole gateway: what reaches which engine, and what replaces it."""
+"""vLLM's protocols and single instances through the whole gateway: what each engine receives, and which engine replaces
+another."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ SENT = {"Authorization": "Bearer mine", "X-Request-Id": "my-17", "traceparent": 
 
 
 def asked_of(engines: list[Engine]) -> list[Asked]:
-    """All completions that they were asked for."""
+    """Return all completion requests that the engines received."""
     return [asked for engine in engines for asked in engine.asked]
 
 
@@ -41,7 +42,8 @@ def asked_of(engines: list[Engine]) -> list[Asked]:
 
 @STREAMS
 def test_both_legs_carry_the_clients_headers_and_fields_and_the_second_the_firsts_word(streams: bool) -> None:
-    """Authorization, request id and trace context; unknown fields as they were written; kv_transfer_params verbatim."""
+    """Authorization, request ID and trace context are passed on, unknown fields unchanged, and kv_transfer_params
+    verbatim."""
     flag = b"true" if streams else b"false"
     body = (
         b'{ "prompt":"%b", "temperature" :0.70,"max_tokens":3, "my_field": {"a":[1 ,2]},"stream":%b,'
@@ -75,7 +77,7 @@ def test_both_legs_carry_the_clients_headers_and_fields_and_the_second_the_first
 
 
 def test_the_trace_goes_on_and_each_request_without_a_name_gets_one() -> None:
-    """The same for both legs and for the client, and another for the next request."""
+    """The ID is the same for both legs and the client, and a new one for the next request."""
 
     async def main() -> None:
         prefill, decode = sides("vllm")
@@ -92,7 +94,7 @@ def test_the_trace_goes_on_and_each_request_without_a_name_gets_one() -> None:
 @STREAMS
 @pytest.mark.parametrize("reply", [b"{}", b'{"kv_transfer_params":null}', b"[]", b"no JSON"], ids=range(4))
 def test_a_prefill_engine_that_hands_nothing_over_has_failed(reply: bytes, streams: bool) -> None:
-    """Another one prefills; the decode engine is asked once, with that one's word."""
+    """Another engine prefills; the decode engine gets one request, with the parameters of that other engine."""
 
     async def main() -> None:
         prefill, decode = sides("vllm")
@@ -116,7 +118,7 @@ def test_a_prefill_engine_that_hands_nothing_over_has_failed(reply: bytes, strea
 
 @pytest.mark.parametrize("own", [False, True], ids=["without-own", "with-own"])
 def test_a_key_for_the_gateway_is_none_for_engines(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It does not leave the gateway; the engines' own key, where there is one, goes in its place."""
+    """The client's key is not sent to engines; their own key, if configured, replaces it."""
     section = f"  keys: {{known: {{alice: '{hash_text('kvr_mine')}'}}}}\n"
     if own:
         monkeypatch.setenv("KVROUTE_TEST_ENGINE_KEY", "engines-own")
@@ -143,7 +145,7 @@ def test_a_key_for_the_gateway_is_none_for_engines(own: bool, monkeypatch: pytes
 
 
 def test_mooncakes_legs_share_an_id_and_the_engine_is_asked_for_its_name_once() -> None:
-    """Also where many requests come before the first answer of its bootstrap server."""
+    """There is one query also if many requests arrive before the first response of the bootstrap server."""
 
     async def main() -> None:
         prefill, decode = sides("mooncake")
@@ -176,7 +178,7 @@ def test_mooncakes_legs_share_an_id_and_the_engine_is_asked_for_its_name_once() 
 
 
 def test_an_engine_that_has_restarted_is_asked_for_its_name_again() -> None:
-    """Its metrics show a new process."""
+    """The engine's metrics reveal a new process."""
 
     async def main() -> None:
         prefill, decode = sides("mooncake")
@@ -197,7 +199,7 @@ def test_an_engine_that_has_restarted_is_asked_for_its_name_again() -> None:
 
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
 def test_after_a_failure_the_engine_is_asked_for_its_name_again(leg: str) -> None:
-    """It may have restarted, and be somebody else by now."""
+    """The engine may have restarted with another engine ID."""
 
     async def main() -> None:
         prefill, decode = sides("mooncake")
@@ -224,7 +226,7 @@ def test_after_a_failure_the_engine_is_asked_for_its_name_again(leg: str) -> Non
 
 @pytest.mark.parametrize("silent", [1, 2])
 def test_an_engine_without_a_name_is_passed_over(silent: int) -> None:
-    """Without any that has one, the client reads why."""
+    """If no engine has an ID, the client receives the reason."""
 
     async def main() -> None:
         prefill, decode = sides("mooncake")
@@ -250,7 +252,7 @@ def test_an_engine_without_a_name_is_passed_over(silent: int) -> None:
 @STREAMS
 @pytest.mark.parametrize("protocol", ["vllm", "mooncake", "sglang"])
 def test_an_instance_that_does_both_gets_the_request_as_it_is(protocol: KvProtocol, streams: bool) -> None:
-    """Once, without a word of transfers."""
+    """The instance gets one request, without transfer parameters."""
 
     async def main() -> None:
         engines = [Engine(f"engine{n}", "both", protocol) for n in range(2)]
@@ -267,7 +269,7 @@ def test_an_instance_that_does_both_gets_the_request_as_it_is(protocol: KvProtoc
 
 @STREAMS
 def test_an_instance_that_does_both_is_replaced_when_it_fails(streams: bool) -> None:
-    """By another one, and without one left the client reads who has failed."""
+    """Another instance replaces it; without another one, the error names the instance that failed."""
 
     async def main() -> None:
         engines = [Engine(f"engine{n}", "both") for n in range(2)]
@@ -287,7 +289,7 @@ def test_an_instance_that_does_both_is_replaced_when_it_fails(streams: bool) -> 
 
 
 def test_a_client_that_leaves_frees_the_instance_that_does_both() -> None:
-    """The engine sees its connection close."""
+    """The connection to the engine is closed."""
 
     async def main() -> None:
         gate, engine = Gate(), Engine("engine", "both")

@@ -1,4 +1,5 @@
-"""SGLang's protocol through the whole gateway: two legs at once, whose fates are one until the first token."""
+"""SGLang's protocol through the whole gateway: two concurrent legs that succeed or fail together until the first
+token."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ MEETING = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
 
 
 async def read_stream(front: Front, **fields: Any) -> bytes:
-    """The body of a streamed answer, to its end or its break."""
+    """Read the body of a streamed response to its end or until it breaks off."""
     async with front.session.post(front.url + COMPLETIONS, json=completion(stream=True, **fields)) as response:
         assert response.status == 200
         return await response.read()
@@ -53,7 +54,8 @@ def rooms(asked: Asked) -> dict[str, Any]:
 
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "stream"])
 def test_the_answer_is_not_held_for_the_prefill_engine(streams: bool) -> None:
-    """It is read to its end while the prefill engine has not answered; both got the same request, and a meeting."""
+    """The response is complete before the prefill engine has answered; both engines received the same request and
+    bootstrap room."""
 
     async def main() -> None:
         gate = Gate()
@@ -79,7 +81,7 @@ def test_the_answer_is_not_held_for_the_prefill_engine(streams: bool) -> None:
 
 
 def test_each_request_has_a_room_of_its_own_and_several_answers_one_each() -> None:
-    """Two prompts and two answers to each meet in four rooms."""
+    """Two prompts with two choices each use four rooms."""
 
     async def main() -> None:
         prefill, decode = sides("sglang")
@@ -110,7 +112,7 @@ def test_each_request_has_a_room_of_its_own_and_several_answers_one_each() -> No
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("slow", [False, True], ids=["at-once", "later-than-expected"])
 def test_without_its_prefill_a_decode_leg_is_given_up_and_both_are_tried_again(streams: bool, slow: bool) -> None:
-    """The decode engine would wait for KV that never comes, however long ago it was expected."""
+    """The decode engine would wait for KV that never arrives, even long after the expected time."""
 
     async def main() -> None:
         waits = Gate()
@@ -152,7 +154,7 @@ def test_without_its_prefill_a_decode_leg_is_given_up_and_both_are_tried_again(s
 
 @pytest.mark.parametrize("status", [400, 429, 500])
 def test_a_prefill_that_fails_behind_the_first_token_harms_no_stream(status: int) -> None:
-    """The KV is there: the stream goes on to its end, and the client hears nothing of it."""
+    """The KV has been transferred: the stream continues to its end, and the client does not notice."""
 
     async def main() -> None:
         relayed, goes_on = Gate(), Gate()
@@ -185,7 +187,7 @@ def test_a_prefill_that_fails_behind_the_first_token_harms_no_stream(status: int
 
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "stream"])
 def test_a_decode_leg_that_fails_before_its_first_token_takes_the_prefill_with_it(streams: bool) -> None:
-    """A room is used once: both legs start again, at another decode engine."""
+    """A room is used once: both legs restart, with another decode engine."""
 
     async def main() -> None:
         waits = Gate()
@@ -220,7 +222,7 @@ def test_a_decode_leg_that_fails_before_its_first_token_takes_the_prefill_with_i
 
 
 def test_a_stream_that_breaks_gives_its_prefill_up() -> None:
-    """Nobody fetches its KV any more."""
+    """The prefill leg is cancelled, because its KV is not needed any more."""
 
     async def main() -> None:
         waits = Gate()
@@ -251,7 +253,7 @@ def test_a_stream_that_breaks_gives_its_prefill_up() -> None:
 
 @pytest.mark.parametrize("token", [False, True], ids=["before-a-token", "in-the-stream"])
 def test_a_client_that_leaves_frees_both_engines(token: bool) -> None:
-    """Each of them sees its connection close."""
+    """The connection to each of them is closed."""
 
     async def main() -> None:
         left, right = Gate(), Gate()
@@ -274,7 +276,7 @@ def test_a_client_that_leaves_frees_both_engines(token: bool) -> None:
             await right.entered.wait()
             if token:
                 assert await becomes_true(lambda: not front.leftovers()["slots"])
-                await asyncio.sleep(0.6)  # an end of its side within half a second does not mean that it has left
+                await asyncio.sleep(0.6)  # closing the sending side within half a second does not count as leaving
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
             await left.left.wait()
@@ -288,7 +290,7 @@ def test_a_client_that_leaves_frees_both_engines(token: bool) -> None:
 
 @pytest.mark.parametrize("lost", [1, 2])
 def test_a_prefill_engine_that_can_be_met_nowhere_is_passed_over(lost: int) -> None:
-    """Its decode leg is never sent; without any other the client reads why."""
+    """The decode leg is never sent; without another prefill engine the client receives the reason."""
 
     async def main() -> None:
         prefill, decode = sides("sglang")
@@ -312,7 +314,7 @@ def test_a_prefill_engine_that_can_be_met_nowhere_is_passed_over(lost: int) -> N
 
 
 def test_several_answers_stay_where_they_can_be_computed() -> None:
-    """Beside SGLang's engines, another protocol's that serve the same model hand no KV of several answers over."""
+    """Engines of another protocol serve the same model, but they cannot transfer the KV of several choices."""
 
     async def main() -> None:
         prefill, decode = sides("sglang")

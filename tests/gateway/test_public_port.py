@@ -1,4 +1,5 @@
-"""The public port beside completions: pages, HEAD, Expect, refusals in OpenAI's form, and what is passed on."""
+"""The public port beside completions: pages, HEAD, Expect, rejections in OpenAI's form, and requests that are passed
+through."""
 
 from __future__ import annotations
 
@@ -29,14 +30,14 @@ OWN_TYPE = "service_unavailable"
 
 
 async def asked_for(front: Front, method: str, path: str, data: bytes | None = None, **headers: str) -> Answer:
-    """Any method on any path."""
+    """Send a request of any method to any path."""
     async with front.session.request(method, front.url + path, data=data, headers=headers) as response:
         found = {name.lower(): value for name, value in response.headers.items()}
         return Answer(response.status, found, await response.read())
 
 
 def error_of(answer: Answer) -> Any:
-    """The error, which must have OpenAI's form."""
+    """Return the error, which must have OpenAI's form."""
     assert answer.headers["content-type"] == "application/json"
     error = answer.json["error"]
     assert set(error) == {"message", "type", "param", "code"}
@@ -46,7 +47,7 @@ def error_of(answer: Answer) -> Any:
 
 
 def test_head_is_get_without_a_body() -> None:
-    """On every page; also on the one that an engine answers, though engines know no HEAD."""
+    """Every page supports HEAD, also the one that engines answer, although engines do not support HEAD."""
 
     async def main() -> None:
         async with rig() as gate:
@@ -89,7 +90,7 @@ def test_another_method_is_refused_with_those_that_are_not(method: str) -> None:
 
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "stream"])
 def test_a_client_that_waits_for_100_is_told_to_go_on(streams: bool) -> None:
-    """And no engine hears of its expectation."""
+    """The Expect header is not sent to engines."""
 
     async def main() -> None:
         prefill, decode = sides("vllm")
@@ -114,7 +115,7 @@ def test_a_client_that_waits_for_100_is_told_to_go_on(streams: bool) -> None:
 
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/tokenize", "/detokenize"])
 def test_what_is_passed_on_is_passed_on_as_it_is(path: str) -> None:
-    """Body byte for byte, query, headers and the engine's answer with its status and headers; each engine in turn."""
+    """Body, query and headers are unchanged, and so are the engine's status, headers and body; engines take turns."""
     body = b'{"model":"%b",  "input":["a"], "x":1.0}' % MODEL.encode()
 
     async def says(engine: Engine, request: web.BaseRequest, asked: Asked) -> web.StreamResponse:
@@ -131,7 +132,7 @@ def test_what_is_passed_on_is_passed_on_as_it_is(path: str) -> None:
                 assert (answer.status, answer.body) == (203, body[::-1])
                 assert answer.headers["x-request-id"] == "my-1"
                 assert answer.headers["x-of-engine"].startswith(("prefill", "decode"))
-            # Prefill engines are idle sooner, so decode engines are asked only where those fail.
+            # Prefill engines become idle sooner, so decode engines are used only if those fail.
             assert [len(engine.asked) for engine in prefill + decode] == [4, 4, 0, 0]
             for engine in prefill:
                 assert all((asked.path, asked.body) == (f"{path}?a=%20b", body) for asked in engine.asked)
@@ -142,7 +143,8 @@ def test_what_is_passed_on_is_passed_on_as_it_is(path: str) -> None:
 
 
 def test_what_is_passed_on_goes_past_engines_that_fail_and_is_refused_where_all_do() -> None:
-    """With a status of a gateway, the request's id, and without a mark for a client's fault."""
+    """If all fail, the response has a gateway error status and the request's ID. A client error does not count against
+    an engine."""
 
     async def main() -> None:
         prefill, decode = sides("vllm")
@@ -169,7 +171,7 @@ def test_what_is_passed_on_goes_past_engines_that_fail_and_is_refused_where_all_
 
 @pytest.mark.parametrize("path", [COMPLETIONS, "/v1/embeddings", "/v1/models", "/ready"])
 def test_without_any_instance_the_answer_is_503_and_says_when_to_come_back(path: str) -> None:
-    """On every endpoint that needs one."""
+    """Every endpoint that needs an instance gives this response."""
 
     async def main() -> None:
         prefill, decode = sides("vllm")
@@ -188,7 +190,7 @@ def test_without_any_instance_the_answer_is_503_and_says_when_to_come_back(path:
 
 
 def test_a_full_gateway_says_503_a_key_that_has_enough_429_and_both_when_to_come_back() -> None:
-    """Each key has its own share, by its own number where it has one; what was refused leaves nothing behind."""
+    """Each key has its own limit, the default or its own number; a rejected request leaves nothing behind."""
     keys = {name: f"kvr_{name}" for name in ("alice", "bob", "carol")}
     known = ", ".join(f"{name}: '{hash_text(key)}'" for name, key in keys.items())
     section = f"  keys: {{known: {{{known}}}, concurrency: {{bob: 1}}}}\n"
@@ -231,7 +233,7 @@ def test_a_full_gateway_says_503_a_key_that_has_enough_429_and_both_when_to_come
 @pytest.mark.parametrize("status", [429, 503])
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
 def test_where_all_engines_are_full_the_client_reads_503_and_when_to_come_back(leg: str, status: int) -> None:
-    """The gateway's own 429 is for keys alone."""
+    """A 429 of the gateway itself is for keys only."""
 
     async def main() -> None:
         prefill, decode = sides("vllm")
@@ -248,7 +250,7 @@ def test_where_all_engines_are_full_the_client_reads_503_and_when_to_come_back(l
 
 
 def test_a_model_is_shown_by_its_name() -> None:
-    """Also one with a slash or a blank in its name; another one does not exist."""
+    """Names may contain a slash or a space; an unknown name is not found."""
 
     async def main() -> None:
         async with rig(f"  models: {{org/some model: {MODEL}, small: {MODEL}}}\n") as gate:
@@ -284,7 +286,7 @@ def test_where_engines_name_the_model_they_show_it() -> None:
 @pytest.mark.parametrize("given", ["", "x" * 300, "x" * 200, "mine"], ids=["empty", "300", "200", "short"])
 @pytest.mark.parametrize("path", [COMPLETIONS, "/v1/embeddings"])
 def test_engines_and_the_client_read_the_same_request_id(path: str, given: str) -> None:
-    """The client's own, unless it is empty or very long."""
+    """The ID is the client's own unless that is empty or very long."""
 
     async def main() -> None:
         prefill, decode = sides("vllm")
@@ -343,13 +345,13 @@ def test_a_page_of_metrics_is_made_in_pieces_between_which_others_are_served() -
 
 
 def reading_threads() -> set[threading.Thread]:
-    """Threads in which bodies are read; each is started by the first body that it reads."""
+    """Return the threads that read bodies; each one is started by its first body."""
     return {thread for thread in threading.enumerate() if thread.name.startswith("read")}
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize"])
 def test_large_bodies_are_read_beside_the_loop(path: str) -> None:
-    """And small ones on it; answers and refusals are the same."""
+    """Small bodies are read on the event loop; responses and rejections are the same."""
 
     def body(size: int) -> dict[str, Any]:
         text = "a" * size
@@ -373,7 +375,7 @@ def test_large_bodies_are_read_beside_the_loop(path: str) -> None:
 
 
 async def _send(port: int, body: bytes) -> asyncio.StreamWriter:
-    """Send a completion to its last byte."""
+    """Send a completion request to its last byte."""
     _, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.transport.set_write_buffer_limits(0)
     writer.write(b"POST %b HTTP/1.1\r\nHost: g\r\n" % COMPLETIONS.encode())
@@ -383,7 +385,8 @@ async def _send(port: int, body: bytes) -> asyncio.StreamWriter:
 
 
 def test_a_client_that_leaves_before_its_body_is_read_leaves_nothing() -> None:
-    """Large bodies are read one after the other: those before it take long enough for it to leave meanwhile."""
+    """Large bodies are read one after the other: the earlier ones take long enough for the client to leave
+    meanwhile."""
 
     async def main() -> None:
         prefill, decode = sides("vllm")

@@ -1,4 +1,5 @@
-"""The gateway's queue: whoever waits is answered, whatever becomes of engines, of other clients and of the gateway."""
+"""The admission queue: every waiting request is answered, whatever happens to engines, other clients and the
+gateway."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ HELD = "  limits: {in_flight: 1, queue: 512}\n  health: {interval: 1 h, panic: 0
 
 
 async def _clients(gate: Rig, count: int) -> list[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    """One that is served for long, and more that wait."""
+    """Open connections: the first request is served for a long time, the others wait."""
     body = msgspec.json.encode({"model": MODEL, "prompt": "hi", "max_tokens": 5_000, "stream": True})
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode()
     gate.slow(100)
@@ -41,7 +42,7 @@ def _in_and_waiting(gate: Rig) -> int:
 
 
 async def _status(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
-    """Of the answer; empty: there is none."""
+    """Return the status of the response; empty if there is none."""
     try:
         return (await reader.readline()).split(b" ")[1:2][0]
     except (IndexError, ConnectionError):
@@ -51,7 +52,7 @@ async def _status(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) ->
 
 
 def test_everybody_who_waits_is_answered_when_nobody_can_be_served() -> None:
-    """The place of one who is refused goes to the next, through any length of queue, without a call within a call."""
+    """A rejected request passes its place to the next one, for any length of the queue, without recursion."""
 
     async def run() -> None:
         async with rig(HELD) as gate:
@@ -71,7 +72,7 @@ def test_everybody_who_waits_is_answered_when_nobody_can_be_served() -> None:
 
 
 def test_a_client_that_leaves_the_queue_gives_its_place_back() -> None:
-    """And those behind it are served in time."""
+    """The requests behind it are served in time."""
 
     async def run() -> None:
         async with rig(HELD) as gate:
@@ -88,7 +89,7 @@ def test_a_client_that_leaves_the_queue_gives_its_place_back() -> None:
 
 
 def test_whoever_waits_when_the_gateway_closes_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    """Nobody comes in while others are broken off; nothing is left, and nothing goes wrong."""
+    """No request is admitted while others are aborted; nothing remains held, and nothing is logged as an error."""
 
     async def run() -> None:
         async with rig(HELD) as gate:
@@ -96,7 +97,7 @@ def test_whoever_waits_when_the_gateway_closes_is_told(caplog: pytest.LogCapture
             await gate.gateway.close()
             async with asyncio.timeout(HANGS_S):
                 statuses = [await _status(*pair) for pair in clients]
-            assert statuses[0] in (b"200", b"503")  # as far as it was
+            assert statuses[0] in (b"200", b"503")  # depends on its progress
             assert statuses[1:] == [b"503"] * 5
             assert not any(gate.leftovers().values())
 
@@ -105,7 +106,7 @@ def test_whoever_waits_when_the_gateway_closes_is_told(caplog: pytest.LogCapture
 
 
 def test_a_fault_of_the_gateway_costs_one_answer_and_no_place(caplog: pytest.LogCaptureFixture) -> None:
-    """Whatever goes wrong as a request begins, waiting or not, the next one comes in."""
+    """If the start of a request raises, queued or not, the next request is admitted."""
 
     async def run() -> None:
         load = Load(in_flight=0, queued=0, connections=0, ready=True, draining=False)

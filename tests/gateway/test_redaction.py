@@ -1,4 +1,4 @@
-"""Secrets never leave the process: not on a page, not in a log; which settings are secrets, their types say."""
+"""Secrets never leave the process, in a page or in a log; the types of the settings mark which ones are secrets."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from kvroute.gateway.settings import GatewaySettings
 from kvroute.topology import parse
 
 NO_SECRETS = {"listen.tls.key", "admin.tls.key", "prompt.tokenizer", "upstream_key_env", "cache_salt_secret_env"}
-"""Settings that sound like secrets: paths of files, and names of environment variables."""
+"""Settings whose names look like secrets but are paths of files or names of environment variables."""
 
 
 def test_a_setting_that_sounds_like_a_secret_is_marked_as_one() -> None:
-    """Mark a new one with `amounts.Secret`, or add it above if it is none."""
+    """Mark a new setting with `amounts.Secret`, or add it to `NO_SECRETS` if it is not a secret."""
     texts = [
         (".".join(path), known)
         for path, known in leaves(inspect.type_info(GatewaySettings))
@@ -35,7 +35,8 @@ def test_a_setting_that_sounds_like_a_secret_is_marked_as_one() -> None:
 
 
 def test_values_without_a_type_are_struck_out_by_name() -> None:
-    """What names itself a secret, hashes of keys, passwords and queries in URLs; all else stays."""
+    """Removed are values with the name of a secret, hashes of keys, and passwords and queries in URLs; all others
+    stay."""
     shown = redacted(
         {
             "keys": [{"name": "anna", "hash": "sha256:00", "concurrency": 4}, "sha256:11"],
@@ -62,13 +63,13 @@ def test_values_without_a_type_are_struck_out_by_name() -> None:
     )
 )
 def test_a_secret_is_struck_out_however_deep(settings: Any) -> None:
-    """Wherever a token stands, its text does not come out."""
+    """The text of a token is removed at every depth."""
     shown = json.dumps(redacted({"a": settings, "b": [{"c": {"push_token": "S3CRET!", "x": settings}}]}))
     assert "S3CRET!" not in shown
 
 
 def test_a_file_without_its_secrets_is_the_same_cluster() -> None:
-    """Every setting is given; comments, which may hold an older token, are gone."""
+    """Every setting is given; comments are removed because they may contain an old token."""
     section = yaml.safe_dump({SECTION: every_setting()})
     assert all(secret in section for secret in SECRETS)
     text = CLUSTER.partition(f"{SECTION}:")[0] + f"# once push_token: {SECRETS[0]}\n" + section

@@ -1,4 +1,4 @@
-"""Reading the cluster file again: what changes, what is carried over, what is refused, and what is said of it."""
+"""Reload of the cluster file: what changes, what is carried over, what is rejected, and what is logged."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _replays(log: Path) -> bool:
 
 
 def test_a_reload_changes_the_policy_and_a_wrong_file_changes_nothing() -> None:
-    """Requests under way stay where they are."""
+    """Requests in flight stay on their engines."""
 
     async def run() -> None:
         async with rig() as gate:
@@ -74,7 +74,7 @@ def test_a_reload_changes_the_policy_and_a_wrong_file_changes_nothing() -> None:
 
 @pytest.mark.parametrize("scraped", [True, False], ids=["engines-tell", "engines-do-not"])
 def test_requests_under_way_still_count(tmp_path: Path, scraped: bool) -> None:
-    """The new core counts what the old one has on each engine as load of others, until it has left."""
+    """The new core counts the old core's requests on each engine as load from others, until they end."""
     log = tmp_path / "events.log"
     path = "/metrics" if scraped else "/nowhere"
     section = f"{SELDOM}  scrape: {{interval: {'1 h' if scraped else '20 ms'}, path: {path}}}\n"
@@ -93,8 +93,8 @@ def test_requests_under_way_still_count(tmp_path: Path, scraped: bool) -> None:
             assert [len((await task).events) for task in tasks] == [80] * 12
             await until(lambda: not any(station.under_way for station in stations.values()))
 
-            # An engine that tells its load does so again only after an hour here. Nobody asks meanwhile: a word on an
-            # engine counts the new core's own requests, too.
+            # An engine that reports its load is scraped only once an hour here. The test sends no request meanwhile: a
+            # load event also counts the new core's own requests.
             def given_back() -> bool:
                 gate.gateway.serving.events.flush()  # type: ignore[union-attr]
                 return not any(event.running for event in _loads(log).values())
@@ -115,13 +115,14 @@ def test_requests_under_way_still_count(tmp_path: Path, scraped: bool) -> None:
 
 
 def _loads(log: Path) -> dict[str, InstanceMeasured]:
-    """The last word on each instance."""
+    """Return the latest load event of each instance."""
     events = [record.event for record in read_log(log)[1]]
     return {event.instance: event for event in events if isinstance(event, InstanceMeasured)}
 
 
 def test_what_is_cached_where_is_known_still(tmp_path: Path) -> None:
-    """Every chain of every instance, and the log that begins with the reload replays; with other blocks nothing is."""
+    """Every chain of every instance is carried over, and the log that begins with the reload replays; with another
+    block size no chain is carried over."""
     log = tmp_path / "events.log"
     section = f"  log: {{events: {log}}}\n"
 
@@ -147,8 +148,8 @@ def test_what_is_cached_where_is_known_still(tmp_path: Path) -> None:
 
 
 def test_what_foresight_has_learned_stays_known(tmp_path: Path) -> None:
-    """By the new core and in its log, whether foresight decides or is in the shadow; of a tier for which the new file
-    promises something else, nothing."""
+    """The new core and its log contain it, both for foresight as policy and as shadow policy. Nothing is carried over
+    for a tier whose capacity differs in the new file."""
     log = tmp_path / "events.log"
     section = f"  log: {{events: {log}}}\n"
     faster = CLUSTER.replace(
@@ -195,7 +196,7 @@ def test_what_foresight_has_learned_stays_known(tmp_path: Path) -> None:
 
 
 def test_kv_events_are_followed_without_a_break() -> None:
-    """What engines have told stays known, what they tell later is added, and no gap is seen."""
+    """Blocks from earlier events stay known, later events are added, and no gap is detected."""
 
     async def run() -> None:
         section = "  prefix: events\n"
@@ -205,7 +206,7 @@ def test_kv_events_are_followed_without_a_break() -> None:
                 prefix = gate.gateway.serving.control.prefix
                 return sum(prefix.used_blocks(index) for index in range(4))
 
-            # What an engine tells before the gateway listens is only known with what it tells next.
+            # Events published before the gateway subscribes become known only with the next event.
             for asked in itertools.count(1):
                 assert (await gate.ask(list(range(10_000 * asked, 10_000 * asked + 1_600)))).status == 200
                 if await becomes_true(partial(lambda least: known() >= least, asked * 2 * 99), patience_s=5):
@@ -222,7 +223,7 @@ def test_kv_events_are_followed_without_a_break() -> None:
 
 
 def test_health_and_breakers_stay_as_they_are() -> None:
-    """Who was down is down, and comes back by its next good check; an open breaker stays open."""
+    """An instance that is down stays down until its next passed check; an open breaker stays open."""
 
     async def run() -> None:
         section = "  health: {interval: 20 ms, failures: 1}\n  breaker: {failures: 2, open: 1 h}\n"
@@ -244,7 +245,7 @@ def test_health_and_breakers_stay_as_they_are() -> None:
 
 
 def test_who_comes_back_around_a_reload_is_taken_back() -> None:
-    """The new checks know who was down, so that their first good one counts."""
+    """The new health checks start with the old state, so that their first passed check changes it."""
 
     async def run() -> None:
         section = "  health: {interval: 1 h, failures: 1}\n"
@@ -264,14 +265,14 @@ def test_who_comes_back_around_a_reload_is_taken_back() -> None:
 
 
 def test_three_reloads_at_once_come_one_after_the_other() -> None:
-    """With a watcher that takes its time to end."""
+    """A collector that takes some time to stop is running."""
     inside: list[str] = []
     most: list[int] = []
 
     def one_by_one(reader: Callable[[], Deployment], policy: str) -> Callable[[], Deployment]:
         def read() -> Deployment:
             inside.append(policy)
-            time.sleep(0.05)  # so that another one would be seen
+            time.sleep(0.05)  # long enough to detect another one
             most.append(len(inside))
             inside.remove(policy)
             return reader()
@@ -296,7 +297,8 @@ def test_three_reloads_at_once_come_one_after_the_other() -> None:
 def test_whatever_a_reader_stumbles_over_the_old_file_is_served(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A fault of the file, of a file that it names, or of ours: refused, and said in one line each."""
+    """An error of the file, of a file that it names, or of the code: the reload is rejected, with one log line for
+    each."""
     notes = tmp_path / "notes"
     notes.write_text("somebody's")
 
@@ -322,7 +324,7 @@ def test_whatever_a_reader_stumbles_over_the_old_file_is_served(
 
 
 def test_settings_are_taken_up_or_it_is_said_that_they_are_not(caplog: pytest.LogCaptureFixture) -> None:
-    """Retries, the operator's token and names at once; addresses and tracing with a new process."""
+    """Retries, the admin token and host names apply at once; addresses and tracing need a new process."""
     token, other = "a" * 20, "b" * 20
 
     async def push(gate: Rig, shown: str, host: str) -> int:
@@ -370,7 +372,7 @@ def test_settings_are_taken_up_or_it_is_said_that_they_are_not(caplog: pytest.Lo
 
 
 def test_a_new_certificate_is_shown_from_then_on(tmp_path: Path) -> None:
-    """To clients that connect; TLS itself stays on."""
+    """New TLS connections get it; TLS itself stays on."""
     curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-subj", "/CN=localhost"]
     for name in ("a", "b"):
         files = ["-keyout", f"{tmp_path}/{name}.key", "-out", f"{tmp_path}/{name}.pem"]
@@ -392,7 +394,7 @@ def test_a_new_certificate_is_shown_from_then_on(tmp_path: Path) -> None:
 
 
 def test_numbers_in_the_log_go_on(tmp_path: Path) -> None:
-    """No two requests of one process have the same."""
+    """No two requests of one process have the same number."""
 
     async def run() -> None:
         async with rig() as gate:
@@ -405,7 +407,8 @@ def test_numbers_in_the_log_go_on(tmp_path: Path) -> None:
 
 
 def test_a_gateway_is_ready_when_its_engines_have_said_so() -> None:
-    """Not before their health is known, and not at all without them; a reload does not make it wait again."""
+    """The gateway is not ready before the health of its engines is known, or without engines; after a reload it stays
+    ready."""
 
     async def dead() -> None:
         with socket.socket() as closed:
@@ -432,7 +435,8 @@ def test_a_gateway_is_ready_when_its_engines_have_said_so() -> None:
 
 
 def test_a_signal_to_the_process_reads_the_file_again(tmp_path: Path) -> None:
-    """From its very start on, however often it comes; a wrong file changes nothing, and SIGTERM ends it well."""
+    """SIGHUP works from the start of the process and repeatedly; a wrong file changes nothing, and SIGTERM ends the
+    process without error."""
     file, ready = tmp_path / "cluster.yaml", tmp_path / "ready.json"
     file.write_text(CLUSTER)
     command = [sys.executable, "-m", "kvroute.cli.app", "serve", str(file), "--embedded", "--ready-file", str(ready)]
@@ -461,14 +465,14 @@ def test_a_signal_to_the_process_reads_the_file_again(tmp_path: Path) -> None:
 
 
 def _replace(file: Path, text: str) -> None:
-    """Write a file at once: a reload that is still under way must not read half of it, which it would refuse."""
+    """Replace the file atomically: a reload in progress would reject a half-written file."""
     half = file.with_suffix(".half")
     half.write_text(text)
     half.replace(file)
 
 
 def _serves(process: subprocess.Popen[bytes], ready: Path) -> str:
-    """The address, once it serves; from the moment that it hears it is told to read its file again all the while."""
+    """Wait until the process serves and return its URL; send SIGHUP repeatedly as soon as the process handles it."""
     told = 0
     while not (ready.exists() and (text := ready.read_bytes()).endswith(b"}")):
         assert process.poll() is None
@@ -481,13 +485,13 @@ def _serves(process: subprocess.Popen[bytes], ready: Path) -> str:
 
 
 def _hears(pid: int) -> bool:
-    """Whether a process has a handler for SIGHUP."""
+    """Return whether the process has a handler for SIGHUP."""
     caught = Path(f"/proc/{pid}/status").read_text().partition("SigCgt:")[2].split()[0]
     return bool(int(caught, 16) & 1 << signal.SIGHUP - 1)
 
 
 def _get(url: str, status: bool = False) -> str:
-    """A page, or its status; empty: there is none."""
+    """Return a page or its status; empty if there is no response."""
     try:
         with urllib.request.urlopen(url, timeout=10) as answer:
             return str(answer.status) if status else str(answer.read().decode())

@@ -1,4 +1,4 @@
-"""Scraping: pages read as Prometheus's own parser reads them, counters into transfers, a scraper on real sockets."""
+"""Scraping: pages parsed as by Prometheus's own parser, counters converted to transfers, a scraper on real sockets."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ kvroute:kv_transfers_total{source="prefill0"} 6.0
 
 
 def test_a_page_of_vllm() -> None:
-    """Two data-parallel ranks: counts added up, shares averaged, names that only begin alike left out."""
+    """With two data-parallel ranks, counts are summed, shares averaged, and names with the same prefix ignored."""
     assert read_metrics(VLLM.encode()) == EngineMetrics(
         running=7,
         waiting=1,
@@ -72,7 +72,7 @@ def test_a_page_of_vllm() -> None:
 
 
 def test_pages_of_other_engines() -> None:
-    """SGLang's names, an older vLLM's, and none at all."""
+    """The pages use SGLang's names, an older vLLM's names, or none."""
     sglang = b'sglang:num_running_reqs{model_name="m"} 5\nsglang:num_queue_reqs 2\nsglang:token_usage 0.125\n'
     assert read_metrics(sglang) == EngineMetrics(running=5, waiting=2, kv_used_share=0.125)
     old = b"vllm:num_requests_running 1\nvllm:num_requests_waiting 2\nvllm:gpu_cache_usage_perc 0.5"
@@ -104,7 +104,7 @@ LOADED = b"vllm:num_requests_running 1\n"
 
 
 def test_numbers_that_no_engine_has_are_skipped() -> None:
-    """They would overflow where they are counted, and too many digits are no int to Python."""
+    """Such numbers would overflow in the counters, and Python cannot convert a number of too many digits."""
     digits = b"1" * 5000
     config = b'vllm:cache_config_info{block_size="%b",num_gpu_blocks="%b"} 1\n' % (digits, digits)
     page = LOADED + b"vllm:num_requests_waiting %b\nkvroute:kv_transfers_total 1e308\n" % digits + config
@@ -121,7 +121,7 @@ def test_a_line_that_is_too_long_is_skipped() -> None:
 
 
 def test_a_page_is_read_in_slices_and_its_series_are_bounded() -> None:
-    """However many series it has, others have their turn every 16 KiB of what is read."""
+    """For any number of series, other tasks get a turn after every 16 KiB."""
 
     def page(series: int) -> bytes:
         return LOADED + b"".join(
@@ -222,14 +222,14 @@ GROWTH = st.lists(
 
 @given(GROWTH)
 def test_differences_add_up_to_what_was_transferred(growth: list[tuple[str, int, int, int, bool]]) -> None:
-    """Whenever the engine restarts between two pages, nothing that it shows afterwards is lost or told twice."""
+    """If the engine restarts between two pages, no later transfer is lost or counted twice."""
     counters = TransferCounters("d0")
     assert counters.measured(0.0, {}) == []
     totals: dict[str, TransferTotals] = {}
     truth: dict[str, list[float]] = {}
     told: dict[str, list[float]] = {}
     for source, kv_bytes, seconds, transfers, restarts in growth:
-        # After a restart that hides behind higher counts, no difference could tell; real ones start low.
+        # A difference cannot reveal a restart after which the counts are already higher; real counters start low.
         if restarts and source in totals and totals[source].kv_bytes > kv_bytes:
             totals = {}
         old = totals.get(source, TransferTotals())
@@ -253,7 +253,7 @@ def test_the_first_page_only_says_where_to_count_from() -> None:
 
 
 class Engine:
-    """A server with one page; counts how often and how many at a time it was asked."""
+    """A server with one page; it counts the requests and the highest number at the same time."""
 
     def __init__(self) -> None:
         self.page: bytes | None = b"vllm:num_requests_running 1\n"
@@ -294,7 +294,7 @@ class Engine:
 
 
 class Heard:
-    """What was emitted, and a way to wait for more."""
+    """Collects the emitted events and waits for more."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -332,7 +332,7 @@ def loaded(running: int, transferred: int, started: int = 1) -> bytes:
 
 
 def test_a_scraper_tells_load_transfers_and_restarts() -> None:
-    """And after a failure it keeps quiet until the engine can be read again."""
+    """After a failure it emits nothing until the engine can be read again."""
 
     async def scenario() -> None:
         engine, heard, restarts = Engine(), Heard(), []
@@ -442,7 +442,8 @@ def test_a_slow_engine_is_never_asked_twice_at_a_time_and_others_have_their_turn
 
 @pytest.mark.parametrize("fault", ["silent", "endless", "refused", "status"])
 def test_an_engine_that_comes_back_is_read_again(fault: str) -> None:
-    """One that was gone and does not say when it started holds nothing; one that was only ill still does."""
+    """If it was gone and does not report its start time, its cache counts as empty; if only its page failed, the cache
+    is kept."""
 
     async def scenario() -> None:
         engine, heard = Engine(), Heard()

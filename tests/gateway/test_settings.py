@@ -1,4 +1,4 @@
-"""The `gateway` section: defaults as documented, every corruption on its line, every fault with its mend, at once."""
+"""The `gateway` section: documented defaults, the line of each error, its fix in the message, all errors at once."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ LIVE = MACHINES + "instances:\n" + FIRST + SECOND
 
 
 def said(text: str, environ: dict[str, str] | None = None) -> list[FileError]:
-    """What is wrong with a section."""
+    """Return the errors of a section."""
     with pytest.raises(InputErrors) as caught:
         settings_of(text, "f", ENVIRON if environ is None else environ)
     problems = caught.value.problems
@@ -95,7 +95,7 @@ def said(text: str, environ: dict[str, str] | None = None) -> list[FileError]:
 
 
 def refused(text: str, *, embedded: bool = False) -> list[FileError]:
-    """What is wrong with a whole file."""
+    """Return the errors of a whole file."""
     with pytest.raises(InputErrors) as caught:
         deployment_of(text, "f", embedded=embedded, environ={})
     return [problem for problem in caught.value.problems if isinstance(problem, FileError)]
@@ -156,7 +156,8 @@ def test_what_is_said_of_offloading_is_what_the_core_gets(tmp_path: Path) -> Non
 
 
 def test_the_documented_defaults_of_offloading_are_the_defaults() -> None:
-    """Those of the settings, and those of the policy but for what live engines cannot do."""
+    """The documented defaults equal those of the settings, and those of the policy except where live engines cannot
+    follow it."""
     read = settings_of(OFFLOADED, "f").offload
     assert settings_of("gateway: {offload: {}}", "f").offload == OffloadSection()
     assert read is not None
@@ -212,7 +213,8 @@ def test_faults_of_offloading_are_told_with_their_line(line: str, field: str, sa
 
 @pytest.mark.parametrize("protocol", ["sglang", "mooncake"])
 def test_prefixes_are_copied_by_one_protocol_only(protocol: str) -> None:
-    """Who prefills and speaks another one is named, with its line; `scarce` copies nothing and needs nothing."""
+    """Prefill instances with another protocol are named, with their lines; `scarce` copies nothing and needs no
+    protocol."""
     text = (ROOT / "examples" / "two-datacenters.yaml").read_text(encoding="utf-8")
     ports = iter(range(8000, 9000))
 
@@ -234,7 +236,7 @@ def test_a_cluster_that_cannot_offload_is_told_so() -> None:
 
 
 def test_offloading_is_not_held_against_nodes_that_could_not_be_read() -> None:
-    """What stands for the number of GPUs has no NIC for each of them."""
+    """The placeholder for the number of GPUs has no NIC per GPU."""
     text = (ROOT / "examples" / "two-datacenters.yaml").read_text(encoding="utf-8")
     (problem,) = refused(
         text.replace("{name: fast1, rack: fast-rack, gpus: 8", "{name: fast1, rack: fast-rack, gpus: 8x")
@@ -259,7 +261,8 @@ def test_a_decode_instance_that_may_come_to_prefill_needs_its_bootstrap_server()
 
 @pytest.mark.parametrize("section", ["offload: {layerwise: true}", "layerwise: true"])
 def test_who_is_asked_early_must_say_where(section: str) -> None:
-    """At a site that only prefills, or everywhere; emulated engines say so themselves."""
+    """Layer-wise transfer from prefill-only sites or everywhere needs a bootstrap address; emulated engines have one by
+    themselves."""
     text = (ROOT / "examples" / "two-datacenters.yaml").read_text(encoding="utf-8").partition("\ngateway:")[0]
     text += f"\ngateway:\n  {section}\n"
     assert deployment_of(text, "f", embedded=True, environ={})
@@ -294,7 +297,7 @@ KEY = re.compile(r"(?<=[{ ])[a-z_]+(?=:(?: |$))", re.M)
 
 @st.composite
 def corrupted(draw: st.DrawFn) -> tuple[str, int]:
-    """A full section with one key or one value replaced by what fits nowhere, and its line."""
+    """Draw a full section with one key or value replaced by an invalid one, and its line."""
     if draw(st.booleans()):
         start, end = draw(st.sampled_from([m.span() for m in KEY.finditer(FULL) if m[0] not in ("alice", "llama")]))
         new = draw(st.sampled_from(["kye", "Listen", "no-such-key"]))
@@ -393,7 +396,7 @@ FAULTS = {
 
 
 def patterns(kind: msgspec.inspect.Type) -> Iterator[tuple[str, str]]:
-    """Every pattern of text below a type, with a text that fits it."""
+    """Yield every pattern of text in a type, with a text that matches it."""
     seen: set[int] = set()
     rest: list[object] = [kind]
     while rest:
@@ -416,7 +419,7 @@ def patterns(kind: msgspec.inspect.Type) -> Iterator[tuple[str, str]]:
 MULTILINE = {r"\S"}
 """Queries in PromQL may have several lines."""
 FITTING = {r"^sha256:[0-9a-f]{64}\Z": hash_text("a"), r"^[!-~]{16,1000}\Z": "0123456789abcdefg"}
-"""Texts for the patterns whose example is a description."""
+"""Matching texts for the patterns whose example is a description."""
 
 
 def test_no_text_of_a_cluster_file_ends_in_a_newline() -> None:
@@ -475,7 +478,7 @@ WRONG = [
     "none_such: 3",
     "tracing: []",
 ]
-"""Parts of a section, each with one fault of form or of meaning."""
+"""Parts of a section, each with one error in form or meaning."""
 
 
 @given(st.lists(st.sampled_from(WRONG), unique=True, min_size=1))
@@ -485,7 +488,7 @@ def test_no_fault_hides_another(parts: list[str]) -> None:
 
 
 def test_a_section_is_read_whatever_stands_beside_it() -> None:
-    """The line numbers are the file's; other sections' faults are for others to tell."""
+    """The line numbers are those of the file; errors of other sections are not reported."""
     text = "nodes: *none\nname: 7\ngateway:\n  policy: cla\n"
     value, lines = read_section(text, "f", "gateway", GatewaySettings)
     assert (value.policy, lines.error("x", ("gateway", "policy")).line) == ("cla", 4)
@@ -559,7 +562,8 @@ def test_emulated_engines_need_no_endpoint() -> None:
 )
 @settings(max_examples=80, deadline=None)
 def test_a_served_cluster_has_partners_for_every_protocol(instances: list[tuple[str, str]]) -> None:
-    """Accepted if and only if each protocol that prefills for others also decodes for others, and the reverse."""
+    """A cluster is accepted exactly if each protocol with a prefill-only instance has a decode-only instance, and the
+    reverse."""
     text = MACHINES + "instances:\n"
     for index, (role, protocol) in enumerate(instances):
         endpoint = f'{{url: "http://h{index}:1", protocol: {protocol}, bootstrap: "h{index}:2"}}'
@@ -576,12 +580,12 @@ def test_a_served_cluster_has_partners_for_every_protocol(instances: list[tuple[
         assert paired
 
 
-# Files beside it
+# Files named in the cluster file
 
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two certificates with their keys, a.pem and b.pem, and a.key locked as locked.key."""
+    """Return a folder with two certificates and their keys, a.pem and b.pem, and a.key encrypted as locked.key."""
     folder = tmp_path_factory.mktemp("tls")
     curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-subj", "/CN=localhost"]
     for name in ("a", "b"):

@@ -1,4 +1,4 @@
-"""A gateway with a policy in the shadow: it counts, says and records what that one would have done."""
+"""A gateway with a shadow policy: it counts, shows and records the decisions that this policy would have made."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ASKED = 6
     [("foresight", "", "foresight"), ("netkv", "foresight-closed", "foresight-closed"), ("netkv", "cla", "")],
 )
 def test_what_foresight_learns_is_shown(policy: str, shadow: str, learns: str) -> None:
-    """To the dashboard and to Prometheus alike: the tier of the cluster's two racks, and nothing without foresight."""
+    """Dashboard and Prometheus show the tier between the cluster's two racks; without foresight they show nothing."""
 
     async def run() -> None:
         async with rig(f"  policy: {policy}\n  shadow: {shadow}\n" if shadow else f"  policy: {policy}\n") as gate:
@@ -51,7 +51,7 @@ def test_what_foresight_learns_is_shown(policy: str, shadow: str, learns: str) -
 
 @pytest.mark.parametrize(("shadow", "differ"), [("round-robin", ASKED // 2), ("netkv", 0)])
 def test_a_shadow_is_counted_and_not_obeyed(tmp_path: Path, shadow: str, differ: int) -> None:
-    """One request after another from one prompt: NetKV stays in the rack, round-robin would not."""
+    """The requests come one after the other with the same prompt: NetKV stays in the rack, round-robin would not."""
     log = tmp_path / "events.log"
 
     async def run() -> None:

@@ -1,4 +1,5 @@
-"""A client that reads slowly, through the whole gateway: its engine is slowed down, and nothing is lost or held."""
+"""A client that reads slowly, through the whole gateway: its engine is slowed down, and no byte is lost or buffered
+without bound."""
 
 from __future__ import annotations
 
@@ -19,18 +20,18 @@ from kvroute.types import KvProtocol
 EVENT_BYTES = 64 * 1024
 TOTAL_BYTES = 100 * 1024 * 1024
 SYSTEM_MAX_BYTES = 48 * 1024 * 1024
-"""What the buffers of four sockets may hold, the system's largest, and the gateway between them."""
+"""Upper bound of the bytes in the gateway and in the buffers of four sockets at the largest system size."""
 STILL_TURNS = 300
-"""Of the loop that all three share, without a byte: nothing moves any more."""
+"""Number of turns of the shared event loop without a new byte after which all transfers count as stopped."""
 
 
 def sse(index: int) -> bytes:
-    """One event of the stream."""
+    """Return one event of the stream."""
     return b"data: %b\n\n" % (b"%015d-" % index * (EVENT_BYTES // 16))[: EVENT_BYTES - 8]
 
 
 class Reader(asyncio.Protocol):
-    """A client that asks, and reads nothing until it is told to; counts and hashes the body."""
+    """A client that sends its request and reads nothing until the test resumes it; it counts and hashes the body."""
 
     def __init__(self, request: bytes) -> None:
         self.body_bytes = 0
@@ -55,13 +56,13 @@ class Reader(asyncio.Protocol):
 
 
 class Source:
-    """What a decode engine streams, as fast as it is taken."""
+    """The stream of a decode engine, sent as fast as the peer reads."""
 
     def __init__(self) -> None:
         self.taken_bytes = 0
 
     async def serve(self, _: Engine, request: web.BaseRequest, __: Asked) -> web.StreamResponse:
-        """Stream it."""
+        """Send the stream."""
         response = await begun(request)
         for index in range(TOTAL_BYTES // EVENT_BYTES):
             await response.write(sse(index))
@@ -70,7 +71,7 @@ class Source:
         return response
 
     async def rests(self) -> int:
-        """How much was taken once nothing moves any more."""
+        """Wait until no more bytes are taken; return the number of bytes taken."""
         still, before = 0, -1
         while still < STILL_TURNS:
             await asyncio.sleep(0)
@@ -79,7 +80,7 @@ class Source:
 
 
 async def reader_of(port: int) -> Reader:
-    """A client with a small receive buffer, at rest."""
+    """Connect a client with a small receive buffer that does not read."""
     body = msgspec.json.encode(completion(stream=True))
     head = b"POST %b HTTP/1.1\r\nHost: g\r\nContent-Length: %d\r\n\r\n" % (COMPLETIONS.encode(), len(body))
     sock = socket.socket()
@@ -93,7 +94,7 @@ async def reader_of(port: int) -> Reader:
 
 @pytest.mark.parametrize("protocol", ["vllm", "sglang"])
 def test_what_a_client_does_not_read_stays_in_the_engine(protocol: KvProtocol) -> None:
-    """Then it reads, in fits and starts, and everything arrives as it was sent; somebody else is served meanwhile."""
+    """The client then reads in bursts and receives all bytes unchanged; another client is served meanwhile."""
 
     async def main() -> None:
         source = Source()
@@ -123,7 +124,7 @@ def test_what_a_client_does_not_read_stays_in_the_engine(protocol: KvProtocol) -
 
 
 def test_a_client_that_never_reads_is_cut_off_and_its_engine_freed() -> None:
-    """After the time that the settings give it; the engine sees its connection close."""
+    """The gateway closes both connections after the timeout in the settings."""
 
     async def main() -> None:
         source, left = Source(), asyncio.Event()

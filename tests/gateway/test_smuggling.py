@@ -1,4 +1,5 @@
-"""Requests that two parsers could frame in two ways, and answers that try to be two, do not get through the gateway."""
+"""The gateway passes no request that two parsers could frame in different ways, and no response that contains a second
+one."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ def request(head: bytes, body: bytes = BODY, line: bytes = b"POST %b HTTP/1.1\r\
 
 
 def ambiguous() -> Iterator[bytes]:
-    """Requests with another one behind, each of which some parser takes for more, for less or for something else."""
+    """Yield requests with a second one behind them; for each, some parsers disagree about where it ends or what it
+    is."""
     for coding in (
         *(b"chunked, chunked", b"chunked, identity", b"identity, chunked", b"identity", b"gzip", b"gzip, chunked"),
         *(b"xchunked", b"chunkedx", b"chunked;q=1", b'"chunked"', b"\x0bchunked", b"chunked\x00", b"c\x00hunked"),
@@ -96,7 +98,7 @@ def ambiguous() -> Iterator[bytes]:
     ):
         yield request(LENGTH, line=first % path)
     yield b"POST %b HTTP/1.0\r\n" % path + CHUNKED + b"\r\n" + CHUNKS + HIDDEN
-    yield b"POST %b HTTP/1.1\r\n" % path + LENGTH + b"\r\n" + BODY + HIDDEN  # without a Host header
+    yield b"POST %b HTTP/1.1\r\n" % path + LENGTH + b"\r\n" + BODY + HIDDEN  # no Host header
 
 
 ATTACKS = tuple(ambiguous())
@@ -104,7 +106,7 @@ GOOD = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 async def said_to(port: int, parts: list[bytes]) -> bytes:
-    """All that the gateway says to these bytes."""
+    """Send the parts and return everything that the gateway answers."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     said = b""
     try:
@@ -124,7 +126,7 @@ async def said_to(port: int, parts: list[bytes]) -> bytes:
 
 @pytest.mark.parametrize("how", ["whole", "behind-another", "in-halves"])
 def test_a_hundred_ambiguous_requests_are_refused_and_no_engine_hears_of_them(how: str) -> None:
-    """Nor of what is hidden behind; the gateway serves the next client."""
+    """The hidden request reaches no engine either, and the gateway serves the next client."""
     assert len(set(ATTACKS)) >= 100
 
     async def main() -> None:
@@ -160,7 +162,7 @@ SECOND = b"HTTP/1.1 200 OK\r\nX-Injected: 1\r\nContent-Length: 8\r\n\r\ninjected
 
 @pytest.mark.parametrize("head", [*SPLIT, b"Content-Length: 2\r\n"])
 def test_an_answer_is_one_answer_whatever_the_engine_says(head: bytes) -> None:
-    """What an engine sends behind its answer, or inside of its headers, reaches no client: not this one, and not the
+    """Bytes that an engine sends after its response or inside its headers reach no client: neither this one nor the
     next one on the same connection to the engine."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -178,7 +180,7 @@ def test_an_answer_is_one_answer_whatever_the_engine_says(head: bytes) -> None:
     async def main() -> None:
         server = await asyncio.start_server(answer, "127.0.0.1", 0)
         prefill, decode = sides("vllm")
-        # One engine of each side, which is why there are two servers in one.
+        # Two servers in one, because there is one engine of each role.
         other = await asyncio.start_server(answer, "127.0.0.1", 0)
         engines = [prefill[0], decode[0]]
         for engine, listening in zip(engines, (server, other), strict=True):
@@ -196,7 +198,7 @@ def test_an_answer_is_one_answer_whatever_the_engine_says(head: bytes) -> None:
 
 
 def test_a_request_id_cannot_split_an_answer() -> None:
-    """It comes back in the answer; a line end in it is refused before."""
+    """The ID is sent back in the response; a line end in it is rejected before."""
 
     async def main() -> None:
         prefill, decode = sides("vllm")
@@ -228,7 +230,7 @@ def test_a_body_that_is_nested_very_deep_is_a_clients_fault(path: str, opening: 
 
 @pytest.mark.parametrize("port", ["listen", "admin"])
 def test_old_versions_of_tls_are_not_spoken(tmp_path: Path, port: str) -> None:
-    """1.2 and 1.3 are. On either port, which says so to clients that speak plain HTTP."""
+    """Both ports accept TLS 1.2 and 1.3 only, and they answer plain HTTP with a message about it."""
     names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
     key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-keyout", "key.pem"]
     command = ["openssl", "req", "-x509", *key, "-out", "cert.pem", "-days", "2", *names]

@@ -1,4 +1,4 @@
-"""The dashboard's state: splits, rates, rings and the map against obvious models."""
+"""The dashboard's state: splits, rates, ring buffers and the map against simple models."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _decode(number: int, tier: int = 2) -> Decode:
 def test_splits_are_those_of_the_last_minute(
     seen: list[tuple[float, str, int | None, float, tuple[float, ...]]],
 ) -> None:
-    """Requests, percentiles, means and tiers per policy, as counted by hand over a growing clock."""
+    """Requests, percentiles, means and tiers per policy are recomputed from all requests while time passes."""
     state, at, entries = _state(), 0.0, []
     for step_s, policy, tier, kv_bytes, parts in seen:
         at += step_s
@@ -87,7 +87,7 @@ def test_splits_are_those_of_the_last_minute(
 
 
 def test_a_whole_answer_counts_for_tiers_and_not_for_times() -> None:
-    """Nobody has seen its first token; alone, it leaves times of 0."""
+    """A non-streaming response has no time to the first token; if there is no other request, the times are 0."""
     state = _state()
     state.whole_answer(1.0, tier=3, kv_bytes=5.0)
     [split] = state.snapshot(1.0).tick.splits
@@ -100,7 +100,7 @@ def test_a_whole_answer_counts_for_tiers_and_not_for_times() -> None:
 
 
 def test_parts_keep_their_names() -> None:
-    """Each part is shown as what it was recorded as, and the total is their sum."""
+    """Each part is shown under the name with which it was recorded, and the total is their sum."""
     state = _state()
     ttft = Ttft(0.01, 0.2, 0.03, 0.004)
     assert ttft.total_s == pytest.approx(0.244)
@@ -112,7 +112,7 @@ def test_parts_keep_their_names() -> None:
 
 
 def test_percentiles_are_counted_again_after_a_second() -> None:
-    """Between two looks within a second they stay; later they follow."""
+    """Two ticks within a second give the same values; later ones give new values."""
     state = _state()
     counts = []
     for at in (1.0, 1.5, 2.0):
@@ -122,7 +122,7 @@ def test_percentiles_are_counted_again_after_a_second() -> None:
 
 
 def test_the_newest_requests_are_remembered() -> None:
-    """More than fit: the oldest make room, one by one."""
+    """Beyond the limit, the oldest requests are dropped one by one."""
     state = _state()
     for number in range(REQUESTS_MOST + 10):
         state.first_token(Ttft(0.0, 0.0, 0.0 if number < 10 else 1.0), 1.0, tier=0)
@@ -133,7 +133,7 @@ def test_the_newest_requests_are_remembered() -> None:
 
 @given(st.lists(st.floats(0, 30), max_size=80), st.floats(0, 30))
 def test_a_rate_is_the_mean_over_whole_seconds(steps_s: list[float], wait_s: float) -> None:
-    """As counted by hand from all times; the second that still runs does not count."""
+    """The rate is recomputed from all times; the current second does not count."""
     rate, times, at = Rate(), [], 0.0
     for step_s in steps_s:
         at += step_s
@@ -147,7 +147,7 @@ def test_a_rate_is_the_mean_over_whole_seconds(steps_s: list[float], wait_s: flo
 
 
 def test_rates_count_what_they_say() -> None:
-    """Rejects and errors are apart: a 503 is a reject, a 4xx neither."""
+    """Rejects and errors are separate: a 503 is a reject, a 4xx is neither."""
     state = _state()
     for _ in range(20):
         state.arrived(0.5)
@@ -163,7 +163,7 @@ def test_rates_count_what_they_say() -> None:
 
 
 def test_a_transfer_is_shown_until_shortly_after_its_end() -> None:
-    """Under way, just landed, gone; ending one that is not there is nothing."""
+    """A transfer is shown while it runs and shortly after it; the end of an unknown transfer has no effect."""
     state = _state()
     state.transfer_started(_decode(1, tier=3), 10.0, 0.25)
     [moving] = state.tick(10.1).transfers
@@ -193,7 +193,7 @@ def test_many_transfers_are_counted_but_not_all_shown() -> None:
 
 
 def test_real_decisions_keep_their_terms() -> None:
-    """A prefill, a decode and a reject of the core, as the page gets them."""
+    """The page receives a prefill, a decode and a reject of the core."""
     core, state = ControlSpec(decode="netkv").build(CLUSTER), _state()
     [prefill] = core.handle(Arrived(0.0, Request(id=7, input_tokens=4000)))
     [decode] = core.handle(PrefillFinished(0.4, 7))
@@ -213,8 +213,8 @@ def test_real_decisions_keep_their_terms() -> None:
 
 
 def test_why_a_prompt_leaves_and_what_becomes_of_an_instance_is_shown() -> None:
-    """The offload's reason and figures, and the role that a converted instance will serve; nothing of either
-    otherwise."""
+    """A decision shows the reason and figures of an offload, and the new role of an instance in a role switch; other
+    decisions show neither."""
     offload = Offload("away-site", "long", {"incremental_tokens": 9000.0, "away-site.finish_s": 1.5})
     left = judgement_of(1, 0.0, "netkv", Prefill(1, "far0", offload=offload))
     turned = judgement_of(2, 0.0, "netkv", Convert("decode0", "prefill"))
@@ -226,7 +226,8 @@ def test_why_a_prompt_leaves_and_what_becomes_of_an_instance_is_shown() -> None:
 
 @given(st.integers(1, 300), st.data())
 def test_the_candidates_shown_are_the_cheapest_and_the_chosen(count: int, data: st.DataObject) -> None:
-    """Room before none, then cost, then order; the chosen one is there even if a constraint chose a dearer one."""
+    """Feasible candidates come first, then by cost, then by order; the chosen one is shown even if a constraint chose a
+    dearer one."""
     cost = np.array(data.draw(st.lists(st.integers(0, 50), min_size=count, max_size=count)), dtype=np.float64)
     feasible = np.array(data.draw(st.lists(st.booleans(), min_size=count, max_size=count)), dtype=np.bool_)
     names = tuple(f"d{k:03}" for k in range(count))
@@ -246,7 +247,7 @@ def test_the_candidates_shown_are_the_cheapest_and_the_chosen(count: int, data: 
 
 
 def test_decisions_are_numbered_and_bounded() -> None:
-    """A tick brings the newest, a snapshot all that are remembered; numbers never repeat."""
+    """A tick contains the newest ones, a snapshot all that are stored; numbers never repeat."""
     state = _state()
     for number in range(3 * DECISIONS_MOST):
         state.decided(Reject(number, "no room"), 1.0)
@@ -284,7 +285,7 @@ steps = st.tuples(
 def test_bytes_on_the_wan_are_those_of_transfers_between_its_ends(
     moves: list[tuple[float, int, int, float, str]],
 ) -> None:
-    """Each way by itself: what is under way, and what has landed over the last seconds that are complete."""
+    """Each direction counts separately: transfers in flight, and completed ones over the last full seconds."""
     state = ClusterState(FAR, Load, policy="netkv", version="")
     at, landed = 0.0, list[tuple[float, bool, float]]()
     moving = dict[int, tuple[bool, float]]()
@@ -311,7 +312,8 @@ def test_bytes_on_the_wan_are_those_of_transfers_between_its_ends(
 
 
 def test_the_page_knows_sites_links_and_the_share_that_leaves() -> None:
-    """Who only prefills, what joins them, and how many of the last minute's prefills went there."""
+    """The page receives the prefill-only site, the WAN links, and the share of the last minute's prefills that were
+    offloaded."""
     state = ClusterState(FAR, Load, policy="netkv", version="")
     layout = state.layout
     assert [(site.name, site.role) for site in layout.sites] == [("local-site", "home"), ("prefill-site", "prefill")]
@@ -329,7 +331,7 @@ def test_the_page_knows_sites_links_and_the_share_that_leaves() -> None:
 
 
 def test_a_converted_instance_is_coloured_by_what_it_does_now() -> None:
-    """A decode instance that prefills is as full as its prefill queue."""
+    """The load of a decode instance that prefills is that of its prefill queue."""
     name = DECODES[0]
     load = Load(instances=(InstanceLoad(name=name, prefill_pending_s=0.5, requests=0, role="prefill"),))
     place = [instance.name for instance in CLUSTER.instances].index(name)
@@ -337,7 +339,7 @@ def test_a_converted_instance_is_coloured_by_what_it_does_now() -> None:
 
 
 def test_tiles_follow_the_layout_and_say_how_loaded_an_instance_is() -> None:
-    """A full batch and a second of pending prefill are full; what nobody speaks of is down."""
+    """A full batch and one second of pending prefill each count as full load; an instance without a report is down."""
     batch_max = CLUSTER.instances[0].batch_max
     load = Load(
         in_flight=9,
@@ -358,7 +360,7 @@ def test_tiles_follow_the_layout_and_say_how_loaded_an_instance_is() -> None:
 
 
 def test_another_cluster_gets_another_layout() -> None:
-    """After a reload, nothing points to places of the old map; what was decided before is void, not wrong."""
+    """After a reload, nothing refers to places of the old map; earlier decisions are dropped."""
     state = _state()
     before = state.layout.id
     state.transfer_started(_decode(1), 1.0)
@@ -375,7 +377,7 @@ def test_another_cluster_gets_another_layout() -> None:
 @settings(max_examples=20)
 @given(st.floats(allow_nan=True, allow_infinity=True))
 def test_the_page_gets_json_whatever_the_numbers(cost: float) -> None:
-    """No NaN nor Infinity, which no browser reads."""
+    """The JSON contains no NaN or Infinity, which browsers cannot parse."""
     terms = Terms(("d0",), np.array([cost]), np.array([True]), {"queue_s": np.array([cost])})
     state = _state()
     state.decided(Decode(1, "p", "d0", 1, 1.0, 1.0, 0, terms), 1.0)

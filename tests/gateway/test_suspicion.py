@@ -1,4 +1,4 @@
-"""Whose fault an error is: laws over one request's attempts; poison requests and broken engines behind a gateway."""
+"""Attribution of errors: laws over the attempts of one request; poison requests and broken engines behind a gateway."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ EMBEDDINGS = "/v1/embeddings"
 CALM = "  health: {interval: 1 h, panic: 0}\n  scrape: {interval: 1 h}\n"
 MARKER = b"POISON"
 FAILURES = 5
-"""Of a breaker, by default."""
+"""Default number of failures that opens a breaker."""
 
 OUTCOMES = st.sampled_from(["no_answer", "error", "error", "answered"])
 ATTEMPTS = st.lists(st.tuples(st.integers(0, 2), OUTCOMES, st.sampled_from(["prefill", "decode"])), max_size=6)
 
 
 def guards(failures: int) -> list[Guard]:
-    """Three instances."""
+    """Return the availability of three instances."""
     return [Guard(f"{number}", Breaker(failures=failures), lambda *_: None) for number in range(3)]
 
 
 def request(among: list[Guard], attempts: list[tuple[int, str, LegName]], status: int) -> None:
-    """One request: instance, outcome and leg of each attempt, and the status at its end."""
+    """Simulate one request with instance, outcome and leg of each attempt, and with its final status."""
     suspicion: Suspicion | None = None
     for number, outcome, leg in attempts:
         guard = among[number]
@@ -56,8 +56,8 @@ def opened(among: list[Guard]) -> list[str]:
 def test_no_request_counts_more_than_once_against_all_instances_together(
     attempts: list[tuple[int, str, LegName]], status: int
 ) -> None:
-    """A breaker that opens after one failure (or four errors): four equal requests open one breaker at most, and only
-    that of the instance that failed first."""
+    """With a breaker that opens after one failure (or four errors), four equal requests open at most one breaker: that
+    of the instance that failed first."""
     among = guards(1)
     for _ in range(4):
         request(among, attempts, status)
@@ -78,7 +78,7 @@ def test_a_request_that_two_instances_answer_with_errors_counts_against_none(
 
 @given(st.sampled_from(["prefill", "decode"]), st.sampled_from([0, 1]))
 def test_an_instance_that_fails_what_is_answered_later_opens(leg: LegName, by: int) -> None:
-    """Be it by another instance or by the same one."""
+    """The later answer may come from another instance or from the same one."""
     among = guards(FAILURES)
     for number in range(4 * FAILURES):
         assert opened(among) == [], number
@@ -87,7 +87,7 @@ def test_an_instance_that_fails_what_is_answered_later_opens(leg: LegName, by: i
 
 
 def test_a_request_under_suspicion_is_no_probe() -> None:
-    """The half-open instance waits for another request, which decides."""
+    """The half-open instance waits for another request as its probe."""
     among = guards(1)
     one = among[1]
     one.failed(one.started(-10.0), -10.0)
@@ -101,7 +101,7 @@ def test_a_request_under_suspicion_is_no_probe() -> None:
 
 
 def poisonous(of: Gate | None = None) -> Serve:
-    """An engine that answers every request with the marker with a 500, once the gate is open."""
+    """Return a handler that answers every request with the marker with a 500, once the gate is open."""
 
     async def serve(engine: Engine, request: web.BaseRequest, asked: Asked) -> web.StreamResponse:
         if MARKER not in asked.body:
@@ -114,12 +114,12 @@ def poisonous(of: Gate | None = None) -> Serve:
 
 
 def up(front: Front) -> list[str]:
-    """Instances that take requests."""
+    """Return the names of the available instances."""
     return sorted(name for name, station in front.gateway.serving.stations.items() if station.guard.up)
 
 
 def asked(engines: list[Engine]) -> int:
-    """Requests that have reached the engines."""
+    """Return the number of requests that have reached the engines."""
     return sum(len(engine.asked) for engine in engines)
 
 
@@ -130,7 +130,8 @@ def poison(number: int) -> dict[str, object]:
 @pytest.mark.parametrize("path", [COMPLETIONS, EMBEDDINGS])
 @pytest.mark.parametrize("failing_side", ["prefill", "decode", "both"])
 def test_ten_poison_requests_at_once_cost_no_other_client_an_answer(path: str, failing_side: str) -> None:
-    """All ten are with the engines before the first one is answered; default settings, several times over."""
+    """All ten requests are on the engines before the first one is answered, with default settings, three times in a
+    row."""
 
     async def main() -> None:
         prefill, decode = sides("vllm")
@@ -158,7 +159,7 @@ def test_ten_poison_requests_at_once_cost_no_other_client_an_answer(path: str, f
 @pytest.mark.parametrize("section", ["{}", "{attempts: 1}", "{share: 0, floor_per_s: 0}"])
 @pytest.mark.parametrize("status", [500, 503])
 def test_an_engine_that_fails_everything_is_left_alone_soon(section: str, status: int) -> None:
-    """Alone, or with another one; with retries, without, and where the budget allows none."""
+    """The engine is alone or has another one beside it; retries are on, off, or not covered by the budget."""
 
     async def main(count: int) -> None:
         engines = [Engine(f"engine{number}", "both") for number in range(count)]
@@ -177,7 +178,7 @@ def test_an_engine_that_fails_everything_is_left_alone_soon(section: str, status
 
 
 def test_a_request_that_one_instance_has_failed_is_no_probe_of_another() -> None:
-    """Its decode leg goes to an instance that is half-open, which waits for another request's verdict."""
+    """The decode leg of such a request goes to a half-open instance, which waits for the outcome of another request."""
 
     async def main() -> None:
         prefill, decode = sides("vllm")

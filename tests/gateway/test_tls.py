@@ -1,4 +1,4 @@
-"""TLS on both sides of the gateway: engines behind HTTPS, and clients that come over it."""
+"""TLS on both sides of the gateway: engines behind HTTPS, and clients over HTTPS."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STREAMS = pytest.mark.parametrize("streams", [False, True], ids=["whole", "strea
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with cert.pem and key.pem for 127.0.0.1."""
+    """Return a folder with cert.pem and key.pem for 127.0.0.1."""
     folder = tmp_path_factory.mktemp("tls")
     names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
     key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-keyout", "key.pem"]
@@ -32,8 +32,8 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_engines_behind_https(
     certificate: Path, trusted: bool, protocol: KvProtocol, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those whose certificate the system (or SSL_CERT_FILE) vouches for are spoken to, health checks included; to
-    others nothing is sent."""
+    """Engines whose certificate the system (or SSL_CERT_FILE) trusts get requests and health checks; other engines get
+    nothing."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(certificate / "cert.pem", certificate / "key.pem")
     if trusted:
@@ -60,7 +60,7 @@ def test_engines_behind_https(
 
 @STREAMS
 def test_clients_over_tls(certificate: Path, streams: bool) -> None:
-    """The whole way, on one connection for several requests."""
+    """The whole path uses TLS, with several requests on one connection."""
     trusting = ssl.create_default_context(cafile=str(certificate / "cert.pem"))
     files = f"certificate: {certificate}/cert.pem, key: {certificate}/key.pem"
 

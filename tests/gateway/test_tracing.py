@@ -1,4 +1,4 @@
-"""Traces as a collector receives them, and the context that engines receive."""
+"""Traces as a collector receives them, and the trace context that engines receive."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ UNSAMPLED = b"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-00"
 
 
 class Collector(HTTPServer):
-    """Takes OTLP/HTTP and keeps the spans."""
+    """Receives OTLP/HTTP and stores the spans."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
@@ -52,7 +52,7 @@ class _Export(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, format: str, *args: object) -> None:
-        """Tests are quiet."""
+        """Log nothing."""
 
 
 @contextmanager
@@ -69,7 +69,7 @@ def collector() -> Iterator[Collector]:
 
 
 def _exported(share: float, drive: Callable[[Tracer], None]) -> Collector:
-    """What the collector holds after a run, everything flushed."""
+    """Return the collector with the spans of a run, after a flush."""
     with collector() as server:
         tracer = tracer_of(server.url, share, version="1.2")
         try:
@@ -94,7 +94,8 @@ def _attributes(span: Span) -> dict[str, object]:
 
 
 def test_a_request_with_two_legs_and_a_retry() -> None:
-    """One root that continues the client's trace, a child per leg; each engine is told its own leg's span."""
+    """One root span continues the client's trace, with a child span per leg; each engine receives the span of its own
+    leg."""
     sent: list[tuple[bytes, bytes]] = []
 
     def drive(tracer: Tracer) -> None:
@@ -125,7 +126,7 @@ def test_a_request_with_two_legs_and_a_retry() -> None:
 
 
 def test_without_a_client_context_a_trace_begins_here() -> None:
-    """Two requests are two traces with nothing in common."""
+    """Two requests are two unrelated traces."""
     found: list[str] = []
 
     def drive(tracer: Tracer) -> None:
@@ -142,7 +143,7 @@ def test_without_a_client_context_a_trace_begins_here() -> None:
 
 @pytest.mark.parametrize(("share", "parent"), [(0.0, b""), (1.0, UNSAMPLED)], ids=["by-share", "by-client"])
 def test_what_is_not_sampled_is_not_exported_and_engines_know(share: float, parent: bytes) -> None:
-    """The engines get a context of the same trace that says: not sampled; exemplars get no id."""
+    """The engines get a context of the same trace without the sampled flag; exemplars get no ID."""
 
     def drive(tracer: Tracer) -> None:
         request = _traced(tracer, [(b"traceparent", parent)] if parent else [])
@@ -168,7 +169,7 @@ def test_a_sampled_parent_is_sampled_whatever_the_share() -> None:
 
 
 def test_a_broken_client_context_begins_a_new_trace() -> None:
-    """Anything may stand in a header."""
+    """Any bytes may occur in a header."""
 
     def drive(tracer: Tracer) -> None:
         for value in (b"", b"00-xyz", b"\xff\xfe", PARENT + b"-more", b"00-" + b"0" * 32 + b"-" + b"0" * 16 + b"-01"):
@@ -180,14 +181,14 @@ def test_a_broken_client_context_begins_a_new_trace() -> None:
 
 
 def test_off_nothing_is_traced_and_no_header_is_taken_away() -> None:
-    """The client's context is a header like any other then."""
+    """The client's context is then a header like any other."""
     tracer = tracer_of(None)
     assert tracer.request([(b"traceparent", PARENT)], "POST /v1/completions") is None
     assert not tracer.replaced
 
 
 def test_no_exporter_is_asked_for_without_a_url() -> None:
-    """And what is no URL or share is said before anything starts."""
+    """An invalid URL or share is reported before anything starts."""
     tracer = tracer_of(None)
     assert isinstance(tracer, PassingTracer)
     tracer.close()
@@ -198,7 +199,8 @@ def test_no_exporter_is_asked_for_without_a_url() -> None:
 
 
 def test_a_gateway_traces_its_legs_and_what_it_passes_on() -> None:
-    """A span per leg and engine, failed ones too; each engine is told its own; after the drain none is missing."""
+    """There is a span per leg and engine, also for failed ones; each engine receives its own span; after the drain all
+    are exported."""
     prefill, decode = sides("vllm")
     decode[0].serve = decode[1].serve = failing(503, times=1)
 

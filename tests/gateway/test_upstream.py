@@ -1,4 +1,5 @@
-"""Pools and calls: every call ends exactly once, connections are used again or closed, failures say where they fell."""
+"""Upstream pools and calls: every call ends exactly once, connections are reused or closed, failures give their
+phase."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ GET = request_bytes(b"GET", b"/", b"engine", [], b"")
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """Hanging is a failure, not a wait."""
+    """Run `main` with a time limit, so that a hang fails the test."""
 
     async def bounded() -> T:
         async with asyncio.timeout(HANGS_S):
@@ -41,7 +42,7 @@ def run(main: Coroutine[Any, Any, T]) -> T:
 
 
 class Heard:
-    """What a sink was told, in order."""
+    """A response handler that records its calls in order."""
 
     def __init__(self) -> None:
         self.status = 0
@@ -71,7 +72,7 @@ class Heard:
         self.over.set()
 
     def check(self) -> None:
-        """The order that every sink may count on."""
+        """Check the order of calls that is guaranteed to every response handler."""
         ends = [word for word in self.told if word in ("end", "failure")]
         assert len(ends) == 1
         assert self.told[-1] == ends[0]
@@ -82,7 +83,7 @@ class Heard:
 
 @asynccontextmanager
 async def engine(script: Script, tls: ssl.SSLContext | None = None) -> AsyncIterator[str]:
-    """A server that does to each connection what the script says; closes all of them at the end."""
+    """Run a server that follows the script on each connection; close all connections at the end."""
     tasks: set[asyncio.Task[None]] = set()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -105,7 +106,7 @@ async def engine(script: Script, tls: ssl.SSLContext | None = None) -> AsyncIter
 
 
 async def closed(pool: Pool) -> None:
-    """The pool closes and leaves nothing behind."""
+    """Close the pool and check that it holds nothing."""
     pool.close()
     while pool.connections:
         await asyncio.sleep(0)
@@ -127,7 +128,7 @@ async def ask(pool: Pool, request: bytes = GET, *, silent_s: float = 10.0, head_
 
 
 def replies(*pieces: bytes, close: bool = False) -> Script:
-    """Answer each request with these pieces."""
+    """Return a script that answers each request with these pieces."""
 
     async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while await reader.readuntil(b"\r\n\r\n"):
@@ -317,7 +318,7 @@ def test_a_port_where_nobody_listens_refuses() -> None:
 
 
 def test_connecting_takes_bounded_time() -> None:
-    """A TLS client of a server that never answers the handshake."""
+    """The server never answers the TLS handshake of the client."""
 
     async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()
@@ -335,7 +336,8 @@ def test_connecting_takes_bounded_time() -> None:
 
 
 def test_a_kept_connection_that_died_is_replaced_unseen_once() -> None:
-    """The engine reads the second request on a connection and closes it without a byte: once more, on a fresh one."""
+    """The engine reads the second request on a connection and closes it without a byte: it is sent once more, on a new
+    connection."""
     connections = 0
 
     async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -391,7 +393,7 @@ def test_a_request_that_is_forgotten_before_it_is_sent_is_sent_whole() -> None:
 
 
 def test_a_request_that_is_forgotten_after_it_was_sent_is_not_sent_again() -> None:
-    """The engine closes a kept connection without a byte: the call fails at once, on no other connection."""
+    """The engine closes a kept-alive connection without a byte: the call fails at once and uses no other connection."""
     connections = 0
 
     async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -519,7 +521,7 @@ def test_an_aborted_call_hears_nothing_and_the_engine_sees_it_leave(when: str) -
 
 
 def test_a_paused_call_reads_nothing_and_does_not_time_out_until_it_is_resumed() -> None:
-    """A second call with the same timeout is the clock: it has timed out, the paused one has not."""
+    """A second call with the same timeout serves as the clock: it times out, the paused one does not."""
 
     async def main() -> None:
         async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -617,7 +619,7 @@ def test_https_is_spoken_and_an_unknown_certificate_refused(tmp_path: Path) -> N
 
 
 class Wire(asyncio.Transport):
-    """An in-memory transport: what was written, and whether it was closed."""
+    """An in-memory transport that records the written bytes and whether it was closed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -688,7 +690,7 @@ CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nok\r\n"
     ids=["head", "head-lines", "informational", "trailer", "trailer-lines", "chunk-extension"],
 )
 def test_what_is_not_body_is_refused_beyond_its_limit(begin: bytes, more: bytes, phase: str) -> None:
-    """A head, trailer section or chunk extension without end is refused after a bounded number of bytes."""
+    """An endless head, trailer section or chunk extension is rejected after a bounded number of bytes."""
 
     async def main() -> None:
         pool, heard = Pool("http://engine:1"), Heard()
@@ -736,7 +738,7 @@ BEHAVIOURS: dict[str, tuple[bytes, bool]] = {
     )
 )
 def test_every_call_ends_exactly_once_and_nothing_leaks(plan: list[tuple[str, str]]) -> None:
-    """Whatever engines do and whenever callers leave, all at once over one pool."""
+    """Engines behave in any way and callers leave at any time, all at once over one pool."""
 
     async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while True:

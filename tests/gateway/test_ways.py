@@ -1,4 +1,5 @@
-"""A way between datacenters that is cut: who is blamed, who serves meanwhile, when it is tried again; nothing lost."""
+"""A WAN path that is cut: which component is blamed, which site serves meanwhile, when the path is retried; nothing is
+lost."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ async def _placed(gate: Rig, site: str, reason: str) -> float:
 
 @given(st.lists(st.tuples(st.sampled_from(["arrived", "lost", "given_up"]), st.booleans()), max_size=40))
 def test_only_losses_in_a_row_shut_a_way_and_each_passage_counts_once(ends: list[tuple[str, bool]]) -> None:
-    """Whatever is told of a passage after its end changes nothing."""
+    """A report about an attempt on the path after its end has no effect."""
     guard = Guard("site", Breaker(failures=3, share=1.0, open_s=1e6), lambda name, up, now: None)
     in_a_row, shut = 0, False
     for end, again in ends:
@@ -54,8 +55,8 @@ def test_only_losses_in_a_row_shut_a_way_and_each_passage_counts_once(ends: list
 def test_an_error_counts_against_a_way_once_the_request_is_answered_without_it(
     requests: list[tuple[bool, str]],
 ) -> None:
-    """Each request is sent through the way, gets an error, and is tried again at home with the outcome given. What a
-    request does that has failed before it is sent through the way is not counted."""
+    """Each request is sent over the path, gets an error, and is retried at home with the given outcome. A request that
+    has already failed before it is sent over the path does not count."""
     guard = Guard("site", Breaker(failures=3, share=1.0, open_s=1e6), lambda name, up, now: None)
     elsewhere = Guard("decode", Breaker(), lambda name, up, now: None)
     losses = 0
@@ -76,7 +77,7 @@ def test_an_error_counts_against_a_way_once_the_request_is_answered_without_it(
 
 @given(st.lists(st.sampled_from(["+a", "-a", "+b", "-b", "ill", "well"]), max_size=20))
 def test_an_instance_is_up_when_it_is_well_and_nobody_holds_it(steps: list[str]) -> None:
-    """Reasons do not count twice, and every change is told once."""
+    """A reason counts only once, and every change is reported once."""
     told: list[bool] = []
     guard = Guard("instance", Breaker(), lambda name, up, now: told.append(up))
     held, healthy = set[str](), True
@@ -110,8 +111,8 @@ def test_long_prompts_leave_and_short_ones_stay() -> None:
 
 @pytest.mark.parametrize("stream", [True, False], ids=["streams", "whole"])
 def test_a_cut_way_loses_nothing_and_blames_neither_end(tmp_path: Path, stream: bool) -> None:
-    """What was on it is prefilled again at home; then all is, until one request finds the way mended. The log of it
-    all decides the same again."""
+    """Requests on the cut path are prefilled again at home, and so are all later ones, until one request finds the path
+    working. The log of the run replays to the same decisions."""
     log = tmp_path / "events.log"
     section = OFFLOAD + f"  log: {{events: {log}}}\n"
 
@@ -147,7 +148,7 @@ def test_a_cut_way_loses_nothing_and_blames_neither_end(tmp_path: Path, stream: 
 
 
 def test_an_engine_that_is_gone_is_blamed_itself() -> None:
-    """A decode leg whose connection is cut speaks against the engine, not against the way."""
+    """A decode leg whose connection is cut counts against the engine, not against the path."""
 
     async def run() -> None:
         async with two_sites() as gate:
@@ -162,7 +163,8 @@ def test_an_engine_that_is_gone_is_blamed_itself() -> None:
 
 
 def test_requests_that_every_engine_answers_with_an_error_shut_no_way() -> None:
-    """Each is tried at home too. Twice as many as there may be failures on the way."""
+    """Each request is also tried at home. There are twice as many as the number of failures that would open the path's
+    breaker."""
 
     async def run() -> None:
         async with two_sites() as gate:
@@ -199,7 +201,8 @@ def test_a_client_that_leaves_says_nothing_of_the_way() -> None:
 
 
 def test_a_client_that_leaves_while_it_tries_the_way_makes_room_for_the_next(caplog: pytest.LogCaptureFixture) -> None:
-    """Who comes then tries it at once, and finds it mended. The log warns when the way is shut, not when it opens."""
+    """The next request tries the path at once and finds it working. The log warns when the path is closed, not when it
+    opens."""
     caplog.set_level("INFO", logger="kvroute")
 
     async def run() -> None:
@@ -251,7 +254,7 @@ def test_a_reload_knows_that_a_way_is_shut() -> None:
 
 
 def test_a_reload_goes_on_from_the_threshold_that_was_searched(tmp_path: Path) -> None:
-    """A base that the file gives is the file's; the log that begins with the reload decides the same again."""
+    """A base threshold in the file replaces it; the log that begins with the reload replays to the same decisions."""
     log = tmp_path / "events.log"
     searched = OFFLOAD.replace("    threshold: 1000 tokens\n", "    long_term: {requests_min: 5, review: 50 ms}\n")
     section = f"  log: {{events: {log}}}\n"

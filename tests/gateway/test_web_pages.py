@@ -1,4 +1,4 @@
-"""Web pages of other sites cannot use a port that asks for no key, and clients that are no browsers notice nothing."""
+"""Web pages of other sites cannot use a port without API keys, and clients that are not browsers are not affected."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ OWN_NAMES = (
 
 
 async def told(port: int, host: str, *, method: str = "GET", path: str = "/v1/models", **headers: str) -> int:
-    """The status of an answer to a request that names `host`."""
+    """Send a request that names `host`; return the status of the response."""
     lines = "".join(f"{name.replace('_', '-')}: {value}\r\n" for name, value in headers.items())
     length = "Content-Length: 2\r\n" if method == "POST" else ""
     data = f"{method} {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n{length}{lines}\r\n"
@@ -54,7 +54,7 @@ async def told(port: int, host: str, *, method: str = "GET", path: str = "/v1/mo
 
 
 def listening(settings: str, section: str = "") -> tuple[str, str]:
-    """A rig's arguments for a port with these settings."""
+    """Return the arguments of `rig` for a port with these settings."""
     return section, CLUSTER.replace(LISTEN, f"  listen: {{port: 0, {settings}}}\n")
 
 
@@ -71,8 +71,8 @@ def test_a_rebound_name_reads_nothing_on_loopback(path: str) -> None:
 
 
 def test_no_web_page_sends_a_completion() -> None:
-    """Neither by a request across sites, which needs no permission as plain text, nor by a name that is rebound; no
-    engine hears of it, and its connection ends before the body."""
+    """A cross-site request with plain text, which needs no preflight, is rejected, and so is a request by a rebound
+    host name. No engine receives the request, and the connection ends before the body."""
 
     async def main() -> None:
         prefill, decode = sides("vllm")
@@ -90,7 +90,7 @@ def test_no_web_page_sends_a_completion() -> None:
             assert not any(engine.asked for engine in prefill + decode)
             page = (await front.get("/metrics")).body.decode()
             assert 'kvroute_rejects_total{reason="web_page"} 5\n' in page
-            # A page of its own, a client without a browser.
+            # A page of the gateway's own origin, and a client without a browser.
             for headers in ({"Origin": front.url}, {}):
                 assert (await front.post(completion(), headers=headers)).status == 200
 
@@ -98,7 +98,7 @@ def test_no_web_page_sends_a_completion() -> None:
 
 
 def test_remembered_hosts_take_bounded_memory() -> None:
-    """Beyond loopback any name passes, however many there are and however long they are."""
+    """Beyond loopback any number of names is accepted, of any length."""
     pages = WebPages()
     pages.change(checked=True, listen_host="0.0.0.0", hosts=[], origins=[])
     for number in range(1500):
@@ -110,7 +110,8 @@ def test_remembered_hosts_take_bounded_memory() -> None:
 
 
 def test_beyond_loopback_any_name_will_do_without_an_origin() -> None:
-    """Who reaches the port may call it as they like; a browser's request that may change something names its page."""
+    """Clients that reach the port may use any host name; a browser's request that may change something has an Origin
+    header."""
 
     async def main() -> None:
         async with rig(*listening("host: 0.0.0.0")) as gate:
@@ -148,7 +149,7 @@ def test_names_and_pages_can_be_listed() -> None:
 
 
 def test_with_keys_names_and_pages_do_not_matter_and_metrics_are_closed() -> None:
-    """No page knows a key. The admin port has the metrics."""
+    """Web pages do not have a key. The metrics are on the admin port."""
 
     async def main() -> None:
         async with rig(KEYS) as gate:
@@ -166,7 +167,7 @@ def test_with_keys_names_and_pages_do_not_matter_and_metrics_are_closed() -> Non
 
 
 def test_a_reload_that_brings_keys_closes_metrics_and_opens_names() -> None:
-    """And the other way round; also on connections that were there before."""
+    """The reverse holds too, also on connections that were open before."""
 
     async def statuses(gate: Rig) -> Sequence[int]:
         found = []
@@ -205,7 +206,7 @@ PUBLIC = st.tuples(LABEL, LABEL, st.sampled_from(["com", "example", "dev", "loca
 
 @given(PUBLIC, st.sampled_from(["", ":80", ":8080", "."]), st.booleans())
 def test_a_public_name_is_refused_whatever_it_looks_like(name: str, port: str, same: bool) -> None:
-    """Unless it is listed; with an Origin of its own, too."""
+    """A public name is accepted only if it is listed, also together with an Origin of its own."""
     origin = f"http://{name}{port}" if same else None
     for suffix in ("", ".evil.com"):
         for prefix in ("", "localhost.", "127.0.0.1.", "a.svc."):
@@ -226,7 +227,7 @@ def test_hosts_that_other_machines_reach(host: str) -> None:
 
 
 def test_nothing_in_the_sources_reads_what_could_run_code() -> None:
-    """No pickle, eval, exec or full YAML: what comes in by any port is data."""
+    """Input from any port is treated as data: no pickle, eval, exec or full YAML."""
     forbidden = [
         *("import pickle", "pickle.load", "import marshal", "import shelve", "import dill", "yaml.load("),
         *("yaml.unsafe_load", "yaml.full_load", "allow_pickle=True", "torch.load("),

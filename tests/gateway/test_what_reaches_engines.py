@@ -1,4 +1,4 @@
-"""What of a client's request reaches an engine: its path, headers and fields come from lists of what is allowed."""
+"""The parts of a client's request that reach an engine: path, headers and fields come from lists of allowed ones."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ POSTED = (COMPLETIONS, CHAT, "/v1/embeddings", "/tokenize", "/detokenize")
 
 
 async def raw(port: int, data: bytes) -> bytes:
-    """What the gateway answers to these bytes before it closes."""
+    """Send the bytes and return everything that the gateway answers before it closes."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(data)
     try:
@@ -63,7 +63,7 @@ def body_for(path: str, **more: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("path", POSTED)
 def test_only_headers_of_the_list_reach_engines(path: str) -> None:
-    """Whatever the client's Connection header says, and whichever leg it is."""
+    """The client's Connection header and the kind of leg have no effect."""
 
     async def main() -> None:
         prefill, decode = sides("vllm")
@@ -98,7 +98,7 @@ def test_a_header_that_the_gateway_sets_cannot_be_added(name: str) -> None:
 
 @pytest.mark.parametrize("path", POSTED)
 def test_no_field_for_engines_comes_from_a_client(path: str) -> None:
-    """On any endpoint that takes a body; the others keep their values."""
+    """Every endpoint with a body removes these fields; other fields keep their values."""
     told = {name: {"remote_host": "10.6.6.6", "remote_port": 1} for name in ENGINE_FIELDS}
     assert {"kv_transfer_params", "data_parallel_rank", "routed_dp_rank", "rid", "bootstrap_host"} <= ENGINE_FIELDS
 
@@ -136,7 +136,7 @@ WAYS_OUT = (
 
 @pytest.mark.parametrize("rest", WAYS_OUT)
 def test_no_path_below_models_leads_elsewhere(rest: str) -> None:
-    """Where engines name the models themselves; the client reads that there is no such model."""
+    """The engines name the models themselves; the client receives an error that there is no such model."""
 
     async def main() -> None:
         prefill, decode = sides("vllm")
@@ -154,7 +154,7 @@ def test_no_path_below_models_leads_elsewhere(rest: str) -> None:
 
 @given(st.text(max_size=40))
 def test_a_model_name_has_no_segment_that_leads_away(name: str) -> None:
-    """For any text, however it is escaped: what is let through has no dotted segment and nothing left to decode."""
+    """For any text and escaping, an accepted name has no dot segment and nothing left to decode."""
     for text in (name, quote(name, safe=""), quote(name), quote(quote(name))):
         if not text.isascii():
             assert not is_model_name(text.encode())
@@ -171,7 +171,7 @@ def test_names_that_models_have_are_passed_on(name: str) -> None:
 
 @pytest.mark.parametrize("method", ["GET", "HEAD"])
 def test_the_body_of_a_read_is_no_second_request(method: str) -> None:
-    """It is not sent: an engine would read it as a request of its own."""
+    """The body is not sent, because an engine would parse it as another request."""
     hidden = b"POST /v1/completions HTTP/1.1\r\nHost: engine\r\nContent-Length: 2\r\n\r\n{}"
 
     async def says(engine: Engine, request: web.BaseRequest, asked: Asked) -> web.StreamResponse:

@@ -1,4 +1,4 @@
-"""A datacenter that only prefills beside one that does both, thin Ethernet between them, small enough for a test."""
+"""A prefill-only datacenter and one with both roles, with slow Ethernet between them, small enough for a test."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ KV_PATIENCE_S = 0.4
 async def two_sites(
     section: str = OFFLOAD, text: str = TEXT, *, kv_scale: float = 1e-3, patience_s: float = KV_PATIENCE_S
 ) -> AsyncIterator[Rig]:
-    """Engines of both sites, and a gateway with `section` in its settings."""
+    """Run engines of both sites, and a gateway with `section` in its settings."""
     settings = FleetSettings(kv_patience_s=patience_s, kv_scale=kv_scale)
     async with Fleet(topology.parse(text), settings) as fleet:
         deployment = Deployment.of(text + section, "two.yaml", endpoints=fleet.ready().instances)
@@ -74,12 +74,12 @@ async def two_sites(
 
 
 async def metric_is(gate: Rig, name: str, value: float, **labels: str) -> None:
-    """A metric comes to be so, sooner or later."""
+    """Wait until a metric has this value."""
     await _until(gate, name, lambda now: now == value, labels)
 
 
 async def reaches(gate: Rig, name: str, least: float, **labels: str) -> None:
-    """A counter gets there, or beyond, sooner or later."""
+    """Wait until a counter has at least this value."""
     await _until(gate, name, lambda now: now is not None and now >= least, labels)
 
 
@@ -93,7 +93,7 @@ async def _until(gate: Rig, name: str, true: Callable[[float | None], bool], lab
 
 
 async def metric(gate: Rig, name: str, **labels: str) -> float | None:
-    """One sample of the gateway's page."""
+    """Return one sample of the gateway's metrics page."""
     pairs = ",".join(f'{label}="{value}"' for label, value in labels.items())
     wanted = f"{name}{{{pairs}}} " if pairs else f"{name} "
     for line in (await gate.get("/metrics")).body.decode().splitlines():

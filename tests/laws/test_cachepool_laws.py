@@ -1,4 +1,4 @@
-"""The laws of the cache pool, against a model so plain that it is obvious, and of copies between pools."""
+"""Laws of the cache pool against a simple model, and of copies between pools."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from kvroute.llm import MODELS, Layers, Model
 Chain = tuple[int, ...]
 Key = tuple[str, Chain]
 SIZE = 2
-"""Tokens of a block."""
+"""Tokens per block."""
 
 FULL_LAYERS = Layers("attention", 2, 1, 3, 3)
-"""24 bytes a token, so 48 a block."""
+"""24 bytes per token, therefore 48 per block."""
 LINEAR = Layers("linear", 1, state_bytes=100.0)
 """Three blocks."""
 WINDOW = Layers("sliding", 1, 1, 6, 6, window_tokens=5)
-"""24 bytes a token up to the fifth: one block, two from three tokens on, three from five on."""
+"""24 bytes per token up to the fifth: one block, two from three tokens on, three from five on."""
 MODELS_BY_NAME = {
     "dense": Model("dense", (FULL_LAYERS,)),
     "linear": Model("linear", (FULL_LAYERS, LINEAR)),
@@ -30,7 +30,7 @@ MODELS_BY_NAME = {
     "windows": Model("windows", (WINDOW,)),
 }
 WINDOW_BLOCK_BYTES = 120.0
-"""Of the model of windows only: one block holds its largest state."""
+"""Block size of the model that has only windows: one block holds its largest state."""
 
 
 def state_blocks(name: str, layers: tuple[Layers, ...], tokens: int) -> int:
@@ -41,7 +41,7 @@ def state_blocks(name: str, layers: tuple[Layers, ...], tokens: int) -> int:
 
 @dataclass(eq=False)
 class Hold:
-    """A lease of the model: what it has of every group and length, stored or not yet."""
+    """A lease of the model: its entries of every group and length, stored or not yet."""
 
     chain: Chain
     stored: list[Key]
@@ -61,7 +61,7 @@ class Shelf:
     idle: list[Key] = field(default_factory=list)
     holds: list[Hold] = field(default_factory=list)
     ghosts: list[Hold] = field(default_factory=list)
-    """Leases from before a clear: what they have counts, and is nothing anybody can reuse."""
+    """Leases from before a clear: their entries use memory but cannot be reused."""
     era: int = 0
 
     @property
@@ -95,7 +95,7 @@ class Shelf:
         return self.capacity - sum(self.stored.values()) - sum(blanks) - sum(ghosts) - sum(tails)
 
     def begin(self, chain: Chain, tokens: int | None, depths: list[int], most: int | None) -> list[Key] | None:
-        """Evicted keys, or None where it does not fit."""
+        """Return the evicted keys, or None if the request does not fit."""
         depth, reused = self.depth(chain), self.reusable(chain, most)
         wanted = [("full", chain[:d]) for d in range(1, len(chain) + 1)] if self.full else []
         wanted += [(group, chain[:reused]) for group in self.states if reused]
@@ -149,7 +149,8 @@ class Shelf:
 
 
 def chained(tokens: Chain) -> Chain:
-    """Block ids that name their whole prefix, as hashes do: the tokens so far, read as a number in base 4."""
+    """Return block IDs that identify their whole prefix, as hashes do: the tokens so far, read as a number in base
+    4."""
     return tuple(int("1" + "".join(map(str, tokens[:d])), 4) for d in range(1, len(tokens) + 1))
 
 
@@ -159,7 +160,7 @@ MOST = st.none() | st.integers(0, 14)
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """The pool does what the model does: same matches, same counts, same evictions in the same order."""
+    """The pool equals the model: same matches, same counts, same evictions in the same order."""
 
     @initialize(model=st.sampled_from(sorted(MODELS_BY_NAME)), capacity=st.integers(0, 40))
     def start(self, model: str, capacity: int) -> None:
@@ -226,7 +227,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.shelf.clear()
 
     def teardown(self) -> None:
-        """Whatever has happened: all comes back, none of it twice."""
+        """After any history all memory is returned, each block exactly once."""
         if not hasattr(self, "pool"):
             return
         for lease, hold in self.pairs:
@@ -251,7 +252,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @invariant()
     def no_block_has_two_uses(self) -> None:
-        """What leases hold is shared only where it is the same cache, and is never free or idle."""
+        """Leases share only blocks of the same cached content, and their blocks are never free or idle."""
         used: dict[int, object] = {}
         for lease, _ in self.pairs:
             numbers = self.pool.numbers(lease)
@@ -280,7 +281,7 @@ TestPool.settings = settings(max_examples=100, stateful_step_count=40, deadline=
 
 @given(st.lists(st.tuples(st.lists(st.integers(0, 2), max_size=6).map(tuple), st.booleans()), max_size=12))
 def test_malformed_chains_leak_nothing(chains: list[tuple[Chain, bool]]) -> None:
-    """Hashes that repeat, or stand under several parents, may match too deep; memory is right all the same."""
+    """Hashes that repeat or have several parents may match too deep, but the memory counts stay correct."""
     pool = CachePool(Layout.of(MODELS_BY_NAME["both"], SIZE), 30)
     leases = []
     for chain, stays in chains:
@@ -299,7 +300,8 @@ def test_malformed_chains_leak_nothing(chains: list[tuple[Chain, bool]]) -> None
 
 @given(st.sampled_from(sorted(MODELS)), st.integers(1, 64), st.integers(1, 200))
 def test_bytes_to_bring_are_the_geometrys(name: str, block_tokens: int, blocks: int) -> None:
-    """To an empty pool a prefix costs what the model's KV cache of that length has; to one that has it, nothing."""
+    """For an empty pool, the missing bytes are those of the model's KV cache of that length; for a pool that has the
+    prefix, none."""
     model, chain = MODELS[name], tuple(range(blocks))
     layout = Layout.of(model, block_tokens)
     pool = CachePool(layout, 2 * blocks + sum(layout.state_blocks(k, 10**6) for k in range(len(layout.states))))
@@ -344,7 +346,8 @@ def test_a_cluster_matches_as_its_best_instance(
 def test_a_copy_lands_whole_or_not_at_all(
     model: str, stores: list[tuple[Place, Chain]], chain: Chain, capacity: int, landed: bool
 ) -> None:
-    """Afterwards the target matches as far as the source, or as before; nothing is held, and memory adds up."""
+    """Afterwards the target matches as far as the source, or as before; no lease remains, and the memory counts are
+    consistent."""
     pools = filled_pools(model, stores, capacity)
     for source in CLUSTERS:
         for target in CLUSTERS:
@@ -380,7 +383,8 @@ SCOPES = st.sampled_from([(), ("west",), ("east", "west")])
 def test_rebalancing_levels_within_its_budget(
     reads: list[tuple[Place, Chain, int]], budget_bytes: float, joined: tuple[str, ...], factor: float, reads_min: int
 ) -> None:
-    """Copy by copy: the source is hot by then, the target its coolest peer, and no hotter than it afterwards."""
+    """For each copy, the source is hot at that point, the target is its least loaded peer and is afterwards not hotter
+    than the source."""
     pools = filled_pools("linear", [(place, chain) for place, chain, _ in reads], 200)
     spots = Hotspots(pools, HotspotSpec(factor=factor, reads_min=reads_min))
     for place, chain, times in reads:

@@ -1,4 +1,4 @@
-"""What holds on every run in which cached prefixes move: between sites, from siblings, and ahead of demand."""
+"""Laws of every run in which cached prefixes move: between sites, from siblings, and ahead of demand."""
 
 from __future__ import annotations
 
@@ -76,13 +76,13 @@ CAPACITY = {
 
 @lru_cache
 def sites(model: str = "prfaas-1t-hybrid", memory: str = "20 GB") -> Cluster:
-    """Two prefill instances at either site; in the smaller memory copies and prompts are in each other's way."""
+    """Return two prefill instances at either site; with the smaller memory, copies and prompts compete for it."""
     return parse(TEXT.replace("MODEL", model).replace("MEMORY", memory))
 
 
 @st.composite
 def traces(draw: st.DrawFn) -> Trace:
-    """Prompts that end where a document does, and others that go on from there."""
+    """Draw prompts that end where a document does, and others that continue from there."""
     at_s, requests = 0.0, []
     documents = [draw(st.integers(1, 30)) for _ in range(draw(st.integers(1, 3)))]
     for number in range(draw(st.integers(0, 20))):
@@ -160,7 +160,7 @@ ASKED = SimSettings(review_s=0.5)
 
 
 def logged(cluster: Cluster, trace: Trace, spec: ControlSpec, assumed: SimSettings) -> tuple[Run, bytes]:
-    """A run and its log."""
+    """Return a run and its log."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run.log"
         with EventLog(path, LogHeader(cluster="", spec=spec)) as log:
@@ -169,7 +169,7 @@ def logged(cluster: Cluster, trace: Trace, spec: ControlSpec, assumed: SimSettin
 
 
 def records_of(log: bytes) -> list[LogRecord]:
-    """As a reader has them."""
+    """Read the log's records as any reader does."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run.log"
         path.write_bytes(log)
@@ -182,7 +182,8 @@ def records_of(log: bytes) -> list[LogRecord]:
 def test_every_request_ends_and_the_log_says_all(
     model: tuple[str, str], trace: Trace, spec: ControlSpec, assumed: SimSettings
 ) -> None:
-    """Whatever copies fail: nothing is lost, the same run gives the same log, and a replay decides alike."""
+    """For any failure of copies nothing is lost, the same run gives the same log, and a replay makes the same
+    decisions."""
     run, log = logged(sites(*model), trace, spec, assumed)
     assert logged(sites(*model), trace, spec, assumed)[1] == log
     assert np.isin(run.outcomes.state, (FINISHED, REJECTED)).all()
@@ -197,7 +198,8 @@ def test_every_request_ends_and_the_log_says_all(
 def test_bytes_sent_are_bytes_received_or_accounted_for(
     model: tuple[str, str], trace: Trace, spec: ControlSpec, assumed: SimSettings
 ) -> None:
-    """Over every hop: KV caches, what had left of those that failed, copies for requests, copies ahead of them."""
+    """The bytes of all hops are those of KV caches, failed transfers, copies for requests, and copies ahead of
+    demand."""
     cluster = sites(*model)
     run = simulate(cluster, trace, spec, assumed)
     rows, summary = run.outcomes, run.summary
@@ -211,7 +213,7 @@ def test_bytes_sent_are_bytes_received_or_accounted_for(
 
 
 class Audit:
-    """Reads a log as somebody who believes nothing: every cached block has a cause, and room."""
+    """Checks a log independently: every cached block has a cause and room."""
 
     def __init__(self, cluster: Cluster, capacity_blocks: int, hybrid: bool) -> None:
         self._cluster, self._capacity, self._hybrid = cluster, capacity_blocks, hybrid
@@ -224,7 +226,7 @@ class Audit:
         self.landed = 0
 
     def instant(self, at: float, records: list[LogRecord]) -> None:
-        """All that was told at one time."""
+        """Process all records of one time."""
         causes: defaultdict[str, list[tuple[int, ...]]] = defaultdict(list)
         for record in records:
             self._note(at, record.event, causes)
@@ -255,7 +257,7 @@ class Audit:
                 self.landed += 1
 
     def _cause(self, causes: defaultdict[str, list[tuple[int, ...]]], number: int, leg: str) -> None:
-        """A request's prompt is now where it was prefilled, or decoded."""
+        """Record that a request's prompt is now where it was prefilled or decoded."""
         blocks = self._requests[number].blocks
         causes[self._at.get((number, leg), "")].append(blocks)
         full = self._requests[number].input_tokens // BLOCK
@@ -293,7 +295,7 @@ class Audit:
             self._copies[decision.copy_id] = (min([at, *self._alike(decision)]), decision)
 
     def _alike(self, copy: CopyPrefix | Prefill) -> list[float]:
-        """When copies of the same to the same place have begun: a request waits for the first one."""
+        """Return the start times of equal copies to the same instance: a request waits for the first one."""
         wanted = (type(copy), _target(copy), self._chain(copy))
         return [at for at, one in self._copies.values() if (type(one), _target(one), self._chain(one)) == wanted]
 
@@ -303,7 +305,7 @@ class Audit:
         return self._requests[copy.request_id].blocks[: copy.cached_tokens // BLOCK]
 
     def _fastest_s(self, copy: CopyPrefix | Prefill) -> float:
-        """Alone on the widest way, all its flows together."""
+        """Return the transfer time alone on the widest path, with all its flows together."""
         source = self._cluster.index(copy.source if isinstance(copy, CopyPrefix) else copy.copy_from)
         target = self._cluster.index(_target(copy))
         nbytes = copy.kv_bytes if isinstance(copy, CopyPrefix) else copy.copy_bytes
@@ -321,8 +323,9 @@ def _target(copy: CopyPrefix | Prefill) -> str:
 def test_no_prefix_is_cached_before_all_of_it_is_there_nor_beyond_the_memory(
     model: tuple[str, str], trace: Trace, spec: ControlSpec, assumed: SimSettings
 ) -> None:
-    """What the router is told is cached was computed there, decoded there or copied there in full; a prefill counts on
-    nothing else, and a hybrid model on nothing but where a prompt has ended. Copies under way have their room."""
+    """Blocks that the router is told are cached were computed, decoded or completely copied there. A prefill relies on
+    nothing else, and with a hybrid model only on the end of an earlier prompt. Memory is reserved for copies in
+    flight."""
     cluster = sites(*model)
     _, log = logged(cluster, trace, spec, assumed)
     audit = Audit(cluster, CAPACITY[model], model[0] == "prfaas-1t-hybrid")
@@ -340,7 +343,8 @@ def _known(summary: Summary) -> Summary:
 def test_where_nothing_is_shared_options_change_nothing(
     model: tuple[str, str], trace: Trace, offload: OffloadSpec | None, assumed: SimSettings
 ) -> None:
-    """Not a bit: without a common prefix nobody has anything to copy or to fetch; but no request starts again here."""
+    """Without a common prefix there is nothing to copy or fetch, and runs are equal to the last bit. No request
+    restarts in this test."""
     assumed = msgspec.structs.replace(assumed, stall_s=None)
     alone = Trace(
         name="alone",
@@ -359,7 +363,7 @@ def test_where_nothing_is_shared_options_change_nothing(
 @given(st.integers(0, 40), st.floats(1e6, 1e11), st.integers(1, 8))
 @settings(max_examples=25, deadline=None)
 def test_copies_ahead_of_demand_hardly_slow_a_request(count: int, copy_bytes: float, connections: int) -> None:
-    """Beside n of them a KV cache takes (1 + n / 1000) times as long at most, whatever they carry."""
+    """Beside n copies of any size, a KV cache takes at most (1 + n / 1000) times as long."""
     cluster = sites()
     source, target = cluster.index("f0"), cluster.index("d0")
     fabric = Fabric(cluster, Capacity(cluster, Background(), 0), 0, WanTransport(connections=connections))

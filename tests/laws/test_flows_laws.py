@@ -32,7 +32,7 @@ class Case:
         return FlowNetwork(np.array(self.capacities))
 
     def started(self) -> FlowNetwork:
-        """The network with all flows started at time 0."""
+        """Return the network with all flows started at time 0."""
         net = self.network()
         for flow in range(len(self.paths)):
             self.start(net, flow)
@@ -60,7 +60,7 @@ def cases(draw: st.DrawFn, flows_max: int = 25) -> Case:
 
 
 def _run(net: FlowNetwork) -> dict[int, float]:
-    """Drive to the end; finish times by flow."""
+    """Advance to the end; return the finish times by flow."""
     ends_s: dict[int, float] = {}
     while (upcoming := net.next_finish()) is not None:
         finished = net.advance(upcoming[0])
@@ -72,8 +72,8 @@ def _run(net: FlowNetwork) -> dict[int, float]:
 def _check_bottlenecks(
     net: FlowNetwork, paths: dict[int, tuple[int, ...]], weights: dict[int, float], ceilings: dict[int, float]
 ) -> None:
-    """Every flow is at its ceiling, or has a full link where no flow has more per weight: necessary and sufficient for
-    max-min."""
+    """Check that every flow is at its ceiling or has a full link where no flow has more per weight: necessary and
+    sufficient for max-min."""
     capacity, load = net.capacity_bytes_per_s, net.link_rate_bytes_per_s
     assert (load <= capacity * (1.0 + 1e-9)).all(), "no link above capacity"
     share = {flow: net.rate(flow) / weights[flow] for flow in paths}
@@ -91,7 +91,7 @@ def _check_bottlenecks(
 @LAW
 @given(cases())
 def test_rates_equal_progressive_filling(case: Case) -> None:
-    """The kernel's rates are the definition's, relative 1e-9."""
+    """The kernel's rates equal the definition's, relative 1e-9."""
     net = case.started()
     expected = max_min_rates(case.paths, case.weights, case.capacities, case.ceilings)
     assert [net.rate(flow) for flow in range(len(case.paths))] == pytest.approx(expected, rel=1e-9, abs=0.0)
@@ -100,7 +100,7 @@ def test_rates_equal_progressive_filling(case: Case) -> None:
 @LAW
 @given(cases())
 def test_completion_times_equal_the_reference(case: Case) -> None:
-    """Over time too: with starts and finishes, every flow takes as long as in the plain event loop."""
+    """Also over time, with starts and finishes, every flow takes as long as in a simple event loop."""
     expected = fill_to_the_end(case.paths, case.weights, case.capacities, case.sizes, case.starts_s, case.ceilings)
     net = case.network()
     ends_s: dict[int, float] = {}
@@ -159,7 +159,8 @@ def test_every_flow_has_a_bottleneck_after_any_history(seed: int) -> None:
 @LAW
 @given(cases())
 def test_bytes_are_conserved(case: Case) -> None:
-    """When all is done, every link has carried exactly the bytes of the flows that cross it; midway, what they sent."""
+    """At the end, every link has carried exactly the bytes of the flows that use it; before, exactly the bytes that
+    they sent."""
     net = case.started()
     upcoming = net.next_finish()
     assert upcoming is not None
@@ -179,7 +180,7 @@ def test_bytes_are_conserved(case: Case) -> None:
 @LAW
 @given(cases(), st.floats(1.0, 100.0), st.data())
 def test_more_bandwidth_never_slows_a_lone_transfer(case: Case, factor: float, data: st.DataObject) -> None:
-    """Alone, a transfer takes its bytes over its narrowest link, and no link's gain prolongs it."""
+    """A lone transfer takes its bytes over its narrowest link, and more capacity of any link does not lengthen it."""
     net, path, size = case.network(), case.paths[0], case.sizes[0]
     before_s = net.transfer_s(path, size)
     assert before_s == pytest.approx(size / min(case.capacities[link] for link in path), rel=1e-12)
@@ -191,7 +192,7 @@ def test_more_bandwidth_never_slows_a_lone_transfer(case: Case, factor: float, d
 @LAW
 @given(cases(), st.randoms(use_true_random=False))
 def test_order_of_simultaneous_starts_does_not_matter(case: Case, shuffled: random.Random) -> None:
-    """Flows that start together get the same rates and finish times in whatever order they are told."""
+    """Flows that start together have the same rates and finish times for any order of the calls."""
     order = list(range(len(case.paths)))
     shuffled.shuffle(order)
     other = case.network()
@@ -206,7 +207,7 @@ def test_order_of_simultaneous_starts_does_not_matter(case: Case, shuffled: rand
 @LAW
 @given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=20), st.floats(1.0, 1e12))
 def test_weights_are_proportional_on_one_link(weights: list[float], capacity: float) -> None:
-    """On a shared link, rates are to each other as the weights and fill the link."""
+    """On a shared link, rates are proportional to the weights and fill the link."""
     net = FlowNetwork(np.array([capacity]))
     for flow, weight in enumerate(weights):
         net.start(flow, [0], 1e9, weight)
@@ -217,7 +218,7 @@ def test_weights_are_proportional_on_one_link(weights: list[float], capacity: fl
 @LAW
 @given(cases(), st.floats(0.0, 1.0))
 def test_cancel_returns_the_rest(case: Case, part: float) -> None:
-    """Sent and left are the size, and a cancelled flow's bandwidth is the others' again."""
+    """Sent and remaining bytes add up to the size, and the other flows get the bandwidth of a cancelled flow."""
     net = case.started()
     upcoming = net.next_finish()
     assert upcoming is not None
@@ -234,7 +235,7 @@ def test_cancel_returns_the_rest(case: Case, part: float) -> None:
 @LAW
 @given(cases(flows_max=12))
 def test_what_if_tells_the_truth_and_leaves_no_trace(case: Case) -> None:
-    """`transfer_s` is how long the flow then takes; asking changes nothing."""
+    """`transfer_s` is the time that the flow then takes; the call changes nothing."""
     net, twin, last = case.network(), case.network(), len(case.paths) - 1
     for flow in range(last):
         case.start(net, flow)
@@ -261,7 +262,7 @@ def test_stops_on_the_way_change_nothing(case: Case, stops: list[float]) -> None
 @LAW
 @given(cases(), st.floats(0.0, 0.999), st.randoms(use_true_random=False))
 def test_a_ceiling_that_is_lifted_leaves_no_trace(case: Case, part: float, draw: random.Random) -> None:
-    """Held back and let go at one instant: rates, and the times from there on, are those of flows never held."""
+    """If ceilings are set and removed at one instant, rates and later times are those of flows without ceilings."""
     free = replace(case, ceilings=(math.inf,) * len(case.paths))
     net, twin = free.started(), free.started()
     upcoming = net.next_finish()

@@ -1,5 +1,5 @@
-"""Laws of foresight: its table equals a slow one, its what-if the fluid definition, its choice `cla`'s where nothing
-binds."""
+"""Laws of foresight: its table equals a slow reference, its what-if equals the fluid model, and its choice equals that
+of `cla` where the network sets no limit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from kvroute.policies.prefill import PrefillCandidates
 from kvroute.types import Candidates, Choice, FloatArray, IntArray, NetworkCosts, Reject, Request, TierArray
 
 N = 12
-"""Instances: two to a rack, four to a pod, the last pod in another datacenter; 0 and 1 share a node."""
+"""Number of instances: two per rack, four per pod, the last pod in another datacenter; 0 and 1 share a node."""
 NIC, CABLE, CABLES = 12.5e9, 10e9, 3
 LATENCY_S = np.array([1e-6, 3e-6, 8e-6, 15e-6, 1e-3])
 ALL: IntArray = np.arange(N)
@@ -34,7 +34,7 @@ REQUEST = Request(id=1, input_tokens=10_000)
 
 
 def fabric(hashed_paths: int = 1, scale: float = 1.0, uplinks: bool = True) -> LinkModel:
-    """A small fabric of every tier, with links as a cluster's would be, or with NICs alone."""
+    """Return a small fabric with every tier, with links as in a cluster or with NICs only."""
     tier: TierArray = np.full((N, N), 4, dtype=np.int8)
     for a in range(N):
         for b in range(N):
@@ -63,7 +63,7 @@ def fabric(hashed_paths: int = 1, scale: float = 1.0, uplinks: bool = True) -> L
 
 
 def way_of(links: LinkModel, source: int, target: int) -> list[int]:
-    """The path by its definition: up to the switch that joins the two, and down."""
+    """Return the path by its definition: up to the switch that joins the two instances, and down."""
     tier, here, there = int(links.tier[source, target]), links.ways[source].tolist(), links.ways[target].tolist()
     path = [here[0], there[1]] if tier >= 1 else []
     path += [here[2], there[3]] if tier >= 2 else []
@@ -73,7 +73,7 @@ def way_of(links: LinkModel, source: int, target: int) -> list[int]:
 
 
 def hashed_bytes_per_s(cable: float, rivals: float, hashed: int, mean: float) -> float:
-    """h / E[1 / share(M)] by summing over the Poisson distribution, far beyond its mean."""
+    """Return h / E[1 / share(M)] by a sum over the Poisson distribution, far beyond its mean."""
     mass, below, total = math.exp(-rivals), 0.0, 0.0
     for x in range(600):
         before, below = below, below + mass
@@ -84,7 +84,7 @@ def hashed_bytes_per_s(cable: float, rivals: float, hashed: int, mean: float) ->
 
 @dataclass
 class Obvious:
-    """The table as it is defined, with lists, and rates by progressive filling from scratch."""
+    """The table by its definition, with lists, and with rates from progressive filling."""
 
     links: LinkModel
     spec: ForesightSpec
@@ -183,7 +183,7 @@ steps = st.lists(
 def test_the_table_equals_the_obvious_one(
     actions: list[tuple[str, object, object, float]], hashed: int, uplinks: bool
 ) -> None:
-    """After any sequence of calls: bytes left, rates, and what the ends have taught."""
+    """After any sequence of calls, remaining bytes, rates and learned factors are equal."""
     links = fabric(hashed, uplinks=uplinks)
     table, slow = InFlight(links), Obvious(links, ForesightSpec())
     now, started = 0.0, 0
@@ -211,7 +211,7 @@ def test_the_table_equals_the_obvious_one(
 
 @st.composite
 def tables(draw: st.DrawFn) -> tuple[InFlight, Obvious]:
-    """A table with up to 16 transfers some way under way, and the slow one."""
+    """Draw a table with up to 16 transfers in flight, and the slow reference."""
     links = fabric(draw(st.sampled_from([1, 4])), uplinks=draw(st.booleans()))
     table, slow = InFlight(links), Obvious(links, ForesightSpec())
     for each, ((source, target), size) in enumerate(draw(st.lists(st.tuples(pairs, sizes), max_size=16))):
@@ -223,7 +223,7 @@ def tables(draw: st.DrawFn) -> tuple[InFlight, Obvious]:
 
 @st.composite
 def crowds(draw: st.DrawFn, alike: bool = False) -> Candidates:
-    """One candidate on each of the N instances; few distinct values, so that ties are common."""
+    """Draw one candidate on each of the N instances; values have few levels, so that ties are common."""
     random = np.random.default_rng(draw(st.integers(0, 2**32)))
     hit_tokens = random.choice([0, 0, 5_000, 10_000], N) * (not alike)
     batch_max = np.full(N, 8) if alike else random.choice([1, 8, 64], N)
@@ -247,7 +247,7 @@ def costs_of(links: LinkModel, source: int) -> NetworkCosts:
 
 
 def choice_of(table: InFlight, source: int, pool: Candidates, starts_s: float = 0.0, **spec: float) -> Choice | Reject:
-    """With all instances as candidates, in the table's order."""
+    """Choose with all instances as candidates, in the table's order."""
     policy = Foresight(ForesightSpec(**spec), table.sight(table.now, source, ALL, starts_s))  # type: ignore[arg-type]
     return policy.choose(REQUEST, pool, costs_of(table.links, source), 0)
 
@@ -260,7 +260,7 @@ widths = st.integers(0, 4)
 def test_the_what_if_is_the_fluid_model(
     flying: tuple[InFlight, Obvious], source: int, pool: Candidates, starts_s: float
 ) -> None:
-    """Seconds and delay imposed of every candidate that was played, against the definition from scratch."""
+    """Transfer time and imposed delay of every simulated candidate equal the definition."""
     table, slow = flying
     choice = choice_of(table, source, pool, starts_s, width=N, near_max=1_000)
     assume(isinstance(choice, Choice))
@@ -291,8 +291,9 @@ def test_the_what_if_is_the_fluid_model(
 def test_the_choice_follows_its_terms(
     flying: tuple[InFlight, Obvious], source: int, pool: Candidates, width: int, near_max: int
 ) -> None:
-    """The first cheapest with room; costs and parts are finite, zero or more, and the parts add up to the cost of who
-    was played; a part of the cost is never less than it would be on an idle network. Nothing given is written to."""
+    """The first cheapest candidate with room is chosen. Costs and parts are finite and not negative, and the parts of a
+    simulated candidate add up to its cost. No transfer time is below that of an idle network. The inputs are not
+    modified."""
     table, slow = flying
     given_arrays = [getattr(pool, item.name) for item in fields(pool) if item.name != "names"]
     before = [array.copy() for array in given_arrays]
@@ -322,7 +323,7 @@ def test_the_choice_follows_its_terms(
 def test_bytes_have_no_scale(
     flying: tuple[InFlight, Obvious], source: int, pool: Candidates, width: int, scale: float
 ) -> None:
-    """All bytes and bandwidths times the same power of two: same choice, same cost."""
+    """If all bytes and bandwidths are multiplied by the same power of two, choice and cost stay the same."""
     table, slow = flying
     scaled = fabric(table.links.hashed_paths, scale, uplinks=len(table.links.cables) > 2 * N)
     large = InFlight(scaled)
@@ -352,7 +353,7 @@ def test_bytes_have_no_scale(
 def test_where_nothing_in_the_network_binds_it_decides_as_cla_does(
     pool: Candidates, source: int, width: int, sighted: bool, starts_s: float
 ) -> None:
-    """Alike candidates over equal, unshared paths: the very same choice as the cache and load score."""
+    """With equal candidates over equal, unshared paths, the choice equals that of the cache and load score."""
     flat: TierArray = np.full((N, N), 3, dtype=np.int8)
     links = LinkModel.of_tiers(flat, np.full(5, 1e10))
     costs = costs_of(links, source)
@@ -370,7 +371,7 @@ def test_where_nothing_in_the_network_binds_it_decides_as_cla_does(
 def test_others_tokens_never_outweigh_the_transfer(
     pool: Candidates, source: int, weight: float, transfers: float, answer: float
 ) -> None:
-    """However dear a place is made: who is chosen for it is at most so many transfers farther than the nearest."""
+    """For any weight, the chosen candidate costs at most `answer_transfers` more transfers than the nearest one."""
     spec = ForesightSpec(
         answer_weight=weight,
         answer_transfers=transfers,
@@ -390,7 +391,7 @@ def test_others_tokens_never_outweigh_the_transfer(
 def test_an_unbounded_network_leaves_load_to_decide(
     flying: tuple[InFlight, Obvious], pool: Candidates, source: int, width: int
 ) -> None:
-    """However much is in flight: where links are a million times faster the least loaded with room is chosen."""
+    """For any transfers in flight, with links a million times faster the least loaded candidate with room is chosen."""
     table = InFlight(fabric(uplinks=len(flying[0].links.cables) > 2 * N, scale=1e12))
     for each, kv_bytes in flying[1].size.items():
         table.started(0.0, each, each % N, (5 * each + 7) % N, kv_bytes)
@@ -414,7 +415,8 @@ def test_the_idle_network_needs_no_playing(flying: tuple[InFlight, Obvious], sou
 
 @given(st.floats(1e6, 1e12), st.floats(0, 300), st.sampled_from([1, 2, 4, 8]), st.floats(0, 1))
 def test_collisions_cost_what_the_distribution_says(cable: float, rivals: float, hashed: int, share: float) -> None:
-    """The expected seconds on the fullest of h cables, cut off where nothing is left; never above h idle cables."""
+    """The value uses the expected time on the fullest of h cables, limited where nothing is left; it never exceeds h
+    idle cables."""
     found = collided(cable, rivals, hashed, share * cable)
     assert found == pytest.approx(hashed_bytes_per_s(cable, rivals, hashed, share * cable), rel=1e-6)
     assert found <= hashed * cable * (1 + 1e-12)
@@ -425,7 +427,7 @@ ends = st.lists(st.tuples(st.sampled_from([2, 3, 4]), st.floats(1e-3, 1e3), st.f
 
 @given(ends)
 def test_what_is_learned_stays_within_its_bounds(transfers: list[tuple[int, float, float]]) -> None:
-    """And between 1 and what the transfers said, with the truth as its fixed point."""
+    """The factor is also between 1 and the ratios of the transfers, and correct predictions do not change it."""
     learned = Learned(ForesightSpec())
     for tier, ratio, limited in transfers:
         learned.ended(tier, 1e9 * ratio, 1e9, 1e9 * limited)
@@ -451,7 +453,8 @@ taught = st.tuples(
 def test_who_looks_at_what_is_learned_changes_nothing(
     told: list[tuple[float, int, float, float, bool, float]], later_s: float
 ) -> None:
-    """They see what a decision would take, to the last digit; which transfers taught is counted, and how long ago."""
+    """A reader sees the values that a decision would use, to the last digit, with the number of transfers used and
+    their age."""
     watched, alone, at = Learned(ForesightSpec()), Learned(ForesightSpec()), 0.0
     last: dict[int, list[float]] = {2: [], 3: [], 4: []}
     for step_s, tier, ratio, limited, looked, ahead_s in told:
@@ -482,7 +485,7 @@ def test_a_transfer_alone_gets_the_pace_that_a_decision_expects(
     transfers: list[tuple[int, float, float]],
     others: float,
 ) -> None:
-    """With nothing in flight, whatever has been learned and whatever others take."""
+    """With nothing in flight, this holds for any learned factors and any other traffic."""
     idle, congestion = InFlight(flying[0].links), np.array([0.0, 0.0, 1.0, 0.5, 0.1]) * others
     for tier, ratio, limited in transfers:
         idle.learned.ended(tier, 1e9 * ratio, 1e9, 1e9 * limited)
@@ -497,7 +500,7 @@ def test_a_transfer_alone_gets_the_pace_that_a_decision_expects(
 
 @given(st.integers(1, 40), st.floats(0.25, 4.0), st.integers(1, 4))
 def test_what_is_learned_is_never_beyond_the_truth(together: int, truth: float, rounds: int) -> None:
-    """Paths of their own that carry so much of what the map says, however many find it out at once."""
+    """Each path carries a given factor of the predicted rate, whatever number of transfers measure it at once."""
     tier: TierArray = np.full((2 * together, 2 * together), 3, dtype=np.int8)
     table, now = InFlight(LinkModel.of_tiers(tier, np.full(5, 1e9), nic_bytes_per_s=1e11)), 0.0
     for _ in range(rounds):
@@ -514,7 +517,8 @@ def test_what_is_learned_is_never_beyond_the_truth(together: int, truth: float, 
 def test_the_pair_is_the_one_that_ends_first_of_those_played(
     flying: tuple[InFlight, Obvious], pools: list[Candidates], start_s: list[float]
 ) -> None:
-    """With every prefill instance in play the pair is the cheapest of all; refused only if nobody has room."""
+    """With every prefill instance simulated, the pair is the cheapest of all; it is rejected only if no instance has
+    room."""
     table, spec = flying[0], ForesightSpec(joint_width=3)
     nothing = np.zeros(3, dtype=np.int64)
     prefill = PrefillCandidates(("p0", "p1", "p2"), np.array(start_s), nothing, np.zeros(3), None)

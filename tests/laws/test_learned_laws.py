@@ -1,4 +1,5 @@
-"""The laws of self-measured bandwidth: truth changes nothing, a change is found, one lie moves little, age forgets."""
+"""Laws of self-measured bandwidth: correct values change nothing, a change is detected, one outlier has little effect,
+values expire."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ def oracle(**settings: float) -> NetworkOracle:
 
 
 def lone(network: NetworkOracle, source: int, at: float = 0.0) -> FloatArray:
-    """What the oracle believes of an idle network; the static view where it has measured nothing."""
+    """Return the oracle's bandwidths of an idle network; the static ones where nothing was measured."""
     costs = network.costs(source, ALL, at)
     return costs.bytes_per_s.take(costs.tier) if costs.pair_bytes_per_s is None else costs.pair_bytes_per_s
 
@@ -36,7 +37,7 @@ def lone(network: NetworkOracle, source: int, at: float = 0.0) -> FloatArray:
 def transfer(
     network: NetworkOracle, at: float, pair: tuple[int, int], kv_bytes: float, *, factor: float = 1.0, together: int = 1
 ) -> None:
-    """`together` equal transfers of a pair, on a network that has `factor` of the static bandwidth, told as one sum."""
+    """Report `together` equal transfers of a pair as one sum, on a network with `factor` of the static bandwidth."""
     source, target = pair
     costs = network.costs(source, np.array([target]), at)
     tier = int(costs.tier[0])
@@ -53,7 +54,7 @@ def transfer(
 def test_the_truth_leaves_the_static_map_as_it_is(
     transfers: list[tuple[tuple[int, int], float, int]], congestion: list[float]
 ) -> None:
-    """Whatever telemetry says and however many run together: as fast as predicted is no news."""
+    """For any telemetry and any number of concurrent transfers, predicted times change nothing."""
     network = oracle()
     network.congestion_measured(0.0, congestion)
     for at, (pair, kv_bytes, together) in enumerate(transfers):
@@ -64,7 +65,8 @@ def test_the_truth_leaves_the_static_map_as_it_is(
 
 @given(PAIRS, FACTORS, st.integers(1, 4), CONGESTION)
 def test_a_changed_capacity_is_found(pair: tuple[int, int], factor: float, together: int, congested: float) -> None:
-    """Within 1 % after 60 measurements of one pair, and half way at least after 10; only its tier learns with it."""
+    """The value is within 1 % after 60 measurements of one pair, and at least half way after 10; only its tier changes
+    with it."""
     network = oracle()
     network.congestion_measured(0.0, [congested] * 5)
     source, target = pair
@@ -82,7 +84,8 @@ def test_a_changed_capacity_is_found(pair: tuple[int, int], factor: float, toget
 
 
 def test_a_slow_pair_is_told_from_its_tier() -> None:
-    """Two pairs of one tier, one at a quarter of the other: each is believed; a third gets what lies between."""
+    """One of two pairs of a tier has a quarter of the other's bandwidth: each value is found; a third pair gets a value
+    in between."""
     network = oracle()
     for at in range(100):
         transfer(network, float(at), (0, 2), 1e10, factor=0.25)
@@ -99,11 +102,12 @@ def test_a_slow_pair_is_told_from_its_tier() -> None:
     st.floats(0, 1e9),
     st.integers(1, 10**6),
 )
-@example([((0, 0), 0.5)], (0, 0), 2_097_152.0, 1.0, 32)  # many at once lift the pair's weight as well as its average
+# many concurrent transfers raise the weight of the pair as well as its average
+@example([((0, 0), 0.5)], (0, 0), 2_097_152.0, 1.0, 32)
 def test_one_outlier_moves_little(
     before: list[tuple[tuple[int, int], float]], pair: tuple[int, int], kv_bytes: float, seconds: float, transfers: int
 ) -> None:
-    """By a factor of four at most (two by the tier, two by the pair), and never out of the bounds."""
+    """The change is at most a factor of four (two by the tier, two by the pair), and values stay within the bounds."""
     network = oracle()
     for at, (each, factor) in enumerate(before):
         transfer(network, float(at), each, 1e10, factor=factor)
@@ -117,7 +121,7 @@ def test_one_outlier_moves_little(
 
 @given(st.floats(1e5, 1e15), st.floats(1e-4, 1e9), st.integers(1, 100))
 def test_the_next_truth_leads_back(kv_bytes: float, seconds: float, transfers: int) -> None:
-    """What an outlier has done to a tier is not done again by what follows it."""
+    """The next correct measurement moves the tier back, by at least a part of the outlier's effect."""
     network = oracle()
     network.transfer_measured(0.0, 0, 2, kv_bytes, seconds, transfers)
     static = BYTES_PER_S[3]
@@ -129,7 +133,7 @@ def test_the_next_truth_leads_back(kv_bytes: float, seconds: float, transfers: i
 
 @given(PAIRS, FACTORS, st.floats(0, 100), st.floats(0, 100))
 def test_what_was_learned_fades(pair: tuple[int, int], factor: float, first_s: float, second_s: float) -> None:
-    """In full for 10 s, then ever closer to the static map, which is back at twice that age."""
+    """The value stays for 10 s and then approaches the static one, which it reaches at twice that age."""
     network = oracle(stale_after_s=10.0)
     transfer(network, 0.0, pair, 1e11, factor=factor)
     static = BYTES_PER_S[TIER[pair]]
@@ -141,7 +145,8 @@ def test_what_was_learned_fades(pair: tuple[int, int], factor: float, first_s: f
 
 
 def test_one_measurement_by_hand() -> None:
-    """Half the bandwidth, once: the tier moves by 2^-0.2, the pair by 2^-(0.8 * 0.2) / 5 more; then it fades."""
+    """One measurement of half the bandwidth changes the tier by 2^-0.2 and the pair by another 2^-(0.8 * 0.2) / 5; then
+    both expire."""
     network = oracle(stale_after_s=10.0)
     transfer(network, 0.0, (0, 2), 1e10, factor=0.5)
     tier, pair = 0.5**0.2, 0.5 ** (0.8 * 0.2 / 5)
@@ -152,7 +157,8 @@ def test_one_measurement_by_hand() -> None:
 
 
 def test_transfers_that_nobody_counted_use_the_count_of_now() -> None:
-    """Two on their way, and a measurement of one of them: it had one beside it, so it was as fast as predicted."""
+    """Two transfers are in flight and one of them is measured: it shared with one other, so it was as fast as
+    predicted."""
     network = oracle()
     for _ in range(2):
         network.transfer_started(0, 2)
@@ -208,7 +214,8 @@ def effective(policy: str, network: NetworkOracle) -> FloatArray:
 
 @pytest.mark.parametrize("policy", ["netkv", "netkv-static", "netkv-topo"])
 def test_policies_price_with_what_was_measured(policy: str) -> None:
-    """The pair's bandwidth takes the tier's place, and the other factors stay; unmeasured, nothing changes by a bit."""
+    """The pair's bandwidth replaces that of the tier, and other factors stay; unmeasured values are equal to the last
+    bit."""
     plain, measuring = NetworkOracle(TIER, BYTES_PER_S, LATENCY_S), oracle()
     for network in (plain, measuring):
         network.congestion_measured(0.0, [0.1, 0.2, 0.3, 0.4, 0.5])

@@ -1,4 +1,4 @@
-"""Laws of offloading: the published rule, thresholds that settle, counts that are exact, conversions that end."""
+"""Laws of offloading: the published rule, thresholds that settle, exact counts, role switches that end."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ queues_s = st.floats(0, 30)
 
 @st.composite
 def situations(draw: st.DrawFn, most: int = 4) -> tuple[int, SiteCandidates]:
-    """A prompt and 1 to `most` sites; few distinct lengths, so that ties and equalities are common."""
+    """Draw a prompt and 1 to `most` sites; lengths have few levels, so that ties and equalities are common."""
     n = draw(st.integers(1, most))
     random = np.random.default_rng(draw(st.integers(0, 2**32)))
     total = draw(st.sampled_from([1, 1_000, 60_000]))
@@ -60,7 +60,7 @@ def situations(draw: st.DrawFn, most: int = 4) -> tuple[int, SiteCandidates]:
 
 @given(situations(2))
 def test_one_link_follows_the_publication(situation: tuple[int, SiteCandidates]) -> None:
-    """PrfaaS 3.4.3 word by word, for one home and one PrfaaS site that is up."""
+    """For one home and one PrfaaS site that is up, the choice equals PrfaaS 3.4.3."""
     total, sites = situation
     if len(sites.names) == 1:
         return
@@ -83,8 +83,8 @@ def test_one_link_follows_the_publication(situation: tuple[int, SiteCandidates])
 def test_a_site_is_up_and_its_terms_add_up(
     situation: tuple[int, SiteCandidates], stay_factor: float | None, layerwise: bool
 ) -> None:
-    """Only sites that are up get work, if any is; a finish is at least its longest part and at most their sum; of the
-    sites above their threshold nobody would have finished earlier, and none of those before it as early."""
+    """Only sites that are up get work, if there is any. A finish time is at least its longest part and at most their
+    sum. Of the sites above their threshold, the first one with the earliest finish is chosen."""
     total, sites = situation
     choice = choose_site(OffloadSpec(stay_factor=stay_factor, layerwise=layerwise), total, sites)
     assert sites.up[choice.index] or not sites.up.any()
@@ -123,7 +123,7 @@ def test_a_dead_link_keeps_everything_at_home(situation: tuple[int, SiteCandidat
 
 @given(situations(), st.integers(1, 100_000))
 def test_a_longer_prompt_never_comes_back_home(situation: tuple[int, SiteCandidates], more: int) -> None:
-    """What leaves at some length leaves at any greater one, all else equal."""
+    """With all else equal, a prompt that is offloaded at some length is offloaded at every greater length."""
     total, sites = situation
     before, after = (choose_site(OffloadSpec(), length, sites) for length in (total, total + more))
     assert before.index == HOME or after.index != HOME
@@ -131,7 +131,7 @@ def test_a_longer_prompt_never_comes_back_home(situation: tuple[int, SiteCandida
 
 @st.composite
 def short_terms(draw: st.DrawFn) -> ShortTerm:
-    """A dwell of one second, so that time counts moves."""
+    """Draw settings with a dwell time of one second, so that the time counts changes."""
     utilisation_low = draw(st.floats(0.1, 0.8))
     queue_low_s = draw(st.floats(0, 5))
     return ShortTerm(
@@ -152,7 +152,7 @@ bases = st.floats(0, 300_000)
 
 
 def after(spec: ShortTerm, base: float, history: list[tuple[float, float, float]]) -> tuple[Threshold, float]:
-    """A threshold with a past, and the time since which nothing has been measured."""
+    """Return a threshold with a history, and the time of its end."""
     threshold = Threshold(spec, base)
     for at, measured in enumerate(history):
         threshold.observe(float(at), *measured)
@@ -160,7 +160,7 @@ def after(spec: ShortTerm, base: float, history: list[tuple[float, float, float]
 
 
 def most_moves(spec: ShortTerm) -> int:
-    """From bound to bound, with every mistake forgotten on the way."""
+    """Return the number of changes from bound to bound, with every mistake forgotten meanwhile."""
     span = math.log(spec.threshold_max_tokens / spec.threshold_min_tokens) / math.log(spec.step)
     return 2 * math.ceil(span) + math.ceil(16 * spec.remember_s) + 2
 
@@ -168,7 +168,7 @@ def most_moves(spec: ShortTerm) -> int:
 def rest(
     threshold: Threshold, spec: ShortTerm, measured: tuple[float, float, float], keep_tokens: float, limit: float
 ) -> float:
-    """Where a constant input takes a threshold in the end, by the rules as they are told."""
+    """Return the final threshold under a constant input, by the documented rules."""
     utilisation, queue_s, home_queue_s = measured
     base, now = threshold.base_tokens, threshold.tokens
     surges = utilisation >= spec.utilisation_high or queue_s >= spec.queue_high_s
@@ -196,7 +196,8 @@ def test_a_constant_input_settles_for_good(
     keep_tokens: float,
     limit: float,
 ) -> None:
-    """Whatever came before: one direction only, then no change any more; and nothing at all within the band."""
+    """After any history the threshold moves in one direction only and then stays; within the band it does not change at
+    all."""
     threshold, start = after(spec, base, history)
     threshold.limit(limit)
     at_utilisation = {"low": spec.utilisation_low, "high": spec.utilisation_high}
@@ -218,7 +219,7 @@ def test_a_constant_input_settles_for_good(
 def test_it_stays_within_bounds_and_waits_between_moves(
     spec: ShortTerm, base: float, history: list[tuple[float, float, float]], other: float, when: int
 ) -> None:
-    """Half a dwell apart, never two measurements in a row move it; it depends on nothing but its inputs."""
+    """With measurements half a dwell time apart, two in a row never both change it; it depends only on its inputs."""
     first, second = Threshold(spec, base), Threshold(spec, base)
     path = [first.tokens]
     for step, measured in enumerate(history):
@@ -243,7 +244,7 @@ def test_a_link_that_was_down_starts_again_from_its_base(
     history: list[tuple[float, float, float]],
     then: list[tuple[float, float, float]],
 ) -> None:
-    """Nothing is learned from a dead link, and nothing of what came before counts once it is back."""
+    """Measurements of a dead link have no effect, and earlier history does not count once the link is back."""
     threshold, start = after(spec, base, history)
     before = threshold.tokens
     threshold.set_up(False)
@@ -256,7 +257,7 @@ def test_a_link_that_was_down_starts_again_from_its_base(
 
 
 def live(spec: ShortTerm, base: float, load: Callable[[float], float], moves: int) -> list[float]:
-    """A link whose utilisation answers to the threshold at once."""
+    """Return the thresholds over time for a link whose utilisation follows the threshold at once."""
     threshold = Threshold(spec, base)
     return [threshold.observe(float(at), load(threshold.tokens), 0.0) for at in range(moves)]
 
@@ -265,7 +266,7 @@ def live(spec: ShortTerm, base: float, load: Callable[[float], float], moves: in
 def test_traffic_that_gives_way_gently_comes_to_rest(
     low: float, gap: float, softness: float, load: float, base: float
 ) -> None:
-    """Closed loop: where one step changes the utilisation by less than the band is wide, the threshold stops."""
+    """Closed loop: if one step changes the utilisation by less than the width of the band, the threshold stops."""
     high = low * gap
     step = gap**softness
     spec = ShortTerm(utilisation_low=low, utilisation_high=high, step=step, dwell_s=1.0)
@@ -276,8 +277,8 @@ def test_traffic_that_gives_way_gently_comes_to_rest(
 
 @given(st.floats(1.1, 3.0), st.floats(1e3, 1e5), st.floats(1.01, 50))
 def test_traffic_in_lumps_is_probed_ever_more_rarely(step: float, base: float, height: float) -> None:
-    """Closed loop: prompts of one length only, so that no threshold gives a utilisation within the band. Without a
-    memory the threshold would move at every measurement and half of the time would be crowded."""
+    """Closed loop: all prompts have one length, so that no threshold gives a utilisation within the band. Without a
+    memory the threshold would change at every measurement, and the link would be congested half of the time."""
     cliff = base * height
     spec = ShortTerm(step=step, dwell_s=1.0, remember_s=10.0, threshold_max_tokens=1e8)
     path = live(spec, base, lambda tokens: 0.99 if tokens < cliff else 0.1, 2_000)
@@ -308,7 +309,7 @@ events = st.lists(
 
 @given(events)
 def test_traffic_counts_what_a_list_would(steps: list[tuple[float, int, int]]) -> None:
-    """A window of 16 s in slots of 2 s: whole slots are forgotten; shares at every threshold are exact."""
+    """The window of 16 s has slots of 2 s: whole slots are dropped; the shares at every threshold are exact."""
     traffic, at = Traffic(16.0), 0.0
     seen: list[tuple[float, int, int]] = []
     for wait_s, tokens, output in steps:
@@ -334,7 +335,7 @@ def test_traffic_counts_what_a_list_would(steps: list[tuple[float, int, int]]) -
 
 @given(st.lists(st.tuples(st.floats(0, 5), st.integers(0, 2), st.floats(0, 1e3)), min_size=1, max_size=60))
 def test_a_tally_sums_what_a_list_would(steps: list[tuple[float, int, float]]) -> None:
-    """A window of 16 s in parts of 2 s: of all, of the last two, of each that is over."""
+    """The window of 16 s has parts of 2 s: sums over all, over the last two, and over each completed part."""
     tally, at = Tally(16.0, 3), 0.0
     seen: list[tuple[int, int, float]] = []
     for wait_s, column, amount in steps:
@@ -355,7 +356,7 @@ def test_a_tally_sums_what_a_list_would(steps: list[tuple[float, int, float]]) -
 
 @given(events)
 def test_the_busiest_part_of_the_window_is_found(steps: list[tuple[float, int, int]]) -> None:
-    """Arrivals of each part of 2 s that is over, and of the last with the present one; the longest answer."""
+    """The arrivals of each completed part of 2 s, and of the last one with the present one; the longest output."""
     traffic, at = Traffic(16.0), 0.0
     seen: list[tuple[float, int]] = []
     for wait_s, tokens, output in steps:
@@ -371,7 +372,8 @@ def test_the_busiest_part_of_the_window_is_found(steps: list[tuple[float, int, i
 
 
 def bent(per_token_s: float) -> Callable[[FloatArray], FloatArray]:
-    """Attention makes long prompts dearer, so that the mean cost is not the cost of the mean."""
+    """Return a prefill time that grows faster than linearly, so that the mean cost differs from the cost of the
+    mean."""
     return lambda tokens: 0.1 + per_token_s * tokens * (1.0 + tokens / 50_000)
 
 
@@ -381,7 +383,7 @@ def linear(base_s: float, per_token_s: float) -> Callable[[FloatArray], FloatArr
 
 @st.composite
 def capacities(draw: st.DrawFn) -> Capacity:
-    """One or two homes and up to two PrfaaS sites."""
+    """Draw one or two homes and up to two PrfaaS sites."""
     homes = []
     for letter in draw(st.sampled_from(["a", "ab"])):
         total = draw(st.integers(2, 9))
@@ -404,11 +406,11 @@ def capacities(draw: st.DrawFn) -> Capacity:
 
 lengths = st.lists(st.sampled_from([100, 2_000, 9_000, 30_000, 120_000]), min_size=1, max_size=12)
 ALL_QUEUED: dict[Stage, StageLoad] = {stage: StageLoad(0.0, 60.0) for stage in STAGES}
-"""Everybody has a queue, and nobody so much to do that it could not give an instance away."""
+"""Every role has a queue, and none is so busy that it could not give an instance away."""
 
 
 def observed(spec: LongTerm, tokens: list[int]) -> Allocation:
-    """An allocation that has seen so many requests at time 0."""
+    """Return an allocation that has recorded these requests at time 0."""
     allocation = Allocation(spec)
     for each in tokens:
         allocation.traffic.arrived(0.0, each)
@@ -417,7 +419,7 @@ def observed(spec: LongTerm, tokens: list[int]) -> Allocation:
 
 
 def applied(capacity: Capacity, review: Review) -> Capacity:
-    """The capacity after the conversions are over."""
+    """Return the capacity after the role switches are complete."""
     moved = {conversion.instance for conversion in review.conversions}
     homes = []
     for home in capacity.homes:
@@ -432,8 +434,9 @@ def applied(capacity: Capacity, review: Review) -> Capacity:
 def test_conversions_end_at_a_split_that_is_about_the_best(
     capacity: Capacity, tokens: list[int], at_once: int, gain_min: float
 ) -> None:
-    """Under constant traffic, with a queue everywhere and nothing to lose: each review proposes a few that exist, in
-    the order given; soon none, and then never again; what is missed in the end is less than `gain_min`."""
+    """Traffic is constant, every role has a queue and there is nothing to lose: each review proposes at most `at_once`
+    existing instances in the given order. Soon there is none and never again; the gain that remains is less than
+    `gain_min`."""
     spec = LongTerm(requests_min=1, review_s=1.0, window_s=1e4, at_once=at_once, gain_min=gain_min)
     allocation = observed(spec, tokens)
     idle, quiet, missed = False, 0, 1.0
@@ -460,7 +463,8 @@ def test_conversions_end_at_a_split_that_is_about_the_best(
 
 @given(capacities(), lengths, st.sampled_from(["exact", "representative"]))
 def test_a_review_finds_what_the_model_finds(capacity: Capacity, tokens: list[int], reading: Reading) -> None:
-    """The best split by the whole grid over the true lengths; the threshold is the best of the present split."""
+    """The best split is that of the full grid over the true lengths; the threshold is the best one of the present
+    split."""
     spec = LongTerm(requests_min=1, prefill_min=0, decode_min=0, reading=reading)
     review = observed(spec, tokens).review(0.0, capacity, {})
     assert review is not None
@@ -488,7 +492,7 @@ loads = st.builds(StageLoad, st.floats(0, 1), queues_s)
 def test_only_a_busy_role_grows(
     capacity: Capacity, tokens: list[int], prefill: StageLoad, decode: StageLoad, conversions: bool, converting: int
 ) -> None:
-    """And none at all while another conversion is under way, or where they are off."""
+    """No role switch starts while another one is in progress or if they are disabled."""
     spec = LongTerm(requests_min=1, conversions=conversions)
     measured: dict[Stage, StageLoad] = {"prefill": prefill, "decode": decode}
     review = observed(spec, tokens).review(0.0, capacity, measured, converting)
@@ -509,7 +513,7 @@ def test_only_a_busy_role_grows(
 
 @st.composite
 def judgements(draw: st.DrawFn) -> tuple[tuple[Home, ...], np.ndarray[Any, np.dtype[np.int64]], float, float]:
-    """Homes, the split that would be best, what the present one misses, and how long the traffic lasts."""
+    """Draw homes, the best split, the gain over the present one, and the duration of the traffic."""
     homes = draw(capacities()).homes
     target = np.array([draw(st.integers(0, home.instances)) for home in homes], dtype=np.int64)
     return homes, target, draw(st.floats(0, 1)), draw(st.floats(0, 1e3))
@@ -522,7 +526,7 @@ costs = st.dictionaries(st.from_regex(r"[ab][0-8]", fullmatch=True), st.floats(0
 def test_a_conversion_pays_for_what_it_throws_away(
     judgement: tuple[Any, ...], costs_s: dict[str, float], prfaas: StageLoad, prefill: StageLoad, decode: StageLoad
 ) -> None:
-    """What is gained on all instances is no less than what is lost with those that change."""
+    """The gain over all instances is at least the loss of those that switch."""
     homes, target, gain, used_s = judgement
     measured: dict[Stage, StageLoad] = {"prfaas": prfaas, "prefill": prefill, "decode": decode}
     verdict, conversions = judge(LongTerm(at_once=3), homes, target, gain, measured, 0, used_s, costs_s)
@@ -535,7 +539,7 @@ def test_a_conversion_pays_for_what_it_throws_away(
 def test_idle_instances_with_nothing_cached_change_wherever_it_helps(
     judgement: tuple[Any, ...], busy: StageLoad, stage: Stage, at_once: int
 ) -> None:
-    """What remains are the old rules: the gain is worth it, and who would grow is busy."""
+    """The other rules remain: the gain is sufficient, and the role that grows is busy."""
     homes, target, gain, used_s = judgement
     spec = LongTerm(at_once=at_once)
     verdict, conversions = judge(spec, homes, target, gain, {stage: busy}, 0, used_s)
@@ -551,8 +555,8 @@ def test_idle_instances_with_nothing_cached_change_wherever_it_helps(
 def test_under_constant_work_no_instance_goes_there_and_back(
     judgement: tuple[Any, ...], prefill: float, decode: float, prfaas: float, data: st.DataObject
 ) -> None:
-    """So many instances' worth of work at each role, which queues where there are fewer; whatever the model says is
-    best, and however it changes its mind."""
+    """Each role has a constant amount of work, which queues if there are fewer instances; the model's best split may be
+    anything and may change at every review."""
     homes = judgement[0]
     changed = set[str]()
     for _ in range(12):

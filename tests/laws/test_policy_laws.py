@@ -1,4 +1,5 @@
-"""Laws of every policy: totality, feasibility, invariance under names and scales, and what a constraint may change."""
+"""Laws of every policy: always a result, feasibility, invariance under names and scales, and the effect of a
+constraint."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ turns = st.integers(0, 1000)
 
 @st.composite
 def situations(draw: st.DrawFn) -> tuple[Request, Candidates, NetworkCosts]:
-    """A request, 1 to 12 candidates (some full) and the network; few distinct values, so that ties are common."""
+    """Draw a request, 1 to 12 candidates (some full) and the network; values have few levels, so that ties are
+    common."""
     n = draw(st.integers(1, 12))
     random = np.random.default_rng(draw(st.integers(0, 2**32)))
     coarse = draw(st.booleans())
@@ -56,7 +58,7 @@ def situations(draw: st.DrawFn) -> tuple[Request, Candidates, NetworkCosts]:
 
 
 def permuted(pool: Candidates, costs: NetworkCosts, order: list[int]) -> tuple[Candidates, NetworkCosts]:
-    """The same instances in another order, that is under other names."""
+    """Return the same instances in another order, and therefore under other names."""
     moved = {item.name: getattr(pool, item.name)[order] for item in fields(pool) if item.name != "names"}
     return Candidates(names=pool.names, **moved), replace(costs, tier=costs.tier[order])
 
@@ -65,7 +67,8 @@ def permuted(pool: Candidates, costs: NetworkCosts, order: list[int]) -> tuple[C
 def test_a_policy_chooses_the_first_cheapest_feasible_candidate(
     situation: tuple[Request, Candidates, NetworkCosts], name: str, turn: int
 ) -> None:
-    """It refuses exactly when nobody has room; costs and parts are finite, costs >= 0, and the choice follows them."""
+    """A policy rejects exactly if no candidate has room; costs and parts are finite, costs >= 0, and the choice has the
+    lowest cost."""
     request, pool, costs = situation
     has_room = [need <= free for need, free in zip(pool.need_bytes, pool.free_kv_bytes, strict=True)]
     choice = decode_policy(name).choose(request, pool, costs, turn)
@@ -83,7 +86,7 @@ def test_a_policy_chooses_the_first_cheapest_feasible_candidate(
 
 @given(situations(), turns)
 def test_netkv_is_algorithm_1(situation: tuple[Request, Candidates, NetworkCosts], turn: int) -> None:
-    """The arrays give what NetKV's loop gives, candidate by candidate."""
+    """The arrays give the same values as NetKV's loop, candidate by candidate."""
     request, pool, costs = situation
     best, winner = float("inf"), None
     for d in range(len(pool.names)):
@@ -110,7 +113,8 @@ def test_netkv_is_algorithm_1(situation: tuple[Request, Candidates, NetworkCosts
 def test_bytes_have_no_scale(
     situation: tuple[Request, Candidates, NetworkCosts], name: str, turn: int, scale: float
 ) -> None:
-    """All bytes and all bandwidths times the same number (a power of two, which is exact): same choice, same cost."""
+    """If all bytes and bandwidths are multiplied by the same power of two (which is exact), choice and cost stay the
+    same."""
     request, pool, costs = situation
     scaled_pool = replace(
         pool,
@@ -132,7 +136,7 @@ def test_bytes_have_no_scale(
 def test_names_only_break_ties(
     situation: tuple[Request, Candidates, NetworkCosts], name: str, turn: int, random: object
 ) -> None:
-    """Other names, same instances: the same cost is paid, and without a tie the same instance chosen."""
+    """Under other names the cost is the same, and without a tie the same instance is chosen."""
     assume(name != "round-robin")
     request, pool, costs = situation
     order = list(range(len(pool.names)))
@@ -151,7 +155,7 @@ def test_names_only_break_ties(
 
 @given(situations())
 def test_round_robin_is_even(situation: tuple[Request, Candidates, NetworkCosts]) -> None:
-    """Over as many turns as there are feasible candidates each one is chosen once."""
+    """Over as many turns as there are feasible candidates, each one is chosen once."""
     request, pool, costs = situation
     feasible = np.flatnonzero(pool.need_bytes <= pool.free_kv_bytes).tolist()
     results = [decode_policy("round-robin").choose(request, pool, costs, turn) for turn in range(5, 5 + len(feasible))]
@@ -162,7 +166,7 @@ def test_round_robin_is_even(situation: tuple[Request, Candidates, NetworkCosts]
 def test_a_choice_leaves_the_snapshot_alone(
     situation: tuple[Request, Candidates, NetworkCosts], name: str, turn: int
 ) -> None:
-    """Policies get live arrays: they write nothing there, and their terms do not change when the load does."""
+    """Policies get live arrays: they do not write to them, and their terms do not change when the load changes."""
     request, pool, costs = situation
     arrays = [getattr(pool, item.name) for item in fields(pool) if item.name != "names"]
     before = [array.copy() for array in arrays]
@@ -177,8 +181,9 @@ def test_a_choice_leaves_the_snapshot_alone(
 def test_a_constraint_keeps_its_promise(
     situation: tuple[Request, Candidates, NetworkCosts], name: str, turn: int, constraint: TopologyConstraint
 ) -> None:
-    """Required: inside or refused. Preferred never refuses more than the policy does, and without a weight it goes
-    outside only when nobody inside has room. Inside, the choice is the policy's own cheapest."""
+    """Required: inside the domain or rejected. Preferred rejects no more than the policy itself, and without a weight
+    it leaves the domain only if no instance inside has room. Inside the domain, the choice is the policy's own
+    cheapest."""
     request, pool, costs = situation
     policy = decode_policy(name)
     inside = costs.tier <= constraint.tier_max
@@ -209,7 +214,8 @@ def test_a_constraint_keeps_its_promise(
 def test_a_heavier_weight_never_leaves_the_domain_again(
     situation: tuple[Request, Candidates, NetworkCosts], name: str, turn: int, level: str, one: float, other: float
 ) -> None:
-    """Once a weight keeps a request inside, more weight does; and no weight sends one out that was inside before."""
+    """If a weight keeps a request inside, a larger weight does too; no weight moves a request out that was inside
+    without it."""
     request, pool, costs = situation
     policy = decode_policy(name)
     free = policy.choose(request, pool, costs, turn)
@@ -245,7 +251,7 @@ def test_a_constraint_that_everyone_meets_changes_nothing(
 def test_more_congestion_on_one_tier_never_draws_netkv_there(
     situation: tuple[Request, Candidates, NetworkCosts], turn: int
 ) -> None:
-    """Whoever was chosen outside a tier stays chosen when that tier fills up."""
+    """A choice outside a tier stays the same when that tier becomes congested."""
     request, pool, costs = situation
     before = decode_policy("netkv").choose(request, pool, costs, turn)
     assume(isinstance(before, Choice))

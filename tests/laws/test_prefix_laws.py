@@ -1,4 +1,4 @@
-"""The laws of the prefix index, against a model so plain that it is obvious, and of chained hashes."""
+"""Laws of the prefix index against a simple model, and of chained hashes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Chain = tuple[int, ...]
 
 @dataclass
 class Shelf:
-    """One instance of the model: every prefix held by itself, the time of its last touch, the chains pinned."""
+    """One instance of the model: every prefix separately, with the time of its last touch, and the pinned chains."""
 
     capacity: int | None
     touched: dict[Chain, int] = field(default_factory=dict)
@@ -34,7 +34,7 @@ class Shelf:
         return depth
 
     def make_room(self, needed: int, spared: Chain = ()) -> list[Chain]:
-        """Least recently touched first, deepest first among these, one block after the other."""
+        """Evict the least recently touched prefix first, the deepest first among equals, one block after the other."""
         gone: list[Chain] = []
         free = [p for p in self.touched if not self.pinned(p) and spared[: len(p)] != p]
         for prefix in sorted(free, key=lambda p: (self.touched[p], -len(p))):
@@ -78,7 +78,8 @@ def blocks_lost(evicted: list[Evicted]) -> list[Chain]:
 
 
 def chained(tokens: Chain) -> Chain:
-    """Block ids that name their whole prefix, as hashes do: the tokens so far, read as a number in base 4."""
+    """Return block IDs that identify their whole prefix, as hashes do: the tokens so far, read as a number in base
+    4."""
     return tuple(int("1" + "".join(map(str, tokens[:d])), 4) for d in range(1, len(tokens) + 1))
 
 
@@ -88,7 +89,7 @@ DEPTH = st.integers(0, 13)
 
 
 class IndexMachine(RuleBasedStateMachine):
-    """The index does what the model does: same depths, same counts, same evictions in the same order."""
+    """The index equals the model: same depths, same counts, same evictions in the same order."""
 
     def chain(self, tokens: Chain) -> Chain:
         return chained(tokens)
@@ -160,7 +161,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.check_room(who, 0)
 
     def check_room(self, who: int, needed: int) -> None:
-        """There is room, unless pins alone take it."""
+        """Check that there is room, unless pins alone occupy it."""
         used, capacity = self.index.used_blocks(who), self.shelves[who].capacity
         assert capacity is None or used + needed <= capacity or used == self.index.pinned_blocks(who)
 
@@ -192,7 +193,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.shelves.append(Shelf(self.uniform))
 
     def teardown(self) -> None:
-        """Whatever has happened: without pins all can go, in the right order, and nothing stays behind."""
+        """After any history, all blocks can be evicted in the right order once no pin is left, and no node remains."""
         for who, shelf in enumerate(getattr(self, "shelves", ())):
             for pin in shelf.pins:
                 assert self.index.unpin(who, pin, len(pin))
@@ -219,7 +220,7 @@ class IndexMachine(RuleBasedStateMachine):
 
 
 class MalformedMachine(IndexMachine):
-    """Ids repeat and stand under several parents: everything but the depth of a match is as if they were chained."""
+    """IDs repeat and have several parents: everything except the depth of a match equals that of chained IDs."""
 
     def chain(self, tokens: Chain) -> Chain:
         return tokens
@@ -240,7 +241,7 @@ PROMPT = st.lists(st.integers(-(2**63), 2**63 - 1), max_size=40)
 
 @given(PROMPT, PROMPT, st.integers(1, 5), st.integers(0, 2**64 - 1))
 def test_hashes_are_equal_exactly_as_far_as_the_blocks_are(a: list[int], b: list[int], size: int, seed: int) -> None:
-    """Chained: a block's hash tells all tokens up to its end, and nothing after it."""
+    """Hashes are chained: a block's hash depends on all tokens up to its end and on no later one."""
     b = a[: len(b) // 2] + b[len(b) // 2 :]
     for d, (x, y) in enumerate(zip(block_hashes(a, size, seed), block_hashes(b, size, seed), strict=False), start=1):
         assert (x == y) == (a[: d * size] == b[: d * size])
@@ -248,7 +249,7 @@ def test_hashes_are_equal_exactly_as_far_as_the_blocks_are(a: list[int], b: list
 
 @given(PROMPT, PROMPT, st.integers(1, 5))
 def test_a_longer_prompt_only_adds_hashes(a: list[int], more: list[int], size: int) -> None:
-    """Full blocks only, and those of the beginning do not change."""
+    """Only full blocks are hashed, and the hashes of the first blocks stay the same."""
     short, long = block_hashes(a, size), block_hashes(a + more, size)
     assert len(short) == len(a) // size
     assert long[: len(short)] == short
@@ -257,20 +258,20 @@ def test_a_longer_prompt_only_adds_hashes(a: list[int], more: list[int], size: i
 
 @given(PROMPT)
 def test_lists_and_arrays_hash_alike(tokens: list[int]) -> None:
-    """The answer depends on the tokens, not on what holds them."""
+    """The hashes depend on the tokens, not on the container."""
     assert block_hashes(tokens, 2) == block_hashes(np.array(tokens, np.int64), 2) == block_hashes(tuple(tokens), 2)
 
 
 @given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), max_size=12), st.integers(1, 20))
 def test_chains_told_to_another_index_make_it_alike(chains: list[list[int]], capacity: int) -> None:
-    """It holds the same, and loses it in the same order."""
+    """The other index has the same content and evicts it in the same order."""
 
     def held(index: PrefixIndex) -> set[tuple[int, ...]]:
         return {chain[:depth] for chain in index.chains(0) for depth in range(1, len(chain) + 1)}
 
     first, second = PrefixIndex(1, capacity), PrefixIndex(1)
     for numbers in chains:
-        # Chained: a hash tells all that stands before it.
+        # Chained: a hash identifies everything before it.
         first.store(0, tuple(hash(tuple(numbers[: end + 1])) for end in range(len(numbers))))
     for chain in first.chains(0):
         assert second.store(0, chain) == []

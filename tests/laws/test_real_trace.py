@@ -23,7 +23,8 @@ TRACE = ROOT.parent / "shared" / "data" / "mooncake" / "conversation_trace.jsonl
     not TRACE.exists() and not os.environ.get("KVROUTE_REQUIRE_LIVE"), reason="the Mooncake trace is not here"
 )
 def test_all_12031_requests_are_answered_and_nothing_is_lost() -> None:
-    """Four prefill and twelve decode instances, shared links: all finish, every byte is accounted for."""
+    """On four prefill and twelve decode instances with shared links, all requests finish and every byte is accounted
+    for."""
     cluster = load(ROOT / "examples" / "fat-tree-64gpu.yaml")
     run = simulate(cluster, read(TRACE), ControlSpec(decode="netkv"), SimSettings())
     counts, rows = run.summary.requests, run.outcomes

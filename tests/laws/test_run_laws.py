@@ -1,4 +1,4 @@
-"""What holds on every run of the simulator, whatever the cluster, the trace and the policy."""
+"""Laws of every run of the simulator, for any cluster, trace and policy."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ instances:
 
 
 def cluster(*, batch_max: int = 64, memory: str = "180 GB", ecmp: str = "flow", context: str = "0 s") -> Cluster:
-    """Six instances on three racks; small batches and memories make everything bind."""
+    """Return six instances on three racks; batches and memories are so small that every limit is reached."""
     text = CLUSTER.replace("BATCH", str(batch_max)).replace("MEMORY", memory)
     return parse(text.replace("ECMP", ecmp).replace("CONTEXT", context))
 
 
 @st.composite
 def traces(draw: st.DrawFn) -> Trace:
-    """Bursts of requests that share prefixes by group, zero-length answers among them."""
+    """Draw bursts of requests that share prefixes by group, some with zero-length outputs."""
     count = draw(st.integers(0, 40))
     gaps = draw(st.lists(st.sampled_from([0.0, 0.0, 0.1, 3.0]), min_size=count, max_size=count))
     at_s, requests = 0.0, []
@@ -114,7 +114,7 @@ many = settings(max_examples=40, deadline=None, suppress_health_check=[HealthChe
 def test_every_request_ends_exactly_once(
     cluster: Cluster, trace: Trace, spec: ControlSpec, assumed: SimSettings, seed: int
 ) -> None:
-    """Finished, rejected or in flight; a run to the end leaves nothing in flight."""
+    """Each one is finished, rejected or in flight; a run to the end leaves nothing in flight."""
     run = simulate(cluster, trace, spec, assumed, seed=seed)
     counts = run.summary.requests
     assert counts.arrived == counts.finished + counts.rejected + counts.in_flight
@@ -133,7 +133,7 @@ def test_every_request_ends_exactly_once(
 def test_times_follow_each_other_and_parts_add_up(
     cluster: Cluster, trace: Trace, spec: ControlSpec, assumed: SimSettings
 ) -> None:
-    """Arrival <= prefill start <= prefill end <= landing <= admission < first token <= finish."""
+    """Arrival <= prefill start <= prefill end <= transfer end <= admission < first token <= finish."""
     rows = simulate(cluster, trace, spec, assumed, seed=1).outcomes
     marks = [
         rows.arrived_s,
@@ -153,7 +153,7 @@ def test_times_follow_each_other_and_parts_add_up(
 @many
 @given(clusters, traces(), specs, assumptions)
 def test_bytes_sent_are_bytes_received(cluster: Cluster, trace: Trace, spec: ControlSpec, assumed: SimSettings) -> None:
-    """The network carried each transfer over each of its hops, no more and no less."""
+    """The network carried each transfer over each of its hops exactly once."""
     run = simulate(cluster, trace, spec, msgspec.structs.replace(assumed, until_s=None), seed=2)
     rows = run.outcomes
     sent = np.isfinite(rows.landed_s)
@@ -180,7 +180,7 @@ def test_bytes_sent_are_bytes_received(cluster: Cluster, trace: Trace, spec: Con
 def test_batches_and_memory_stay_within_limits(
     cluster: Cluster, trace: Trace, spec: ControlSpec, assumed: SimSettings
 ) -> None:
-    """At no time does an instance decode more than batch_max requests or hold more KV than it has memory for."""
+    """An instance never decodes more than batch_max requests and never holds more KV than it has memory for."""
     rows = simulate(cluster, trace, spec, assumed, seed=3).outcomes
     token_bytes = 327_680.0
     for index, instance in enumerate(cluster.instances):
@@ -195,7 +195,7 @@ def test_batches_and_memory_stay_within_limits(
 
 
 def _most_at_once(begin_s: np.ndarray, end_s: np.ndarray, amount: np.ndarray) -> float:
-    """The largest sum of `amount` over intervals [begin, end); an end that never came is beyond all."""
+    """Return the largest sum of `amount` over intervals [begin, end); a missing end counts as infinite."""
     end_s = np.where(np.isnan(end_s), np.inf, end_s)
     at = np.concatenate([end_s, begin_s])
     change = np.concatenate([-amount, amount])
@@ -208,7 +208,7 @@ def _most_at_once(begin_s: np.ndarray, end_s: np.ndarray, amount: np.ndarray) ->
 def test_same_seed_same_log_and_replay_decides_alike(
     cluster: Cluster, trace: Trace, spec: ControlSpec, assumed: SimSettings, seed: int
 ) -> None:
-    """Two runs write the same bytes; a fresh core fed with the log's events makes the same decisions."""
+    """Two runs write the same bytes; a new core with the log's events makes the same decisions."""
     with tempfile.TemporaryDirectory() as folder:
         paths = [Path(folder) / name for name in ("first.log", "second.log")]
         for path in paths:
@@ -225,7 +225,7 @@ def test_same_seed_same_log_and_replay_decides_alike(
 def test_the_routers_view_ends_where_the_truth_does(
     cluster: Cluster, trace: Trace, spec: ControlSpec, assumed: SimSettings
 ) -> None:
-    """Every hit that a decision counted on was there: no transfer was smaller than what the target lacked."""
+    """Every cached prefix that a decision relied on was there: no transfer was smaller than what the target lacked."""
     rows = simulate(cluster, trace, spec, msgspec.structs.replace(assumed, until_s=None), seed=4).outcomes
     sent = np.isfinite(rows.landed_s)
     expected = (rows.input_tokens - rows.hit_tokens)[sent] * 327_680.0
@@ -233,7 +233,7 @@ def test_the_routers_view_ends_where_the_truth_does(
 
 
 def test_an_empty_trace_is_a_run_of_nothing() -> None:
-    """No request, no time, no numbers; and no NaN in what is printed."""
+    """There are no requests, no times and no NaN in the output."""
     run = simulate(cluster(), Trace(name="empty", requests=()), ControlSpec(), SimSettings())
     assert run.summary.requests.arrived == 0
     assert run.summary.ttft_s.mean is None
@@ -259,7 +259,7 @@ def test_a_lone_request_takes_prefill_plus_transfer_plus_one_step() -> None:
 
 
 def test_more_bandwidth_never_slows_a_lone_transfer() -> None:
-    """The same request on a cluster with faster uplinks lands no later."""
+    """On a cluster with faster uplinks, the transfer of the same request ends no later."""
     trace = Trace(name="one", requests=(_one(tokens=20_000),))
     spec = ControlSpec(decode="round-robin", prefill="round-robin")
     slow = simulate(parse(_text("25 Gbps")), trace, spec, SimSettings())
@@ -273,7 +273,7 @@ def _text(uplink: str) -> str:
 
 
 def test_a_prompt_that_fits_nowhere_is_rejected_with_the_reason(tmp_path: Path) -> None:
-    """Memory for 6,000 tokens, a prompt of 20,000: the decision says how much is missing."""
+    """Memory holds 6,000 tokens and the prompt has 20,000: the decision says how much is missing."""
     path = tmp_path / "run.log"
     spec = ControlSpec()
     with EventLog(path, LogHeader(cluster="", spec=spec)) as log:

@@ -1,4 +1,4 @@
-"""What holds on every run over a wide area: whatever is cut, slowed or sent early, nothing is lost or counted twice."""
+"""Laws of every run over a WAN: for any cuts, slow links and early transfers, nothing is lost or counted twice."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ STATE_BYTES, TOKEN_BYTES = 173.9 * 2**20, 17_280
 
 
 def sites(*, protocol: str = "sglang", wan: str = "10 Gbps", count: int = 2, memory: str = "20 GB") -> Cluster:
-    """A site that prefills and one that does both; with `sglang` the target is known before the prefill."""
+    """Return a prefill-only site and one with both roles; with `sglang` the target is known before the prefill."""
     endpoint = f'endpoint: {{url: "http://10.0.0.1:1", protocol: {protocol}, bootstrap: "10.0.0.1:2"}}'
     text = TEXT.replace("ENDPOINT", endpoint).replace("WAN", wan).replace("COUNT", str(count))
     return parse(text.replace("MEMORY", memory))
@@ -56,7 +56,7 @@ def sites(*, protocol: str = "sglang", wan: str = "10 Gbps", count: int = 2, mem
 
 @st.composite
 def traces(draw: st.DrawFn) -> Trace:
-    """Bursts of prompts that share prefixes; some want no answer."""
+    """Draw bursts of prompts that share prefixes; some request no output."""
     at_s, requests = 0.0, []
     for number in range(draw(st.integers(0, 25))):
         at_s += draw(st.sampled_from([0.0, 0.1, 2.0]))
@@ -131,7 +131,7 @@ many = settings(max_examples=25, deadline=None, suppress_health_check=[HealthChe
 def test_every_request_ends_exactly_once_under_any_cuts_that_end(
     cluster: Cluster, trace: Trace, spec: ControlSpec, assumed: SimSettings, seed: int
 ) -> None:
-    """Nothing is lost, and times follow each other; a replay of the log decides alike."""
+    """Nothing is lost, and times are in order; a replay of the log makes the same decisions."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run.log"
         with EventLog(path, LogHeader(cluster="", spec=spec)) as log:
@@ -161,8 +161,8 @@ def test_every_request_ends_exactly_once_under_any_cuts_that_end(
 def test_bytes_sent_are_bytes_received_or_accounted_as_failed(
     cluster: Cluster, trace: Trace, spec: ControlSpec, assumed: SimSettings
 ) -> None:
-    """Over every hop; copies of prefixes are counted apart, and so is what had left of a transfer that failed, where
-    one can fail."""
+    """The bytes of all hops add up. Copies of prefixes are counted separately, and so are the bytes of a failed
+    transfer, where transfers can fail."""
     run = simulate(cluster, trace, spec, assumed, seed=2)
     rows, failed, copied = run.outcomes, run.summary.failed_transfers, run.summary.copied_prefixes
     sent = np.isfinite(rows.landed_s)
@@ -180,7 +180,7 @@ def test_bytes_sent_are_bytes_received_or_accounted_as_failed(
 def test_a_hybrid_models_state_crosses_whole_whatever_is_cached(
     cluster: Cluster, trace: Trace, spec: ControlSpec, assumed: SimSettings
 ) -> None:
-    """Bytes of a transfer are the request-level state plus the tokens that the target lacked."""
+    """The bytes of a transfer are the request-level state plus the tokens that the target lacked."""
     rows = simulate(cluster, trace, spec, assumed, seed=1).outcomes
     sent = np.isfinite(rows.landed_s)
     expected = STATE_BYTES + TOKEN_BYTES * (rows.input_tokens - rows.hit_tokens)[sent]
@@ -196,7 +196,8 @@ def _log_of(cluster: Cluster, trace: Trace, spec: ControlSpec, assumed: SimSetti
 
 
 def _check_conversions(records: list[LogRecord], convert_s: float) -> int:
-    """Asked once, told once and in time, with nothing cached; nothing is given to an instance in between. How many."""
+    """Check that each role switch is ordered once and reported once, in time and with an empty cache, and that the
+    instance gets no work in between; return their number."""
     draining: dict[str, Convert] = {}
     asked_s: dict[str, float] = {}
     cleared: str | None = None
@@ -225,15 +226,15 @@ def _check_conversions(records: list[LogRecord], convert_s: float) -> int:
 def test_an_instance_is_drained_before_it_changes_its_role(
     cluster: Cluster, trace: Trace, assumed: SimSettings, convert_s: float
 ) -> None:
-    """And what was begun on it is finished: see the first law."""
+    """The work that has started on it is finished: see the first law."""
     assumed = msgspec.structs.replace(assumed, review_s=0.5, convert_s=convert_s)
     _check_conversions(_log_of(cluster, trace, ControlSpec(offload=RESTLESS), assumed), convert_s)
 
 
 @pytest.mark.parametrize("troubled", [False, True], ids=["quiet", "after failures"])
 def test_a_queue_of_prompts_turns_a_decode_instance(troubled: bool) -> None:
-    """A hundred long prompts that may not leave, and short answers: one of two decode instances turns to prefill, also
-    where both have waited for transfers that failed."""
+    """There are a hundred long prompts that may not be offloaded, with short outputs: one of two decode instances
+    switches to prefill, even if both have waited for failed transfers."""
     far = [one(30_000, at_s=0.01 * number) for number in range(4 if troubled else 0)]
     near = [one(8_000, at_s=40.0 + 0.05 * number) for number in range(100)]
     cut = (CapacityChange(at_s=0.5, link="wan", share=0.0), CapacityChange(at_s=20.0, link="wan", share=1.0))
@@ -253,22 +254,22 @@ def test_a_queue_of_prompts_turns_a_decode_instance(troubled: bool) -> None:
 
 
 def one(tokens: int, answer: int = 4, at_s: float = 0.0) -> TracedRequest:
-    """A lone prompt."""
+    """Return a single prompt."""
     return TracedRequest(at_s=at_s, input_tokens=tokens, output_tokens=answer, blocks=(), block_tokens=512)
 
 
 def lone(
     trace: Trace, cluster: Cluster, assumed: SimSettings, log: EventLog | None = None
 ) -> tuple[float, float, float]:
-    """Start and end of the only request's prefill, which is away, and its landing."""
+    """Return start and end of the only request's prefill, which is at the remote site, and the end of its transfer."""
     rows = simulate(cluster, trace, ControlSpec(decode="round-robin", prefill="round-robin"), assumed, log=log).outcomes
     assert cluster.instances[int(rows.source[0])].name == "fast0"
     return float(rows.prefill_started_s[0]), float(rows.prefill_finished_s[0]), float(rows.landed_s[0])
 
 
 def layer_by_layer(begin_s: float, end_s: float, kv_bytes: float, rates: list[tuple[float, float]]) -> float:
-    """The slow version: each layer is sent when it is computed and the one before is through. `rates` holds (from,
-    bytes per second) in order."""
+    """A simple model: each layer is sent when it is computed and the previous one is complete. `rates` is a sequence of
+    (from, bytes per second) in order."""
     free_s = begin_s
     for layer in range(1, LAYERS + 1):
         now = max(free_s, begin_s + (end_s - begin_s) * layer / LAYERS)
@@ -293,8 +294,8 @@ def layer_by_layer(begin_s: float, end_s: float, kv_bytes: float, rates: list[tu
 def test_sending_while_computing_ends_as_layer_by_layer_does(
     tokens: int, wan: str, connections: int, slower: tuple[float, float] | None
 ) -> None:
-    """Exactly on a steady link, as fast as the slower of both goes; within one layer's time where the link becomes
-    slower on the way. Never later than all of it after the prefill."""
+    """On a steady link the end is exact, at the rate of the slower of both. If the link becomes slower, it is within
+    the time of one layer. It is never later than with a transfer after the prefill."""
     cluster = sites(wan=wan, count=1)
     changes = () if slower is None else (CapacityChange(at_s=slower[0], link="wan", share=slower[1]),)
     trace = Trace(name="one", requests=(one(tokens),))

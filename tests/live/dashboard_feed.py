@@ -1,9 +1,9 @@
-"""An admin port with a dashboard whose cluster is played: real decisions of the core on a scripted load, no engines.
+"""An admin port with a dashboard of a simulated cluster: real decisions of the core for a scripted load, no engines.
 
-`python dashboard_feed.py PODS RACKS NODES RATE [NAME]` prints its port and runs until its standard input ends;
-`python dashboard_feed.py two AWAY PREFILL DECODE RATE` has two datacenters, and each line of its standard input is what
-happens next between them: `cut`, `try`, `mend`, `convert` or `converted`; in any cluster `panic` or `calm`. With
-`foresight` before all that it acts and NetKV is in the shadow; else it is the other way round.
+`python dashboard_feed.py PODS RACKS NODES RATE [NAME]` prints its port and runs until its standard input ends; `python
+dashboard_feed.py two AWAY PREFILL DECODE RATE` has two datacenters, and each line of its standard input is the next
+event between them: `cut`, `try`, `mend`, `convert` or `converted`; in any cluster `panic` or `calm`. With `foresight`
+as the first argument it is the acting policy and NetKV the shadow policy; otherwise the reverse.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ WAYS: dict[str, BreakerState] = {"cut": "open", "try": "half-open", "mend": "clo
 
 
 class Feed:
-    """Requests through a core on virtual time; every second one is decided by round-robin."""
+    """Sends requests through a core in virtual time; round-robin decides every second one."""
 
     def __init__(self, file: ClusterFile, rate_per_s: float, policy: str = "netkv", seed: int = 1) -> None:
         self.cluster = build(file)
@@ -87,14 +87,14 @@ class Feed:
         self._at(0.5, self._measure)
 
     def advance(self, to_s: float) -> None:
-        """Play up to a time."""
+        """Run until this time."""
         while self._due and self._due[0][0] <= to_s:
             self.now_s, _, action = heapq.heappop(self._due)
             action()
         self.now_s = to_s
 
     def happen(self, what: str) -> None:
-        """A line of the script: the link, or the last decode instance's role."""
+        """Apply a line of the script: the state of the link, or the role of the last decode instance."""
         if what in WAYS:
             self._way = WAYS[what]
             held, self._held = (self._held, []) if what == "mend" else ([], self._held)
@@ -108,7 +108,7 @@ class Feed:
                 self.state.decided(Convert(self._changing, "prefill"), self.now_s)
 
     def load(self) -> Load:
-        """Gauges now."""
+        """Return the current gauges."""
         learned = self._cores[self._policy].learned(self.now_s)
         assert learned is not None
         return Load(
@@ -247,7 +247,8 @@ class Feed:
 
 
 def played(pods: int, racks: int, nodes: int, name: str = "prefill-x") -> ClusterFile:
-    """A fat tree of 8-GPU nodes with two instances each, every fourth of them for prefill; the first has this name."""
+    """Return a fat tree of 8-GPU nodes with two instances each, every fourth of them for prefill; the first one has
+    this name."""
     count = pods * racks * nodes * 2
     file = fat_tree(
         f"{count} instances",
@@ -271,7 +272,7 @@ def played(pods: int, racks: int, nodes: int, name: str = "prefill-x") -> Cluste
 
 
 async def serve(feed: Feed) -> None:
-    """Play at the pace of the wall clock until standard input ends."""
+    """Run at the speed of the wall clock until standard input ends."""
     feed.advance(12.0)
     parts = AdminParts(
         state=feed.state, metrics=feed.metrics, now=lambda: feed.now_s, ready=lambda: "", version="0.1.0"

@@ -1,4 +1,4 @@
-"""Programs as services, for live tests: run as a user without rights, waited for, asked for a completion."""
+"""Programs as services, for live tests: run as an unprivileged user, wait until ready, request a completion."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 KEEPS = "+dac_read_search"
-"""May read everything, for a checkout is often below a private home; may write what any other user may."""
+"""Capability to read every file, because a checkout is often below a private home. Write access is that of any other
+user."""
 SERVICE_USER = (
     *("setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"),
     *("--inh-caps", f"-all,{KEEPS}", "--ambient-caps", KEEPS, "--bounding-set", f"-all,{KEEPS}"),
@@ -27,21 +28,21 @@ NOTHING = ("unshare", "--mount", "--propagation", "private", "sh", "-c", SEALED,
 
 
 def as_service(program: Path, temporary: Path | None, *arguments: str) -> list[str]:
-    """The command line of a program for a user who can write in that folder alone, or nowhere."""
+    """Return the command line of a program for a user who can write only to that folder, or nowhere."""
     if temporary is None:
         return [*NOTHING, *SERVICE_USER, str(program), *arguments]
     return [*SERVICE_USER, f"TMPDIR={temporary}", str(program), *arguments]
 
 
 def missing(what: str) -> None:
-    """Skip the test for want of a component; fail it where KVROUTE_REQUIRE_LIVE=1 asks for all of them."""
+    """Skip the test because of a missing component; fail it if KVROUTE_REQUIRE_LIVE=1 requires all of them."""
     if os.environ.get("KVROUTE_REQUIRE_LIVE") == "1":
         pytest.fail(what)
     pytest.skip(what)
 
 
 def required(program: str, package: str) -> str:
-    """The path of a program of Debian's package."""
+    """Return the path of a program of Debian's package."""
     found = shutil.which(program)
     if found is None:
         missing(f"there is no {program}; install Debian's package {package}")
@@ -50,7 +51,7 @@ def required(program: str, package: str) -> str:
 
 
 def free_port() -> int:
-    """A TCP port on loopback that nothing uses now."""
+    """Return a TCP port on loopback that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -58,7 +59,7 @@ def free_port() -> int:
 
 @contextmanager
 def started(command: list[str], ready: str) -> Iterator[str]:
-    """A service while it runs, and the line that says `ready`; it ends without a fault."""
+    """Run a service and yield the line that contains `ready`; check that it ends without an error."""
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout is not None
         lines: list[str] = []
@@ -77,7 +78,7 @@ def started(command: list[str], ready: str) -> Iterator[str]:
 
 @contextmanager
 def prometheus(program: str, config: Path, folder: Path) -> Iterator[str]:
-    """The URL of a Prometheus server with that configuration; its data and log go to the folder."""
+    """Run a Prometheus server with that configuration and yield its URL; its data and log are in the folder."""
     port = free_port()
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
@@ -98,7 +99,7 @@ def prometheus(program: str, config: Path, folder: Path) -> Iterator[str]:
 
 
 def completed(ready: str) -> int:
-    """Tokens that the gateway answers with."""
+    """Request a completion from the gateway; return the number of its tokens."""
     base = ready.split(": ", 1)[1].strip()
     body = json.dumps({"model": "llama-3-70b", "prompt": "Once upon a time", "max_tokens": 3}).encode()
     request = urllib.request.Request(f"{base}/completions", body, {"content-type": "application/json"})

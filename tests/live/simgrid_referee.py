@@ -1,6 +1,7 @@
-"""SimGrid as referee: reads a JSON list of flow scenarios on stdin, prints a JSON list of their completion times.
+"""SimGrid as reference: reads a JSON list of flow scenarios on stdin, prints a JSON list of their completion times.
 
-Runs under the Python that has SimGrid's bindings. An engine lives once per process, so every scenario has its own.
+Runs under the Python that has SimGrid's bindings. A process can have only one engine, so every scenario has its own
+process.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ FLAGS = [
 
 
 def completion_times_s(scenario: dict[str, Any]) -> list[float]:
-    """Every flow has two hosts of its own and a route over its links."""
+    """Simulate a scenario in which every flow has two hosts of its own and a route over its links."""
     engine = Engine(["referee", *FLAGS])
     zone = NetZone.create_full_zone("fabric")
     links = {link["id"]: zone.create_link(link["id"], link["capacity_Bps"]).seal() for link in scenario["links"]}
@@ -55,7 +56,7 @@ def completion_times_s(scenario: dict[str, Any]) -> list[float]:
 
 
 def in_own_process(scenario: dict[str, Any]) -> list[float]:
-    """Fork, simulate in the child, read its answer."""
+    """Fork, simulate in the child, and read its result."""
     reader, writer = os.pipe()
     if os.fork() == 0:
         with os.fdopen(writer, "w") as pipe:

@@ -1,4 +1,4 @@
-"""Live: the Prometheus configuration and alert rules that ship, judged by promtool and run against a gateway."""
+"""Live: the Prometheus configuration and alert rules of the repository, checked by promtool and used with a gateway."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_promtool_accepts_the_configuration_and_the_rules() -> None:
 
 
 def test_every_alert_fires_when_it_should_and_none_on_a_healthy_gateway() -> None:
-    """The cases name every alert that ships."""
+    """The test cases cover every alert in the repository."""
     _promtool("test", "rules", str(CASES))
     rules = yaml.safe_load((SHIPPED / "kvroute-alerts.yml").read_text())
     alerts = {rule["alert"] for group in rules["groups"] for rule in group["rules"]}
@@ -43,7 +43,7 @@ def test_every_alert_fires_when_it_should_and_none_on_a_healthy_gateway() -> Non
 
 
 def _asked(url: str) -> Any:
-    """The `data` of an answer of Prometheus, None while the server starts."""
+    """Return the `data` of a response of Prometheus, None while the server starts."""
     try:
         with urllib.request.urlopen(url, timeout=60) as answer:
             return json.load(answer)["data"]
@@ -52,7 +52,7 @@ def _asked(url: str) -> Any:
 
 
 def test_a_server_reads_a_gateway_with_a_token_and_reports_that_it_is_not_ready(tmp_path: Path) -> None:
-    """No engine of the file runs. Every rule is evaluated without an error, and texts are expanded."""
+    """No engine of the file runs. Every rule is evaluated without an error, and its texts are expanded."""
     program, admin_port = required("prometheus", "prometheus"), free_port()
     cluster = yaml.safe_load((EXAMPLES / "small.yaml").read_text())
     for number, instance in enumerate(cluster["instances"]):

@@ -1,4 +1,4 @@
-"""Live: the steps of the Dockerfile make an installation that serves as its user on a read-only file system."""
+"""Live: the steps of the Dockerfile make an installation that serves as its own user on a read-only file system."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.live, pytest.mark.timeout(1800)]
 
 @pytest.fixture(scope="module")
 def image() -> Iterator[Path]:
-    """What the build stage leaves, with /opt below this folder."""
+    """The result of the build stage, with /opt below this folder."""
     with tempfile.TemporaryDirectory(prefix="kvroute-image-") as name:
         root = Path(name)
         root.chmod(0o755)
@@ -52,7 +52,7 @@ def _copy(instruction: Instruction, folder: Path) -> None:
 
 
 def _run(instruction: Instruction, root: Path, folder: Path) -> None:
-    """The step as it stands, but for where /opt is."""
+    """Run a step of the Dockerfile with another location of /opt."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     command = instruction.rest.replace("/opt/", f"{root}/opt/")
     done = subprocess.run(
@@ -62,7 +62,7 @@ def _run(instruction: Instruction, root: Path, folder: Path) -> None:
 
 
 def test_only_the_environment_goes_to_the_final_stage_and_it_holds_no_installer(image: Path) -> None:
-    """And kvroute in it is a plain installation: nothing points back to the sources."""
+    """kvroute is a plain installation in it: nothing refers to the sources."""
     [copied] = of(FINAL, "COPY")
     assert copied.rest == "--from=build /opt/kvroute /opt/kvroute"
     packages = {path.name.split("-")[0] for path in (image / "opt/kvroute").glob("lib/*/site-packages/*.dist-info")}
@@ -72,7 +72,8 @@ def test_only_the_environment_goes_to_the_final_stage_and_it_holds_no_installer(
 
 
 def test_the_gateway_serves_and_its_health_check_passes(image: Path) -> None:
-    """As the image's entry point starts it, on emulated engines and free ports. The volume alone is written."""
+    """The gateway starts with the image's entry point, on emulated engines and free ports. Only the volume is
+    writable."""
     with tempfile.TemporaryDirectory(prefix="kvroute-live-") as name:
         writable = Path(name)
         writable.chmod(0o1777)
@@ -99,7 +100,7 @@ def test_the_gateway_serves_and_its_health_check_passes(image: Path) -> None:
 
 
 def _checked(image: Path, check: Instruction, port: str) -> int:
-    """The exit code of the health check, asked at that port."""
+    """Return the exit code of the health check for that port."""
     words = [word.replace("8080", port) for word in check.words]
     words[0] = str(image / "opt/kvroute/bin" / words[0])
     return subprocess.run(words, capture_output=True).returncode

@@ -1,4 +1,4 @@
-"""The dashboard in a real browser: headless Chromium, steered by chromedriver, on a played cluster."""
+"""The dashboard in a real browser: headless Chromium controlled by chromedriver, with a simulated cluster."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.live
 
 
 class Browser:
-    """One window, over the W3C WebDriver protocol."""
+    """One browser window, over the W3C WebDriver protocol."""
 
     def __init__(self, driver: str, profile: Path) -> None:
         self._driver = driver
@@ -55,22 +55,22 @@ class Browser:
         self._ask("POST", "/url", {"url": url})
 
     def leave(self) -> None:
-        """Go to a page that hears nobody."""
+        """Go to a page without any connection."""
         self.visit("about:blank")
 
     def run(self, script: str) -> Any:
-        """The value of an expression of the page."""
+        """Return the value of an expression in the page."""
         return self._ask("POST", "/execute/sync", {"script": f"return {script}", "args": []})
 
     def until(self, condition: str, timeout_s: float = 60.0) -> Any:
-        """Ask until an expression is true."""
+        """Evaluate an expression until it is true; return its value."""
         end_s = time.monotonic() + timeout_s
         while not (value := self.run(condition)):
             assert time.monotonic() < end_s, f"never true: {condition}"
         return value
 
     def key(self, key: str) -> None:
-        """Press a key where the focus is."""
+        """Press a key at the focused element."""
         actions = [{"type": "keyDown", "value": key}, {"type": "keyUp", "value": key}]
         self._ask("POST", "/actions", {"actions": [{"type": "key", "id": "keys", "actions": actions}]})
 
@@ -80,19 +80,19 @@ class Browser:
         self._ask("POST", f"/element/{next(iter(found.values()))}/click", {})
 
     def devtools(self, command: str, **parameters: Any) -> Any:
-        """A Chromium command beyond WebDriver."""
+        """Run a Chromium command beyond WebDriver."""
         return self._ask("POST", "/goog/cdp/execute", {"cmd": command, "params": parameters})
 
     def complaints(self) -> list[str]:
-        """What the console says: errors of scripts, of the policy, of the network."""
+        """Return the console messages: errors of scripts, of the content policy, and of the network."""
         return [entry["message"] for entry in self._ask("POST", "/se/log", {"type": "browser"})]
 
     def screenshot(self) -> bytes:
-        """PNG of the window."""
+        """Return a PNG image of the window."""
         return base64.b64decode(self._ask("GET", "/screenshot"))
 
     def close(self) -> None:
-        """End the browser."""
+        """Close the browser."""
         self._ask("DELETE", "")
 
     def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
@@ -113,7 +113,7 @@ def _require_chromium() -> None:
 
 @contextmanager
 def _program(*command: str) -> Iterator[subprocess.Popen[str]]:
-    """A program that ends, by its own pid, when the block does."""
+    """Run a program and end it, by its process ID, when the block ends."""
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as program:
         try:
             yield program
@@ -124,9 +124,9 @@ def _program(*command: str) -> Iterator[subprocess.Popen[str]]:
 
 @contextmanager
 def _feed(browser: Browser, *arguments: str) -> Iterator[Callable[[str], None]]:
-    """The dashboard of a played cluster, open in the browser; left before the cluster ends.
+    """Open the dashboard of a simulated cluster in the browser, and leave the page before the cluster ends.
 
-    Gives what tells the cluster the next line of its script.
+    Yield a function that sends a line of the script to the cluster.
     """
     with _program(sys.executable, str(FEED), *arguments) as program:
         script = program.stdin
@@ -184,7 +184,7 @@ def _texts(selector: str) -> str:
 
 @pytest.mark.parametrize("size", list(SIZES))
 def test_the_map_shows_every_instance(browser: Browser, size: str) -> None:
-    """At either size: all instances in the table, the map drawn, a picture, nothing in the console."""
+    """At either size all instances are in the table, the map is drawn, and the console is empty."""
     with _feed(browser, *SIZES[size]):
         assert browser.run("document.querySelector('#map-note').textContent") == f"{size} instances, 2 out of service"
         browser.click("#table-box summary")
@@ -196,7 +196,7 @@ def test_the_map_shows_every_instance(browser: Browser, size: str) -> None:
 
 
 def test_figures_move(browser: Browser) -> None:
-    """The panels fill, and the page hears new ticks."""
+    """The panels fill, and the page receives new ticks."""
     with _feed(browser, *CLUSTER):
         assert sorted(browser.run(_texts("#ttft .name"))) == ["netkv", "round-robin"]
         assert browser.run("document.querySelectorAll('#tiers .bar').length") == 4
@@ -208,7 +208,8 @@ def test_figures_move(browser: Browser) -> None:
 
 
 def test_a_decision_explains_itself(browser: Browser) -> None:
-    """A click shows the candidates' terms, the chosen one marked, seconds as bars; it stays while others come."""
+    """A click shows the candidates' terms, with the chosen one marked and seconds as bars; it stays while other
+    decisions arrive."""
     with _feed(browser, *CLUSTER):
         browser.until(f"{PRICED} && ({PRICED}.click(), true)")
         head = browser.until(_texts("#why th"))
@@ -226,7 +227,7 @@ def test_a_decision_explains_itself(browser: Browser) -> None:
 
 
 def test_the_shadow_is_told(browser: Browser) -> None:
-    """How often the policy in the shadow differs, and at a decision what it would have done."""
+    """The page shows how often the shadow policy differs, and for a decision what it would have chosen."""
     with _feed(browser, *CLUSTER):
         chip = browser.until("/foresight, differs [0-9.]+\\s%/.test(document.querySelector('#shadow').textContent)")
         assert chip
@@ -238,7 +239,7 @@ def test_the_shadow_is_told(browser: Browser) -> None:
 
 
 def test_what_foresight_has_learned_is_shown(browser: Browser) -> None:
-    """Of the tiers that the cluster has beyond the rack: transfers over the link took longer than the map promises."""
+    """Shown are the cluster's tiers beyond the rack: transfers over the link took longer than the topology predicts."""
     with _feed(browser, "foresight", *TWO["16"]):
         assert browser.run(LEARNED_NOTE) == "from own transfers"
         assert browser.run(_texts("#learned td:first-child")) == ["across datacenters"]
@@ -257,7 +258,7 @@ def test_what_foresight_has_learned_is_shown(browser: Browser) -> None:
 
 
 def test_foresight_says_its_terms_by_their_names(browser: Browser) -> None:
-    """Five times, which make up the cost; and whether the transfer was played through."""
+    """Five times add up to the cost; another column shows whether the transfer was simulated."""
     with _feed(browser, "foresight", *CLUSTER):
         browser.until(f"{PRICED} && ({PRICED}.click(), true)")
         head = browser.until(_texts("#why th"))
@@ -273,7 +274,7 @@ def test_foresight_says_its_terms_by_their_names(browser: Browser) -> None:
 
 
 def test_a_number_and_its_unit_stay_in_one_line(browser: Browser) -> None:
-    """No text has a space between them at which it could be broken."""
+    """No text has a breakable space between a number and its unit."""
     with _feed(browser, *TWO["16"]):
         browser.until(f"{PRICED} && ({PRICED}.click(), true)")
         said = browser.until("document.querySelector('#sites .said').textContent && document.body.textContent")
@@ -282,7 +283,7 @@ def test_a_number_and_its_unit_stay_in_one_line(browser: Browser) -> None:
 
 
 def test_the_list_stands_still_under_the_pointer(browser: Browser) -> None:
-    """What is pointed at is what a click hits: while the focus is in the list, no row changes."""
+    """A click hits the row under the pointer: while the list has the focus, no row changes."""
     with _feed(browser, *CLUSTER):
         browser.until("document.querySelectorAll('#decisions button').length === 14")
         browser.run("document.querySelector('#decisions button').focus()")
@@ -295,7 +296,7 @@ def test_the_list_stands_still_under_the_pointer(browser: Browser) -> None:
 
 
 def test_names_are_text_and_never_markup(browser: Browser) -> None:
-    """An instance named like a script is shown as it is called: in the table, the decisions, the inspector."""
+    """An instance with the name of a script is shown by its name: in the table, the decisions and the inspector."""
     hostile = json.dumps(HOSTILE)
     with _feed(browser, *CLUSTER):
         browser.click("#table-box summary")
@@ -312,7 +313,7 @@ def test_names_are_text_and_never_markup(browser: Browser) -> None:
 
 
 def test_the_keyboard_walks_the_map(browser: Browser) -> None:
-    """Focus, then arrows: the inspector says where one is, and a screen reader hears it."""
+    """With the focus on the map, arrow keys move: the inspector shows the position, and a screen reader reads it."""
     with _feed(browser, *CLUSTER):
         browser.run("document.querySelector('#map').focus()")
         first = browser.until(NAMED)
@@ -332,7 +333,7 @@ def test_the_keyboard_walks_the_map(browser: Browser) -> None:
 )
 @pytest.mark.parametrize("width", [390, 1280])
 def test_nothing_sticks_out(browser: Browser, width: int, feed: tuple[str, ...]) -> None:
-    """At a phone's and at a laptop's width the page does not scroll sideways, nor does what foresight has learned."""
+    """At the width of a phone and of a laptop the page does not scroll sideways, and neither do foresight's values."""
     browser.devtools(
         "Emulation.setDeviceMetricsOverride", width=width, height=844, deviceScaleFactor=1, mobile=width < 500
     )
@@ -351,7 +352,7 @@ def test_nothing_sticks_out(browser: Browser, width: int, feed: tuple[str, ...])
 
 @pytest.mark.parametrize(("theme", "colour"), [("dark", "rgb(14, 20, 32)"), ("light", "rgb(243, 245, 249)")])
 def test_light_or_dark_as_the_system_has_it(browser: Browser, theme: str, colour: str) -> None:
-    """No switch: the page follows."""
+    """There is no switch: the page follows the system."""
     with _feed(browser, *CLUSTER):
         browser.devtools("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": theme}])
         assert browser.run("getComputedStyle(document.body).backgroundColor") == colour
@@ -360,7 +361,7 @@ def test_light_or_dark_as_the_system_has_it(browser: Browser, theme: str, colour
 
 @pytest.mark.parametrize("motion", ["reduce", "no-preference"])
 def test_nothing_moves_for_those_who_do_not_want_it(browser: Browser, motion: str) -> None:
-    """With reduced motion the map is drawn once per tick; else transfers move between two ticks."""
+    """With reduced motion the map is drawn once per tick; otherwise transfers move between two ticks."""
     browser.devtools("Emulation.setEmulatedMedia", features=[{"name": "prefers-reduced-motion", "value": motion}])
     with _feed(browser, *SIZES["512"]):
         browser.run(COUNT)
@@ -370,7 +371,7 @@ def test_nothing_moves_for_those_who_do_not_want_it(browser: Browser, motion: st
 
 
 def test_decisions_show_what_they_are_made_of(browser: Browser) -> None:
-    """The seconds that a chosen candidate's cost adds up from stand in its row, inside it."""
+    """The row of a decision shows the times that add up to the cost of the chosen candidate, within its width."""
     with _feed(browser, *CLUSTER):
         browser.until(f"{_texts('#decisions .terms')}.some(text => /transfer [0-9.]+\\s(ms|µs|s) \\+ /.test(text))")
         inside = "x => x.getBoundingClientRect().right <= x.parentElement.getBoundingClientRect().right + 1"
@@ -379,7 +380,8 @@ def test_decisions_show_what_they_are_made_of(browser: Browser) -> None:
 
 @pytest.mark.parametrize("feed", [tuple(CLUSTER), TWO["16"]], ids=["one", "two"])
 def test_a_saved_page_needs_nothing_else(browser: Browser, tmp_path: Path, feed: tuple[str, ...]) -> None:
-    """From a file: the same map and panels, marked as saved, one decision explained, transfers that go on moving."""
+    """A saved file has the same map and panels, is marked as saved, explains one decision, and keeps transfers
+    moving."""
     with _program(sys.executable, str(FEED), *feed) as program:
         assert program.stdout
         state = f"http://127.0.0.1:{program.stdout.readline().strip()}/state"
@@ -416,7 +418,7 @@ def _explained(snapshot: Any) -> bool:
 
 
 def test_a_lost_gateway_is_said(browser: Browser) -> None:
-    """When the gateway ends, the page says so instead of showing old figures as new."""
+    """When the gateway ends, the page says so instead of showing old values as new."""
     with _program(sys.executable, str(FEED), *CLUSTER) as program:
         assert program.stdout
         browser.open(f"http://127.0.0.1:{program.stdout.readline().strip()}/")
@@ -430,17 +432,18 @@ ROLE = (
     "[...document.querySelectorAll('#instances tbody tr')]"
     ".find(x => x.cells[0].textContent === {})?.cells[1].textContent"
 )
-"""Of an instance, in the table."""
+"""Role of an instance in the table."""
 ALARMED = (
     "new Uint32Array(document.querySelector('#map').getContext('2d').getImageData(0, 0, 2000, 1200).data.buffer)"
     ".reduce((count, pixel) => count + (pixel === 0xff7a8aff), 0)"
 )
-"""Pixels of the map in the dark theme's colour for what is bad."""
+"""Number of map pixels in the dark theme's colour of alarms."""
 
 
 @pytest.mark.parametrize("size", list(TWO))
 def test_two_datacenters_show_link_threshold_and_share(browser: Browser, size: str) -> None:
-    """At either size: the link both ways, the threshold with its base, who prefills, the last review in words."""
+    """At either size: both directions of the link, the threshold with its base, the shares, and the last review as
+    text."""
     with _feed(browser, *TWO[size]):
         assert browser.run(NOTE) == f"{size} instances, 2 out of service"
         assert browser.run("document.querySelector('#sites-panel').hidden") is False
@@ -458,7 +461,7 @@ def test_two_datacenters_show_link_threshold_and_share(browser: Browser, size: s
 
 
 def test_a_panic_is_marked(browser: Browser) -> None:
-    """In the header, with what is ignored and for whom; only while it lasts."""
+    """The header shows what is ignored and for which role, only while the panic lasts."""
     hidden = "document.querySelector('#panic').hidden"
     with _feed(browser, *CLUSTER) as tell:
         assert browser.until(hidden)
@@ -477,7 +480,7 @@ def test_a_panic_is_marked(browser: Browser) -> None:
 
 
 def test_one_datacenter_shows_nothing_of_others(browser: Browser) -> None:
-    """No panel, and no link in the legend."""
+    """There is no panel and no link in the legend."""
     with _feed(browser, *CLUSTER):
         assert browser.run("document.querySelector('#sites-panel').hidden") is True
         assert not any("link" in text for text in browser.run(_texts("#legend .key")))
@@ -485,7 +488,7 @@ def test_one_datacenter_shows_nothing_of_others(browser: Browser) -> None:
 
 @pytest.mark.parametrize(("line", "state"), [("cut", "shut, nothing arrives"), ("try", "shut, one request tries")])
 def test_a_cut_link_is_seen(browser: Browser, line: str, state: str) -> None:
-    """In the map, in words, in the course of the threshold, and nothing on it lands; all of it until it is mended."""
+    """The map, the text and the curve of the threshold show it, and nothing arrives, until the link is repaired."""
     browser.devtools("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
     with _feed(browser, *TWO["16"]) as tell:
         sound = browser.until(ALARMED)
@@ -506,7 +509,8 @@ def test_a_cut_link_is_seen(browser: Browser, line: str, state: str) -> None:
 
 
 def test_a_prefill_says_why_it_leaves(browser: Browser) -> None:
-    """The reason, the length beside the threshold, and what each datacenter would have taken, the chosen one marked."""
+    """The page shows the reason, the length with the threshold, and the times at each datacenter, with the chosen one
+    marked."""
     with _feed(browser, *TWO["16"]):
         prefill = (
             "[...document.querySelectorAll('#decisions button')].find(x => x.children[2].textContent === 'prefill'"
@@ -524,7 +528,8 @@ def test_a_prefill_says_why_it_leaves(browser: Browser) -> None:
 
 
 def test_roles_are_as_they_are_now(browser: Browser) -> None:
-    """A conversion is said while it is under way and when it is over; then the instance has its new role everywhere."""
+    """A role switch is shown while it is in progress and when it is complete; then the instance has its new role
+    everywhere."""
     name = "local-site-decode11"
     role = ROLE.format(json.dumps(name))
     said = _texts("#sites li")

@@ -1,4 +1,5 @@
-"""Live: a small testbed of network namespaces: TCP takes the laid ways, engines answer, and nothing is left behind."""
+"""Live: a small testbed of network namespaces: TCP uses the configured paths, engines answer, and nothing is left
+behind."""
 
 from __future__ import annotations
 
@@ -34,13 +35,13 @@ PROMPT = "the quick brown fox jumps over the lazy dog " * 700
 
 
 def name() -> str:
-    """Of a testbed that is this process's own."""
+    """Return a testbed name that only this process uses."""
     return f"t{os.getpid() % 10**6}{time.monotonic_ns() % 10}"
 
 
 @pytest.fixture
 def run() -> Iterator[Run]:
-    """One that can be had on this machine, and is gone afterwards whatever the test did."""
+    """A testbed run on this machine, removed afterwards whatever the test did."""
     try:
         namespaces.check()
     except Unavailable as reason:
@@ -54,7 +55,7 @@ def run() -> Iterator[Run]:
 
 @contextmanager
 def laid(run: Run, cluster: Path, queues: Discipline = "fair", build: Build | None = None) -> Iterator[Bed]:
-    """Its network, without engines."""
+    """Create the network of a testbed without engines."""
     testbed = Bed(run, topology.load(cluster), build or Build(queues=queues))
     testbed.check()
     try:
@@ -65,8 +66,8 @@ def laid(run: Run, cluster: Path, queues: Discipline = "fair", build: Build | No
 
 
 def machine(run: Run) -> dict[str, object]:
-    """What a testbed may leave behind: devices, queues, routes, rules; namespaces, folders and processes of its name.
-    Other testbeds may come and go meanwhile."""
+    """Return everything that a testbed may leave behind: devices, queues, routes, rules; namespaces, folders and
+    processes with its name. Other testbeds may come and go meanwhile."""
     told = {
         what: [line for line in output(*command).splitlines() if "kvt-" not in line or run.device in line]
         for what, command in {
@@ -86,12 +87,12 @@ def machine(run: Run) -> dict[str, object]:
 
 
 def output(*command: str) -> str:
-    """What a command prints."""
+    """Return the output of a command."""
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def environment(pid: int) -> bytes:
-    """Of a process; nothing of one that has ended."""
+    """Return the environment of a process; empty for one that has ended."""
     try:
         return Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:
@@ -99,7 +100,7 @@ def environment(pid: int) -> bytes:
 
 
 def connected(testbed: Bed, source: str, target: str, count: int) -> Iterator[tuple[socket.socket, socket.socket]]:
-    """Connections of two instances' hosts, opened by the receiver: (sender's end, receiver's end)."""
+    """Yield connections between two instances' hosts, opened by the receiver: (sender's end, receiver's end)."""
     near, far = testbed.wiring.host_of(source), testbed.wiring.host_of(target)
     with inside(testbed.run.namespace(near.name)):
         listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
@@ -117,7 +118,7 @@ def connected(testbed: Bed, source: str, target: str, count: int) -> Iterator[tu
 
 
 def counted(testbed: Bed, what: str) -> dict[str, int]:
-    """Bytes so far by link, or by link and class of its queue."""
+    """Return the bytes so far by link, or by link and class of its queue."""
     found = {}
     for place in testbed.wiring.places:
         for end in testbed.wiring.ends_at(place):
@@ -133,7 +134,7 @@ def counted(testbed: Bed, what: str) -> dict[str, int]:
 
 @pytest.mark.parametrize("queues", ["fair", "fifo"])
 def test_connections_take_the_ways_that_the_kernel_names(run: Run, queues: Discipline) -> None:
-    """Each connection's bytes are on the links that `Ways` finds, among them both of two parallel uplinks, and, where
+    """Each connection's bytes are on the links that `Ways` finds, which include both of two parallel uplinks, and, if
     queues are fair, in the leaf that `leaf_of` computes."""
     taken: set[int] = set()
     with laid(run, SMALL, queues) as testbed:
@@ -163,7 +164,7 @@ def test_connections_take_the_ways_that_the_kernel_names(run: Run, queues: Disci
 
 
 def test_a_delay_line_holds_packets_back(run: Run) -> None:
-    """The kernel's own least round trip of a connection between the sites is no less than twice the latency."""
+    """The kernel's minimum round trip of a connection between the sites is at least twice the latency."""
     with laid(run, WAN) as testbed:
         near, far = (testbed.wiring.host_of(instance).name for instance in ("prefill0", "decode0"))
         for sender, receiver in connected(testbed, "prefill0", "decode0", 1):
@@ -178,7 +179,7 @@ def test_a_delay_line_holds_packets_back(run: Run) -> None:
 
 
 def test_others_are_on_their_tiers_links(run: Run) -> None:
-    """Background of the uplinks is in others' class there, and nowhere else."""
+    """Background traffic of the uplinks is in the class for other traffic there, and nowhere else."""
     background = (0.0, 0.0, 0.2, 0.0, 0.0)
     with laid(run, SMALL, build=Build(background=background)) as testbed:
         loaded = {str(link) for link in testbed.cluster.links_of_tier(2)}
@@ -191,12 +192,13 @@ def test_others_are_on_their_tiers_links(run: Run) -> None:
 
 
 def kvroute(*arguments: str) -> list[str]:
-    """The command."""
+    """Return the command line."""
     return [sys.executable, "-m", "kvroute.cli.app", "testbed", *arguments]
 
 
 def test_up_serves_and_down_leaves_nothing(run: Run) -> None:
-    """Engines in two racks answer through the gateway, KV caches cross the uplinks; what was killed is cleared too."""
+    """Engines in two racks answer through the gateway, and KV caches use the uplinks; killed processes are cleaned up
+    too."""
     before = machine(run)
     up = subprocess.run(kvroute("up", str(SMALL), "--name", run.name), capture_output=True, text=True)
     assert up.returncode == 0, up.stderr
@@ -229,7 +231,7 @@ def test_up_serves_and_down_leaves_nothing(run: Run) -> None:
 
 @pytest.mark.parametrize("moment", ["laying", "playing"])
 def test_down_clears_what_a_kill_has_left(run: Run, moment: str) -> None:
-    """`run` is killed with -9 while it lays namespaces, or while requests are under way."""
+    """`run` is killed with -9 while it creates namespaces, or while requests are in flight."""
     before = machine(run)
     command = kvroute("run", str(SMALL), "--name", run.name, "--policy", "netkv", "--requests", "400", "--rate", "2")
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
@@ -246,7 +248,8 @@ def test_down_clears_what_a_kill_has_left(run: Run, moment: str) -> None:
 
 
 def test_run_compares_and_clears(run: Run) -> None:
-    """Every request is answered on the kernel's network, beside a prediction of the same requests; then all is gone."""
+    """Every request is answered on the kernel's network, with a prediction of the same requests; afterwards everything
+    is removed."""
     before = machine(run)
     command = kvroute("run", str(SMALL), "--name", run.name, "--requests", "6", "--rate", "3", "--json")
     done = subprocess.run(

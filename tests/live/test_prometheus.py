@@ -29,7 +29,7 @@ scrape_configs:
 
 
 class Switches:
-    """An exporter: a byte counter and a capacity for each link, as a switch has them."""
+    """An exporter with a byte counter and a capacity for each link, as a switch has them."""
 
     def __init__(self, links: list[str]) -> None:
         self.share = dict.fromkeys(links, 0.0)
@@ -51,7 +51,7 @@ class Switches:
 
 @asynccontextmanager
 async def scraped(folder: Path, program: str, switches: Switches) -> AsyncIterator[str]:
-    """The URL of a server that scrapes `switches` every second."""
+    """Run a server that scrapes `switches` every second; yield its URL."""
     app = web.Application()
     app.router.add_get("/metrics", switches.page)
     runner = web.AppRunner(app)
@@ -68,7 +68,7 @@ async def scraped(folder: Path, program: str, switches: Switches) -> AsyncIterat
 
 @pytest.mark.live
 def test_utilisation_of_links_and_tiers_as_prometheus_tells_it(tmp_path: Path) -> None:
-    """A gauge by link in the cluster's order; a rate over counters by tier; while the server is away, the reason."""
+    """A gauge by link in the cluster's order; a rate over counters by tier; while the server is down, the reason."""
     program = required("prometheus", "prometheus")
     links = [link.name for link in load(EXAMPLE).links]
 

@@ -1,4 +1,4 @@
-"""Cells on a local Ray give what they give on processes; skipped without Ray, a failure where it must be there."""
+"""Cells on a local Ray give the same results as on processes; skipped without Ray, a failure where Ray is required."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def _without_clock(record: Record) -> bytes:
 
 
 @pytest.mark.live
-@pytest.mark.filterwarnings("ignore")  # Ray's own imports warn
+@pytest.mark.filterwarnings("ignore")  # Ray's own imports cause warnings
 def test_ray_gives_what_processes_give(tmp_path: Path) -> None:
-    """The ablation ladder for chatbot, seed 0: equal records whichever way they were run, in the cells' order."""
+    """The ablation ladder for chatbot with seed 0: both ways give equal records in the order of the cells."""
     sweep = cells(EXPERIMENTS["netkv-ablation"], "paper", ("chatbot",), (0,))
     run = partial(run_cell, Study(reading("paper")))
     here = run_cells(sweep, run, tmp_path / "local.jsonl", workers=1)

@@ -19,7 +19,7 @@ WORST_ALLOWED = 1e-6
 
 
 def _scenario(seed: int) -> dict[str, Any]:
-    """Up to 500 flows over up to 60 links; half of the starts and a third of the sizes and capacities are ties."""
+    """Draw up to 500 flows over up to 60 links; half of the starts and a third of the sizes and capacities are ties."""
     draw = random.Random(seed)
     links = [f"l{k}" for k in range(draw.randint(2, 60))]
     capacities = [draw.choice([1.25e9, 3.125e9, 12.5e9, float(draw.randint(10**8, 10**11))]) for _ in links]
@@ -54,7 +54,8 @@ def _require_simgrid() -> None:
 
 @pytest.mark.live
 def test_completion_times_equal_simgrids(capsys: pytest.CaptureFixture[str]) -> None:
-    """On 60 scenarios of 1 to 500 flows every transfer takes as long as in SimGrid, relative error at most 1e-6."""
+    """In 60 scenarios of 1 to 500 flows every transfer takes as long as in SimGrid, with a relative error of at most
+    1e-6."""
     _require_simgrid()
     scenarios = [_scenario(seed) for seed in range(60)]
     answer = subprocess.run([PYTHON, str(REFEREE)], input=json.dumps(scenarios), capture_output=True, text=True)

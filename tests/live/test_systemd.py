@@ -1,4 +1,4 @@
-"""Live: systemd reads the unit that ships without a complaint, and finds it well protected."""
+"""Live: systemd accepts the unit in the repository without a message and rates it as well protected."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tests.live.services import required
 UNIT = Path(__file__).resolve().parents[2] / "deploy/systemd/kvroute.service"
 PROGRAM = Path(sys.executable).with_name("kvroute")
 EXPOSURE_MAX = 2.0
-"""Of 10; a unit without any protection has 9.6."""
+"""Highest accepted exposure, on a scale up to 10; a unit without any protection has 9.6."""
 pytestmark = pytest.mark.live
 
 
 @pytest.fixture
 def unit(tmp_path: Path) -> Path:
-    """The unit, with the program of this environment in place of the installed one."""
+    """The unit, with the program of this environment instead of the installed one."""
     text = UNIT.read_text()
     assert "/opt/kvroute/bin/kvroute" in text
     path = tmp_path / UNIT.name
@@ -28,7 +28,7 @@ def unit(tmp_path: Path) -> Path:
 
 
 def test_every_line_is_understood(unit: Path) -> None:
-    """An unknown directive or value is a line on stderr, not a failure."""
+    """An unknown directive or value causes a line on stderr, not a failure."""
     done = subprocess.run([required("systemd-analyze", "systemd"), "verify", unit], capture_output=True, text=True)
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
 

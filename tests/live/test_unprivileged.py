@@ -1,5 +1,5 @@
-"""Live: a user without a home on an installation that he cannot write, as under systemd's DynamicUser or in a read-only
-container: commands work where a temporary folder alone can be written, and where nothing can."""
+"""Live: a user without a home directory and without write access to the installation, as under systemd's DynamicUser or
+in a read-only container: commands work if only a temporary folder is writable, and if nothing is."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PROGRAM = Path(sys.executable).with_name("kvroute")
 
 @pytest.fixture(autouse=True)
 def _possible() -> None:
-    """It takes root, and a kernel with mount namespaces."""
+    """Root and a kernel with mount namespaces are required."""
     tried = subprocess.run(as_service(PROGRAM, None, "--version"), capture_output=True, text=True)
     if tried.returncode:
         missing(f"no user without rights can be played here: {tried.stderr.strip()[-200:]}")
@@ -33,7 +33,8 @@ def _possible() -> None:
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """One that everybody can write, with a cluster file; no part of its path is private, as pytest's own is."""
+    """A folder that every user can write, with a cluster file; no part of its path is private, unlike that of pytest's
+    folders."""
     with tempfile.TemporaryDirectory(prefix="kvroute-live-") as name:
         place = Path(name)
         place.chmod(0o1777)
@@ -43,7 +44,7 @@ def folder() -> Iterator[Path]:
 
 
 def test_kernels_are_cached_in_the_temporary_folder_with_one_warning(folder: Path) -> None:
-    """Several workers share the folder and the warning."""
+    """Several workers share the folder and print one warning in total."""
     arguments = ("simulate", f"{folder}/small.yaml", "--requests", "20", "--seeds", "2", "--policy", "netkv", "--json")
     done = subprocess.run(as_service(PROGRAM, folder, *arguments, "--workers", "2"), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -53,7 +54,7 @@ def test_kernels_are_cached_in_the_temporary_folder_with_one_warning(folder: Pat
 
 
 def test_kernels_are_compiled_in_memory_where_nothing_can_be_written(folder: Path) -> None:
-    """Worker processes need a folder as well; the runs share one process then."""
+    """Worker processes need a writable folder too, so the runs share one process."""
     arguments = ("simulate", f"{folder}/small.yaml", "--requests", "20", "--seeds", "2", "--policy", "netkv", "--json")
     done = subprocess.run(as_service(PROGRAM, None, *arguments, "--workers", "2"), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Live: KV over a lossy wide-area link of network namespaces, the kernel's TCP and tc: bytes arrive as they were."""
+"""Live: KV over a lossy WAN link of network namespaces, with the kernel's TCP and tc: bytes arrive unchanged."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WAN = Wan(rate_bits_per_s=100e6, rtt_s=0.02, loss=0.01)
 
 @contextmanager
 def network(wan: Wan = WAN) -> Iterator[Network]:
-    """Or the reason why this machine cannot have one."""
+    """Create a network; skip or fail with the reason if this machine cannot."""
     try:
         made = Network(wan).__enter__()
     except Unavailable as reason:
@@ -42,7 +42,7 @@ def network(wan: Wan = WAN) -> Iterator[Network]:
 @pytest.mark.parametrize("connections", [1, 8])
 @pytest.mark.parametrize("layerwise", [False, True], ids=["afterwards", "layerwise"])
 def test_bytes_arrive_as_they_were_in_spite_of_loss(connections: int, layerwise: bool) -> None:
-    """1 % of the packets are lost, and sent again; the kernel's counters say so, `wait` compares the bytes."""
+    """1 % of the packets are lost and sent again; the kernel's counters show it, and `wait` compares the bytes."""
     with network() as wan, ends(wan, NBYTES, connections, "cubic") as both:
         if layerwise:
             both.start("p", wait_s=60.0)
@@ -60,7 +60,7 @@ def test_bytes_arrive_as_they_were_in_spite_of_loss(connections: int, layerwise:
 
 
 def test_the_round_trip_is_the_links() -> None:
-    """What the connector would tell the gateway of a link is what the link is made of."""
+    """The values that the connector reports about a link match the configured link."""
     with network(Wan(rate_bits_per_s=50e6, rtt_s=0.02)) as wan, ends(wan, NBYTES, 4) as both:
         both.server.hold("p", range(both.blocks))
         both.start("p")
@@ -76,8 +76,8 @@ def test_the_round_trip_is_the_links() -> None:
 
 @pytest.mark.parametrize("control", ["cubic", "bbr"])
 def test_a_full_link_is_told_from_a_slow_engine(control: str) -> None:
-    """What the gateway makes of the connector's figures: a transfer that the link holds back shows the link's pace, and
-    one that waits for its prefill shows nothing of the link."""
+    """The gateway's interpretation of the connector's values: a transfer limited by the link shows the link's rate, and
+    one that waits for its prefill shows nothing about the link."""
     wan = Wan(rate_bits_per_s=80e6, rtt_s=0.02)
     with network(wan) as link, ends(link, 48 << 20, 4, control) as both:
         both.server.hold("p", range(both.blocks))
@@ -98,7 +98,7 @@ def test_a_full_link_is_told_from_a_slow_engine(control: str) -> None:
 
 
 def looks(both: Ends) -> tuple[list[LinkSeen], float]:
-    """What each look shows, as often as the connector looks, and the seconds that the transfer took."""
+    """Return the observations, at the connector's sampling interval, and the duration of the transfer in seconds."""
     watch, seen, sent = LinkWatch(), list[LinkSeen](), Sent()
     while (ended := both.client.wait(LOOK_S)) is None:
         for more, gauges in both.server.links().values():
@@ -120,7 +120,7 @@ def looks(both: Ends) -> tuple[list[LinkSeen], float]:
 
 
 def watched(both: Ends) -> Iterator[Gauges]:
-    """How its connections are, again and again until the transfer has ended."""
+    """Yield the state of the connections repeatedly until the transfer has ended."""
     while not (ended := both.client.results()):
         for _, gauges in both.server.links().values():
             yield gauges
@@ -128,7 +128,7 @@ def watched(both: Ends) -> Iterator[Gauges]:
 
 
 def test_nothing_is_left_behind_by_a_kill() -> None:
-    """A process that has a network is killed; its delay line dies with it, and so do the namespaces, without names."""
+    """A process with a network is killed; its delay line ends with it, and so do its unnamed namespaces."""
     with network():
         pass
     code = "from bench.wan.network import Network, Wan\nwith Network(Wan(1e7, 0.02)): print('up', flush=True); input()"
@@ -149,7 +149,7 @@ def test_nothing_is_left_behind_by_a_kill() -> None:
 
 
 def namespace(process: int) -> str | None:
-    """Its network namespace; None of a process that has ended."""
+    """Return the network namespace of a process; None if the process has ended."""
     try:
         return os.readlink(f"/proc/{process}/ns/net")
     except OSError:

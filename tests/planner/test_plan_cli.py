@@ -73,7 +73,7 @@ def test_people_are_told_the_optimum_what_binds_it_and_what_was_chosen(run: Run)
 
 
 def changed(folder: Path, *changes: tuple[str, str]) -> str:
-    """The case study with other words in it."""
+    """Write the case study with replaced texts; return its path."""
     text = Path(EXAMPLE).read_text()
     for old, new in changes:
         assert old in text
@@ -97,7 +97,8 @@ SLOW_REMOTE = ("times: [0.44 s, 0.72 s, 1.84 s, 7.40 s]", "times: [4.4 s, 7.2 s,
 def test_the_advice_is_what_the_numbers_say(
     changes: tuple[tuple[str, str], ...], advice: str, run: Run, tmp_path: Path
 ) -> None:
-    """Not to offload where that serves no more than the GPUs at home, or less than as many GPUs in one place."""
+    """The advice is against offloading if it serves no more than the GPUs at home, or less than the same number of GPUs
+    in one place."""
     file = changed(tmp_path, *changes)
     found = document(run, "prfaas", file)
     out = " ".join(run("prfaas", file)[1].split())
@@ -111,7 +112,7 @@ def test_the_advice_is_what_the_numbers_say(
 
 
 def test_unused_egress_is_explained(run: Run, tmp_path: Path) -> None:
-    """What remote GPUs could send stands beside what the plan sends, with how busy they are."""
+    """The output shows the bandwidth that the remote GPUs could use, what the plan uses, and how busy the GPUs are."""
     out = " ".join(run("prfaas", changed(tmp_path, ("egress: 100 Gbps", "egress: 5 Gbps")))[1].split())
     assert "takes 5 of 5 Gbps. The 32 remote GPUs would send 11.2 Gbps if they prefilled all the time" in out
     assert "the plan keeps them busy 45% of it" in out
@@ -134,7 +135,7 @@ def test_out_writes_a_page_its_figures_and_all_numbers(run: Run, tmp_path: Path)
 
 
 def test_egress_of_the_published_models(run: Run) -> None:
-    """Eq. 2: 64 instances of 8 GPUs times Table 3, of every model or of those that are named."""
+    """Eq. 2: 64 instances of 8 GPUs times Table 3, for every model or for those given."""
     found = document(run, "egress", "--gpus", "512", "--tokens", "32K")
     assert (found["gpus"], found["gpus_per_instance"], found["tokens"]) == (512, 8, 32_768)
     assert len(found["models"]) == 6
@@ -148,7 +149,7 @@ def test_egress_of_the_published_models(run: Run) -> None:
 
 
 def test_egress_of_a_measured_prefill(run: Run) -> None:
-    """S_kv of the preset, 173.9 MiB and 17,280 bytes a token, over the measured time; four instances."""
+    """S_kv of the preset, 173.9 MiB and 17,280 bytes per token, over the measured time; four instances."""
     found = document(run, "egress", "--gpus", "32", "--model", "prfaas-1t-hybrid", "--prefill", "1.84 s")
     each = (173.9 * 2**20 + 32_768 * 17_280) * 8 / 1.84 / 1e9
     assert found["models"][0]["kv_gbps"] == pytest.approx(each)

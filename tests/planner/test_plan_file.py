@@ -1,4 +1,4 @@
-"""The file of a plan: every fault has its line, its field and its mend; every way to say a curve or a mix is read."""
+"""The file of a plan: every error has its line, field and fix; every form of a curve or a mix is accepted."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KV = "{kind: measured, tokens: [1024, 8192, 32768, 131072], sizes: [190.8 MiB, 3
 
 
 def changed(folder: Path, *changes: tuple[str, str]) -> Path:
-    """The example with texts replaced, each of which occurs."""
+    """Return the example with texts replaced; each one must occur."""
     text = TEXT
     for old, new in changes:
         assert old in text, old
@@ -103,7 +103,7 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_curves_may_be_given_fitted_or_profiled(tmp_path: Path) -> None:
-    """The same four points as CSV, fitted and straight; the plan says which, and how well."""
+    """The same four points are given as CSV, fitted and piecewise; the plan reports the form and its error."""
     (tmp_path / "h200.csv").write_text("tokens,seconds\n1024,0.44\n8192,0.72\n32768,1.84\n131072,7.40\n")
     given = problem(tmp_path)
     points = problem(tmp_path, (H200, "{kind: profile, file: h200.csv, form: piecewise}"))
@@ -121,7 +121,7 @@ def test_curves_may_be_given_fitted_or_profiled(tmp_path: Path) -> None:
 
 
 def test_kv_sizes_may_be_measured_fitted_or_of_a_model(tmp_path: Path) -> None:
-    """Table 5's sizes are nearly a state and so many bytes a token: all three ways agree within 2 %."""
+    """The sizes in Table 5 are nearly a constant plus bytes per token: all three forms agree within 2 %."""
     tokens = np.array([1_024.0, 20_000.0, 131_072.0])
     preset = problem(tmp_path, (KV, "{kind: model, model: prfaas-1t-hybrid}"))
     fitted = problem(tmp_path, (KV, KV.replace("}", ", form: linear}")))
@@ -138,14 +138,15 @@ def test_kv_sizes_may_be_measured_fitted_or_of_a_model(tmp_path: Path) -> None:
 def test_a_plan_tells_which_prompts_have_lengths_that_nobody_measured(
     tokens: int, unmeasured: list[str], tmp_path: Path
 ) -> None:
-    """A quarter of them. H20 was measured from 10,200 to 62,400 tokens, H200 from 1,024 to 131,072."""
+    """A quarter of the prompts is outside. H20 was measured from 10,200 to 62,400 tokens, H200 from 1,024 to
+    131,072."""
     table = f"{{kind: table, tokens: [20000, {tokens}], shares: [3, 1]}}"
     told = [line for line in problem(tmp_path, (LENGTHS, table)).choices if "25.0% of the requests are outside" in line]
     assert [line.split(":")[0] for line in told] == [f"prefill on {name}" for name in unmeasured]
 
 
 def test_lengths_may_be_constant_or_a_table(tmp_path: Path) -> None:
-    """Without variance the threshold only says all or nothing, and time to first token is one prefill."""
+    """Without variance the threshold selects all prompts or none, and the time to first token is one prefill."""
     constant = problem(tmp_path, (LENGTHS, "{kind: constant, tokens: 32768}"))
     assert constant.lengths.thresholds.tolist() == [32_700, 32_768]
     found = deployment(find(constant))
@@ -159,7 +160,7 @@ def test_lengths_may_be_constant_or_a_table(tmp_path: Path) -> None:
 
 
 def test_a_trace_gives_its_lengths_less_what_a_cache_holds(tmp_path: Path) -> None:
-    """A larger cache leaves less to compute; the file is looked for beside the plan."""
+    """A larger cache leaves less to compute; the path of the trace is relative to the plan."""
     trace = generate(300, seed=5)
     write(trace, tmp_path / "requests.jsonl")
     entry = "{{kind: trace, file: requests.jsonl, cache: {}}}"
@@ -181,7 +182,7 @@ def test_an_absent_alternative_has_as_many_gpus_as_there_are(tmp_path: Path) -> 
 
 
 def test_two_halves_of_a_prefill_cluster_plan_alike(tmp_path: Path) -> None:
-    """As two entries of the file with half of the GPUs and of the bandwidth each."""
+    """The halves are two entries of the file with half of the GPUs and of the bandwidth each."""
     whole = "  - {name: prfaas, role: prefill, hardware: h200, gpus: 32, egress: 100 Gbps}\n"
     half = whole.replace("32", "16").replace("100", "50")
     parts = problem(tmp_path, (whole, half + half.replace("name: prfaas", "name: other")))
@@ -191,7 +192,7 @@ def test_two_halves_of_a_prefill_cluster_plan_alike(tmp_path: Path) -> None:
 
 
 def test_the_pages_example_plans(tmp_path: Path) -> None:
-    """The file of docs/plan.md, as it stands, with a profile beside it."""
+    """The file of docs/plan.md is used unchanged, with a profile in the same folder."""
     page = (EXAMPLE.parents[1] / "docs" / "plan.md").read_text(encoding="utf-8")
     (tmp_path / "plan.yaml").write_text(page.split("```yaml\n")[1].split("```")[0], encoding="utf-8")
     (tmp_path / "fast.csv").write_text("tokens,seconds\n1024,0.3\n8192,0.5\n32768,1.3\n131072,6.0\n")

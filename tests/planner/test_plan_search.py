@@ -1,4 +1,5 @@
-"""The search, what moves its optimum, and the tables behind it: laws of random problems, then the published inputs."""
+"""The search for a plan, the effects that move its optimum, and its tables: laws of random problems, then the published
+inputs."""
 
 from __future__ import annotations
 
@@ -87,7 +88,7 @@ def case() -> Problem:
 @settings(max_examples=40)
 @given(problems)
 def test_the_optimum_is_no_worse_than_any_cell(problem: Problem) -> None:
-    """Every threshold and every split, with no neighbour better; and the naive deployment is one of the cells."""
+    """The optimum equals the best of all thresholds and splits, and the naive deployment is one of these cells."""
     best = find(problem)
     rates = stage_rates(best.system, problem.lengths.thresholds, *splits([site.instances for site in problem.pd]))
     assert best.lambda_max_per_s == rates.lambda_max_per_s.max()
@@ -105,7 +106,7 @@ def test_searching_anew_is_never_worse_than_keeping(problem: Problem, factor: fl
 @settings(max_examples=40)
 @given(problems)
 def test_bandwidth_beyond_what_the_plan_uses_does_not_matter_to_it(problem: Problem) -> None:
-    """The plan kept on a link with just its own traffic serves as much; on less, less."""
+    """A link with exactly the plan's own traffic serves as much; with less bandwidth it serves less."""
     one = replace(problem, prfaas=problem.prfaas[:1])
     best = find(one)
     used = deployment(best).egress_gbps * GBPS
@@ -123,7 +124,7 @@ def test_bandwidth_beyond_what_the_plan_uses_does_not_matter_to_it(problem: Prob
 @settings(max_examples=40)
 @given(problems)
 def test_the_first_tokens_of_all_requests_count(problem: Problem) -> None:
-    """TTFT of a plan against a plain list of (seconds, share), cluster by cluster, sorted."""
+    """The TTFT of a plan equals that of a simple list of (seconds, share), cluster by cluster, sorted."""
     for kind in KINDS:
         best = find(problem, kind)
         rows: list[tuple[float, float]] = []
@@ -144,7 +145,7 @@ def test_the_first_tokens_of_all_requests_count(problem: Problem) -> None:
 @settings(max_examples=40)
 @given(problems)
 def test_every_instance_is_counted_once(problem: Problem) -> None:
-    """Of several clusters, too; without requests of its own a stage has no rate."""
+    """There may be several clusters; a stage without requests has no rate."""
     for kind in KINDS:
         best = find(problem, kind)
         found = deployment(best, kind)
@@ -168,7 +169,7 @@ def test_at_the_break_even_price_both_are_worth_the_same(problem: Problem) -> No
 @settings(max_examples=25)
 @given(problems)
 def test_a_report_says_what_its_optimum_does(problem: Problem) -> None:
-    """The least bound is what is served, splits and bandwidth are those of the clusters, and gains are ratios."""
+    """The lowest bound is the rate served, splits and bandwidth are those of the clusters, and gains are ratios."""
     plan = make_plan(problem)
     report, best = plan.report, plan.optima["prfaas"]
     assert min(bound for bound in report.bounds_per_s.values() if bound is not None) == best.lambda_max_per_s
@@ -183,7 +184,7 @@ def test_a_report_says_what_its_optimum_does(problem: Problem) -> None:
 @settings(max_examples=25)
 @given(problems)
 def test_sensitivity_is_a_search_of_the_changed_problem(problem: Problem) -> None:
-    """Where nothing is changed it is the plan; keeping the plan is never better than to search anew."""
+    """Without a change the result is the plan; keeping the plan is never better than a new search."""
     plan = make_plan(problem)
     best, found = plan.optima["prfaas"], plan.report.sensitivity
     for egress in found.egress:
@@ -205,7 +206,7 @@ def test_sensitivity_is_a_search_of_the_changed_problem(problem: Problem) -> Non
 @settings(max_examples=40)
 @given(problems)
 def test_the_egress_that_is_needed_is_the_least_that_never_holds_up_prefill(problem: Problem) -> None:
-    """Eq. 2 against eq. 3: with it computing is what limits PrfaaS, with 1 % less the link is."""
+    """Eq. 2 against eq. 3: with this bandwidth PrfaaS is limited by compute, with 1 % less by the link."""
     one = replace(problem, prfaas=problem.prfaas[:1])
     plan = make_plan(one)
     best, need = plan.optima["prfaas"], plan.report.egress_need[0]
@@ -218,8 +219,8 @@ def test_the_egress_that_is_needed_is_the_least_that_never_holds_up_prefill(prob
 
 
 def test_many_splits_are_searched_in_parts(case: Problem) -> None:
-    """Two PD clusters of 31 x 31 splits and 1,311 thresholds do not fit in one part. Nothing is missed: as decode is
-    fast here, the optimum is in the last part."""
+    """Two PD clusters of 31 x 31 splits and 1,311 thresholds do not fit in one part. Nothing is missed: decode is fast
+    here, so the optimum is in the last part."""
     site = replace(case.pd[0], instances=30, hardware=replace(case.pd[0].hardware, decode_per_s=8.0))
     large = replace(case, pd=(replace(site, name="a"), replace(site, name="b")))
     best = find(large)
@@ -235,7 +236,7 @@ def test_many_splits_are_searched_in_parts(case: Problem) -> None:
 
 
 def test_of_equals_in_several_parts_the_first_is_taken(case: Problem) -> None:
-    """What the home prefills can be spread over two equal clusters in many ways, in both parts of the search."""
+    """The prefill work at home can be shared between two equal clusters in many ways, in both parts of the search."""
     source = replace(case.prfaas[0], instances=20, gpus=160)
     slow = replace(case.pd[0].hardware, decode_per_s=1.0, prefill_s=Line(base=0.5, per_token=1e-3))
     best = find(replace(case, prfaas=(source,), pd=tuple(Site(name, slow, 30, 240) for name in "ab")))
@@ -248,8 +249,8 @@ def test_of_equals_in_several_parts_the_first_is_taken(case: Problem) -> None:
 
 
 def test_lengths_that_would_take_no_time_are_no_sensitivity(case: Problem) -> None:
-    """Prolonged to shorter prompts, this profile reaches zero at 600 tokens: of 1,000 tokens a half and a quarter are
-    left out."""
+    """Extrapolated to shorter prompts, this profile reaches zero at 600 tokens: for 1,000 tokens the factors of a half
+    and a quarter are left out."""
     steep = replace(case.pd[0].hardware, prefill_s=lambda tokens: np.maximum(1e-3 * (tokens - 600.0), 0.0))
     one = grouped(np.array([1_000.0]), np.ones(1), 100, "one")
     short = replace(case, lengths=one, pd=(replace(case.pd[0], hardware=steep),))
@@ -264,7 +265,8 @@ def test_what_cannot_serve_is_refused(case: Problem) -> None:
 
 
 def test_the_case_study_is_balanced(case: Problem) -> None:
-    """Eq. 7: one step lower PrfaaS is what is short, one step higher PD-P is; every published input, no result."""
+    """Eq. 7: one step lower PrfaaS is the bottleneck, one step higher PD-P is. Only inputs are the published ones, no
+    result."""
     best = find(case)
     rates = over_thresholds(make_plan(case))
     row = int(np.searchsorted(case.lengths.thresholds, best.threshold_tokens))
@@ -280,7 +282,7 @@ def test_the_case_study_is_balanced(case: Problem) -> None:
 
 
 def test_the_profile_gives_the_published_kv_throughput(case: Problem) -> None:
-    """Eq. 1 with sizes and times of Table 5 gives its third row, as far as it is rounded."""
+    """Eq. 1 with sizes and times of Table 5 gives its third row, within its rounding."""
     tokens = np.array(PUBLISHED_TOKENS, dtype=float)
     phi = kv_bytes_per_s(case.kv_bytes, case.prfaas[0].hardware.prefill_s, tokens) / GBPS
     assert phi == pytest.approx([3.61, 3.59, 3.19, 2.62], rel=0.01)
@@ -297,12 +299,12 @@ def test_the_profile_gives_the_published_kv_throughput(case: Problem) -> None:
     ids=["minimax", "qwen3", "ring", "ring-10000"],
 )
 def test_the_texts_egress_follows_from_table_3(name: str, tokens: int, gpus: int, gbps: float) -> None:
-    """Eq. 2 as PrfaaS 2.3 works it out; its figures are rounded."""
+    """Eq. 2 as computed in PrfaaS 2.3; its figures are rounded."""
     assert egress_bytes_per_s(gpus, 8, published_kv_bytes_per_s(name, tokens)) / GBPS == pytest.approx(gbps, rel=0.03)
 
 
 def test_longer_prompts_of_ring_need_less() -> None:
-    """PrfaaS 2.3: below 100 Gbps at 128K tokens. Between the table's lengths the need lies between theirs."""
+    """PrfaaS 2.3: below 100 Gbps at 128K tokens. Between two lengths of the table, the need is between theirs."""
     at_128k = egress_bytes_per_s(512, 8, published_kv_bytes_per_s("ring-2.5-1t", 131_072))
     assert at_128k < 100 * GBPS
     assert at_128k < egress_bytes_per_s(512, 8, published_kv_bytes_per_s("ring-2.5-1t", 65_536))
@@ -314,7 +316,7 @@ def test_longer_prompts_of_ring_need_less() -> None:
 
 @given(problems, st.integers(0, 100_000))
 def test_the_mean_kv_throughput_is_total_bytes_over_total_seconds(problem: Problem, threshold: int) -> None:
-    """Eq. 2's first form, request by request."""
+    """The first form of Eq. 2, request by request."""
     mix, site = problem.lengths.mix, problem.prfaas[0]
     found = mean_kv_bytes_per_s(mix, threshold, problem.kv_bytes, site.hardware.prefill_s, "exact")
     kept = mix.tokens > threshold
@@ -326,7 +328,7 @@ def test_the_mean_kv_throughput_is_total_bytes_over_total_seconds(problem: Probl
 
 
 def test_the_papers_reading_is_the_kv_throughput_of_the_mean_length(case: Problem) -> None:
-    """Eq. 2's second form; the profile bends, so that the first one differs."""
+    """The second form of Eq. 2; the profile is not linear, so that the first form gives another value."""
     mix, prefill_s = case.lengths.mix, case.prfaas[0].hardware.prefill_s
     kept = mix.tokens > 1_000
     mean = np.array([mix.tokens[kept] @ mix.share[kept] / mix.share[kept].sum()])
@@ -339,7 +341,7 @@ def test_the_papers_reading_is_the_kv_throughput_of_the_mean_length(case: Proble
 
 @given(st.lists(st.integers(1, 5_000), min_size=1, max_size=60), st.integers(1, 700))
 def test_grouping_keeps_the_mean_and_every_share(tokens: list[int], step: int) -> None:
-    """At every threshold the groups part where the lengths do."""
+    """At every threshold, groups and lengths are divided equally."""
     drawn = np.array(tokens, dtype=float)
     found = grouped(drawn, np.ones(len(tokens)), step, "drawn")
     assert found.mix.mean_tokens == pytest.approx(drawn.mean())
@@ -352,7 +354,7 @@ def test_grouping_keeps_the_mean_and_every_share(tokens: list[int], step: int) -
 @settings(max_examples=25)
 @given(st.floats(6, 11), st.floats(0.2, 2), st.integers(1, 1_000), st.integers(2_000, 200_000))
 def test_the_log_normal_is_exact_whatever_the_step(mu: float, sigma: float, least: int, most: int) -> None:
-    """Mean and tail against numerical integration of the density."""
+    """Mean and tail equal a numerical integration of the density."""
     low, high = (np.log(least) - mu) / sigma, (np.log(most) - mu) / sigma
     mass = norm.cdf(high) - norm.cdf(low)
     assume(mass > 1e-3)
@@ -377,7 +379,8 @@ def test_a_trace_without_end_of_memory_caches_what_its_statistics_say() -> None:
 
 
 def test_a_small_cache_forgets_the_least_recently_used() -> None:
-    """Room for two blocks of 10: a, b, c, then b is there and a is not; a repeated prompt costs one token."""
+    """There is room for two blocks of 10: after a, b, c, b is cached and a is not; a repeated prompt costs one
+    token."""
     chains = [(1,), (2,), (3,), (2,), (1,), (1,)]
     trace = Trace("small", tuple(TracedRequest(float(at), 10, 1, chain, 10) for at, chain in enumerate(chains)))
     assert incremental(trace, 20)[0].tolist() == [10, 10, 10, 1, 10, 1]
@@ -386,7 +389,7 @@ def test_a_small_cache_forgets_the_least_recently_used() -> None:
 
 @given(lengths, st.floats(0.3, 2.0))
 def test_spreading_lengths_keeps_their_mean_their_order_and_their_groups(drawn: Lengths, factor: float) -> None:
-    """Logarithms lie `factor` times as far apart; what lay between two thresholds still does."""
+    """Differences of logarithms grow by `factor`; lengths between two thresholds stay between them."""
     spread = drawn.spread(factor)
     assert spread.mix.mean_tokens == pytest.approx(drawn.mix.mean_tokens)
     apart = np.log(spread.mix.tokens / spread.mix.tokens[0])
@@ -396,7 +399,7 @@ def test_spreading_lengths_keeps_their_mean_their_order_and_their_groups(drawn: 
 
 
 def test_spreading_a_log_normal_mix_is_another_sigma() -> None:
-    """Within a percent of the same shares, as its cut edges move with it."""
+    """The shares are within a percent, because the cut edges move too."""
     one, wide = log_normal(9.0, 0.6, 1, 10**7, 100).spread(1.5), log_normal(9.0, 0.9, 1, 10**7, 100)
     for times in (0.3, 1.0, 3.0):
         cut = times * one.mix.mean_tokens

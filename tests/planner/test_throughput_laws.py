@@ -1,4 +1,5 @@
-"""Laws of the throughput model: the scalar definition, monotone in what one can buy, and closed forms."""
+"""Laws of the throughput model: equality with the scalar definition, monotonicity in every resource, and closed
+forms."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ counts = st.integers(0, 4)
 
 @dataclass(frozen=True)
 class Curve:
-    """base + per_token * l + per_token2 * l^2: enough to tell E[T(L)] from T(E[L])."""
+    """base + per_token * l + per_token2 * l^2: enough for a difference between E[T(L)] and T(E[L])."""
 
     base: float
     per_token: float
@@ -79,7 +80,7 @@ def everywhere(system: System) -> StageRates:
 def mean(
     mix: Mix, curve: Callable[[float], float], keep: Callable[[float], bool], reading: Reading
 ) -> tuple[float, float]:
-    """(share, cost of the mean request) of the lengths to keep, by plain loops."""
+    """Return (share, cost of the mean request) of the lengths to keep, by simple loops."""
     kept = [(n, s) for n, s in zip(mix.tokens.tolist(), mix.share.tolist(), strict=True) if keep(n)]
     share = sum(s for _, s in kept)
     if not kept:
@@ -94,7 +95,8 @@ def per_s(have: float, each: float) -> float:
 
 
 def by_definition(system: System, t: float, n_prefill: Sequence[int], n_decode: Sequence[int]) -> tuple[float, ...]:
-    """Theta_prfaas, Theta_pd-p, Theta_pd-d and Lambda_max of one cell, equations 3 to 6 one after the other."""
+    """Return Theta_prfaas, Theta_pd-p, Theta_pd-d and Lambda_max of one cell, by equations 3 to 6 one after the
+    other."""
     prfaas = 0.0
     p, kv = mean(system.mix, _at(system.kv_bytes), lambda n: n > t, system.reading)
     for source in system.prfaas:
@@ -150,7 +152,7 @@ def test_no_stage_is_outrun_and_one_of_them_binds(system: System) -> None:
 
 @given(systems)
 def test_a_link_binds_where_more_of_it_would_let_more_through(system: System) -> None:
-    """Of any PrfaaS cluster; at every threshold."""
+    """The law holds for any PrfaaS cluster at every threshold."""
     wider = tuple(replace(each, egress_bytes_per_s=each.egress_bytes_per_s + 1e6) for each in system.prfaas)
     before, after = everywhere(system), everywhere(replace(system, prfaas=wider))
     assert (before.prfaas_egress_binds == (after.prfaas_per_s > before.prfaas_per_s)).all()
@@ -181,7 +183,7 @@ def test_the_best_cell_is_unsurpassed_and_equals_are_told_apart(system: System) 
 
 @given(systems, st.sampled_from(["egress", "prfaas", "pd", "decode"]))
 def test_more_never_serves_less(system: System, what: str) -> None:
-    """At every threshold and split, hence at the optimum too."""
+    """More of any resource helps or is neutral at every threshold and split, and therefore at the optimum too."""
     more = system
     instances = [3] * len(system.pd)
     if what == "egress":
@@ -203,7 +205,7 @@ def test_more_never_serves_less(system: System, what: str) -> None:
 def test_two_halves_are_one_cluster(
     mix: Mix, kv_bytes: Curve, source: PrfaasCluster, pd: PdCluster, reading: Reading
 ) -> None:
-    """Equal halves of the PrfaaS cluster and of the PD cluster, split alike, serve what the wholes serve."""
+    """Equal halves of the PrfaaS cluster and of the PD cluster, split equally, serve the same as the whole clusters."""
     whole = System(mix, kv_bytes, (replace(source, instances=2 * source.instances),), (pd,), reading)
     half = replace(source, egress_bytes_per_s=source.egress_bytes_per_s / 2)
     halves = System(mix, kv_bytes, (half, half), (pd, pd), reading)
@@ -220,7 +222,8 @@ def test_two_halves_are_one_cluster(
 def test_one_length_has_a_closed_form(
     tokens: int, kv_bytes: Curve, source: PrfaasCluster, pd: PdCluster, instances: int, reading: Reading
 ) -> None:
-    """Either everything is offloaded and everyone decodes, or nothing is and the split balances the two stages."""
+    """Either everything is offloaded and all home instances decode, or nothing is and the split balances the two
+    stages."""
     system = System(Mix.of([tokens]), kv_bytes, (source,), (pd,), reading)
     size, local_s = _at(kv_bytes)(tokens), _at(pd.prefill_s)(tokens)
     link_per_s = per_s(source.egress_bytes_per_s, size) if size else INF
@@ -231,7 +234,8 @@ def test_one_length_has_a_closed_form(
 
 @given(systems)
 def test_variance_costs_where_prefill_bends_upwards(system: System) -> None:
-    """Jensen: E[T(L)] >= T(E[L]) for every curve here, so the paper's reading promises at least the exact one."""
+    """Jensen: E[T(L)] >= T(E[L]) for every curve here, so the paper's reading predicts at least the exact
+    throughput."""
     exact = everywhere(replace(system, reading="exact")).lambda_max_per_s
     assert (exact <= everywhere(replace(system, reading="representative")).lambda_max_per_s * (1 + 1e-9)).all()
 
@@ -250,10 +254,10 @@ def test_nothing_is_ever_no_number(system: System) -> None:
 
 
 def test_a_worked_example() -> None:
-    """Half of the requests have 1,000 tokens, half 9,000; t = 1,000 sends the long ones away.
+    """Half of the requests have 1,000 tokens, half 9,000; t = 1,000 offloads the long ones.
 
-    PrfaaS: 2 instances at 1 s each could do 2/s, 1 GB/s over 0.8 GB gives 1.25/s, so 2.5/s of all requests. PD-P:
-    1 instance at 0.5 s gives 2/s, so 4/s of all. PD-D: 3 x 0.8 = 2.4/s binds. With 0.9 GB/s the link does.
+    PrfaaS: 2 instances at 1 s each could do 2/s, 1 GB/s over 0.8 GB gives 1.25/s, so 2.5/s of all requests. PD-P: 1
+    instance at 0.5 s gives 2/s, so 4/s of all. PD-D: 3 x 0.8 = 2.4/s is the limit. With 0.9 GB/s the link is the limit.
     """
     mix = Mix.of([9_000, 1_000, 1_000, 9_000])
     source = PrfaasCluster(2, Curve(0.1, 1e-4), 1e9)
@@ -275,7 +279,7 @@ def test_a_worked_example() -> None:
 
 
 def test_curves_are_those_of_timing_and_of_the_model() -> None:
-    """At whole tokens the very same numbers; between them the straight line."""
+    """At whole tokens the numbers are identical; between them they are interpolated linearly."""
     time = prefill_time(QuadraticPrefill(base_s=0.3, per_token_s=4e-5, per_token2_s=2e-10))
     hybrid = model("prfaas-1t-hybrid")
     tokens = np.array([1, 1_024, 131_072])

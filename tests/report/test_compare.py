@@ -1,4 +1,4 @@
-"""Comparisons over seeds: the interval is Student's, and the sentence says no more than the numbers do."""
+"""Comparisons over seeds: the interval is Student's, and the sentence claims no more than the numbers show."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvroute.sim.metrics import Counts, Spread, Summary, TtftParts
 
 
 def run(policy: str, seed: int, ttft_s: float | None) -> Summary:
-    """A run of which only the mean TTFT matters."""
+    """Return a run in which only the mean TTFT matters."""
     return Summary(
         policy=policy,
         seed=seed,
@@ -41,7 +41,7 @@ def run(policy: str, seed: int, ttft_s: float | None) -> Summary:
 
 
 def runs(**ttft_s: Sequence[float | None]) -> list[Summary]:
-    """Runs by policy: the mean TTFT of seeds 0, 1, ..."""
+    """Return runs by policy: the mean TTFT of seeds 0, 1, ..."""
     return [run(policy, seed, value) for policy, values in ttft_s.items() for seed, value in enumerate(values)]
 
 
@@ -52,7 +52,8 @@ seconds = st.floats(0.1, 10.0)
     st.lists(st.tuples(seconds, seconds), min_size=2, max_size=8).filter(lambda pairs: len(set(pairs)) == len(pairs))
 )
 def test_the_interval_is_that_of_the_paired_t_test(pairs: list[tuple[float, float]]) -> None:
-    """As SciPy has it, whatever the order of the runs; and noise is what it cannot tell from zero at 5 %."""
+    """The interval equals SciPy's for any order of the runs; a difference is noise if SciPy cannot distinguish it from
+    zero at 5 %."""
     first, second = zip(*pairs, strict=True)
     test = ttest_rel(first, second)
     interval = test.confidence_interval(0.95)
@@ -68,7 +69,7 @@ def test_the_interval_is_that_of_the_paired_t_test(pairs: list[tuple[float, floa
 
 @given(st.dictionaries(st.sampled_from("abcd"), st.lists(seconds, min_size=1, max_size=4), min_size=1))
 def test_the_winner_has_the_least_mean_and_leads_come_nearest_first(ttft_s: dict[str, list[float]]) -> None:
-    """Ties fall to the first name; every other policy has its lead."""
+    """A tie is won by the first name; every other policy has a difference to the winner."""
     means = {policy: sum(values) / len(values) for policy, values in ttft_s.items()}
     found = verdict(runs(**ttft_s))
     assert found.winner is not None
@@ -80,7 +81,7 @@ def test_the_winner_has_the_least_mean_and_leads_come_nearest_first(ttft_s: dict
 
 
 def test_only_seeds_that_both_have_are_paired() -> None:
-    """Seed 1 of b gave no first token: two pairs are left."""
+    """Seed 1 of b gave no first token: two pairs remain."""
     found = difference(runs(a=[1.0, 1.0, 1.5], b=[2.0, None, 3.5]), "a", "b")
     assert found is not None
     assert (found.seeds, found.mean) == (2, -1.5)
@@ -89,7 +90,7 @@ def test_only_seeds_that_both_have_are_paired() -> None:
 
 
 def test_a_clear_win_is_said_with_its_interval() -> None:
-    """Gaps of 0.9, 1.0 and 1.1 s: 1,000 ± 4.303 * 100 / sqrt(3) ms, half of the rival's mean."""
+    """Differences of 0.9, 1.0 and 1.1 s: 1,000 ± 4.303 * 100 / sqrt(3) ms, half of the rival's mean."""
     found = verdict(runs(netkv=[1.1, 1.0, 0.9], cla=[2.0, 2.0, 2.0]))
     assert found.winner == "netkv"
     assert not found.leads[0].is_noise
@@ -99,14 +100,14 @@ def test_a_clear_win_is_said_with_its_interval() -> None:
 
 
 def test_a_lead_within_the_interval_is_called_noise() -> None:
-    """Once ahead, once behind."""
+    """The policy is faster on one seed and slower on another."""
     found = verdict(runs(netkv=[1.0, 2.0, 1.4], cla=[1.5, 1.6, 1.5]))
     assert found.leads[0].is_noise
     assert "the difference is noise (95 % interval over 3 seeds includes zero)" in found.sentence
 
 
 def test_equal_results_are_called_equal() -> None:
-    """With one seed or several; a third policy is compared with both."""
+    """There may be one seed or several; a third policy is compared with both."""
     found = verdict(runs(netkv=[1.0, 2.0], cla=[1.0, 2.0]))
     assert found.winner == "cla"
     assert found.sentence == "cla and netkv have the same mean TTFT, 1,500 ms on 2 seeds."
@@ -120,14 +121,15 @@ def test_equal_results_are_called_equal() -> None:
 
 
 def test_zero_has_no_sign() -> None:
-    """Once ahead and once behind by as much: a lead of zero that is no equality."""
+    """The policy is faster on one seed and slower by as much on the other: the difference is zero, but the results are
+    not equal."""
     found = verdict(runs(netkv=[1.0, 2.0], cla=[2.0, 1.0]))
     assert "0.0 ±" in found.sentence
     assert "-0" not in found.sentence
 
 
 def test_one_seed_says_nothing_of_noise() -> None:
-    """A gap without an interval, and what to do about it."""
+    """There is a difference without an interval, and advice to use more seeds."""
     found = verdict(runs(netkv=[1.0], cla=[1.5]))
     assert found.leads[0].half_width is None
     assert found.leads[0].is_noise
@@ -135,7 +137,7 @@ def test_one_seed_says_nothing_of_noise() -> None:
 
 
 def test_nobody_wins_where_nobody_answered_and_a_lone_policy_ran_alone() -> None:
-    """Without a first token there is nothing to compare; a rival without one is not passed over in silence."""
+    """Without a first token there is no comparison; a rival without one is mentioned."""
     assert verdict([]).winner is None
     nobody = verdict(runs(netkv=[None], cla=[None]))
     assert (nobody.winner, nobody.leads) == (None, ())
@@ -147,7 +149,7 @@ def test_nobody_wins_where_nobody_answered_and_a_lone_policy_ran_alone() -> None
 
 
 def test_what_was_refused_is_said() -> None:
-    """A winner by the means of its survivors comes with the shares of the others, and the first reason."""
+    """If requests were rejected, the winner comes with the shares of all policies and the first reason."""
     few = msgspec.structs.replace(
         run("a", 0, 1.0), requests=Counts(arrived=4, finished=1, rejected=3, in_flight=0), reject_reason="it is full"
     )
@@ -159,7 +161,7 @@ def test_what_was_refused_is_said() -> None:
 
 @pytest.mark.parametrize(("wait_s", "said"), [(0.9, True), (0.4, False)])
 def test_a_wait_for_prefill_that_decides_is_said(wait_s: float, said: bool) -> None:
-    """Nine tenths of the TTFT of every policy: decode routing is not what to look at."""
+    """If it is nine tenths of the TTFT of every policy, decode routing is not the relevant cause."""
     both = [
         msgspec.structs.replace(run(policy, 0, 1.0), ttft_parts_s=TtftParts(prefill_wait=wait_s)) for policy in "ab"
     ]

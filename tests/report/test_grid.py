@@ -1,4 +1,4 @@
-"""Grids in a terminal: what does not fit is left out and named, and the rest is whole."""
+"""Grids in a terminal: columns that do not fit are left out and named, and the others are complete."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ headings = st.lists(st.builds(Heading, titles, drop=st.integers(0, 4)), min_size
 
 @st.composite
 def grids(draw: st.DrawFn) -> Grid:
-    """Up to twelve columns with short cells; the first one names the row."""
+    """Draw up to twelve columns with short cells; the first one is the row's name."""
     columns = draw(headings)
     cells = st.builds(Entry, words, st.one_of(st.just(""), words))
     row = st.tuples(*(cells for _ in columns))
@@ -25,7 +25,7 @@ def grids(draw: st.DrawFn) -> Grid:
 
 
 def printed(grid: Grid, width: int) -> str:
-    """What a terminal of so many columns shows."""
+    """Return the output of a terminal of this width."""
     console = Console(width=width, file=StringIO(), record=True)
     console.print(rich_table(grid, width))
     return console.export_text()
@@ -47,7 +47,7 @@ def test_a_column_is_shown_whole_or_named_as_left_out(grid: Grid, width: int) ->
 
 
 def test_columns_go_in_the_order_that_their_headings_give() -> None:
-    """The row's name and the columns without an order stay as long as there are others."""
+    """The row's name and the columns without an order are kept as long as there are others."""
     titles = (("name", 0), ("stays", 0), ("second", 2), ("first", 1))
     grid = Grid(
         "", tuple(Heading(title, drop=drop) for title, drop in titles), (tuple(Entry("x" * 12) for _ in titles),)
@@ -60,7 +60,7 @@ def test_columns_go_in_the_order_that_their_headings_give() -> None:
 
 
 def test_a_heading_takes_more_lines_before_a_column_goes() -> None:
-    """A title of many words is no reason to leave out numbers."""
+    """A heading of many words is wrapped, and the numbers are kept."""
     grid = Grid("", (Heading("name"), Heading("a title of many words", drop=1)), ((Entry("row"), Entry("1.00")),))
     assert "Too narrow" not in printed(grid, 20)
     assert "1.00" in printed(grid, 20)

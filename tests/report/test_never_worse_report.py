@@ -1,4 +1,4 @@
-"""What the matrix's page says: a loss is a loss beyond chance, the worst stands first, and noise is called noise."""
+"""The page of the matrix: a loss must exceed chance, the worst one comes first, and noise is called noise."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NOISE = (0.0, 0.01, -0.01, 0.002)
 
 
 def record(case: str, policy: str, seed: int, ttft_s: float, sweep: str = MATRIX.name, tbt_s: float = 0.013) -> Record:
-    """A run of which TTFT and TBT matter; its P99 is twice the mean."""
+    """Return a run with a TTFT and a TBT; its P99 is twice the mean."""
     cell = Cell(experiment=sweep, reading="", profile=case, settings={}, policy=policy, seed=seed)
     summary = Summary(
         policy=policy,
@@ -52,7 +52,7 @@ def record(case: str, policy: str, seed: int, ttft_s: float, sweep: str = MATRIX
 
 
 def runs(case: str, sweep: str = MATRIX.name, **means: float) -> list[Record]:
-    """Four seeds of each policy (`_` for `-`): foresight's differ from the others' by a little noise."""
+    """Return four seeds of each policy (`_` for `-`): foresight's values differ from the others' by a little noise."""
     return [
         record(case, name.replace("_", "-"), seed, mean + (NOISE[seed] if name == "foresight" else 0.0), sweep)
         for name, mean in means.items()
@@ -65,7 +65,8 @@ seconds = st.floats(0.1, 10.0)
 
 @given(st.lists(st.tuples(seconds, seconds), min_size=2, max_size=8))
 def test_a_difference_counts_beyond_two_standard_errors(values: list[tuple[float, float]]) -> None:
-    """As SciPy has the standard error; at most one of the two directions counts, and turning the pair turns it."""
+    """The standard error equals SciPy's; at most one of the two directions counts, and exchanging the pair reverses
+    it."""
     records = [record(FAIR, name, seed, both[k]) for seed, both in enumerate(values) for k, name in enumerate("ab")]
     found, turned = pair(records[::-1], FAIR, "a", "b"), pair(records, FAIR, "b", "a")
     assert found is not None
@@ -87,7 +88,8 @@ def test_the_geometric_mean_is_scipys(ratios: list[float]) -> None:
 
 
 def test_losses_stand_in_order_with_their_reason() -> None:
-    """2 % above netkv, and 20 % above cla under a lying oracle; half a per cent is noise; what is below is none."""
+    """2 % above netkv and 20 % above cla under a lying oracle are losses; half a per cent is noise; a lower value is no
+    loss."""
     matrix = [
         *runs(FAIR, foresight=1.02, cla=1.3, netkv=1.0),
         *runs(OTHER, foresight=1.005, cla=1.0, netkv=1.1),
@@ -103,7 +105,7 @@ def test_losses_stand_in_order_with_their_reason() -> None:
 
 
 def test_claims_are_of_honest_oracles_and_lies_apart() -> None:
-    """Geometric means of 1/2 and 1/1.25 against netkv; the lie is no part of them."""
+    """The geometric mean against netkv is of 1/2 and 1/1.25; the lying oracle is not included."""
     matrix = [
         *runs(FAIR, foresight=1.0, cla=1.25, netkv=2.0),
         *runs(OTHER, foresight=1.0, cla=1.25, netkv=1.25),
@@ -125,7 +127,7 @@ def test_claims_are_of_honest_oracles_and_lies_apart() -> None:
 
 
 def test_lost_goodput_is_told_in_requests() -> None:
-    """A great share of next to nothing is next to nothing."""
+    """A large relative loss of a very small goodput is a small loss."""
     matrix = [*runs(FAIR, foresight=9.96, cla=9.92, netkv=9.92), *runs(OTHER, foresight=2.0, cla=1.0, netkv=3.0)]
     said = {each.claim: each for each in matrix_findings(matrix, []) if "goodput" in each.claim}
     lost = said["goodput nowhere below cla"]
@@ -134,7 +136,7 @@ def test_lost_goodput_is_told_in_requests() -> None:
 
 
 def test_a_term_is_worth_what_is_lost_without_it() -> None:
-    """Against the better of the two rivals: 0.8 with everything, 1.1 at worst without uplinks."""
+    """Against the better of the two rivals the ratio is 0.8 with every term, and 1.1 at worst without uplinks."""
     matrix = [*runs(FAIR, cla=1.0, netkv=2.0), *runs(OTHER, cla=3.0, netkv=1.0)]
     ablation = [
         *runs(FAIR, ABLATION.name, foresight=0.8),
@@ -180,7 +182,7 @@ def test_tables_show_every_cell_and_what_was_not_run() -> None:
 
 @pytest.mark.parametrize("lost", [False, True], ids=["no loss", "a loss"])
 def test_the_page_begins_with_the_losses(lost: bool, tmp_path: Path) -> None:
-    """One file with its figures; a part of the matrix will do."""
+    """The page is one file with its figures; a part of the matrix is sufficient."""
     matrix = runs(FAIR, foresight=1.1 if lost else 0.9, cla=1.0, netkv=1.2)
     ablation = runs(FAIR, ABLATION.name, foresight=0.9)
     seen = runs(FAIR, FORESEEN.name, foresight=1.0, cla=1.1, netkv=1.2, clairvoyant=0.99)
@@ -194,7 +196,7 @@ def test_the_page_begins_with_the_losses(lost: bool, tmp_path: Path) -> None:
 
 
 def test_what_is_refused_stands_beside_the_times() -> None:
-    """A tenth under foresight, half under CLA*: the one is faster with fewer answers left out of its mean."""
+    """A tenth is rejected under foresight, half under CLA*: the faster one has fewer responses in its mean."""
     matrix = [
         *(refusing(each, 1) for each in runs(FAIR, foresight=1.02)),
         *(refusing(each, 5) for each in runs(FAIR, cla=1.0)),
@@ -208,7 +210,7 @@ def test_what_is_refused_stands_beside_the_times() -> None:
 
 
 def refusing(each: Record, refused: int) -> Record:
-    """The same of ten requests, so many of which nobody had room for."""
+    """Return the same run with ten requests, of which this number is rejected for lack of room."""
     counts = Counts(arrived=10, finished=10 - refused, rejected=refused, in_flight=0)
     return msgspec.structs.replace(each, summary=msgspec.structs.replace(each.summary, requests=counts))
 
@@ -228,7 +230,7 @@ def test_no_result_is_no_page(tmp_path: Path) -> None:
 
 
 def test_a_run_without_a_first_token_is_left_out() -> None:
-    """Its seed is in no pair."""
+    """The seed of such a run is in no pair."""
     records: Sequence[Record] = runs(FAIR, foresight=1.0, cla=1.0)
     empty = msgspec.structs.replace(records[0].summary, ttft_s=Spread())
     found = pair([msgspec.structs.replace(records[0], summary=empty), *records[1:]], FAIR, "foresight", "cla")

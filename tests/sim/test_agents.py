@@ -1,4 +1,4 @@
-"""Sessions of agents: both files tell the same, turns wait for answers, prefixes are the recorded ones."""
+"""Sessions of agents: both file formats give the same, turns wait for responses, prefixes are the recorded ones."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ few = settings(max_examples=40, deadline=None)
 
 
 class Ids:
-    """Block ids of one session in the order in which they are first seen."""
+    """Block IDs of one session in order of first use."""
 
     def __init__(self) -> None:
         self._next = 1
 
     def after(self, kept: list[int], more: int) -> list[int]:
-        """A chain that goes on from another one's beginning."""
-        self._next += 1  # a gap, so that what is new never looks like a continuation
+        """Return a chain that continues the first part of another one."""
+        self._next += 1  # a gap, so that new blocks never look like a continuation
         fresh = list(range(self._next, self._next + more))
         self._next += more
         return kept + fresh
 
 
 def runs(chain: list[int]) -> list[int]:
-    """First id, how many, first id, how many, ..."""
+    """Return run lengths: first ID, count, first ID, count, ..."""
     found: list[int] = []
     for one in chain:
         if found and found[-2] + found[-1] == one:
@@ -60,13 +60,13 @@ def runs(chain: list[int]) -> list[int]:
 
 
 def turn(at: float, chain: list[int], *, out: int = 5, api: float | None = 1.0, think: float | None = 0.0) -> Any:
-    """One call of the model, its last block a partial one of nobody."""
+    """Return one call of the model; its last block is partial and unshared."""
     return {"t": at, "in": len(chain) * BLOCK + 7, "out": out, "h": runs(chain), "api": api, "think": think}
 
 
 @st.composite
 def streams(draw: st.DrawFn, ids: Ids, nested: bool) -> list[Any]:
-    """Turns that follow each other and, in a session, sub-agents between them."""
+    """Draw turns that follow each other and, in a session, sub-agents between them."""
     at, chain, entries = 0.0, list[int](), list[Any]()
     for _ in range(draw(st.integers(1, 4))):
         chain = ids.after(chain[: draw(st.integers(0, len(chain)))], draw(st.integers(0, 5)))
@@ -84,13 +84,13 @@ def streams(draw: st.DrawFn, ids: Ids, nested: bool) -> list[Any]:
 
 @st.composite
 def lines(draw: st.DrawFn) -> list[Any]:
-    """A file of sessions."""
+    """Draw a file of sessions."""
     count = draw(st.integers(1, 5))
     return [{"id": f"s{k}", "bs": BLOCK, "req": draw(streams(Ids(), True))} for k in range(count)]
 
 
 def captured(line: Any) -> Any:
-    """The same as kv-cache-tester writes it."""
+    """Return the same session in the format of kv-cache-tester."""
 
     def entry(one: Any) -> Any:
         if "sub" in one:
@@ -107,20 +107,20 @@ def captured(line: Any) -> Any:
 
 
 def written(path: Path, *sessions: Any) -> Path:
-    """A file of these sessions."""
+    """Write a file of these sessions."""
     path.write_text("".join(json.dumps(each) + "\n" for each in sessions))
     return path
 
 
 def agents(path: Path) -> Agents:
-    """What a file holds."""
+    """Return the content of a file."""
     found = read_any(path)
     assert isinstance(found, Agents)
     return found
 
 
 def calls(line: Any) -> int:
-    """Turns of a line, those of sub-agents too."""
+    """Return the number of turns of a line, including sub-agents."""
     return sum(len(each["sub"]) if "sub" in each else 1 for each in line["req"])
 
 
@@ -142,8 +142,8 @@ def test_both_files_and_a_folder_tell_the_same(tmp_path_factory: pytest.TempPath
 def test_prefixes_are_the_recorded_ones_and_sessions_share_none(
     tmp_path_factory: pytest.TempPathFactory, sessions: list[Any], seed: int, think_max_s: float
 ) -> None:
-    """Any two prompts of a session begin alike for as many blocks as their ids say, in both ways to play; those of
-    different sessions have no block in common."""
+    """In both modes, two prompts of a session share as many first blocks as their recorded IDs; prompts of different
+    sessions share no block."""
     found = agents(written(tmp_path_factory.getbasetemp() / "prefixes.jsonl", *sessions))
     for trace in (found.open_loop(seed=seed, think_max_s=think_max_s), found.closed_loop(2, seed=seed)):
         chains = {request.blocks for request in trace.requests}
@@ -182,7 +182,8 @@ def test_sessions_with_global_ids_share_them(tmp_path: Path) -> None:
 def test_a_turn_comes_when_all_that_it_needs_has_been_answered(
     tmp_path_factory: pytest.TempPathFactory, sessions: list[Any], users: int, seed: int, think_max_s: float
 ) -> None:
-    """Each once, its pause after the last answer that it waits for, never earlier; not more sessions than users."""
+    """Each turn comes once, at its pause after the last response that it waits for; there are never more sessions than
+    users."""
     found = agents(written(tmp_path_factory.getbasetemp() / "waits.jsonl", *sessions))
     trace = found.closed_loop(users, seed=seed, think_max_s=think_max_s, ramp_s=3.0)
     rows = simulate(SMALL, trace, ControlSpec(), SimSettings(), seed=seed).outcomes
@@ -205,7 +206,7 @@ def test_a_turn_comes_when_all_that_it_needs_has_been_answered(
 def test_on_a_schedule_turns_are_as_far_apart_as_recorded(
     tmp_path_factory: pytest.TempPathFactory, sessions: list[Any], seed: int
 ) -> None:
-    """All of them, those of a session at its own times; the first session starts at once."""
+    """All turns are there, at the times of their own session; the first session starts at once."""
     found = agents(written(tmp_path_factory.getbasetemp() / "schedule.jsonl", *sessions))
     trace = found.open_loop(seed=seed, think_max_s=math.inf)
     expected = {session.name: session.starts_s(math.inf, answered=True) for session in found.sessions}
@@ -221,8 +222,8 @@ def test_on_a_schedule_turns_are_as_far_apart_as_recorded(
 
 
 def test_a_main_turn_waits_for_sub_agents_that_came_back(tmp_path: Path) -> None:
-    """Recorded: an answer until 4 s; two sub-agents from then until 10 and 16 s, one noted at each end; another one
-    that begins at 5 s and goes on; the next turn at 20 s. All have 2 s before their second call."""
+    """Recorded: a response until 4 s; two sub-agents from then until 10 and 16 s, one recorded at each end; another one
+    that starts at 5 s and continues; the next turn at 20 s. Each sub-agent pauses 2 s before its second call."""
     ids = Ids()
     main_chain = ids.after([], 3)
     inner = [ids.after([], 2) for _ in range(3)]
@@ -252,7 +253,7 @@ def test_a_main_turn_waits_for_sub_agents_that_came_back(tmp_path: Path) -> None
 
 
 def test_users_begin_and_stop_when_they_are_told(tmp_path: Path) -> None:
-    """One until 3 s, one from 10 s on: what would come later does not, and counts nowhere."""
+    """One user stops at 3 s, one starts at 10 s: later turns do not happen and are not counted."""
     ids = Ids()
     chains = list(itertools.accumulate([2, 1, 1, 1], ids.after, initial=list[int]()))
     turns = [turn(2.0 * k, chain, think=1.0) for k, chain in enumerate(chains[1:])]
@@ -280,7 +281,7 @@ def test_users_begin_and_stop_when_they_are_told(tmp_path: Path) -> None:
     ],
 )
 def test_a_broken_session_is_named(tmp_path: Path, change: dict[str, Any], named: str) -> None:
-    """Line 2 of three: with file, line and field; the others are read where broken lines are skipped."""
+    """Line 2 of three is wrong: the error has file, line and field; with broken lines skipped the others are read."""
     lines = [{"id": name, "bs": BLOCK, "req": [turn(0.0, [1, 2, 3, 4]), turn(1.0, [1, 2, 3])]} for name in "abc"]
     lines[1]["req"][1] |= change  # type: ignore[index]
     path = written(tmp_path / "x.jsonl", *lines)
@@ -315,7 +316,7 @@ def test_a_folder_without_sessions_is_named(tmp_path: Path) -> None:
 
 
 def closed(tmp_path: Path) -> tuple[Path, Trace]:
-    """Three sessions of two turns."""
+    """Return three sessions of two turns."""
     lines = [{"id": name, "bs": BLOCK, "req": [turn(0.0, [1, 2]), turn(3.0, [1, 2, 3], think=2.0)]} for name in "abc"]
     path = written(tmp_path / "x.jsonl", *lines)
     return path, agents(path).closed_loop(2, seed=0)
@@ -336,7 +337,7 @@ def test_of_a_closed_loop_nothing_is_left_out(tmp_path: Path) -> None:
 
 
 def test_sessions_as_a_workload(tmp_path: Path) -> None:
-    """Seeds differ; what does not go together is said."""
+    """Seeds give different traces; incompatible settings are reported."""
     path, _ = closed(tmp_path)
     asked = Workload(trace=str(path), requests=3)
     assert len(asked.of_seed(0).requests) == 3
@@ -352,7 +353,7 @@ def test_sessions_as_a_workload(tmp_path: Path) -> None:
 
 
 def test_a_rate_is_that_of_all_sessions_in_the_long_run(tmp_path: Path) -> None:
-    """400 sessions of two turns: at 4 turns a second they start about 2 a second."""
+    """400 sessions of two turns: at 4 turns a second about 2 sessions start per second."""
     lines = [{"id": str(k), "bs": BLOCK, "req": [turn(0.0, [1]), turn(3.0, [1, 2], think=2.0)]} for k in range(400)]
     found = agents(written(tmp_path / "x", *lines))
     assert found.open_loop(seed=1, rate_per_s=4.0).rate_per_s == pytest.approx(4.0, rel=0.15)
@@ -373,8 +374,8 @@ def test_simulate_plays_sessions_both_ways(tmp_path: Path) -> None:
     not RECORDED.exists() and not os.environ.get("KVROUTE_REQUIRE_LIVE"), reason="the agents' sessions are not here"
 )
 def test_the_recorded_sessions_of_coding_agents() -> None:
-    """710 sessions, 49,334 calls, 63 sub-agents: 4 go on beside their session, with the results of 2 it ends; what a
-    cache without limit would find of 3,000 calls."""
+    """There are 710 sessions with 49,334 calls and 63 sub-agents. 4 of these continue beside their session, and the
+    session ends with the results of 2. A cache without limit finds the given share of 3,000 calls."""
     found = agents(RECORDED)
     assert (len(found.sessions), found.turns) == (710, 49_334)
     joins = [len(each.after) - 1 for session in found.sessions for each in session.turns if each.after]

@@ -1,4 +1,4 @@
-"""What links have left over time: others' bursts, cuts and fluctuation, each from the seed alone."""
+"""Capacity of links over time: bursts of other traffic, cuts and fluctuation, each determined by the seed."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ BURSTS = Background(per_tier=(0, 0.2, 0.2, 0.2, 0.2), burst_per_tier=(0, 0, 0.5,
 def capacity(
     background: Background | None = None, seed: int = 0, *changes: CapacityChange, moves: tuple[Fluctuation, ...] = ()
 ) -> Capacity:
-    """Of the two sites."""
+    """Return the capacity of the two sites."""
     return Capacity(CLUSTER, background or Background(), seed, changes=changes, fluctuations=moves)
 
 
 @settings(max_examples=15, deadline=None)
 @given(st.integers(0, 100))
 def test_bursts_toggle_and_are_the_seeds(seed: int) -> None:
-    """On, off, on: the share follows; times are drawn from the seed alone, with the given mean."""
+    """Bursts alternate on and off and the share follows; times depend on the seed only and have the given mean."""
     one, two = capacity(BURSTS, seed), capacity(BURSTS, seed)
     times = []
     for turn in range(150):
@@ -73,7 +73,7 @@ def test_bursts_toggle_and_are_the_seeds(seed: int) -> None:
 def test_a_link_has_what_its_last_change_says_less_what_others_take(
     changes: list[CapacityChange], background: Background, seed: int
 ) -> None:
-    """At any time; the operator's telemetry, per link and per tier, is what is missing of the nominal capacity."""
+    """At any time, the operator's telemetry, per link and per tier, is the missing part of the nominal capacity."""
     truth = capacity(background, seed, *changes)
     whole = CLUSTER.capacity_bytes_per_s
     for _ in range(len(changes) + 5):
@@ -97,7 +97,7 @@ def test_a_link_has_what_its_last_change_says_less_what_others_take(
 @settings(max_examples=15, deadline=None)
 @given(st.integers(0, 1000), st.floats(0.1, 1.0))
 def test_fluctuation_is_the_seeds_and_stays_within_its_bounds(seed: int, share_min: float) -> None:
-    """All links of one name move together, at random times of the given mean, and no others."""
+    """All links of one name change together, at random times with the given mean, and no others do."""
     moves = (Fluctuation(link="away to home", every_s=3.0, share_min=share_min, share_max=1.0),)
     one, two = capacity(None, seed, moves=moves), capacity(None, seed, moves=moves)
     times, shares = [0.0], []
@@ -116,7 +116,7 @@ def test_fluctuation_is_the_seeds_and_stays_within_its_bounds(seed: int, share_m
 
 
 def test_names_of_links() -> None:
-    """One link, one direction between two sites or switches, all between datacenters; nothing else."""
+    """A name is one link, one direction between two sites or switches, or all links between datacenters."""
     assert [CLUSTER.links[i].name for i in OUT] == ["away to home #0 up", "away to home #1 up"]
     assert sorted([*OUT, *BACK]) == links_named(CLUSTER, "wan").tolist()
     assert links_named(CLUSTER, "away to home #1 up").tolist() == [OUT[1]]
@@ -134,13 +134,13 @@ def test_only_a_cut_without_a_later_change_is_for_good() -> None:
 
 
 def fabric(wan: WanTransport | None, *changes: CapacityChange) -> Fabric:
-    """Links of the two sites."""
+    """Return the links of the two sites."""
     return Fabric(CLUSTER, capacity(None, 0, *changes), 0, wan)
 
 
 @given(st.integers(1, 40), st.sampled_from([2**16, 2**20, 2**24]), st.sampled_from([0.0, 1e-4, 1e-2]))
 def test_connections_fill_the_link_or_reach_their_ceilings(connections: int, window: int, loss: float) -> None:
-    """One connection has its window or its loss per round trip, n have n times that, up to the links they drew."""
+    """One connection is limited by its window or its loss per round trip, n by n times that, up to the drawn links."""
     wan = WanTransport(connections=connections, window_bytes=window, loss=loss)
     links = fabric(wan)
     links.send(0, CLUSTER.index("p"), CLUSTER.index("d"), 1e9)
@@ -158,7 +158,7 @@ def test_connections_fill_the_link_or_reach_their_ceilings(connections: int, win
 
 
 def test_by_hand_one_connection_is_slower_than_the_link_and_eight_fill_it() -> None:
-    """4 MiB each 10.03 ms are 3.35 Gbps a connection: 8 would have 26.8 Gbps, the links' 20 at most are there."""
+    """4 MiB per 10.03 ms are 3.35 Gbps per connection: 8 would need 26.8 Gbps, and the links have at most 20."""
     ends_s = {}
     for connections in (1, 8):
         links = fabric(WanTransport(connections=connections))
@@ -189,7 +189,7 @@ def test_by_hand_one_connection_is_slower_than_the_link_and_eight_fill_it() -> N
     ids=lambda wrong: wrong if isinstance(wrong, str) else "",
 )
 def test_settings_of_the_wide_area_are_checked(wrong: object, problem: str) -> None:
-    """Field by field, in one sentence."""
+    """The error names the field in one sentence."""
     assert callable(wrong)
     with pytest.raises(InputError, match=problem):
         wrong()

@@ -1,4 +1,5 @@
-"""Copies of cached prefixes in virtual time: when they land, what they hold, what becomes of those that do not."""
+"""Copies of cached prefixes in virtual time: when they end, the memory that they hold, and the outcome of failed
+ones."""
 
 from __future__ import annotations
 
@@ -44,12 +45,12 @@ WAN_S = TOKENS * TOKEN_BYTES / 1e9 + 5e-3
 
 
 def sites(memory: str = "50 GB") -> Cluster:
-    """Ten seconds of prefill for a prompt whose prefix takes less than one to fetch."""
+    """Return sites where a prompt takes ten seconds of prefill and its prefix less than one second to fetch."""
     return parse(TEXT.replace("MEMORY", memory))
 
 
 def prompt(at_s: float, extra: int = 0, document: int = 0, answer: int = 1) -> TracedRequest:
-    """A document of 20 blocks and a question."""
+    """Return a document of 20 blocks with a question."""
     chain = tuple(range(document * 100, document * 100 + DEPTH))
     return TracedRequest(at_s=at_s, input_tokens=TOKENS + extra, output_tokens=answer, blocks=chain, block_tokens=BLOCK)
 
@@ -57,7 +58,7 @@ def prompt(at_s: float, extra: int = 0, document: int = 0, answer: int = 1) -> T
 def played(
     path: Path, requests: tuple[TracedRequest, ...], spec: ControlSpec, assumed: SimSettings, memory: str = "50 GB"
 ) -> tuple[Run, list[LogRecord]]:
-    """The run and its log."""
+    """Return the run and its log."""
     with EventLog(path, LogHeader(cluster="", spec=spec)) as log:
         run = simulate(sites(memory), Trace("documents", requests), spec, assumed, log=log)
     return run, list(read_log(path)[1])
@@ -71,8 +72,8 @@ AHEAD = ControlSpec(
 
 
 def test_a_sibling_has_the_prefix_as_soon_as_it_is_fetched(tmp_path: Path) -> None:
-    """Three documents on three instances. While p0 answers a question to its own, p1 fetches that document from it and
-    prefills the next question."""
+    """Three documents are on three instances. While p0 prefills a question to its own document, p1 fetches that
+    document and prefills the next question."""
     cluster = sites()
     home = (prompt(0.0, document=1), prompt(0.1, document=2), prompt(0.2, document=3))
     run, _ = played(tmp_path / "log", (*home, prompt(40.0, 4_000, 2), prompt(40.1, 400, 2)), POOL, SimSettings())
@@ -86,7 +87,7 @@ def test_a_sibling_has_the_prefix_as_soon_as_it_is_fetched(tmp_path: Path) -> No
 
 
 def test_without_the_pool_everybody_computes_for_himself(tmp_path: Path) -> None:
-    """The same requests: the question waits for the one before it where the document is, 4 s."""
+    """The requests are the same: the question waits 4 s for the previous one on the instance that has the document."""
     home = (prompt(0.0, document=1), prompt(0.1, document=2), prompt(0.2, document=3))
     spec = msgspec.structs.replace(POOL, prefix_pool=False)
     run, _ = played(tmp_path / "log", (*home, prompt(40.0, 4_000, 2), prompt(40.1, 400, 2)), spec, SimSettings())
@@ -99,8 +100,8 @@ HOT = tuple(prompt(12.0 + number, 100) for number in range(8))
 
 
 def test_a_hot_prefix_is_where_it_is_needed_before_anybody_asks(tmp_path: Path) -> None:
-    """Read on f0 again and again: copied to p0 and p1 over 1 GB/s, and cached there when the last byte is there. When
-    f0 is busy the next question finds the document at home and waits for nothing."""
+    """The prefix is read repeatedly on f0: it is copied to p0 and p1 at 1 GB/s, and cached there when the last byte
+    arrives. When f0 is busy, the next question finds the document at home and does not wait."""
     late = (prompt(59.0, 5_000), prompt(59.5, 200))
     assumed = SimSettings(review_s=1.0)
     run, records = played(tmp_path / "log", (prompt(0.0), *HOT, *late), AHEAD, assumed)
@@ -121,7 +122,7 @@ def test_a_hot_prefix_is_where_it_is_needed_before_anybody_asks(tmp_path: Path) 
 
 
 def test_a_copy_that_stalls_leaves_nothing_behind_and_is_made_again(tmp_path: Path) -> None:
-    """The way home is cut while it is under way, for longer than a transfer may stall."""
+    """The path to home is cut during the copy, for longer than the stall limit."""
     cut = (CapacityChange(at_s=14.5, link="wan", share=0.0), CapacityChange(at_s=30.0, link="wan", share=1.0))
     more = tuple(prompt(31.0 + number, 50) for number in range(10))
     assumed = SimSettings(review_s=1.0, changes=cut, stall_s=2.0, telemetry="tier")
@@ -139,7 +140,7 @@ def test_a_copy_that_stalls_leaves_nothing_behind_and_is_made_again(tmp_path: Pa
 
 
 def test_what_has_left_when_the_run_ends_is_accounted(tmp_path: Path) -> None:
-    """Nobody waits for copies: the run ends with the last request, in the middle of one."""
+    """No request waits for copies: the run ends with the last request, in the middle of a copy."""
     run, records = played(tmp_path / "log", (prompt(0.0), *HOT[:2]), AHEAD, SimSettings(review_s=1.0))
     orders = [d for r in records for d in r.decisions if isinstance(d, CopyPrefix)]
     assert orders
@@ -154,7 +155,7 @@ def _by_time(request: TracedRequest) -> float:
 
 
 def test_a_copy_without_room_is_refused_at_once(tmp_path: Path) -> None:
-    """Memory for 29 blocks where a copy of 20 is on its way already: another one of 20 would not fit beside it."""
+    """Memory holds 29 blocks and a copy of 20 is in flight: another copy of 20 does not fit."""
     other = tuple(prompt(12.2 + number, 100, 1) for number in range(8))
     first = (prompt(0.0), prompt(0.0, document=1))
     run, records = played(
@@ -168,7 +169,8 @@ def test_a_copy_without_room_is_refused_at_once(tmp_path: Path) -> None:
 
 
 def test_a_prompt_takes_no_room_that_a_copy_will_need() -> None:
-    """29 blocks, 20 of them held for a copy: of a prompt of 20 the first nine stay, and the copy lands whole."""
+    """Of 29 blocks, 20 are reserved for a copy: of a prompt of 20 the first nine are stored, and the copy is
+    complete."""
     memory = KvMemory(PrefixIndex(1, [29]), [29], [0])
     copied, computed = tuple(range(DEPTH)), tuple(range(100, 100 + DEPTH))
     assert memory.has_room(0, copied, 0)
@@ -184,7 +186,7 @@ def test_a_prompt_takes_no_room_that_a_copy_will_need() -> None:
 
 @pytest.mark.parametrize("fails", [False, True], ids=["landed", "failed"])
 def test_afterwards_memory_is_whole_at_both_ends(tmp_path: Path, fails: bool) -> None:
-    """Room for one document at each place: once the copies are over, whatever became of them, another one takes it."""
+    """Each instance has room for one document: after the copies, whatever their outcome, another document fits."""
     cut = (CapacityChange(at_s=14.5, link="wan", share=0.0), CapacityChange(at_s=50.0, link="wan", share=1.0))
     others = tuple(prompt(60.0, document=number) for number in (1, 2, 3))
     assumed = SimSettings(review_s=1.0, stall_s=2.0, telemetry="tier", changes=cut if fails else ())
@@ -199,7 +201,7 @@ def test_afterwards_memory_is_whole_at_both_ends(tmp_path: Path, fails: bool) ->
 
 
 def test_a_second_request_waits_for_the_copy_that_is_on_its_way(tmp_path: Path) -> None:
-    """Two questions to p0's document go to p1, and its bytes go there once; a stall ends the wait of both."""
+    """Two questions to p0's document go to p1, and its bytes are sent once; a stall ends the wait of both."""
     home = (prompt(0.0, document=1), prompt(0.1, document=2), prompt(0.2, document=3))
     questions = (prompt(40.0, 9_000, 2), prompt(40.1, 400, 2), prompt(40.2, 300, 2))
     cut = (
@@ -227,7 +229,7 @@ def test_a_second_request_waits_for_the_copy_that_is_on_its_way(tmp_path: Path) 
 
 
 def test_a_fetch_that_finds_no_room_is_done_without(tmp_path: Path) -> None:
-    """Memory for 29 blocks: while a copy of 20 is on its way to p1, one of 19 of them has no room beside it."""
+    """Memory holds 29 blocks: while a copy of 20 to p1 is in flight, one of 19 of these blocks has no room."""
     home = (prompt(0.0, document=1), prompt(0.1, document=2), prompt(0.2, document=3))
     shorter = msgspec.structs.replace(prompt(40.2, 300, 2), blocks=tuple(range(200, 200 + DEPTH - 1)))
     questions = (prompt(40.0, 9_000, 2), prompt(40.1, 400, 2), shorter)

@@ -1,4 +1,4 @@
-"""Engines and their roles: drained, converted, and nothing lost on the way."""
+"""Engines and their roles: drained, switched, and no request lost."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ instances:
 
 
 def fleet(text: str = TEXT) -> Fleet:
-    """Idle."""
+    """Return idle engines."""
     return Fleet(parse(text), block_tokens=512, prefill_queueing=True)
 
 
 @given(st.lists(st.sampled_from(["take", "give back", "prefill", "decode", "convert"]), max_size=40))
 def test_an_instance_converts_once_it_has_nothing_left_and_no_sooner(steps: list[str]) -> None:
-    """The end of the draining is told exactly once, whatever roles are asked for meanwhile; it serves the last one."""
+    """The end of draining is reported exactly once, whatever roles are requested meanwhile; the last one applies."""
     engines, busy, due = fleet(), 0, False
     wanted: Role | None = None
     for step in steps:
@@ -53,7 +53,7 @@ def test_an_instance_converts_once_it_has_nothing_left_and_no_sooner(steps: list
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_converted_instance_starts_with_nothing_cached_and_can_serve_both_in_turn(role: Role) -> None:
-    """Either way and back; its memory is whole again."""
+    """The role changes in either direction and back; the memory is complete again."""
     engines = fleet()
     back: Role = "decode" if role == "prefill" else "prefill"
     index = 1 if role == "prefill" else 0
@@ -72,14 +72,14 @@ def test_a_converted_instance_starts_with_nothing_cached_and_can_serve_both_in_t
 
 
 def test_layers_and_blocks_are_the_models() -> None:
-    """60 layers; a block is 512 tokens of the 15 that keep every token."""
+    """There are 60 layers; a block is 512 tokens of the 15 layers that keep every token."""
     engines = fleet()
     assert engines.layers == [60, 60]
     assert engines.block_bytes == [512 * 15 * 576 * 2.0] * 2
 
 
 def test_what_a_fleet_refuses() -> None:
-    """An engine that does both, and two models."""
+    """An engine with both roles, and two models."""
     with pytest.raises(InputError, match="instance b has role 'both'"):
         fleet(TEXT.replace("{name: b, role: decode", "{name: b, role: both"))
     with pytest.raises(InputError, match="serves llama-3-8b, prfaas-1t-hybrid"):

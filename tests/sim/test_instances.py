@@ -1,4 +1,4 @@
-"""Instances in virtual time: the decode instance that skips must equal one that steps through every iteration."""
+"""Instances in virtual time: the decode instance that skips iterations equals one that steps through all of them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Landing:
 
 
 def stepped(landings: list[Landing], time: IterationTime, batch_max: int) -> dict[int, tuple[float, float]]:
-    """The obvious version: one iteration after the other. Request -> (first token, finish)."""
+    """Compute a simple model, iteration by iteration; return (first token, finish) by request."""
     waiting = deque(sorted(range(len(landings)), key=lambda number: (landings[number].at, number)))
     left: dict[int, int] = {}
     first: dict[int, float] = {}
@@ -52,7 +52,7 @@ def stepped(landings: list[Landing], time: IterationTime, batch_max: int) -> dic
 
 
 def skipped(landings: list[Landing], time: IterationTime, batch_max: int) -> tuple[dict[int, tuple[float, float]], int]:
-    """The same through `DecodeInstance`, with the number of steps that it took."""
+    """Run the same on `DecodeInstance`; return also the number of steps."""
     instance = DecodeInstance(0, time, batch_max)
     events: list[tuple[float, int, int]] = [(landing.at, -1, number) for number, landing in enumerate(landings)]
     events.sort()
@@ -99,7 +99,7 @@ times = st.builds(
 @settings(deadline=None)
 @given(landings, times, st.sampled_from([1, 2, 4, 64]))
 def test_skipping_equals_stepping(landed: list[Landing], time: IterationTime, batch_max: int) -> None:
-    """First tokens and finishes agree with the version that steps through every iteration."""
+    """First tokens and finishes equal those of the model that steps through every iteration."""
     expected = stepped(landed, time, batch_max)
     ends, _ = skipped(landed, time, batch_max)
     assert ends.keys() == expected.keys()
@@ -108,14 +108,14 @@ def test_skipping_equals_stepping(landed: list[Landing], time: IterationTime, ba
 
 
 def test_a_long_answer_is_two_steps() -> None:
-    """Joining and leaving: ten thousand iterations in between are not stepped."""
+    """The steps are joining and leaving: ten thousand iterations in between are skipped."""
     time = IterationTime.of(DecodeSpec(base_s=0.0125, per_request_s=1e-4, per_context_token_s=1e-8))
     _, steps = skipped([Landing(0.0, 100, 10_000)], time, 64)
     assert steps == 2
 
 
 def test_prefill_queues_first_in_first_out_or_not_at_all() -> None:
-    """Three prompts of 1,000 tokens at once: one after the other, or all at the same time."""
+    """Three prompts of 1,000 tokens arrive at once: they run one after the other, or all at the same time."""
     time = prefill_time(LinearPrefill(per_token_s=1e-4, base_s=0.02))
     fifo, delay = (PrefillInstance(0, time, queueing) for queueing in (True, False))
     assert [fifo.submit(1.0, 1_000, 0)[1] for _ in range(3)] == pytest.approx([1.12, 1.24, 1.36])
@@ -130,8 +130,8 @@ operations = st.lists(
 
 @given(operations)
 def test_memory_is_never_overcommitted_and_all_comes_back(asked: list[tuple[int, int, int, int]]) -> None:
-    """Requests that fit are taken, land and leave, or are given up on the way; what is used stays within 32 blocks, and
-    nothing stays reserved."""
+    """Requests that fit are booked, transferred and finished, or cancelled on the way; the memory used stays within 32
+    blocks, and no reservation remains."""
     index = PrefixIndex(1, [32])
     memory = KvMemory(index, [32], [0])
     dispatched: list[tuple[tuple[int, ...], int, int]] = []

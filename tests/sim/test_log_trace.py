@@ -1,4 +1,5 @@
-"""An event log as a workload: what was asked and answered comes back, whoever wrote the log."""
+"""An event log as a workload: prompts and outputs are those of the run, for logs of the simulator and of the
+gateway."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ SMALL = CLUSTER.replace("kv_capacity: 60 GB", "kv_capacity: 2 GB")
 
 @st.composite
 def traces(draw: st.DrawFn) -> Trace:
-    """From time 0 on, with shared prefixes, answers of no token, and prompts that a small memory cannot hold."""
+    """Draw requests from time 0 on, with shared prefixes, outputs of no token, and prompts too large for a small
+    memory."""
     at_s, requests = 0.0, []
     for number in range(draw(st.integers(1, 12))):
         tokens, group = draw(st.integers(1, 8_000)), draw(st.integers(0, 2))
@@ -41,14 +43,14 @@ def traces(draw: st.DrawFn) -> Trace:
 
 
 def recorded(trace: Trace, text: str, path: Path) -> bytes:
-    """The log of a simulated run."""
+    """Return the log of a simulated run."""
     with EventLog(path, LogHeader(cluster=text, spec=SPEC)) as log:
         simulate(parse(text), trace, SPEC, SimSettings(), log=log)
     return path.read_bytes()
 
 
 def written(path: Path, *events: Event) -> Path:
-    """A log of these events."""
+    """Write a log of these events."""
     with EventLog(path, LogHeader(cluster=CLUSTER, spec=SPEC)) as log:
         for event in events:
             log.write(event, ())
@@ -56,7 +58,7 @@ def written(path: Path, *events: Event) -> Path:
 
 
 def asked(number: int, tokens: int = 100, answer: int = 0, **more: object) -> Request:
-    """A request by its number."""
+    """Return a request with this number."""
     return msgspec.convert(
         {"id": number, "input_tokens": tokens, "max_output_tokens": answer, **more}, Request, strict=True
     )
@@ -65,8 +67,8 @@ def asked(number: int, tokens: int = 100, answer: int = 0, **more: object) -> Re
 @given(traces(), st.sampled_from([CLUSTER, SMALL]))
 @settings(max_examples=25, deadline=None)
 def test_a_simulated_log_is_its_own_trace(trace: Trace, text: str) -> None:
-    """Arrivals, prompts, blocks and answers are those that went in, and played again they give the same log, byte for
-    byte; where requests were refused, their answers are what was reserved."""
+    """Arrivals, prompts, blocks and outputs equal the input, and a run of them gives the same log, byte for byte; the
+    output of a rejected request is its reservation."""
     with tempfile.TemporaryDirectory() as folder:
         first = recorded(trace, text, Path(folder, "first.log"))
         again = read(Path(folder, "first.log"))
@@ -80,7 +82,7 @@ def test_a_simulated_log_is_its_own_trace(trace: Trace, text: str) -> None:
     size=st.sampled_from([1, 16, 64]),
 )
 def test_a_chain_has_as_many_blocks_as_its_prompt(tokens: int, blocks: tuple[int, ...], size: int) -> None:
-    """A gateway that guesses lengths may know more or fewer; what it knows stays in front, the rest nobody shares, and
+    """A gateway that estimates lengths may have more or fewer blocks: known ones come first, the others are unique, and
     the trace can be written and read."""
     requests = [asked(number, tokens, blocks=blocks, block_tokens=size) for number in range(2)]
     with tempfile.TemporaryDirectory() as folder:
@@ -99,7 +101,7 @@ def test_a_chain_has_as_many_blocks_as_its_prompt(tokens: int, blocks: tuple[int
 
 
 def test_what_is_not_known_of_an_answer_is_said(tmp_path: Path) -> None:
-    """Counted, cut off without a count, refused, and still under way when the log ends."""
+    """The output is counted, cut off without a count, rejected, or still in progress when the log ends."""
     path = written(
         tmp_path / "run.log",
         InstanceDown(4.0, "decode0"),
@@ -121,7 +123,7 @@ def test_what_is_not_known_of_an_answer_is_said(tmp_path: Path) -> None:
 
 
 def test_a_number_may_come_again_once_its_request_has_left(tmp_path: Path) -> None:
-    """Each answer is its own request's."""
+    """Each output belongs to its own request."""
     path = written(
         tmp_path / "run.log",
         Arrived(0, asked(1)),
@@ -133,7 +135,7 @@ def test_a_number_may_come_again_once_its_request_has_left(tmp_path: Path) -> No
 
 
 def test_a_log_is_known_by_its_first_line_whatever_its_name_and_packing(tmp_path: Path) -> None:
-    """Requests are sorted by time, and a remark says so."""
+    """Requests are sorted by time, with a remark."""
     log = written(tmp_path / "run.log", Arrived(3.0, asked(1, 7)), Arrived(1.0, asked(2, 8)), Arrived(4.0, asked(3, 9)))
     packed = tmp_path / "trace.csv"
     packed.write_bytes(gzip.compress(log.read_bytes()))
@@ -157,7 +159,7 @@ def test_a_log_is_known_by_its_first_line_whatever_its_name_and_packing(tmp_path
     ids=["cut off", "no request", "no prompt", "block", "block size", "answer"],
 )
 def test_a_broken_line_is_named_or_left_out(tmp_path: Path, line: str, problem: str) -> None:
-    """By file and number, as in any other trace."""
+    """The error has the file and the line, as in any other trace."""
     path = written(tmp_path / "run.log", Arrived(0, asked(5, answer=4)))
     path.write_text(path.read_text() + line + "\n")
     with pytest.raises(InputErrors, match=problem) as raised:
@@ -169,7 +171,7 @@ def test_a_broken_line_is_named_or_left_out(tmp_path: Path, line: str, problem: 
 
 
 def test_a_log_without_requests_is_no_workload(tmp_path: Path) -> None:
-    """One sentence, which names the file."""
+    """One sentence names the file."""
     with pytest.raises(InputError, match=r"run\.log: the file holds no request"):
         read(written(tmp_path / "run.log", InstanceDown(0, "decode0")))
 
@@ -179,7 +181,7 @@ Kvroute = Callable[..., tuple[str, str]]
 
 @pytest.fixture
 def kvroute(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Kvroute:
-    """A command that succeeds: its stdout and stderr."""
+    """A command that must succeed; it returns stdout and stderr."""
 
     def run(*arguments: str) -> tuple[str, str]:
         monkeypatch.setattr(sys, "argv", ["kvroute", *arguments])
@@ -195,12 +197,13 @@ def kvroute(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) 
 
 @pytest.fixture
 def live_log(tmp_path: Path) -> Path:
-    """A gateway's log: answers streamed and whole, retries of both legs, several answers at once, and a failure."""
+    """A gateway's log with streamed and non-streaming responses, retries of both legs, several choices at once, and a
+    failure."""
     log = tmp_path / "live.log"
 
     async def serve() -> None:
         async with rig(f"  log: {{events: {log}}}\n") as gate:
-            for leg in ("prefill", "decode"):  # no more: one request may meet them all, and has three attempts
+            for leg in ("prefill", "decode"):  # no more: a request has three attempts and may meet all faults
                 await gate.order(f"{leg}0", fail_next=1, status=500, leg=leg)
             prompt = "What is a KV cache? " * 40
             asks = [gate.ask(f"{n} {prompt}", tokens=3 + n, stream=n % 2 == 0) for n in range(6)]
@@ -216,8 +219,8 @@ def live_log(tmp_path: Path) -> Path:
 
 
 def test_a_gateways_log_is_a_workload(live_log: Path, tmp_path: Path, kvroute: Kvroute) -> None:
-    """Requests as they arrived, with the answers that clients got, once each whatever was retried; the command plays
-    them and says what was not known."""
+    """The trace has each request once at its arrival with the output that the client got, whatever was retried; the
+    command simulates it and reports what is unknown."""
     arrivals = [record.event for record in read_log(live_log)[1] if isinstance(record.event, Arrived)]
     trace = read(live_log)
     assert len(trace.requests) == 8
@@ -238,8 +241,8 @@ def test_a_gateways_log_is_a_workload(live_log: Path, tmp_path: Path, kvroute: K
 
 
 def test_a_gateways_log_explains_each_try(live_log: Path, kvroute: Kvroute) -> None:
-    """The request that found no prefill instance: decided again after each failure, past the one that failed it. A log
-    that still grows can be read too."""
+    """The request found no prefill instance: it was decided again after each failure, excluding the failed instance. A
+    log that still grows can be read too."""
     with live_log.open("ab") as log:
         log.write(b'{"event":{"type":"arr')
     assert "bit for bit" in kvroute("replay", str(live_log))[0]

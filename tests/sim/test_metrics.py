@@ -1,4 +1,4 @@
-"""What a run's numbers mean: parts that add up, a window that counts, and nothing that JSON cannot hold."""
+"""The numbers of a run: parts add up, only the measurement window counts, and all values fit into JSON."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ MARKS = (
     "first_token_s",
     "finished_s",
 )
-"""In the order in which a request reaches them."""
+"""The times of a request in order."""
 
 
 @st.composite
 def tables(draw: st.DrawFn) -> Outcomes:
-    """Rows that got any distance: not arrived, rejected early or late, in flight anywhere, or finished."""
+    """Draw rows that ended anywhere: not arrived, rejected early or late, in flight at any point, or finished."""
     count = draw(st.integers(0, 12))
     rows = Outcomes.empty(count)
     rows.arrived_s[:] = sorted(draw(st.lists(st.floats(0, 100), min_size=count, max_size=count)))
@@ -65,7 +65,7 @@ some = settings(max_examples=60, deadline=None)
 
 
 def summary_of(rows: Outcomes, assumed: SimSettings | None = None) -> Summary:
-    """Reduced, with nothing said of links."""
+    """Return the summary without data of links."""
     assumed = assumed or SimSettings()
     return summarise(
         rows, assumed, policy="netkv", seed=0, link_load={}, busiest_links=(), wall_s=0.0, cpu_s=0.0, decision_s=None
@@ -75,7 +75,7 @@ def summary_of(rows: Outcomes, assumed: SimSettings | None = None) -> Summary:
 @some
 @given(tables(), assumptions)
 def test_parts_of_the_mean_ttft_add_up_to_it(rows: Outcomes, assumed: SimSettings) -> None:
-    """Wait, prefill, transfer, queue and first step; all there or none."""
+    """The parts are wait, prefill, transfer, queue and first step; either all exist or none."""
     found = summary_of(rows, assumed)
     parts = msgspec.structs.astuple(found.ttft_parts_s)
     if found.ttft_s.mean is None:
@@ -88,7 +88,7 @@ def test_parts_of_the_mean_ttft_add_up_to_it(rows: Outcomes, assumed: SimSetting
 @some
 @given(tables(), assumptions)
 def test_counts_and_shares_say_what_the_rows_say(rows: Outcomes, assumed: SimSettings) -> None:
-    """Row by row, in plain Python: who counts, who was good, over how many seconds."""
+    """The reference counts row by row in plain Python: measured rows, good rows, and the duration."""
     found = summary_of(rows, assumed)
     counts = found.requests
     assert counts.arrived == counts.finished + counts.rejected + counts.in_flight == int((rows.state != 3).sum())
@@ -113,7 +113,7 @@ def test_counts_and_shares_say_what_the_rows_say(rows: Outcomes, assumed: SimSet
 
 
 def _good(rows: Outcomes, row: int, slo: Slo) -> bool:
-    """First token in time and, if asked, the others fast enough."""
+    """Return whether the first token is in time and, if required, the others are fast enough."""
     if not rows.first_token_s[row] - rows.arrived_s[row] <= slo.ttft_s:
         return False
     if slo.tpot_s is None:
@@ -125,14 +125,14 @@ def _good(rows: Outcomes, row: int, slo: Slo) -> bool:
 @some
 @given(tables(), assumptions)
 def test_a_summary_is_json_without_nan(rows: Outcomes, assumed: SimSettings) -> None:
-    """Every number is finite or null, and it reads back as it was."""
+    """Every number is finite or null, and the summary reads back equal."""
     found = summary_of(rows, assumed)
     json.dumps(msgspec.to_builtins(found), allow_nan=False)
     assert msgspec.json.decode(msgspec.json.encode(found), type=Summary) == found
 
 
 def test_spread_is_of_what_was_measured() -> None:
-    """A hundred and one values and a gap."""
+    """There are a hundred and one values and one missing value."""
     spread = Spread.of(np.array([float("nan"), *range(101)]))
     assert (spread.mean, spread.p50, spread.p95, spread.p99) == pytest.approx((50, 50, 95, 99))
     assert Spread.of(np.array([float("nan")])) == Spread()
@@ -159,7 +159,7 @@ def test_by_hand() -> None:
 
 
 def test_empty_rows_have_not_arrived() -> None:
-    """Nothing is known of them, and every column is there."""
+    """All their values are missing, and every column exists."""
     rows = Outcomes.empty(2)
     assert all(len(getattr(rows, field.name)) == 2 for field in fields(Outcomes))
     assert summary_of(rows).requests.arrived == summary_of(rows).measured == 0
@@ -178,7 +178,7 @@ def test_empty_rows_have_not_arrived() -> None:
     ],
 )
 def test_settings_that_measure_nothing_are_refused(wrong: dict[str, float], problem: str) -> None:
-    """Negative, not a number, without an end."""
+    """The values are negative, not a number, or infinite."""
     with pytest.raises(InputError, match=problem):
         SimSettings(**wrong)  # type: ignore[arg-type]  # one field each
     with pytest.raises(InputError, match=r"slo\.tpot_s"):
@@ -202,13 +202,13 @@ instances:
 
 
 def request(at_s: float, tokens: int, answer: int, chain: tuple[int, ...] = (), size: int = 512) -> TracedRequest:
-    """One line of a trace."""
+    """Return one request of a trace."""
     return TracedRequest(at_s=at_s, input_tokens=tokens, output_tokens=answer, blocks=chain, block_tokens=size)
 
 
 def test_prefixes_that_a_full_instance_could_not_keep_are_not_counted_on() -> None:
-    """Half-empty last blocks fill the memory before its bytes are used up; whoever comes back later is served all the
-    same, with what is left of its prefix."""
+    """Half-empty last blocks fill the memory before its bytes are used up; a request that returns later is still
+    served, with the rest of its prefix."""
     first = [request(0.0, 600, 400, (10 * k, 10 * k + 1)) for k in range(30)]
     again = [request(100.0 + k, 600, 1, (10 * k, 10 * k + 1)) for k in range(30)]
     trace = Trace(name="back", requests=(*first, *again))
@@ -220,7 +220,7 @@ def test_prefixes_that_a_full_instance_could_not_keep_are_not_counted_on() -> No
 
 
 def test_a_run_says_what_it_cannot_simulate() -> None:
-    """Two models but no word which; blocks of two sizes; an instance that does both."""
+    """Two models without a choice; blocks of two sizes; an instance with both roles."""
     trace = Trace(name="one", requests=(request(0.0, 600, 1),))
     two_models = SMALL.replace("{name: d1,", "{name: d1, model: qwen3-32b,").replace(
         "{name: p1,", "{name: p1, model: qwen3-32b,"
@@ -237,7 +237,7 @@ def test_a_run_says_what_it_cannot_simulate() -> None:
 
 
 def test_until_stops_the_clock() -> None:
-    """At 0.01 s the only prompt is being prefilled, and the second has not arrived."""
+    """At 0.01 s the only prompt is being prefilled, and the second one has not arrived."""
     trace = Trace(name="two", requests=(request(0.0, 600, 1), request(1.0, 600, 1)))
     run = simulate(parse(SMALL), trace, ControlSpec(), SimSettings(until_s=0.01))
     counts = run.summary.requests

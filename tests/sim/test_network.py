@@ -1,4 +1,4 @@
-"""KV transfers on the fabric: what a lone one takes, what others take from it, and what the operator hears of it."""
+"""KV transfers on the fabric: the time of a lone one, the effect of other traffic, and the operator's telemetry."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ instances:
 """
 CLUSTERS = {ecmp: parse(TEXT.replace("ECMP", ecmp)) for ecmp in ("flow", "transfer")}
 REQUESTS = 20
-some = settings(max_examples=40, deadline=None)  # compiling the flow solver takes the first one a second
+some = settings(max_examples=40, deadline=None)  # compiling the flow solver takes a second in the first test
 
 ecmps = st.sampled_from(sorted(CLUSTERS))
 shares = st.sampled_from([0.0, 0.25, 0.5, 0.9])
 
 
 def fabric(cluster: Cluster, background: Background | None = None, seed: int = 0) -> Fabric:
-    """Idle links."""
+    """Return a fabric with idle links."""
     return Fabric(cluster, Capacity(cluster, background or Background(), seed), seed)
 
 
 def transfer_s(cluster: Cluster, links: Fabric, target: str, nbytes: float, request: int = 0) -> float:
-    """From the start of a lone transfer until all of it is there."""
+    """Return the time of a lone transfer until all of it has arrived."""
     links.send(request, cluster.index("p"), cluster.index(target), nbytes)
     while True:
         finish_s = links.next_finish_s()
@@ -59,9 +59,9 @@ def transfer_s(cluster: Cluster, links: Fabric, target: str, nbytes: float, requ
 
 
 def expected_s(cluster: Cluster, links: Fabric, target: str, nbytes: float) -> float:
-    """Bytes over the worst link's share, by counting the flows on each link, plus latency.
+    """Return the bytes over the worst link's share, by counting the flows on each link, plus latency.
 
-    The links that the draw took are read off from the bytes that they carried.
+    The drawn links are identified by the bytes that they carried.
     """
     per_flow = nbytes / 4
     flows = np.rint(links.network.link_bytes / per_flow)
@@ -74,7 +74,7 @@ def expected_s(cluster: Cluster, links: Fabric, target: str, nbytes: float) -> f
 def test_a_lone_transfer_takes_its_bytes_over_the_tightest_link_plus_latency(
     ecmp: str, target: str, nbytes: float, seed: int, request: int
 ) -> None:
-    """With every draw of uplinks, all flows together or one by one."""
+    """Uplinks are drawn at random, for all flows together or for each separately."""
     cluster = CLUSTERS[ecmp]
     links = fabric(cluster, seed=seed)
     taken_s = transfer_s(cluster, links, target, nbytes, request)
@@ -88,13 +88,14 @@ def test_a_lone_transfer_takes_its_bytes_over_the_tightest_link_plus_latency(
     [("d0", 4 * 450e9, 1e-6), ("d1", 4 * 12.5e9, 3e-6), ("d2", 6.25e9, 8e-6), ("d3", 3.125e9, 15e-6)],
 )
 def test_by_hand_in_every_tier(target: str, bytes_per_s: float, latency_s: float) -> None:
-    """Four NVLinks, four NICs, one 50 Gbps and one 25 Gbps uplink, where a transfer draws one for all its flows."""
+    """Four NVLinks, four NICs, one 50 Gbps and one 25 Gbps uplink, where a transfer draws one uplink for all its
+    flows."""
     cluster = CLUSTERS["transfer"]
     assert transfer_s(cluster, fabric(cluster), target, 5e9) == pytest.approx(5e9 / bytes_per_s + latency_s, rel=1e-12)
 
 
 def test_flows_that_draw_for_themselves_spread() -> None:
-    """Four flows over two pod uplinks: over the requests, from all on one (4 units of time) to two each (2)."""
+    """Four flows use two pod uplinks: over the requests, from all on one (4 units of time) to two on each (2)."""
     cluster = CLUSTERS["flow"]
     unit_s = 1.25e9 / 3.125e9
     times = [transfer_s(cluster, fabric(cluster), "d3", 5e9, request) - 15e-6 for request in range(REQUESTS)]
@@ -102,7 +103,7 @@ def test_flows_that_draw_for_themselves_spread() -> None:
 
 
 def test_each_hop_has_a_draw_of_its_own() -> None:
-    """Three rack uplinks and two pod uplinks make six pairs, and forty requests meet them all."""
+    """Three rack uplinks and two pod uplinks give six pairs, and forty requests cover them all."""
     cluster = CLUSTERS["transfer"]
     up = cluster.hops(cluster.index("p"), cluster.index("d3"), 0)[1:3]
     assert [len(group) for group in up] == [3, 2]
@@ -119,7 +120,7 @@ def test_each_hop_has_a_draw_of_its_own() -> None:
 @some
 @given(ecmps, st.sampled_from(["d1", "d2", "d3"]), shares, st.integers(0, 5))
 def test_background_slows_by_exactly_what_it_takes(ecmp: str, target: str, share: float, seed: int) -> None:
-    """1 / (1 - c) on the network; NVLink inside a node is nobody else's."""
+    """A transfer takes 1 / (1 - c) times as long on the network; NVLink inside a node has no background traffic."""
     cluster = CLUSTERS[ecmp]
     latency_s = cluster.latency_s(cluster.index("p"), cluster.index(target))
     idle_s = transfer_s(cluster, fabric(cluster, seed=seed), target, 5e9) - latency_s
@@ -130,7 +131,7 @@ def test_background_slows_by_exactly_what_it_takes(ecmp: str, target: str, share
 
 
 def test_nothing_to_send_is_there_after_the_latency() -> None:
-    """A prompt that the target has cached as a whole."""
+    """The target has the whole prompt cached."""
     cluster = CLUSTERS["flow"]
     assert transfer_s(cluster, fabric(cluster), "d2", 0.0) == 8e-6
 
@@ -140,7 +141,7 @@ def test_nothing_to_send_is_there_after_the_latency() -> None:
 def test_telemetry_hears_others_and_own_traffic_only_if_asked(
     ecmp: str, share: float, separates: bool, target: str
 ) -> None:
-    """By tier: own rates over the tier's whole capacity come on top; by link they average to the same."""
+    """Per tier, own traffic is added as its rates over the tier's whole capacity; the links' averages give the same."""
     cluster = CLUSTERS[ecmp]
     links = fabric(cluster, Background.uniform(share))
     quiet = (0.0, share, share, share, share)
@@ -164,7 +165,7 @@ def test_telemetry_hears_others_and_own_traffic_only_if_asked(
 
 
 def test_a_burst_slows_what_is_under_way() -> None:
-    """Half of a transfer at 80 % of 50 Gbps, the other half at 30 %."""
+    """Half of a transfer runs at 80 % of 50 Gbps, the other half at 30 %."""
     cluster = CLUSTERS["transfer"]
     background = Background(per_tier=(0, 0.2, 0.2, 0.2, 0.2), burst_per_tier=(0, 0, 0.5, 0.5, 0), burst_every_s=2.0)
     links = fabric(cluster, background)

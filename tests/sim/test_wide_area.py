@@ -1,4 +1,5 @@
-"""Two sites with an Ethernet link between them: what a cut does to a transfer, and what the router hears of it."""
+"""Two sites with an Ethernet link between them: the effect of a cut on a transfer, and the events that the router
+receives."""
 
 from __future__ import annotations
 
@@ -55,12 +56,12 @@ SENT_S = TOKENS * TOKEN_BYTES / 1e9
 
 
 def cut(*at_s: float) -> tuple[CapacityChange, ...]:
-    """Down at the first time, up at the second, and so on."""
+    """Cut the link at the first time, restore it at the second, and so on."""
     return tuple(CapacityChange(at_s=at, link="wan", share=float(number % 2)) for number, at in enumerate(at_s))
 
 
 def played(path: Path, assumed: SimSettings, *, joint: bool = True, trace: Trace = ONE) -> tuple[Run, list[Event]]:
-    """The run, and what the router was told of it."""
+    """Return the run and the events that the router received."""
     with EventLog(path, LogHeader(cluster="", spec=SPEC)) as log:
         run = simulate(JOINT if joint else LATER, trace, SPEC, assumed, log=log)
     return run, [record.event for record in read_log(path)[1]]
@@ -68,21 +69,22 @@ def played(path: Path, assumed: SimSettings, *, joint: bool = True, trace: Trace
 
 @pytest.mark.parametrize("joint", [True, False], ids=["early", "late"])
 def test_serial_transfers_leave_when_the_prefill_has_ended(tmp_path: Path, joint: bool) -> None:
-    """Whether the target was chosen with the prefill or after it: 2 s, 2.62 s and 5 ms; llama keeps no other state."""
+    """The target is chosen with the prefill or after it: 2 s, 2.62 s and 5 ms; llama has no other state."""
     run, _ = played(tmp_path / "run.log", SimSettings(), joint=joint)
     assert run.outcomes.landed_s[0] == pytest.approx(2.0 + SENT_S + 0.005)
     assert run.outcomes.kv_bytes[0] == TOKENS * TOKEN_BYTES
 
 
 def test_layer_by_layer_all_but_the_last_layer_is_hidden(tmp_path: Path) -> None:
-    """Prefill makes 1.31 GB/s, the link takes 1: it is busy from the first of 32 layers on, and ends 2.62 s later."""
+    """Prefill produces 1.31 GB/s and the link carries 1: it is busy from the first of 32 layers on, and ends 2.62 s
+    later."""
     assumed = SimSettings(transfer="layerwise")
     assert played(tmp_path / "a", assumed)[0].outcomes.landed_s[0] == pytest.approx(2 / 32 + SENT_S + 0.005)
     assert played(tmp_path / "b", assumed, joint=False)[0].outcomes.landed_s[0] == pytest.approx(2.005 + SENT_S)
 
 
 def test_measured_transfers_count_from_their_first_byte(tmp_path: Path) -> None:
-    """What a connector would report: bytes over the time that they were under way, the prefill's included."""
+    """A connector would report the bytes over the time in flight, including the time of the prefill."""
     late = TracedRequest(at_s=9.0, input_tokens=1, output_tokens=1, blocks=(), block_tokens=16)
     assumed = SimSettings(transfer="layerwise", measures_transfers=True, telemetry="none")
     _, events = played(tmp_path / "run.log", assumed, trace=Trace(name="two", requests=(*ONE.requests, late)))
@@ -92,7 +94,7 @@ def test_measured_transfers_count_from_their_first_byte(tmp_path: Path) -> None:
 
 
 def test_a_transfer_waits_for_a_link_that_comes_back(tmp_path: Path) -> None:
-    """Cut for 3 s in its middle, it lands 3 s later; degraded to a half from the start, it takes twice as long."""
+    """With a cut of 3 s in the middle it ends 3 s later; at half capacity from the start it takes twice as long."""
     run, _ = played(tmp_path / "a", SimSettings(changes=cut(3.0, 6.0)))
     assert run.outcomes.landed_s[0] == pytest.approx(5.005 + SENT_S)
     half = (CapacityChange(at_s=0.0, link="away to home", share=0.5),)
@@ -102,7 +104,8 @@ def test_a_transfer_waits_for_a_link_that_comes_back(tmp_path: Path) -> None:
 
 
 def test_a_stalled_transfer_fails_and_its_request_starts_again(tmp_path: Path) -> None:
-    """Sent for 1 s, cut at 3 s, given up at 5 s; prefilled again until 7 s, sent again, cut no more: 1 GB was lost."""
+    """The transfer sends for 1 s, is cut at 3 s and abandoned at 5 s; the prompt is prefilled again until 7 s and sent
+    again: 1 GB was lost."""
     run, events = played(tmp_path / "run.log", SimSettings(changes=cut(3.0, 6.5), stall_s=2.0))
     rows, failed = run.outcomes, run.summary.failed_transfers
     assert [event for event in events if isinstance(event, DecodeFailed)] == [DecodeFailed(5.0, 0, kv_lost=True)]
@@ -115,14 +118,15 @@ def test_a_stalled_transfer_fails_and_its_request_starts_again(tmp_path: Path) -
 
 
 def test_a_link_that_is_back_in_time_fails_nothing(tmp_path: Path) -> None:
-    """Two cuts of 1.5 s each, half a second apart, are not one of 2 s."""
+    """Two cuts of 1.5 s each, half a second apart, do not count as one of 2 s."""
     run, _ = played(tmp_path / "run.log", SimSettings(changes=cut(2.5, 4.0, 4.5, 6.0), stall_s=2.0))
     assert run.summary.failed_transfers.transfers == 0
     assert run.outcomes.landed_s[0] == pytest.approx(5.005 + SENT_S)
 
 
 def test_a_stream_that_stalls_is_given_up_when_its_prefill_has_ended(tmp_path: Path) -> None:
-    """Cut at 0.5 s, it would have failed at 1.5 s; the prompt is computed all the same until 2 s, and again until 4."""
+    """The transfer is cut at 0.5 s and would fail at 1.5 s; the prompt is computed nevertheless until 2 s, and again
+    until 4 s."""
     assumed = SimSettings(transfer="layerwise", changes=cut(0.5, 3.0), stall_s=1.0)
     run, events = played(tmp_path / "run.log", assumed)
     assert [event.at for event in events if isinstance(event, DecodeFailed)] == [2.0]
@@ -131,7 +135,7 @@ def test_a_stream_that_stalls_is_given_up_when_its_prefill_has_ended(tmp_path: P
 
 @pytest.mark.parametrize("telemetry", ["tier", "link"])
 def test_the_operator_sees_a_cut_like_other_traffic(tmp_path: Path, telemetry: str) -> None:
-    """From the refresh after the cut to the one after its end, nearly all of the link is taken."""
+    """From the refresh after the cut to the one after its end, nearly all of the link is reported as used."""
     assumed = SimSettings(
         changes=cut(2.5, 4.5),
         telemetry="tier" if telemetry == "tier" else "link",
@@ -148,7 +152,7 @@ def test_the_operator_sees_a_cut_like_other_traffic(tmp_path: Path, telemetry: s
 
 
 def test_a_cut_without_an_end_is_refused() -> None:
-    """It would never end; until a given time it may be played."""
+    """The run would never end; a run with an end time is allowed."""
     for_good = cut(3.0)
     with pytest.raises(InputError, match="'away to home #0 up' is cut for good"):
         simulate(JOINT, ONE, SPEC, SimSettings(changes=for_good))
@@ -157,7 +161,7 @@ def test_a_cut_without_an_end_is_refused() -> None:
 
 
 def test_a_prompt_that_wants_no_answer_gives_back_what_was_booked_for_it() -> None:
-    """Chosen for nothing: memory and instances are free again, and the next prompt has them."""
+    """The bookings are unneeded: memory and instances are free again, and the next prompt uses them."""
     nothing = TracedRequest(at_s=0.0, input_tokens=TOKENS, output_tokens=0, blocks=(), block_tokens=16)
     trace = Trace(name="none", requests=(nothing,) * 30)
     small = parse(TEXT.replace("ENDPOINT", SGLANG).replace("50 GB", "3 GB"))
@@ -170,7 +174,7 @@ def test_a_prompt_that_wants_no_answer_gives_back_what_was_booked_for_it() -> No
 
 
 def test_copies_are_flows_like_others_and_counted_apart() -> None:
-    """A prefix of 1 GB between the sites beside a KV cache of 1 GB: both take 2 s, each is in its own account."""
+    """A prefix of 1 GB between the sites runs beside a KV cache of 1 GB; each is counted separately."""
     links = Fabric(LATER, Capacity(LATER, Background(), 0), 0, WanTransport(connections=4))
     source, target = LATER.index("p0"), LATER.index("d0")
     links.send(0, source, target, 1e9)
@@ -198,11 +202,13 @@ LONG = TracedRequest(
     at_s=100.0, input_tokens=10_240, output_tokens=1, blocks=(1, 2, 3, *range(100, 117)), block_tokens=BLOCK
 )
 COPIED = Trace(name="copied", requests=(BEGUN, LONG))
-"""A short prompt is prefilled at home; a long one that goes on from it, away, and its prefix is copied there."""
+"""A short prompt is prefilled at home. A long one that continues it is prefilled at the remote site, and its prefix is
+copied there."""
 
 
 def test_a_prefill_waits_for_the_prefix_that_is_copied_to_it() -> None:
-    """0.2 GB at 1 GB/s and 5 ms, then the 8,704 tokens that were not cached; the bytes have an account of their own."""
+    """The copy takes 0.2 s for 0.2 GB and 5 ms; then the 8,704 uncached tokens are computed. The copied bytes are
+    counted separately."""
     run = simulate(FOUR, COPIED, OFFLOAD, SimSettings())
     rows, copied = run.outcomes, run.summary.copied_prefixes
     assert [FOUR.instances[int(source)].name for source in rows.source] == ["p1", "p0"]
@@ -216,7 +222,7 @@ def test_a_prefill_waits_for_the_prefix_that_is_copied_to_it() -> None:
 
 @pytest.mark.parametrize("asks", [False, True])
 def test_who_is_asked_as_for_a_prompt_holds_a_prefix_out_in_its_turn(asks: bool) -> None:
-    """p1 works until 100.1 s on a prompt of its own; only where it is asked, the bytes wait for that."""
+    """p1 computes a prompt of its own until 100.1 s; the copy waits for that only if it is requested like a prompt."""
     own = TracedRequest(at_s=99.9, input_tokens=2_000, output_tokens=1, blocks=(9,), block_tokens=BLOCK)
     assert OFFLOAD.offload is not None
     offload = msgspec.structs.replace(OFFLOAD.offload, copy_asks=asks)
@@ -230,7 +236,7 @@ def test_who_is_asked_as_for_a_prompt_holds_a_prefix_out_in_its_turn(asks: bool)
 
 
 def test_a_copy_that_stalls_is_done_without() -> None:
-    """Only the way there is cut: after 2 s the whole prompt is computed, and its KV comes home."""
+    """Only the direction of the copy is cut: after 2 s the whole prompt is computed, and its KV is sent home."""
     cut_off = (
         CapacityChange(at_s=50.0, link="home to away", share=0.0),
         CapacityChange(at_s=200.0, link="home to away", share=1.0),
@@ -245,7 +251,7 @@ def test_a_copy_that_stalls_is_done_without() -> None:
 
 
 def test_what_a_failed_transfer_held_is_free_for_others() -> None:
-    """Room for one request: the next one needs what the first gave up when its way was cut."""
+    """There is room for one request: the next one needs what the first one released when its path was cut."""
     small = parse(WIDER.replace("50 GB", "3 GB").replace('  - {name: d1, role: decode, gpus: "node1:4-7"}\n', ""))
     again = TracedRequest(at_s=60.0, input_tokens=TOKENS, output_tokens=2, blocks=(), block_tokens=16)
     assumed = SimSettings(changes=cut(3.0, 20.0), stall_s=2.0)

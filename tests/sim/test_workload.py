@@ -1,4 +1,4 @@
-"""What holds for every trace that is rescaled, cut, resized or given drawn prefixes."""
+"""Laws of every trace that is rescaled, cut, resized or given drawn prefixes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from kvroute.types import InputError
 
 @st.composite
 def traces(draw: st.DrawFn, least: int = 0) -> Trace:
-    """Batches of requests, some with chains of blocks from three prompts, the last block partial or left out."""
+    """Draw batches of requests, some with chains of blocks from three prompts, the last block partial or missing."""
     at_s, requests = 0.0, []
     for gap_s in draw(st.lists(st.sampled_from([0.0, 0.0, 0.25, 3.0]), min_size=least, max_size=30)):
         at_s += gap_s
@@ -179,7 +179,7 @@ def test_wrong_wishes_are_told() -> None:
 
 @given(traces(least=1), st.floats(0.01, 100))
 def test_any_part_of_a_trace_can_be_given_a_rate(trace: Trace, rate_per_s: float) -> None:
-    """The rate where there is one to change; else the requests stay as they are, and a remark says so."""
+    """A part that has a rate gets the new one; otherwise the requests stay the same, with a remark."""
     scaled = rescale_if_spread(trace, rate_per_s)
     if trace.rate_per_s:
         assert scaled == rescale(trace, rate_per_s)

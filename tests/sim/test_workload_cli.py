@@ -1,4 +1,4 @@
-"""`kvroute trace`: one JSON document, a file that comes back, wrong input named."""
+"""`kvroute trace`: one JSON document, a file that reads back equal, errors that name the wrong input."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_one_source_and_a_known_profile() -> None:
 
 
 def test_a_few_requests_of_one_time_may_be_given_a_rate(tmp_path: Path) -> None:
-    """The first five of a generated trace arrive together: no error, and one remark."""
+    """The first five requests of a generated trace arrive together: there is one remark and no error."""
     path = tmp_path / "a.jsonl"
     for arguments in (("generate", path), ("show", "--generate"), ("show", path)):
         _, remark = run(*arguments, "--requests", "5", "--rate", "2")

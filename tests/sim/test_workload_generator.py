@@ -1,4 +1,4 @@
-"""Generated traces: reproducible, and like the trace whose statistics they follow."""
+"""Generated traces: reproducible, and similar to the trace whose statistics they follow."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_another_rate_is_the_same_trace_with_other_times() -> None:
 
 
 def test_an_equal_block_means_an_equal_prefix() -> None:
-    """Whoever has a block has all blocks before it: otherwise it would not be a hash of a prefix."""
+    """A request with a block has all blocks before it, as a hash of a prefix requires."""
     before: dict[int, int] = {}
     for request in generated(0).requests:
         for parent, block in zip((-1, *request.blocks), request.blocks, strict=False):
@@ -65,7 +65,7 @@ def test_an_equal_block_means_an_equal_prefix() -> None:
 
 
 def test_a_turn_shares_the_full_blocks_of_the_one_before_it_and_only_once() -> None:
-    """Where nothing is edited, whoever held the deepest shared block last is the turn before, whole."""
+    """Without edits, the last holder of the deepest shared block is the previous turn, as a whole."""
     trace = generate(3_000, seed=1, shape=Shape(kept_share=((0, 1), (100, 1))))
     holder: dict[int, int] = {}
     turns = 0
@@ -89,7 +89,7 @@ def test_a_duration_gives_about_its_rate_of_requests() -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_lengths_follow_the_published_quantiles(seed: int) -> None:
-    """Sampling alone moves the mean of 12,031 prompts by 1.2 % and their p99 by 4 % (one standard deviation)."""
+    """Sampling alone changes the mean of 12,031 prompts by 1.2 % and their p99 by 4 % (one standard deviation)."""
     prompts, answers = statistics(seed).input_tokens, statistics(seed).output_tokens
     assert prompts is not None
     assert answers is not None
@@ -136,7 +136,7 @@ def test_prefixes_are_reused_as_in_the_conversation_trace(seed: int) -> None:
 
 @pytest.mark.parametrize("profile", PROFILES)
 def test_each_profile_is_like_its_part_of_the_real_trace(profile: str) -> None:
-    """Mean of the seeds against the real rows: how many fit, and how much of them can be reused."""
+    """The mean of the seeds is compared with the real rows: how many match, and how much of them can be reused."""
     theirs = apply_profile(real(), PROFILES[profile]).statistics()
     ours = [apply_profile(generated(seed), PROFILES[profile]).statistics() for seed in SEEDS]
     assert np.mean([one.requests for one in ours]) == pytest.approx(theirs.requests, rel=0.03)

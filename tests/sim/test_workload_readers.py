@@ -1,4 +1,4 @@
-"""Trace files: what is written comes back, what is broken is named by line and field."""
+"""Trace files: written traces read back equal, and errors give their line and field."""
 
 from __future__ import annotations
 

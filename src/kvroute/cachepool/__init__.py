@@ -1,5 +1,8 @@
-"""The hybrid prefix cache pool: full-attention blocks, request-level states and transfer blocks in one memory, the view
-of all clusters' pools, and copies between them. It has no clock, moves no bytes and routes nothing."""
+"""The hybrid prefix cache pool: full-attention blocks, request-level states and transfer blocks in one memory.
+
+It also has the view of all clusters' pools and plans copies between them. It has no clock, moves no bytes and does no
+routing.
+"""
 
 from kvroute.cachepool.catalogue import Evicted
 from kvroute.cachepool.clusters import CachePools, ClusterMatch, Copy, CopyUnderWay, Place

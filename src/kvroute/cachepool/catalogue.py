@@ -1,6 +1,6 @@
-"""What a pool has stored: which entry stands under which hash, by group, and how much of a chain that makes reusable.
+"""The stored entries of a pool by group and hash, and how much of a chain can be reused.
 
-It owns no memory: heads are numbers that `Arena` gives meaning.
+It owns no memory: heads are numbers of entries in `Arena`.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from kvroute.cachepool.layout import Layout
 
 Blocks = tuple[int, ...]
 FULL = 0
-"""The full-attention group; request-level groups follow, in the layout's order."""
+"""The full-attention group; request-level groups follow in the layout's order."""
 
 
 class Evicted(NamedTuple):
-    """Entries that have lost their places, each kind in that order."""
+    """Evicted entries, each kind in the order of eviction."""
 
     blocks: tuple[int, ...]
-    """Chained hashes of full-attention blocks."""
+    """Chained hashes of the full-attention blocks."""
     states: tuple[tuple[str, int], ...]
-    """Names of request-level groups, and the chained hash of the block at whose end each state stood."""
+    """Names of request-level groups, with the chained hash of the block at whose end each state was stored."""
 
 
 class Catalogue:
-    """Stored entries by group and chained hash; what is stored of a chain is closed under prefixes."""
+    """Stored entries by group and chained hash; the stored part of a chain is closed under prefixes."""
 
     __slots__ = ("_block", "_complete", "_full", "_group", "_groups", "_states", "names")
 
@@ -37,18 +37,18 @@ class Catalogue:
         self._groups: tuple[dict[int, int], ...] = tuple({} for _ in self.names)
         """Hash -> head."""
         self._block = [0] * capacity_blocks
-        """Head -> hash, of stored entries."""
+        """Head -> hash, for stored entries."""
         self._group = bytearray(capacity_blocks)
-        """Head -> group, of stored entries."""
+        """Head -> group, for stored entries."""
         self._complete: dict[int, int] = {}
-        """Hash -> depth in blocks, where every request-level group has a state."""
+        """Hash -> depth in blocks, for positions where every request-level group has a state."""
 
     def __iter__(self) -> Iterator[int]:
         """All heads."""
         return chain.from_iterable(group.values() for group in self._groups)
 
     def depth(self, blocks: Blocks) -> int:
-        """Blocks of the chain whose full-attention entries are stored; all for a model without full attention."""
+        """Blocks of the chain with stored full-attention entries; all blocks for a model without full attention."""
         stored, low, high = self._groups[FULL], 0, len(blocks)
         if not self._full or (high and blocks[-1] in stored):
             return high
@@ -61,9 +61,9 @@ class Catalogue:
         return low
 
     def reusable(self, blocks: Blocks) -> int:
-        """Blocks of the longest prefix that can be reused: stored, with a state of every request-level group.
+        """Number of blocks of the longest reusable prefix: stored, with a state of every request-level group.
 
-        Looks at every complete state or at every block of the chain, whichever are fewer.
+        Checks every complete state or every block of the chain, whichever are fewer.
         """
         depth, complete = self.depth(blocks), self._complete
         if not self._states:
@@ -74,7 +74,7 @@ class Catalogue:
         return 0 if last is None else blocks.index(last) + 1
 
     def heads(self, blocks: Blocks) -> list[int]:
-        """Full-attention entries of the chain up to the first block that is not stored; looks at every one."""
+        """Full-attention entries of the chain up to the first block that is not stored; checks every block."""
         full, heads = self._groups[FULL], list[int]()
         for block in blocks:
             head = full.get(block)
@@ -84,11 +84,11 @@ class Catalogue:
         return heads
 
     def state(self, group: int, block: int) -> int | None:
-        """The entry of a request-level group, 1 and up, under this hash."""
+        """The entry of a request-level group (1 and up) with this hash, or None."""
         return self._groups[group].get(block)
 
     def put_chain(self, blocks: Blocks, heads: list[int]) -> list[int]:
-        """Store full-attention entries under these hashes; for each hash the head that stands there now."""
+        """Store full-attention entries under these hashes; return for each hash the head that is stored now."""
         put, block_of, group_of, standing = self._groups[FULL].setdefault, self._block, self._group, list[int]()
         for block, head in zip(blocks, heads, strict=True):
             stands = put(block, head)
@@ -99,9 +99,10 @@ class Catalogue:
         return standing
 
     def put_state(self, group: int, block: int, depth: int, head: int) -> int:
-        """Store a state at the end of the `depth`-th block; the head that stands there now, an earlier one if any.
+        """Store a state at the end of the `depth`-th block; return the head that is stored now, which may be an earlier
+        one.
 
-        The caller stores the states of all groups before it asks for a match again.
+        The caller must store the states of all groups before the next match.
         """
         stands = self._groups[group].setdefault(block, head)
         if stands == head:
@@ -110,7 +111,7 @@ class Catalogue:
         return stands
 
     def drop(self, heads: list[int]) -> Evicted:
-        """These entries are stored no longer."""
+        """Remove these entries from the catalogue."""
         full, block_of, group_of = self._groups[FULL], self._block, self._group
         blocks: list[int] = []
         states: list[tuple[str, int]] = []
@@ -126,7 +127,7 @@ class Catalogue:
         return Evicted(tuple(blocks), tuple(states))
 
     def clear(self) -> None:
-        """Nothing is stored."""
+        """Remove all entries."""
         for group in self._groups:
             group.clear()
         self._complete.clear()

@@ -1,6 +1,6 @@
-"""The pools of all places together: what each cluster could reuse of a request, and copies of prefixes between places.
+"""The pools of all places together: what each cluster can reuse of a request, and copies of prefixes between places.
 
-It moves no bytes: a copy is a plan, then blocks held at both ends, until the caller says whether it has landed.
+It moves no bytes: a copy is first a plan, then blocks held at both ends until the caller reports its end.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ from kvroute.types import InputError
 
 
 class Place(NamedTuple):
-    """An instance within a cluster; a cluster is a datacenter."""
+    """An instance in a cluster; a cluster is a datacenter."""
 
     cluster: str
     instance: str
 
 
 class ClusterMatch(NamedTuple):
-    """What one cluster could reuse of a request."""
+    """What one cluster can reuse of a request."""
 
     cluster: str
     tokens: int
-    """Of its best instance: PrfaaS l_prfaas or l_pd."""
+    """Tokens that its best instance can reuse: PrfaaS l_prfaas or l_pd."""
     instance: str
-    """The cache-affine instance, the first by name of equals; empty where nothing can be reused."""
+    """The instance with the longest reusable prefix, the first by name on a tie; empty if nothing can be reused."""
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Make the prefix that ends with this chain reusable at `target` as it is at `source`."""
+    """A plan to make the prefix that ends with this chain reusable at `target` as it is at `source`."""
 
     source: Place
     target: Place
     blocks: Blocks
     tokens: int
-    """Length of the whole chain."""
+    """Length of the whole chain in tokens."""
     nbytes: float
-    """What the target lacks of it."""
+    """Bytes of the part that the target lacks."""
 
 
 @dataclass(slots=True, eq=False)
@@ -55,10 +55,10 @@ class CopyUnderWay:
 
 
 class CachePools:
-    """One pool for every place, all of the same layout (PrfaaS 3.2, the global KV cache manager)."""
+    """One pool for every place, all with the same layout (PrfaaS 3.2, the global KV cache manager)."""
 
     def __init__(self, pools: Mapping[Place, CachePool]) -> None:
-        """Raises InputError for pools of different layouts, since nothing can be copied between these."""
+        """Raises InputError if the pools have different layouts: copies between those are not possible."""
         self._pools = dict(sorted(pools.items()))
         self._under_way: dict[tuple[Place, int], CopyUnderWay] = {}
         """By target and last block."""
@@ -75,7 +75,7 @@ class CachePools:
 
     @property
     def block_tokens(self) -> int:
-        """Tokens of one block in every pool; 0 where there is none."""
+        """Tokens of one block in every pool; 0 if there are no pools."""
         return next((pool.layout.block_tokens for pool in self._pools.values()), 0)
 
     @property
@@ -84,18 +84,18 @@ class CachePools:
         return tuple(entry.copy for entry in self._under_way.values())
 
     def pool(self, place: Place) -> CachePool:
-        """The pool there. Raises InputError for an unknown place."""
+        """The pool of a place. Raises InputError for an unknown place."""
         pool = self._pools.get(place)
         if pool is None:
             raise InputError(f"no pool {place.instance!r} in {place.cluster!r}", where="place", mend="see `places`")
         return pool
 
     def match_each(self, blocks: Blocks, block_tokens: int, most_tokens: int | None = None) -> dict[Place, int]:
-        """Tokens that each place could reuse, ascending by place; see `CachePool.match_tokens`."""
+        """Tokens that each place can reuse, ascending by place; see `CachePool.match_tokens`."""
         return {place: pool.match_tokens(blocks, block_tokens, most_tokens) for place, pool in self._pools.items()}
 
     def match(self, blocks: Blocks, block_tokens: int, most_tokens: int | None = None) -> tuple[ClusterMatch, ...]:
-        """What each cluster could reuse, ascending by cluster; see `CachePool.match_tokens`."""
+        """What each cluster can reuse, ascending by cluster; see `CachePool.match_tokens`."""
         best: dict[str, ClusterMatch] = {}
         for place, tokens in self.match_each(blocks, block_tokens, most_tokens).items():
             known = best.setdefault(place.cluster, ClusterMatch(place.cluster, 0, ""))
@@ -106,8 +106,8 @@ class CachePools:
     def plan(
         self, blocks: Blocks, block_tokens: int, source: Place, target: Place, most_tokens: int | None = None
     ) -> Copy | None:
-        """The copy that makes reusable at `target` what `source` has of this chain; None where that is no more than
-        the target has or is about to get. Nothing changes. Raises InputError as `pool` and `match_tokens` do."""
+        """Plan the copy that makes reusable at `target` what `source` has of this chain. None if the target has as much
+        or a copy is in progress. Changes nothing. Raises InputError like `pool` and `match_tokens`."""
         tokens = self.pool(source).match_tokens(blocks, block_tokens, most_tokens)
         chain, pool = blocks[: tokens // block_tokens], self.pool(target)
         if tokens <= pool.match_tokens(blocks, block_tokens, most_tokens) or (target, chain[-1]) in self._under_way:
@@ -115,8 +115,8 @@ class CachePools:
         return Copy(source, target, chain, tokens, pool.missing_bytes(chain))
 
     def start(self, copy: Copy) -> CopyUnderWay | None:
-        """Hold the blocks of a copy at both ends; None, and no change, where the plan is out of date (the source has
-        lost them, the target has them) or the target has no room. `copy` of the result has today's bytes."""
+        """Hold the blocks of a copy at both ends. None, without a change, if the plan is outdated (the source has lost
+        the blocks, or the target has them) or the target has no room. `copy` of the result has the present bytes."""
         fresh = self.plan(copy.blocks, self.pool(copy.source).layout.block_tokens, copy.source, copy.target)
         if fresh is None or fresh.tokens != copy.tokens:
             return None
@@ -129,8 +129,8 @@ class CachePools:
         return entry
 
     def finish(self, entry: CopyUnderWay, landed: bool) -> None:
-        """All bytes have landed: the prefix can be reused at the target. Or they have not: nothing of it can, and its
-        blocks are free. Raises InputError for a copy that is not under way."""
+        """End a copy. If it is complete (`landed`), the prefix can be reused at the target; otherwise its blocks there
+        are freed. Raises InputError for a copy that is not in progress."""
         copy = entry.copy
         key = (copy.target, copy.blocks[-1])
         if self._under_way.get(key) is not entry:

@@ -1,4 +1,4 @@
-"""Which places are read far more than their peers, and which prefixes to copy from there; it moves nothing."""
+"""Finds places that are read far more than their peers, and the prefixes to copy from them. It moves no data."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from kvroute.types import InputError
 
 
 class CachedPrefixes(Protocol):
-    """Who has which prefix: the pools themselves (`CachePools`), or what a router has been told."""
+    """The prefixes that each place has cached: the pools themselves (`CachePools`), or a router's view."""
 
     @property
     def places(self) -> tuple[Place, ...]:
-        """All places that are there now, ascending."""
+        """All present places, ascending."""
         ...
 
     @property
@@ -29,19 +29,20 @@ class CachedPrefixes(Protocol):
         ...
 
     def plan(self, blocks: Blocks, block_tokens: int, source: Place, target: Place) -> Copy | None:
-        """As `CachePools.plan`."""
+        """See `CachePools.plan`."""
         ...
 
 
 class HotspotSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """When a place counts as hot. Raises InputError for a number out of its range."""
+    """When a place counts as hot. Raises InputError for a number out of range."""
 
     window_reads: int = 1024
-    """So many of the latest reads count; more is calmer and costs memory."""
+    """Number of latest reads that count; a higher number reacts more slowly and needs more memory."""
     factor: float = 1.5
-    """A place is hot if more tokens are read there than this many times the mean of its peers; above 1."""
+    """A place is hot if more tokens are read there than this multiple of the mean of its peers; above 1."""
     reads_min: int = 3
-    """Only what has been read so often at its place is copied: a conversation's next turn reads its last one once."""
+    """Minimum number of reads of a prefix at its place before it is copied. It excludes conversations, whose next turn
+    reads the last one once."""
 
     def __post_init__(self) -> None:
         if self.window_reads < 1:
@@ -53,17 +54,17 @@ class HotspotSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CopySpec(msgspec.Struct, frozen=True, kw_only=True):
-    """When cached prefixes are copied ahead of demand. Raises InputError for a number out of its range."""
+    """When cached prefixes are copied ahead of demand. Raises InputError for a number out of range."""
 
     review_s: float = 10.0
-    """Time between two plans."""
+    """Time between two plans, in seconds."""
     hotspots: HotspotSpec = HotspotSpec()
     across: bool = True
-    """Between datacenters too, while their links have bandwidth to spare."""
+    """Whether copies may also go between datacenters, while their links have spare bandwidth."""
     abundant_below: float = 0.5
-    """Utilisation of a link between datacenters up to which it has."""
+    """Utilisation up to which a link between datacenters has spare bandwidth."""
     budget_s: float = 5.0
-    """Copies under way need so many seconds of the free bandwidth at most, were they alone on it."""
+    """Maximum time that the copies in progress would need with the free bandwidth, in seconds."""
 
     def __post_init__(self) -> None:
         for name, seconds in (("review_s", self.review_s), ("budget_s", self.budget_s)):
@@ -76,18 +77,18 @@ class CopySpec(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True)
 class _Plan:
-    """Copies so far, and what they leave."""
+    """The planned copies, and the state after them."""
 
     loads: dict[Place, float]
-    """Tokens read at every place, as they would be."""
+    """Tokens read at every place after the planned copies."""
     budget_bytes: float
     copies: dict[tuple[Place, int], Copy] = field(default_factory=dict)
-    """By target and last block."""
+    """Planned copies by target and last block."""
     left: dict[tuple[Place, int], float] = field(default_factory=dict)
     """Tokens of a prefix that a place would still read, by its last block."""
 
     def add(self, copy: Copy, tokens: float) -> None:
-        """Half of these reads of the prefix go to the target from now on."""
+        """Add a copy; half of these reads of the prefix then go to the target."""
         self.copies[copy.target, copy.blocks[-1]] = copy
         self.budget_bytes -= copy.nbytes
         self.left[copy.source, copy.blocks[-1]] = tokens / 2
@@ -98,9 +99,9 @@ class _Plan:
 class Hotspots:
     """The latest reads of cached prefixes, and the copies that would spread them (PrfaaS 3.2, rebalancing).
 
-    The peers of a place are those of its cluster and, if that is among the clusters that are `joined`, those of all
-    others that are: clusters with abundant bandwidth between them, which the caller knows. A copy is taken to draw half
-    of the prefix's reads to the new place. Reads at a place that is gone do not count.
+    The peers of a place are the places of its cluster. If that cluster is one of the `joined` ones, which the caller
+    reports to have abundant bandwidth between them, the places of all joined clusters are its peers. The model assumes
+    that a copy draws half of the prefix's reads to the new place. Reads at a place that no longer exists do not count.
     """
 
     def __init__(self, prefixes: CachedPrefixes, spec: HotspotSpec | None = None) -> None:
@@ -109,7 +110,7 @@ class Hotspots:
         self._reads: deque[tuple[Place, Blocks, int]] = deque(maxlen=self.spec.window_reads)
 
     def note(self, place: Place, blocks: Blocks, tokens: int) -> None:
-        """A request has reused the first `tokens` tokens of this chain at `place`.
+        """Record that a request has reused the first `tokens` tokens of this chain at `place`.
 
         Raises InputError for an unknown place and for tokens that are negative or more than the chain has.
         """
@@ -136,12 +137,12 @@ class Hotspots:
         return self._hot(self.read_tokens(), joined)
 
     def rebalance(self, budget_bytes: float, joined: Collection[str] = ()) -> tuple[Copy, ...]:
-        """Copies that cool the hot places, within so many bytes; the caller starts those it likes.
+        """Plan copies that relieve the hot places, within `budget_bytes`; the caller decides which of them to start.
 
-        Within each cluster first, then, for what is hot among the joined ones even so, between these. From the hottest
-        place its most read prefixes first, each to the peer that lacks it and is read least by then, until the place is
-        hot no longer. A prefix is passed over if no copy would level the two, or it costs more than what is left of the
-        budget.
+        Copies within each cluster come first, then copies between the joined clusters for places that are still hot.
+        Places are handled from the hottest on, and their prefixes from the most read on, until the place is no longer
+        hot. Each prefix goes to the least read peer that lacks it. A prefix is skipped if no copy would balance the two
+        places, or if it exceeds the remaining budget.
         """
         plan = _Plan({place: float(tokens) for place, tokens in self.read_tokens().items()}, budget_bytes)
         for scope in ((), joined) if joined else ((),):
@@ -160,7 +161,7 @@ class Hotspots:
                 plan.add(copy, left)
 
     def _level(self, blocks: Blocks, left: float, source: Place, scope: Collection[str], plan: _Plan) -> Copy | None:
-        """The copy of a prefix to the coolest peer that lacks it, unless that were then read more than the source."""
+        """The copy of a prefix to the least read peer that lacks it; None if the peer would then have more reads."""
         for target in sorted(_peers(source, plan.loads, scope), key=lambda place: (plan.loads[place], place)):
             if target == source or plan.loads[source] - plan.loads[target] < left:
                 return None
@@ -178,7 +179,7 @@ class Hotspots:
         return self.spec.factor * sum(loads[peer] for peer in peers) / len(peers)
 
     def _read_at(self, place: Place) -> list[tuple[Blocks, int]]:
-        """Prefixes read often enough at a place, and tokens; the most read first, then the shorter, then by hash."""
+        """Prefixes read often enough at a place, with their tokens; most tokens first, then shortest, then by hash."""
         chain_of: dict[int, Blocks] = {}
         tokens_of: defaultdict[int, int] = defaultdict(int)
         times: defaultdict[int, int] = defaultdict(int)
@@ -194,6 +195,6 @@ class Hotspots:
 
 
 def _peers(place: Place, places: Collection[Place], scope: Collection[str]) -> list[Place]:
-    """Places of its own cluster, or of all in the scope where that is among them; the place itself too."""
+    """Places of its own cluster, or of all clusters in `scope` if its own is one of them; includes the place itself."""
     clusters = scope if place.cluster in scope else (place.cluster,)
     return [peer for peer in places if peer.cluster in clusters]

@@ -1,7 +1,7 @@
-"""The compiled heart of `Arena`: a stack of free blocks and a list of idle entries, oldest first; no keys, no checks.
+"""The compiled core of `Arena`: a stack of free blocks and a list of idle entries, oldest first; no keys, no checks.
 
-An entry is one block or several that come and go together; the number of its first block, its head, stands for it.
-Every step on a block is a few reads and writes, however many blocks there are.
+An entry is one or more blocks that are allocated and freed together. It is identified by the number of its first block,
+its head. Every step on a block takes constant time.
 """
 
 from __future__ import annotations
@@ -10,9 +10,12 @@ from kvroute.compiled import compiled
 from kvroute.types import IntArray
 
 HOLDERS, EXTENT, MEMBER, STORED, OLDER, NEWER, STACK = range(7)
-"""Rows of `table`, [7, blocks + 1]. Of a head: its holders, blocks of the entry, whether it is kept when nobody holds
-it, neighbours in the idle list. Of any block: the next one of its entry (-1: none). STACK: the free blocks. The last
-column is the idle list's anchor: NEWER leads to the oldest entry, OLDER to the newest."""
+"""Rows of `table`, [7, blocks + 1].
+
+For a head: its holders, the number of blocks of the entry, whether it stays without holders, and its neighbours in the
+idle list. For any block: the next block of its entry (-1: none). STACK: the free blocks. The last column is the anchor
+of the idle list: NEWER points to the oldest entry, OLDER to the newest.
+"""
 FREE, IDLE = range(2)
 """Entries of `counts`: free blocks, blocks of idle entries."""
 
@@ -25,7 +28,7 @@ def _pop(table: IntArray, counts: IntArray) -> int:
 
 @compiled
 def _give(head: int, table: IntArray, counts: IntArray) -> None:
-    """All blocks of an entry are free."""
+    """Free all blocks of an entry."""
     block = head
     while block >= 0:
         table[STACK, counts[FREE]] = block
@@ -54,7 +57,7 @@ def _link_newest(head: int, table: IntArray, counts: IntArray) -> None:
 
 @compiled
 def take(extents: IntArray, heads: IntArray, table: IntArray, counts: IntArray) -> None:
-    """Entries of so many blocks each (1 or more), held once; their heads. There must be enough free blocks."""
+    """Allocate entries of `extents` blocks each (1 or more), held once; fill `heads`. Enough blocks must be free."""
     for entry in range(len(extents)):
         head = last = _pop(table, counts)
         for _ in range(extents[entry] - 1):
@@ -70,7 +73,7 @@ def take(extents: IntArray, heads: IntArray, table: IntArray, counts: IntArray) 
 
 @compiled
 def hold(heads: IntArray, table: IntArray, counts: IntArray) -> None:
-    """One holder more on each; an idle entry is idle no longer."""
+    """Add one holder to each entry; an idle entry leaves the idle list."""
     for entry in range(len(heads)):
         head = heads[entry]
         if table[HOLDERS, head] == 0:
@@ -80,7 +83,8 @@ def hold(heads: IntArray, table: IntArray, counts: IntArray) -> None:
 
 @compiled
 def release(heads: IntArray, table: IntArray, counts: IntArray) -> None:
-    """One holder less on each, in this order: without holders a stored entry is the newest idle one, another free."""
+    """Remove one holder from each, in this order. Entries without holders become the newest idle ones if stored, else
+    free."""
     for entry in range(len(heads)):
         head = heads[entry]
         table[HOLDERS, head] -= 1
@@ -93,7 +97,7 @@ def release(heads: IntArray, table: IntArray, counts: IntArray) -> None:
 
 @compiled
 def evict(free_blocks: int, gone: IntArray, table: IntArray, counts: IntArray) -> int:
-    """Free idle entries, the oldest first, until so many blocks are free; heads into `gone`, and how many."""
+    """Free idle entries, oldest first, until `free_blocks` are free. Fill `gone` with their heads; return how many."""
     anchor, count = table.shape[1] - 1, 0
     while counts[FREE] < free_blocks and table[NEWER, anchor] != anchor:
         head = table[NEWER, anchor]
@@ -107,7 +111,7 @@ def evict(free_blocks: int, gone: IntArray, table: IntArray, counts: IntArray) -
 
 @compiled
 def idle_among(heads: IntArray, table: IntArray) -> int:
-    """Blocks of those entries that are idle."""
+    """Number of blocks of those entries that are idle."""
     blocks = 0
     for entry in range(len(heads)):
         if table[HOLDERS, heads[entry]] == 0:

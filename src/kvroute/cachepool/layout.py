@@ -1,4 +1,4 @@
-"""How the KV cache of a model lies in equal blocks: block-level groups, request-level groups, the tail that is sent."""
+"""How a model's KV cache is stored in equal blocks: block-level groups, request-level groups, and the tail to send."""
 
 from __future__ import annotations
 
@@ -11,39 +11,39 @@ from kvroute.types import InputError
 
 @dataclass(frozen=True, slots=True)
 class StateGroup:
-    """Layers whose cache belongs to one exact length: linear attention (`window_tokens` 0), or one sliding window."""
+    """Layers whose cache is valid at one exact length: linear attention (`window_tokens` 0), or one sliding window."""
 
     name: str
     fixed_bytes: float = 0.0
-    """Per request, whatever its length."""
+    """Bytes per request, independent of its length."""
     token_bytes: float = 0.0
-    """Per token of the window."""
+    """Bytes per token of the window."""
     window_tokens: int = 0
 
     def nbytes(self, tokens: int) -> float:
-        """Bytes of the state after `tokens` tokens; from the window on they no longer grow."""
+        """Bytes of the state after `tokens` tokens; constant beyond the window."""
         return self.fixed_bytes + min(tokens, self.window_tokens) * self.token_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Groups with aligned blocks, so that all of them allocate from one pool (PrfaaS 3.2).
+    """Groups with aligned blocks that are all allocated from one pool (PrfaaS 3.2).
 
-    The layers that keep every token are one group: `block_tokens` tokens of all of them are one block. Every state
-    takes as many blocks of the same size as it needs. One copy of everything; a pool is not cut into shards.
+    The layers that keep every token form one group: one block holds `block_tokens` tokens of all of them. Every state
+    takes as many blocks of the same size as it needs. Everything is stored once; a pool is not divided into shards.
     """
 
     block_tokens: int
     block_bytes: float
     """Memory of one block of the pool."""
     token_bytes: float
-    """Per token of the full-attention group; 0: the model has no such layers."""
+    """Bytes per token of the full-attention group; 0: the model has no such layers."""
     states: tuple[StateGroup, ...]
-    """Request-level groups, linear attention before the windows, these ascending."""
+    """Request-level groups: linear attention first, then the windows by ascending size."""
 
     @classmethod
     def of(cls, model: Model, block_tokens: int = 16) -> Layout:
-        """The layout of a model. A model of windows only gets blocks that hold its largest state.
+        """The layout of a model. For a model with only windows, a block holds its largest state.
 
         Raises:
             InputError: blocks of less than one token, or a model that caches nothing.
@@ -68,15 +68,15 @@ class Layout:
         return cls(block_tokens, block_bytes, token_bytes, tuple(states))
 
     def capacity_blocks(self, capacity_bytes: float) -> int:
-        """Whole blocks in so much memory."""
+        """Number of whole blocks in this much memory."""
         return int(capacity_bytes // self.block_bytes)
 
     def state_blocks(self, group: int, tokens: int) -> int:
-        """Blocks of the state of `states[group]` after `tokens` tokens."""
+        """Number of blocks of the state of `states[group]` after `tokens` tokens."""
         return math.ceil(self.states[group].nbytes(tokens) / self.block_bytes)
 
     def tail_blocks(self, tokens: int, cached_tokens: int) -> int:
-        """Blocks of what a prefill of `tokens` tokens sends beside its prefix-cache blocks, which end at
-        `cached_tokens`: the tokens after them and every state at the exact end."""
+        """Number of blocks that a prefill of `tokens` tokens sends besides its prefix-cache blocks, which end at
+        `cached_tokens`: the tokens after them, and every state at the exact end."""
         beyond = -(-max(tokens - cached_tokens, 0) // self.block_tokens) if self.token_bytes else 0
         return beyond + sum(self.state_blocks(group, tokens) for group in range(len(self.states)))

@@ -1,4 +1,4 @@
-"""What one request or one copy holds of a pool, from `CachePool.begin` to `CachePool.end`; behaviour is the pool's."""
+"""The blocks that one request or one copy holds in a pool, from `CachePool.begin` to `CachePool.end`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ NOTHING: IntArray = np.empty(0, np.int64)
 
 
 class BlockNumbers(NamedTuple):
-    """Where a lease's cache lies: numbers of blocks below the pool's capacity."""
+    """Location of a lease's cache: block numbers below the pool's capacity."""
 
     chain: IntArray
-    """Full-attention blocks from the prompt's start; none for a model without full attention."""
+    """Full-attention blocks from the prompt's start; empty for a model without full attention."""
     states: dict[tuple[str, int], IntArray]
-    """By group and length in tokens."""
+    """Blocks of the states, by group and length in tokens."""
     transfer: IntArray
     """Transfer-cache blocks."""
 
@@ -29,38 +29,38 @@ class HeldState:
     """A request-level state after `depth` blocks of the chain."""
 
     group: int
-    """1 and up, in the layout's order."""
+    """Number of the group, 1 and up, in the layout's order."""
     depth: int
     head: int
-    """Its entry; before there is one, -1."""
+    """Head of its entry; -1 while there is none."""
     stored: bool
     """Whether it is populated."""
 
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """To be read only, and by callers no further than `evicted`."""
+    """Read only. Callers outside the pool may use the fields up to `evicted`."""
 
     blocks: Blocks
     cached_tokens: int
-    """What need not be computed: the match at the begin."""
+    """Tokens that need not be computed: the match at `begin`."""
     new_blocks: int
-    """Full-attention blocks of the chain that were not there."""
+    """Number of full-attention blocks of the chain that were not cached."""
     evicted: Evicted
-    """What went to make room."""
+    """Entries evicted to make room."""
     chain: IntArray
     """Entries of the full-attention group."""
     states: list[HeldState]
-    """Ascending by depth and group."""
+    """States held, ascending by depth and group."""
     tail: IntArray
-    """The transfer-cache entry, or nothing."""
+    """The transfer-cache entry; empty if there is none."""
     filled: int
-    """Blocks of the chain that are fully populated."""
+    """Number of blocks of the chain that are fully populated."""
     era: int
-    """How often the pool had been cleared."""
+    """Number of times that the pool had been cleared at `begin`."""
 
     def backwards(self) -> IntArray:
-        """All entries, deepest first, a state before the block at whose end it stands: the order of eviction."""
+        """All entries, deepest first, and a state before the block at whose end it is: the order of eviction."""
         parts, last = [self.tail], len(self.chain)
         for state in reversed(self.states):
             if last > state.depth:

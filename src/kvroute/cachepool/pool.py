@@ -1,6 +1,7 @@
-"""The hybrid prefix cache pool of one place (PrfaaS 3.2): prefixes that can be reused, in blocks that all groups share.
+"""The hybrid prefix cache pool of one place (PrfaaS 3.2): reusable prefixes, in blocks that all groups share.
 
-It knows no clock and moves no bytes: what is filled, sent and finished, it is told, and the order of the calls is time.
+It has no clock and moves no bytes: the caller reports what is filled, sent and finished, and the order of calls is
+time.
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ from kvroute.types import InputError, IntArray
 class CachePool:
     """Prefix-cache blocks and transfer-cache blocks within one capacity.
 
-    A prompt's full-attention blocks match block by block; a request-level state only at its exact length, which is
-    one of whole blocks. So a prefix can be reused up to the longest length at which all full-attention blocks are
-    there and every request-level group has its state. Prefix-cache blocks are matched once they are fully populated
-    (`fill`); transfer-cache blocks never, and `sent` or `end` discards them.
+    A prompt's full-attention blocks match block by block, a request-level state only at its exact length, which is a
+    number of whole blocks. So a prefix can be reused up to the longest length at which all full-attention blocks are
+    stored and every request-level group has its state. Prefix-cache blocks match once they are fully populated
+    (`fill`). Transfer-cache blocks never match; `sent` or `end` discards them.
 
-    Order of eviction: what nobody holds, least recently released first; within one release the deepest first and
-    states before their block. A lease holds its whole chain, so a block is never kept longer than those before it,
-    nor a state longer than its block: what is stored is closed under prefixes. Every step is O(1) per block, the
-    depth of a chain O(log n). Hashes are chained (an equal hash means an equal prefix), which is trusted.
+    Order of eviction: only entries that are not held, least recently released first; within one release the deepest
+    first, and states before their block. A lease holds its whole chain, so a block never stays longer than those before
+    it, nor a state longer than its block: what is stored is closed under prefixes. Every step is O(1) per block, the
+    depth of a chain O(log n). Hashes are assumed to be chained (an equal hash means an equal prefix).
     """
 
     def __init__(self, layout: Layout, capacity_blocks: int) -> None:
-        """An empty pool. Raises InputError for a negative capacity."""
+        """Create an empty pool. Raises InputError for a negative capacity."""
         self.layout = layout
         self._arena = Arena(capacity_blocks)
         self._catalogue = Catalogue(layout, self.capacity_blocks)
@@ -40,36 +41,36 @@ class CachePool:
 
     @property
     def capacity_blocks(self) -> int:
-        """All blocks."""
+        """Total number of blocks."""
         return self._arena.capacity_blocks
 
     @property
     def free_blocks(self) -> int:
-        """Blocks without content that nobody holds."""
+        """Blocks that are not held and have no content."""
         return self._arena.free_blocks
 
     @property
     def idle_blocks(self) -> int:
-        """Prefix-cache blocks that nobody holds: reusable, and gone when others need them."""
+        """Prefix-cache blocks that are not held: reusable, and evicted when blocks are needed."""
         return self._arena.idle_blocks
 
     @property
     def leases(self) -> int:
-        """Leases that have not ended."""
+        """Number of leases that have not ended."""
         return len(self._leases)
 
     def match_tokens(self, blocks: Blocks, block_tokens: int, most_tokens: int | None = None) -> int:
-        """Longest prefix of this chain that can be reused, tokens, at most `most_tokens`; changes nothing.
+        """Longest prefix of this chain that can be reused, in tokens, at most `most_tokens`. Changes nothing.
 
-        A prefill must compute its last token, so it asks for input_tokens - 1 at most: a state at the very end is of
-        no use to it. Raises InputError for hashes of blocks of another size than the pool's.
+        A prefill must compute its last token, so it passes input_tokens - 1: a state at the very end is of no use to
+        it. Raises InputError if the hashes are of blocks of another size than the pool's.
         """
         self._check_size(block_tokens)
         return self._catalogue.reusable(self._cut(blocks, most_tokens)) * block_tokens
 
     def missing_bytes(self, blocks: Blocks) -> float:
-        """Bytes to bring here so that this chain can be reused to its very end; Model.kv_bytes of it where nothing of
-        it is there. A state crosses whole: of a shorter one nothing is of use."""
+        """Bytes to transfer here to make this whole chain reusable; `Model.kv_bytes` of it if nothing is stored. A
+        state is transferred whole: a state of a shorter prefix is of no use."""
         layout, end = self.layout, len(blocks) * self.layout.block_tokens
         _, wanted = self._states(blocks, 0, [len(blocks)] if blocks else [])
         new_tokens = end - self._catalogue.depth(blocks) * layout.block_tokens
@@ -83,13 +84,14 @@ class CachePool:
         states_at: Sequence[int] | None = None,
         most_tokens: int | None = None,
     ) -> Lease | None:
-        """Hold what is there of this chain and take blank blocks for the rest: everything, or None and no change.
+        """Hold the stored part of this chain and allocate blank blocks for the rest; None, without a change, if they do
+        not fit.
 
         Args:
-            tokens: of the whole prompt, if its cache is to be sent: transfer-cache blocks are taken for the tokens
-                after the last whole block and for the states at the exact end.
-            states_at: lengths in tokens (whole blocks of the chain) at which request-level groups are to keep a
-                state; default: the chain's end. Lengths up to the reused one are passed over: nothing computes them.
+            tokens: of the whole prompt, if its cache is to be sent: transfer-cache blocks are allocated for the
+                tokens after the last whole block and for the states at the exact end.
+            states_at: lengths in tokens (whole blocks of the chain) at which request-level groups keep a state;
+                default: the chain's end. Lengths up to the reused one are skipped: no prefill computes them.
             most_tokens: as in `match_tokens`.
 
         Raises:
@@ -127,11 +129,11 @@ class CachePool:
         return lease
 
     def fill(self, lease: Lease, tokens: int) -> None:
-        """The first `tokens` tokens of the chain are computed or have arrived, and with them the states on the way:
-        whole blocks of them can be reused from now on.
+        """Record that the first `tokens` tokens of the chain, and the states within them, are computed or have arrived.
 
-        Where another lease has been faster, its copy is held instead and the own one is free. A lease from before a
-        `clear` fills nothing. Raises InputError for a lease that has ended and for more tokens than the chain has.
+        Their whole blocks can then be reused. If another lease has stored a block first, its copy is held and the own
+        one is freed. A lease from before a `clear` fills nothing. Raises InputError for a lease that has ended and for
+        more tokens than the chain has.
         """
         self._check(lease)
         depth, end = _checked(tokens, "tokens") // self.layout.block_tokens, len(lease.blocks)
@@ -148,29 +150,29 @@ class CachePool:
                 self._store_state(state, lease.blocks[state.depth - 1])
 
     def sent(self, lease: Lease) -> None:
-        """The transfer has completed: discard the transfer-cache blocks. Raises InputError for an ended lease."""
+        """Discard the transfer-cache blocks after a complete transfer. Raises InputError for an ended lease."""
         self._check(lease)
         self._arena.release(lease.tail)
         lease.tail = NOTHING
 
     def end(self, lease: Lease) -> None:
-        """Give everything back: what is populated stays as cache, what is not is free, and so is the transfer's.
+        """Release everything: populated blocks stay as cache; the others and the transfer-cache blocks are freed.
 
-        A prefill or a copy that has failed ends the same way. Raises InputError for a lease that has ended.
+        A prefill or copy that has failed ends the same way. Raises InputError for a lease that has ended.
         """
         self._check(lease)
         self._leases.remove(lease)
         self._arena.release(lease.backwards())
 
     def clear(self) -> None:
-        """Nothing can be reused any more: the memory was lost. Leases keep their blocks until they end."""
+        """Make nothing reusable any more, because the memory was lost. Leases keep their blocks until they end."""
         self._evict(self.capacity_blocks)
         self._arena.mark_stored(np.array(list(self._catalogue), np.int64), False)
         self._catalogue.clear()
         self._era += 1
 
     def numbers(self, lease: Lease) -> BlockNumbers:
-        """Which blocks a lease holds. Raises InputError for a lease that has ended."""
+        """The blocks that a lease holds. Raises InputError for a lease that has ended."""
         self._check(lease)
         members, size, names = self._arena.members, self.layout.block_tokens, self._catalogue.names
         states = {(names[state.group], state.depth * size): members(state.head) for state in lease.states}
@@ -193,7 +195,7 @@ class CachePool:
         return [tokens // size for tokens in lengths]
 
     def _states(self, blocks: Blocks, reused: int, depths: list[int]) -> tuple[list[HeldState], list[HeldState]]:
-        """States to hold, which are those of the reused length and those wanted that are there, and states to take."""
+        """States to hold (those at the reused length, and wanted ones that are stored), and states to allocate."""
         kept: list[HeldState] = []
         wanted: list[HeldState] = []
         for depth in ([reused] if reused else []) + [depth for depth in depths if depth > reused]:
@@ -212,13 +214,13 @@ class CachePool:
         return self.layout.tail_blocks(_checked(tokens, "tokens"), min(whole, tokens))
 
     def _extents(self, new_blocks: int, wanted: list[HeldState], tail_blocks: int) -> IntArray:
-        """Blocks of every new entry: those of the chain, the states, the transfer's."""
+        """Number of blocks of every new entry: those of the chain, the states, the transfer cache."""
         layout = self.layout
         states = [layout.state_blocks(state.group - 1, state.depth * layout.block_tokens) for state in wanted]
         return np.array([*[1] * new_blocks, *states, *[tail_blocks] * bool(tail_blocks)], np.int64)
 
     def _store_chain(self, lease: Lease, depth: int) -> None:
-        """Blocks from `filled` to `depth` are stored, or held where another lease's are stored already."""
+        """Store blocks from `filled` to `depth`; hold another lease's block instead where one is stored already."""
         own = lease.chain[lease.filled : depth].copy()
         standing = np.array(self._catalogue.put_chain(lease.blocks[lease.filled : depth], own.tolist()), np.int64)
         double = standing != own
@@ -228,7 +230,7 @@ class CachePool:
         lease.chain[lease.filled : depth] = standing
 
     def _store_state(self, state: HeldState, block: int) -> None:
-        """As `_store_chain`, for one state."""
+        """Like `_store_chain`, for one state."""
         own, stands = state.head, self._catalogue.put_state(state.group, block, state.depth, state.head)
         state.head, state.stored = stands, True
         if stands == own:

@@ -1,1 +1,1 @@
-"""The commands: each module holds one command, `app` joins them. They parse, call one room and print."""
+"""The commands. Each module is one command: it parses options, calls one package and prints. `app` joins them."""

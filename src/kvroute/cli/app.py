@@ -1,6 +1,6 @@
-"""Joins the commands into `kvroute` and turns wrong input into one sentence on stderr and exit code 2.
+"""Joins the commands into `kvroute` and reports wrong input as one sentence on stderr with exit code 2.
 
-A command's module is imported when it is asked for: some take a second, and nobody waits for another one's.
+A command's module is imported only when the command runs, because some imports take a second.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvroute.types import InputError
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 UsageError: Any = typer.BadParameter.__base__
-"""What a wrong command line raises; of its kinds typer names only this one."""
+"""Exception of a wrong command line; typer exports only this subclass."""
 COMMANDS = {
     "simulate": "simulate:simulate",
     "serve": "serve:serve",
@@ -41,18 +41,18 @@ COMMANDS = {
     "replay": "replay:replay_log",
     "explain": "explain:explain",
 }
-"""Where each command is, as `module:name` in this room: a function, or a Typer app of several."""
+"""Location of each command as `module:name` in this package: a function, or a Typer app with several commands."""
 
 
 class Commands(TyperGroup):
-    """The table as a group."""
+    """A group whose commands are those of `COMMANDS`."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Their names, in the table's order."""
+        """Return the command names in the order of the table."""
         return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Import one; None where there is none of that name."""
+        """Import a command; None if there is none of that name."""
         place = COMMANDS.get(cmd_name)
         if place is None:
             return None
@@ -68,7 +68,7 @@ class Commands(TyperGroup):
         return typer.main.get_command(alone)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The command that is asked for; an unknown one is told with the nearest name of the table."""
+        """Resolve a command; the error for an unknown one suggests the nearest names of the table."""
         try:
             return super().resolve_command(ctx, args)
         except UsageError as error:
@@ -80,7 +80,7 @@ class Commands(TyperGroup):
 
 
 class ClosedOutput(OSError):
-    """The command has something to print and was started without stdout."""
+    """Raised when a command has output and was started without stdout."""
 
 
 class _Closed(io.RawIOBase):
@@ -92,7 +92,7 @@ class _Closed(io.RawIOBase):
 
 
 def _replace_closed_streams() -> None:
-    """Python leaves None where a standard stream was closed; nothing that is opened later may get its number."""
+    """Replace closed standard streams (None in Python), so that no file opened later gets their numbers."""
     while (spare := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(spare, True)
     os.close(spare)
@@ -140,15 +140,15 @@ def main() -> None:
 
 
 def _run() -> int:
-    """The exit code; what was wrong is told."""
+    """Run the command and return the exit code; input errors are printed."""
     try:
         return int(app(prog_name="kvroute", standalone_mode=False) or 0)
     except InputError as error:
         return _refused(str(error))
     except UsageError as error:
-        text = " ".join(error.format_message().split())  # choices stand on lines of their own
+        text = " ".join(error.format_message().split())  # choices are on separate lines
         if not text:
-            return 2  # a command alone has printed its help
+            return 2  # a group without a command has printed its help
         command = error.ctx.command_path if error.ctx else "kvroute"
         return _refused(f"{text[0].lower()}{text[1:].rstrip('.')}; see `{command} --help`")
 

@@ -1,4 +1,4 @@
-"""Figures by name, such as `transfer_s` or `hit_tokens`, as columns for people: the name's last part is the unit."""
+"""Named figures, such as `transfer_s` or `hit_tokens`, as columns for people; the last part of the name is the unit."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ Column = tuple[Heading, tuple[Entry, ...]]
 def columns_of(
     figures: Mapping[str, Sequence[float | None]], *, drop: Sequence[str] = (), best: int | None = None
 ) -> list[Column]:
-    """A heading and its texts for each figure; None is "-".
+    """Return a heading and its texts for each figure; None becomes "-".
 
     Args:
-        figures: values by name. All that end in `_s` are shown in one unit, so that terms of one sum can be added.
-        drop: names of columns that may go where the table is too wide, the first to go first.
+        figures: values by name. All names that end in `_s` are shown in one unit, so that the terms of a sum can be
+            added.
+        drop: names of columns that may be dropped from a table that is too wide, in this order.
         best: the row to set in bold.
     """
     unit, scale, digits = _seconds_unit(
@@ -60,7 +61,7 @@ def _figure(value: float) -> str:
 
 
 def _seconds_unit(values: Sequence[float | None]) -> tuple[str, float, int]:
-    """The unit that suits the largest, its factor and digits that keep five figures of it or more."""
+    """Return the unit for the largest value, its factor, and decimals that show at least five digits of that value."""
     largest = max((abs(value) for value in values if value is not None and np.isfinite(value)), default=0.0)
     if largest >= 10:
         return "s", 1.0, 3

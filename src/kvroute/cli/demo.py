@@ -1,4 +1,4 @@
-"""`kvroute demo`: the gateway on emulated engines under each policy, beside what the simulator predicts of it."""
+"""`kvroute demo`: the gateway on emulated engines under each policy, compared with the simulator's prediction."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kvroute.experiments.live import Comparison, Half, Question
 
 WIDTH = 80
-"""Columns of what is printed, on every terminal and in every file."""
+"""Width of the output in columns, on every terminal and in every file."""
 TIERS = ("same node", "same rack", "same pod", "across pods", "across sites")
 
 
@@ -87,12 +87,12 @@ def demo(
 
 
 def _live(question: Question, seconds: float, policies: Sequence[str]) -> tuple[Comparison, bytes, bytes]:
-    """Both halves of one policy, and the state that the dashboard showed at the height and at the end."""
+    """Compare live and predicted results of one policy; return them with the busiest and the final dashboard state."""
     from kvroute.experiments.live import Comparison, embedded, observed, played, predict
 
     name = question.policy
     with embedded(question) as starting:
-        predicted = predict(question)  # while the engines start
+        predicted = predict(question)  # during the start of the engines
         served = starting()
         turn = f"{policies.index(name) + 1}/{len(policies)} {name}"
         _say(f"{turn}: live dashboard at {served.admin} for the next {seconds:.0f} s")
@@ -107,7 +107,7 @@ def _live(question: Question, seconds: float, policies: Sequence[str]) -> tuple[
 
 @contextmanager
 def _progress(total: int) -> Iterator[Callable[[], None]]:
-    """A bar on a terminal, nothing elsewhere; call what it yields with every answer."""
+    """Show a bar on a terminal, and nothing elsewhere; call the yielded function for every response."""
     if not sys.stderr.isatty():
         yield lambda: None
         return
@@ -199,7 +199,7 @@ def _farewell(cluster: Path, out: Path, policy: str) -> None:
 
 
 def save(found: Sequence[Comparison], page: str, out: Path) -> None:
-    """Write dashboard.html and demo.json, each whole or not at all. Raises InputError where one cannot be written."""
+    """Write dashboard.html and demo.json, each atomically. Raises InputError if a file cannot be written."""
     from kvroute.sim.workload.octets import written_whole
 
     rows = [{"policy": one.policy, "live": one.live, "predicted": one.predicted} for one in found]

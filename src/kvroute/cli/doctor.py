@@ -53,10 +53,10 @@ def doctor(
         bool, typer.Option("--json", help="Print one JSON document and nothing else to stdout.")
     ] = False,
 ) -> None:
-    """Ask each engine of a cluster file for its state, send one request through each prefill/decode pair, and say
-    whether the KV cache has moved, and how fast. The gateway need not run.
+    """Check the state of each engine in a cluster file, send one request through each prefill/decode pair, and report
+    whether the KV cache was transferred, and how fast. The gateway need not run.
 
-    Exit code: 0 all is well, 1 there are findings, 2 the cluster file or an option is wrong.
+    Exit code: 0 no findings, 1 there are findings, 2 the cluster file or an option is wrong.
 
     Example: [bold]kvroute doctor my-cluster.yaml --timeout 30s[/bold]
     """
@@ -103,7 +103,7 @@ def _timeout_s(text: str) -> float:
 
 
 def _key(option: str | None, of_file: str | None) -> str:
-    """The engines' key, empty without one."""
+    """Return the engines' API key, empty if there is none."""
     name = option or of_file
     if name is None:
         return ""
@@ -115,7 +115,7 @@ def _key(option: str | None, of_file: str | None) -> str:
 
 
 async def _examined(deployment: Deployment, options: Options, key: str) -> Report | None:
-    """The report; None after SIGINT or SIGTERM."""
+    """Return the report; None after SIGINT or SIGTERM."""
     from kvroute.doctor import examine
 
     loop = asyncio.get_running_loop()
@@ -160,7 +160,7 @@ def _engine_table(engines: Sequence[EngineReport]) -> Table:
 
 
 def _engine_cells(engine: EngineReport) -> tuple[str, ...]:
-    """Cells behind the name; `-` where the engine does not tell or was not asked."""
+    """Return the cells after the name; `-` for values that the engine does not report or that were not requested."""
     model = "-" if engine.model_ok is None else "ok" if engine.model_ok else "wrong"
     tp = "-" if engine.engine_tp is None else str(engine.engine_tp)
     events, metrics, clock = engine.events, engine.metrics, engine.clock

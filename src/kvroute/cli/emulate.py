@@ -1,4 +1,4 @@
-"""`kvroute emulate`: a cluster of engines without GPUs, to try a gateway on."""
+"""`kvroute emulate`: a cluster of engines without GPUs for trying a gateway."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def emulate(
         bool, typer.Option("--until-eof", help="End with standard input, so with the program that holds it.")
     ] = False,
 ) -> None:
-    """Run emulated engines: vLLM's HTTP, metrics and KV events, paced by the simulator's models, no GPU.
+    """Run emulated engines without GPUs: vLLM's HTTP API, metrics and KV events, paced by the simulator's models.
 
     Prints one JSON line when all are ready, {"instances": {name: {"url", "kv_events", "kv_replay", ...}}}, and runs
     until SIGTERM or SIGINT.
@@ -101,7 +101,7 @@ def emulate(
 
 
 def shares_by_tier(text: str) -> tuple[float, ...]:
-    """What `--background` says, by tier; InputError where it says none."""
+    """Parse the shares of `--background` by tier; raises InputError if the text is invalid."""
     try:
         shares = tuple(float(part) for part in text.split(","))
     except ValueError:

@@ -1,4 +1,4 @@
-"""`kvroute experiment`: published evaluations, run again on this machine or on Ray, cell by cell."""
+"""`kvroute experiment`: repeats published evaluations on this machine or on Ray, cell by cell."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def experiment(
     ] = Path("results"),
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
 ) -> None:
-    """Run published evaluations. Interrupt at will: the next start goes on where this one stopped.
+    """Run published evaluations. After an interruption, the next start continues with the missing cells.
 
     Examples:
 
@@ -124,7 +124,7 @@ def _list(as_json: bool) -> None:
     for one in _ALL:
         axes = "; ".join(f"{name}: {', '.join(f'{value:,g}' for value in values)}" for name, values in one.axes.items())
         rows.append(tuple(map(Entry, (one.name, one.title, one.source, axes or UNKNOWN, ", ".join(one.policies)))))
-    # Names are what is typed next: the other columns give way.
+    # Users type the names next, so other columns are dropped first.
     headings = (
         Heading("experiment"),
         *(Heading(title, prose=True, drop=drop) for title, drop in (("title", 0), ("source", 3), ("axes", 2))),
@@ -135,7 +135,7 @@ def _list(as_json: bool) -> None:
 
 
 def _chosen(names: Sequence[str]) -> tuple[str, list[Experiment]]:
-    """The publication that all names belong to, and its experiments that they mean."""
+    """Return the publication of all names, and the experiments that they select."""
     chosen: dict[str, Experiment] = {}
     families: dict[str, None] = {}
     for name in names:

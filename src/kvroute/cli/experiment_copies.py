@@ -1,4 +1,4 @@
-"""`prefix-copies` for the terminal: its cells run, its table and page are written."""
+"""`prefix-copies` for the terminal: runs its cells and writes its table and page."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from kvroute.types import InputError
 
 
 def run(chosen: Sequence[Experiment], asked: Asked) -> None:
-    """Run what is missing of the experiment and print it all.
+    """Run the missing cells of the experiment and print all results.
 
     Raises:
-        InputError: a reading, field or trace, of which it has none; a wrong profile, cell or folder.
+        InputError: a reading, field or trace was given, and the experiment has none; a wrong profile, cell or folder.
     """
-    from kvroute.report.copies_page import copies_grid, write_copies  # plots take a second to import
+    from kvroute.report.copies_page import copies_grid, write_copies  # its import of plots takes a second
 
     if asked.reading != "paper" or asked.changes or asked.trace:
         what = "prefix-copies has one reading, no fields and requests of its own"

@@ -1,4 +1,4 @@
-"""NetKV's experiments for the terminal: CLA* is tuned, the sweeps run, tables and pages are written."""
+"""NetKV's experiments for the terminal: tunes CLA*, runs the sweeps, writes tables and pages."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from kvroute.report.tables import experiment_table
 
 
 def run(chosen: Sequence[Experiment], asked: Asked) -> None:
-    """Run what is missing of these experiments and print it all.
+    """Run the missing cells of these experiments and print all results.
 
     Raises:
-        InputError: a wrong reading, trace, profile, cell or folder, before anything runs.
+        InputError: a wrong reading, trace, profile, cell or folder, before any run.
     """
     study = Study(reading=reading(asked.reading, asked.changes), trace=str(asked.trace) if asked.trace else "")
     folder = asked.folder(study.reading.name)
     sweeps = {one.name: asked.sweep(one, study.reading.name) for one in chosen}
     check_trace(study)
     make_folder(folder, "--out")
-    # Only CLA* has weights to tune: a lone cell of another policy does not wait for them.
+    # Only CLA* has weights to tune; a single cell of another policy needs no tuning.
     tunable = {cell.profile for sweep in sweeps.values() for cell in sweep if cell.policy == "cla"}
     wanted = [name for name in PROFILES if name in tunable]
     with progress_bar("Tuning CLA*") as progress:
@@ -55,7 +55,7 @@ def run(chosen: Sequence[Experiment], asked: Asked) -> None:
 def _write_pages(
     chosen: Sequence[Experiment], results: dict[str, list[Record]], tuned: list[Tuned], folder: Path
 ) -> None:
-    from kvroute.report.experiment_page import write_experiment, write_index  # plots take a second to import
+    from kvroute.report.experiment_page import write_experiment, write_index  # its import of plots takes a second
 
     pages = {}
     for one in chosen:
@@ -75,7 +75,7 @@ def _tuning_note(best: Tuned) -> str:
 
 
 def _latency_note(one: Experiment, records: Sequence[Record]) -> list[str]:
-    """Where the size of the cluster is swept: what a decision costs at each size."""
+    """Return the cost of a decision at each size, if the sweep varies the size of the cluster."""
     if "gpus" not in one.axes:
         return []
     by_size: dict[float, list[float]] = {}

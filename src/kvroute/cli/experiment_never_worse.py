@@ -1,4 +1,4 @@
-"""foresight's matrix for the terminal: CLA* is tuned, the sweeps run, tables and one page are written."""
+"""foresight's matrix for the terminal: tunes CLA*, runs the sweeps, writes tables and one page."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from kvroute.types import InputError
 
 
 def run(chosen: Sequence[Experiment], asked: Asked) -> None:
-    """Run what is missing of these sweeps and print it all.
+    """Run the missing cells of these sweeps and print all results.
 
     Raises:
-        InputError: a wrong cell, folder or trace, or an option of other experiments, before anything runs.
+        InputError: a wrong cell, folder or trace, or an option of other experiments, before any run.
     """
     _refuse(asked)
     traces = Traces.of(asked.trace_dir)
@@ -30,7 +30,7 @@ def run(chosen: Sequence[Experiment], asked: Asked) -> None:
     make_folder(folder, "--out")
     for one in chosen:
         results_of(folder / f"{one.name}.jsonl")
-    # Only CLA* has weights to tune; the descent starts from it, too.
+    # Only CLA* has weights to tune; the descent also starts from it.
     tunable = {cell.profile for sweep in sweeps.values() for cell in sweep if cell.policy in ("cla", "clairvoyant")}
     wanted = [name for name in MATRIX.profiles if name in tunable]
     with progress_bar("Tuning CLA*") as progress:
@@ -43,7 +43,7 @@ def run(chosen: Sequence[Experiment], asked: Asked) -> None:
             run_cells(sweeps[one.name], runner, path, on=asked.on, workers=asked.workers, progress=progress)
     results = {name: results_of(folder / f"{name}.jsonl") for name in EXPERIMENTS}
     if asked.cell is None and results[MATRIX.name]:
-        from kvroute.report.never_worse_page import write_never_worse  # plots take a second to import
+        from kvroute.report.never_worse_page import write_never_worse  # its import of plots takes a second
 
         page = write_never_worse(results[MATRIX.name], results[ABLATION.name], results[FORESEEN.name], folder, missing)
         remarks().print(f"never-worse: {page}")
@@ -62,7 +62,7 @@ def _refuse(asked: Asked) -> None:
 
 
 def _runnable(one: Experiment, asked: Asked, missing: dict[str, str]) -> list[Cell]:
-    """The cells whose trace is there; of costly sweeps the first seeds alone."""
+    """Return the cells whose trace is available; of expensive sweeps only the first seeds."""
     sweep = asked.sweep(one, "never-worse")
     seeds = asked.seeds[:SEEN_SEEDS] if one.name == FORESEEN.name else asked.seeds
     if asked.cell is not None and sweep[0].profile in missing:

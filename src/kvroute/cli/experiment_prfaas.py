@@ -1,4 +1,4 @@
-"""PrfaaS's experiments for the terminal: the sweeps run, tables and pages are written."""
+"""PrfaaS's experiments for the terminal: runs the sweeps, writes tables and pages."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from kvroute.types import InputError
 
 
 def run(chosen: Sequence[Experiment], asked: Asked) -> None:
-    """Run what is missing of these experiments and print it all.
+    """Run the missing cells of these experiments and print all results.
 
     Raises:
-        InputError: a wrong reading, field, trace, profile, cell or folder, before anything runs.
+        InputError: a wrong reading, field, trace, profile, cell or folder, before any run.
     """
     if asked.reading != "paper":
         what = f"there is no reading {asked.reading!r}"
@@ -65,7 +65,7 @@ def run(chosen: Sequence[Experiment], asked: Asked) -> None:
 
 
 def _computed(sweep: Sequence[Cell], path: Path) -> list[Computed]:
-    """Arithmetic, done anew every time."""
+    """Compute the cells by arithmetic, every time anew."""
     points = computed(sweep)
     path.write_bytes(b"".join(encode(point) + b"\n" for point in points))
     return points
@@ -74,7 +74,7 @@ def _computed(sweep: Sequence[Cell], path: Path) -> list[Computed]:
 def _write_pages(
     chosen: Sequence[Experiment], results: dict[str, list[Record]], points: Sequence[Computed], folder: Path
 ) -> None:
-    from kvroute.report.experiment_page import write_index  # plots take a second to import
+    from kvroute.report.experiment_page import write_index  # its import of plots takes a second
     from kvroute.report.prfaas_page import write_prfaas
 
     pages = {}

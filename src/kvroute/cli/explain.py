@@ -1,4 +1,4 @@
-"""`kvroute explain`: why each decision about one request of a recorded log was made."""
+"""`kvroute explain`: the reasons for each decision about one request of a recorded log."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _DROPPED: tuple[str, ...] = (
     "utilisation",
 )
 _DROPPED += ("pace_bytes_per_s", "effective_bytes_per_s", "tier")
-"""What a cost is made of stays in a narrow terminal; what only informs goes, in this order."""
+"""Informative columns that a narrow terminal drops, in this order; the terms of a cost are kept."""
 
 
 def explain(
@@ -51,7 +51,7 @@ def explain(
     request: Annotated[str, typer.Argument(help="Its number in the log, or its X-Request-Id.", show_default=False)],
     as_json: AsJson = False,
 ) -> None:
-    """Show every candidate's terms for each decision about one request, in order: retries after failures too.
+    """Show every candidate's terms for each decision about one request, in order, including retries after failures.
 
     Example: [bold]kvroute explain run.log 17[/bold]
     """
@@ -78,7 +78,7 @@ def _what_there_is(records: Iterable[LogRecord]) -> str:
 
 
 def _number(request: str, records: Iterable[LogRecord]) -> int | None:
-    """A request by its number, else by the last one that its client called so."""
+    """Return a request's number, given that number or the X-Request-Id; the last request with this id counts."""
     named: int | None = None
     for record in records:
         if isinstance(record.event, Arrived):
@@ -91,19 +91,19 @@ def _number(request: str, records: Iterable[LogRecord]) -> int | None:
 
 @dataclass(slots=True)
 class _Made:
-    """A decision, what called for it, who could not be chosen by then, and what became of the copy that it orders."""
+    """A decision, its event, the candidates that were excluded, and the result of the prefix copy that it orders."""
 
     event: Event
     decision: Prefill | Decode | Reject
     ruled_out: dict[str, str]
-    """Why, by instance."""
+    """Reason for exclusion, by instance."""
     landed: bool | None = None
-    """None: the copy, if there is one, ended with the request or the prefill."""
+    """True if the copy succeeded; None if there is none, or if it ended with the request or the prefill."""
     learned: tuple[TierLearned, ...] | None = None
-    """What foresight had learned of each tier by then."""
+    """State of each tier that foresight had learned before the decision."""
 
     def why_not(self, terms: Terms, index: int) -> str | None:
-        """Why a candidate could not be chosen; None: it could."""
+        """Return why a candidate could not be chosen; None if it could."""
         if terms.feasible[index]:
             return None
         if terms.names[index] in self.ruled_out:
@@ -116,7 +116,7 @@ class _Made:
 
 
 def _about(request: int, records: Iterable[LogRecord]) -> list[_Made]:
-    """The decisions about a request, in order."""
+    """Return the decisions about a request, in order."""
     made: list[_Made] = []
     copies: dict[int, _Made] = {}
     down: set[str] = set()
@@ -183,7 +183,7 @@ def _row(made: _Made, terms: Terms, index: int) -> dict[str, Any]:
 
 
 def _show(made: _Made, spec: ControlSpec) -> None:
-    """One line on the decision, and a table of its terms if it has any."""
+    """Print one line on the decision, and a table of its terms if it has any."""
     terms, chosen = made.decision.terms, _chosen(made.decision)
     out = console()
     out.print(_sentence(made, spec), markup=False, highlight=False)
@@ -199,7 +199,7 @@ def _show(made: _Made, spec: ControlSpec) -> None:
 
 
 def _candidates(made: _Made, terms: Terms, chosen: str | None) -> Grid:
-    """One row per candidate, the cheapest first."""
+    """Return one row per candidate, the cheapest first."""
     order = [int(index) for index in terms.cost.argsort(kind="stable")]
     labels = []
     for index in order:
@@ -214,7 +214,7 @@ def _candidates(made: _Made, terms: Terms, chosen: str | None) -> Grid:
 
 
 def _sites(offload: Offload) -> Grid:
-    """One row per datacenter that was compared; figures of the request itself stand in the title."""
+    """Return one row per compared datacenter; the figures of the request itself are in the title."""
     own = {name: [value] for name, value in offload.terms.items() if "." not in name}
     rows: dict[str, dict[str, float]] = {}
     for name, value in offload.terms.items():
@@ -240,7 +240,7 @@ def _grid(
 
 
 def _copy(prefill: Prefill, landed: bool | None) -> dict[str, Any]:
-    """A prefix that comes from elsewhere before the prompt's rest is computed."""
+    """Describe a prefix that is copied from another instance before the rest of the prompt is computed."""
     what = {"from": prefill.copy_from, "tokens": prefill.copy_tokens, "bytes": prefill.copy_bytes}
     return {"id": prefill.copy_id, **what, "landed": landed}
 

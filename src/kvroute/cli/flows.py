@@ -1,4 +1,4 @@
-"""The command `flows`: solves a scenario of transfers over shared links and prints when each one ends."""
+"""`kvroute flows`: solves a scenario of transfers over shared links and prints when each one ends."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def flows(
         bool, typer.Option("--json", help="Print one JSON document: completion_times_s (the default).")
     ] = False,
 ) -> None:
-    """Solve a scenario of transfers: weighted max-min fair rates, re-solved at every start and finish.
+    """Solve a scenario of transfers: weighted max-min fair rates, computed again at every start and finish.
 
-    The file holds [bold]links[/bold] (id, capacity_Bps) and [bold]flows[/bold] (id, links, size_B, start_s, and if
-    wanted weight and class; [bold]classes[/bold] maps a class to its weight). Completion times are absolute seconds
+    The file holds [bold]links[/bold] (id, capacity_Bps) and [bold]flows[/bold] (id, links, size_B, start_s, and
+    optionally weight and class; [bold]classes[/bold] maps a class to its weight). Completion times are absolute seconds
     in the order of the flows.
 
     Prints {"completion_times_s": [...]}.

@@ -1,4 +1,4 @@
-"""Help pages: options by panel, each with its whole name and its type; no name is cut in a narrow terminal."""
+"""Help pages: options by panel, each with its complete name and type; narrow terminals truncate no name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvroute.cli.output import console
 
 _PAGE_WIDTH = 100
 _NAMES_WIDTH = 30
-"""Columns for the names; a longer one has a line of its own."""
+"""Width of the name column; a longer name gets a line of its own."""
 
 
 class Command(TyperCommand):
@@ -39,7 +39,7 @@ class Command(TyperCommand):
 
 
 def _unwrapped(text: str) -> str:
-    """Paragraphs without the line breaks of the source."""
+    """Join the lines of each paragraph of the source."""
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
 
 

@@ -1,4 +1,4 @@
-"""`kvroute key new NAME`: draws an API key for the gateway, shows it once and says what the key file must hold."""
+"""`kvroute key new NAME`: generates an API key for the gateway, shows it once, and prints the line for the key file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def key_new(
     name: Annotated[str, typer.Argument(help="Whose key it is; it stands in logs and limits.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
 ) -> None:
-    """Draw a key of 256 random bits. The key itself is shown now and kept nowhere.
+    """Generate a key of 256 random bits. The key is shown only once and not stored.
 
     Example: [bold]kvroute key new alice[/bold]
     """
@@ -40,4 +40,4 @@ def key_new(
 
 @app.callback()
 def _root() -> None:
-    """Keys are hashed in the file; who reads it cannot use them."""
+    """Manage API keys of the gateway. The key file stores only hashes, which cannot be used as keys."""

@@ -1,5 +1,4 @@
-"""What foresight had learned at each decision about a request: a log holds the events that taught it and not what they
-taught, so that it is replayed."""
+"""State that foresight had learned at each decision about a request. A log holds only the events, so it is replayed."""
 
 from __future__ import annotations
 
@@ -19,10 +18,10 @@ from kvroute.types import SAME_POD, Convert, CopyPrefix, InputError
 
 
 def learned_at(log: Path, request: int, count: int) -> list[tuple[TierLearned, ...] | None]:
-    """What was known of each tier right before each of the `count` decisions about a request, in order.
+    """Return the state of each tier right before each of the `count` decisions about a request, in order.
 
-    None where neither the policy nor the one in the shadow is foresight, and, with a remark on stderr, where the log
-    does not give these decisions again: then what it would teach is not what it taught.
+    The state is None if neither the policy nor the shadow policy is foresight. It is also None, with a remark on
+    stderr, if a replay does not reproduce the decisions, because the replayed state then differs from the original one.
     """
     header, records = read_log(log)
     found: list[tuple[TierLearned, ...] | None] = []
@@ -48,7 +47,7 @@ def learned_at(log: Path, request: int, count: int) -> list[tuple[TierLearned, .
 
 
 def _alike(control: Control, record: LogRecord, told: int) -> bool:
-    """Whether the event can be, and gives the same decisions again where they are about the request."""
+    """Handle the event again; return False if that fails, or if decisions about the request differ from the record."""
     try:
         again = control.handle(record.event)
     except InputError:
@@ -57,18 +56,18 @@ def _alike(control: Control, record: LogRecord, told: int) -> bool:
 
 
 def foreseeing(spec: ControlSpec) -> str | None:
-    """Which of a log's policies learns; None: neither."""
+    """Return the name of the log's policy or shadow policy that learns; None if neither does."""
     return next((name for name in (spec.decode, spec.shadow) if name in FORESIGHT_POLICIES), None)
 
 
 def learned_plain(spec: ControlSpec, tiers: tuple[TierLearned, ...]) -> dict[str, Any]:
-    """As JSON: the cluster's tiers beyond the rack; inside it the NICs decide, and nothing is learned."""
+    """Return the state as JSON for tiers above the rack; inside a rack the NICs are the limit: nothing is learned."""
     rows = [{"tier": k, "name": TIER_NAMES[k]} | msgspec.structs.asdict(tier) for k, tier in _far(tiers)]
     return {"policy": foreseeing(spec), "tiers": rows}
 
 
 def learned_grid(spec: ControlSpec, tiers: tuple[TierLearned, ...]) -> Grid:
-    """The same for people; `-`: no transfer has taught the tier, and what it is taken for comes from the others."""
+    """Return the state as a table; `-` marks a tier without measured transfers; other tiers give its factor."""
     policy = foreseeing(spec)
     shadow = "" if policy == spec.decode else ", as the shadow policy,"
     rows = tuple(
@@ -99,7 +98,7 @@ def _far(tiers: tuple[TierLearned, ...]) -> list[tuple[int, TierLearned]]:
 
 
 def _told(record: LogRecord, request: int) -> int:
-    """Decisions about the request in this record."""
+    """Count the decisions about the request in this record."""
     return sum(
         not isinstance(decision, Convert | CopyPrefix) and decision.request_id == request
         for decision in record.decisions

@@ -1,4 +1,4 @@
-"""What every command prints the same way: one JSON document on stdout, progress and remarks on stderr."""
+"""Output shared by all commands: one JSON document on stdout, progress and remarks on stderr."""
 
 from __future__ import annotations
 
@@ -20,39 +20,39 @@ from rich.table import Table
 from kvroute.types import InputError
 
 PAPER_WIDTH = 200
-"""Columns where stdout is a file or a pipe: a table that is cut there cannot be mended by the reader."""
+"""Width in columns if stdout is a file or a pipe; wide, because the reader cannot restore a truncated table."""
 
 
 def console() -> Console:
-    """For people: tables and sentences on stdout."""
+    """Return the console for tables and sentences on stdout."""
     fits = sys.stdout.isatty() or "COLUMNS" in os.environ
     return Console() if fits else Console(width=PAPER_WIDTH)
 
 
 def thin_table(*headings: str, title: str = "") -> Table:
-    """A table as all commands draw it: a rule below the headings and no other lines; further columns may be added."""
+    """Return a table in the style of all commands: a rule below the headings and no other lines."""
     return Table(*headings, title=title or None, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
 
 
 def remarks() -> Console:
-    """For people, beside the result: on stderr."""
+    """Return the console for remarks on stderr."""
     return Console(stderr=True)
 
 
 def tell(sentences: Iterable[str]) -> None:
-    """Each as a line on stderr."""
+    """Print each sentence as a line on stderr."""
     for sentence in sentences:
         sys.stderr.write(f"{sentence}\n")
 
 
 def print_json(document: Any) -> None:
-    """The document and a newline on stdout, nothing else; a NaN would be our own bug."""
+    """Print the document and a newline on stdout, nothing else; a NaN is a bug of kvroute."""
     sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n")
     sys.stdout.buffer.flush()
 
 
 def own_command() -> str:
-    """How to call kvroute again from here: `kvroute` where the shell finds this one, else its path, such as
+    """Return the shell command that runs this kvroute: `kvroute` if the shell finds this one, else its path, such as
     `.venv/bin/kvroute`."""
     installed = Path(sys.executable).with_name("kvroute")
     found = shutil.which("kvroute")
@@ -63,7 +63,7 @@ def own_command() -> str:
 
 
 def make_folder(path: Path, where: str) -> None:
-    """Have a folder there to write to; InputError that names the option `where` if that cannot be."""
+    """Create a folder if needed; raises an InputError that names the option `where` on failure."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -73,14 +73,14 @@ def make_folder(path: Path, where: str) -> None:
 
 
 def check_writable(path: Path, where: str) -> None:
-    """InputError that names the option `where` if a file cannot be written there; for work that must not be in vain."""
+    """Raise an InputError that names the option `where` if a file cannot be written there; called before long work."""
     if path.is_dir() or not (os.access(path if path.exists() else path.parent, os.W_OK)):
         why = "it is a folder" if path.is_dir() else "no such folder" if not path.parent.is_dir() else "not allowed"
         raise InputError(f"{path} cannot be written ({why})", where=where, mend="give another")
 
 
 def write_whole(path: Path, text: str, where: str) -> None:
-    """All at once: who waits for the file must not read half of it. InputError names the option `where`."""
+    """Write a file atomically, because readers may wait for it. An InputError names the option `where`."""
     part = path.with_name(path.name + ".part")
     try:
         part.write_text(text, encoding="utf-8")
@@ -90,7 +90,7 @@ def write_whole(path: Path, text: str, where: str) -> None:
 
 
 def _plain_progress(title: str) -> Iterator[Callable[[int, int], None]]:
-    """The first call says how much there is to do."""
+    """Print the total at the first call."""
     told: list[int] = []
 
     def tell(done: int, total: int) -> None:
@@ -103,7 +103,7 @@ def _plain_progress(title: str) -> Iterator[Callable[[int, int], None]]:
 
 @contextmanager
 def progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr; call what it yields with (done, all). Where that is no terminal, one line at the start."""
+    """Show a bar on stderr, or one line without a terminal; call the yielded function with (done, all)."""
     if not sys.stderr.isatty():
         yield from _plain_progress(title)
         return

@@ -1,4 +1,4 @@
-"""`kvroute plan`: what to offload, how to split, and what bandwidth that needs, by formula."""
+"""`kvroute plan`: prompts to offload, the split of instances, and the bandwidth needed, by formula."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def prfaas(
 ) -> None:
     """Find which prompts to offload to other datacenters and how to split the local cluster (PrfaaS 3.4).
 
-    Every threshold and every split is tried; the optimum, what binds it and what moves it are printed, beside the home
-    GPUs alone, as many GPUs in one place (homogeneous) and everything prefilled remotely (naive). Nothing is
-    simulated: rates are by formula, without queues.
+    Every threshold and every split is tried. The output shows the optimum, the stage that limits it and its
+    sensitivity, compared with the home GPUs alone, as many GPUs in one place (homogeneous) and everything prefilled
+    remotely (naive). Rates are computed by formula, without queues and without simulation.
 
     Example: [bold]kvroute plan prfaas examples/prfaas-case-study.yaml --out plan[/bold]
     """
@@ -53,7 +53,7 @@ def prfaas(
     else:
         _print(plan)
     if out is not None:
-        from kvroute.report.plan_page import write_plan  # plots take a second to import
+        from kvroute.report.plan_page import write_plan  # its import of plots takes a second
 
         page = write_plan(plan, out, shlex.join(["kvroute", "plan", "prfaas", str(spec), "--out", str(out)]))
         remarks().print(f"Report: {page}", highlight=False, markup=False)
@@ -81,10 +81,10 @@ def egress(
     ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
 ) -> None:
-    """Tell the least egress bandwidth that never holds up so many prefill GPUs (PrfaaS eq. 2).
+    """Compute the smallest egress bandwidth at which this many prefill GPUs never wait for the link (PrfaaS eq. 2).
 
-    With --prefill the KV throughput of one instance is the size of the model's KV cache (a preset or a config.json)
-    over that time; without, it is the published one of 8 H200 (PrfaaS Table 3).
+    With --prefill, the KV throughput of one instance is the size of the model's KV cache (a preset or a config.json)
+    divided by that time. Without it, the published value of 8 H200 is used (PrfaaS Table 3).
 
     Example: [bold]kvroute plan egress --gpus 512 --model minimax-m2.5 --tokens 32K[/bold]
     """
@@ -130,7 +130,7 @@ def _egress_row(name: str, tokens: int, gpus: int, gpus_per_instance: int, prefi
 
 
 def _prefill_s(text: str) -> float:
-    """Seconds of "1.84", "1.84s" or "184 ms"."""
+    """Parse a time such as "1.84", "1.84s" or "184 ms" into seconds."""
     try:
         return duration_s(f"{float(text)} s")
     except ValueError:

@@ -13,7 +13,7 @@ from kvroute.topology.units import about_duration, duration_s
 from kvroute.types import InputError
 
 DURATION, RATE, TOKENS = "<duration>", "<rate>", "<tokens>"
-"""What stands behind an option's name in its help."""
+"""Placeholders of the options' values in the help."""
 _RATE = re.compile(r"\s*([^\s/]+)\s*(?:/\s*(s|min|h))?\s*", re.ASCII)
 _TOKENS = re.compile(r"\s*(\d{1,15})\s*([KkMm]?)\s*", re.ASCII)
 _PER_S = {"s": 1.0, "min": 60.0, "h": 3600.0, None: 1.0}
@@ -21,7 +21,7 @@ _FACTORS = {"": 1, "k": 1024, "m": 1024**2}
 
 
 def seconds(least: float = 0.0, most: float = 1e15) -> Callable[[Any], float]:
-    """A parser of durations from `least` to `most` seconds."""
+    """Return a parser of durations from `least` to `most` seconds."""
     write = "write a number of seconds, or a number and ns, us, ms, s, min or h, such as 2s or 500ms"
 
     def parse(text: Any) -> float:
@@ -40,7 +40,7 @@ def seconds(least: float = 0.0, most: float = 1e15) -> Callable[[Any], float]:
 
 
 def per_second(least: float = 1e-9, most: float = 1e9) -> Callable[[Any], float]:
-    """A parser of request rates from `least` to `most` per second."""
+    """Return a parser of request rates from `least` to `most` per second."""
     write = "write requests per second, or with a unit, such as 6/s or 90/min"
 
     def parse(text: Any) -> float:
@@ -57,7 +57,7 @@ def per_second(least: float = 1e-9, most: float = 1e9) -> Callable[[Any], float]
 
 
 def token_count(least: int = 1, most: int = 10**9) -> Callable[[Any], int]:
-    """A parser of numbers of tokens from `least` to `most`; K is 1,024."""
+    """Return a parser of token counts from `least` to `most`; K is 1,024."""
     write = "write a whole number, or thousands such as 32K (K is 1,024)"
 
     def parse(text: Any) -> int:
@@ -73,7 +73,7 @@ def token_count(least: int = 1, most: int = 10**9) -> Callable[[Any], int]:
 
 
 def _number(text: Any) -> float | None:
-    """A plain number; None: it is none, or is not finite."""
+    """Parse a plain number; None if it is not a number or not finite."""
     try:
         number = float(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""`kvroute replay`: a recorded log decides again, bit for bit."""
+"""`kvroute replay`: repeats the decisions of a recorded log and compares them bit for bit."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def replay_log(
     ] = "",
     as_json: AsJson = False,
 ) -> None:
-    """Make every decision of a log again and compare bit for bit, terms included. Exits with 1 at a difference.
+    """Repeat every decision of a log and compare it bit for bit, including its terms. Exits with 1 at a difference.
 
     Example: [bold]kvroute replay run.log --shadow foresight[/bold]
     """
@@ -77,7 +77,7 @@ def replay_log(
 
 
 def _as_recorded(again: tuple[Decision, ...], recorded: tuple[Decision, ...]) -> tuple[Decision, ...]:
-    """Decisions with the recorded ones' shadows in place of their own, where there is one for one."""
+    """Replace the shadows of decisions by the recorded ones, pair by pair, so that a comparison ignores them."""
     return tuple(
         msgspec.structs.replace(now, shadow=then.shadow)
         if isinstance(now, Decode) and isinstance(then, Decode)

@@ -1,4 +1,4 @@
-"""`kvroute simulate --scenario FILE`: what happens to links in a run, how KV crosses them, what is offloaded."""
+"""`kvroute simulate --scenario FILE`: link changes, transport of KV between datacenters, and offloading."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _WAN, _COPIES = WanTransport(), CopySpec()
 
 
 class ChangeEntry(Entry, frozen=True, kw_only=True):
-    """From a time on a link has this share of its capacity; 0 is a cut."""
+    """A change of a link's capacity to this share at a time; 0 is a cut."""
 
     at_s: Duration = field(name="at")
     link: str
@@ -36,7 +36,7 @@ class ChangeEntry(Entry, frozen=True, kw_only=True):
 
 
 class FluctuationEntry(Entry, frozen=True, kw_only=True):
-    """A link's capacity moves at random."""
+    """Random fluctuation of a link's capacity."""
 
     link: str
     every_s: Duration = field(name="every")
@@ -45,7 +45,7 @@ class FluctuationEntry(Entry, frozen=True, kw_only=True):
 
 
 class WanEntry(Entry, frozen=True, kw_only=True):
-    """How a transfer between datacenters is carried."""
+    """Transport of transfers between datacenters."""
 
     connections: Annotated[int, Meta(ge=1, le=1024)] = _WAN.connections
     window_bytes: Size = field(name="window", default=Size(_WAN.window_bytes))
@@ -54,7 +54,7 @@ class WanEntry(Entry, frozen=True, kw_only=True):
 
 
 class CopiesEntry(Entry, frozen=True, kw_only=True):
-    """When hot prefixes are copied ahead of demand."""
+    """Conditions for copying hot prefixes ahead of demand."""
 
     review_s: Duration = field(name="review", default=Duration(_COPIES.review_s))
     across: bool = _COPIES.across
@@ -65,7 +65,7 @@ class CopiesEntry(Entry, frozen=True, kw_only=True):
     reads_min: Annotated[int, Meta(ge=1)] = _COPIES.hotspots.reads_min
 
     def spec(self) -> CopySpec:
-        """The same as the core takes it. Raises InputError for a time of zero."""
+        """Convert to the core's specification. Raises InputError for a time of zero."""
         return CopySpec(
             review_s=float(self.review_s),
             across=self.across,
@@ -76,7 +76,7 @@ class CopiesEntry(Entry, frozen=True, kw_only=True):
 
 
 class Scenario(Entry, frozen=True, kw_only=True):
-    """The whole file; an empty one changes nothing."""
+    """The complete file; an empty one changes nothing."""
 
     transfer: TransferMode = "serial"
     wan: WanEntry | None = None
@@ -86,15 +86,15 @@ class Scenario(Entry, frozen=True, kw_only=True):
     convert_s: Duration = field(name="convert", default=Duration(30.0))
     review_s: Duration | None = field(name="review", default=None)
     offload: OffloadSection | None = None
-    """As `gateway.offload` in a cluster file; here `rule` may also be `auto` or `abundant`."""
+    """Like `gateway.offload` in a cluster file, but `rule` may also be `auto` or `abundant`."""
     conversions: bool = False
-    """Whether a review may turn prefill instances into decode instances, or back."""
+    """True if a review may switch prefill instances to decode, or decode instances to prefill."""
     prefix_pool: bool = False
-    """Whether prefill instances fetch cached prefixes from others of their datacenter."""
+    """True if prefill instances fetch cached prefixes from other instances in their datacenter."""
     copies: CopiesEntry | None = None
 
     def settings(self, settings: SimSettings) -> SimSettings:
-        """A run's assumptions with these. Raises InputError for values that do not go together."""
+        """Apply the scenario to a run's settings. Raises InputError for values that do not fit together."""
         wan = self.wan
         return msgspec.structs.replace(
             settings,
@@ -122,7 +122,7 @@ class Scenario(Entry, frozen=True, kw_only=True):
         )
 
     def _review_s(self) -> float | None:
-        """Thresholds that are searched, and hotspots, need somebody to ask."""
+        """Return the review interval; a threshold search and hotspot copies need regular reviews."""
         if self.review_s is not None:
             return float(self.review_s)
         looks_s = [] if self.offload is None else [float(self.offload.look_s)]
@@ -130,14 +130,14 @@ class Scenario(Entry, frozen=True, kw_only=True):
         return min(looks_s, default=None)
 
     def copy_spec(self) -> CopySpec | None:
-        """What is copied ahead of demand. Raises InputError for values that cannot be."""
+        """Return the specification of copies ahead of demand. Raises InputError for invalid values."""
         return None if self.copies is None else self.copies.spec()
 
     def offload_spec(self) -> OffloadSpec | None:
-        """The offload policy. Raises InputError for values that do not go together."""
+        """Return the offload policy. Raises InputError for values that do not fit together."""
         if self.offload is None:
             return None
-        live: Rule = "scarce"  # what a live engine cannot do is refused there; a simulated one can
+        live: Rule = "scarce"  # spec() rejects what live engines lack; simulated ones have it
         spec = msgspec.structs.replace(self.offload, rule=live, layerwise=False).spec()
         long_term = msgspec.structs.replace(spec.long_term, conversions=self.conversions)
         layerwise = self.transfer == "layerwise"
@@ -145,10 +145,11 @@ class Scenario(Entry, frozen=True, kw_only=True):
 
 
 def read_scenario(path: Path, cluster: Cluster | None = None) -> Scenario:
-    """Read a scenario file; with a cluster, its links are looked up there.
+    """Read a scenario file; with a cluster, check that its links exist there.
 
     Raises:
-        InputError: it cannot be read; InputErrors: every fault of form, or every unknown link, with its line and field.
+        InputError: the file cannot be read.
+        InputErrors: all syntax errors, or all unknown links, each with line and field.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -183,7 +184,7 @@ def _check_links(scenario: Scenario, lines: Lines, cluster: Cluster) -> None:
 
 
 def _endless_cuts(scenario: Scenario, lines: Lines, cluster: Cluster) -> Iterator[InputError]:
-    """Cuts that no later change ends: a run with one never ends."""
+    """Return errors for cuts that no later change ends: a run with such a cut never ends."""
     last: dict[int, int] = {}
     for number in sorted(range(len(scenario.changes)), key=lambda number: scenario.changes[number].at_s):
         last.update(dict.fromkeys(links_named(cluster, scenario.changes[number].link).tolist(), number))

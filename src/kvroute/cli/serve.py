@@ -1,4 +1,4 @@
-"""`kvroute serve`: the live gateway, in front of real engines or of emulated ones."""
+"""`kvroute serve`: the live gateway, in front of real or emulated engines."""
 
 from __future__ import annotations
 
@@ -86,11 +86,11 @@ def serve(
 ) -> None:
     """Serve an OpenAI-compatible API in front of prefill and decode engines, pricing each KV transfer.
 
-    SIGTERM drains, SIGHUP reads the cluster file again. The settings stand in the file's `gateway:` section.
+    SIGTERM drains, SIGHUP reloads the cluster file. The settings are in the file's `gateway:` section.
 
     Example: [bold]kvroute serve --embedded examples/small.yaml[/bold]
     """
-    # Until the file is read there is nothing to read again; a handler, for engines would inherit it being ignored.
+    # Ignore SIGHUP until the file is read. This is a handler because child processes would inherit SIG_IGN.
     signal.signal(signal.SIGHUP, lambda number, frame: None)
     try:
         import uvloop
@@ -104,7 +104,7 @@ def serve(
             settings = msgspec.structs.replace(settings, shadow=shadow)
         adjusted = _adjusted(settings, policy, prefill, constraint, host, port, admin_port, log, log_format)
         if embedded and adjusted.measure == "auto":
-            # Emulated engines count their transfers: timed by first bytes too, the first ones would count twice.
+            # Emulated engines report their transfers. Timing by first bytes too would count the first transfers twice.
             return msgspec.structs.replace(adjusted, measure="engine")
         return adjusted
 
@@ -136,7 +136,7 @@ def _adjusted(
     log: Path | None,
     log_format: str | None,
 ) -> GatewaySettings:
-    """The file's settings with what the command line says."""
+    """Return the file's settings, overridden by the command line."""
     replace = msgspec.structs.replace
     listen, admin, logs = settings.listen, settings.admin, settings.log
     listen = replace(listen, host=host or listen.host, port=listen.port if port is None else port)
@@ -168,7 +168,7 @@ async def _serve(read: Callable[[], Deployment], ready_file: Path | None, seed: 
     signals = _Signals(until_eof)
     deployment = read()
     settings = deployment.settings
-    check_places(settings)  # an older log is set aside only by a gateway that can listen
+    check_places(settings)  # only a gateway that can listen rotates an older log
     logs = Logs(settings.log.format, settings.log.level, access=settings.log.access)
     raise_limit()
     _check_files(deployment)
@@ -181,7 +181,7 @@ async def _serve(read: Callable[[], Deployment], ready_file: Path | None, seed: 
 
     try:
         await gateway.start()
-        # What is there now stays; the collector need not look at it again, nor so often at what comes and goes.
+        # Existing objects live as long as the gateway: exclude them from collection, and collect new ones less often.
         gc.freeze()
         gc.set_threshold(50_000, 20, 100)
         _announce(gateway, deployment, ready_file)
@@ -192,7 +192,7 @@ async def _serve(read: Callable[[], Deployment], ready_file: Path | None, seed: 
 
 
 def _check_files(deployment: Deployment) -> None:
-    """Warn where the settings want more open files than the system allows."""
+    """Warn if the settings need more open files than the system allows."""
     from kvroute.gateway.open_files import warn_if_too_low
 
     warn_if_too_low(deployment.settings.limits.connections, len(deployment.cluster.instances))
@@ -217,7 +217,7 @@ def _announce(gateway: Gateway, deployment: Deployment, ready_file: Path | None)
 
 
 class _Signals:
-    """What the process has been told, from the moment that its file is read: nothing is lost while it starts."""
+    """Signals received by the process; handlers are installed before the gateway starts, so no signal is lost."""
 
     def __init__(self, until_eof: bool) -> None:
         self.reload, self.end, self.end_now = asyncio.Event(), asyncio.Event(), asyncio.Event()
@@ -239,8 +239,8 @@ class _Signals:
 
 
 async def _until_told(gateway: Gateway, read: Callable[[], Deployment], signals: _Signals) -> None:
-    """Serve until SIGTERM or SIGINT and all requests are answered; a second signal ends at once, as does the end of
-    standard input if asked for: nobody is left to wait."""
+    """Serve until SIGTERM or SIGINT and until all requests are finished. A second signal ends at once. The end of
+    standard input, if enabled, also ends at once, because the parent process is gone."""
 
     async def reload() -> None:
         while True:
@@ -260,7 +260,7 @@ async def _until_told(gateway: Gateway, read: Callable[[], Deployment], signals:
 
 @contextlib.contextmanager
 def _engines(cluster: Path, kv_scale: float, background: str, seed: int | None) -> Iterator[dict[str, Endpoint]]:
-    """Emulated engines in a process of their own, which ends with this one."""
+    """Run emulated engines in a separate process, which ends with this one."""
     try:
         temporary = tempfile.TemporaryDirectory(prefix="kvroute-")
     except OSError as error:
@@ -272,11 +272,11 @@ def _engines(cluster: Path, kv_scale: float, background: str, seed: int | None) 
         ready = Path(folder, "ready.json")
         command = [sys.executable, "-m", "kvroute.cli.app", "emulate", str(cluster), "--ready-file", str(ready)]
         command += ["--kv-scale", str(kv_scale), "--background", background, "--seed", str(seed or 0)]
-        # Its own session: Ctrl-C is for the gateway, which lets requests finish before the engines go.
+        # The new session keeps Ctrl-C from the engines: the gateway finishes its requests before the engines stop.
         command.append("--until-eof")
         process = subprocess.Popen(command, start_new_session=True, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
         try:
-            # This process loads its own part while the other one starts.
+            # This process imports its modules while the other one starts.
             import kvroute.gateway.gateway  # noqa: F401
 
             yield _wait_for(process, ready)
@@ -295,7 +295,7 @@ def _wait_for(process: subprocess.Popen[bytes], ready: Path) -> dict[str, Endpoi
     deadline = time.monotonic() + _READY_S
     while time.monotonic() < deadline:
         if process.poll() is not None:
-            # It has said itself what is wrong.
+            # The process has already printed the error.
             raise typer.Exit(process.returncode or 1)
         if ready.exists() and (text := ready.read_bytes()).endswith(b"\n"):
             return msgspec.json.decode(text, type=dict[str, dict[str, Endpoint]])["instances"]

@@ -1,4 +1,4 @@
-"""`kvroute simulate`: what each policy would do on the user's own cluster and trace, and which one wins."""
+"""`kvroute simulate`: the results of each policy on the user's own cluster and trace, and the best policy."""
 
 from __future__ import annotations
 
@@ -280,7 +280,7 @@ def simulate(
     if log is not None:
         _check_log(question, policies, seeds, log)
     if out is not None:
-        question.check(policies, seed)  # before a folder is made for nothing
+        question.check(policies, seed)  # before a folder is created for nothing
         make_folder(out, "--out")
     tell(cluster_of(str(cluster)).remarks)
     tell(f"{trace or 'generated trace'}: {remark}" for remark in question.workload.remarks(seed))
@@ -290,7 +290,7 @@ def simulate(
         records = compare(question, policies, range(seed, seed + seeds), on=on, workers=workers, progress=progress)
     runs = [record.summary for record in records]
     if out is not None:
-        from kvroute.report.comparison_page import write_report  # plots take a second to import
+        from kvroute.report.comparison_page import write_report  # its import of plots takes a second
 
         with written_whole(out / "results.jsonl", "choose another folder") as part:
             part.write_bytes(b"".join(encode(record) + b"\n" for record in records))

@@ -1,4 +1,4 @@
-"""What a user asked of an experiment, and the cells that this means; it runs none."""
+"""The options of an experiment, and the cells that they select."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Asked:
     reading: str
     changes: Sequence[str]
     profiles: Sequence[str]
-    """Empty: all."""
+    """Selected profiles; empty for all."""
     trace: Path | None
     cell: str | None
     seeds: tuple[int, ...]
@@ -26,17 +26,17 @@ class Asked:
     out: Path
     as_json: bool
     trace_dir: Path | None = None
-    """Where recorded traces lie, for sweeps that use several."""
+    """Folder of recorded traces, for sweeps that use several."""
 
     def folder(self, reading: str) -> Path:
-        """Where results of a reading lie."""
+        """Return the results folder of a reading."""
         return self.out / reading / (self.trace.name if self.trace else "generated")
 
     def sweep(self, one: Experiment, reading: str) -> list[Cell]:
-        """What is to be run of an experiment, checked before anything is.
+        """Return the selected cells of an experiment, checked before any run.
 
         Raises:
-            InputError: a profile or a cell that it does not have.
+            InputError: the experiment does not have a selected profile or cell.
         """
         for name in self.profiles:
             if name not in one.profiles:
@@ -48,7 +48,7 @@ class Asked:
 
 
 def _matching(sweep: list[Cell], one: Experiment, text: str) -> list[Cell]:
-    """Cells named by profile, one value per axis and policy."""
+    """Return the cells that match a profile, one value per axis and a policy."""
     parts = [part.strip() for part in text.split(",")]
     form = ",".join(("profile", *one.axes, "policy"))
     if len(parts) != len(one.axes) + 2:

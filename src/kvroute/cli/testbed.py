@@ -1,4 +1,4 @@
-"""`kvroute testbed`: a cluster in miniature on this machine, out of the kernel's own network; up, played on, down."""
+"""`kvroute testbed`: a small-scale cluster on this machine that uses the kernel's network stack."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def up(
     prefill: Prefill = "least-loaded",
     seed: Seed = 0,
 ) -> None:
-    """Put a testbed up and leave it standing: engines inside, a gateway outside; prints where it is, as JSON.
+    """Start a testbed and keep it running: engines inside, a gateway outside. Prints its addresses as JSON.
 
     Example: [bold]sudo kvroute testbed up examples/testbed-literal.yaml[/bold]
     """
@@ -99,7 +99,7 @@ def run(
     seed: Seed = 0,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
 ) -> None:
-    """Put a testbed up, play a trace on it under each policy beside what the simulator says of it, and take it away.
+    """Start a testbed, play a trace on it under each policy, compare with the simulator, and remove the testbed.
 
     Example: [bold]sudo kvroute testbed run examples/testbed-literal.yaml --requests 100[/bold]
     """
@@ -144,7 +144,7 @@ def down(
     name: Name = None,
     everything: Annotated[bool, typer.Option("--all", help="Every testbed of this machine.")] = False,
 ) -> None:
-    """Take a testbed away, in whatever state it is: processes, namespaces, devices, files; nothing else is touched.
+    """Remove a testbed in any state: its processes, namespaces, devices and files, and nothing else.
 
     Example: [bold]sudo kvroute testbed down examples/testbed-literal.yaml[/bold]
     """
@@ -177,7 +177,7 @@ def _build(scale: float, queues: str, background: str, seed: int) -> Build:
 
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """SIGTERM ends the block as Ctrl-C does: what stands is taken away."""
+    """Make SIGTERM end the block like Ctrl-C, so that the testbed is removed."""
 
     def end(number: int, _: object) -> None:
         sys.exit(128 + number)

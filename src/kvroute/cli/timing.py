@@ -1,4 +1,4 @@
-"""`kvroute timing`: measured profiles to the `timing:` block of a cluster file."""
+"""`kvroute timing`: converts measured profiles to the `timing:` block of a cluster file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ app = typer.Typer(help="Prefill and decode times from measured profiles.", no_ar
 
 @app.callback()
 def _root() -> None:
-    """Prefill and decode times from measured profiles."""
+    """Compute prefill and decode times from measured profiles."""
 
 
 @app.command()
@@ -40,7 +40,7 @@ def fit(
     name: Annotated[str, typer.Option("--name", help="Name of the timing in the cluster file.")] = "default",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
 ) -> None:
-    """Fit a timing to measurements and print it as YAML for a cluster file; the errors of the fit follow on stderr.
+    """Fit a timing to measurements and print it as YAML for a cluster file; the fit errors are printed on stderr.
 
     A file has the columns tokens,seconds (whole prompts), or batch,context_tokens,seconds (decode iterations; the
     context is the sum over the batch), or it is splitwise-sim's CSV or DistServe's JSON.
@@ -114,5 +114,5 @@ def _decode(spec: DecodeSpec) -> str:
 
 
 def _text(seconds: float) -> str:
-    """Six digits are more than any profile has; what is left below a femtosecond is none."""
+    """Format seconds with six digits, more than any profile has; values below a femtosecond become zero."""
     return f'"{duration_text(float(f"{seconds:.6g}"))}"' if seconds >= 1e-15 else '"0 s"'

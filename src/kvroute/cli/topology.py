@@ -1,4 +1,4 @@
-"""`kvroute topology`: check a cluster file, print its schema, show it as a tree, a tier matrix and a picture."""
+"""`kvroute topology`: checks a cluster file, prints its schema, and shows it as a tree, a tier matrix and a picture."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ app = typer.Typer(
 app.command("expand")(expand_file)
 
 _SHOWN_CHILDREN = 8
-"""Of a domain with more children, so many are listed and the rest counted."""
+"""Number of children listed for a domain with more children; the rest is counted."""
 _SHOWN_NODES = 64
-"""Up to so many nodes nothing is left out of the tree."""
+"""Maximum number of nodes for which the tree is complete."""
 _MATRIX = (40, 64)
 """Largest tier matrix printed: rows (prefill), columns (decode)."""
 _TIER_STYLES = ("green", "cyan", "yellow", "dark_orange", "red")
@@ -43,8 +43,9 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document an
 
 @app.command()
 def check(file: File, as_json: AsJson = False) -> None:
-    """Name every fault of a cluster file with its line and field, also of its gateway section; exit with 2 if there is
-    one. The files that this section names, the environment and the engines' endpoints are for `kvroute serve`.
+    """Report every error of a cluster file with its line and field, including its gateway section; exit with 2 if there
+    is one. The files that this section names, the environment and the engines' endpoints are checked by `kvroute
+    serve`.
 
     Example: [bold]kvroute topology check examples/fat-tree-64gpu.yaml[/bold]
     """
@@ -81,7 +82,7 @@ def new(
     name: Annotated[str, typer.Option(help="What the cluster is called.")] = "my-cluster",
     out: Annotated[Path | None, typer.Option(help="File to write; stdout without.", show_default=False)] = None,
 ) -> None:
-    """Write a first cluster file for engines that run already; it says what to mend in it.
+    """Write a first cluster file for engines that already run; the file marks the values to change.
 
     Example: [bold]kvroute topology new --prefill http://10.0.0.1:8000 --decode http://10.0.0.2:8000[/bold]
     """
@@ -110,7 +111,7 @@ def new(
     try:
         parse(text, where=str(out or name))
     except InputErrors as errors:
-        # The file is not there yet: its lines would name nothing that a reader could look at.
+        # The file does not exist yet, so line numbers would be useless to the reader.
         problems = [InputError(fault.what, where=_option(fault), mend=fault.mend) for fault in errors.problems]
         raise InputErrors(problems) from None
     if out is None:
@@ -134,7 +135,7 @@ def schema() -> None:
     Example: [bold]kvroute topology schema > cluster.schema.json[/bold]
     """
     try:
-        from kvroute.gateway.settings import GatewaySettings  # takes half a second to import
+        from kvroute.gateway.settings import GatewaySettings  # its import takes half a second
     except ImportError:
         print_json(cluster_json_schema({}))
         typer.echo("the gateway section is left open: its keys take pip install 'kvroute[serve]'", err=True)
@@ -153,7 +154,7 @@ def show(
 
     Example: [bold]kvroute topology show examples/fat-tree-64gpu.yaml --png cluster.png[/bold]
     """
-    from kvroute.report.topology_figure import draw_topology  # plots take a second to import
+    from kvroute.report.topology_figure import draw_topology  # its import of plots takes a second
 
     cluster = load(file)
     tell(cluster.remarks)
@@ -174,12 +175,12 @@ def show(
 
 
 def _checked(file: Path) -> tuple[Cluster, bool]:
-    """The cluster, and whether all of its file was checked: without the gateway's libraries its section is not."""
+    """Return the cluster, and whether the whole file was checked: the gateway section needs the gateway's libraries."""
     text = read_text(file)
     if "gateway" not in text:
         return parse(text, str(file)), True
     try:
-        from kvroute.gateway.preflight import deployment_of  # takes half a second to import
+        from kvroute.gateway.preflight import deployment_of  # its import takes half a second
     except ImportError:
         cluster = parse(text, str(file))
         return cluster, not cluster.file.gateway
@@ -193,7 +194,7 @@ def _check_picture(path: Path, ending: str) -> None:
 
 
 def _option(fault: InputError) -> str:
-    """Of `new`, that a fault of the draft comes from; empty: none by itself."""
+    """Return the option of `new` that causes an error in the draft; empty if no single one does."""
     return "--name" if isinstance(fault, FileError) and fault.field == "name" else ""
 
 

@@ -1,4 +1,4 @@
-"""`kvroute topology expand`: a simulated cluster's file with its shorthands written out and its engines' addresses."""
+"""`kvroute topology expand`: writes a simulated cluster's file without shorthands and with its engines' addresses."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def expand_file(
 ) -> None:
     """Write a cluster file without shorthands: every node and every instance, with the address of its engine.
 
-    What was simulated can then be served: the same racks, links and timing, and an endpoint for each instance.
+    A simulated cluster can then be served: with the same racks, links and timing, and an endpoint for each instance.
 
     Example: [bold]kvroute topology expand examples/small.yaml --endpoints prefill0=http://10.0.0.1:8000[/bold]
     """
@@ -46,7 +46,7 @@ def expand_file(
     try:
         written_out = parse(text, where="--endpoints")
     except InputErrors as errors:
-        # The file is not there yet: its lines would name nothing that a reader could look at.
+        # The file does not exist yet, so line numbers would be useless to the reader.
         problems = [InputError(fault.what, where="--endpoints", mend=fault.mend) for fault in errors.problems]
         raise InputErrors(problems) from None
     if out is None:
@@ -66,7 +66,7 @@ def expand_file(
 
 
 def _addresses(options: list[str]) -> list[str]:
-    """Each address of all options; a value that names a file stands for its lines."""
+    """Return the addresses in all options; an option that names a file stands for the file's lines."""
     found: list[str] = []
     for option in options:
         path = Path(option)

@@ -1,4 +1,4 @@
-"""`kvroute trace`: what a trace of requests is like, and a generated one for whoever has none."""
+"""`kvroute trace`: statistics of a request trace, and a generator of traces."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def generate_file(
     p_share: Share = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a trace in Mooncake's format with the statistics of its conversation trace; the same seed, the same file.
+    """Write a trace in Mooncake's format with the statistics of its conversation trace; equal seeds give equal files.
 
     Example: [bold]kvroute trace generate rag.jsonl.zst --requests 5000 --rate 6 --profile rag --seed 1[/bold]
     """
@@ -127,7 +127,7 @@ def generate_file(
 
 
 def _generated(requests: int, rate_per_s: float | None, seed: int, profile: str) -> Trace:
-    """Exactly `requests` that fit the profile, at exactly the rate asked for."""
+    """Generate exactly `requests` that fit the profile, at exactly the requested rate."""
     rate = MOONCAKE_CONVERSATION.rate_per_s if rate_per_s is None else rate_per_s
     if not profile:
         trace = generate(requests, rate_per_s=rate, seed=seed)

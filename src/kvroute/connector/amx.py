@@ -1,7 +1,8 @@
-"""Permission for AMX tiles, which Linux gives a process only when it asks.
+"""Requests permission to use AMX tiles, which Linux grants a process only on request.
 
-vLLM's CPU attention uses the tiles without asking. A large matrix product asks in passing, as a prefill's does, so only
-a process whose first step is a decode of fetched KV, or a very short prompt, ends with "Illegal instruction".
+vLLM's CPU attention uses the tiles without requesting permission. A large matrix product, such as a prefill's, requests
+it as a side effect. So only a process whose first step is a decode of fetched KV, or a very short prompt, ends with
+"Illegal instruction".
 """
 
 from __future__ import annotations
@@ -16,25 +17,25 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 CPUINFO = Path("/proc/cpuinfo")
 _SYS_ARCH_PRCTL = 158
-"""On x86-64."""
+"""Number of the system call on x86-64."""
 _ARCH_REQ_XCOMP_PERM = 0x1023
 _XTILEDATA = 18
 """Number of the tiles' register state."""
 
 
 def needs_permission(device: str, machine: str, flags: Collection[str]) -> bool:
-    """Whether a model on this device may use AMX tiles.
+    """Return whether a model on this device may use AMX tiles.
 
     Args:
-        device: type of the device that holds the KV cache, as torch names it.
-        machine: architecture, as `platform.machine()` names it.
-        flags: of the CPU, as the kernel names them.
+        device: type of the device that holds the KV cache, with torch's name.
+        machine: architecture, as `platform.machine()` returns it.
+        flags: CPU flags, with the kernel's names.
     """
     return device == "cpu" and machine == "x86_64" and "amx_tile" in flags
 
 
 def cpu_flags(cpuinfo: str) -> frozenset[str]:
-    """Flags of the first CPU in the text of /proc/cpuinfo; none where the kernel lists none."""
+    """Return the flags of the first CPU in the text of /proc/cpuinfo; empty if the kernel lists none."""
     for line in cpuinfo.splitlines():
         name, _, values = line.partition(":")
         if name.strip() == "flags":
@@ -43,7 +44,7 @@ def cpu_flags(cpuinfo: str) -> frozenset[str]:
 
 
 def request_permission() -> str:
-    """Ask the kernel for this process and its threads; empty, or the kernel's reason for refusing. x86-64 only."""
+    """Request permission for this process and its threads (x86-64 only). Return the kernel's reason if it refuses."""
     libc = ctypes.CDLL(None, use_errno=True)
     arguments = (_SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XTILEDATA)
     if libc.syscall(*(ctypes.c_long(argument) for argument in arguments)) == 0:
@@ -52,11 +53,11 @@ def request_permission() -> str:
 
 
 def allow_amx(device: str, cpuinfo: Path | None = None) -> None:
-    """Ask for AMX tiles where the model may use them; to be called before the first step of a process."""
+    """Request AMX tiles if the model may use them. Must be called before the first step of a process."""
     try:
         text = (cpuinfo or CPUINFO).read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return  # not Linux, or no /proc: no tiles to ask for, or no way to know
+        return  # not Linux, or no /proc: no tiles to request, or no way to detect them
     if not needs_permission(device, platform.machine(), cpu_flags(text)):
         return
     refusal = request_permission()

@@ -1,7 +1,7 @@
-"""Proof of the shared token, bound to one connection, and the tags that bind every later frame to it. Pure.
+"""Proof of the shared token, bound to one connection, and the tags that bind every later frame to it. No I/O.
 
-Both sides derive everything from the token and a transcript: the server's challenge and all that the client says of
-itself, including the address that it has connected to. The token and the keys never cross the network.
+Both sides derive all values from the token and a transcript: the server's challenge and all fields of the client's
+hello, including the address that it connected to. The token and the keys are never sent over the network.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ _CONTEXT = b"kvroute KV connection 3\0"
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """What both sides of one connection know and nobody else: proofs of the token, and a key for each direction."""
+    """Secrets that only the two sides of one connection have: proofs of the token, and a key for each direction."""
 
     client_proof: bytes
     server_proof: bytes
     client_key: bytes
-    """Of the frames that the client sends."""
+    """Key of the frames that the client sends."""
     server_key: bytes
-    """Of the frames that the server sends."""
+    """Key of the frames that the server sends."""
 
 
 def fresh_nonce() -> bytes:
-    """Random bytes that are used once."""
+    """Return random bytes for a single use."""
     return secrets.token_bytes(NONCE_BYTES)
 
 
 def session(token: str, challenge: Challenge, hello: Hello) -> Session:
-    """The session of a handshake; `hello.proof` does not count.
+    """Return the session of a handshake; `hello.proof` is ignored.
 
-    Each value is an HMAC-SHA256 with a label of its own, so that none can be reflected or used in another's place.
+    Each value is an HMAC-SHA256 with its own label, so that none can be reflected or used in place of another.
 
     Raises:
         WireError: the hello is longer than a handshake allows.
@@ -59,9 +59,9 @@ def proven(given: bytes, expected: bytes) -> bool:
 
 
 class FrameTags:
-    """Tags of the frames of one direction, in their order: keyed BLAKE2s over a frame's number and its header.
+    """Tags of the frames of one direction, in order: keyed BLAKE2s over a frame's number and its header.
 
-    The number keeps a frame from being repeated, left out or moved.
+    The number prevents frames from being repeated, omitted or reordered.
     """
 
     def __init__(self, key: bytes) -> None:
@@ -69,15 +69,15 @@ class FrameTags:
         self._number = 0
 
     def next(self, header: bytes) -> bytes:
-        """Tag of the next frame, which has this header."""
-        tag = self._keyed.copy()  # half the time of taking up the key anew
+        """Return the tag of the next frame, which has this header."""
+        tag = self._keyed.copy()  # takes half the time of setting the key again
         tag.update(self._number.to_bytes(8, "big") + header)
         self._number += 1
         return tag.digest()
 
 
 def address_of(sockname: tuple[str, int, *tuple[int, ...]]) -> tuple[str, int]:
-    """IP address and port of a TCP socket's end, written in one way on both sides of a connection."""
+    """Return the IP address and port of a TCP socket's end, in the same notation on both sides of a connection."""
     address = ipaddress.ip_address(sockname[0].partition("%")[0])
     mapped = getattr(address, "ipv4_mapped", None)
     return str(mapped or address), sockname[1]

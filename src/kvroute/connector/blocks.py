@@ -1,4 +1,4 @@
-"""Where KV blocks lie in memory: one region per layer, as bytes that sockets read from and write to without a copy."""
+"""Memory locations of KV blocks: one region per layer, as bytes that sockets read and write without a copy."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ ByteArray = npt.NDArray[np.uint8]
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
-    """What two instances must have in common for a block's bytes to mean the same on both."""
+    """Properties that must be equal on two instances, so that a block's bytes have the same meaning on both."""
 
     model: str
     dtype: str
     block_tokens: int
     region_bytes: tuple[int, ...]
-    """Bytes of one block in every region, in the order of the layers."""
+    """Size of one block in every region, in bytes, in the order of the layers."""
     tp: int = 1
     rank: int = 0
 
 
 class Region(Protocol):
-    """One layer's part of the KV cache, block by block."""
+    """One layer's part of the KV cache, as blocks."""
 
     @property
     def block_bytes(self) -> int:
-        """Of one block of this layer."""
+        """Size of one block of this layer, in bytes."""
         ...
 
     def outgoing(self, blocks: Sequence[int]) -> list[memoryview]:
-        """The bytes of `blocks`, in their order."""
+        """Return the bytes of `blocks`, in this order."""
         ...
 
     def landing(self, blocks: Sequence[int]) -> list[memoryview]:
-        """Where the bytes of `blocks` are to be written, in their order."""
+        """Return the buffers that receive the bytes of `blocks`, in this order."""
         ...
 
     def landed(self, blocks: Sequence[int], views: list[memoryview]) -> None:
-        """All bytes are in `views`, which `landing` gave."""
+        """Complete the write of `blocks`: all bytes are in `views`, which `landing` returned."""
         ...
 
 
@@ -56,25 +56,25 @@ class HostRegion:
 
     @classmethod
     def of(cls, memory: ByteArray, block_bytes: int, stride_bytes: int) -> HostRegion:
-        """Over a flat array of bytes that starts with block 0."""
+        """Create a region over a flat array of bytes that starts with block 0."""
         assert memory.ndim == 1
         assert memory.flags.c_contiguous
         return cls(memory.data, block_bytes, stride_bytes)
 
     @property
     def blocks(self) -> int:
-        """How many whole blocks there are."""
+        """Number of whole blocks."""
         return (len(self.memory) - self.block_bytes) // self.stride_bytes + 1
 
     def outgoing(self, blocks: Sequence[int]) -> list[memoryview]:
-        """Views into the cache itself; neighbours are joined."""
+        """Return views into the cache itself. Adjacent blocks are joined."""
         joined = self.stride_bytes == self.block_bytes
         return [self._run(first, count) for first, count in runs(blocks, joined)]
 
     landing = outgoing
 
     def landed(self, blocks: Sequence[int], views: list[memoryview]) -> None:
-        """The bytes are in place already."""
+        """Do nothing: the bytes are already in place."""
 
     def _run(self, first: int, count: int) -> memoryview:
         start = first * self.stride_bytes
@@ -84,7 +84,7 @@ class HostRegion:
 
 
 def runs(blocks: Sequence[int], joined: bool = True) -> Iterator[tuple[int, int]]:
-    """Stretches of consecutive blocks as (first, count); each block for itself unless `joined`."""
+    """Yield runs of consecutive blocks as (first, count); unless `joined`, each block separately."""
     start = 0
     for index in range(1, len(blocks) + 1):
         if index == len(blocks) or not joined or blocks[index] != blocks[index - 1] + 1:

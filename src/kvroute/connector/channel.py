@@ -1,4 +1,4 @@
-"""A connected socket that speaks frames (`wire`), and the socket options of KV connections."""
+"""A connected socket that exchanges frames (`wire`), and the socket options of KV connections."""
 
 from __future__ import annotations
 
@@ -26,54 +26,54 @@ from kvroute.connector.wire import (
 BUFFER_BYTES = 4 << 20
 UNSENT_BYTES_MAX = 128 << 10
 HANDSHAKE_S = 10.0
-"""A handshake that takes longer as a whole has failed, though bytes keep coming."""
+"""Maximum duration of a whole handshake, in seconds, even if bytes keep arriving."""
 PROBE_S = 1
-"""After so long without a byte from the server, a client in its handshake asks whether it is still there."""
+"""Time without a byte from the server after which a client in its handshake probes the connection, in seconds."""
 SYSCTL_CORE = Path("/proc/sys/net/core")
 _IOV_MAX = 512
 
 
 class Channel:
-    """A connected socket that speaks frames. The owner closes it.
+    """A connected socket that exchanges frames. The owner closes it.
 
-    It begins in the handshake: headers are short, and it has to be over in time. `secure` ends the handshake; from then
-    on every frame carries a tag.
+    It starts in the handshake, where headers are short and a deadline applies. `secure` ends the handshake; from then
+    on every frame has a tag.
     """
 
     def __init__(self, sock: socket.socket, timeout_s: float, handshake_s: float = HANDSHAKE_S) -> None:
-        """Args: seconds in which at least one byte must move, and in which the handshake must be over."""
+        """At least one byte must move in `timeout_s` seconds, and the handshake must end in `handshake_s` seconds."""
         self.sock = sock
         self._timeout_s = timeout_s
         self._deadline: float | None = time.monotonic() + handshake_s
         self._limit = HANDSHAKE_BYTES_MAX
-        """Bytes of a header at most, in both directions."""
+        """Maximum size of a header, in both directions, in bytes."""
         self._send_tags: FrameTags | None = None
         self._receive_tags: FrameTags | None = None
         sock.settimeout(timeout_s)
 
     def secure(self, *, send_key: bytes, receive_key: bytes) -> None:
-        """The peer has proved the token: the handshake is over, and frames carry tags under these keys."""
+        """End the handshake after the peer has proved the token. From now on frames have tags under these keys."""
         self._send_tags, self._receive_tags = FrameTags(send_key), FrameTags(receive_key)
         self._deadline, self._limit = None, HEADER_BYTES_MAX
         self.sock.settimeout(self._timeout_s)
 
     def send(self, message: Message, payload: Sequence[memoryview] = ()) -> None:
-        """A header and, behind it, `payload` straight from memory.
+        """Send a header, followed by `payload` directly from memory.
 
         Raises:
             WireError: the message is longer than the peer accepts.
-            OSError: the connection broke, or the peer took nothing in time.
+            OSError: the connection broke, or the peer accepted no byte in time.
         """
         header = encode(message, self._limit)
         tag = self._send_tags.next(header) if self._send_tags else b""
         self._send_all([memoryview(encode_length(header) + header + tag), *payload])
 
     def receive(self) -> Message | None:
-        """The next header; None if the peer has closed between two frames.
+        """Return the next header; None if the peer has closed the connection between two frames.
 
         Raises:
-            WireError: the peer speaks something else, or leaves in the middle, or somebody between has changed a frame.
-            OSError: the connection broke, or nothing came in time.
+            WireError: the peer uses another protocol or disconnects within a frame, or a frame was modified in transit.
+            OSError: the connection broke, or nothing arrived in time.
         """
         prefix = self._exactly(LENGTH_BYTES, may_end=True)
         if prefix is None:
@@ -87,10 +87,10 @@ class Channel:
         return decode(header)
 
     def heard(self) -> Message:
-        """The next header, if it is not the end.
+        """Return the next header. The end of the connection is an error.
 
         Raises:
-            WireError: the peer has left, or refuses: then with the refusal's own code and reason.
+            WireError: the peer has disconnected, or it refuses: then with the refusal's own code and reason.
         """
         message = self.receive()
         if message is None:
@@ -100,10 +100,10 @@ class Channel:
         return message
 
     def expect(self, kind: type[M]) -> M:
-        """The next header, which must be a `kind`.
+        """Return the next header, which must be a `kind`.
 
         Raises:
-            WireError: it is another one, or as `heard`.
+            WireError: it is another kind, or as for `heard`.
         """
         message = self.heard()
         if not isinstance(message, kind):
@@ -120,12 +120,12 @@ class Channel:
                 view = view[got:]
 
     def abort(self) -> None:
-        """Wake whoever waits in this channel: it finds it broken, and closes it."""
-        with suppress(OSError):  # the peer was faster
+        """Wake the thread that waits in this channel. It finds the channel broken and closes it."""
+        with suppress(OSError):  # the peer closed it first
             self.sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Wake whoever waits in this channel, and let go."""
+        """Wake the thread that waits in this channel, and close the socket."""
         shut(self.sock)
 
     def _exactly(self, size: int, may_end: bool = False) -> bytes | None:
@@ -143,7 +143,7 @@ class Channel:
         return bytes(data)
 
     def _keep(self, deadline: float) -> None:
-        """A peer that sends a byte now and then must not stay in the handshake for ever."""
+        """Limit the wait to the handshake's deadline: a peer that sends single bytes must not stay in it forever."""
         left_s = deadline - time.monotonic()
         if left_s <= 0:
             raise TimeoutError("the handshake was not complete in time")
@@ -161,8 +161,8 @@ class Channel:
 
 
 def shut(sock: socket.socket) -> None:
-    """Close a socket that another thread may be waiting in."""
-    with suppress(OSError):  # the peer was faster, or it was never connected
+    """Close a socket in which another thread may be waiting."""
+    with suppress(OSError):  # the peer closed it first, or it was never connected
         sock.shutdown(socket.SHUT_RDWR)
     sock.close()
 
@@ -170,21 +170,21 @@ def shut(sock: socket.socket) -> None:
 def tune(
     sock: socket.socket, dscp: int, *, control: str = "", buffer_bytes: int = BUFFER_BYTES, limits: Path = SYSCTL_CORE
 ) -> None:
-    """No delay, large buffers, dead peers noticed, and the traffic class's mark on every packet.
+    """Set no delay, large buffers, keep-alive, and the traffic class's mark on every packet.
 
     Args:
         control: TCP congestion control by the kernel's name; empty: the system's.
-        buffer_bytes: of each socket buffer; 0: as TCP sees fit.
-        limits: folder where the kernel says how large a buffer (`wmem_max`, `rmem_max`) it lets anybody ask for.
+        buffer_bytes: size of each socket buffer; 0: chosen by TCP.
+        limits: folder in which the kernel gives the maximum buffer sizes (`wmem_max`, `rmem_max`).
     """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    # What is written and not yet sent can no longer be given to a faster connection.
+    # Data that is written but not yet sent can no longer be given to a faster connection.
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES_MAX)
     if control:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, control.encode())
     for buffer, limit in ((socket.SO_SNDBUF, "wmem_max"), (socket.SO_RCVBUF, "rmem_max")):
-        # Asking for more than the limit gives the limit and ends TCP's own growth, which may go much further.
+        # A size above the limit would set the limit and end TCP's own growth, which may go much further.
         if 0 < buffer_bytes <= _number(limits / limit):
             sock.setsockopt(socket.SOL_SOCKET, buffer, buffer_bytes)
     mark(sock, dscp)
@@ -192,10 +192,10 @@ def tune(
 
 @contextmanager
 def probed(sock: socket.socket) -> Iterator[None]:
-    """Keep-alive probes after `PROBE_S`, for a client that waits for the server's first message.
+    """Send keep-alive probes after `PROBE_S` while a client waits for the server's first message.
 
     A server that stops listening while a connection is being opened may discard it without a reset. The client then has
-    an open connection and nothing to send, so that only a probe finds out.
+    an open connection and nothing to send, so only a probe detects the loss.
     """
     idle_s = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, PROBE_S)

@@ -1,7 +1,7 @@
 """The decode instance's side: pulls a request's blocks over several connections into its own KV cache.
 
-Every transfer ends in exactly one `Result`, good or bad; the producer is told that it may free the blocks either way.
-What a broken connection has not delivered is fetched over another one.
+Every transfer ends in exactly one `Result`, successful or not. In both cases the producer is notified that it may free
+the blocks. Data that a broken connection has not delivered is fetched over another one.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from kvroute.connector.wire import Release, Released
 
 log = logging.getLogger(__name__)
 SHARE_BYTES_MIN = 256 << 10
-"""A connection more is not worth its round trips for fewer bytes than this."""
+"""Minimum bytes per connection: for fewer, an additional connection is not worth its round trips."""
 THREADS_MAX = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """How a transfer ended; `failure` is empty, or one word as in `WireError.code`."""
+    """Outcome of a transfer; `failure` is empty, or one word as in `WireError.code`."""
 
     transfer: Transfer
     nbytes: int
@@ -38,7 +38,7 @@ class Result:
 
 
 class Client:
-    """Starts transfers and hands back their results; `close` ends all of them."""
+    """Starts transfers and returns their results. `close` ends all of them."""
 
     def __init__(
         self,
@@ -57,41 +57,41 @@ class Client:
         self._threads = ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="kv-pull")
 
     def start(self, transfer: Transfer) -> None:
-        """Begin; the outcome will be among `results`."""
+        """Start a transfer. Its outcome will be among `results`."""
         assert transfer.blocks, "a transfer of no blocks is a release"
         progress = Progress(transfer, self._regions, fresh_nonce().hex(), self._clock())
         with self._lock:
             self._running[transfer.request_id] = progress
-        # Who waits for a prompt that is not begun yet waits with one connection.
+        # A transfer whose prompt has not been started yet waits with one connection.
         self._widen(progress, 1 if transfer.wait_s else self._connections(transfer))
 
     def cancel(self, request_id: str) -> None:
-        """Nobody wants the transfer any more: it ends soon, with the failure `cancelled`."""
+        """Cancel a transfer that is no longer needed. It ends soon, with the failure `cancelled`."""
         with self._lock:
             progress = self._running.get(request_id)
         if progress:
             progress.cancel()
 
     def release(self, peer: Peer, remote_request_id: str) -> None:
-        """Tell `peer` that nobody will fetch the request; if it does not hear, its blocks expire."""
+        """Notify `peer` that the request will not be fetched. If the message is lost, the blocks expire."""
         self._threads.submit(self._release, peer, remote_request_id)
 
     def results(self) -> list[Result]:
-        """Transfers that have ended since the last call."""
+        """Return the transfers that have ended since the last call."""
         ended = []
         while not self._results.empty():
             ended.append(self._results.get())
         return ended
 
     def wait(self, timeout_s: float) -> Result | None:
-        """The next transfer to end, if one does in time."""
+        """Return the next transfer to end, or None if none ends in time."""
         try:
             return self._results.get(timeout=timeout_s)
         except queue.Empty:
             return None
 
     def close(self) -> None:
-        """Break what is under way (it fails with `reset`) and wait for all threads."""
+        """Abort the transfers in progress (they fail with `reset`) and wait for all threads."""
         self._pool.close()
         self._threads.shutdown(wait=True)
 
@@ -100,7 +100,7 @@ class Client:
         return max(1, min(transfer.connections or self._options.connections, nbytes // SHARE_BYTES_MIN))
 
     def _widen(self, progress: Progress, lanes: int) -> None:
-        """Carry the transfer over `lanes` connections from now on."""
+        """Use `lanes` connections for the transfer from now on."""
         with progress.lock:
             fresh = range(progress.lanes, lanes)
             progress.lanes = max(progress.lanes, lanes)
@@ -110,14 +110,14 @@ class Client:
             lane = Lane(number, progress, self._pool, lambda: self._widen(progress, wide))
             try:
                 self._threads.submit(self._run, progress, lane)
-            except RuntimeError:  # closed meanwhile
+            except RuntimeError:  # closed in the meantime
                 self._ended(progress, "reset")
 
     def _run(self, progress: Progress, lane: Lane) -> None:
         try:
             failure = lane.carry()
         except Exception:
-            # Our own bug: the request must still end, or vLLM would wait for it for ever.
+            # Our own bug: the request must still end, because vLLM would wait for it forever.
             log.exception("KV transfer of %s", progress.transfer.request_id)
             failure = "bug"
         self._ended(progress, failure)
@@ -129,7 +129,7 @@ class Client:
             if progress.lanes_left:
                 return
         transfer, seconds = progress.transfer, self._clock() - progress.began
-        # A lane may fail and the others carry all; and if none has failed, all must be there.
+        # A lane may fail while the others transfer everything. If no lane has failed, everything must be there.
         failure = "" if progress.complete else progress.failure or "malformed"
         with self._lock:
             if self._running.get(transfer.request_id) is progress:

@@ -1,6 +1,7 @@
-"""What the kernel's TCP says of a connection that sends: retransmissions, round trip, window, rate and queue (Linux).
+"""TCP statistics of the kernel for a sending connection: retransmissions, round trip, window, rate and queue (Linux).
 
-The sender sees a path fill up before a transfer ends: its queue grows, its round trips lengthen, its segments are lost.
+The sender detects a congested path before a transfer ends: its queue grows, its round trips lengthen, its segments are
+lost.
 """
 
 from __future__ import annotations
@@ -27,57 +28,57 @@ _FIELDS = {
     "bytes_sent": ("Q", 200),
     "bytes_retrans": ("Q", 208),
 }
-"""Format and offset in `struct tcp_info` of linux/tcp.h, which only ever grows at its end."""
+"""Format and offset in `struct tcp_info` of linux/tcp.h, which is only extended at its end."""
 _NO_RTT_US = 2**32 - 1
 """`min_rtt_us` of a connection on which no round trip has been measured yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class TcpInfo:
-    """Fields of `struct tcp_info` since the connection began, by the kernel's names; times in microseconds.
+    """Fields of `struct tcp_info` since the connection began, with the kernel's names; times in microseconds.
 
-    A kernel that knows less of them leaves the rest 0.
+    Fields that the kernel does not report are 0.
     """
 
     snd_mss: int = 0
     rtt_us: int = 0
     snd_cwnd: int = 0
-    """In segments."""
+    """Congestion window, in segments."""
     total_retrans: int = 0
-    """Segments sent again."""
+    """Number of retransmitted segments."""
     notsent_bytes: int = 0
-    """Written here and not sent for the first time: the network is slower than the writer."""
+    """Bytes written here and not yet sent for the first time: the network is slower than the writer."""
     min_rtt_us: int = 0
     data_segs_out: int = 0
-    """Segments with data, those sent again included."""
+    """Number of segments with data, retransmissions included."""
     delivery_rate: int = 0
-    """Bytes per second, most recently."""
+    """Most recent delivery rate, in bytes per second."""
     busy_time_us: int = 0
-    """Time with data sent and not acknowledged."""
+    """Time during which sent data was not yet acknowledged."""
     bytes_sent: int = 0
-    """Of data, those sent again included."""
+    """Data bytes sent, retransmissions included."""
     bytes_retrans: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One connection at one moment."""
+    """State of one connection at one moment."""
 
     info: TcpInfo
     queue_bytes: int
-    """Written here and not acknowledged by the peer (SIOCOUTQ)."""
+    """Bytes written here and not acknowledged by the peer (SIOCOUTQ)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """Counters of connections, added up over their lives: data and what of it was sent again."""
+    """Counters of connections, added up over their lifetimes: all data, and retransmitted data."""
 
     nbytes: int = 0
     segments: int = 0
     again_bytes: int = 0
     again_segments: int = 0
     busy_us: int = 0
-    """Microseconds in which data was under way, all connections added up."""
+    """Time during which data was in flight, added up over all connections, in microseconds."""
 
     def __add__(self, other: Sent) -> Sent:
         return Sent(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(Sent)))
@@ -88,27 +89,27 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class Gauges:
-    """Several connections to one peer at one moment."""
+    """State of several connections to one peer at one moment."""
 
     connections: int = 0
-    """Those that carry something now; the other fields are theirs."""
+    """Number of connections that carry data now. The other fields describe only these."""
     rtt_s: float = 0.0
-    """Mean of the smoothed round trips."""
+    """Mean of the smoothed round-trip times."""
     min_rtt_s: float = 0.0
-    """Shortest round trip that any has seen: without a queue."""
+    """Shortest round-trip time measured on any connection: the one without a queue."""
     cwnd_bytes: float = 0.0
     """Sum of the congestion windows."""
     queue_bytes: float = 0.0
     delivery_bytes_per_s: float = 0.0
-    """Sum of the most recent rates."""
+    """Sum of the most recent delivery rates."""
     unsent_bytes: float = 0.0
-    """Of `queue_bytes`, what waits for the network to take it; none where the network waits for more to be written."""
+    """Part of `queue_bytes` that the network has not accepted yet; 0 if the network waits for more data."""
     looked_s: float = 0.0
-    """When the kernel was asked, by the clock of whoever did; 0: it does not say."""
+    """Time of the query to the kernel, on the caller's clock; 0: not given."""
 
 
 def parse(data: bytes) -> TcpInfo:
-    """The kernel's bytes; fields that they do not reach stay 0."""
+    """Parse the kernel's bytes. Fields beyond their end stay 0."""
     found = {}
     for name, (form, offset) in _FIELDS.items():
         if offset + struct.calcsize(form) <= len(data):
@@ -117,7 +118,7 @@ def parse(data: bytes) -> TcpInfo:
 
 
 def sample(sock: socket.socket) -> Sample | None:
-    """Ask the kernel; None of a socket that is closed already."""
+    """Query the kernel. Return None if the socket is already closed."""
     try:
         info = parse(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES))
         (queue_bytes,) = struct.unpack("=i", fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, b"\0" * 4))
@@ -127,12 +128,12 @@ def sample(sock: socket.socket) -> Sample | None:
 
 
 def sent(info: TcpInfo) -> Sent:
-    """A connection's counters."""
+    """Return the counters of a connection."""
     return Sent(info.bytes_sent, info.data_segs_out, info.bytes_retrans, info.total_retrans, info.busy_time_us)
 
 
 def gauges(samples: Iterable[Sample]) -> Gauges:
-    """Those connections that carry something; all 0 if none does."""
+    """Aggregate the connections that carry data. All fields are 0 if none does."""
     busy = [one for one in samples if one.queue_bytes]
     if not busy:
         return Gauges()
@@ -159,23 +160,23 @@ class _Connection:
 
 
 class Links:
-    """Open connections by whom they lead to. Threads may come and go while another one reads."""
+    """Open connections by target. Threads may add and remove connections while another one reads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._open: dict[int, _Connection] = {}
         self._left: dict[str, Sent] = {}
-        """Of connections that have gone since the last `read`, what was not told before."""
+        """Counts of the connections closed since the last `read`, without what was reported before."""
         self._busy: set[str] = set()
-        """Not at rest when last read."""
+        """Targets that were not idle at the last `read`."""
 
     def opened(self, sock: socket.socket, target: str) -> None:
-        """`sock` leads to `target`."""
+        """Register `sock` as a connection to `target`."""
         with self._lock:
             self._open[id(sock)] = _Connection(sock, target)
 
     def closing(self, sock: socket.socket) -> None:
-        """`sock` is about to be closed; one that never led anywhere is passed by."""
+        """Unregister `sock`, which is about to be closed. No effect if it was not registered."""
         with self._lock:
             connection = self._open.pop(id(sock), None)
             if connection and (last := sample(sock)):
@@ -183,7 +184,7 @@ class Links:
                 self._left[target] = self._left.get(target, Sent()) + (sent(last.info) - connection.told)
 
     def read(self) -> dict[str, tuple[Sent, Gauges]]:
-        """By target: what has been sent since the last call, and how it goes now; not of those at rest since then."""
+        """Return, by target, the data sent since the last call and the current gauges. Omits targets that stay idle."""
         with self._lock:
             counts, self._left = self._left, {}
             samples: dict[str, list[Sample]] = {}

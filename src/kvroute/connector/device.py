@@ -1,6 +1,6 @@
-"""KV cache tensors as regions: host memory as it lies, device memory through a host buffer. Imports torch.
+"""KV cache tensors as regions: host memory in place, device memory through a host buffer. Imports torch.
 
-Only whole blocks are copied: a CPU kernel packs keys and values inside a block in its own way.
+Only whole blocks are copied, because a CPU kernel packs keys and values inside a block in its own format.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class StagedRegion:
         self.block_bytes = int(bytes_by_block.shape[1])
 
     def outgoing(self, blocks: Sequence[int]) -> list[memoryview]:
-        """A copy in host memory."""
+        """Return a copy in host memory."""
         return [_flat(self._tensor.index_select(0, self._index(blocks)).cpu())]
 
     def landing(self, blocks: Sequence[int]) -> list[memoryview]:
-        """A host buffer."""
+        """Return a host buffer."""
         return [_flat(torch.empty((len(blocks), self.block_bytes), dtype=torch.uint8))]
 
     def landed(self, blocks: Sequence[int], views: list[memoryview]) -> None:
@@ -48,7 +48,7 @@ class StagedRegion:
 
 
 def fence_of(tensor: Any) -> Fence | None:
-    """Behind what the current stream of a tensor's device has been told; None where orders are carried out at once."""
+    """Return a fence behind the work queued on the current stream of a tensor's device; None if work is not queued."""
     if tensor.device.type == "cpu":
         return None
     event = torch.Event(tensor.device)
@@ -58,10 +58,10 @@ def fence_of(tensor: Any) -> Fence | None:
 
 
 def regions_of(layer: str, tensor: Any, blocks: int, *, staging: bool = False) -> list[Region]:
-    """One layer's cache tensor as regions: one, or two where keys and values lie apart ([2, blocks, ...]).
+    """Return one layer's cache tensor as regions: one, or two if keys and values are separate ([2, blocks, ...]).
 
     Raises:
-        InputError: blocks are not dense in memory, or not countable.
+        InputError: blocks are not dense in memory, or the tensor does not divide into `blocks` blocks.
     """
     split = tensor.dim() > 1 and tensor.shape[0] == 2 and tensor.shape[1] % blocks == 0 and tensor.shape[0] % blocks
     halves = [tensor[0], tensor[1]] if split else [tensor]

@@ -1,4 +1,4 @@
-"""Faults on purpose, for tests: what a file says is done to the bytes between the cache and the wire."""
+"""Fault injection for tests: a file selects a fault in the bytes between the cache and the network."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _LOOK_S = 0.05
 
 
 def fault_of(text: str) -> tuple[str, int, int | None] | None:
-    """`corrupt-layer-2-block-5` as ("corrupt", 2, 5), None for every block; None for anything else."""
+    """Parse `corrupt-layer-2-block-5` into ("corrupt", 2, 5), with None for every block. Return None if invalid."""
     found = _FAULT.fullmatch(text.strip())
     return (found[1], int(found[2]), int(found[3]) if found[3] else None) if found else None
 
 
 def spoil(path: Path, piece: Piece, views: list[memoryview], ending: threading.Event) -> list[memoryview]:
-    """What the file asks for: other bytes than the cache's, or none at all until the file is gone.
+    """Apply the fault in the file: return other bytes than the cache's, or block until the file is removed.
 
     Raises:
-        WireError: the server is ending.
+        WireError: the server is closing.
     """
     match fault_of(path.read_text(encoding="utf-8")) if path.exists() else None:
         case ("corrupt", region, block) if region == piece.region:
@@ -38,7 +38,7 @@ def spoil(path: Path, piece: Piece, views: list[memoryview], ending: threading.E
 
 
 def _damaged(data: bytes, count: int, struck: range | list[int]) -> bytes:
-    """`data` is `count` blocks, of which those that are `struck` are turned into something else."""
+    """Return `data`, which is `count` blocks, with the content of the blocks in `struck` changed."""
     size = len(data) // count
     damaged = bytearray(data)
     for number in struck:

@@ -1,4 +1,4 @@
-"""Both sides of a handshake: who may talk, over which address, and with what KV cache."""
+"""Both sides of a handshake: they check the token, the address and the layout of the KV cache."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from kvroute.connector.options import Options
 from kvroute.connector.wire import VERSION, Challenge, Hello, Refused, Welcome, WireError
 
 _REASON_CHARACTERS_MAX = 500
-"""A refusal must fit into a frame of the handshake."""
+"""Maximum length of a reason, so that a refusal fits into a frame of the handshake."""
 
 
 def greet(channel: Channel, token: str, layout: Layout, traffic_class: str, instance: str) -> None:
-    """Shake hands with the server that `channel` is connected to.
+    """Perform the handshake with the server that `channel` is connected to.
 
     Args:
-        layout: of the KV cache here.
-        traffic_class: by which the server marks its packets.
+        layout: layout of the local KV cache.
+        traffic_class: class with which the server marks its packets.
         instance: name of this instance.
 
     Raises:
-        WireError: the server does not know the token, or refuses.
+        WireError: the server does not have the token, or refuses.
         OSError: the connection broke, or the handshake was not complete in time.
     """
     challenge = channel.expect(Challenge)
@@ -51,13 +51,13 @@ def greet(channel: Channel, token: str, layout: Layout, traffic_class: str, inst
 
 
 def admitted(channel: Channel, token: str, layout: Layout, options: Options, room: Callable[[], bool]) -> Hello:
-    """Shake hands with a peer and make its connection ready to send KV on.
+    """Perform the handshake with a peer and prepare its connection for sending KV.
 
     Args:
-        room: called once the peer has proved the token; whether one more connection is accepted.
+        room: called once the peer has proved the token; returns whether one more connection is accepted.
 
     Raises:
-        WireError: the peer was refused, and told why.
+        WireError: the peer was refused and has received the reason.
         OSError: the connection broke, or the handshake was not complete in time.
     """
     challenge = Challenge(VERSION, fresh_nonce())
@@ -101,7 +101,7 @@ def _refusal(channel: Channel, hello: Hello, layout: Layout, options: Options) -
 
 
 def _advertised(hello: Hello, port: int, options: Options) -> bool:
-    """Whether the peer has connected to what it was told, though the network translates that into another address."""
+    """Return whether the peer connected to the advertised address, even if the network translates it to another one."""
     try:
         found = socket.getaddrinfo(options.advertised(), port, type=socket.SOCK_STREAM)
     except OSError:
@@ -110,7 +110,7 @@ def _advertised(hello: Hello, port: int, options: Options) -> bool:
 
 
 def _difference(ours: Layout, theirs: Layout) -> str:
-    """The first field in which two layouts differ, in words."""
+    """Describe the first field in which two layouts differ."""
     for field in ours.__struct_fields__:
         here, there = getattr(ours, field), getattr(theirs, field)
         if here != there:

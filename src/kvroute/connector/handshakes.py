@@ -1,4 +1,4 @@
-"""Which connection has to go when too many are in their handshake. Pure; the caller locks."""
+"""Selects the connection to close when too many are in their handshake. No I/O; the caller locks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 
 C = TypeVar("C")
 _IPV6_NETWORK_BITS = 64
-"""One customer usually holds so many bits of IPv6 addresses and can use any of them."""
+"""Length of the IPv6 prefix that one customer usually holds; it can use any address in it."""
 
 
 class Handshakes(Generic[C]):
@@ -17,17 +17,17 @@ class Handshakes(Generic[C]):
         self._most = most
         self._begun = 0
         self._by_network: dict[str, dict[C, int]] = {}
-        """Connections in the order of their arrival, which is their number."""
+        """Connections in order of arrival, each with its arrival number."""
         self._network: dict[C, str] = {}
 
     def __len__(self) -> int:
         return len(self._network)
 
     def begin(self, connection: C, address: str) -> C | None:
-        """One more; returns the one to be closed in its place, if there are too many.
+        """Add a connection. If there are too many, return the one to close.
 
-        That is the oldest one of the network that has the most, so that a peer which opens many does not push out one
-        of another network.
+        This is the oldest one of the network that has the most connections, so that a peer that opens many does not
+        evict one of another network.
         """
         network = network_of(address)
         self._network[connection] = network
@@ -41,7 +41,7 @@ class Handshakes(Generic[C]):
         return oldest
 
     def end(self, connection: C) -> bool:
-        """The handshake is over, well or not; False if it was over before."""
+        """Remove a connection whose handshake is over, successful or not. Return False if it was removed before."""
         network = self._network.pop(connection, None)
         if network is None:
             return False
@@ -53,7 +53,7 @@ class Handshakes(Generic[C]):
 
 
 def network_of(address: str) -> str:
-    """An IPv4 address as it is, the first 64 bits of an IPv6 address, anything else as it is."""
+    """Return an IPv4 address unchanged, the first 64 bits of an IPv6 address, and any other text unchanged."""
     try:
         parsed = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:

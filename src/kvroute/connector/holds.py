@@ -1,6 +1,5 @@
-"""Blocks that a prefill instance keeps for others to fetch, computed or being computed: until released, or until their
-time is over. Pure; the caller locks.
-"""
+"""Blocks that a prefill instance keeps for others to fetch, computed or being computed, until they are released or
+expire. No I/O; the caller locks."""
 
 from __future__ import annotations
 
@@ -14,79 +13,79 @@ from kvroute.types import InputError
 
 State = Literal["held", "unknown", "gone"]
 Fence: TypeAlias = Callable[[], None]
-"""Returns when the device has written what it was told to write before the fence was made."""
+"""Waits until the device has finished the writes that were queued before the fence was created."""
 _GONE_MAX = 4096
 
 
 @dataclass(slots=True, eq=False)
 class Hold:
-    """One request's blocks in the order of its prompt. While they are being computed, only what is `ready` is sent."""
+    """One request's blocks in the order of its prompt. While they are being computed, only `ready` blocks are sent."""
 
     blocks: tuple[int, ...]
     owner: str
-    """vLLM's name of the request; peers may know it by another."""
+    """vLLM's name of the request; peers may use another one."""
     until: float = 0.0
     ready: list[int] | None = None
-    """Blocks that are computed, by region; None: all."""
+    """Number of computed blocks, by region; None: all."""
     fences: dict[int, Fence] = field(default_factory=dict)
-    """By region; none where a computed block is written already."""
+    """Fence of the computed blocks, by region; no entry if they have already been written."""
     prompt: str = ""
     """Digest of the prompt, to be compared with the peers'; empty: not known."""
     stripes: dict[str, Stripe] = field(default_factory=dict)
-    """By the transfer's name."""
+    """Chunks of the transfers, by the transfer's name."""
     readers: int = 0
     released: bool = False
     stopped: bool = False
-    """The content is not to be trusted: readers must leave."""
+    """True if the content is no longer valid, so readers must stop."""
 
     @property
     def computing(self) -> bool:
-        """Whether vLLM still works on it."""
+        """True while vLLM computes the prompt."""
         return self.ready is not None
 
 
 @dataclass(frozen=True, slots=True)
 class Computing:
-    """A request that is being computed, as of one step: the prompt's first `ready` blocks are complete after it."""
+    """A request that is being computed, at one step. After it, the prompt's first `ready` blocks are complete."""
 
     name: str
-    """By which peers ask for it."""
+    """Name by which peers request it."""
     owner: str
     blocks: tuple[int, ...]
     ready: int
     prompt: str = ""
-    """Digest of the prompt, for peers that ask before they are told."""
+    """Digest of the prompt, for peers that request the blocks while they are being computed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Freed:
-    """A request whose blocks are vLLM's again."""
+    """A request whose blocks are returned to vLLM."""
 
     request_id: str
     expired: bool
-    """Nobody said that they were done with them."""
+    """True if the blocks expired without a release."""
 
 
 class Holds:
-    """Who holds what until when. A request that is being read is never freed under the reader's hands."""
+    """Which blocks are held until when. A request is never freed while a reader uses it."""
 
     def __init__(self) -> None:
         self._holds: dict[str, Hold] = {}
         self._gone: OrderedDict[str, None] = OrderedDict()
         self._not_kept: list[Freed] = []
-        """Requests whose name another one has; their blocks are vLLM's again at once."""
+        """Requests whose name another request already has. Their blocks are returned to vLLM at once."""
 
     def __len__(self) -> int:
         return len(self._holds)
 
     def hold(self, request_id: str, blocks: Sequence[int], until: float, owner: str = "", prompt: str = "") -> None:
-        """All of `blocks`, in the order of the prompt, are computed; keep them until the time `until`.
+        """Hold all of `blocks`, computed and in the order of the prompt, until the time `until`.
 
-        A release may have come before. Where another request holds the same prompt under this name, its blocks serve
-        for both, and these are freed.
+        A release may have arrived before. If another request holds the same prompt under this name, its blocks serve
+        both requests, and these blocks are freed.
 
         Args:
-            owner: vLLM's name of the request, where that is another.
+            owner: vLLM's name of the request, if it is another.
             prompt: digest of the prompt.
 
         Raises:
@@ -104,10 +103,11 @@ class Holds:
         elif not hold.computing and hold.blocks != tuple(blocks):
             raise _taken(request_id, hold)
         hold.blocks, hold.until, hold.ready, hold.prompt = tuple(blocks), until, None, prompt
-        hold.fences.clear()  # the request's last step has ended before vLLM says that it is over
+        hold.fences.clear()  # the request's last step has ended before vLLM reports its end
 
     def computed(self, step: Computing, regions: int, done: Iterable[int], fence: Fence | None = None) -> None:
-        """Of `regions` regions, the step has computed those that are `done`, on a device once `fence` is passed."""
+        """Record that, of `regions` regions, the step has computed those in `done`; on a device, once `fence` has
+        passed."""
         hold = self._holds.get(step.name)
         if hold is None:
             hold = self._new(step.name, step.owner)
@@ -123,14 +123,14 @@ class Holds:
                     hold.fences[region] = fence
 
     def state(self, request_id: str) -> State:
-        """`unknown`: not yet heard of; `gone`: freed already."""
+        """Return the state of a request. `unknown`: not seen yet; `gone`: already freed."""
         if request_id in self._holds:
             hold = self._holds[request_id]
             return "gone" if hold.released or hold.stopped else "held"
         return "gone" if request_id in self._gone else "unknown"
 
     def read(self, request_id: str, first: int, count: int) -> Hold | None:
-        """Begin to read `count` blocks from position `first`; None if the request holds fewer. End with `leave`."""
+        """Start to read `count` blocks from position `first`; None if the request holds fewer. End with `leave`."""
         hold = self._holds[request_id]
         if first < 0 or count < 1 or (first + count > len(hold.blocks) and not hold.computing):
             return None
@@ -138,18 +138,18 @@ class Holds:
         return hold
 
     def leave(self, hold: Hold) -> None:
-        """A reader has ended, well or not."""
+        """End a read, successful or not."""
         hold.readers -= 1
 
     def release(self, request_id: str) -> None:
-        """Nobody will fetch the request (any more)."""
+        """Release a request that will not be fetched (again)."""
         if request_id in self._holds:
             self._holds[request_id].released = True
         else:
             self._forget(request_id)
 
     def drop(self, request_id: str, owner: str) -> None:
-        """vLLM has given the request up; it wants the blocks back when the readers have left."""
+        """Drop a request that vLLM has given up. Its blocks are freed when the readers have left."""
         hold = self._holds.get(request_id) or self._new(request_id, owner)
         if hold.owner != owner:
             self._not_kept.append(Freed(owner, expired=False))
@@ -158,7 +158,7 @@ class Holds:
         hold.ready = None
 
     def withdraw(self, request_id: str) -> Hold | None:
-        """vLLM has taken the blocks back already: forget the request. The caller must see to it that readers leave."""
+        """Remove a request whose blocks vLLM has already taken back. The caller must make sure that readers stop."""
         hold = self._holds.pop(request_id, None)
         if hold:
             hold.stopped = True
@@ -166,7 +166,7 @@ class Holds:
         return hold
 
     def freed(self, now: float) -> list[Freed]:
-        """Take what is released or over its time; each request once."""
+        """Remove and return the requests that are released or expired; each request once."""
         free = [
             (request_id, hold)
             for request_id, hold in self._holds.items()

@@ -1,4 +1,4 @@
-"""One lane of a transfer: parts that come over a connection, or over another when that breaks, land in the cache."""
+"""One lane of a transfer: writes parts to the cache as they arrive over a connection, or over its replacement."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from kvroute.connector.wire import End, Fetch, Message, Part, Waiting, WireError
 
 log = logging.getLogger(__name__)
 _BARREN_MAX = {"reset": 3, "checksum": 3, "timeout": 1}
-"""By failure: a lane gives up after so many connections in a row during which nothing of the transfer has landed, over
-whichever lane; after any other failure at once."""
+"""By failure: number of consecutive connections after which a lane gives up, if no lane has received new blocks of the
+transfer during them. After any other failure a lane gives up at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Blocks from position `first` of a request on `peer`, and the blocks here that they land in, in order."""
+    """Blocks from position `first` of a request on `peer`, and the local blocks that receive them, in order."""
 
     request_id: str
-    """The request's name here."""
+    """Local name of the request."""
     peer: Peer
     remote_request_id: str
     first: int
@@ -33,20 +33,20 @@ class Transfer:
     prompt: str = ""
     """Digest of the prompt, for the peer to compare."""
     wait_s: float = 0.0
-    """The prompt need not be computed yet, and for so long not even be begun; 0: it is computed."""
+    """Maximum wait for a prompt that is not yet being computed, in seconds; 0: the prompt is already computed."""
     connections: int = 0
-    """At most; 0: as the options say."""
+    """Maximum number of connections; 0: as in the options."""
 
 
 class Progress:
-    """What has landed of a transfer, and who carries it; its threads share it."""
+    """Received blocks and active lanes of a transfer, shared by its threads."""
 
     def __init__(self, transfer: Transfer, regions: Sequence[Region], name: str, began: float) -> None:
-        """Args: the transfer's name to the peer, another one for every transfer; when it began, in seconds."""
+        """`name` identifies the transfer to the peer and is unique; `began` is the start time, in seconds."""
         self.transfer, self.regions, self.name, self.began = transfer, regions, name, began
         self.lock = threading.Lock()
         self.lanes = 0
-        """Begun so far."""
+        """Number of lanes started so far."""
         self.lanes_left = 0
         self.nbytes = 0
         self.failure = ""
@@ -55,29 +55,29 @@ class Progress:
         self._landed = [bytearray(len(transfer.blocks)) for _ in regions]
 
     def cancel(self) -> None:
-        """Break all lanes, now and later."""
+        """Abort all lanes, now and later."""
         with self.lock:
             self.cancelled = True
             for channel in self._channels:
                 channel.abort()
 
     def enter(self, channel: Channel) -> None:
-        """A lane uses `channel`."""
+        """Register `channel` as used by a lane."""
         with self.lock:
             self._channels.add(channel)
             if self.cancelled:
                 channel.abort()
 
     def leave(self, channel: Channel) -> None:
-        """It does so no longer."""
+        """Unregister `channel`."""
         with self.lock:
             self._channels.discard(channel)
 
     def land(self, channel: Channel, part: Part) -> None:
-        """Read a part's bytes from `channel` into their places.
+        """Read a part's bytes from `channel` to their places in the cache.
 
         Raises:
-            WireError: nobody asked for them, or they are damaged.
+            WireError: the part was not requested, or it is damaged.
         """
         start, count = part.first - self.transfer.first, part.count
         regions, blocks = self.regions, self.transfer.blocks
@@ -93,26 +93,26 @@ class Progress:
         region.landed(here, views)
         landed = self._landed[part.region]
         with self.lock:
-            # A peer that sends the same again and again makes no progress.
+            # A peer that sends the same blocks again and again makes no progress.
             self.nbytes += landed[start : start + count].count(0) * region.block_bytes
             landed[start : start + count] = b"\1" * count
 
     @property
     def complete(self) -> bool:
-        """Whether every block of every region has landed."""
+        """True if every block of every region has arrived."""
         return all(all(region) for region in self._landed)
 
 
 class Lane:
-    """One connection of a transfer, and whatever replaces it when it breaks. One thread's."""
+    """One connection of a transfer, and its replacements when it breaks. Used by one thread."""
 
     def __init__(self, number: int, progress: Progress, pool: Pool, first_part: Callable[[], None]) -> None:
-        """Args: what to call when the first part has landed."""
+        """`first_part` is called when the first part has arrived."""
         self._number, self._progress, self._pool, self._first_part = number, progress, pool, first_part
         self._after = -1
 
     def carry(self) -> str:
-        """Land parts until the peer has none left for this lane; empty, or in one word why not."""
+        """Receive parts until the peer has none left for this lane. Return empty, or the failure in one word."""
         barren = 0
         while not self._progress.cancelled:
             landed = self._progress.nbytes
@@ -175,7 +175,7 @@ def _word(error: OSError) -> str:
             return "refused"
         case TimeoutError():
             return "timeout"
-        case ConnectionError() | OSError(errno=errno.ENOTCONN):  # the latter where it broke before it was used
+        case ConnectionError() | OSError(errno=errno.ENOTCONN):  # the latter if it broke before its first use
             return "reset"
         case _:
             return "unreachable"

@@ -1,4 +1,4 @@
-"""The listening socket of a KV server: accepts, bounds handshakes and connections, and gives each one a thread."""
+"""The listening socket of a KV server: accepts connections, limits their number and gives each one a thread."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ from kvroute.connector.handshakes import Handshakes
 
 log = logging.getLogger(__name__)
 REPORT_S = 10.0
-"""Failed handshakes are logged at most so often: a stranger must not fill the log."""
+"""Minimum interval between log lines on failed handshakes, in seconds, so that unknown peers cannot fill the log."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What strangers and peers may take of a server."""
+    """Limits on the server resources that peers may use, with and without a proof of the token."""
 
     handshake_s: float = HANDSHAKE_S
-    """Within which a peer must have proved the token."""
+    """Time within which a peer must prove the token, in seconds."""
     handshakes: int = 256
-    """Connections whose peer has not proved it yet: as many as one decode instance opens at once."""
+    """Maximum connections whose peer has not proved the token yet: as many as one decode instance opens at once."""
     connections: int = 1024
-    """Connections whose peer has."""
+    """Maximum connections whose peer has proved the token."""
 
 
 Admit: TypeAlias = Callable[[], bool]
-"""The peer has proved the token; False if its connection must end, because there are too many."""
+"""Called when the peer has proved the token. Returns False if its connection must end, because there are too many."""
 Serve: TypeAlias = Callable[[Channel, str, Admit], None]
-"""Talks to the peer of a channel at an address until it leaves."""
+"""Serves the peer of a channel, at an address, until it disconnects."""
 
 
 LIMITS = Limits()
 
 
 class Listener:
-    """Listens at once; `close` ends every thread and connection that it has started."""
+    """Listens from its creation on. `close` ends every thread and connection that it has started."""
 
     def __init__(self, host: str, port: int, timeout_s: float, serve: Serve, limits: Limits = LIMITS) -> None:
-        """Args: seconds in which a peer must move a byte; `serve`, which runs in a thread of the connection's own."""
+        """A peer must move a byte within `timeout_s`. `serve` runs in a separate thread for each connection."""
         self._timeout_s, self._serve, self._limits = timeout_s, serve, limits
         self._lock = threading.Lock()
         self._threads: dict[Channel, threading.Thread] = {}
@@ -58,11 +58,11 @@ class Listener:
 
     @property
     def port(self) -> int:
-        """Where it listens."""
+        """Port on which it listens."""
         return int(self._socket.getsockname()[1])
 
     def close(self) -> None:
-        """Break all connections and wait for their threads."""
+        """Abort all connections and wait for their threads."""
         self._closing.set()
         shut(self._socket)
         self._acceptor.join()
@@ -80,7 +80,7 @@ class Listener:
             except OSError:
                 if self._closing.is_set():
                     return
-                self._closing.wait(0.05)  # out of descriptors, or the peer went before it was accepted
+                self._closing.wait(0.05)  # no free descriptor, or the peer disconnected before it was accepted
                 continue
             channel = Channel(sock, self._timeout_s, self._limits.handshake_s)
             thread = threading.Thread(target=self._run, args=(channel, address[0]), name="kv-serve", daemon=True)
@@ -94,7 +94,7 @@ class Listener:
                 self._ended(channel)
             if evicted and evicted_thread:
                 evicted.abort()
-                evicted_thread.join()  # threads must not pile up either
+                evicted_thread.join()  # limits the number of threads, too
 
     def _run(self, channel: Channel, peer: str) -> None:
         try:

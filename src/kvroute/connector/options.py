@@ -1,4 +1,4 @@
-"""What `kv_connector_extra_config` may say, checked in one place; unknown words are refused."""
+"""Options in `kv_connector_extra_config`, validated in one place. Unknown options are rejected."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvroute.types import InputError
 
 Dscp = Annotated[int, msgspec.Meta(ge=0, le=63)]
 KV_CLASS = "kv"
-"""Traffic class of a transfer whose request names none."""
+"""Traffic class of a transfer whose request specifies none."""
 CONNECTIONS_MAX = 64
 
 
@@ -23,46 +23,47 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """The connector's options; every one has a default."""
 
     host: str = "127.0.0.1"
-    """Address that a prefill instance listens on. Any but a loopback address asks for a token."""
+    """Address on which a prefill instance listens. Any address but a loopback one requires a token."""
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
     """Rank r of data-parallel replica d listens on `port + d * tp + r`; 0: the system chooses."""
     advertised_host: str = ""
-    """Address that decode instances are told; empty: `host`, or this machine's own where `host` is a wildcard."""
+    """Address that decode instances receive; empty: `host`, or this machine's own address if `host` is a wildcard."""
     connections: Annotated[int, msgspec.Meta(ge=1, le=CONNECTIONS_MAX)] = 4
-    """TCP connections of one transfer at most; whichever has room carries the next piece."""
+    """Maximum number of TCP connections of one transfer. Each chunk goes to a connection that has room."""
     congestion_control: str = ""
-    """TCP congestion control by the kernel's name, `cubic` or `bbr`; empty: the system's. The sender's counts."""
+    """TCP congestion control by the kernel's name, `cubic` or `bbr`; empty: the system's. The sender's setting is
+    used."""
     buffer_bytes: Annotated[int, msgspec.Meta(ge=0)] = 4 << 20
-    """Of each socket buffer, if the kernel allows so many; 0: as TCP sees fit."""
+    """Size of each socket buffer, if the kernel allows it; 0: chosen by TCP."""
     layerwise: bool = False
-    """A prefill instance sends a layer's blocks to who waits for them while later layers are still being computed."""
+    """True: a prefill instance sends a layer's blocks to waiting peers while later layers are still being computed."""
     token: str = ""
-    """Secret shared by all instances; it never crosses the network."""
+    """Secret shared by all instances. It is never sent over the network."""
     token_env: str = ""
     """Name of the environment variable that holds the token instead."""
     checksum: bool = False
-    """Ask for a CRC-32 over every layer of a connection's share."""
+    """Request a CRC-32 of every chunk."""
     dscp: dict[str, Dscp] = {}
-    """Code point by traffic class: `{"kv": 10}`; classes that are not named stay unmarked."""
+    """DSCP code point by traffic class: `{"kv": 10}`. Other classes stay unmarked."""
     hold_s: Annotated[float, msgspec.Meta(gt=0)] = 120.0
-    """A prefill instance frees blocks that nobody has fetched for so long."""
+    """Time after which a prefill instance frees blocks that have not been fetched, in seconds."""
     timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 10.0
-    """A peer that does not move a byte for so long has failed."""
+    """Time without any byte moved after which a peer has failed, in seconds."""
     instance: str = ""
-    """This instance's name in the cluster file, the `source` of its transfers in metrics; empty: host and port."""
+    """Name of this instance in the cluster file, and `source` of its transfers in metrics; empty: host and port."""
     staging: bool = False
-    """Copy through host buffers even where the KV cache lies in host memory; device memory always does."""
+    """Copy through host buffers even if the KV cache is in host memory. Device memory always uses them."""
     fault_file: str = ""
-    """For tests: a file that says `corrupt-layer-N`, `corrupt-layer-N-block-K` (of the prompt) or `stall-layer-N` while
-    the fault shall last."""
+    """For tests: a file that contains `corrupt-layer-N`, `corrupt-layer-N-block-K` (block K of the prompt) or
+    `stall-layer-N` as long as the fault is active."""
 
     @property
     def protected(self) -> bool:
-        """Whether peers must prove a token."""
+        """True if peers must prove a token."""
         return bool(self.token or self.token_env)
 
     def secret(self, environ: Mapping[str, str] = os.environ) -> str:
-        """The token, from wherever it is given.
+        """Return the token, given directly or in an environment variable.
 
         Raises:
             InputError: the named variable is missing or empty.
@@ -75,7 +76,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return secret
 
     def advertised(self) -> str:
-        """Where a decode instance reaches this one."""
+        """Return the address at which decode instances reach this one."""
         if self.advertised_host:
             return self.advertised_host
         if not _wildcard(self.host):
@@ -84,10 +85,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 def read_options(extra: Mapping[str, Any]) -> Options:
-    """Options out of `kv_connector_extra_config`.
+    """Parse the options in `kv_connector_extra_config`.
 
     Raises:
-        InputError: an unknown option, a wrong value, or an open address without a token.
+        InputError: an unknown option, a wrong value, or an address other than loopback without a token.
     """
     known = Options.__struct_fields__
     for word in extra:

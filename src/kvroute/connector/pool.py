@@ -1,4 +1,4 @@
-"""Connections to prefill instances' servers: opened, greeted, kept for the next transfer, closed."""
+"""Connections to prefill instances' servers: opened, authenticated, kept for the next transfer, closed."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from kvroute.connector.options import KV_CLASS, Options
 from kvroute.connector.wire import Fetch, Message, Release, WireError
 
 IDLE_MAX = 64
-"""Kept connections to one peer."""
+"""Maximum number of idle connections to one peer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A prefill instance's server and how its packets are marked."""
+    """A prefill instance's server, and the traffic class of its packets."""
 
     host: str
     port: int
@@ -27,12 +27,12 @@ class Peer:
 
     @property
     def source(self) -> str:
-        """Its name in metrics."""
+        """Name of the peer in metrics."""
         return self.instance or f"{self.host}:{self.port}"
 
 
 class Pool:
-    """Every connection is with one thread, or idle; `close` breaks them all."""
+    """Every connection belongs to one thread or is idle. `close` aborts all of them."""
 
     def __init__(self, layout: Layout, options: Options, token: str) -> None:
         self._layout, self._options, self._token = layout, options, token
@@ -42,10 +42,10 @@ class Pool:
         self._closed = False
 
     def ask(self, peer: Peer, message: Fetch | Release) -> tuple[Channel, Message]:
-        """Send on a kept connection or, where that has died meanwhile, on a new one; the answer's head.
+        """Send on an idle connection, or on a new one if that has died. Return the header of the response.
 
         Raises:
-            OSError: nobody there, or not one of us; `WireError` as `Channel.heard`.
+            OSError: no server at this address, or it uses another protocol; `WireError` as for `Channel.heard`.
         """
         while (channel := self._kept(peer)) is not None:
             try:
@@ -64,7 +64,7 @@ class Pool:
             raise
 
     def keep(self, peer: Peer, channel: Channel) -> None:
-        """The answer has been read to its end."""
+        """Keep a connection whose response has been read to its end."""
         with self._lock:
             idle = self._idle.setdefault(peer, [])
             if not self._closed and len(idle) < IDLE_MAX:
@@ -73,13 +73,13 @@ class Pool:
         self.drop(channel)
 
     def drop(self, channel: Channel) -> None:
-        """It is of no further use."""
+        """Close a connection that is no longer usable."""
         channel.close()
         with self._lock:
             self._open.discard(channel)
 
     def close(self) -> None:
-        """Break what is under way (it fails with `reset`); nothing is opened any more."""
+        """Abort transfers in progress (they fail with `reset`). No connection is opened any more."""
         with self._lock:
             self._closed = True
             idle = [channel for channels in self._idle.values() for channel in channels]
@@ -88,7 +88,7 @@ class Pool:
         for channel in idle:
             self.drop(channel)
         for channel in busy:
-            channel.abort()  # its thread closes it: the descriptor may be another file's by the time that it wakes
+            channel.abort()  # its thread closes it: otherwise the descriptor could be reused before the thread wakes
 
     def _kept(self, peer: Peer) -> Channel | None:
         with self._lock:
@@ -116,5 +116,5 @@ class Pool:
 
 
 def _died_idle(error: OSError) -> bool:
-    """Whether a kept connection failed because its peer had restarted, not because it refuses or hangs."""
+    """Return whether an idle connection failed because its peer had restarted, not because it refuses or hangs."""
     return error.code == "reset" if isinstance(error, WireError) else isinstance(error, ConnectionError)

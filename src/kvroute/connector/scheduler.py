@@ -1,6 +1,6 @@
-"""The connector's half inside vLLM's scheduler: which prompts are pulled, held or let go. No vllm, no sockets.
+"""The connector's half inside vLLM's scheduler: selects the prompts to pull, hold or release. No vllm, no sockets.
 
-Whatever is wrong with a handover costs time, never correctness: vLLM then computes the prompt itself.
+Invalid transfer parameters cost time, never correctness: vLLM then computes the prompt itself.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvroute.connector.options import Options
 
 log = logging.getLogger(__name__)
 NAMES_MAX = 4096
-"""Names of the router's that are remembered: one that serves twice would mix two prompts."""
+"""Maximum number of stored names from the router. A name that is used twice would mix two prompts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +29,12 @@ class Pull:
     first: int
     blocks: tuple[int, ...]
     prompt: str = ""
-    """Digest of the tokens that the peer is to hold."""
+    """Digest of the tokens that the peer must hold."""
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Blocks of a finished prompt, which peers ask for by `name`."""
+    """Blocks of a finished prompt, which peers request by `name`."""
 
     name: str
     owner: str
@@ -46,34 +46,34 @@ class Held:
 
 @dataclass(slots=True)
 class Step:
-    """What the workers are to do in this step: give up and note before the model runs, the rest when it likes."""
+    """Work for the workers in one step. `withdrawn` is handled before the model runs, `computing` while it runs."""
 
     withdrawn: list[str] = field(default_factory=list)
-    """Their blocks have been given to others."""
+    """Names whose blocks have been given to other requests."""
     computing: list[Computing] = field(default_factory=list)
     holds: list[Held] = field(default_factory=list)
     drops: list[tuple[str, str]] = field(default_factory=list)
-    """Name and owner of what vLLM has given up while it was being computed."""
+    """Name and owner of requests that vLLM gave up while they were being computed."""
     refusals: list[str] = field(default_factory=list)
-    """What will never be computed."""
+    """Names that will never be computed."""
     pulls: list[Pull] = field(default_factory=list)
     cancels: list[str] = field(default_factory=list)
-    """Pulls, by the request's name here, that nobody wants any more."""
+    """Pulls that are no longer needed, by local name of the request."""
     releases: list[Handover] = field(default_factory=list)
 
 
 class Ending(NamedTuple):
-    """What vLLM must know of a request that is over."""
+    """What vLLM needs when a request is over."""
 
     keep: bool
-    """Its blocks stay until the workers free them."""
+    """True if its blocks stay allocated until the workers free them."""
     told: dict[str, Any] | None
-    """For its decode instance."""
+    """Transfer parameters for its decode instance."""
 
 
 @dataclass(slots=True)
 class _Named:
-    """A prompt here that somebody asks for by a name of the router's, and perhaps before it is computed."""
+    """A local prompt that a peer requests by a name from the router, perhaps before it is computed."""
 
     name: str
     prompt_tokens: int
@@ -82,8 +82,8 @@ class _Named:
 
 
 class Scheduler:
-    """Called by vLLM in the order: arrived, matched (any number of times), allocated, scheduled (in every step that
-    computes some of the prompt), finished; `take` every step."""
+    """Plans pulls and holds. vLLM calls, in this order: arrived, matched (any number of times), allocated, scheduled
+    (in every step that computes some of the prompt), finished; and `take` in every step."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class Scheduler:
         self._addresses: list[tuple[str, int]] = []
         self._handovers: dict[str, Handover] = {}
         self._digests: dict[str, str] = {}
-        """Of the prompts of early handovers."""
+        """Digests of the prompts that are pulled before they are computed, by request."""
         self._early: set[str] = set()
         """Requests whose pull began before their prompt was computed."""
         self._named: dict[str, _Named] = {}
@@ -108,11 +108,11 @@ class Scheduler:
         self._step = Step()
 
     def listening(self, addresses: Mapping[int, tuple[str, int]]) -> None:
-        """Where the workers' servers are, by rank."""
+        """Set the addresses of the workers' servers, by rank."""
         self._addresses = [addresses[rank] for rank in sorted(addresses)]
 
     def arrived(self, request_id: str, params: Mapping[str, Any] | None, prompt: Sequence[int] | None) -> None:
-        """Remember where the prompt's KV is, if the request says so and can be believed; or who will ask for it."""
+        """Store the location of the prompt's KV, if the request gives a valid one, and the name that peers use."""
         if self._producer and params and params.get("do_remote_decode") and params.get("transfer_id"):
             self._name(request_id, str(params["transfer_id"]), prompt or ())
         if not (self._consumer and params and params.get("do_remote_prefill")):
@@ -133,15 +133,15 @@ class Scheduler:
             self._digests[request_id] = prompt_digest(prompt)
 
     def matched(self, request_id: str, prompt_tokens: int, computed_tokens: int) -> int:
-        """Tokens to pull beyond `computed_tokens`: the prompt's, or, where the peer holds but its beginning, that one's
-        in whole blocks. Changes nothing."""
+        """Return the number of tokens to pull beyond `computed_tokens`: up to the prompt's end, or, if the peer holds
+        only a prefix, up to that prefix's end in whole blocks. It changes nothing."""
         handover = self._handovers.get(request_id)
         if handover is None:
             return 0
         return max(self._end(handover, prompt_tokens) - computed_tokens, 0)
 
     def allocated(self, request_id: str, prompt_tokens: int, blocks: Sequence[int], pulled_tokens: int) -> None:
-        """The request has its blocks here; `pulled_tokens` of them are to be filled from there. Once per request."""
+        """Plan the pull of `pulled_tokens` tokens into the request's blocks. Called once per request."""
         handover = self._handovers.pop(request_id, None)
         if handover is None:
             return
@@ -157,13 +157,13 @@ class Scheduler:
             self._early.add(request_id)
 
     def watched(self, computed: Mapping[str, int]) -> list[tuple[str, int]]:
-        """Of the requests in a step with their computed tokens, those that `scheduled` wants to hear of."""
+        """Return the requests in a step, with their computed tokens, for which `scheduled` must be called."""
         if not (self._named and self._options.layerwise):
             return []
         return [(request_id, tokens) for request_id, tokens in computed.items() if request_id in self._named]
 
     def scheduled(self, request_id: str, blocks: Sequence[int], computed_tokens: int) -> None:
-        """This step computes the prompt up to `computed_tokens`, into `blocks`."""
+        """Record that this step computes the prompt up to `computed_tokens`, into `blocks`."""
         named = self._named[request_id]
         named.begun = True
         whole = computed_tokens // self._block_tokens
@@ -171,7 +171,7 @@ class Scheduler:
         self._step.computing.append(Computing(named.name, request_id, tuple(blocks), ready, named.digest))
 
     def preempted(self, request_id: str) -> None:
-        """vLLM has taken the request's blocks, and will compute it anew."""
+        """Record that vLLM has taken the request's blocks and will compute it again."""
         named = self._named.get(request_id)
         if named and named.begun:
             self._step.withdrawn.append(named.name)
@@ -187,7 +187,7 @@ class Scheduler:
         computed_tokens: int,
         blocks: Sequence[int],
     ) -> Ending:
-        """The request is over, with so many tokens computed into `blocks`."""
+        """Handle the end of a request that has `computed_tokens` tokens computed into `blocks`."""
         if handover := self._handovers.pop(request_id, None):
             self._digests.pop(request_id, None)
             self._step.releases.append(handover)
@@ -216,7 +216,7 @@ class Scheduler:
         return Ending(True, told.params())
 
     def take(self) -> Step:
-        """What has come together since the last call."""
+        """Return the work collected since the last call."""
         step, self._step = self._step, Step()
         return step
 
@@ -238,7 +238,7 @@ class Scheduler:
         return Ending(False, None)
 
     def _end(self, handover: Handover, prompt_tokens: int) -> int:
-        """Prompt tokens whose KV is there; all of them, or whole blocks."""
+        """Return the number of prompt tokens whose KV the peer has: all of them, or whole blocks."""
         if handover.early or handover.remote_num_tokens >= prompt_tokens:
             return prompt_tokens
         return handover.remote_num_tokens // self._block_tokens * self._block_tokens

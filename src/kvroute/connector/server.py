@@ -1,7 +1,7 @@
-"""The prefill instance's side: serves held blocks to whoever knows the token, one thread per connection.
+"""The prefill instance's side: serves held blocks to peers that have the token, one thread per connection.
 
-A peer names a request and positions in its prompt, never block numbers: it can read nothing that was not held for a
-fetch. All connections of a transfer draw on one heap of pieces: who has room in its socket takes the next one.
+A peer specifies a request and positions in its prompt, never block numbers, so it can only read what is held for a
+fetch. All connections of a transfer share one set of chunks: a connection with room in its socket takes the next one.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from kvroute.connector.stripes import Piece, Stripe
 from kvroute.connector.wire import End, Fetch, Part, Refused, Release, Released, Waiting, WireError, crc32
 
 UNKNOWN_WAIT_S = 5.0
-"""A fetch may be faster than the scheduler's own word to its worker; for so long it waits for it, or half of
-`timeout_s`: the refusal shall come before the peer has lost its patience."""
+"""Maximum wait for an unknown request, in seconds, because a fetch may arrive before the scheduler's message to its
+worker. At most half of `timeout_s` is used, so that the refusal arrives before the peer times out."""
 
 
 class Server:
-    """Listens at once; `close` ends every thread and connection that it has started."""
+    """Listens from its creation on. `close` ends every thread and connection that it has started."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Server:
         patience_s = min(UNKNOWN_WAIT_S, options.timeout_s / 2)
         self._unknown_wait_s = patience_s if unknown_wait_s is None else unknown_wait_s
         self._beat_s = options.timeout_s / 4
-        """A waiting peer hears from us so often, lest it take us for dead."""
+        """Interval of messages to a waiting peer, in seconds, so that it does not time out."""
         self._holds = Holds()
         self._changed = threading.Condition()
         self._reading: dict[Channel, Hold] = {}
@@ -59,20 +59,20 @@ class Server:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Where decode instances reach it."""
+        """Address at which decode instances reach this server."""
         return self._options.advertised(), self._listener.port
 
     @property
     def held(self) -> int:
-        """Requests whose blocks are held now."""
+        """Number of requests whose blocks are held now."""
         with self._changed:
             return len(self._holds)
 
     def hold(self, request_id: str, blocks: Sequence[int], owner: str = "", prompt: str = "") -> None:
-        """Keep `blocks` (the prompt's, in order, all computed) for fetching until released or expired.
+        """Keep `blocks` (the prompt's, in order, all computed) for fetching until they are released or expire.
 
         Args:
-            owner: vLLM's name of the request, where peers know it by another: `freed` says that one.
+            owner: vLLM's name of the request, if peers use another one; `freed` returns this name.
             prompt: digest of the prompt, to be compared with that of a peer.
 
         Raises:
@@ -83,25 +83,25 @@ class Server:
             self._changed.notify_all()
 
     def computed(self, step: Computing, regions: Iterable[int], fence: Fence | None = None) -> None:
-        """What the step computes of `regions` may leave, once `fence` is passed; told in the order of the steps."""
+        """Allow sending what the step computes of `regions`, once `fence` has passed. Called in order of steps."""
         with self._changed:
             self._holds.computed(step, len(self._regions), regions, fence)
             self._changed.notify_all()
 
     def drop(self, request_id: str, owner: str) -> None:
-        """vLLM has given up a request that is being computed; `freed` says when its blocks are free."""
+        """Drop a request that vLLM gave up while it was being computed. `freed` reports when its blocks are free."""
         with self._changed:
             self._holds.drop(request_id, owner)
             self._changed.notify_all()
 
     def forget(self, request_id: str) -> None:
-        """The request will never be computed: who waits for it is refused."""
+        """Mark a request that will never be computed. Peers that wait for it are refused."""
         with self._changed:
             self._holds.release(request_id)
             self._changed.notify_all()
 
     def withdraw(self, request_id: str) -> None:
-        """vLLM is about to overwrite the request's blocks; nobody reads them any more when this returns."""
+        """Stop all reads of a request whose blocks vLLM is about to overwrite. Returns when no reader is left."""
         with self._changed:
             hold = self._holds.withdraw(request_id)
             if hold is None:
@@ -113,16 +113,16 @@ class Server:
             self._changed.wait_for(lambda: not hold.readers)
 
     def links(self) -> dict[str, tuple[Sent, Gauges]]:
-        """By decode instance: what was sent to it since the last call, and how its connections are; see `Links`."""
+        """Return, by decode instance, the data sent since the last call and its connections' state; see `Links`."""
         return self._links.read()
 
     def freed(self) -> list[Freed]:
-        """Requests whose blocks vLLM may use again; each once."""
+        """Return the requests whose blocks vLLM may use again; each once."""
         with self._changed:
             return self._holds.freed(self._clock())
 
     def close(self) -> None:
-        """Break all connections and wait for their threads."""
+        """Abort all connections and wait for their threads."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -133,7 +133,7 @@ class Server:
         hello = admitted(channel, self._token, self._layout, self._options, admit)
         self._links.opened(channel.sock, hello.instance or peer)
         try:
-            # An idle peer may stay as long as it likes; a dead one is found by TCP's keep-alive.
+            # An idle peer may stay connected without limit; TCP's keep-alive detects a dead one.
             while (message := self._next(channel)) is not None:
                 self._answer(channel, message)
         finally:

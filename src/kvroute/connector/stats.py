@@ -12,63 +12,63 @@ N = TypeVar("N", int, float)
 
 
 class Counts(TypedDict):
-    """One interval. Every tensor-parallel rank counts its own share of a transfer."""
+    """Counts of one interval. Every tensor-parallel rank counts its own share of a transfer."""
 
     transfers: dict[str, int]
-    """By source instance, as the six below."""
+    """Number of transfers. All fields up to `early_bytes` are by source instance."""
     nbytes: dict[str, float]
     seconds: dict[str, float]
     failures: dict[str, dict[str, int]]
     """By source instance and reason."""
     early: dict[str, int]
-    """Transfers that began before their prompt was computed; their seconds would be the prefill's."""
+    """Transfers that began before their prompt was computed. Their durations would include the prefill."""
     early_bytes: dict[str, float]
     expired: int
-    """Requests held here whose blocks nobody fetched in time."""
+    """Requests held here whose blocks were not fetched in time."""
     sent: dict[str, dict[str, float]]
     """By target instance and field of `congestion.Sent`."""
     links: dict[str, dict[str, dict[str, float]]]
-    """By target instance, tensor-parallel rank and field of `congestion.Gauges`; the last word counts."""
+    """By target instance, tensor-parallel rank and field of `congestion.Gauges`. Later values replace earlier ones."""
 
 
 def no_counts() -> Counts:
-    """Nothing has happened."""
+    """Return zero counts."""
     return Counts(
         transfers={}, nbytes={}, seconds={}, failures={}, early={}, early_bytes={}, expired=0, sent={}, links={}
     )
 
 
 def is_empty(counts: Counts) -> bool:
-    """Whether there is nothing to tell."""
+    """Return whether there is nothing to report."""
     return not any(counts.values())
 
 
 def count_transfer(counts: Counts, source: str, nbytes: float, seconds: float) -> None:
-    """A transfer that went well."""
+    """Count a successful transfer."""
     _add(counts["transfers"], {source: 1})
     _add(counts["nbytes"], {source: nbytes})
     _add(counts["seconds"], {source: seconds})
 
 
 def count_early(counts: Counts, source: str, nbytes: float) -> None:
-    """A transfer that went well while its prompt was being computed."""
+    """Count a successful transfer that began before its prompt was computed."""
     _add(counts["early"], {source: 1})
     _add(counts["early_bytes"], {source: nbytes})
 
 
 def count_failure(counts: Counts, source: str, reason: str) -> None:
-    """A transfer that did not; vLLM computes the prompt instead."""
+    """Count a failed transfer. vLLM computes the prompt instead."""
     _add(counts["failures"].setdefault(source, {}), {reason: 1})
 
 
 def count_link(counts: Counts, target: str, rank: int, sent: Sent, gauges: Gauges) -> None:
-    """What rank `rank` has sent to `target`, and how its connections are."""
+    """Record what rank `rank` has sent to `target`, and the state of its connections."""
     _add(counts["sent"].setdefault(target, {}), asdict(sent))
     counts["links"].setdefault(target, {})[str(rank)] = asdict(gauges)
 
 
 def add(counts: Counts, more: Counts) -> None:
-    """Add `more`, which is the later one, into `counts`."""
+    """Add `more`, which is later, to `counts`."""
     _add(counts["transfers"], more["transfers"])
     _add(counts["early"], more["early"])
     for floats in ("nbytes", "seconds", "early_bytes"):
@@ -83,7 +83,7 @@ def add(counts: Counts, more: Counts) -> None:
 
 
 def link(ranks: Mapping[str, Mapping[str, float]]) -> Gauges:
-    """All ranks' connections to one target together."""
+    """Combine all ranks' connections to one target."""
     each = [Gauges(**gauges) for gauges in ranks.values()]  # type: ignore[arg-type]
     busy = [one for one in each if one.connections]
     connections = sum(one.connections for one in busy)
@@ -100,7 +100,7 @@ def link(ranks: Mapping[str, Mapping[str, float]]) -> Gauges:
 
 
 def summary(counts: Counts) -> dict[str, int | float]:
-    """For a log line."""
+    """Return a summary for a log line."""
     nbytes, seconds = sum(counts["nbytes"].values()), sum(counts["seconds"].values())
     sent = sum((Sent(**fields) for fields in counts["sent"].values()), Sent())  # type: ignore[arg-type]
     return {

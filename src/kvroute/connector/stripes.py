@@ -1,7 +1,7 @@
-"""How a transfer's bytes are dealt to its connections: whoever has room takes the next piece. Pure; the caller locks.
+"""Assigns a transfer's bytes to its connections: a connection with room takes the next chunk. No I/O; the caller locks.
 
-A lane is one connection of a transfer, and whatever replaces it when it breaks. Pieces are numbered per lane, so that
-the last number that has arrived says which of them must be dealt anew.
+A lane is one connection of a transfer, together with its replacements when it breaks. Chunks are numbered per lane, so
+the last number that has arrived determines which of them must be assigned again.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 PIECE_BYTES_MIN, PIECE_BYTES_MAX = 64 << 10, 1 << 20
-"""Large pieces spare headers; towards the end they are smaller, so that no slow connection is left with a large one."""
+"""Large chunks save headers. Towards the end they are smaller, so that no slow connection is left with a large one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """`count` blocks of one region from position `first` of the prompt; the lane's `number`-th."""
+    """`count` blocks of one region from position `first` of the prompt; `number` counts within the lane."""
 
     region: int
     first: int
@@ -25,7 +25,7 @@ class Piece:
 
     @property
     def end(self) -> int:
-        """Position behind the last block."""
+        """Position after the last block."""
         return self.first + self.count
 
 
@@ -37,7 +37,7 @@ class _Lane:
 
 
 class Stripe:
-    """One transfer's pieces, region by region; every piece is with one lane at a time."""
+    """Chunks of one transfer, region by region. Every chunk belongs to one lane at a time."""
 
     def __init__(
         self,
@@ -48,19 +48,21 @@ class Stripe:
         least: int = PIECE_BYTES_MIN,
         most: int = PIECE_BYTES_MAX,
     ) -> None:
-        """Args: bytes of one block in every region; the blocks' positions in the prompt; bytes of a piece."""
+        """`region_bytes`: bytes of a block, by region; `first`: position in the prompt; `least`, `most`: bytes of a
+        chunk."""
         self._region_bytes, self._end, self._least, self._most = region_bytes, first + count, least, most
         self._next = [first] * len(region_bytes)
-        """Position of the first block that has not been dealt, by region."""
+        """Position of the first block that has not been assigned, by region."""
         self._rest_bytes = count * sum(region_bytes)
         self._lost: deque[Piece] = deque()
         self._lanes: dict[int, _Lane] = {}
 
     def begin(self, lane: int, after: int = -1) -> int:
-        """A connection takes up `lane`, whose pieces have arrived up to number `after`; the others are dealt anew.
+        """Start a connection of `lane`, whose chunks have arrived up to number `after`. Later chunks are assigned
+        again.
 
         Returns:
-            The lane's turn: who has an older one must stop, its peer has given it up.
+            The lane's turn. A connection with an older turn must stop, because its peer has given it up.
         """
         state = self._lanes.setdefault(lane, _Lane())
         self._lost.extend(piece for piece in state.under_way if piece.number > after)
@@ -69,14 +71,14 @@ class Stripe:
         return state.turn
 
     def turn(self, lane: int) -> int:
-        """Of the connection that carries the lane now."""
+        """Return the turn of the connection that carries the lane now."""
         return self._lanes[lane].turn
 
     def take(self, lane: int, ready: Sequence[int] | None = None) -> Piece | None:
-        """The next piece for `lane`; None if none is left, or none is ready.
+        """Return the next chunk for `lane`; None if none is left, or none is ready.
 
         Args:
-            ready: blocks of the prompt that are computed, by region; None: all.
+            ready: number of computed blocks of the prompt, by region; None: all.
         """
         found = self._lost.popleft() if self._lost else self._cut(ready)
         if found is None:
@@ -89,11 +91,11 @@ class Stripe:
 
     @property
     def dealt(self) -> bool:
-        """Whether every piece is with a lane, or has arrived."""
+        """True if every chunk is assigned to a lane, or has arrived."""
         return not self._lost and not self._rest_bytes
 
     def _cut(self, ready: Sequence[int] | None) -> Piece | None:
-        """From the first region that has something to give: a lane's share of half of what is left."""
+        """Cut a chunk from the first region with blocks to send. Its size is a lane's share of half of what is left."""
         wanted = min(max(self._rest_bytes // (2 * len(self._lanes)), self._least), self._most)
         for region, first in enumerate(self._next):
             end = self._end if ready is None else min(ready[region], self._end)

@@ -1,7 +1,7 @@
-"""`KvrouteConnector`, which vLLM loads by `kv_connector_module_path`: translates vLLM's hooks, decides nothing itself.
+"""`KvrouteConnector`, which vLLM loads by `kv_connector_module_path`. It translates vLLM's hooks and decides nothing.
 
-The prefill instance serves blocks out of its cache, those of a finished prompt or, layer by layer, of one that is being
-computed; the decode instance loads them between its steps, while others decode.
+The prefill instance serves blocks from its cache: those of a finished prompt or, layer by layer, of one that is being
+computed. The decode instance loads them between its steps, while other requests decode.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ except ModuleNotFoundError as error:
 from kvroute.connector.device import fence_of, regions_of
 from kvroute.connector.vllm_metrics import KvrouteMetrics, KvrouteStats
 
-# vLLM shows the log lines of its own loggers only; ours join them.
+# vLLM prints only the log lines of its own loggers, so kvroute's loggers are created through vLLM.
 init_logger("kvroute")
 log = init_logger("kvroute.connector")
 
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
-    """From the scheduler to the workers."""
+    """Message from the scheduler to the workers."""
 
     step: Step
 
 
 @dataclass
 class Listening(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """From a worker to the scheduler, once."""
+    """Message from a worker to the scheduler, sent once."""
 
     address: tuple[str, int]
 
 
 class KvrouteConnector(KVConnectorBase_V1):  # type: ignore[misc]
-    """vLLM makes one in its scheduler and one beside every worker."""
+    """The connector. vLLM creates one in its scheduler and one for every worker."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
@@ -92,25 +92,25 @@ class KvrouteConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return self._scheduler
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, Listening]) -> None:
-        """The workers' servers listen."""
+        """Receive the addresses of the workers' servers."""
         self._plan.listening({rank: listening.address for rank, listening in metadata.items()})
 
     def on_new_request(self, request: Any) -> None:
-        """A request has arrived."""
+        """Handle a new request."""
         self._plan.arrived(request.request_id, request.kv_transfer_params, request.prompt_token_ids)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
-        """Tokens that can be pulled, always between steps."""
+        """Return the number of tokens to pull, and whether vLLM must wait for them; pulls always run between steps."""
         tokens = self._plan.matched(request.request_id, request.num_prompt_tokens, num_computed_tokens)
         return tokens, tokens > 0
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Blocks to pull into."""
+        """Receive the blocks to pull into."""
         (ids,) = blocks.get_block_ids()
         self._plan.allocated(request.request_id, request.num_prompt_tokens, ids, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
-        """This step's plan."""
+        """Return the plan of this step."""
         for request_id in scheduler_output.preempted_req_ids or ():
             self._plan.preempted(request_id)
         for request_id, computed in self._plan.watched(_computed(scheduler_output)):
@@ -119,7 +119,7 @@ class KvrouteConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return StepMetadata(self._plan.take())
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Whether the blocks are held, and what the decode instance must be told."""
+        """Return whether the blocks are held, and the transfer parameters for the decode instance."""
         return self._plan.finished(
             request.request_id,
             request.kv_transfer_params,
@@ -137,7 +137,7 @@ class KvrouteConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return self._worker
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """Where the blocks lie; called before the first step."""
+        """Receive the location of the blocks. Called before the first step."""
         allow_amx(next(iter(kv_caches.values())).device.type)
         config, transfer = self._vllm_config, self._vllm_config.kv_transfer_config
         blocks, staging = self._kv_cache_config.num_blocks, self._options.staging
@@ -163,60 +163,60 @@ class KvrouteConnector(KVConnectorBase_V1):  # type: ignore[misc]
         )
 
     def get_handshake_metadata(self) -> Listening | None:
-        """Where this worker listens."""
+        """Return the address on which this worker listens."""
         address = self._work.address
         return Listening(address) if address else None
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Begin this step's plan; returns at once."""
+        """Start the plan of this step. Returns at once."""
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, StepMetadata)
         self._work.begin(metadata.step)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing is loaded inside a step."""
+        """Do nothing: no KV is loaded within a step."""
 
     def handle_preemptions(self, kv_connector_metadata: StepMetadata) -> None:
-        """Before this step's model runs: nobody reads any more what it may overwrite."""
+        """Stop reads of the blocks that this step may overwrite. Called before its model runs."""
         self._work.overwrites(kv_connector_metadata.step)
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """A layer's blocks may leave; nothing is copied, they are served from the cache."""
+        """Allow sending a layer's blocks. Nothing is copied: they are served from the cache."""
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, StepMetadata)
         self._work.computed(metadata.step, layer_name, lambda: fence_of(kv_layer))
 
     def wait_for_save(self) -> None:
-        """Nothing to wait for."""
+        """Do nothing: there is nothing to wait for."""
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
-        """Requests whose blocks may be freed, and requests whose blocks have come."""
+        """Return the requests whose blocks may be freed, and the requests whose pull has ended."""
         return self._work.ended()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks for vLLM to compute again."""
+        """Return the blocks that vLLM must compute again."""
         return self._work.failed_blocks()
 
     def get_kv_connector_stats(self) -> KvrouteStats | None:
-        """Counts since the last step; the scheduler's half has none."""
+        """Return the counts since the last step. The scheduler's half has none."""
         if self._worker is None:
             return None
         stats = KvrouteStats(dict(self._worker.counts()))
         return None if stats.is_empty() else stats
 
     def shutdown(self) -> None:
-        """End threads and connections."""
+        """End all threads and connections."""
         if self._worker:
             self._worker.close()
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """A graph of the whole model would not say when a layer is done."""
+        """Return True for layer-wise sending: a graph of the whole model does not report when a layer is done."""
         return read_options(extra_config).layerwise
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvrouteStats:
-        """For vLLM's log line."""
+        """Create the counts for vLLM's log line."""
         return KvrouteStats(data)
 
     @classmethod
@@ -227,12 +227,12 @@ class KvrouteConnector(KVConnectorBase_V1):  # type: ignore[misc]
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KvrouteMetrics:
-        """For vLLM's metrics page."""
+        """Create the metrics for vLLM's metrics page."""
         return KvrouteMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
 def _computed(output: Any) -> dict[str, int]:
-    """Tokens of every request in a step that will be computed after it."""
+    """Return, by request, the number of tokens that are computed after a step."""
     cached = output.scheduled_cached_reqs
     before = {request.req_id: request.num_computed_tokens for request in output.scheduled_new_reqs}
     before.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))

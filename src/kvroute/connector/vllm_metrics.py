@@ -1,4 +1,4 @@
-"""The connector's counters in vLLM's wrapping, and on its own metrics page. Imports vllm."""
+"""The connector's counters in vLLM's classes, for its log and its own metrics page. Imports vllm."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ except ModuleNotFoundError as error:
 
 
 class KvrouteStats(KVConnectorStats):  # type: ignore[misc]
-    """`stats.Counts` in vLLM's wrapping."""
+    """`stats.Counts` in the class that vLLM requires."""
 
     def __init__(self, data: dict[str, Any] | None = None) -> None:
         super().__init__(data or dict(no_counts()))
 
     @property
     def counts(self) -> Counts:
-        """The data by its right type."""
+        """The data with its actual type."""
         return cast(Counts, self.data)
 
     def reset(self) -> None:
-        """Forget all."""
+        """Reset all counts."""
         self.data = dict(no_counts())
 
     def aggregate(self, other: KVConnectorStats) -> KvrouteStats:
-        """Add another worker's or another step's."""
+        """Add the counts of another worker or step."""
         add(self.counts, KvrouteStats(other.data).counts)
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """For vLLM's log line."""
+        """Return a summary for vLLM's log line."""
         return summary(self.counts)
 
     def is_empty(self) -> bool:
-        """Whether there is nothing to tell."""
+        """Return whether there is nothing to report."""
         return is_empty(self.counts)
 
 

@@ -17,9 +17,9 @@ from kvroute.connector.blocks import Layout
 
 VERSION = 3
 HANDSHAKE_BYTES_MAX = 4 << 10
-"""Bytes of a header before the peer has proved the token."""
+"""Maximum size of a header before the peer has proved the token, in bytes."""
 HEADER_BYTES_MAX = 64 << 10
-"""Bytes of a header after that."""
+"""Maximum size of a header after that, in bytes."""
 LENGTH_BYTES = 4
 _LENGTH = struct.Struct("!I")
 
@@ -29,14 +29,14 @@ Code: TypeAlias = Literal[
 
 
 class Challenge(msgspec.Struct, frozen=True, tag="challenge"):
-    """Server's first word."""
+    """First message of the server."""
 
     version: int
     nonce: bytes
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello", kw_only=True):
-    """Client's answer."""
+    """First message of the client."""
 
     version: int
     nonce: bytes
@@ -48,51 +48,52 @@ class Hello(msgspec.Struct, frozen=True, tag="hello", kw_only=True):
     traffic_class: str
     instance: str
     proof: bytes = b""
-    """Computed over the challenge and every other field of this message."""
+    """Proof of the token, computed over the challenge and every other field of this message."""
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
-    """Server knows the token too."""
+    """Second message of the server, with its own proof of the token."""
 
     proof: bytes
 
 
 class Fetch(msgspec.Struct, frozen=True, tag="fetch", kw_only=True):
-    """Send my part of `count` blocks from position `first` of the request's prompt, as they are computed."""
+    """Request for this lane's part of `count` blocks from position `first` of a prompt, as they are computed."""
 
     request_id: str
     first: int
     count: int
     transfer: str
-    """All fetches of one transfer share its blocks: each is sent over one of their connections."""
+    """Name of the transfer. Its fetches share the transfer's blocks: each block is sent over one of their
+    connections."""
     lane: int = 0
     after: int = -1
-    """Number of the last piece that has arrived over the lane's earlier connections: what followed is sent anew."""
+    """Number of the last chunk that arrived over the lane's earlier connections. Later chunks are sent again."""
     checksum: bool = False
     prompt: str = ""
-    """Digest of the prompt, for the server to compare; empty: it has been compared already."""
+    """Digest of the prompt, for the server to compare; empty: it has already been compared."""
     wait_s: Annotated[float, msgspec.Meta(ge=0.0)] = 0.0
-    """For so long a request may be unknown; 0: as the server likes."""
+    """Time for which the request may be unknown to the server, in seconds; 0: the server's default."""
 
 
 class Part(msgspec.Struct, frozen=True, tag="part", kw_only=True):
-    """`nbytes` raw bytes follow: `count` blocks of one region from position `first` on."""
+    """Header of `nbytes` raw bytes: `count` blocks of one region from position `first` on."""
 
     region: int
     first: int
     count: int
     number: int
-    """Ascends over a lane, whichever connection carries it."""
+    """Number of the chunk in its lane. It increases across the lane's connections."""
     nbytes: int
     crc32: int | None = None
 
 
 class Waiting(msgspec.Struct, frozen=True, tag="waiting"):
-    """Nothing to send yet, but I am here."""
+    """Keep-alive message while there is nothing to send."""
 
 
 class End(msgspec.Struct, frozen=True, tag="end"):
-    """Nothing is left for this lane."""
+    """No chunk is left for this lane."""
 
 
 class Release(msgspec.Struct, frozen=True, tag="release"):
@@ -102,13 +103,13 @@ class Release(msgspec.Struct, frozen=True, tag="release"):
 
 
 class Released(msgspec.Struct, frozen=True, tag="released"):
-    """Heard."""
+    """Confirmation of a release."""
 
     request_id: str
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    """No, and why."""
+    """Refusal, with its reason."""
 
     code: Code
     reason: str
@@ -120,7 +121,7 @@ _DECODER = msgspec.msgpack.Decoder(Message)
 
 
 class WireError(ConnectionError):
-    """The connection is of no further use; `code` says why in one word."""
+    """The connection is no longer usable; `code` gives the reason in one word."""
 
     def __init__(self, code: str, reason: str) -> None:
         self.code, self.reason = code, reason
@@ -128,10 +129,10 @@ class WireError(ConnectionError):
 
 
 def encode(message: Message, limit: int = HEADER_BYTES_MAX) -> bytes:
-    """A message as the header of a frame, without its length.
+    """Encode a message as the header of a frame, without its length.
 
     Raises:
-        WireError: the peer would refuse it, because it is longer than `limit` bytes.
+        WireError: it is longer than `limit` bytes, so the peer would refuse it.
     """
     header = msgspec.msgpack.encode(message)
     if len(header) > limit:
@@ -140,7 +141,7 @@ def encode(message: Message, limit: int = HEADER_BYTES_MAX) -> bytes:
 
 
 def decode(header: bytes | bytearray | memoryview) -> Message:
-    """The message in a frame's header.
+    """Decode the message in a frame's header.
 
     Raises:
         WireError: `header` is not exactly one message.
@@ -153,12 +154,12 @@ def decode(header: bytes | bytearray | memoryview) -> Message:
 
 
 def encode_length(header: bytes) -> bytes:
-    """The first `LENGTH_BYTES` bytes of the frame that carries `header`."""
+    """Return the first `LENGTH_BYTES` bytes of the frame that carries `header`."""
     return _LENGTH.pack(len(header))
 
 
 def decode_length(prefix: bytes | bytearray | memoryview, limit: int = HEADER_BYTES_MAX) -> int:
-    """Bytes of the header that follows `prefix`, the first `LENGTH_BYTES` bytes of a frame.
+    """Return the size of the header that follows `prefix`, the first `LENGTH_BYTES` bytes of a frame.
 
     Raises:
         WireError: the header is longer than `limit` bytes.
@@ -170,7 +171,7 @@ def decode_length(prefix: bytes | bytearray | memoryview, limit: int = HEADER_BY
 
 
 def crc32(views: Iterable[memoryview]) -> int:
-    """One checksum over all views in their order."""
+    """Return one checksum over all views, in order."""
     value = 0
     for view in views:
         value = zlib.crc32(view, value)

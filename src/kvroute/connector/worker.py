@@ -1,4 +1,4 @@
-"""The connector's half beside a vLLM worker: begins what the scheduler planned, and says what has ended. No vllm."""
+"""The connector's half in a vLLM worker: starts the planned transfers and reports which have ended. No vllm."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvroute.types import InputError
 
 log = logging.getLogger(__name__)
 LOOK_S = 0.5
-"""The kernel is asked for its view of the connections at most so often."""
+"""Minimum interval between queries of the kernel's connection statistics, in seconds."""
 
 
 class Worker:
@@ -41,7 +41,7 @@ class Worker:
         clock: Callable[[], float] = time.monotonic,
         environ: Mapping[str, str] | None = None,
     ) -> None:
-        """Args: numbers of the regions that hold a layer's KV, by the layer's name."""
+        """`layers` maps a layer's name to the numbers of the regions that hold its KV."""
         self._options, self._rank, self._layers, self._clock = options, layout.rank, layers, clock
         offset = replica * layout.tp + layout.rank
         self._server = Server(regions, layout, options, port_offset=offset, environ=environ) if producer else None
@@ -52,11 +52,11 @@ class Worker:
 
     @property
     def address(self) -> tuple[str, int] | None:
-        """Where this rank's server is reached."""
+        """Address of this rank's server; None without a server."""
         return self._server.address if self._server else None
 
     def begin(self, step: Step) -> None:
-        """Hold, pull and release; returns at once."""
+        """Start the holds, pulls and releases of a step. Returns at once."""
         if self._server:
             for held in step.holds:
                 self._hold(self._server, held)
@@ -73,20 +73,20 @@ class Worker:
                 self._client.release(self._peer(handover), handover.remote_request_id)
 
     def overwrites(self, step: Step) -> None:
-        """vLLM is about to write over blocks that it has taken back; nobody reads them when this returns."""
+        """Stop reads of the blocks that vLLM has taken back and is about to overwrite. No reader is left on return."""
         if self._server:
             for name in step.withdrawn:
                 self._server.withdraw(name)
 
     def computed(self, step: Step, layer: str, fence: Callable[[], Fence | None]) -> None:
-        """The model has passed `layer`, on a device at least its orders have; `fence` makes one behind them."""
+        """Allow sending the KV of `layer`, which the model has computed or queued; `fence` makes a fence behind it."""
         if self._server and step.computing:
             passed = fence()
             for one in step.computing:
                 self._server.computed(one, self._layers.get(layer, ()), passed)
 
     def ended(self) -> tuple[set[str], set[str]]:
-        """Requests whose blocks may be freed, and requests whose blocks have been pulled, well or not."""
+        """Return the requests whose blocks may be freed, and the requests whose pull has ended, successful or not."""
         sent, received = set(), set()
         for freed in self._server.freed() if self._server else ():
             sent.add(freed.request_id)
@@ -99,12 +99,12 @@ class Worker:
         return sent, received
 
     def failed_blocks(self) -> set[int]:
-        """Blocks of ended pulls whose content is not what it should be; once."""
+        """Return the blocks of ended pulls whose content is not valid; each once."""
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
     def counts(self) -> Counts:
-        """Since the last call."""
+        """Return the counts since the last call."""
         now = self._clock()
         if self._server and now >= self._looked_at + LOOK_S:
             self._looked_at = now

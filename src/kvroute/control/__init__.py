@@ -1,4 +1,4 @@
-"""Events in, decisions out: the control core that the simulator and the gateway drive alike."""
+"""The control core, which turns events into decisions; the simulator and the gateway call the same core."""
 
 from kvroute.control.core import Control
 from kvroute.control.log import (

@@ -1,4 +1,4 @@
-"""What the instances have cached, as the router knows it, and how much of it a request can reuse."""
+"""The router's view of what each instance has cached, and of how much of it a request can reuse."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from kvroute.types import Instance, IntArray, Request
 
 
 class Caches:
-    """Block prefixes by instance, and where prompts have ended, for models that can only go on from there."""
+    """Cached block prefixes by instance and, for hybrid models, the positions where cached prompts end. A hybrid model
+    can resume a prefill only at such a position."""
 
     def __init__(self, instances: Sequence[Instance], models: Mapping[str, Model], block_tokens: int) -> None:
-        """`block_tokens` above 0: each view is bounded by the instance's KV memory, in blocks of so many tokens."""
+        """Args: `block_tokens`: above 0, it bounds the view of an instance by its KV memory, in blocks of this size."""
         self._models = models
         self.prefix = PrefixIndex(len(instances), [self._capacity(instance, block_tokens) for instance in instances])
         hybrid = any(model.request_state_bytes for model in models.values())
@@ -29,33 +30,33 @@ class Caches:
         return int(instance.kv_capacity_bytes // block_bytes) if block_bytes else None
 
     def stored(self, index: int, blocks: tuple[int, ...]) -> None:
-        """An instance has cached this chain."""
+        """Record that an instance has cached this chain of blocks."""
         self.prefix.store(index, blocks)
         if self._states is not None:
             self._states.store(index, blocks)
 
     def evicted(self, index: int, blocks: tuple[int, ...], keep: int) -> None:
-        """It has dropped the chain from position `keep` on."""
+        """Record that an instance has dropped the chain from position `keep` on."""
         self.prefix.evict(index, blocks, keep)
         if self._states is not None:
             self._states.evict(index, blocks, keep)
 
     def cleared(self, index: int) -> None:
-        """It has dropped all."""
+        """Record that an instance has dropped all blocks."""
         self.prefix.clear(index)
         if self._states is not None:
             self._states.clear(index)
 
     def reusable_blocks(self, blocks: tuple[int, ...], model: str, most: int) -> IntArray:
-        """Of every instance: blocks of this chain, at most `most`, that a prefill can go on from; of a hybrid model
-        where a cached prompt has ended."""
+        """Number of blocks of this chain, at most `most`, that a prefill can reuse on each instance. For a hybrid model
+        it is the longest cached prefix that ends where a cached prompt ended."""
         depths: IntArray = np.minimum(self.prefix.match(blocks), most)
         if self._states is None or not self._models[model].request_state_bytes:
             return depths
         return self._states.match(blocks, depths)
 
     def reusable_tokens(self, request: Request, model: str, ids: IntArray, most: int) -> IntArray:
-        """`hit_tokens` that a prefill can go on from: of a hybrid model where a cached prompt has ended."""
+        """Like `hit_tokens`, but for a hybrid model only up to a position where a cached prompt ended."""
         if self._states is None or not self._models[model].request_state_bytes:
             return self.hit_tokens(request, ids, most)
         depths = self.reusable_blocks(request.blocks, model, most // request.block_tokens)

@@ -1,6 +1,6 @@
-"""Cached prefixes on their way between instances: their numbers, and what they put on the links between datacenters.
+"""Copies of cached prefixes in progress between instances, and their load on the links between datacenters.
 
-It chooses nothing: what is copied for a request is decided with the request, what is copied ahead by `Rebalancing`.
+This module makes no choice: copies for a request are decided with the request, copies ahead of demand by `Rebalancing`.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from kvroute.control.view import View
 
 @dataclass(frozen=True, slots=True)
 class CopyUnderWay:
-    """One copy, by indices in the cluster."""
+    """One copy; instances are indices in the cluster."""
 
     source: int
     target: int
     nbytes: float
     chain_end: int | None
-    """Last block of a prefix that is copied ahead of demand; None: for a request that waits for it."""
+    """Last block of a prefix that is copied ahead of demand; None: a request waits for the copy."""
 
 
 class Copies:
     """Copies that have started and not finished.
 
-    One that a request waits for counts like its KV transfer: with the oracle, in foresight's table and in the backlog
-    of the links. One that is made ahead goes behind all others' bytes, so nobody has to reckon with it.
+    A copy that a request waits for counts like a KV transfer: in the oracle, in foresight's table of transfers and in
+    the backlog of the links. A copy ahead of demand has lower priority than all other transfers, so it is not counted.
     """
 
     def __init__(self, view: View, offloading: Offloading | None) -> None:
@@ -37,7 +37,7 @@ class Copies:
         self._last = 0
 
     def begin(self, at: float, source: int, target: int, nbytes: float, chain_end: int | None = None) -> int:
-        """The number of a copy that starts now; `chain_end`: last block of what is copied ahead of demand."""
+        """Start a copy and return its number. Args: `chain_end`: last block of a prefix copied ahead of demand."""
         self._last += 1
         self._under_way[self._last] = CopyUnderWay(source, target, nbytes, chain_end)
         if chain_end is None:
@@ -49,7 +49,7 @@ class Copies:
         return self._last
 
     def end(self, at: float, number: int, *, landed: bool) -> bool:
-        """It has arrived, or will not; False where no copy of this number was under way."""
+        """End a copy that is complete (`landed`) or has failed. Return False if no such copy is in progress."""
         copy = self._under_way.pop(number, None)
         if copy is not None and copy.chain_end is None:
             self._view.oracle.transfer_finished(copy.source, copy.target)
@@ -60,7 +60,7 @@ class Copies:
         return copy is not None
 
     def ahead(self) -> Iterator[CopyUnderWay]:
-        """Those that no request waits for, in the order of their start."""
+        """Copies that no request waits for, in the order of their start."""
         return (copy for copy in self._under_way.values() if copy.chain_end is not None)
 
     def _links(self, source: int, target: int) -> tuple[Egress, ...]:

@@ -1,4 +1,4 @@
-"""The control core: events in, decisions out; it owns the view of the cluster, but no clock, socket or chance."""
+"""The control core: takes events and returns decisions. It has no clock, socket or random numbers of its own."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ _ONCE = "tell each step of a request once and in order"
 
 
 class Control:
-    """The simulator calls `handle` in virtual time, the gateway in real time. A log of events is a test."""
+    """Turns events into decisions. The simulator calls `handle` in virtual time, the gateway in real time; a recorded
+    log of events can be replayed as a test."""
 
     def __init__(self, cluster: Cluster, settings: ControlSettings, oracle: NetworkOracle) -> None:
         """Start with an idle, empty cluster.
@@ -56,48 +57,49 @@ class Control:
         Args:
             cluster: instances (ascending by name), tiers and timings.
             settings: policies and limits.
-            oracle: the network as the router knows it; this core feeds it its own transfers.
+            oracle: the router's model of the network; this core reports its own transfers to it.
         """
         self.oracle = oracle
         self._cluster = cluster
         self._view = View(cluster, settings, oracle)
         self.offloading = Offloading(settings.offload, self._view) if settings.offload else None
-        """Sites, thresholds and traffic, where prefills may leave their datacenter; for people to look at."""
+        """Sites, thresholds and traffic, if prefills may be offloaded to another datacenter; read by displays."""
         self._prefixes = Prefixes(self._view, self.offloading)
         self._dispatch = Dispatch(self._view, self.offloading, self._prefixes)
         self._journeys: dict[int, Journey] = {}
 
     def handle(self, event: Event) -> tuple[Decision, ...]:
-        """Take note of one event; return what to do now (often nothing).
+        """Process one event and return the decisions that follow from it (often none).
 
-        `Arrived` gives a `Prefill`; with a `Decode` beside it where both legs start at once, or where the instance
-        serves the request alone (source and target are then the same); a lone `Decode` for a request of one leg.
-        `PrefillFinished` gives the `Decode` if there was none. The two failures give what replaces the leg. A
-        `Reject` ends the request: nothing of it is left, and no further event about it is due.
+        `Arrived` gives a `Prefill`. A `Decode` comes with it if both legs start at once, or if the instance serves the
+        request alone (source and target are then the same). A request of one leg gets a single `Decode`.
+        `PrefillFinished` gives the `Decode` if there was none. The two failure events give the decisions that replace
+        the failed leg. A `Reject` ends the request: all its bookings are released, and no further event about it may
+        follow.
 
         Raises:
-            InputError: an event that cannot be: a request that arrives twice, is not in flight or is not that far, an
-                instance that the cluster does not have. The view stays as it was.
+            InputError: the event is impossible: a request arrives twice, is not in flight or has not reached that
+                step, or the cluster does not have the instance. The view does not change.
         """
         return _HANDLERS[type(event)](self, event)
 
     @property
     def in_flight(self) -> int:
-        """Requests that have arrived and not left."""
+        """Number of requests that have arrived and not left."""
         return len(self._journeys)
 
     def loads(self, at: float) -> dict[str, Load]:
-        """What is counted on every instance, by name; changes nothing."""
+        """Load of every instance as the router counts it, by name. Changes nothing."""
         return self._view.loads(at)
 
     def learned(self, at: float) -> tuple[TierLearned, ...] | None:
-        """What own transfers have taught foresight of each tier, [TIER_COUNT]: the acting policy, else the one in the
-        shadow; None where neither is foresight. Changes nothing."""
+        """What foresight has learned from own transfers for each tier, [TIER_COUNT]: foresight of the acting policy,
+        else of the shadow policy; None if neither is foresight. Changes nothing."""
         flights = self._view.flights
         return flights[0].learned(at) if flights else None
 
     def knowledge(self, at: float) -> tuple[CapacityLearned | BandwidthLearned, ...]:
-        """What transfers and answers have taught, as events for another core to go on from; changes nothing."""
+        """What the core has learned from transfers and responses, as events for another core. Changes nothing."""
         tiers, pairs = self.oracle.known()
         names = [instance.name for instance in self._cluster.instances]
         named = tuple((names[source], names[target], known) for source, target, known in pairs)
@@ -106,12 +108,12 @@ class Control:
         return (*known, *(flight.table.known_at(at) for flight in flights[:1]))
 
     def dismantle(self) -> Iterator[int]:
-        """Free what is known of cached prefixes, step by step (`PrefixIndex.dismantle`); the core is of no use then."""
+        """Free the index of cached prefixes step by step (`PrefixIndex.dismantle`). The core is unusable then."""
         return self.prefix.dismantle()
 
     @property
     def prefix(self) -> PrefixIndex:
-        """What is known of cached prefixes, by index in the cluster."""
+        """The index of cached prefixes, by index of the instance in the cluster."""
         return self._view.caches.prefix
 
     def _arrived(self, event: Arrived) -> tuple[Decision, ...]:
@@ -125,7 +127,7 @@ class Control:
         return self._start(Journey(request, model), event.at)
 
     def _start(self, journey: Journey, at: float) -> tuple[Decision, ...]:
-        """Choose the first leg, and the second where both are due; the journey is kept unless it is rejected."""
+        """Choose the first leg, and the second one if both are due. Keep the booking unless the request is rejected."""
         decisions = self._dispatch.alone(journey, at) if journey.request.one_leg else self._dispatch.route(journey, at)
         if isinstance(decisions[-1], Reject):
             self._dispatch.release_prefill(journey, at)
@@ -160,7 +162,7 @@ class Control:
         alone = journey.source == journey.target
         joint = self._cluster.instances[journey.source].protocol == "sglang"
         if event.kv_lost and self._dispatch.away(journey):
-            journey.at_home = True  # the way is to blame, neither end of it
+            journey.at_home = True  # the WAN path failed, neither of the two instances
             return self._again(journey, None, event.at)
         if event.kv_lost or alone or joint:
             return self._again(journey, journey.target, event.at)
@@ -175,7 +177,7 @@ class Control:
         return decision
 
     def _again(self, journey: Journey, failed: int | None, at: float) -> tuple[Decision, ...]:
-        """From the start, past the instance that has failed."""
+        """Restart the request from the beginning without the instance that failed."""
         self._dispatch.release_prefill(journey, at)
         self._dispatch.release_decode(journey, at)
         journey.early = False
@@ -259,7 +261,7 @@ class Control:
         return ()
 
     def _review_due(self, event: ReviewDue) -> tuple[Decision, ...]:
-        # An instance that is to be drained gets no copies any more.
+        # Role switches come first: an instance that is about to be drained gets no copies.
         return (*self._convert(event.at), *self._prefixes.review(event.at))
 
     def _convert(self, at: float) -> tuple[Convert, ...]:
@@ -329,4 +331,4 @@ _HANDLERS: dict[type, Callable[[Control, Any], tuple[Decision, ...]]] = {
     CongestionMeasured: Control._congestion_measured,
     LinksMeasured: Control._links_measured,
 }
-"""Functions, not methods of one core: a core that held its own methods would be a reference cycle."""
+"""Functions and not bound methods: a core that holds its own bound methods would be a reference cycle."""

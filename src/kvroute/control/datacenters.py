@@ -1,4 +1,4 @@
-"""The datacenters of a cluster by what they do, and what our own transfers put on the links between them."""
+"""The datacenters of a cluster by the stages they serve, and the load of own transfers on the links between them."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from kvroute.types import InputError, IntArray
 
 @dataclass(frozen=True, slots=True)
 class Datacenters:
-    """Datacenters, ascending by name: those that only prefill (PrfaaS clusters) and those that also decode (PD)."""
+    """Datacenters (sites) by name: those that only prefill (PrfaaS clusters) and those that also decode (PD)."""
 
     names: tuple[str, ...]
     of: IntArray
-    """[n] site of each instance of the cluster."""
+    """Site of each instance of the cluster, [n]."""
     prfaas: tuple[int, ...]
     pd: tuple[int, ...]
     egress_bytes_per_s: tuple[float, ...]
-    """By site: what its narrowest way to a PD site carries; inf for a PD site, whose KV stays at home."""
+    """Bandwidth of the narrowest path to a PD site, by site; inf for a PD site, whose KV does not leave the site."""
 
     @classmethod
     def of_cluster(cls, cluster: Cluster) -> Datacenters:
-        """Raises InputError where no site only prefills, or none decodes: there is nothing to offload, or to."""
+        """Raises InputError if no site only prefills, or if no site decodes: offloading needs both."""
         names = tuple(sorted({instance.datacenter for instance in cluster.instances}))
         number = {name: site for site, name in enumerate(names)}
         of = np.array([number[instance.datacenter] for instance in cluster.instances], dtype=np.int64)
@@ -43,12 +43,12 @@ class Datacenters:
         return cls(names, of, prfaas, pd, egress)
 
     def members(self, instances: IntArray) -> dict[int, IntArray]:
-        """By site: which of these instances (indices in the cluster) are there, as positions in the array."""
+        """The positions in `instances` (indices in the cluster) that belong to each site, by site."""
         return {site: np.flatnonzero(self.of[instances] == site) for site in range(len(self.names))}
 
 
 def _way_bytes_per_s(cluster: Cluster, source: str, target: str) -> float:
-    """The narrowest group of links on the way between two datacenters, all its links together."""
+    """Bandwidth of the narrowest link group on the path between two datacenters, summed over the links of the group."""
     route = cluster.routes.get((source, target))
     if not route:
         raise InputError(f"no link leads from {source} to {target}", where=cluster.name, mend="add it under `wan`")
@@ -61,25 +61,25 @@ def _way_bytes_per_s(cluster: Cluster, source: str, target: str) -> float:
 
 @dataclass(slots=True)
 class Egress:
-    """Own KV bytes on the links of one site, in one direction: how fast of late, and how many are on their way."""
+    """Own KV bytes on the links of one site, in one direction: their recent rate and the bytes in transfer."""
 
     bytes_per_s: float
-    """What the link carries when nobody else uses it."""
+    """Bandwidth of the link without other traffic."""
     memory_s: float
     """Time after which a byte counts 1/e in the rate."""
     backlog_bytes: float = 0.0
-    """Booked and not landed."""
+    """Bytes that are booked and not yet transferred."""
     _rate: float = 0.0
     _rated_at: float = 0.0
     _landings: dict[int, float] = field(default_factory=dict)
 
     def started(self, number: int, nbytes: float) -> None:
-        """A transfer is on its way: a request's KV cache, by the request's number, or a copy, by its own, negative."""
+        """Record the start of a transfer. `number`: the request's for a KV cache, minus the copy's for a copy."""
         self._landings[number] = nbytes
         self.backlog_bytes += nbytes
 
     def ended(self, at: float, number: int, *, landed: bool) -> None:
-        """It has landed, or will not; nothing happens where none was known."""
+        """Record that a transfer is complete (`landed`) or has failed. Does nothing for an unknown number."""
         nbytes = self._landings.pop(number, None)
         if nbytes is None:
             return
@@ -89,11 +89,11 @@ class Egress:
             self._rated_at = at
 
     def own_share(self, at: float) -> float:
-        """Bytes landed per second of late over what the link carries, 0 to about 1."""
+        """Recent rate of own bytes over the link's bandwidth, 0 to about 1."""
         return self._faded(at) / self.bytes_per_s
 
     def queue_s(self, others_share: float) -> float:
-        """Seconds that the link needs for what is on its way, with what others leave of it."""
+        """Seconds that the link needs for the bytes in transfer, given the share of the bandwidth that others use."""
         return self.backlog_bytes / (self.bytes_per_s * max(1.0 - others_share, 0.01))
 
     def _faded(self, at: float) -> float:

@@ -1,4 +1,4 @@
-"""What a decision books for a request, and how it is given back; it chooses by the view and knows no events."""
+"""Booking and release of resources for each decision on a request; chooses by the view and does not handle events."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ from kvroute.types import (
 )
 
 _JOINT_WIDTH = 4
-"""Prefill instances whose partners are priced when both legs are chosen at once."""
+"""Number of prefill instances whose decode instances are priced when both legs are chosen at once."""
 
 
 @dataclass(slots=True)
 class Journey:
-    """Where a request stands: what must be given back when it leaves."""
+    """What is booked for a request and must be released when it leaves."""
 
     request: Request
     model: str
     prefill: int = -1
     """Position in the prefill pool, -1 once prefill is over."""
     prefill_s: float = 0.0
-    """Booked there."""
+    """Prefill time booked there."""
     source: int = -1
     target: int = -1
-    """Indices in the cluster."""
+    """`source` and `target` are indices in the cluster."""
     pool: DecodePool | None = None
     position: int = -1
     """Position in the decode pool, -1 before the decision."""
@@ -52,23 +52,23 @@ class Journey:
     in_transfer: bool = False
     admitted: bool = False
     kv_bytes: float = 0.0
-    """That cross the network for it."""
+    """KV bytes that cross the network for the request."""
     copy_id: int = 0
-    """Of a cached prefix on its way to where it is prefilled; 0: of none."""
+    """Number of the copy that brings a cached prefix to the prefill instance; 0: there is none."""
     early: bool = False
-    """Its KV cache leaves layer by layer while the prefill goes on."""
+    """True if its KV cache is sent layer by layer while the prefill runs."""
     at_home: bool = False
-    """It has been prefilled elsewhere and the way failed: not again."""
+    """True if the transfer from another datacenter failed: the request is not offloaded again."""
     avoid: list[int] = field(default_factory=list)
     """Instances that have failed this request, the latest last."""
 
     def shun(self, index: int) -> None:
-        """This instance has failed it now."""
+        """Record that this instance has failed the request."""
         self.avoid = [each for each in self.avoid if each != index] + [index]
 
 
 class Dispatch:
-    """Sends requests to instances of a view. The caller keeps the journeys, and says when their steps are over."""
+    """Sends requests to instances of a view. The caller stores the bookings and reports when their steps are over."""
 
     def __init__(self, view: View, offloading: Offloading | None, prefixes: Prefixes) -> None:
         self._view, self._offloading, self._prefixes = view, offloading, prefixes
@@ -77,7 +77,7 @@ class Dispatch:
         self._shadow = Shadow(view, shadow) if shadow is not None else None
 
     def route(self, journey: Journey, at: float) -> tuple[Decision, ...]:
-        """Its prefill, and its decode where both legs start at once or the instance does both; or a Reject, last."""
+        """Choose the prefill, and the decode if both legs start at once or on one instance; a Reject comes last."""
         request, model, view = journey.request, journey.model, self._view
         candidates = view.prefill_candidates(request, model, at, journey.avoid)
         candidates, fetches = self._prefixes.offer(request, model, candidates, at)
@@ -109,7 +109,7 @@ class Dispatch:
             journey.early = True
             pick = self._partner(journey, at, choice.index, early=True)
             if isinstance(pick, Reject):
-                pick = None  # nobody has room now; somebody may when the prefill is over
+                pick = None  # No instance has room now; one may have room when the prefill is over.
         instance = self._view.cluster.instances[index]
         if instance.role == "both":
             return (prefill, self._stay(journey, at, (model, instance.protocol), index))
@@ -118,16 +118,20 @@ class Dispatch:
         return (prefill, pick if isinstance(pick, Reject) else self._go(journey, at, pick))
 
     def _leaves_early(self, away: bool) -> bool:
-        """Whether the KV cache leaves layer by layer while the prefill goes on. Args: `away`: to another datacenter."""
+        """Whether the KV cache is sent layer by layer during the prefill. Args: `away`: another datacenter prefills."""
         offloads_so = away and self._offloading is not None and self._offloading.spec.layerwise
         return self._view.settings.layerwise or offloads_so
 
     def _jointly(
         self, journey: Journey, at: float, candidates: PrefillCandidates, choice: Choice
     ) -> tuple[Choice, DecodePick | Reject | None]:
-        """Both legs at once: of the few cheapest prefill instances the one whose whole way is shortest, where both
-        policies price in seconds; else the cheapest one and its best partner. One whose partners are full is passed by;
-        those who decide later have no price here, and are taken where nobody else can be."""
+        """Choose both legs at once.
+
+        If both policies price in seconds, the choice is, of the few cheapest prefill instances, the one with the
+        shortest total time. Otherwise it is the cheapest prefill instance with its best decode instance. A prefill
+        instance is skipped if no decode instance has room for its request. One whose decode leg is decided later has no
+        total price, so it is taken only if no other one can be.
+        """
         pool, terms = self._view.prefill[journey.model], choice.terms
         usable: list[tuple[int, DecodePick]] = []
         later: Choice | None = None
@@ -163,7 +167,8 @@ class Dispatch:
     def _partner(
         self, journey: Journey, at: float, position: int, *, early: bool = False
     ) -> DecodePick | Reject | None:
-        """Who would decode after this prefill instance; None where it decodes itself or decides later (not `early`)."""
+        """The decode instance for this prefill instance. None if it decodes itself, or if the decode leg is decided
+        later and not `early`."""
         index = int(self._view.prefill[journey.model].ids[position])
         instance = self._view.cluster.instances[index]
         if instance.role == "both" or (instance.protocol != "sglang" and not early):
@@ -172,7 +177,7 @@ class Dispatch:
         return self._view.choose_decode(journey.request, key, index, at, journey.avoid)
 
     def alone(self, journey: Journey, at: float) -> tuple[Decision, ...]:
-        """The one instance for a request of one leg, or a Reject."""
+        """Choose the one instance for a request of one leg, or return a Reject."""
         found = self._view.choose_alone(journey.request, journey.model, at, journey.avoid)
         if isinstance(found, Reject):
             return (found,)
@@ -182,7 +187,7 @@ class Dispatch:
         return (self._book(journey, at, pool, pick.choice.index, pick.candidates, pick.tier, pick.choice.terms),)
 
     def _stay(self, journey: Journey, at: float, key: PoolKey, index: int) -> Decode:
-        """Decode where the prefill is."""
+        """Decode on the prefill instance."""
         pool, request = self._view.decode[key], journey.request
         hit_tokens = np.zeros(len(pool.ids), dtype=np.int64)
         model = self._view.models[journey.model]
@@ -191,7 +196,7 @@ class Dispatch:
         return self._book(journey, at, pool, pool.position[index], candidates, 0, None)
 
     def _go(self, journey: Journey, at: float, pick: DecodePick) -> Decode:
-        """Decode on another instance than the prefill's."""
+        """Decode on another instance than the prefill instance."""
         instance = self._view.cluster.instances[journey.source]
         key = (journey.model, instance.protocol)
         shadow = self._shadow.beside(journey.request, key, journey.source, pick, at) if self._shadow else None
@@ -235,18 +240,18 @@ class Dispatch:
         )
 
     def away(self, journey: Journey) -> bool:
-        """Whether it is prefilled in another datacenter than it is decoded in."""
+        """Whether the prefill and the decode are in different datacenters."""
         return self._egress(journey) is not None
 
     def choose_decode(self, journey: Journey, at: float) -> Decision:
-        """Who decodes what is complete on its source; or a Reject."""
+        """Choose the decode instance for a request whose prefill is complete on its source, or return a Reject."""
         request, instance = journey.request, self._view.cluster.instances[journey.source]
         key = (journey.model, instance.protocol)
         pick = self._view.choose_decode(request, key, journey.source, at, journey.avoid)
         return pick if isinstance(pick, Reject) else self._go(journey, at, pick)
 
     def start_transfer(self, journey: Journey, at: float) -> None:
-        """Its KV cache leaves its source; nothing happens where it does already."""
+        """Record that the KV cache leaves its source. Does nothing if the transfer has already started."""
         if journey.in_transfer:
             return
         journey.in_transfer = True
@@ -258,7 +263,7 @@ class Dispatch:
             egress.started(journey.request.id, journey.kv_bytes)
 
     def end_transfer(self, journey: Journey, at: float, *, landed: bool = False) -> None:
-        """It has arrived, or will not; nothing happens where none was under way."""
+        """Record that the transfer is complete (`landed`) or has failed. Does nothing if none is in progress."""
         if journey.in_transfer:
             journey.in_transfer = False
             self._view.oracle.transfer_finished(journey.source, journey.target)
@@ -269,26 +274,26 @@ class Dispatch:
                 egress.ended(at, journey.request.id, landed=landed)
 
     def _egress(self, journey: Journey) -> Egress | None:
-        """The link between datacenters that its KV cache takes."""
+        """The link between datacenters that the KV cache takes, or None."""
         if self._offloading is None or self._view.cluster.tier[journey.source, journey.target] < CROSS_DATACENTER:
             return None
         return self._offloading.egress.get(self._offloading.site_of(journey.source))
 
     def end_copy(self, journey: Journey, at: float) -> None:
-        """Nothing waits for its copied prefix any more; nothing happens where nothing did."""
+        """End the copy of a cached prefix that the request waits for. Does nothing if there is none."""
         if journey.copy_id:
             self._prefixes.ended(at, journey.copy_id, landed=False)
             journey.copy_id = 0
 
     def release_prefill(self, journey: Journey, at: float) -> None:
-        """Give back a prefill that has not finished."""
+        """Release a prefill that has not finished."""
         self.end_copy(journey, at)
         if journey.prefill >= 0:
             self._view.prefill[journey.model].release(journey.prefill, at, journey.prefill_s)
             journey.prefill = -1
 
     def release_decode(self, journey: Journey, at: float) -> None:
-        """Give back its place and its memory where it decodes or would."""
+        """Release the slot and the memory on the decode instance."""
         if journey.pool is None or journey.position < 0:
             return
         self.end_transfer(journey, at)

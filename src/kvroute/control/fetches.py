@@ -1,5 +1,7 @@
-"""The cluster-wide prefix pool: a prefill instance may fetch a prefix that a sibling has, where that is sooner there
-than computed. It prices the fetches of one request and books nothing."""
+"""The cluster-wide prefix pool: a prefill instance may fetch a prefix from a sibling if that is faster than computing.
+
+This module prices the fetches of one request and books nothing.
+"""
 
 from __future__ import annotations
 
@@ -15,27 +17,27 @@ from kvroute.policies import PrefillCandidates
 from kvroute.types import FloatArray, IntArray, Request
 
 _HOLDERS_MAX = 4
-"""Of those that have the longest prefix, so many are asked for their price."""
+"""Number of instances with the longest prefix whose transfers are priced."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fetches:
-    """By prefill candidate, arrays of length n: what it would fetch, and from whom."""
+    """What each prefill candidate would fetch, and from which instance; arrays of length n."""
 
     own_tokens: IntArray
-    """Cached on itself."""
+    """Tokens that the candidate itself has cached."""
     holder: IntArray
-    """Index in the cluster; -1: it does with its own."""
+    """Index in the cluster of the instance to fetch from; -1: the candidate uses its own cache."""
     fetch_s: FloatArray
-    """Until the fetched prefix is there; 0 where none is."""
+    """Seconds until the fetched prefix has arrived; 0 if nothing is fetched."""
 
     def true_holder(self, position: int, index: int) -> int:
-        """Who really has what the candidate at `position`, instance `index`, is said to have."""
+        """The instance that really holds the prefix of the candidate at `position` (`index` in the cluster)."""
         return index if self.holder[position] < 0 else int(self.holder[position])
 
 
 class ClusterPool:
-    """The prefill instances of each datacenter as one pool of prefixes: what one has, its siblings can have."""
+    """The prefill instances of each datacenter as one pool of prefixes: each can fetch what a sibling has cached."""
 
     def __init__(self, view: View) -> None:
         self._view = view
@@ -50,8 +52,11 @@ class ClusterPool:
     def offer(
         self, request: Request, model: str, candidates: PrefillCandidates, at: float
     ) -> tuple[PrefillCandidates, Fetches]:
-        """The candidates with what each could fetch: the longest prefix of its datacenter, where the wait for it (the
-        queue's share of it is free) and the prefill after it are sooner over than the prefill with its own."""
+        """Return the candidates with what each could fetch: the longest cached prefix of its datacenter.
+
+        A candidate fetches if waiting for the prefix and computing the rest take less time than prefilling with its own
+        cache. The part of the wait that it spends in the queue anyway costs nothing.
+        """
         pool = self._view.prefill[model]
         tokens, prefill_s = candidates.hit_tokens.copy(), candidates.prefill_s.copy()
         fetches = Fetches(candidates.hit_tokens, np.full(len(tokens), -1, dtype=np.int64), np.zeros(len(tokens)))
@@ -82,7 +87,7 @@ class ClusterPool:
         own_tokens: IntArray,
         at: float,
     ) -> FloatArray:
-        """[holders, takers] seconds for what each taker lacks of `tokens` (NetKV eq. 3 and 4)."""
+        """Seconds to transfer the part of `tokens` that each taker lacks, [holders, takers] (NetKV eq. 3 and 4)."""
         nbytes = self._view.models[model].kv_bytes(np.full(len(takers), tokens, dtype=np.int64), own_tokens)
         rows = []
         for holder in holders.tolist():

@@ -1,4 +1,4 @@
-"""Own transfers on the links, for a policy that asks what they do to each other."""
+"""Own transfers in flight, for a policy that predicts how they slow each other down."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NOTHING: FloatArray = np.zeros(TIER_COUNT)
 
 
 class Flight:
-    """Keeps foresight's table and hands it to the policy at each decision."""
+    """Maintains foresight's table of transfers and gives the policy its current state at each decision."""
 
     def __init__(self, cluster: Cluster, policy: Foresight, oracle: NetworkOracle) -> None:
         self._policy, self._oracle, self._cluster = policy, oracle, cluster
@@ -25,17 +25,17 @@ class Flight:
         self.table = InFlight(links, spec)
 
     def policy(self, source: int, targets: IntArray, costs: NetworkCosts, at: float) -> Foresight:
-        """The policy as it sees this moment."""
+        """The policy with its view of the network at this time."""
         sight, policy = self.sight(source, targets, costs, at), self._policy
         return Foresight(policy.spec, sight, policy.at_arrival, policy.joint)
 
     def sight(self, source: int, targets: IntArray, costs: NetworkCosts, at: float, starts_s: float = 0.0) -> Sight:
-        """What it may know of a transfer that starts `starts_s` from now."""
+        """What the policy may use to predict a transfer that starts `starts_s` from now."""
         self.table.congested(at, self._others(costs.congestion))
         return self.table.sight(at, source, targets, starts_s)
 
     def learned(self, at: float) -> tuple[TierLearned, ...]:
-        """What own transfers have taught of each tier; changes nothing."""
+        """What own transfers have taught about each tier. Changes nothing."""
         congestion, seen = self._others(self._oracle.congestion(at)), self.table.learned.seen(at)
         factor = np.array([tier.factor for tier in seen])
         alone = (pair and self.table.alone_bytes_per_s(*pair, congestion, factor) for pair in self._pairs)
@@ -43,7 +43,7 @@ class Flight:
 
     @cached_property
     def _pairs(self) -> list[tuple[int, int] | None]:
-        """Of each tier the first pair of a prefill and a decode instance, where there is one."""
+        """For each tier the first pair of a prefill and a decode instance, or None if there is no such pair."""
         instances = self._cluster.instances
         sources = np.array([k for k, instance in enumerate(instances) if instance.role != "decode"], dtype=np.int64)
         targets = np.array([k for k, instance in enumerate(instances) if instance.role != "prefill"], dtype=np.int64)
@@ -52,5 +52,5 @@ class Flight:
         return [(int(sources[found[0][0]]), int(targets[found[0][1]])) if found else None for found in first]
 
     def _others(self, congestion: FloatArray) -> FloatArray:
-        # Telemetry that counts our own transfers would count them twice.
+        # Telemetry that includes our own transfers would count them twice.
         return congestion if self._oracle.separates_own_traffic else _NOTHING

@@ -1,4 +1,4 @@
-"""The record of a run: each event with its decisions, one JSON line each; replayed, it gives the same again."""
+"""The log of a run: each event with its decisions, one JSON line each. A replay of the log gives the same decisions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvroute.types import Convert, CopyPrefix, Decision, Decode, Event, InputErr
 
 TermsKept: TypeAlias = Literal["best", "all"]
 TERMS_ALL, TERMS_BEST = 64, 16
-"""Of up to 64 candidates `best` keeps all terms, of more those of the 16 cheapest and of the chosen one."""
+"""`best` keeps all terms of up to 64 candidates; of more, only those of the 16 cheapest and of the chosen one."""
 _BUFFER_BYTES = 1 << 18
 _LOG_MEND = "give a file that `kvroute serve --log` or `kvroute simulate --log` wrote"
 
@@ -29,23 +29,23 @@ class LogRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     event: Event
     decisions: tuple[Decision, ...]
     name: str = ""
-    """What the client calls the request that arrives."""
+    """The client's name for the request that arrives."""
 
 
 class LogHeader(msgspec.Struct, frozen=True, tag="kvroute-log", tag_field="log", kw_only=True):
-    """The first line of a log: what is needed to build the same core again."""
+    """The first line of a log: the data needed to build the same core again."""
 
     cluster: str
-    """The cluster file's text; of a live gateway without secrets."""
+    """Text of the cluster file; without secrets if a live gateway writes the log."""
     spec: ControlSpec
     log_id: str = ""
-    """The same in all parts of a log; empty where it has one part."""
+    """Identifier that all parts of a log share; empty if the log has one part."""
     part: int = 1
-    """Which part of the log this file is, counted from 1: it goes on where the one before ends."""
+    """Number of this file among the parts of the log, counted from 1; each part continues the one before it."""
 
 
 def _plain(value: Any) -> Any:
-    """Arrays as lists: JSON has no arrays of numbers of its own."""
+    """Arrays as lists: JSON has no numeric arrays."""
     if isinstance(value, np.ndarray):
         return value.tolist()
     if isinstance(value, np.generic):
@@ -59,18 +59,18 @@ _HEADERS = msgspec.json.Decoder(LogHeader)
 
 
 class EventLog:
-    """Writes a log; use it as a context manager, so that the last line is on disk when the run ends or fails.
+    """Writes a log. Use it as a context manager to have the last line on disk when the run ends or fails.
 
-    Raises InputError where the file cannot be opened for writing, OSError where it takes no more later.
+    Raises InputError if the file cannot be opened for writing, OSError if a later write fails.
     """
 
     def __init__(self, path: Path, header: LogHeader, *, terms: TermsKept = "all", mode: int = 0o666) -> None:
         """
         Args:
             path: of the file.
-            header: its first line.
-            terms: says whose terms of a decision are kept.
-            mode: permissions of a file that is made, less the process's umask.
+            header: first line of the file.
+            terms: which terms of a decision are kept.
+            mode: permissions of a new file, before the process's umask is applied.
         """
         refuse_other_files(path)
         self._cuts = terms == "best"
@@ -81,10 +81,10 @@ class EventLog:
             mend = "give a file in a folder that exists"
             raise InputError(f"cannot be written ({error.strerror})", where=str(path), mend=mend) from None
         self.nbytes = self._file.write(_ENCODER.encode(header) + b"\n")
-        """Written so far."""
+        """Bytes written so far."""
 
     def write(self, event: Event, decisions: tuple[Decision, ...], name: str = "") -> int:
-        """Append one record; how many bytes that was."""
+        """Append one record and return its size in bytes."""
         if self._cuts and decisions:
             decisions = tuple([cheapest(decision) for decision in decisions])
         nbytes = self._file.write(_ENCODER.encode(LogRecord(event, decisions, name)) + b"\n")
@@ -92,7 +92,7 @@ class EventLog:
         return nbytes
 
     def is_at(self, path: Path) -> bool:
-        """Whether the file has this name still, and no other one has taken its place."""
+        """Whether the file still has this name and no other file has taken its place."""
         own = os.fstat(self._file.fileno())
         try:
             return os.path.samestat(own, path.stat())
@@ -100,11 +100,11 @@ class EventLog:
             return False
 
     def flush(self) -> None:
-        """Hand what has been written to the system, for somebody who reads along."""
+        """Pass buffered records to the operating system, so that another process can read them."""
         self._file.flush()
 
     def close(self) -> None:
-        """The last line is on its way to the disk."""
+        """Write the rest of the buffer and close the file."""
         self._file.close()
 
     def __enter__(self) -> EventLog:
@@ -117,8 +117,8 @@ class EventLog:
 
 
 def cheapest(decision: Decision) -> Decision:
-    """The same with the terms of TERMS_BEST candidates and the chosen one, where there are more than TERMS_ALL; of
-    equal cost the first by place."""
+    """Reduce a decision with over TERMS_ALL candidates to the terms of the TERMS_BEST cheapest and of the chosen one.
+    Ties in cost are broken by position."""
     terms = decision.terms
     if terms is None or len(terms.names) <= TERMS_ALL:
         return decision
@@ -143,14 +143,14 @@ def cheapest(decision: Decision) -> Decision:
 
 
 def is_cut(path: Path) -> bool:
-    """Whether the last line of a log has no end, so that `read_log` leaves it out; the file must not be empty."""
+    """Whether the last line of a log has no line end, so that `read_log` skips it; the file must not be empty."""
     with parts_of(path)[-1].open("rb") as file:
         file.seek(-1, os.SEEK_END)
         return file.read(1) != b"\n"
 
 
 def read_header(path: Path) -> LogHeader:
-    """The first line of one file of a log. Raises InputError where it cannot be read or is no log."""
+    """Return the first line of one file of a log. Raises InputError if it cannot be read or is not a log."""
     try:
         with path.open("rb") as file:
             line = file.readline()
@@ -166,10 +166,10 @@ def read_header(path: Path) -> LogHeader:
 
 
 def parts_of(path: Path) -> list[Path]:
-    """All files of the log that this file is a part of, in order, as far as they are there.
+    """Return all existing files of the log that this file is a part of, in order.
 
     Raises:
-        InputError: it cannot be read or is no log, or a part between two others is missing.
+        InputError: the file cannot be read or is not a log, or a part between two others is missing.
     """
     header = read_header(path)
     if not header.log_id:
@@ -190,10 +190,11 @@ def parts_of(path: Path) -> list[Path]:
 
 
 def read_log(path: Path) -> tuple[LogHeader, Records]:
-    """The header and, one by one, the records of a log, whichever of its parts is given; a broken line is named by file
-    and line number. A last line without its end is left out: the log is still written, or its writer was killed.
+    """Return the header and an iterator over the records of a log; any part of the log may be given.
 
-    Where the beginning of the log was removed, the header is that of the first part that is there (`header.part`).
+    The error for a broken line names its file and line number. A last line without a line end is skipped: the log is
+    still being written, or its writer was killed. If the first parts of the log were removed, the header is that of the
+    first existing part (`header.part`).
     """
     files = parts_of(path)
     header = read_header(files[0])
@@ -201,7 +202,7 @@ def read_log(path: Path) -> tuple[LogHeader, Records]:
 
 
 def check_whole(path: Path, header: LogHeader) -> None:
-    """Raises InputError where the log lacks its beginning, so that it cannot be replayed."""
+    """Raises InputError if the first part of the log is missing: the log then cannot be replayed."""
     if header.part > 1:
         what = f"the log begins with its part {header.part}, and a replay starts from the first"
         mend = "raise gateway.log.total_size to keep more, or reload the gateway to begin another log"
@@ -209,12 +210,12 @@ def check_whole(path: Path, header: LogHeader) -> None:
 
 
 class Records:
-    """The records of a log, read one by one; `place` tells where the last one stands."""
+    """Reads the records of a log one by one; `place` is the position of the last one read."""
 
     def __init__(self, files: Sequence[Path], header: LogHeader) -> None:
-        """Args: the parts in order, and the first one's header."""
+        """Args: the parts in order, and the header of the first one."""
         self.place = (files[0], 1)
-        """File and line."""
+        """File and line number."""
         self._lines = self._read(files, header)
 
     def __iter__(self) -> Records:
@@ -244,7 +245,7 @@ class Records:
 
 
 def _check_part(line: bytes, path: Path, log_id: str, part: int) -> None:
-    """Raises InputError where a file is another one by now: the gateway that writes a log renames its files."""
+    """Raises InputError if the file is now another one: the gateway renames the files of the log that it writes."""
     try:
         header = _HEADERS.decode(line)
     except msgspec.DecodeError:
@@ -255,16 +256,16 @@ def _check_part(line: bytes, path: Path, log_id: str, part: int) -> None:
 
 
 def replay(control: Control, records: Iterable[LogRecord]) -> Iterator[tuple[LogRecord, tuple[Decision, ...]]]:
-    """Feed a log's events to a fresh core; yields each record with the decisions made now.
+    """Feed the events of a log to a fresh core; yield each record with the decisions made now.
 
-    Raises InputError where an event cannot follow those before it.
+    Raises InputError if an event is not possible after those before it.
     """
     for record in records:
         yield record, control.handle(record.event)
 
 
 def same(recorded: tuple[Decision, ...], again: tuple[Decision, ...]) -> bool:
-    """Whether decisions are equal bit for bit, terms included; those that the record has left out are not compared."""
+    """Whether decisions are equal bit for bit, including the terms that the record kept."""
     if any(decision.terms is not None and decision.terms.left_out for decision in recorded):
         again = tuple([cheapest(decision) for decision in again])
     return _ENCODER.encode(recorded) == _ENCODER.encode(again)

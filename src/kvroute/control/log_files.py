@@ -1,7 +1,7 @@
-"""The files of event logs in a folder: older ones beside the current one, parts of one log, and how much they take.
+"""The files of event logs in a folder: the current log, older logs and parts, and the space that they take.
 
-The file that is written has the log's own name. When another one takes its place it is renamed to that name with a
-number at the end, each time a higher one, so that no file is ever written over.
+The file being written has the name of the log. When another file takes its place, it is renamed to that name with a
+number at the end. The number increases each time, so no file is ever overwritten.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ HEADER_START = b'{"log":"kvroute-log"'
 
 
 def is_log(start: bytes) -> bool:
-    """Whether a file that begins like this is an event log."""
+    """Whether a file that begins with these bytes is an event log."""
     return start.startswith(HEADER_START)
 
 
 def check_place(path: Path) -> None:
-    """Raises InputError where no log can be begun: no such folder, or something else is there already."""
+    """Raises InputError if no log can be created here: the folder does not exist, or another file has this name."""
     refuse_other_files(path)
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         why = "it is a folder" if path.is_dir() else "no such folder" if not path.parent.is_dir() else "not allowed"
@@ -29,14 +29,14 @@ def check_place(path: Path) -> None:
 
 
 def refuse_other_files(path: Path) -> None:
-    """A log may take the place of a log, never of a cluster file or a trace. Raises InputError."""
+    """Raises InputError if the file exists and is not a log: a log must not overwrite a cluster file or a trace."""
     start = _start(path)
     if start and not is_log(start):
         raise InputError("is there already and is no kvroute log", where=str(path), mend="give another file")
 
 
 def numbered(path: Path) -> list[Path]:
-    """Logs that were set aside under this name, the oldest first."""
+    """The renamed older logs of this name, oldest first."""
     found = []
     pattern = re.compile(re.escape(path.name) + r"\.(\d{1,9})")
     for entry in os.scandir(path.parent):
@@ -47,13 +47,13 @@ def numbered(path: Path) -> list[Path]:
 
 
 def set_aside(path: Path) -> Path | None:
-    """Rename a log that stands where another one is to begin: `.1` is added to its name, or the next free number.
+    """Rename an existing log to free its name for a new one: `.1`, or the next free number, is added to its name.
 
     Returns:
-        where it is now; None: there was none.
+        the new path; None if there was no log.
 
     Raises:
-        InputError: what stands there is no log, or it cannot be renamed.
+        InputError: the existing file is not a log, or it cannot be renamed.
     """
     refuse_other_files(path)
     if not path.exists():
@@ -71,13 +71,15 @@ def set_aside(path: Path) -> Path | None:
 
 
 def bytes_beside(path: Path) -> int:
-    """What the logs that were set aside under this name take."""
+    """Total size of the renamed older logs of this name."""
     return sum(file.stat().st_size for file in numbered(path) if file.exists())
 
 
 def remove_oldest(path: Path, total_bytes: float) -> list[Path]:
-    """Remove the oldest logs that were set aside until all files together, the current one included, take no more than
-    `total_bytes`, or the current one alone is left; those removed. Raises OSError where one cannot be removed."""
+    """Remove the oldest renamed logs until all files together, with the current one, take at most `total_bytes`.
+
+    The current file is never removed. Return the removed files. Raises OSError if one cannot be removed.
+    """
     files = numbered(path)
     taken = sum(file.stat().st_size for file in [*files, path] if file.exists())
     removed = []
@@ -91,15 +93,15 @@ def remove_oldest(path: Path, total_bytes: float) -> list[Path]:
 
 
 def family(path: Path) -> list[Path]:
-    """The files beside a log that may be other parts of it: those of the same name, whatever their number. A number at
-    the end of its own name may be a part's, or belong to the log's name."""
+    """The files that may be other parts of this log: those with the same name and any number. A number at the end of
+    `path` may be the number of a part or belong to the name of the log, so both cases are included."""
     base = path.with_name(re.sub(r"\.\d{1,9}\Z", "", path.name))
     files = [*numbered(base), *(numbered(path) if path != base else [])] if base.parent.is_dir() else []
     return [*files, *([base] if base.exists() else [])]
 
 
 def _start(path: Path) -> bytes:
-    """The first bytes of a file; empty where it cannot be read: what is wrong shows when it is used."""
+    """The first bytes of a file; empty if it cannot be read: the caller's own open or write reports the error."""
     try:
         with path.open("rb") as file:
             return file.read(64)

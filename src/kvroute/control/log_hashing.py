@@ -1,7 +1,8 @@
-"""Block hashes as an event log shows them: keyed anew for each log, so that a reader cannot test guesses of a prompt.
+"""Block hashes in event logs: hashed again with a new key per log, so that a reader cannot test guesses of a prompt.
 
-Equal hashes stay equal and different ones different, so that a log replays as it was recorded; without the key nothing
-else can be learned from them. SipHash-2-4 (Aumasson and Bernstein 2012) of each 64-bit hash, with a key of 128 bits.
+Equal hashes stay equal and different hashes stay different, so a log replays as it was recorded. Nothing else can be
+derived from them without the key. The function is SipHash-2-4 (Aumasson and Bernstein 2012) with a 128-bit key, applied
+to each 64-bit hash.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _51, _48, _47, _43 = (np.uint64(64 - bits) for bits in (13, 16, 17, 21))
 
 @compiled
 def _siphash(messages: Hashes, start: Hashes, out: Hashes) -> None:
-    """Fill `out` [n]: SipHash-2-4 of each of `messages` [n], from the key's four starting words `start` [4]."""
+    """Fill `out` [n] with the SipHash-2-4 of each of `messages` [n]. `start` [4] is the initial state from the key."""
     for i in range(len(messages)):
         message = messages[i]
         v0, v1, v2, v3 = start[0], start[1], start[2], start[3] ^ message
@@ -53,17 +54,17 @@ def _siphash(messages: Hashes, start: Hashes, out: Hashes) -> None:
 
 
 class LogHashing:
-    """Rewrites the block hashes of what is logged with one key, which is kept nowhere else."""
+    """Rewrites the block hashes in logged events and decisions with one key, which is stored nowhere else."""
 
     def __init__(self, key: bytes | None = None) -> None:
-        """Args: `key` of KEY_BYTES; None: a random one."""
+        """Args: `key` of KEY_BYTES bytes; None: a random key."""
         key = secrets.token_bytes(KEY_BYTES) if key is None else key
         assert len(key) == KEY_BYTES
         words = np.frombuffer(key, dtype="<u8").astype(np.uint64)
         self._start: Hashes = np.array(_INITIAL, dtype=np.uint64) ^ np.array([*words, *words], dtype=np.uint64)
 
     def blocks(self, blocks: tuple[int, ...]) -> tuple[int, ...]:
-        """Unsigned 64-bit numbers, each for itself."""
+        """Hash each unsigned 64-bit number."""
         if not blocks:
             return blocks
         out: Hashes = np.empty(len(blocks), dtype=np.uint64)
@@ -71,7 +72,7 @@ class LogHashing:
         return tuple(out.tolist())
 
     def event(self, event: Event) -> Event:
-        """The event with its block hashes keyed."""
+        """The event with its block hashes rewritten."""
         match event:
             case Arrived(request=request):
                 keyed = msgspec.structs.replace(request, blocks=self.blocks(request.blocks))
@@ -82,7 +83,7 @@ class LogHashing:
                 return event
 
     def decisions(self, decisions: tuple[Decision, ...]) -> tuple[Decision, ...]:
-        """The decisions with their block hashes keyed."""
+        """The decisions with their block hashes rewritten."""
         if not any(isinstance(decision, CopyPrefix) for decision in decisions):
             return decisions
         return tuple(

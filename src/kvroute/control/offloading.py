@@ -1,6 +1,7 @@
-"""Which datacenter prefills each request, live: the offload policy with what this core knows of sites and links.
+"""Chooses the datacenter that prefills each request: runs the offload policy with the core's view of sites and links.
 
-It books nothing in the pools; it keeps the thresholds, the traffic they follow and the bytes between datacenters.
+It books nothing in the pools. It holds the thresholds, the traffic statistics behind them, and the bytes in transfer
+between datacenters.
 """
 
 from __future__ import annotations
@@ -30,29 +31,29 @@ from kvroute.types import (
 )
 
 _DOWN_SHARE = 0.985
-"""A link that others fill so far carries nothing worth waiting for; telemetry reports a cut one as full."""
+"""Share of a link used by others above which it counts as down; telemetry reports a cut link as full."""
 _RATE_MEMORY_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A site for one request, and what its prefill instance is told."""
+    """A site for one request, and the copy of a prefix that its prefill instance needs."""
 
     offload: Offload
     away: bool
     candidates: PrefillCandidates
-    """Those of the site alone may be chosen; times count a copied prefix."""
+    """Only candidates of the site are allowed; their times include a copied prefix."""
     copy_source: int = -1
-    """Index in the cluster of the instance whose longer prefix is copied; -1: none is."""
+    """Index in the cluster of the instance whose longer prefix is copied; -1: no copy."""
     prefix_tokens: int = 0
-    """Tokens that are cached once the copy is there."""
+    """Tokens that are cached once the copy is complete."""
 
 
 class Offloading:
     """Thresholds and traffic of one model's requests over several datacenters."""
 
     def __init__(self, spec: OffloadSpec, view: View) -> None:
-        """Raises InputError where the cluster serves several models, or has no site to offload to."""
+        """Raises InputError if the cluster serves several models or KV protocols, or has no site to offload to."""
         if len(view.models) > 1:
             what = f"offloading knows one model, and the cluster serves {', '.join(view.models)}"
             raise InputError(what, where=view.cluster.name, mend="use a cluster file for each model")
@@ -70,7 +71,7 @@ class Offloading:
         self._ingress = {
             site: Egress(self.datacenters.egress_bytes_per_s[site], _RATE_MEMORY_S) for site in self.datacenters.prfaas
         }
-        """The same links the other way, which only copies of prefixes take; bandwidth is the same both ways."""
+        """The same links in the other direction, used only by copies of prefixes. Their bandwidth is the same."""
         self.allocation = Allocation(spec.long_term)
         self.last_review: Review | None = None
         self.converting = 0
@@ -82,7 +83,7 @@ class Offloading:
         )
 
     def site_of(self, instance: int) -> int:
-        """The site of an instance of the cluster."""
+        """Site of an instance of the cluster."""
         return int(self.datacenters.of[instance])
 
     def may_convert(self, instance: int) -> bool:
@@ -90,24 +91,24 @@ class Offloading:
         return instance in self._view.settings.convertible
 
     def utilisation(self, site: int, at: float) -> tuple[float, float]:
-        """Of the egress of a PrfaaS site: by others, and in all, each 0 to 1. Telemetry that does not part them says
-        what is taken in all; what has landed of late is ours of that."""
+        """Utilisation of a PrfaaS site's egress, by others and in total, each 0 to 1. If the telemetry cannot separate
+        own traffic, it reports the total; the recent rate of own transfers is then subtracted."""
         told, own = float(self._view.oracle.congestion(at)[CROSS_DATACENTER]), self.egress[site].own_share(at)
         if self._view.oracle.separates_own_traffic:
             return told, min(told + own, 1.0)
         return max(told - own, 0.0), told
 
     def way(self, source: int, target: int) -> tuple[Egress, ...]:
-        """What our own bytes from one site to another pass: one link group, between two PrfaaS sites two, within a site
-        or between homes none."""
+        """The links that own bytes pass from one site to another: one link group, two between two PrfaaS sites, none
+        within a site or between home (PD) sites."""
         if source == target:
             return ()
         links = self.egress.get(source), self._ingress.get(target)
         return tuple(link for link in links if link is not None)
 
     def abundant(self, at: float, most: float) -> tuple[str, ...]:
-        """Names of the sites that may exchange prefixes freely: the homes, and those that are up, whose bandwidth is
-        not scarce, and whose links are used to `most` of what they carry at most, either way."""
+        """Names of the sites that may exchange prefixes freely: the home sites, and each PrfaaS site that is up, has no
+        scarce bandwidth, and uses at most a share `most` of its links in both directions together."""
         joined = [self.datacenters.names[site] for site in self.datacenters.pd]
         for site, threshold in self.thresholds.items():
             busy = self.utilisation(site, at)[1] + self._ingress[site].own_share(at)
@@ -116,17 +117,17 @@ class Offloading:
         return tuple(sorted(joined))
 
     def free_bytes_per_s(self, at: float, names: Sequence[str]) -> float | None:
-        """What the narrowest link of these sites has left now; None where none of them has one."""
+        """Free bandwidth of the narrowest link of these sites; None if none of them has a link."""
         sites = [site for site in self.datacenters.prfaas if self.datacenters.names[site] in names]
         left = [self.egress[site].bytes_per_s * (1.0 - self.utilisation(site, at)[1]) for site in sites]
         return min(left, default=None)
 
     def observe(self, at: float) -> None:
-        """Let thresholds and the judgement of bandwidth follow what is known at this time."""
+        """Update the thresholds and the scarcity of bandwidth to the state at this time."""
         self._stages.observe(at)
         pending_s = self._pool.pending_s(at)
         home_queue_s = min((self._least(pending_s, self._members[site]) for site in self.datacenters.pd), default=0.0)
-        surges = home_queue_s >= self.spec.short_term.queue_high_s  # else nobody asks for the median
+        surges = home_queue_s >= self.spec.short_term.queue_high_s  # the median is used only in a surge
         keep_tokens = self.allocation.traffic.median_tokens(at) if surges else math.inf
         back = False
         for site, threshold in self.thresholds.items():
@@ -143,7 +144,7 @@ class Offloading:
     def _carries(self, site: int, others: float) -> bool:
         if not self._pool.up[self._members[site]].any():
             return False
-        # Telemetry that counts our own bytes cannot tell a link that we fill from one that is cut.
+        # Telemetry that includes our own bytes cannot distinguish a link that we fill from a link that is cut.
         return not (self._view.oracle.separates_own_traffic and others >= _DOWN_SHARE)
 
     def _least(self, pending_s: FloatArray, members: IntArray) -> float:
@@ -151,8 +152,8 @@ class Offloading:
         return float(pending_s[up].min()) if len(up) else 0.0
 
     def place(self, request: Request, candidates: PrefillCandidates, at: float, at_home: bool) -> Placement | None:
-        """The site for a request and the candidates there; None where nobody is up anywhere. `at_home`: it has been
-        away once and the way failed."""
+        """Choose the site for a request and return its candidates; None if no instance is up at any site. Args:
+        `at_home`: the request's offload has failed once over the WAN path, so it stays at home."""
         self.observe(at)
         allowed = np.ones(len(candidates.names), dtype=np.bool_) if candidates.allowed is None else candidates.allowed
         home = self._home(candidates, allowed)
@@ -177,7 +178,7 @@ class Offloading:
         return Placement(choice.offload(), chosen != home, narrowed, holders[choice.copy_from], choice.cached_tokens)
 
     def _home(self, candidates: PrefillCandidates, allowed: BoolArray) -> int:
-        """The PD site that would be done first by itself; ties by name."""
+        """The PD site that would finish the prefill first without offloading; ties by name."""
         pd = self.datacenters.pd
         if len(pd) == 1:
             return pd[0]
@@ -193,7 +194,7 @@ class Offloading:
         at: float,
         at_home: bool,
     ) -> tuple[SiteCandidates, list[int]]:
-        """The sites as the policy wants them, and on which instance each holds its longest prefix."""
+        """The sites as the policy's input, and the instance with the longest cached prefix at each of them."""
         count = len(order)
         up, queue_s, prefill_s = np.zeros(count, dtype=np.bool_), np.zeros(count), np.zeros(count)
         cached, holders = np.zeros(count, dtype=np.int64), [-1] * count
@@ -241,13 +242,13 @@ class Offloading:
         return np.array([float(seconds[self._members[site]].min(initial=np.inf)) for site in order])
 
     def _transfer_s(self, request: Request, cached: IntArray, away: Sequence[int], at: float) -> FloatArray:
-        """Seconds for what home lacks to come home from each site, behind what is on its way."""
+        """Seconds to bring the KV that home lacks from each site to home, behind the bytes already in transfer."""
         kv_bytes = float(self._model.kv_bytes(request.input_tokens, int(cached[HOME])))
         return np.array([0.0, *(self._link_s(self.egress[site], kv_bytes, at) for site in away)])
 
     def _copy_s(self, source: int, prefix_tokens: int, cached: IntArray, order: Sequence[int], at: float) -> FloatArray:
-        """Seconds for what each site lacks of the longest prefix to come there, behind what is on its way. The way
-        between two PrfaaS sites is as long as its slower half; homes are as one."""
+        """Seconds to copy the part of the longest prefix that each site lacks, behind the bytes already in transfer. A
+        path between two PrfaaS sites takes as long as its slower half; copies between home sites take no time."""
         seconds = np.zeros(len(order))
         for position, site in enumerate(order):
             own_tokens = int(cached[position])
@@ -259,7 +260,7 @@ class Offloading:
         return seconds
 
     def _ask_s(self, holder: int, prefix_tokens: int, candidates: PrefillCandidates) -> float:
-        """Until an instance holds out what it has cached: its queue, and a prefill of nothing."""
+        """Seconds until an instance offers its cached prefix: its queue and a prefill of zero tokens."""
         position = self._pool.position[holder]
         time = self._pool.times[self._pool.timing[position]]
         return float(candidates.pending_s[position]) + time.seconds(prefix_tokens, prefix_tokens)
@@ -269,31 +270,31 @@ class Offloading:
         return link.queue_s(others) + nbytes / (link.bytes_per_s * max(1.0 - others, 0.01))
 
     def copy_bytes(self, prefix_tokens: int, hit_tokens: int) -> float:
-        """KV bytes of a prefix beyond what is there."""
+        """KV bytes of a prefix beyond `hit_tokens`."""
         return float(self._model.kv_bytes(prefix_tokens, hit_tokens))
 
     def prefills(self, at: float, position: int, request: Request, hit_tokens: int) -> None:
-        """Where a prompt has gone, by position in the pool, and how much of it is cached there."""
+        """Record where a prompt is prefilled (position in the pool) and how many of its tokens are cached there."""
         self._stages.prefilled(at, position, request, hit_tokens)
 
     def decodes(self, at: float, position: int, request: Request, hit_tokens: int, tier: int) -> None:
-        """Where an answer goes, by position in the pool, how much of its prompt is cached there, and how far it is."""
+        """Record where a request decodes (position in the pool), its cached tokens there, and the transfer's tier."""
         if hit_tokens:
             whole, rest = (self._model.kv_bytes(request.input_tokens, hit) for hit in (0, hit_tokens))
             saved_s = float(whole - rest) / float(self._view.cluster.tier_bytes_per_s[tier])
             self._stages.decoded(at, position, request, hit_tokens, saved_s)
 
     def answered(self, at: float, output_tokens: int) -> None:
-        """The length of an answer, for reviews."""
+        """Record the length of a response for the reviews."""
         self.allocation.traffic.answered(at, output_tokens)
 
     def converted(self, at: float) -> None:
-        """A conversion is over: the best threshold may be another one."""
+        """A role switch is complete: search the best threshold again."""
         self.converting -= 1
         self._search(at)
 
     def know(self, site: str, tokens: float, base_tokens: float) -> bool:
-        """Go on from another core's threshold, but for a base that is given; False where there is no such site."""
+        """Restore a site's threshold from another core, except a base set in the spec. Return False if no such site."""
         for number in self.datacenters.prfaas:
             if self.datacenters.names[number] == site:
                 self._searched = self._searched or base_tokens < self.spec.short_term.threshold_max_tokens
@@ -302,7 +303,7 @@ class Offloading:
         return False
 
     def review(self, at: float) -> tuple[Conversion, ...]:
-        """Search thresholds and roles anew if it is time; the conversions that are due now."""
+        """Search thresholds and roles again if a review is due; return the role switches to start now."""
         self.observe(at)
         limit_tokens = self.allocation.limit_tokens(at, self._capacity(at))
         for threshold in self.thresholds.values():
@@ -321,7 +322,7 @@ class Offloading:
         return review.conversions
 
     def _search(self, at: float) -> None:
-        """The best threshold for what there is now, between reviews."""
+        """Search the best threshold for the present capacity, between reviews."""
         self._rebase(self.allocation.threshold_tokens(at, self._capacity(at), self._base_tokens()))
 
     def _rebase(self, tokens: float | None) -> None:
@@ -331,7 +332,7 @@ class Offloading:
                 threshold.rebase(tokens)
 
     def _base_tokens(self) -> float | None:
-        """The base in use; None: none has been searched, so that there is none to stay with."""
+        """Base threshold in use; None if no search has been made yet."""
         return min(threshold.base_tokens for threshold in self.thresholds.values()) if self._searched else None
 
     def _capacity(self, at: float) -> Capacity:

@@ -1,4 +1,4 @@
-"""Prefill instances chosen together with their decode instance, for a policy that does so; it books nothing."""
+"""Chooses the prefill instance together with its decode instance if the policy supports it; books nothing."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from kvroute.types import Candidates, Choice, Reject, Request
 
 
 class Pairing:
-    """Asks `ForesightJoint` where the operator's decode policy says so; else, and where the request has no such pair,
-    the prefill policy's choice stands."""
+    """Uses `ForesightJoint` if the operator's decode policy asks for it. Otherwise, or if the request has no such pair,
+    the prefill policy's choice is kept."""
 
     def __init__(self, view: View) -> None:
         self._view = view
@@ -20,10 +20,10 @@ class Pairing:
             self._policy = ForesightJoint(policy.spec, view.settings.constraint)
 
     def prefill(self, request: Request, model: str, candidates: PrefillCandidates, choice: Choice, at: float) -> Choice:
-        """Where to prefill, given the prefill policy's choice.
+        """Return the prefill instance, given the prefill policy's choice.
 
-        That one stands for instances that prefill and decode by themselves or are told of both legs at once, and where
-        nobody has room for the KV cache now: somebody may when the prefill has ended.
+        That choice is kept if instances both prefill and decode, if they receive both legs at once, or if no decode
+        instance has room for the KV cache now: one may have room when the prefill has ended.
         """
         if self._policy is None or not self._hands_over(model):
             return choice
@@ -49,8 +49,8 @@ class Pairing:
         at: float,
         asked: dict[str, Candidates],
     ) -> Way | None:
-        """Whom this prefill instance could hand the KV to, and what the network between them will be like; `asked`
-        keeps the first for all instances that speak its protocol."""
+        """The decode candidates for this prefill instance and the predicted network between them. `asked` caches the
+        candidates by protocol."""
         view = self._view
         source = int(view.prefill[model].ids[position])
         protocol = view.cluster.instances[source].protocol

@@ -1,4 +1,4 @@
-"""The instances that serve one model: their load, memory and health as arrays that a policy reads in place."""
+"""The instances that serve one model: their load, memory and health, in arrays that a policy reads in place."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from kvroute.timing import PrefillTime, prefill_each_s
 from kvroute.types import BoolArray, Candidates, FloatArray, Instance, IntArray, Request, TimingSpec
 
 _MEAN_WEIGHT = 0.1
-"""Of the newest booking in the mean that prices other routers' requests."""
+"""Weight of the newest booking in the mean prefill time, which prices the requests of other routers."""
 
 
 @dataclass(slots=True)
 class DecodePool:
-    """Decode instances of one model, ascending by name; position in the arrays is the candidate index.
+    """Decode instances of one model, ascending by name; the position in the arrays is the candidate index.
 
-    `batch`, `queued` and `free_kv_bytes` count our own requests, plus what an engine has reported beyond them
-    (`others_*`: other routers' requests).
+    `batch`, `queued` and `free_kv_bytes` count our own requests, and those of other routers that an engine reports
+    beyond them (the arrays `others_*`).
     """
 
     names: tuple[str, ...]
     ids: IntArray
-    """Index of each in the cluster."""
+    """Index of each instance in the cluster."""
     batch: IntArray
     queued: IntArray
     batch_max: IntArray
@@ -36,22 +36,22 @@ class DecodePool:
     iteration_per_request_s: FloatArray
     up: BoolArray
     partner: BoolArray
-    """Takes KV from others; an instance of role `both` only serves itself."""
+    """Whether an instance takes KV from others; an instance of role `both` serves only itself."""
     others_batch: IntArray
     others_queued: IntArray
     others_bytes: FloatArray
     position: dict[int, int]
-    """Of each cluster index."""
+    """Position of each cluster index."""
     slow_start: SlowStart = field(default_factory=SlowStart)
     sites: tuple[str, ...] = ()
-    """Datacenter of each."""
+    """Datacenter of each instance."""
     decisions: int = 0
     open: bool = True
-    """Whether all are up and partners: nobody needs to be masked."""
+    """Whether all instances are up and take KV from others, so that no mask is needed."""
 
     @classmethod
     def of(cls, members: list[tuple[int, Instance]], timing: dict[str, TimingSpec]) -> DecodePool:
-        """The idle pool of `members` (cluster index, instance)."""
+        """The pool of `members` (cluster index, instance), without load."""
         specs = [timing[instance.timing].decode for _, instance in members]
         count = len(members)
         pool = cls(
@@ -78,10 +78,10 @@ class DecodePool:
     def candidates(
         self, request: Request, model: Model, hit_tokens: IntArray, reserve_bytes: float, usable: BoolArray | None
     ) -> Candidates:
-        """The pool as `request` sees it. The arrays of load are live: a policy reads them and keeps nothing.
+        """The pool as the candidates of `request`. The load arrays are live: a policy must not keep them.
 
         `need_bytes` is stricter than NetKV's m_d >= s_eff + m_min: cached blocks that are hit must stay in memory, so
-        the whole prompt and the whole answer count. Nobody has room on an instance that is not `usable`.
+        the whole prompt and the whole response count. An instance that is not `usable` has no room for any request.
         """
         need_bytes = float(model.kv_bytes(request.input_tokens + request.max_output_tokens)) + reserve_bytes
         needs = np.empty(len(self.names))
@@ -100,30 +100,30 @@ class DecodePool:
         )
 
     def set_up(self, position: int, up: bool) -> None:
-        """Whether an instance takes requests."""
+        """Set whether an instance takes requests."""
         self.up[position] = up
         self.open = bool(self.up.all() and self.partner.all())
 
     def book(self, position: int, need_bytes: float) -> None:
-        """One more request is on its way to this instance."""
+        """Book one more request on this instance; it is queued first."""
         self.free_kv_bytes[position] -= need_bytes
         self.queued[position] += 1
 
     def admit(self, position: int) -> None:
-        """One of those on their way has a slot."""
+        """Move one queued request of this instance to the batch."""
         self.queued[position] -= 1
         self.batch[position] += 1
 
     def release(self, position: int, need_bytes: float, *, admitted: bool) -> None:
-        """A request has left."""
+        """Release the memory and the slot of a request."""
         (self.batch if admitted else self.queued)[position] -= 1
         self.free_kv_bytes[position] += need_bytes
 
     def measured(self, position: int, running: int, waiting: int, kv_used_share: float | None) -> None:
-        """An engine's own figures: what they show beyond our own requests belongs to others."""
+        """Store an engine's own load figures; load beyond our own requests counts as that of others."""
         own_batch = int(self.batch[position] - self.others_batch[position])
         own_queued = int(self.queued[position] - self.others_queued[position])
-        # A request of ours that the engine already runs may still count as queued here, and the other way round.
+        # The engine may already run a request of ours that is still queued here, or the reverse.
         beyond = max(running + waiting - own_batch - own_queued, 0)
         others_batch = min(max(running - own_batch, 0), beyond)
         self.others_batch[position], self.batch[position] = others_batch, own_batch + others_batch
@@ -139,7 +139,7 @@ class DecodePool:
 
 @dataclass(slots=True)
 class PrefillPool:
-    """Prefill instances of one model, ascending by name, and when each would be done with what it was given."""
+    """Prefill instances of one model, ascending by name, and the time when each finishes its assigned work."""
 
     names: tuple[str, ...]
     ids: IntArray
@@ -148,23 +148,23 @@ class PrefillPool:
     times: dict[str, PrefillTime]
     busy_until_s: FloatArray
     assigned: IntArray
-    """Requests given to each instance and not yet prefilled."""
+    """Number of requests assigned to each instance and not yet prefilled."""
     up: BoolArray
     others: IntArray
-    """Other routers' requests, as the engines report them."""
+    """Number of requests of other routers on each instance, as the engines report them."""
     alike: dict[str, IntArray]
-    """Positions by timing."""
+    """Positions of the instances with the same timing, by its name."""
     slow_start: SlowStart = field(default_factory=SlowStart)
     sites: tuple[str, ...] = ()
-    """Datacenter of each."""
+    """Datacenter of each instance."""
     decisions: int = 0
     mean_s: float = 0.0
-    """Of a booked prefill, smoothed: what one of the others' is worth."""
+    """Smoothed mean of the booked prefill times; the assumed cost of each request of others."""
     position: dict[int, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, members: list[tuple[int, Instance]], times: dict[str, PrefillTime]) -> PrefillPool:
-        """The idle pool of `members` (cluster index, instance)."""
+        """The pool of `members` (cluster index, instance), without load."""
         count = len(members)
         alike: dict[str, list[int]] = {}
         for position, (_, instance) in enumerate(members):
@@ -184,7 +184,7 @@ class PrefillPool:
         )
 
     def prefill_s(self, tokens: int, hit_tokens: IntArray) -> FloatArray:
-        """Seconds to prefill a prompt on each instance, given what each has cached."""
+        """Seconds to prefill a prompt on each instance, given its cached tokens there."""
         if len(self.alike) == 1:
             return prefill_each_s(self.times[self.timing[0]], tokens, hit_tokens)
         seconds = np.empty(len(self.ids))
@@ -193,20 +193,20 @@ class PrefillPool:
         return seconds
 
     def pending_s(self, at: float) -> FloatArray:
-        """Seconds of work still ahead of a request that arrives now."""
+        """Seconds of work on each instance ahead of a request that arrives now."""
         pending: FloatArray = np.empty(len(self.names))
         work_ahead(self.busy_until_s, self.others, self.mean_s, at, pending)
         return pending
 
     def book(self, position: int, at: float, prefill_s: float) -> None:
-        """One more request on this instance."""
+        """Book one more request on this instance."""
         self.busy_until_s[position] = max(float(self.busy_until_s[position]), at) + prefill_s
         self.assigned[position] += 1
         self.mean_s += (prefill_s - self.mean_s) * (_MEAN_WEIGHT if self.mean_s else 1.0)
 
     def release(self, position: int, at: float, unfinished_s: float = 0.0) -> None:
-        """A request has left this instance, `unfinished_s` of it not computed; an idle one owes nothing, whatever had
-        been estimated."""
+        """Release a request with `unfinished_s` of work not computed. An instance without requests has no work left,
+        whatever the estimate was."""
         self.assigned[position] -= 1
         if self.assigned[position] == 0:
             self.busy_until_s[position] = at
@@ -214,5 +214,5 @@ class PrefillPool:
             self.busy_until_s[position] = max(float(self.busy_until_s[position]) - unfinished_s, at)
 
     def measured(self, position: int, running: int, waiting: int) -> None:
-        """An engine's own figures: what they show beyond our own requests belongs to others."""
+        """Store an engine's own load figures; load beyond our own requests counts as that of others."""
         self.others[position] = max(running + waiting - int(self.assigned[position]), 0)

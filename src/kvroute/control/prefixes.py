@@ -1,6 +1,6 @@
-"""Where the cached prefix of a request comes from: its prefill instance has it, or it is copied there from elsewhere.
+"""Source of the cached prefix of a request: its prefill instance has it, or it is copied there from another instance.
 
-It books the copies; which instance prefills is decided before.
+This module books the copies; the prefill instance is chosen before.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Prefixes:
     def offer(
         self, request: Request, model: str, candidates: PrefillCandidates, at: float
     ) -> tuple[PrefillCandidates, Fetches | None]:
-        """The candidates, with what each could fetch from a sibling."""
+        """Return the candidates with what each could fetch from a sibling."""
         if self._pool is None or not candidates.hit_tokens.any():
             return candidates, None
         return self._pool.offer(request, model, candidates, at)
@@ -45,7 +45,7 @@ class Prefixes:
         fetches: Fetches | None,
         at: float,
     ) -> Prefill:
-        """A prefill decision with the copy that it waits for, which is booked; whoever is read is remembered."""
+        """Attach to a prefill decision the copy that it waits for, book the copy, and count the read for hotspots."""
         index = self._view.cluster.index(prefill.instance)
         position_of = self._view.prefill[model].position
         own = int(fetches.own_tokens[position_of[index]]) if fetches else prefill.cached_tokens
@@ -72,9 +72,9 @@ class Prefixes:
         )
 
     def ended(self, at: float, copy_id: int, *, landed: bool) -> bool:
-        """A copy is over; False where none of this number was under way."""
+        """End a copy. Return False if no copy with this number is in progress."""
         return self._copies.end(at, copy_id, landed=landed)
 
     def review(self, at: float) -> tuple[CopyPrefix, ...]:
-        """Copies to make ahead of demand now."""
+        """Copies to start now ahead of demand."""
         return self._rebalancing.review(at) if self._rebalancing is not None else ()

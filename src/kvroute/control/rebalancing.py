@@ -1,6 +1,6 @@
-"""Prefixes that are read so often that they should be cached elsewhere too: found at reviews, copied ahead of demand.
+"""Finds prefixes that are read so often that other instances should cache them too, and plans copies ahead of demand.
 
-It sees what the router knows of caches and links; it moves nothing and keeps no record of what lands.
+It uses the router's view of caches and links. It moves no data and does not record the result of a copy.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from kvroute.types import CROSS_DATACENTER, SAME_DATACENTER, CopyPrefix, Request
 
 
 class KnownPrefixes:
-    """What the prefill instances of one model that are up have cached, as they have said; copies under way count as
-    cached, so that none is planned twice."""
+    """Cached prefixes that the prefill instances of one model have reported, for instances that are up. Copies in
+    progress count as cached, so none is planned twice."""
 
     def __init__(self, view: View, model: str, copies: Copies) -> None:
         self._view, self._model, self._copies = view, model, copies
@@ -27,7 +27,7 @@ class KnownPrefixes:
         self._place = [Place(instance.datacenter, instance.name) for instance in instances]
         self._up, self._places = b"", tuple[Place, ...]()
         self.block_tokens = 0
-        """Tokens of one block, as the latest read has it."""
+        """Tokens of one block, from the latest read."""
 
     @property
     def places(self) -> tuple[Place, ...]:
@@ -39,11 +39,11 @@ class KnownPrefixes:
         return self._places
 
     def place(self, index: int) -> Place:
-        """Of an instance of the cluster."""
+        """Place of an instance of the cluster."""
         return self._place[self._pool.position[index]]
 
     def plan(self, blocks: tuple[int, ...], block_tokens: int, source: Place, target: Place) -> Copy | None:
-        """As `CachePools.plan`."""
+        """See `CachePools.plan`."""
         cluster, caches = self._view.cluster, self._view.caches
         there, here = cluster.index(source.instance), cluster.index(target.instance)
         depths = caches.reusable_blocks(blocks, self._model, len(blocks))
@@ -59,7 +59,7 @@ class KnownPrefixes:
 
 
 class Rebalancing:
-    """Hotspots of every model, and the copies that cool them."""
+    """Hotspots of every model, and the copies that relieve them."""
 
     def __init__(self, spec: CopySpec, view: View, offloading: Offloading | None, copies: Copies) -> None:
         self._spec, self._view, self._offloading, self._copies = spec, view, offloading, copies
@@ -68,13 +68,13 @@ class Rebalancing:
         self._reviewed_at: float | None = None
 
     def read(self, model: str, instance: int, request: Request, tokens: int) -> None:
-        """A request has found its first `tokens` tokens on this prefill instance (index in the cluster)."""
+        """Record that a request found its first `tokens` tokens on this prefill instance (index in the cluster)."""
         known = self._known[model]
         known.block_tokens = request.block_tokens
         self._spots[model].note(known.place(instance), request.blocks, tokens)
 
     def review(self, at: float) -> tuple[CopyPrefix, ...]:
-        """The copies to start now; nothing between two reviews."""
+        """Copies to start now; empty between two reviews."""
         if self._reviewed_at is not None and at - self._reviewed_at < self._spec.review_s:
             return ()
         self._reviewed_at = at
@@ -109,7 +109,7 @@ class Rebalancing:
         return made
 
     def _joined(self, at: float) -> tuple[str, ...]:
-        """Datacenters that have bandwidth to spare between them."""
+        """Datacenters with spare bandwidth between them."""
         if not self._spec.across:
             return ()
         if self._offloading is not None:
@@ -119,8 +119,8 @@ class Rebalancing:
         return tuple(sorted({instance.datacenter for instance in self._view.cluster.instances}))
 
     def _budget_bytes(self, at: float, joined: Sequence[str]) -> float:
-        """What the free bandwidth carries in `budget_s`: of the links between datacenters where copies may cross them,
-        else of those within one."""
+        """Bytes that the free bandwidth carries in `budget_s`: between datacenters if copies may go there, or
+        inside."""
         tier = CROSS_DATACENTER if len(joined) > 1 else SAME_DATACENTER
         free_share = 1.0 - float(self._view.oracle.congestion(at)[tier])
         free_bytes_per_s = free_share * float(self._view.cluster.tier_bytes_per_s[tier])

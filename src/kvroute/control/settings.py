@@ -1,4 +1,4 @@
-"""What the operator decides once, as the core uses it: policies ready to be called, and limits."""
+"""The operator's configuration as the core uses it: policy objects and limits."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from kvroute.policies.offload import OffloadSpec
 
 @dataclass(frozen=True, slots=True)
 class ControlSettings:
-    """What the operator decides once."""
+    """The operator's configuration; fixed for the life of a core."""
 
     decode_policy: DecodePolicy
     prefill_policy: PrefillPolicy
     shadow_policy: DecodePolicy | None = None
-    """Asked about every decode decision as well, and not obeyed."""
+    """A second decode policy that is evaluated at every decode decision without effect."""
     constraint: TopologyConstraint | None = None
     reserve_bytes: float = 0.0
     """KV memory held back on every decode instance (NetKV m_min)."""
     prefill_cache: bool = True
     """Whether prefill instances reuse cached prefixes."""
     overcommit: bool = False
-    """Where no instance has room by the router's count, choose as if all had: live engines queue by themselves."""
+    """If no instance has room by the router's count, choose as if all had room: live engines queue by themselves."""
     cache_block_tokens: int = 0
-    """Above 0: what is known of an instance's cached prefixes is bounded by its KV memory, in blocks of so many tokens;
-    for a view without an engine's word on what it has dropped."""
+    """Above 0: the view of an instance's cached prefixes is bounded by its KV memory, in blocks of this many tokens.
+    For engines that do not report their evictions."""
     offload: OffloadSpec | None = None
-    """When prefills leave their datacenter; None: never by plan."""
+    """When prefills leave their datacenter; None: instances are chosen regardless of their datacenter."""
     layerwise: bool = False
-    """Whether every KV cache leaves layer by layer while the prefill goes on; `offload` says so of other sites."""
+    """Whether every KV cache is sent layer by layer while the prefill runs; `offload` sets this for other sites."""
     prefix_pool: bool = False
     """Whether a prefill instance may fetch a cached prefix from another one of its datacenter."""
     copies: CopySpec | None = None
     """When cached prefixes are copied ahead of demand; None: never."""
     slow_start_s: float = 0.0
-    """Window over which the share of a returned instance rises; 0: it takes its full share at once."""
+    """Window over which the share of a returned instance rises, in seconds; 0: it takes its full share at once."""
     convertible: frozenset[int] = frozenset()
-    """Index in the cluster of instances that may turn from prefill to decode, or back."""
+    """Indices in the cluster of the instances that may switch between prefill and decode."""

@@ -1,6 +1,6 @@
-"""A second decode policy beside the one that acts: it sees what that one saw, and what it would have done is reported.
+"""A second decode policy beside the acting one: it gets the same inputs, and its choices are only reported.
 
-It never acts: transfers, load and caches remain those of the acting policy's choices.
+It never acts: transfers, load and caches are those of the acting policy's choices.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from kvroute.types import Choice, Decode, Reject, Request, Shadowed, Terms
 
 
 class Shadow:
-    """Asks a policy about every decode decision that another one has made."""
+    """Evaluates the shadow policy for every decode decision of the acting policy."""
 
     def __init__(self, view: View, policy: DecodePolicy) -> None:
         self._view, self._policy = view, policy
 
     def beside(self, request: Request, key: PoolKey, source: int, pick: DecodePick, at: float) -> Shadowed:
-        """What it would have chosen at the moment of `pick`; call it before that choice is booked."""
+        """Return the shadow policy's choice at the moment of `pick`. Call it before that choice is booked."""
         choice = self._view.decode_choice(self._policy, request, key, source, pick.candidates, at, pick.usable)
         if isinstance(choice, Reject):
             return Shadowed("")
@@ -32,21 +32,21 @@ class Shadow:
 
 
 class ShadowTally(msgspec.Struct):
-    """How often a policy in the shadow would have chosen otherwise, and by how many predicted seconds."""
+    """How often the shadow policy would have chosen differently, and by how many predicted seconds."""
 
     policy: str
     decisions: int = 0
-    """Decode decisions that it was asked about."""
+    """Number of decode decisions that the shadow policy evaluated."""
     differ: int = 0
-    """Where it would have chosen another instance, or nobody."""
+    """Number of decisions where it would have chosen another instance or rejected the request."""
     refused: int = 0
     loss_s: float = 0.0
-    """Sum over those: what its choices cost more by the acting policy's terms; 0 where these are not in seconds."""
+    """Sum of the extra cost of its choices by the acting policy's terms; 0 if these are not in seconds."""
     gain_s: float = 0.0
-    """What they cost less by its own."""
+    """Sum of the cost that its choices save by its own terms."""
 
     def decided(self, decision: Decode) -> None:
-        """One more decision; nothing where it was made without a shadow."""
+        """Count one more decision. Does nothing if it was made without a shadow policy."""
         shadow = decision.shadow
         if shadow is None:
             return
@@ -59,7 +59,7 @@ class ShadowTally(msgspec.Struct):
 
 
 def _more_s(terms: Terms, one: Choice, other: Choice) -> float | None:
-    """Seconds by which these terms price one choice above another; None where they are not in seconds."""
+    """Seconds by which the terms price `one` above `other`; None if they are not in seconds."""
     if terms.unit != "s":
         return None
     return float(terms.cost[one.index] - terms.cost[other.index])

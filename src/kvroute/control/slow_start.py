@@ -1,9 +1,9 @@
-"""Slow start: an instance that has returned takes a share of its pool's requests that rises over a window, as in Envoy.
+"""Slow start: an instance that returns gets a share of its pool's requests that rises over a window, as in Envoy.
 
-An instance that comes back is idle, so a policy that prices queues would send it every request at once, before its
-caches are warm. During the window it is a candidate only while it has credit: each request of the pool earns it its
-fair share times a factor that rises from LEAST to 1, and each request that it takes costs one. No request is refused
-for this.
+A returned instance is idle, so a policy that prices queues would send it every request at once, before its caches are
+warm. During the window it is a candidate only while it has credit. Each request of the pool adds to the credit the fair
+share of the instance times a factor that rises from LEAST to 1. Each request that the instance takes costs a credit of
+1. Slow start never causes a rejection.
 """
 
 from __future__ import annotations
@@ -15,38 +15,38 @@ import numpy as np
 from kvroute.types import BoolArray
 
 LEAST = 0.1
-"""Of its fair share, what an instance takes right after its return."""
+"""Fraction of its fair share that an instance takes right after its return."""
 
 
 @dataclass(slots=True)
 class SlowStart:
-    """The instances of one pool that have returned of late, by position."""
+    """The instances of one pool that returned recently, by position."""
 
     window_s: float = 0.0
-    """0: there is no slow start."""
+    """Length of the window, in seconds; 0: no slow start."""
     started: dict[int, float] = field(default_factory=dict)
-    """When each returned."""
+    """Time of each return."""
     credit: dict[int, float] = field(default_factory=dict)
-    """Requests that each may take now, at most 1."""
+    """Number of requests that each may take now, at most 1."""
 
     def returned(self, position: int, at: float) -> None:
-        """An instance takes requests again; the first one at once, for it may be a circuit breaker's probe."""
+        """Start the window of an instance. Its first request may come at once: it can be a circuit breaker's probe."""
         if self.window_s > 0:
             self.started[position] = at
             self.credit[position] = 1.0
 
     def left(self, position: int) -> None:
-        """An instance takes no requests any more."""
+        """End the window of an instance that no longer takes requests, or that takes its full share."""
         if self.started.pop(position, None) is not None:
             del self.credit[position]
 
     def factor(self, position: int, at: float) -> float:
-        """Share of its fair share that an instance takes at a time: LEAST to 1."""
+        """Fraction of its fair share that an instance takes at this time: LEAST to 1."""
         started = self.started.get(position)
         return 1.0 if started is None else min(max((at - started) / self.window_s, LEAST), 1.0)
 
     def booked(self, chosen: int, at: float, instances: int) -> None:
-        """A request of the pool, which has so many instances that are up, was sent to this position."""
+        """Update the credits after a request of the pool was sent to `chosen`; `instances` of the pool are up."""
         for position in list(self.started):
             factor = self.factor(position, at)
             if factor >= 1.0:
@@ -56,8 +56,8 @@ class SlowStart:
             self.credit[position] = max(credit - 1.0, 0.0) if position == chosen else credit
 
     def without_limited(self, usable: BoolArray, site: tuple[str, ...], at: float) -> BoolArray | None:
-        """`usable` without the instances that have no credit, where others of the same site can take their place; None
-        where nobody is left out. Args: `site` of each instance."""
+        """`usable` without the instances that have no credit, if others of the same site can take their place; None if
+        no instance is left out. Args: `site` of each instance."""
         limited = [
             position
             for position in self.started

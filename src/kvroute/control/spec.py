@@ -1,4 +1,5 @@
-"""Everything that makes two cores decide alike, as data: a log's first line, a command's options."""
+"""The full configuration of a control core as data: equal configurations lead to equal decisions. It is stored in the
+first line of a log and built from command options."""
 
 from __future__ import annotations
 
@@ -19,46 +20,46 @@ class ControlSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     decode: str = DEFAULT_DECODE_POLICY
     parameters: dict[str, float] = {}
-    """Of the decode policy, e.g. {"cache_weight": 1.5} for cla."""
+    """Parameters of the decode policy, e.g. {"cache_weight": 1.5} for cla."""
     shadow: str = ""
-    """A second decode policy that is asked and not obeyed, with the defaults of its parameters; empty for none."""
+    """A second decode policy, evaluated with default parameters and without effect; empty: none."""
     prefill: str = "least-loaded"
     constraint: str = ""
-    """`level:enforcement[:weight]`, e.g. "pod:fail"; empty for none."""
+    """`level:enforcement[:weight]`, e.g. "pod:fail"; empty: none."""
     oracle: OracleSettings = OracleSettings()
     prefill_cache: bool = True
-    """Prefill instances reuse cached prefixes."""
+    """Whether prefill instances reuse cached prefixes."""
     reserve_bytes: float = 0.0
     """KV memory held back on every decode instance (NetKV m_min)."""
     overcommit: bool = False
-    """Where no instance has room by the router's count, choose as if all had."""
+    """If no instance has room by the router's count, choose as if all had room."""
     cache_block_tokens: int = 0
-    """Above 0: the view of each instance's cached prefixes is bounded by its KV memory, in blocks of so many tokens."""
+    """Above 0: the view of an instance's cached prefixes is bounded by its KV memory, in blocks of this many tokens."""
 
     offload: OffloadSpec | None = None
-    """When a prefill leaves its datacenter; None: instances are chosen whatever datacenter they are in."""
+    """When a prefill leaves its datacenter; None: instances are chosen regardless of their datacenter."""
     layerwise: bool = False
-    """Prefill and decode instance are chosen at once, and every KV cache leaves layer by layer while the prefill goes
-    on; `offload` says so for prompts that another datacenter prefills."""
+    """Prefill and decode instance are chosen at once, and every KV cache is sent layer by layer while the prefill runs.
+    `offload` can set this for prompts that another datacenter prefills only."""
     prefix_pool: bool = False
-    """A prefill instance may fetch a prefix that another one of its datacenter has cached, where that is sooner over
-    than computing it; for drivers that can carry that out."""
+    """A prefill instance may fetch a prefix that another one of its datacenter has cached, if that is faster than
+    computing it. The driver must support it."""
     copies: CopySpec | None = None
-    """When cached prefixes are copied ahead of demand, at reviews; None: never. For drivers that can carry that out."""
+    """When cached prefixes are copied ahead of demand, at reviews; None: never. The driver must support it."""
 
     slow_start_s: float = 0.0
-    """Window over which the share of a returned instance rises; 0: it takes its full share at once."""
+    """Window over which the share of a returned instance rises, in seconds; 0: it takes its full share at once."""
 
     def check(self) -> None:
         """Raises InputError for an unknown policy, parameter or constraint."""
         self._settings(frozenset())
 
     def build(self, cluster: Cluster) -> Control:
-        """A fresh core. Raises InputError for an unknown policy, parameter or constraint."""
+        """Build a fresh core. Raises InputError for an unknown policy, parameter or constraint."""
         return Control(cluster, self._settings(self._convertible(cluster)), NetworkOracle.of(cluster, self.oracle))
 
     def rehearse(self, cluster: Cluster) -> None:
-        """One made-up request through a core of its own: what is compiled at its first use is compiled now."""
+        """Run one synthetic request through a separate core, to compile now what is compiled on first use."""
         control, model = self.build(cluster), cluster.instances[0].model
         request = Request(id=0, input_tokens=16, blocks=(1,), block_tokens=16, max_output_tokens=1, model=model)
         decisions = control.handle(Arrived(0.0, request))
@@ -66,7 +67,7 @@ class ControlSpec(msgspec.Struct, frozen=True, kw_only=True):
             control.handle(PrefillFinished(0.0, 0))
 
     def _convertible(self, cluster: Cluster) -> frozenset[int]:
-        """Prefill and decode instances of the datacenters that decode, where roles may change."""
+        """Prefill and decode instances of the datacenters that decode, if role switches are enabled."""
         if self.offload is None or not self.offload.long_term.conversions:
             return frozenset()
         homes = {instance.datacenter for instance in cluster.instances if instance.role != "prefill"}

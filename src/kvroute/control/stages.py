@@ -1,4 +1,4 @@
-"""What prefill and decode of several datacenters can do now, and how busy they are: the figures behind a review."""
+"""Capacity and utilisation of prefill and decode in several datacenters: the input of a review."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from kvroute.types import FloatArray, IntArray, Request
 
 _STAGES: tuple[Stage, ...] = get_args(Stage)
 _SAMPLES = len(_STAGES)
-"""The column after those of the stages: how often they were looked at."""
+"""The column after those of the stages: number of samples."""
 _LOOKS = 300
-"""At how busy the stages are, in a window, at most."""
+"""Maximum number of utilisation samples in a window."""
 
 
 @dataclass(slots=True)
 class Stages:
-    """The pools of one model, by datacenter. A site computes as its first instance does."""
+    """The pools of one model, by datacenter. All instances of a site are assumed as fast as its first one."""
 
     view: View
     datacenters: Datacenters
@@ -35,15 +35,15 @@ class Stages:
     decode: DecodePool
     model: Model
     window_s: float
-    """That is looked back on."""
+    """Length of the window that a review considers."""
     _prefill_at: dict[int, IntArray] = field(init=False)
     _decode_at: dict[int, IntArray] = field(init=False)
     _busy: Tally = field(init=False)
-    """Instances' worth of work at each stage, summed over looks."""
+    """Busy instances at each stage, summed over samples."""
     _saved_s: Tally = field(init=False)
-    """By index in the cluster: what its cached prefixes have saved, in seconds of an instance."""
+    """Time that cached prefixes have saved, in seconds of one instance, by index in the cluster."""
     _hits: Tally = field(init=False)
-    """By index in the cluster: blocks of cached prefixes that were found."""
+    """Number of cached blocks that were found, by index in the cluster."""
     _look_at: float = 0.0
 
     def __post_init__(self) -> None:
@@ -54,7 +54,7 @@ class Stages:
         self._hits = Tally(self.window_s, len(self.view.cluster.instances))
 
     def capacity(self, at: float, egress_bytes_per_s: Mapping[int, float]) -> Capacity:
-        """Instances that are up; of PrfaaS sites only those whose egress is given, bytes per second by site."""
+        """Capacity of the instances that are up; a PrfaaS site counts only if `egress_bytes_per_s` lists it."""
         prfaas = tuple(
             PrfaasCluster(int(self.prefill.up[self._prefill_at[site]].sum()), self._curve(site), free_bytes_per_s)
             for site, free_bytes_per_s in sorted(egress_bytes_per_s.items())
@@ -62,7 +62,7 @@ class Stages:
         return Capacity(kv_curve(self.model), prfaas, tuple(self._home(site, at) for site in self.datacenters.pd))
 
     def _home(self, site: int, at: float) -> Home:
-        """The instances of a PD site, idle first."""
+        """The instances of a PD site, least loaded first."""
         here, decoders = self._prefill_at[site], self._decode_at[site]
         prefill = here[self.prefill.up[here]]
         prefill = prefill[np.argsort(self.prefill.pending_s(at)[prefill], kind="stable")]
@@ -80,7 +80,7 @@ class Stages:
         )
 
     def _curve(self, site: int) -> Curve:
-        """A home that has no prefill instance now computes as its decode instances would."""
+        """Prefill curve of a site. A home without a prefill instance uses the timing of its decode instances."""
         here = self._prefill_at[site]
         if len(here):
             return prefill_curve(self.prefill.times[self.prefill.timing[int(here[0])]])
@@ -88,7 +88,7 @@ class Stages:
         return prefill_curve(self.prefill.times[self.view.cluster.instances[first].timing])
 
     def observe(self, at: float) -> None:
-        """Look at how busy the stages are, if the last look is long enough ago."""
+        """Sample the utilisation of the stages if the last sample is old enough."""
         if at < self._look_at:
             return
         self._look_at = at + self.window_s / _LOOKS
@@ -98,15 +98,15 @@ class Stages:
         self._busy.add(at, np.array([*work, float(slots.sum()), 1.0]))
 
     def prefilled(self, at: float, position: int, request: Request, hit_tokens: int) -> None:
-        """A prompt goes to this position of the prefill pool, that has so much of it cached."""
+        """Record that a prompt with `hit_tokens` cached tokens goes to this position of the prefill pool."""
         if hit_tokens:
             time = self.prefill.times[self.prefill.timing[position]]
             saved_s = time.seconds(request.input_tokens) - time.seconds(request.input_tokens, hit_tokens)
             self._saved(at, int(self.prefill.ids[position]), saved_s, hit_tokens / request.block_tokens)
 
     def decoded(self, at: float, position: int, request: Request, hit_tokens: int, saved_s: float) -> None:
-        """An answer goes to this position of the decode pool, that has so much of the prompt cached: so much sooner is
-        it there, and so long one slot of the batch does not wait."""
+        """Record that a request with `hit_tokens` cached tokens goes to this position of the decode pool. Its transfer
+        takes `saved_s` less, and one slot of the batch waits that much less."""
         if hit_tokens:
             slot_s = saved_s / float(self.decode.batch_max[position])
             self._saved(at, int(self.decode.ids[position]), slot_s, hit_tokens / request.block_tokens)
@@ -116,18 +116,19 @@ class Stages:
         self._hits.add_one(at, index, blocks)
 
     def costs_s(self, at: float, output_tokens: float, longest_tokens: float) -> dict[str, float]:
-        """What is lost with each instance of the homes that changes its role, in seconds of one instance.
+        """Cost of a role switch of each instance that is up, in seconds of one instance.
 
-        What its cached prefixes have saved in the window, but each block once, however often it was found: when it has
-        been computed elsewhere, it is cached there. And where answers are under way, the slots that stay empty until
-        the last one ends; a prefill instance works to the end. An answer has `output_tokens`, the longest so many.
+        It counts the time that cached prefixes saved in the window, but each block once, however often it was found:
+        once another instance has computed it, it is cached there. A decode instance with requests adds the slots that
+        stay empty until its last request ends; a prefill instance is busy until its end. A response has `output_tokens`
+        tokens on average and at most `longest_tokens`.
         """
         saved_s, hits, decode = self._saved_s.window(at), self._hits.window(at), self.decode
         costs = dict[str, float]()
         for k, name in enumerate(self.prefill.names):
             if self.prefill.up[k]:
                 costs[name] = self._lost_s(int(self.prefill.ids[k]), saved_s, hits)
-        idle_tokens = max(longest_tokens - output_tokens / 2, 0.0)  # those under way are half done
+        idle_tokens = max(longest_tokens - output_tokens / 2, 0.0)  # requests in progress are on average half done
         drain_s = np.where(decode.batch + decode.queued > 0, decode.iteration_base_s * idle_tokens, 0.0)
         for k, name in enumerate(decode.names):
             if decode.up[k]:
@@ -139,8 +140,7 @@ class Stages:
         return float(saved_s[index]) * min(held / float(hits[index]), 1.0) if hits[index] else 0.0
 
     def loads(self, at: float, output_tokens: float) -> dict[Stage, StageLoad]:
-        """The share of instances, or of decode slots, that are busy, and the work that waits. An answer has
-        `output_tokens`."""
+        """Busy share and queue of each stage, of instances or of decode slots. Args: `output_tokens`: mean response."""
         pending_s, loads = self.prefill.pending_s(at), dict[Stage, StageLoad]()
         stages: tuple[tuple[Stage, Sequence[int]], ...] = (
             ("prfaas", self.datacenters.prfaas),
@@ -160,7 +160,7 @@ class Stages:
         return loads
 
     def _shares(self, at: float, stage: Stage, instances: int, queue_s: float) -> tuple[float, float, float]:
-        """Utilisation of late, queue, utilisation in the busiest part of the window."""
+        """Recent utilisation, queue in seconds, and utilisation in the busiest part of the window."""
         column, parts = _STAGES.index(stage), self._busy.parts(at)
         seen = parts[parts[:, _SAMPLES] > 0]
         late = self._busy.recent(at)
@@ -169,5 +169,5 @@ class Stages:
         return min(recent / instances, 1.0), queue_s, peak / instances
 
     def _members(self, sites: Sequence[int]) -> IntArray:
-        """Positions in the prefill pool of those at these sites."""
+        """Positions in the prefill pool of the instances at these sites."""
         return np.concatenate([self._prefill_at[site] for site in sites])

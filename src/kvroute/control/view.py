@@ -1,5 +1,4 @@
-"""The cluster as the router sees it: who can serve a request, what is cached where, what the network costs; it books
-nothing."""
+"""The router's view of the cluster: usable instances, cached prefixes and network costs. It books nothing."""
 
 from __future__ import annotations
 
@@ -40,31 +39,31 @@ from kvroute.types import (
 )
 
 PoolKey = tuple[str, KvProtocol]
-"""Model and protocol: those who can hand KV to each other."""
+"""Model and protocol; instances with the same pair can transfer KV to each other."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What the router counts on one instance, for people to look at."""
+    """Load of one instance as the router counts it, for displays."""
 
     queued: int
-    """Given to it and not yet prefilled, or waiting for a decode slot."""
+    """Requests that wait for or are in prefill here, or that wait for a decode slot here."""
     pending_s: float
-    """Prefill work ahead."""
+    """Prefill work ahead, in seconds."""
 
 
 class DecodePick(NamedTuple):
-    """A chosen decode instance, with what it was chosen from."""
+    """A chosen decode instance, and the candidates it was chosen from."""
 
     choice: Choice
     candidates: Candidates
     tier: int
     usable: BoolArray | None = None
-    """Who was up and not to be avoided; None: everybody."""
+    """Instances that were up and not to be avoided; None: all."""
 
 
 class View:
-    """Pools by model and protocol, with health; answers with choices, and changes only where it is told to."""
+    """Pools by model and protocol, with health. Its `choose_*` methods change nothing; only its setters do."""
 
     def __init__(self, cluster: Cluster, settings: ControlSettings, oracle: NetworkOracle) -> None:
         self.oracle, self.cluster, self.settings = oracle, cluster, settings
@@ -74,10 +73,10 @@ class View:
             if isinstance(policy, Foresight)
         }
         self.flights = tuple(self._flights.values())
-        """What foresight keeps: of the acting policy, and of the one in the shadow."""
+        """Transfers in flight as foresight tracks them: for the acting policy, then for the shadow policy."""
         acting = settings.decode_policy
         self.flight = self._flights[acting] if isinstance(acting, Foresight) else None
-        """The acting policy's."""
+        """The one of the acting policy, or None."""
         members = list(enumerate(cluster.instances))
         self.models: dict[str, Model] = {
             name: llm.model(name) for name in sorted({instance.model for _, instance in members})
@@ -100,7 +99,7 @@ class View:
             pool.slow_start.window_s = settings.slow_start_s
         self._healthy = [True] * len(members)
         self.roles: list[Role | None] = [instance.role for _, instance in members]
-        """What each serves now; None: it is being drained, to serve another role."""
+        """Role that each instance serves now; None: it is being drained before a role switch."""
         self._only_model = next(iter(self.models)) if len(self.models) == 1 else ""
         self._served = {name for name, _ in self.decode}
         self._allowed: dict[str, BoolArray | None] = {name: self._allowed_prefill(name) for name in self.models}
@@ -108,12 +107,12 @@ class View:
             self._settle(index)
 
     def model_name(self, request: Request) -> str | None:
-        """The model that serves a request; None where nobody does, or it names none and there are several."""
+        """The model that serves a request. None if no instance serves it, or if it names none and there are several."""
         name = request.model or self._only_model
         return name if name in self._served else None
 
     def set_up(self, index: int, up: bool, at: float, *, returned: bool = False) -> None:
-        """Whether an instance takes requests; `returned`: from now on a share of them that rises."""
+        """Set whether an instance takes requests; `returned`: its share of them rises over the slow-start window."""
         self._healthy[index] = up
         self._settle(index)
         instance = self.cluster.instances[index]
@@ -125,12 +124,12 @@ class View:
                     pool.slow_start.returned(pool.position[index], at)
 
     def set_role(self, index: int, role: Role | None) -> None:
-        """What a convertible instance serves from now on; None: nothing new, while it is drained."""
+        """Set the role of a convertible instance; None: it takes no new requests while it is drained."""
         self.roles[index] = role
         self._settle(index)
 
     def _settle(self, index: int) -> None:
-        """Open the pools of its role to an instance that is up, and no others."""
+        """Open to an instance that is up the pools of its role, and no others."""
         instance, role, up = self.cluster.instances[index], self.roles[index], self._healthy[index]
         prefill, decode = self.prefill[instance.model], self.decode.get((instance.model, instance.protocol))
         if index in prefill.position:
@@ -152,7 +151,7 @@ class View:
         return result
 
     def measured(self, index: int, event: InstanceMeasured) -> None:
-        """An engine's own word on its load."""
+        """Store the load that an engine reports."""
         instance = self.cluster.instances[index]
         prefill, decode = self.prefill[instance.model], self.decode.get((instance.model, instance.protocol))
         if index in prefill.position:
@@ -161,8 +160,11 @@ class View:
             decode.measured(decode.position[index], event.running, event.waiting, event.kv_used_share)
 
     def _allowed_prefill(self, model: str) -> BoolArray | None:
-        """Those who are up and have somebody to hand the KV to, inside the domain if anybody has: the rest may only
-        hope that a decode instance joins. None where nobody is ruled out."""
+        """Mask of the prefill instances that are up and have a decode instance to send KV to; None if all are allowed.
+
+        With a constraint, that decode instance must be inside the domain, if any prefill instance has one there. The
+        excluded prefill instances could only be used if a decode instance came up later.
+        """
         pool = self.prefill[model]
         instances = [self.cluster.instances[index] for index in pool.ids.tolist()]
         alone = np.array([instance.role == "both" for instance in instances], dtype=np.bool_)
@@ -182,8 +184,8 @@ class View:
         return None if mask.all() else mask
 
     def prefill_candidates(self, request: Request, model: str, at: float, avoid: Sequence[int]) -> PrefillCandidates:
-        """The prefill pool as a request sees it; instances to avoid are allowed only where nobody else is, the
-        one that failed first before the others."""
+        """The prefill pool as the candidates of a request. Instances to avoid are allowed only if no other is left,
+        beginning with the one that failed first."""
         pool = self.prefill[model]
         if self.settings.prefill_cache and request.blocks:
             # The last token is always computed: its output is the first logits.
@@ -204,7 +206,7 @@ class View:
         return PrefillCandidates(pool.names, pool.pending_s(at), hit_tokens, prefill_s, allowed)
 
     def choose_prefill(self, request: Request, model: str, candidates: PrefillCandidates) -> Choice | Reject:
-        """Let the policy choose, or say why nobody can be chosen."""
+        """Let the policy choose, or return a Reject with the reason why no instance can be chosen."""
         pool = self.prefill[model]
         if candidates.allowed is not None and not candidates.allowed.any():
             who = "prefill instance is up" if not pool.up.any() else "decode instance is up"
@@ -214,7 +216,7 @@ class View:
     def choose_decode(
         self, request: Request, key: PoolKey, source: int, at: float, avoid: Sequence[int]
     ) -> DecodePick | Reject:
-        """Who decodes a request whose KV is (or will be) on instance `source`."""
+        """Choose the decode instance for a request whose KV is (or will be) on instance `source`."""
         pool = self.decode[key]
         usable = None if pool.open and not avoid else self._usable(pool, source, avoid)
         if usable is not None and not usable.any():
@@ -235,8 +237,8 @@ class View:
         return refused
 
     def _slowly(self, pool: DecodePool, usable: BoolArray | None, at: float) -> tuple[BoolArray | None, ...]:
-        """Whom to ask, in this order: those usable without the instances that slow start leaves out, then all usable
-        ones, so that a slow start refuses nothing."""
+        """The masks to try in order: usable instances without those that slow start excludes, then all usable
+        instances. Slow start therefore never causes a rejection."""
         if not pool.slow_start.started:
             return (usable,)
         rest = pool.slow_start.without_limited(pool.up & pool.partner if usable is None else usable, pool.sites, at)
@@ -252,7 +254,7 @@ class View:
         at: float,
         usable: BoolArray | None,
     ) -> Choice | Reject:
-        """What a policy makes of these candidates of a pool now; `usable` None: all of them may be chosen."""
+        """The choice of a policy among these candidates of a pool now. `usable` None: all of them may be chosen."""
         pool = self.decode[key]
         costs = self.oracle.costs(source, pool.ids, at)
         if isinstance(policy, Foresight):
@@ -262,15 +264,15 @@ class View:
     def choose_alone(
         self, request: Request, model: str, at: float, avoid: Sequence[int]
     ) -> tuple[PoolKey, DecodePick] | Reject:
-        """Who prefills and decodes a request by itself: nothing crosses the network. A protocol's instances are asked
-        where those before are down or full, and all again where only instances to avoid are left."""
+        """Choose the instance that prefills and decodes a request alone, without a KV transfer. The instances of a
+        protocol are tried if those of the protocols before are down or full. Instances to avoid are tried last."""
         refused = Reject(request.id, "no decode instance is up")
         keys = [key for key in self.decode if key[0] == model]
         for key, shunned in [(key, shunned) for shunned in _rounds(avoid) for key in keys]:
             pool = self.decode[key]
             usable = pool.up & ~np.isin(pool.ids, shunned)
             if key[1] == "sglang":
-                usable &= ~pool.partner  # SGLang's decode engines cannot prefill.
+                usable &= ~pool.partner  # SGLang decode engines cannot prefill
             if not usable.any():
                 continue
             hit_tokens = self.caches.hit_tokens(request, pool.ids, request.input_tokens)
@@ -287,7 +289,7 @@ class View:
         return refused
 
     def _usable(self, pool: DecodePool, source: int, avoid: Sequence[int]) -> BoolArray:
-        """Those who are up and take KV; those to avoid only where nobody else may have it."""
+        """Mask of the instances that are up and take KV. Instances to avoid are included only as a last resort."""
         usable: BoolArray = pool.up & pool.partner
         constraint = self.settings.constraint
         for shunned in _rounds(avoid) if avoid else ():
@@ -339,12 +341,12 @@ class View:
 
 
 def _rounds(avoid: Sequence[int]) -> Iterator[Sequence[int]]:
-    """Whom to leave out: all to avoid, then all but the one that failed first, and so on, at last nobody. An instance
-    that is dead and not known to be would else be chosen again and again, for it is idle."""
+    """Instances to exclude in each round: all in `avoid`, then all but the one that failed first, and so on to none. An
+    instance that is dead but not detected as down has no load, so it would otherwise be chosen again and again."""
     return (avoid[first:] for first in range(len(avoid) + 1))
 
 
 def _with_room(candidates: Candidates, usable: BoolArray | None) -> Candidates:
-    """As if every usable instance had room."""
+    """The candidates as if every usable instance had room."""
     needs = np.minimum(candidates.need_bytes, candidates.free_kv_bytes)
     return msgspec.structs.replace(candidates, need_bytes=needs if usable is None else np.where(usable, needs, np.inf))

@@ -1,8 +1,8 @@
-"""Counters of KV transfers on engines' metrics pages, and what has changed between two pages.
+"""Counters of KV transfers on engines' metrics pages, and their difference between two pages.
 
-Four kinds are known, the most exact first: kvroute's connector (`kvroute:kv_transfer*`, by source), vLLM's NIXL
+Four kinds are supported, the most exact first: kvroute's connector (`kvroute:kv_transfer*`, by source), vLLM's NIXL
 connector (`vllm:nixl_*`), SGLang (`sglang:kv_transfer_*`), and vLLM's count of prompt tokens that any connector has
-brought.
+transferred.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MEGABYTE = 1e6
 
 @dataclass(frozen=True, slots=True)
 class _Series:
-    """Names of one connector's series: sums of bytes and of seconds, observations, failures; factors to SI units."""
+    """Names of one connector's series (sums of bytes and seconds, observations, failures) and factors to SI units."""
 
     nbytes: bytes
     seconds: bytes
@@ -52,36 +52,36 @@ _HISTOGRAMS = {
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """One page."""
+    """Counters of one metrics page."""
 
     by_source: Mapping[str, TransferTotals] = field(default_factory=dict)
     """Transfers that kvroute's connector counts, by source."""
     histograms: Mapping[str, TransferTotals] = field(default_factory=dict)
-    """Transfers that NIXL and SGLang count, by the short name of the histogram; only those that the page has."""
+    """Transfers that NIXL and SGLang count, by the short name of the histogram; only those on the page."""
     failures: Mapping[str, float] = field(default_factory=dict)
     """Failed transfers, by reason."""
     external_tokens: float | None = None
-    """Prompt tokens whose KV a connector has brought; None: the page does not tell."""
+    """Prompt tokens whose KV a connector has transferred; None: not on the page."""
     kinds: frozenset[str] = frozenset()
     """Connectors whose counters the page has."""
 
 
 @dataclass(frozen=True, slots=True)
 class Movement:
-    """What one transfer, or several of one request, moved."""
+    """Data moved by one transfer, or by several of one request."""
 
     source: str
-    """As the decode engine calls its source; empty: it does not tell."""
+    """Name of the source in the decode engine's counters; empty: not given."""
     totals: TransferTotals
 
     @property
     def seconds(self) -> float:
-        """Duration: the ranks of an engine transfer at the same time, and each counts its own share."""
+        """Duration in seconds. The ranks of an engine transfer at the same time, and each counts its own share."""
         return self.totals.seconds / max(1, self.totals.transfers)
 
 
 def read_counters(page: bytes) -> Counters:
-    """The counters of a page; a page that cannot be read has none."""
+    """Return the counters of a page; none if the page cannot be read."""
     try:
         return _read(page)
     except PageError:
@@ -110,7 +110,7 @@ def _read(page: bytes) -> Counters:
 
 
 def movement(before: Counters, after: Counters) -> Movement | None:
-    """What has been transferred between two pages of one engine, by its most exact counters; None: nothing."""
+    """Return the transfers between two pages of one engine, by its most exact counters; None: no transfer."""
     for source in sorted(after.by_source):
         totals = _less(after.by_source[source], before.by_source.get(source, TransferTotals()))
         if totals.transfers > 0:
@@ -124,14 +124,14 @@ def movement(before: Counters, after: Counters) -> Movement | None:
 
 
 def external_tokens(before: Counters, after: Counters) -> float | None:
-    """Prompt tokens that a connector has brought between two pages; None: the engine does not tell."""
+    """Return the prompt tokens that a connector has transferred between two pages; None: not reported."""
     if after.external_tokens is None:
         return None
     return max(0.0, after.external_tokens - (before.external_tokens or 0.0))
 
 
 def failures(before: Counters, after: Counters) -> list[str]:
-    """Reasons of the transfers that have failed between two pages."""
+    """Return the reasons of the transfers that have failed between two pages."""
     return sorted(reason for reason, count in after.failures.items() if count > before.failures.get(reason, 0.0))
 
 

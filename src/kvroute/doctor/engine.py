@@ -24,7 +24,7 @@ _INFO_PATHS: Mapping[str, tuple[bytes, ...]] = {
     "mooncake": (b"/server_info?config_format=json",),
     "sglang": (b"/server_info", b"/get_server_info"),
 }
-"""Pages with an engine's own configuration, by protocol; vLLM has its page in development mode only."""
+"""Pages with an engine's own configuration, by protocol. vLLM has its page in development mode only."""
 EMULATED = "emulated"
 
 
@@ -52,7 +52,7 @@ class _VllmConfig(msgspec.Struct):
 
 
 class _Info(msgspec.Struct):
-    """Fields of the configuration pages of vLLM and of SGLang. Nothing else is read: SGLang's page holds its key."""
+    """Fields of the configuration pages of vLLM and SGLang. Nothing else is read: SGLang's page contains its key."""
 
     vllm_config: _VllmConfig | None = None
     tp_size: int | None = None
@@ -61,12 +61,12 @@ class _Info(msgspec.Struct):
 
 @dataclass(slots=True)
 class Examined:
-    """One engine under examination: its connections, what is known of it, and bounds of its clock."""
+    """One engine under examination: its connections, its report, and bounds of its clock."""
 
     station: Station
     report: EngineReport
     headers: Headers
-    """Headers of requests below /v1, with the key."""
+    """Headers of requests below /v1, including the key."""
     metrics_path: bytes
     metrics_bytes_max: int
     offsets: list[Offset] = field(default_factory=list)
@@ -77,7 +77,7 @@ class Examined:
         return self.station.name
 
     async def get(self, path: bytes, wait_s: float, headers: Headers | None = None) -> Fetched:
-        """GET a path; the answer's Date header bounds the engine's clock."""
+        """GET a path. The response's Date header bounds the engine's clock."""
         answer = await fetch(
             self.station.pool, path, wait_s=wait_s, headers=headers, body_bytes_max=self.metrics_bytes_max
         )
@@ -85,18 +85,18 @@ class Examined:
         return answer
 
     async def metrics_page(self, wait_s: float) -> bytes:
-        """The page, empty where it cannot be had."""
+        """Return the metrics page; empty if it is not available."""
         answer = await self.get(self.metrics_path, wait_s)
         return answer.body if answer.ok else b""
 
     def dated(self, answer: Fetched) -> None:
-        """Note what an answer tells of the engine's clock."""
+        """Record the bounds of the engine's clock that a response gives."""
         if answer.head_s and (date := answer.header(b"date")):
             self.offsets.append(from_date(date, answer.sent_s, answer.head_s))
 
 
 def examined(station: Station, settings: GatewaySettings, headers: Headers) -> Examined:
-    """An engine of which nothing is known yet."""
+    """Return an engine without results."""
     instance = station.instance
     assert instance.endpoint is not None
     report = EngineReport(
@@ -112,8 +112,8 @@ def examined(station: Station, settings: GatewaySettings, headers: Headers) -> E
 
 
 async def ask_engine(engine: Examined, settings: GatewaySettings, wait_s: Callable[[], float]) -> None:
-    """Ask an engine for its health, and if it is well for the rest; the answers go into its report. `wait_s` says how
-    long the next answer may take."""
+    """Query an engine's health and, if it is healthy, the other pages, and fill its report. `wait_s` returns the time
+    limit of the next response, in seconds."""
     report = engine.report
     health = await engine.get(settings.health.path.encode(), wait_s())
     report.health = health.problem or "ok"
@@ -133,7 +133,7 @@ async def ask_engine(engine: Examined, settings: GatewaySettings, wait_s: Callab
 
 
 async def _ask_configuration(engine: Examined, wait_s: Callable[[], float]) -> None:
-    """Tensor parallelism and connector, by the engine's own configuration page if it has one."""
+    """Read tensor parallelism and connector from the engine's own configuration page, if it has one."""
     report = engine.report
     for path in _INFO_PATHS[report.protocol]:
         answer = await engine.get(path, wait_s(), engine.headers)
@@ -151,13 +151,13 @@ async def _ask_configuration(engine: Examined, wait_s: Callable[[], float]) -> N
 
 
 def _names(model: str, settings: GatewaySettings) -> list[str]:
-    """Names by which clients may ask for a model: its aliases, else the cluster file's own."""
+    """Return the names by which clients may request a model: its aliases, else the cluster file's own."""
     aliases = sorted(alias for alias, name in settings.models.items() if name == model)
     return aliases or [model]
 
 
 def _read_models(report: EngineReport, answer: Fetched, names: Sequence[str]) -> bool:
-    """Note which models are served; whether the engine is an emulated one."""
+    """Record which models are served. Return whether the engine is an emulated one."""
     cards: list[_Card] = []
     if answer.ok:
         try:
@@ -193,7 +193,7 @@ def _metrics(answer: Fetched) -> MetricsReport:
 
 
 def _connector(report: EngineReport, page: bytes) -> str:
-    """The connector by its counters, else by the protocol; empty: nothing tells."""
+    """Return the connector by its counters, else by the protocol; empty: unknown."""
     kinds = sorted(read_counters(page).kinds)
     if kinds:
         return kinds[0]

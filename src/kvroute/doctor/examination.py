@@ -26,33 +26,33 @@ from kvroute.gateway.headers import Headers
 from kvroute.gateway.stations import stations_of
 
 ENGINE_WAIT_S = 5.0
-"""An engine may take so long for one page."""
+"""Time limit for one page of an engine, in seconds."""
 EVENTS_WAIT_S = 3.0
-"""A ZMQ endpoint may take so long, and so may a batch after its prompt."""
+"""Time limit for a ZMQ endpoint, and for a batch after its prompt, in seconds."""
 AT_ONCE = 64
-"""Engines that are asked at the same time."""
+"""Maximum number of engines that are queried at the same time."""
 _PAIR_SHARE = 3.0
-"""A pair may take so many times its share of the time that is left."""
+"""Maximum time of a pair, as a multiple of its share of the time that is left."""
 _HIDDEN = "[key]"
 _NO_TIME = "no time left"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """How to examine."""
+    """Options of an examination."""
 
     pairs: int | None = PAIRS_MAX
-    """Pairs at most; None: all."""
+    """Maximum number of pairs; None: all."""
     timeout_s: float = 60.0
-    """For the whole examination."""
+    """Time limit of the whole examination, in seconds."""
     prompt_tokens: int = 2048
-    """Length of the prompts that are sent; less where an engine cannot take so many."""
+    """Length of the prompts that are sent; less if an engine cannot take so many tokens."""
     seed: int | None = None
-    """Seed of prompts and ids; None: another one each time, so that no engine has cached the prompts."""
+    """Seed of prompts and ids; None: a new one each time, so that no engine has cached the prompts."""
 
 
 async def examine(deployment: Deployment, options: Options, key: str = "") -> Report:
-    """Ask all engines of a cluster, then send one request through each chosen pair.
+    """Query all engines of a cluster, then send one request through each chosen pair.
 
     Every request has ended, or is aborted, when this returns or is cancelled. `key` is the engines' API key.
     """
@@ -65,7 +65,7 @@ async def examine(deployment: Deployment, options: Options, key: str = "") -> Re
 
 
 class _Examination:
-    """One run."""
+    """One examination."""
 
     def __init__(self, deployment: Deployment, options: Options, key: str) -> None:
         cluster, settings = deployment.cluster, deployment.settings
@@ -94,7 +94,7 @@ class _Examination:
         )
 
     async def run(self) -> None:
-        """The whole examination, into `report`."""
+        """Run the whole examination and fill `report`."""
         await self._ask_engines()
         for number, pair in enumerate(self.report.pairs):
             await self._try_pair(pair, len(self.report.pairs) - number)
@@ -102,12 +102,12 @@ class _Examination:
         self._conclude()
 
     async def close(self) -> None:
-        """Give all connections back."""
+        """Close all connections."""
         await asyncio.gather(*(each.close() for each in self._subscriptions.values()))
         self._context.destroy(linger=0)
         for station in self._stations.values():
             station.close()
-        await asyncio.sleep(0)  # connections that are aborted are closed in the loop's next turn
+        await asyncio.sleep(0)  # aborted connections are closed in the loop's next iteration
 
     def _remaining_s(self) -> float:
         return max(0.0, self._ends_s - self._loop.time())
@@ -160,7 +160,8 @@ class _Examination:
         self._findings += pair_findings(pair, outcome)
 
     async def _best(self, pair: PairReport, ends: tuple[Examined, Examined], limit_s: float) -> Outcome:
-        """The outcome of a request, or the better of two if the first is slow: it may have set up a connection."""
+        """Return the outcome of a request, or the better of two if the first is slow: it may have set up
+        connections."""
         model = llm.model(ends[0].station.instance.model)
         pair.prompt_tokens = prompt_tokens(self._options.prompt_tokens, *ends, model)
         pair.expected_bytes = float(model.kv_bytes(pair.prompt_tokens))
@@ -186,7 +187,7 @@ class _Examination:
             return await Probe(pair, *ends, prompt, self._draw, remaining_s).run()
         except PairError:
             for subscription in followers:
-                subscription.prompts.remove(sent)  # it may not have been computed
+                subscription.prompts.remove(sent)  # the engine may not have computed it
             raise
 
     def _conclude(self) -> None:

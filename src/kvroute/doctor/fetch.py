@@ -1,4 +1,4 @@
-"""One HTTP request over the gateway's own connections, awaited; a request that is cancelled is aborted."""
+"""One HTTP request over the gateway's own connections, as a coroutine. A cancelled request is aborted."""
 
 from __future__ import annotations
 
@@ -12,42 +12,42 @@ from kvroute.gateway.pool import Pool, request_bytes
 
 BODY_BYTES_MAX = 8 << 20
 LATE = "no complete answer"
-"""How a failure begins where the time was over."""
+"""Start of the failure text when the time limit is exceeded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """An answer, or why there is none. Times are those of `time.time`."""
+    """A response, or why there is none. Times are those of `time.time`."""
 
     status: int = 0
-    """0: no complete answer came, and `failure` says why."""
+    """HTTP status; 0: no complete response arrived, and `failure` says why."""
     headers: Headers = field(default_factory=list)
     body: bytes = b""
     failure: str = ""
     sent_s: float = 0.0
     head_s: float = 0.0
-    """The head arrived; 0 without one."""
+    """Time at which the headers arrived; 0 without them."""
     first_byte_s: float = 0.0
-    """The body's first byte arrived; 0 without one."""
+    """Time at which the body's first byte arrived; 0 without one."""
     end_s: float = 0.0
 
     @property
     def ok(self) -> bool:
-        """A complete answer with a status from 200 to 299."""
+        """True for a complete response with a status from 200 to 299."""
         return 200 <= self.status < 300
 
     @property
     def problem(self) -> str:
-        """What is wrong; empty: nothing."""
+        """What is wrong; empty if nothing."""
         return "" if self.ok else self.failure or f"HTTP status {self.status}"
 
     def header(self, name: bytes) -> str:
-        """Value of a header, empty without it."""
+        """Return the value of a header; empty if it is missing."""
         return next((value.decode("latin-1") for key, value in self.headers if key == name), "")
 
 
 class _Listener(Sink):
-    """Collects one answer."""
+    """Collects one response."""
 
     def __init__(self, body_bytes_max: int) -> None:
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -91,7 +91,7 @@ async def fetch(
     body: bytes | None = None,
     body_bytes_max: int = BODY_BYTES_MAX,
 ) -> Fetched:
-    """GET a path, or POST a body to it, and wait `wait_s` seconds at most for the whole answer."""
+    """GET a path, or POST a body to it. The whole response must arrive within `wait_s` seconds."""
     listener = _Listener(body_bytes_max)
     method = b"GET" if body is None else b"POST"
     request = request_bytes(method, path, pool.host, headers or [], body or b"")

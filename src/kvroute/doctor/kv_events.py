@@ -1,4 +1,4 @@
-"""Checks of an engine's KV events: whether its ZMQ endpoints answer, and which batches come."""
+"""Checks of an engine's KV events: whether its ZMQ endpoints respond, and which batches arrive."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from kvroute.types import Endpoint
 
 _SEQUENCE_BYTES = 8
 _BEYOND_ALL = (1 << 62).to_bytes(_SEQUENCE_BYTES, "big")
-"""A batch number that no engine has reached: a replay from there sends its end alone."""
+"""A batch number that no engine has reached: a replay from there sends only its end."""
 _COMPARED_TOKENS = 16
-"""So many tokens at a prompt's beginning tell it from any other."""
+"""Number of tokens at a prompt's beginning that distinguish it from any other."""
 
 
 @dataclass(frozen=True, slots=True)
 class SentPrompt:
-    """A prompt that an engine has been given, and when."""
+    """A prompt that was sent to an engine, and the time at which it was sent."""
 
     token_ids: Sequence[int]
     sent_s: float
@@ -42,7 +42,7 @@ class Subscription:
     prompts: list[SentPrompt] = field(default_factory=list)
     """Prompts of the examination that this engine has computed."""
     offsets: list[Offset] = field(default_factory=list)
-    """Bounds of the engine's clock offset, from batches that name one of `prompts`."""
+    """Bounds of the engine's clock offset, from batches about one of `prompts`."""
     _sockets: list[zmq.asyncio.Socket] = field(default_factory=list)
     _tasks: list[asyncio.Task[None]] = field(default_factory=list)
     _subscribed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -52,7 +52,7 @@ class Subscription:
         self.report = EventsReport(self.endpoint.kv_events, replay=False if self.endpoint.kv_replay else None)
 
     def open(self) -> None:
-        """Begin to connect and to read."""
+        """Start to connect and to read."""
         socket = self.context.socket(zmq.SUB)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, 2 * BATCH_BYTES_MAX)
@@ -97,21 +97,21 @@ class Subscription:
 
     @property
     def silent(self) -> bool:
-        """Whether the endpoint answers, and no batch has named one of `prompts`."""
+        """True if the endpoint responds, but no batch is about one of `prompts`."""
         return self.report.subscribed and bool(self.prompts) and not self.report.own_batches
 
     async def subscribed(self, wait_s: float) -> None:
-        """Wait until the engine's endpoint has answered, for `wait_s` seconds at most."""
+        """Wait until the engine's endpoint has responded, for `wait_s` seconds at most."""
         if self._tasks:
             await _within(self._subscribed, wait_s)
 
     async def own_batch(self, wait_s: float) -> None:
-        """Wait for a batch that names one of `prompts`, for `wait_s` seconds at most."""
+        """Wait for a batch about one of `prompts`, for `wait_s` seconds at most."""
         if self.silent:
             await _within(self._own, wait_s)
 
     async def check_replay(self, wait_s: float) -> None:
-        """Ask the replay endpoint for the end of a replay."""
+        """Request the end of a replay from the replay endpoint."""
         if not self.endpoint.kv_replay:
             return
         socket = self.context.socket(zmq.DEALER)

@@ -1,4 +1,4 @@
-"""Choice of the prefill/decode pairs that are tried."""
+"""Selection of the prefill/decode pairs to try."""
 
 from __future__ import annotations
 
@@ -11,21 +11,23 @@ from kvroute.topology.tree import TIER_NAMES
 from kvroute.types import Instance
 
 PAIRS_MAX = 16
-"""Pairs that are tried unless more are asked for."""
+"""Default of the maximum number of pairs."""
 _RANKED_MAX = 512
-"""So many pairs are ranked; the order of the others says nothing, and ranking all of a large cluster takes minutes."""
+"""Maximum number of pairs that are ranked, because ranking all pairs of a large cluster takes minutes. The order of
+later pairs has no meaning."""
 
 
 def possible_pairs(cluster: Cluster) -> int:
-    """Number of pairs between which the gateway may send KV."""
+    """Return the number of pairs between which the gateway may send KV."""
     return sum(len(_partners(cluster, prefill)) for prefill in _of_role(cluster, "prefill"))
 
 
 def chosen_pairs(cluster: Cluster, most: int | None) -> list[PairReport]:
-    """Pairs in the order in which they are tried, `most` of them at most (None: all).
+    """Return pairs in the order in which they are tried, `most` of them at most (None: all).
 
-    Every prefill engine has its turn before one has a second, and of its partners the one is taken whose tier, and then
-    which itself, has been taken least. So the first pairs cover as many engines and tiers as they can.
+    Every prefill engine is used once before any is used twice. Its partner is the decode engine that has been used
+    least, and among those the one whose tier has been used least. So the first pairs cover as many engines and tiers as
+    possible.
     """
     remaining = {prefill.name: _partners(cluster, prefill) for prefill in _of_role(cluster, "prefill")}
     decodes: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""One request through a prefill and a decode engine, in the gateway's own protocol, and what it has moved."""
+"""One request through a prefill and a decode engine, in the gateway's own protocol, and the KV that it moved."""
 
 from __future__ import annotations
 
@@ -21,35 +21,35 @@ from kvroute.llm import Model
 
 COMPLETIONS_PATH = b"/v1/completions"
 ANSWER_TOKENS = 8
-"""Several, so that an engine that tells its counters once a step tells them before the answer ends."""
+"""Several, so that an engine that updates its counters once per step updates them before the response ends."""
 TOKEN_IDS = range(32, 256)
-"""Ids that every tokenizer has and none uses for control."""
+"""Ids that every tokenizer has and none uses as control tokens."""
 MARGIN_TOKENS = 64
-"""Tokens of a context that are left free."""
+"""Number of context tokens that are left free."""
 COUNTERS_WAIT_S = 3.0
-"""Counters may come so much later than the answer."""
+"""Maximum delay of the counters after the response, in seconds."""
 _POLL_S = 0.1
 _ERROR_CHARS = 200
 _ERROR_START = b'data: {"error"'
 
 
 class PairError(Exception):
-    """A leg failed; the text names the engine and the reason."""
+    """A leg failed. The text contains the engine and the reason."""
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What one request through a pair has shown."""
+    """Results of one request through a pair."""
 
     moved: Movement | None = None
     moved_tokens: float | None = None
-    """Prompt tokens that came by a connector, where the decode engine counts those."""
+    """Prompt tokens that a connector transferred, if the decode engine counts them."""
     failed: list[str] = field(default_factory=list)
     """Reasons of failed transfers."""
     counted: bool = False
-    """One of the engines has counters of transfers."""
+    """True if one of the engines has counters of transfers."""
     handover_tp: int | None = None
-    """Tensor parallelism by the prefill engine's answer."""
+    """Tensor parallelism in the prefill engine's response."""
     prefill_s: float | None = None
     first_token_s: float | None = None
     sent_s: float = 0.0
@@ -60,12 +60,12 @@ class _Handover(msgspec.Struct):
 
 
 def prompt_of(draw: random.Random, tokens: int) -> list[int]:
-    """Token ids that no engine has cached."""
+    """Return token ids that no engine has cached."""
     return draw.choices(TOKEN_IDS, k=tokens)
 
 
 def prompt_tokens(wanted: int, prefill: Examined, decode: Examined, model: Model) -> int:
-    """As many tokens as wanted, if both contexts and an eighth of both KV memories hold them."""
+    """Return the number of tokens to send: `wanted`, limited by both contexts and an eighth of both KV memories."""
     bounds = [wanted]
     for engine in (prefill, decode):
         if engine.report.context_tokens:
@@ -100,7 +100,7 @@ class Probe:
         return outcome
 
     async def _counters(self) -> tuple[Counters, Counters]:
-        """The counters of the decode and of the prefill engine."""
+        """Return the counters of the decode engine and of the prefill engine."""
         pages = await asyncio.gather(
             *(engine.metrics_page(self.remaining_s()) for engine in (self.decode, self.prefill))
         )
@@ -140,7 +140,7 @@ class Probe:
         outcome.first_token_s = decoded.first_byte_s - decoded.sent_s
 
     async def _both(self, name: str, prefill_body: bytes, decode_body: bytes) -> tuple[Fetched, Fetched]:
-        """Both legs at once; when one fails, the other one is aborted."""
+        """Send both legs at once. If one fails, the other one is aborted."""
         try:
             async with asyncio.TaskGroup() as group:
                 legs = [
@@ -207,7 +207,7 @@ class _ErrorBody(msgspec.Struct):
 
 
 def _message(body: bytes) -> str:
-    """The reason in an OpenAI error, short; empty without one."""
+    """Return the reason in an OpenAI error, shortened; empty if there is none."""
     text = body.removeprefix(b"data: ").partition(b"\n")[0]
     try:
         answer = msgspec.json.decode(text, type=_ErrorBody)

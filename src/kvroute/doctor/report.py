@@ -9,10 +9,11 @@ import msgspec
 from kvroute.types import KvProtocol, Role
 
 Moved: TypeAlias = Literal["yes", "likely", "no", "unknown", "failed", "not tried"]
-"""`likely`: the engines have no counters, and their answers speak for it. `failed`: the request has no answer."""
+"""`likely`: the engines have no counters, but their responses indicate a transfer. `failed`: the request has no
+response."""
 Evidence: TypeAlias = Literal["counters", "prefix counters", "time", "answer", "none"]
-"""What `moved` rests on: counters of transfers; counters of prompt tokens that a connector brought; the time to the
-first token; the answer itself (an SGLang decode engine computes no prompts); or nothing."""
+"""Basis of `moved`: counters of transfers; counters of prompt tokens that a connector transferred; the time to the
+first token; the response itself (an SGLang decode engine computes no prompts); or nothing."""
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -26,7 +27,7 @@ class Finding(msgspec.Struct, frozen=True):
 
     @property
     def sentence(self) -> str:
-        """The whole finding."""
+        """The whole finding as text."""
         return f"{self.where}: {self.what}; {self.hint}"
 
 
@@ -43,14 +44,14 @@ class MetricsReport(msgspec.Struct, frozen=True):
     """The metrics page as the gateway reads it."""
 
     failure: str = ""
-    """Why the page cannot be used; empty: it can."""
+    """Why the page cannot be used; empty if it can."""
     missing: tuple[str, ...] = ()
     """Series that the gateway reads and the page lacks."""
     block_tokens: int | None = None
     kv_blocks: int | None = None
     running: int | None = None
     counts_transfers: bool = False
-    """The page has counters of KV transfers that are known here."""
+    """True if the page has known counters of KV transfers."""
 
 
 class EventsReport(msgspec.Struct):
@@ -59,17 +60,17 @@ class EventsReport(msgspec.Struct):
     url: str
     subscribed: bool = False
     batches: int = 0
-    """Batches that came during the examination."""
+    """Number of batches that arrived during the examination."""
     broken: str = ""
     """Why a batch could not be read."""
     own_batches: int = 0
-    """Batches that name a prompt of this examination."""
+    """Number of batches about a prompt of this examination."""
     replay: bool | None = None
-    """Whether the replay endpoint answers; None: the cluster file names none."""
+    """True if the replay endpoint responds; None: the cluster file has none."""
 
 
 class EngineReport(msgspec.Struct, kw_only=True):
-    """One engine. A text is empty, and a number is None, where the engine does not tell."""
+    """One engine. A text is empty, and a number is None, if the engine does not report it."""
 
     name: str
     role: Role
@@ -78,14 +79,14 @@ class EngineReport(msgspec.Struct, kw_only=True):
     health: str = "not asked"
     """`ok`, or what is wrong."""
     model: str
-    """As the cluster file calls it."""
+    """Name of the model in the cluster file."""
     model_ok: bool | None = None
     served_models: tuple[str, ...] = ()
     request_model: str = ""
-    """Name by which the examination asks for the model."""
+    """Name by which the examination requests the model."""
     context_tokens: int | None = None
     tp: int
-    """Tensor parallelism by the cluster file."""
+    """Tensor parallelism in the cluster file."""
     engine_tp: int | None = None
     connector: str = ""
     events: EventsReport | None = None
@@ -94,7 +95,7 @@ class EngineReport(msgspec.Struct, kw_only=True):
 
     @property
     def usable(self) -> bool:
-        """Whether requests can be sent there."""
+        """True if requests can be sent to the engine."""
         return self.health == "ok" and self.model_ok is not False
 
 
@@ -106,7 +107,7 @@ class PairReport(msgspec.Struct, kw_only=True):
     tier: int
     tier_name: str
     promised_bytes_per_s: float
-    """By the cluster file, for one transfer alone in the tier."""
+    """Rate by the cluster file, for one transfer alone in the tier."""
     promised_latency_s: float
     moved: Moved = "not tried"
     evidence: Evidence = "none"
@@ -114,28 +115,28 @@ class PairReport(msgspec.Struct, kw_only=True):
     """Why the request failed or was not sent."""
     prompt_tokens: int = 0
     expected_bytes: float = 0.0
-    """KV cache of the prompt by the model's geometry."""
+    """Size of the prompt's KV cache by the model's geometry."""
     kv_bytes: float | None = None
     transfer_s: float | None = None
-    """Time of the transfer; with evidence other than `counters` it includes the wait for the first token."""
+    """Duration of the transfer; with evidence other than `counters` it includes the wait for the first token."""
     prefill_s: float | None = None
-    """From the prefill leg's start to the end of its answer; None where both legs start together."""
+    """Time from the prefill leg's start to the end of its response; None if both legs start together."""
     first_token_s: float | None = None
-    """From the decode leg's start to its first token."""
+    """Time from the decode leg's start to its first token."""
 
     @property
     def name(self) -> str:
-        """For findings."""
+        """Name of the pair in findings."""
         return f"{self.prefill} -> {self.decode}"
 
     @property
     def promised_s(self) -> float:
-        """Time of the transfer by the cluster file."""
+        """Duration of the transfer by the cluster file, in seconds."""
         return self.promised_latency_s + (self.kv_bytes or self.expected_bytes) / self.promised_bytes_per_s
 
     @property
     def bytes_per_s(self) -> float | None:
-        """Pace of the transfer."""
+        """Rate of the transfer."""
         return self.kv_bytes / self.transfer_s if self.kv_bytes and self.transfer_s else None
 
 
@@ -150,5 +151,5 @@ class Report(msgspec.Struct, kw_only=True):
 
     @property
     def well(self) -> bool:
-        """Whether nothing is wrong."""
+        """True if there are no findings."""
         return not self.findings

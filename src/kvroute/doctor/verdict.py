@@ -1,4 +1,4 @@
-"""What the answers mean: the state of an engine or of a pair, and its findings."""
+"""Evaluation of the results: the state of an engine or of a pair, and its findings."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from kvroute.llm import Model
 from kvroute.types import KvProtocol
 
 SLOW_FACTOR = 3.0
-"""A transfer that takes so many times as long as promised, and SLOW_MIN_S more, is a finding."""
+"""A transfer that takes this many times the promised duration, plus SLOW_MIN_S, is a finding."""
 SLOW_MIN_S = 0.02
-"""Engines take a few milliseconds for any transfer, whatever its size."""
+"""Allowance in seconds: engines take a few milliseconds for any transfer, whatever its size."""
 SIZE_FACTOR = 1.5
-"""KV that is so many times larger or smaller than by the model's geometry is a finding."""
+"""KV that is larger or smaller than the model's geometry gives by this factor is a finding."""
 FASTER_FACTOR = 0.5
-"""A first token within this share of the prefill time speaks for KV that has moved."""
+"""A first token within this share of the prefill time indicates that KV has moved."""
 _NEEDED_SHARE = 0.5
-"""Share of the prompt's tokens that must have come."""
+"""Share of the prompt's tokens that must have been transferred."""
 _METRICS_HINT: dict[KvProtocol, str] = {
     "vllm": "vLLM serves the page unless it runs with --disable-log-stats",
     "mooncake": "vLLM serves the page unless it runs with --disable-log-stats",
@@ -33,7 +33,7 @@ _EVENTS_HINT = (
 
 
 def engine_findings(report: EngineReport, settings: GatewaySettings) -> Iterator[Finding]:
-    """Everything that is wrong with one engine."""
+    """Yield everything that is wrong with one engine."""
     if report.health != "ok":
         yield _health_finding(report)
         return
@@ -103,13 +103,13 @@ def _events_findings(report: EngineReport, events: EventsReport, block_tokens: i
 
 
 def silent_events_finding(report: EngineReport) -> Finding:
-    """An engine that has computed a prompt and published no event about it."""
+    """Return the finding for an engine that has computed a prompt but published no event about it."""
     what = "it has computed a prompt and published no KV event about it"
     return Finding(report.name, what, "check enable_kv_cache_events and the `topic` in its --kv-events-config")
 
 
 def judge(pair: PairReport, outcome: Outcome, model: Model) -> None:
-    """Write what a request has shown into the pair's report."""
+    """Write the results of a request into the pair's report."""
     pair.prefill_s, pair.first_token_s = outcome.prefill_s, outcome.first_token_s
     if outcome.moved is not None:
         pair.moved, pair.evidence = "yes", "counters"
@@ -131,14 +131,14 @@ def judge(pair: PairReport, outcome: Outcome, model: Model) -> None:
 
 
 def slow(pair: PairReport) -> bool:
-    """Whether counters show a transfer far slower than the cluster file promises."""
+    """Return whether counters show a transfer that is much slower than the cluster file promises."""
     if pair.evidence != "counters" or not pair.kv_bytes or not pair.transfer_s:
         return False
     return pair.transfer_s > SLOW_FACTOR * pair.promised_s + SLOW_MIN_S
 
 
 def pair_findings(pair: PairReport, outcome: Outcome) -> Iterator[Finding]:
-    """Everything that is wrong with one pair that has answered."""
+    """Yield everything that is wrong with one pair that has responded."""
     if pair.moved == "no":
         yield _not_moved_finding(pair, outcome)
         return
@@ -177,12 +177,12 @@ _RATE_UNITS = ("bps", "Kbps", "Mbps", "Gbps", "Tbps")
 
 
 def rate_text(bytes_per_s: float) -> str:
-    """`94.2 Gbps`."""
+    """Format a rate, e.g. `94.2 Gbps`."""
     return _scaled(8.0 * bytes_per_s, _RATE_UNITS)
 
 
 def rates_text(measured_bytes_per_s: float | None, promised_bytes_per_s: float) -> str:
-    """`94.2 / 100 Gbps`, in the unit of the second rate; `-` in place of a rate that is not known."""
+    """Format two rates in the unit of the second, e.g. `94.2 / 100 Gbps`; `-` for a rate that is not known."""
     number, _, unit = rate_text(promised_bytes_per_s).partition(" ")
     factor = 1000.0 ** _RATE_UNITS.index(unit)
     measured = "-" if measured_bytes_per_s is None else f"{8.0 * measured_bytes_per_s / factor:.3g}"
@@ -190,12 +190,12 @@ def rates_text(measured_bytes_per_s: float | None, promised_bytes_per_s: float) 
 
 
 def bytes_text(nbytes: float) -> str:
-    """`671 MB`."""
+    """Format a size, e.g. `671 MB`."""
     return _scaled(nbytes, ("B", "KB", "MB", "GB", "TB"))
 
 
 def seconds_text(seconds: float) -> str:
-    """`53.7 ms`."""
+    """Format a duration, e.g. `53.7 ms`."""
     for factor, unit in ((1.0, "s"), (1e-3, "ms")):
         if seconds >= factor:
             return f"{seconds / factor:.3g} {unit}"

@@ -1,4 +1,4 @@
-"""Engines without a GPU: the simulator's instances on the wall clock, with real HTTP and real KV bytes over TCP."""
+"""Emulated engines without a GPU: the simulator's instances in real time, with real HTTP and real KV bytes over TCP."""
 
 from kvroute.emulator.fleet import Fleet, FleetSettings, Ready
 

@@ -1,4 +1,4 @@
-"""Answers: tokens that follow from the prompt alone, however it is computed, and their JSON."""
+"""Response bodies: output tokens that depend only on the prompt, and their JSON."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from kvroute.emulator.ask import Kind
 
 _MASK = (1 << 64) - 1
 _MULTIPLIER, _INCREMENT = 6364136223846793005, 1442695040888963407
-"""Knuth's MMIX generator."""
+"""Constants of the linear congruential generator in Knuth's MMIX."""
 WORDS = tuple(
     f" {first}{vowel}{last}".encode() for first in "bdfgklmnprstvwzh" for vowel in "aeio" for last in "bdfgklmnprstvwzh"
 )
-"""The vocabulary of answers, 1,024 words that JSON need not escape."""
+"""Vocabulary of the output: 1,024 words that need no escaping in JSON."""
 
 
 def words(seed: int, choice: int) -> Iterator[bytes]:
-    """The tokens of answer `choice` to a prompt of this seed, without end."""
+    """Yield the tokens of answer `choice` to a prompt with this seed, without end."""
     state = (seed + choice * _MULTIPLIER) & _MASK
     while True:
         state = (state * _MULTIPLIER + _INCREMENT) & _MASK
@@ -30,7 +30,7 @@ def words(seed: int, choice: int) -> Iterator[bytes]:
 
 @dataclass(frozen=True, slots=True)
 class Heading:
-    """What every piece of one answer says."""
+    """Fields that all chunks of one response share."""
 
     kind: Kind
     id: str
@@ -38,19 +38,19 @@ class Heading:
     model: str
 
     def document(self, choices: list[dict[str, Any]], *, stream: bool, **more: Any) -> dict[str, Any]:
-        """A whole answer, or a piece of a stream."""
+        """Return a complete response, or one chunk of a stream."""
         name = {"chat": "chat.completion", "completions": "text_completion"}[self.kind]
         if stream and self.kind == "chat":
             name += ".chunk"
         return {"id": self.id, "object": name, "created": self.created, "model": self.model, "choices": choices, **more}
 
     def event(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
-        """A piece of a stream as a server-sent event."""
+        """Return one chunk of a stream as a server-sent event."""
         return b"data: " + msgspec.json.encode(self.document(choices, stream=True, **more)) + b"\n\n"
 
 
 def usage(input_tokens: int, output_tokens: int, cached_tokens: int) -> dict[str, Any]:
-    """Token counts as OpenAI gives them."""
+    """Return token counts in OpenAI's format."""
     return {
         "prompt_tokens": input_tokens,
         "total_tokens": input_tokens + output_tokens,
@@ -60,7 +60,7 @@ def usage(input_tokens: int, output_tokens: int, cached_tokens: int) -> dict[str
 
 
 def choice(kind: Kind, index: int, text: bytes) -> dict[str, Any]:
-    """One complete answer."""
+    """Return one complete choice of a response."""
     end = {"logprobs": None, "finish_reason": "length", "stop_reason": None}
     if kind == "chat":
         return {"index": index, "message": {"role": "assistant", "content": text.decode()}, **end}
@@ -69,7 +69,7 @@ def choice(kind: Kind, index: int, text: bytes) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class Pieces:
-    """One streamed answer: the events of its tokens, framed once and filled in per token."""
+    """One streamed choice. The event frame is encoded once and filled in per token."""
 
     heading: Heading
     index: int
@@ -90,7 +90,7 @@ class Pieces:
         return self.heading.event([{"index": self.index, **content, "logprobs": None, "finish_reason": reason}])
 
     def until(self, emitted: int) -> bytes:
-        """The events of all tokens up to `emitted` that have not been sent."""
+        """Return the events of all tokens up to `emitted` that have not been sent."""
         opening = b""
         if self.heading.kind == "chat" and not self.sent and emitted:
             role = {"role": "assistant", "content": ""}

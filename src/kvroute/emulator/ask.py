@@ -1,4 +1,4 @@
-"""One request to an engine as it is read: fields of vLLM's HTTP interface that matter here; others are ignored."""
+"""One request to an engine: the fields of vLLM's HTTP interface that the emulator uses. Other fields are ignored."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from kvroute.types import Role
 Kind: TypeAlias = Literal["chat", "completions"]
 Leg: TypeAlias = Literal["prefill", "decode", "whole"]
 DEFAULT_TOKENS: dict[Kind, int] = {"completions": 16, "chat": 64}
-"""Length of an answer whose request gives no bound."""
+"""Output tokens of a request that sets no limit."""
 N_MAX = 128
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
-    """What a stream carries besides tokens."""
+    """Options of a streamed response."""
 
     include_usage: bool | None = None
 
 
 class KvParams(msgspec.Struct, frozen=True):
-    """`kv_transfer_params` of all legs: NIXL-like pull, Mooncake's `transfer_id`, kvroute's early pull; both orders at
-    once where the beginning of a prompt is pulled, the rest computed and all of it held."""
+    """`kv_transfer_params` of all legs: NIXL-like pull, Mooncake's `transfer_id`, kvroute's early pull. A prefill leg
+    with `do_remote_decode` and `do_remote_prefill` pulls a prefix of the prompt, computes the rest and holds
+    everything."""
 
     do_remote_decode: bool | None = None
     do_remote_prefill: bool | None = None
@@ -62,28 +63,28 @@ class Body(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """What one answer's KV is fetched by, and where; no place on the leg that computes it."""
+    """Key and address under which the KV of one answer is fetched. On the prefill leg the address is empty."""
 
     key: str
     host: str = ""
     port: int = 0
     awaited: bool = False
-    """Whether the source may not have it yet."""
+    """True if the source may not have the KV yet."""
     early: bool = False
-    """It is to be sent while it is computed, not when it is complete."""
+    """True if the KV is sent while it is computed, False if only when it is complete."""
     tokens: int | None = None
-    """That the source has; None: it does not say."""
+    """Number of tokens whose KV the source has; None if not given."""
     prefill_cached_tokens: int | None = None
-    """That it had before it computed the rest; None: the same."""
+    """Prompt tokens that the prefill instance had cached before it computed the rest; None if not given."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A checked request: `len(prompts) * n` answers of `output_tokens` each."""
+    """A validated request for `len(prompts) * n` answers of `output_tokens` each."""
 
     kind: Kind
     model: str
-    """As the client calls it."""
+    """Model name that the client used."""
     leg: Leg
     prompts: tuple[Prompt, ...]
     n: int
@@ -91,18 +92,18 @@ class Ask:
     stream: bool
     usage: bool
     tickets: tuple[Ticket, ...]
-    """One per answer, or none where nothing crosses (and on vLLM's prefill leg, where the engine makes it up)."""
+    """One handle per answer. Empty without a KV transfer, and on vLLM's prefill leg: the engine generates the key."""
     told: bool
-    """Whether the answer of a prefill leg carries `kv_transfer_params`."""
+    """True if the response of a prefill leg contains `kv_transfer_params`."""
     prefix: Ticket | None = None
-    """What a prefill leg fetches of its prompt before it computes the rest."""
+    """KV of a prompt prefix that a prefill leg fetches before it computes the rest."""
 
 
 _DECODER = msgspec.json.Decoder(Body)
 
 
 def read_ask(kind: Kind, data: bytes, *, models: Sequence[str], role: Role, block_tokens: int) -> Ask:
-    """Read and check a body; `models` are the names that the engine answers to, its own first.
+    """Parse and validate a body. `models` are the names that the engine serves, its own first.
 
     Raises:
         Refusal: broken JSON, a field of a wrong type or out of range, a model that is not served.
@@ -170,7 +171,7 @@ def _prefix(params: KvParams | None) -> Ticket | None:
 
 
 def _forwarded(params: KvParams) -> Ticket:
-    """What another instance has answered."""
+    """Return the KV handle in the parameters of another instance's response."""
     if not (params.remote_request_id and params.remote_host and params.remote_port):
         what = "kv_transfer_params lacks remote_request_id, remote_host or remote_port; forward what prefill answered"
         raise Refusal(what, param="kv_transfer_params")
@@ -191,7 +192,7 @@ def _address(text: str) -> tuple[str, int]:
 
 
 def _rooms(body: Body, answers: int) -> tuple[Ticket, ...]:
-    """SGLang's meeting points: one, or a list with one for each answer."""
+    """Return the KV handles of SGLang's bootstrap rooms: one room, or a list with one per answer."""
     rooms = body.bootstrap_room if isinstance(body.bootstrap_room, list) else [body.bootstrap_room]
     hosts = body.bootstrap_host if isinstance(body.bootstrap_host, list) else [body.bootstrap_host or ""] * len(rooms)
     ports = body.bootstrap_port if isinstance(body.bootstrap_port, list) else [body.bootstrap_port or 0] * len(rooms)

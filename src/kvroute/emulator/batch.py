@@ -1,6 +1,6 @@
-"""The decode batch on a clock: the simulator's instance, with an alarm at the next boundary that anybody waits for.
+"""The decode batch on a clock: the simulator's decode instance, with an alarm at the next boundary that has an effect.
 
-A boundary is dealt with as of the time it was due, however late the alarm: nothing drifts.
+A boundary takes effect at the time it was due, even if the alarm fires late, so delays do not add up.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from kvroute.types import DecodeSpec
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """Jobs that decode or wait for a slot. Tokens are told at every boundary only while somebody streams."""
+    """Sequences that decode or wait for a slot. Tokens are emitted at every boundary only while a sequence streams."""
 
     spec: DecodeSpec
     batch_max: int
     clock: Clock
     on_step: Callable[[Step, list[Job]], None]
-    """A boundary at which jobs have joined or left; the jobs that joined."""
+    """Called at a boundary at which sequences join or leave, with the sequences that joined."""
     on_left: Callable[[Job, float], None]
-    """A job has left, answered or gone, at this time."""
+    """Called when a sequence leaves, answered or gone, with the time."""
     _decode: DecodeInstance = field(init=False)
     _jobs: dict[int, Job] = field(default_factory=dict)
-    """In the batch or waiting for a slot, by number."""
+    """Sequences in the batch or waiting for a slot, by number."""
     _running: dict[int, Job] = field(default_factory=dict)
     _streams: int = 0
-    """Of those running."""
+    """Number of running sequences that stream."""
     _ticked: int = 0
-    """Iterations since the last step whose tokens are out."""
+    """Iterations since the last step whose tokens have been emitted."""
     _step_s: float = 0.0
     _due_s: float = 0.0
     _alarm: Alarm | None = None
@@ -43,16 +43,16 @@ class Batch:
 
     @property
     def running(self) -> int:
-        """Jobs in the batch."""
+        """Number of sequences in the batch."""
         return len(self._running)
 
     @property
     def waiting(self) -> int:
-        """Jobs without a slot."""
+        """Number of sequences without a slot."""
         return len(self._jobs) - len(self._running)
 
     def land(self, job: Job) -> None:
-        """A job's KV is here: it joins at the next boundary."""
+        """Add a sequence whose KV has arrived. It joins at the next boundary."""
         now = self.clock.now()
         self._catch_up(now)
         self._jobs[job.number] = job
@@ -60,7 +60,7 @@ class Batch:
         self._plan(self._decode.land(now, job.number, job.input_tokens, job.output_tokens))
 
     def leave(self, job: Job) -> None:
-        """A job goes at the next boundary, or at once if it has no slot."""
+        """Remove a sequence at the next boundary, or at once if it has no slot."""
         now = self.clock.now()
         self._catch_up(now)
         if job.number not in self._jobs:
@@ -73,7 +73,7 @@ class Batch:
             self.on_left(job, now)
 
     def slow(self, factor: float) -> None:
-        """Iterations take `factor` times as long as the model says; those that have ended stay as they were."""
+        """Make iterations take `factor` times as long as the model says. Completed iterations do not change."""
         self._catch_up(self.clock.now())
         decode, steps, spec = self._decode, self._ticked, self.spec
         if decode.batch:
@@ -90,7 +90,7 @@ class Batch:
             self._plan(decode.boundary_s + span_s)
 
     def close(self) -> None:
-        """No alarm of this batch rings any more."""
+        """Cancel the pending alarm."""
         if self._alarm is not None:
             self._alarm.cancel()
             self._alarm = None
@@ -114,7 +114,7 @@ class Batch:
         self._catch_up(self.clock.now())
 
     def _catch_up(self, now: float) -> None:
-        """Whatever was due before `now` happens first."""
+        """Process everything that was due by `now`."""
         while self._alarm is not None and self._due_s <= now:
             self.close()
             self._next_boundary()

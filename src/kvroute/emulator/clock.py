@@ -1,4 +1,4 @@
-"""Time as an engine sees it: now, and something to do at an absolute moment; on the wall here, virtual in tests."""
+"""Clock of an engine: the current time and alarms at absolute times, in real time here and virtual in tests."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from collections.abc import Callable
 from typing import Protocol
 
 EARLY_S = 0.5e-3
-"""An event loop that counts in milliseconds may call so much too early without being asked again."""
+"""An alarm may fire this many seconds early, because some event loops have a resolution of one millisecond."""
 
 
 class Alarm(Protocol):
-    """Something that is going to happen."""
+    """A scheduled call."""
 
     def cancel(self) -> None:
-        """It does not happen any more; nothing if it has."""
+        """Cancel the call. No effect if it has already run."""
         ...
 
 
 class Clock(Protocol):
-    """Seconds since some start, and alarms at absolute ones, so that lateness never adds up."""
+    """Seconds since a fixed start, and alarms at absolute times, so that delays do not add up."""
 
     def now(self) -> float:
-        """Seconds, never going back."""
+        """Return the time in seconds. It never decreases."""
         ...
 
     def at(self, when_s: float, ring: Callable[[], None]) -> Alarm:
-        """Call `ring` at `when_s`, at once (but not before this returns) if that is over."""
+        """Call `ring` at `when_s`, or right after this returns if that time has passed."""
         ...
 
 
 class WallClock:
-    """The monotonic clock of the machine and the running event loop.
+    """The machine's monotonic clock with the running event loop.
 
-    The loop's own clock is not used: some count in milliseconds and stand still while a callback runs.
+    The loop's own clock is not used: some loops count in milliseconds and do not advance while a callback runs.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class WallClock:
         self._start_s = time.monotonic()
 
     def now(self) -> float:
-        """Seconds since this clock was made."""
+        """Return the seconds since this clock was created."""
         return time.monotonic() - self._start_s
 
     def at(self, when_s: float, ring: Callable[[], None]) -> Alarm:
@@ -50,7 +50,7 @@ class WallClock:
         return _WallAlarm(self, when_s, ring)
 
     def later(self, delay_s: float, ring: Callable[[], None]) -> asyncio.TimerHandle:
-        """The loop's own timer, as exact as the loop is."""
+        """Schedule `ring` with the loop's own timer, at the loop's resolution."""
         return self._loop.call_later(max(delay_s, 0.0), ring)
 
 

@@ -1,4 +1,4 @@
-"""One request on its way through an engine: a prefill leg, a decode leg that pulls the KV, or both in one."""
+"""One request in an engine: a prefill leg, a decode leg that pulls the KV, or both in one."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from kvroute.emulator.refusal import Broken, Refusal
 
 JSON = "application/json"
 TRACED_DIGITS_MOST = 12
-"""An X-Request-Id of so few digits is the request's number in a trace."""
+"""An X-Request-Id with at most this many digits is the number of the request in a trace."""
 ID_PREFIX = {"chat": "chatcmpl", "completions": "cmpl"}
 
 
 class CutOff(Exception):
-    """The connection is to be cut, by order; nothing is answered."""
+    """The connection must be closed without a response, because a fault was injected."""
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where an instance's KV is fetched."""
+    """Address from which an instance's KV is fetched."""
 
     host: str
     kv_port: int
@@ -40,17 +40,17 @@ class Origin:
 
 
 class Bell:
-    """News of the jobs of one request, for whoever waits for them."""
+    """Notifies the coroutine that waits for changes in the sequences of one request."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
 
     def ring(self) -> None:
-        """There is news."""
+        """Signal a change."""
         self._event.set()
 
     async def until(self, heard: Callable[[], bool]) -> None:
-        """Wait until it is the news wanted."""
+        """Wait until `heard` returns True. It is checked after every change."""
         while not heard():
             self._event.clear()
             await self._event.wait()
@@ -59,11 +59,11 @@ class Bell:
 async def complete(
     request: web.BaseRequest, ask: Ask, engine: Engine, faults: Faults, origin: Origin
 ) -> web.StreamResponse:
-    """Answer a request; whatever it holds is given back on every way out, but for KV that waits for a partner.
+    """Serve a request and release its resources on every exit path, except KV that is held for a decode leg.
 
     Raises:
-        Refusal: it cannot be served, or has failed before the answer began.
-        CutOff: a fault that was ordered.
+        Refusal: the request cannot be served, or failed before the response began.
+        CutOff: an injected fault.
     """
     fault = faults.strikes("prefill" if ask.leg == "prefill" else "decode", await request.read())
     if fault is not None and not (fault.after_tokens and ask.leg != "prefill"):
@@ -89,7 +89,7 @@ def _check_length(ask: Ask, engine: Engine) -> None:
 
 
 async def fail(fault: Fault) -> None:
-    """Fail as ordered; a request that hangs does so until its client leaves."""
+    """Fail as the fault specifies. A request that hangs does so until its client disconnects."""
     if fault.status == "hang":
         await asyncio.get_running_loop().create_future()
     if fault.status == "reset":
@@ -100,7 +100,7 @@ async def fail(fault: Fault) -> None:
 
 @dataclass(slots=True)
 class Completion:
-    """The jobs of one request, one per answer, and what is told of them."""
+    """The sequences of one request, one per answer, and the responses built from them."""
 
     ask: Ask
     engine: Engine
@@ -112,7 +112,7 @@ class Completion:
 
     @classmethod
     def of(cls, ask: Ask, engine: Engine, fault: Fault | None, request_id: str) -> Completion:
-        """A new one. The id is the client's with a number behind it: a request that is tried again is another one."""
+        """Create a completion. Its id is the client's plus a number, so that a retried request has a different id."""
         heading_id = f"{ID_PREFIX[ask.kind]}-{request_id or engine.instance.name}-{engine.next_number()}"
         completion = cls(ask, engine, Heading(ask.kind, heading_id, int(time.time()), ask.model), fault)
         watched = ask.stream or fault is not None
@@ -128,11 +128,11 @@ class Completion:
 
     @property
     def output_tokens(self) -> int:
-        """Of all answers so far."""
+        """Number of output tokens of all answers so far."""
         return sum(job.emitted for job in self.jobs)
 
     def _usage(self) -> dict[str, Any]:
-        """Token counts; a prompt with several answers counts once."""
+        """Return token counts. The tokens of a prompt with several answers count once."""
         inputs = sum(len(prompt.tokens) for prompt in self.ask.prompts)
         return usage(inputs, self.output_tokens, self.cached_tokens)
 
@@ -147,7 +147,7 @@ class Completion:
         self.cached_tokens = sum(job.cached_tokens for job in jobs)
 
     async def prefill_leg(self, origin: Origin) -> web.Response:
-        """Compute the KV, keep it for a partner and answer with one token, which nobody reads."""
+        """Compute the KV, hold it for a decode leg and respond with one token, which is not used."""
         jobs, ask = self.jobs, self.ask
         for job, ticket in zip(jobs, ask.tickets, strict=False):
             job.name = ticket.key
@@ -159,19 +159,19 @@ class Completion:
             if not self.engine.hold(job, ticket.key):
                 what = f"the KV of another prompt is held under {ticket.key}"
                 raise Refusal(f"{what}; give every request a name of its own", status=409, kind="ConflictError")
-        if tickets[0].awaited:  # SGLang's prefill answers when its partner has the KV
+        if tickets[0].awaited:  # SGLang's prefill responds when the decode instance has the KV
             await self.bell.until(self._answered)
         choices = [choice(ask.kind, i, next(words(job.prompt.seed, i % ask.n))) for i, job in enumerate(jobs)]
         known = ask.prefix.prefill_cached_tokens if ask.prefix is not None else None
-        cached_tokens = self.cached_tokens if known is None else known  # vLLM's rule, of prefixes too
+        cached_tokens = self.cached_tokens if known is None else known  # vLLM's rule, also for prefixes
         tokens = usage(sum(job.input_tokens for job in jobs), len(jobs), cached_tokens)
-        told = ask.told and self.engine.instance.protocol == "vllm"  # Mooncake's engines answer no params
+        told = ask.told and self.engine.instance.protocol == "vllm"  # Mooncake's engines return no params
         more = {"kv_transfer_params": self._kv_params(jobs[0], tickets[0].key, origin)} if told else {}
         document = self.heading.document(choices, stream=False, usage=tokens, **more)
         return web.Response(body=msgspec.json.encode(document), content_type=JSON)
 
     async def _take_in(self, job: Job, ticket: Ticket) -> None:
-        """Pull the beginning of a prompt that the source has; what does not come is computed here."""
+        """Pull the prompt prefix that the source has. Blocks that do not arrive are computed here."""
         engine = self.engine
         whole = job.input_tokens // engine.block_tokens * engine.block_tokens
         tokens = whole if ticket.tokens is None else min(ticket.tokens, whole)
@@ -189,7 +189,8 @@ class Completion:
             intake.give_up()
 
     def _kv_params(self, job: Job, key: str, origin: Origin) -> dict[str, Any]:
-        """What the decode leg is told, as NIXL's connector answers; `remote_instance` is kvroute's own."""
+        """Return the parameters for the decode leg, in the format of NIXL's connector plus kvroute's
+        `remote_instance`."""
         engine = self.engine
         return {
             "do_remote_prefill": True,
@@ -210,7 +211,7 @@ class Completion:
         }
 
     async def _start(self) -> None:
-        """Bring every job into the batch."""
+        """Bring every sequence into the batch."""
         jobs = self.jobs
         if self.ask.leg == "whole":
             await self._prefill()
@@ -237,10 +238,10 @@ class Completion:
         await self.bell.until(lambda: job.stage == "reserved")
 
     async def _fetch(self, job: Job, ticket: Ticket) -> None:
-        """Pull a job's KV and put it into the batch."""
+        """Pull the KV of a sequence and put the sequence into the batch."""
         engine = self.engine
         await self._reserved(job)
-        known = ticket.prefill_cached_tokens  # vLLM tells the client of this one
+        known = ticket.prefill_cached_tokens  # vLLM reports this count to the client
         self.cached_tokens += job.cached_tokens if known is None else known
         asked_s = engine.clock.now()
         order = Order(ticket.key, engine.instance.name, job.cached_tokens, ticket.awaited, ticket.early)
@@ -254,14 +255,14 @@ class Completion:
         engine.land(job)
 
     async def _news(self, sent: int) -> None:
-        """Wait for tokens beyond `sent`, all answers together, and fail by order."""
+        """Wait until all answers together have more than `sent` tokens or are complete. Fail if a fault is due."""
         fault = self.fault
         await self.bell.until(lambda: self.output_tokens > sent or self._answered())
         if fault is not None and self.output_tokens >= fault.after_tokens:
             await fail(fault)
 
     async def whole(self) -> web.Response:
-        """The answer in one piece."""
+        """Return the response in one piece."""
         await self._start()
         ask = self.ask
         while not self._answered():
@@ -274,7 +275,7 @@ class Completion:
         return web.Response(body=msgspec.json.encode(document), content_type=JSON)
 
     async def stream(self, request: web.BaseRequest) -> web.StreamResponse:
-        """The answer as it is computed. Like vLLM's, the head goes out at once: a later failure is an event."""
+        """Stream the response while it is computed. As in vLLM, headers are sent first: a later failure is an event."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         await response.prepare(request)
         try:

@@ -1,4 +1,4 @@
-"""What an engine counts of itself, and its /metrics page under vLLM's names."""
+"""Counters of an engine, and its /metrics page with vLLM's metric names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ REQUEST_S = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.
 
 @dataclass(slots=True)
 class Histogram:
-    """Counts of seconds by upper bounds, as Prometheus has them."""
+    """Prometheus histogram of durations in seconds, by upper bound."""
 
     bounds_s: tuple[float, ...]
     counts: list[int] = field(init=False)
@@ -23,12 +23,12 @@ class Histogram:
         self.counts = [0] * (len(self.bounds_s) + 1)
 
     def add(self, seconds: float, times: int = 1) -> None:
-        """So many more observations of `seconds`."""
+        """Add `times` observations of `seconds`."""
         self.counts[bisect_left(self.bounds_s, seconds)] += times
         self.sum_s += seconds * times
 
     def lines(self, name: str, labels: str) -> list[str]:
-        """Samples in text format."""
+        """Return the samples in Prometheus text format."""
         total, lines = 0, [f"# TYPE {name} histogram"]
         for bound, count in zip((*self.bounds_s, "+Inf"), self.counts, strict=True):
             total += count
@@ -47,7 +47,7 @@ class Pulled:
 
 @dataclass(slots=True)
 class Sent:
-    """KV sent to one target, as modelled, and the time that its connections took for it together."""
+    """KV sent to one target: modelled bytes, and the total time that its connections were busy with it, in seconds."""
 
     nbytes: float = 0.0
     busy_s: float = 0.0
@@ -55,7 +55,7 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Connections to one target at one moment that have more to send than the network takes."""
+    """Connections to one target at one moment that have more to send than the network accepts."""
 
     connections: int
     latency_s: float
@@ -63,7 +63,7 @@ class Link:
     bytes_per_s: float
 
     def beside(self, other: Link) -> Link:
-        """Both together."""
+        """Return the combination of two links to the same target."""
         return Link(
             self.connections + other.connections,
             max(self.latency_s, other.latency_s),
@@ -74,7 +74,7 @@ class Link:
 
 @dataclass(slots=True)
 class Counters:
-    """Since the engine's start."""
+    """Counters since the engine's start."""
 
     queries: int = 0
     """Prompt tokens looked up in the prefix cache."""
@@ -90,37 +90,37 @@ class Counters:
     prefill_s: Histogram = field(default_factory=lambda: Histogram(REQUEST_S))
     request_s: Histogram = field(default_factory=lambda: Histogram(REQUEST_S))
     pulled: dict[str, Pulled] = field(default_factory=dict)
-    """By the name of the source."""
+    """Fetched KV, by name of the source."""
     early: dict[str, Pulled] = field(default_factory=dict)
-    """The same of KV that was asked for before it was computed: its seconds are the prefill's."""
+    """Same for KV that was requested before it was computed. Its seconds include the wait for the prefill."""
     sent: dict[str, Sent] = field(default_factory=dict)
-    """By the name of the target."""
+    """Sent KV, by name of the target."""
 
     def looked_up(self, tokens: int, hit_tokens: int) -> None:
-        """One prompt was matched with the prefix cache."""
+        """Record the prefix cache lookup of one prompt."""
         self.queries += tokens
         self.hits += hit_tokens
 
     def iteration(self, iteration_s: float, batch: int) -> None:
-        """A batch starts an iteration of this length; one observation a change of membership, not one a token."""
+        """Record the start of an iteration of this length: once per change of the batch's members, not per token."""
         if batch:
             self.token_s.add(iteration_s, batch)
 
     def answered(self, tokens: int, request_s: float) -> None:
-        """One answer is complete."""
+        """Record one complete answer."""
         self.generation_tokens += tokens
         self.finished += 1
         self.request_s.add(request_s)
 
     def transferred(self, source: str, kv_bytes: float, seconds: float, *, early: bool = False) -> None:
-        """One KV cache has arrived from `source`: its modelled bytes and the seconds from asking to the last one."""
+        """Record one KV transfer from `source`: modelled bytes, and seconds from the request to the last byte."""
         pulled = (self.early if early else self.pulled).setdefault(source, Pulled())
         pulled.kv_bytes += kv_bytes
         pulled.seconds += seconds
         pulled.transfers += 1
 
     def sends(self, target: str, nbytes: float, busy_s: float) -> None:
-        """So much has left for `target`, over a connection that was busy with it for so long."""
+        """Record bytes sent to `target` over a connection that was busy with them for `busy_s` seconds."""
         sent = self.sent.setdefault(target, Sent())
         sent.nbytes += max(nbytes, 0.0)
         sent.busy_s += busy_s
@@ -136,12 +136,14 @@ class Load:
     block_tokens: int
     capacity_blocks: int
     started_s: float
-    """Of the process, seconds since the epoch."""
+    """Start time of the process, in seconds since the epoch."""
 
 
 def metrics_page(model: str, load: Load, counters: Counters, links: Mapping[str, Link], now: float) -> bytes:
-    """The page that a scraper reads; kvroute's own counters, which vLLM lacks, come last. Args: what is on its way at
-    the time `now`, by target."""
+    """Return the page that Prometheus scrapes. kvroute's own counters, which vLLM lacks, come last.
+
+    `links` are the transfers in progress at time `now`, by target.
+    """
     labels = f'engine="0",model_name="{model}"'
     lines = [
         "# TYPE process_start_time_seconds gauge",
@@ -208,8 +210,11 @@ def _pulled_lines(counters: Counters) -> list[str]:
 
 
 def _sent_lines(counters: Counters, links: Mapping[str, Link], now: float) -> list[str]:
-    """As the connector shows the kernel's figures. Nothing is ever sent again here; where a link of the way is full,
-    a queue as long as the way stands before it, so that a round trip takes twice as long."""
+    """Return the lines about sent KV, with the connector's names for kernel statistics.
+
+    There are no retransmissions here. A full link of the path adds a queueing delay of one round trip, so the
+    round-trip time doubles.
+    """
     rest = Link(0, 0.0, 0.0, 0.0)
     rows = [(target, sent, links.get(target, rest)) for target, sent in counters.sent.items()]
     families: dict[str, list[float]] = {

@@ -1,7 +1,7 @@
-"""One engine's prompts, KV memory and batch, paced by the simulator's own models; it knows no socket and no loop.
+"""One engine's prompts, KV memory and batch, timed by the simulator's models. It uses no sockets and no event loop.
 
-A request is a `Job` that its owner takes from stage to stage: `prefill`, then `hold` for a partner to fetch, or
-`reserve` and `land`; `leave` is right at any stage and gives everything back.
+A request is a `Job` that its owner moves from stage to stage: `prefill`, then either `hold` until a decode leg fetches
+the KV, or `reserve` and `land`. `leave` is valid at any stage and releases everything.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from kvroute.timing import PrefillTime, prefill_time
 from kvroute.types import Instance, TimingSpec
 
 OnKv: TypeAlias = Callable[[Prompt | None, int, int, list[Evicted]], None]
-"""What has changed in the cache: (prompt, its blocks held before, its blocks held now, what had to go)."""
+"""Called when the cache changes: (prompt, its blocks cached before, its blocks cached now, evicted blocks)."""
 
 
 def _nothing() -> None:
-    """Nobody listens."""
+    """Do nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Slower:
-    """A prefill time stretched by a factor."""
+    """A prefill time multiplied by a factor."""
 
     time: PrefillTime
     factor: float
@@ -46,7 +46,7 @@ class _Slower:
 
 @dataclass(slots=True, eq=False)
 class Held:
-    """KV that waits for its partner."""
+    """KV that is held until a decode leg fetches it."""
 
     job: Job
     expiry: Alarm | None = None
@@ -54,7 +54,7 @@ class Held:
 
 @dataclass(slots=True, eq=False)
 class Engine:
-    """See the module; all times are the clock's."""
+    """One emulated engine. All times are those of `clock`, in seconds."""
 
     instance: Instance
     spec: TimingSpec
@@ -64,9 +64,9 @@ class Engine:
     on_kv: OnKv
     kv_expiry_s: float = 480.0
     kv_patience_s: float = math.inf
-    """A transfer to here that stands still for so long is given up."""
+    """Time without progress after which an incoming transfer is aborted, in seconds."""
     aliases: tuple[str, ...] = ()
-    """Further names of the model, as vLLM takes them from `--served-model-name`."""
+    """Additional names of the model, like those of vLLM's `--served-model-name`."""
     counters: Counters = field(default_factory=Counters)
     held: dict[str, Held] = field(default_factory=dict)
     door: Door | None = None
@@ -81,13 +81,13 @@ class Engine:
     _alarm: Alarm | None = None
     _reserving: deque[Job] = field(default_factory=deque)
     _reserved: int = 0
-    """Jobs whose KV is on its way."""
+    """Number of sequences whose KV is being transferred to this engine."""
     _intakes: int = 0
-    """Of beginnings of prompts."""
+    """Number of prompt prefixes that are being transferred to this engine."""
     _closed: bool = False
 
     def __post_init__(self) -> None:
-        # A model of sliding windows alone keeps nothing per token in the long run: its first block is the measure.
+        # With only sliding-window layers no KV per token remains in the long run, so the first block's size is used.
         self._block_bytes = self.model.kv_bytes_per_token * self.block_tokens or self.model.kv_bytes(self.block_tokens)
         self.capacity_blocks = int(self.instance.kv_capacity_bytes // self._block_bytes)
         self._prefill = PrefillInstance(0, prefill_time(self.spec.prefill), True)
@@ -96,49 +96,49 @@ class Engine:
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """What clients may call the model, the cluster file's name first."""
+        """Names that clients may use for the model, the cluster file's name first."""
         return (self.instance.model, *self.aliases)
 
     @property
     def running(self) -> int:
-        """Requests being computed now."""
+        """Number of requests being computed now."""
         return self.batch.running + (self._computing is not None)
 
     @property
     def waiting(self) -> int:
-        """Requests that wait for prefill, memory, KV or a slot."""
+        """Number of requests that wait for prefill, memory, KV or a batch slot."""
         return len(self._queue) + self._intakes + len(self._reserving) + self._reserved + self.batch.waiting
 
     @property
     def kv_used_share(self) -> float:
-        """Of the KV memory; a cached block that nobody needs counts as free."""
+        """Used share of the KV memory. A cached block that no request uses counts as free."""
         return 1.0 - self._memory.free_blocks(0) / self.capacity_blocks if self.capacity_blocks else 0.0
 
     @property
     def context_tokens(self) -> int:
-        """Of the longest request that fits, roughly."""
+        """Approximate length of the longest request that fits, in tokens."""
         return self.capacity_blocks * self.block_tokens
 
     def fits(self, input_tokens: int, output_tokens: int) -> bool:
-        """Whether such a request could ever be served here."""
+        """Return whether a request of this size could ever be served here."""
         return self._blocks_for(input_tokens + output_tokens) <= self.capacity_blocks
 
     def _blocks_for(self, tokens: int) -> int:
         return -int(-self.model.kv_bytes(tokens) // self._block_bytes)
 
     def next_number(self) -> int:
-        """Never the same twice."""
+        """Return a number that is unique in this engine."""
         self._numbers += 1
         return self._numbers
 
     def arrive(
         self, prompt: Prompt, output_tokens: int, *, streaming: bool = False, news: Callable[[], None] = _nothing
     ) -> Job:
-        """A new job, at no stage yet."""
+        """Create a sequence at stage `new`."""
         return Job(self.next_number(), prompt, output_tokens, self.clock.now(), streaming, news)
 
     def take_in(self, prompt: Prompt, tokens: int) -> Intake:
-        """Make room for the first whole blocks of a prompt, up to so many tokens, that another instance has."""
+        """Reserve memory for the first whole blocks of a prompt, up to `tokens` tokens, which another instance has."""
         blocks = prompt.blocks[: tokens // self.block_tokens]
         intake = Intake(prompt, blocks, self._memory, self._changed, self._taken_in)
         self._intakes += intake.lacking > 0
@@ -154,7 +154,7 @@ class Engine:
             self._grant()
 
     def prefill(self, job: Job) -> None:
-        """Queue the prompt; its stage becomes `prefilled`. What is cached counts as of now, as the simulator has it."""
+        """Queue the prompt; the stage later becomes `prefilled`. Cache hits are those of now, as in the simulator."""
         depth = self._memory.index.touch(0, job.prompt.blocks)
         job.cached_tokens = min(depth * self.block_tokens, job.input_tokens - 1)
         self.counters.looked_up(job.input_tokens, job.cached_tokens)
@@ -176,7 +176,7 @@ class Engine:
             self.door.computing(job)
 
     def under_way(self, name: str) -> Job | None:
-        """The job of this name, if it is being computed now."""
+        """Return the sequence of this name if it is being computed now."""
         job = self._computing
         return job if job is not None and job.name == name and job.stage == "computing" else None
 
@@ -194,20 +194,20 @@ class Engine:
         before = index.match_one(0, prompt.blocks)
         evicted = index.store(0, prompt.blocks)
         self.on_kv(prompt, before, index.match_one(0, prompt.blocks), evicted)
-        # Reserved memory may leave no room for the end of this very chain: it is told of before it goes.
+        # Reserved memory may evict the end of this same chain, so the store is reported before the eviction.
         self._evicted(index.make_room(0, self._memory.reserved_blocks[0]))
 
     def hold(self, job: Job, key: str) -> bool:
-        """Keep a prefilled job's KV until it is fetched (`release`) or too old.
+        """Hold the KV of a prefilled sequence until it is fetched (`release`) or expires.
 
         Returns:
-            False if the KV of another prompt is held under this key; that stays.
+            False if the KV of another prompt is held under this key. That KV stays.
         """
         assert job.stage == "prefilled"
         held = self.held.get(key)
         if held is not None and not held.job.prompt.same(job.prompt):
             return False
-        self.release(key)  # the same KV, which is waited for a second time
+        self.release(key)  # the same KV, requested a second time
         job.pinned_blocks = self._memory.index.pin(0, job.prompt.blocks, len(job.prompt.blocks))
         self.held[key] = Held(job)
         job.move("held")
@@ -217,12 +217,12 @@ class Engine:
         return True
 
     def keep(self, key: str) -> None:
-        """Start its time to expire anew."""
+        """Restart the expiry timer of held KV."""
         self.fetching(key)
         self.held[key].expiry = self.clock.at(self.clock.now() + self.kv_expiry_s, partial(self._expire, key))
 
     def fetching(self, key: str) -> None:
-        """It does not expire while it is being fetched."""
+        """Stop the expiry timer while the KV is being fetched."""
         held = self.held[key]
         if held.expiry is not None:
             held.expiry.cancel()
@@ -233,7 +233,7 @@ class Engine:
         self.release(key)
 
     def release(self, key: str) -> None:
-        """The KV has been fetched, or nobody wants it any more; nothing if there is none."""
+        """Release held KV that has been fetched or is no longer needed. No effect if none is held."""
         held = self.held.get(key)
         if held is None:
             return
@@ -245,7 +245,7 @@ class Engine:
         self._grant()
 
     def reserve(self, job: Job) -> None:
-        """Ask for memory for prompt and answer; its stage becomes `reserved`, first come, first served."""
+        """Request memory for prompt and output, first come, first served. The stage becomes `reserved` when granted."""
         job.total_blocks = max(self._blocks_for(job.input_tokens + job.output_tokens), len(job.prompt.blocks))
         job.move("reserving")
         self._reserving.append(job)
@@ -266,7 +266,7 @@ class Engine:
             self.on_kv(None, 0, 0, evicted)
 
     def land(self, job: Job) -> None:
-        """A reserved job's KV is here: it joins the batch at the next boundary."""
+        """Put a reserved sequence whose KV has arrived into the batch, at the next boundary."""
         if self._closed:
             return
         assert job.stage == "reserved"
@@ -278,7 +278,7 @@ class Engine:
         self.batch.land(job)
 
     def leave(self, job: Job) -> None:
-        """The request is not wanted any more. Held KV stays, for others wait for it; a prompt under way is finished."""
+        """Cancel a sequence. Held KV stays, because a decode leg may fetch it; a prompt being computed is completed."""
         stage = job.stage
         if self._closed or stage in ("held", "answered", "gone"):
             return
@@ -306,25 +306,25 @@ class Engine:
             self._grant()
 
     def _left(self, job: Job, at: float) -> None:
-        """A job is out of the batch: its memory is free, its prefix stays cached."""
+        """Free the memory of a sequence that has left the batch. Its prefix stays cached."""
         self._evicted(self._memory.release(0, job.prompt.blocks, job.total_blocks))
         if job.stage == "answered":
             self.counters.answered(job.output_tokens, at - job.arrived_s)
 
     def slow(self, factor: float) -> None:
-        """The next prompts, and iterations from the one under way on, take `factor` times as long as the model says."""
+        """Multiply the time of the next prefills, and of decode iterations from the current one on, by `factor`."""
         self._prefill.time = _Slower(prefill_time(self.spec.prefill), factor)
         self.batch.slow(factor)
 
     def clear_cache(self) -> bool:
-        """Drop every cached block, as /reset_prefix_cache does; refused (False) while any is in use."""
+        """Drop every cached block, as /reset_prefix_cache does. Return False, without effect, if any is in use."""
         if self._memory.index.pinned_blocks(0):
             return False
         self._memory.index.clear(0)
         return True
 
     def close(self) -> None:
-        """Stop for good: no alarm of this engine rings any more, and no job goes on."""
+        """Stop permanently: cancel all alarms. No sequence makes further progress."""
         self._closed = True
         self.batch.close()
         for key in list(self.held):

@@ -1,6 +1,6 @@
-"""The cluster's links on the wall clock: how many bytes of each KV transfer may have left by now.
+"""The cluster's links in real time: how many bytes of each KV transfer may have been sent by now.
 
-Rates are max-min fair among the transfers of this process only; it sends nothing itself, a `Carrier` does.
+Rates are max-min fair among the transfers of this process only. The fabric sends no bytes itself; a `Carrier` does.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ from kvroute.topology.ecmp import EcmpPaths
 from kvroute.types import TIER_COUNT, InputError
 
 SLICE_S = 4e-3
-"""Bytes are handed over so often; the last ones when the transfer ends."""
+"""Interval at which bytes are passed to the carrier, in seconds. The last ones are passed when the transfer ends."""
 
 UNTRACED = 1 << 40
-"""Numbers of requests that name none begin here."""
+"""First number given to requests that have no trace number."""
 
 
 class Carrier(Protocol):
-    """Who moves the bytes of one transfer."""
+    """Sends the bytes of one transfer."""
 
     def carry(self, wire_bytes: int, last: bool) -> None:
-        """So many bytes more may go now; `last`: they end the transfer."""
+        """Send `wire_bytes` more bytes now. `last`: they complete the transfer."""
         ...
 
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """One KV cache under way: `flows` of equal size."""
+    """One KV cache in transfer, split into `flows` of equal size."""
 
     carrier: Carrier
     flow_bytes: float
     latency_s: float
     wire_bytes: int
     produced_bytes_per_s: float = math.inf
-    """No faster than this: it is still being computed."""
+    """Rate at which the KV is computed; it limits the transfer rate."""
     flows: set[int] = field(default_factory=set)
-    """Not ended yet."""
+    """Flows that have not ended."""
     ended_flows: int = 0
     carried_bytes: int = 0
     arrival: Alarm | None = None
@@ -55,8 +55,8 @@ class Transfer:
 class Fabric:
     """Transfers in flight over shared links, in this process.
 
-    Modelled bytes times `kv_scale` are real bytes, and rates are scaled alike, so that seconds are true. Background
-    is a steady share of every link of a tier.
+    Real bytes are modelled bytes times `kv_scale`. Rates are scaled in the same way, so durations are not scaled.
+    Background traffic takes a constant share of every link of a tier.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Fabric:
         self._alarm: Alarm | None = None
 
     def _warm_up(self) -> None:
-        """The solver is compiled on first use, which no transfer should wait for."""
+        """Run the solver once. It is compiled on first use, which would delay the first transfer."""
         self._network.start(0, [0] if self._cluster.links else [], 1.0)
         self._network.set_ceiling(0, math.inf)
         self._network.sent_bytes(0)
@@ -90,19 +90,19 @@ class Fabric:
 
     @property
     def in_flight(self) -> int:
-        """Transfers that have not ended."""
+        """Number of transfers that have not ended."""
         return len(self._transfers)
 
     @property
     def wan(self) -> tuple[str, ...]:
-        """The ways between datacenters, `from/to` as the cluster file has them."""
+        """Paths between datacenters, as `from/to` in the cluster file."""
         return tuple(self._wan)
 
     def degrade(self, way: str, share: float) -> None:
-        """Leave so much of a way between datacenters, in both directions; 0 cuts it: what is on it stands still.
+        """Set the capacity of a WAN path, in both directions, to this share of the file's value. 0 stops its transfers.
 
         Raises:
-            InputError: there is no such way, or the share is not within [0, 1].
+            InputError: the path does not exist, or the share is not within [0, 1].
         """
         links = self._wan.get(way)
         if links is None:
@@ -124,14 +124,14 @@ class Fabric:
         *,
         produced_bytes_per_s: float = math.inf,
     ) -> Transfer:
-        """Start a transfer of modelled `kv_bytes` between two instances of the cluster (indices) now.
+        """Start a transfer of `kv_bytes` modelled bytes between two instances of the cluster (indices) now.
 
         Args:
-            request: number in its trace, if known; it then takes the path that the simulator draws for it.
-            produced_bytes_per_s: no faster than this until `release`: the KV cache is still being computed.
+            request: number of the request in its trace, if known. It then takes the path that the simulator draws.
+            produced_bytes_per_s: upper limit of the rate until `release`, because the KV cache is still being computed.
 
         Raises:
-            InputError: the two cannot reach each other.
+            InputError: no path connects the two instances.
         """
         paths = self._paths.of(next(self._untraced) if request is None else request, source, target)
         flows = len(paths)
@@ -150,7 +150,7 @@ class Fabric:
         return transfer
 
     def release(self, transfer: Transfer) -> None:
-        """The KV cache is complete: its rest goes as fast as the network lets it."""
+        """Remove the rate limit of a transfer, because its KV cache is complete."""
         transfer.produced_bytes_per_s = math.inf
         self._advance()
         for flow in transfer.flows:
@@ -158,13 +158,13 @@ class Fabric:
         self._set_alarm()
 
     def look(self) -> float:
-        """Move bytes up to now; returns the time, so that all that is read of transfers afterwards is of one moment."""
+        """Move bytes up to now and return the time. Transfers read afterwards show their state at this one moment."""
         self._advance()
         self._set_alarm()
         return self._network.now
 
     def progress(self, transfer: Transfer) -> tuple[float, float]:
-        """Modelled bytes that had left at the last `look`, and how many more a second."""
+        """Return the modelled bytes sent by the last `look`, and the current rate in bytes per second."""
         rate = sum(map(self._network.rate, transfer.flows))
         return self._sent_bytes(transfer), rate
 
@@ -172,7 +172,7 @@ class Fabric:
         return transfer.ended_flows * transfer.flow_bytes + sum(map(self._network.sent_bytes, transfer.flows))
 
     def cancel(self, transfer: Transfer) -> None:
-        """Nobody wants the rest; nothing if it has ended."""
+        """Cancel the rest of a transfer. No effect if it has ended."""
         if transfer.arrival is not None:
             transfer.arrival.cancel()
         if transfer in self._transfers:
@@ -185,7 +185,7 @@ class Fabric:
             self._set_alarm()
 
     def _advance(self, to: float = 0.0) -> None:
-        """Move bytes up to now, or a little further; transfers whose last flow has ended arrive after the latency."""
+        """Move bytes up to now, or to `to` if later. Transfers whose last flow has ended arrive after the latency."""
         for flow in self._network.advance(max(self._clock.now(), self._network.now, to)):
             transfer = self._owner.pop(flow)
             transfer.flows.discard(flow)
@@ -220,7 +220,7 @@ class Fabric:
             transfer.carrier.carry(more, False)
 
     def close(self) -> None:
-        """No alarm of this fabric rings any more."""
+        """Cancel the alarm of this fabric."""
         if self._alarm is not None:
             self._alarm.cancel()
 

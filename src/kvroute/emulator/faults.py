@@ -1,4 +1,4 @@
-"""Faults to order: which of an instance's next requests fail, and how; chance is drawn from a seeded generator."""
+"""Fault injection: which of an instance's next requests fail, and how. Random choices use a seeded generator."""
 
 from __future__ import annotations
 
@@ -11,40 +11,40 @@ Where: TypeAlias = Literal["prefill", "decode", "transfer", "recompute", "health
 
 
 class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The body of POST /emulator/fault; the default takes all faults back."""
+    """The body of POST /emulator/fault. A body that selects no request removes the fault of its leg."""
 
     fail_next: int = 0
-    """So many requests from now on, each."""
+    """Number of next requests that all fail."""
     share: float = 0.0
-    """And of all later ones this share."""
+    """Share of all later requests that fail."""
     status: int | Literal["reset", "hang"] = 500
-    """An HTTP status, a connection cut off, or no answer at all."""
+    """HTTP status, `reset` (the connection is closed) or `hang` (no response)."""
     leg: Where = "any"
-    """Prefill legs, legs that answer tokens (decode), or KV transfers from here, which break off in the middle. By
-    `recompute` decode legs fetch nothing and compute the prompt here, as vLLM does with `kv_load_failure_policy:
-    recompute`. Health checks fail by `health` alone, never by `any`."""
+    """Requests that fail: prefill legs, decode legs (which produce the output), or KV transfers from here, which break
+    halfway. With `recompute`, decode legs fetch nothing and compute the prompt here, as vLLM does with
+    `kv_load_failure_policy: recompute`. Health checks fail with `health` only, never with `any`."""
     after_tokens: int = 0
-    """Of a decode leg: only then, in place of at once."""
+    """Output tokens after which a decode leg fails; 0: at once."""
     prompt_contains: str = ""
-    """Every request whose body contains this text fails, whatever the two numbers above say; empty: none does."""
+    """Every request whose body contains this text fails, regardless of `fail_next` and `share`; empty: no request."""
 
 
 class Faults:
-    """One instance's orders; a new one replaces the last one for the same leg."""
+    """The injected faults of one instance. A new fault replaces the previous one of the same leg."""
 
     def __init__(self, seed: str) -> None:
         self._random = random.Random(seed)
         self._orders: dict[Where, Fault] = {}
 
     def order(self, fault: Fault) -> None:
-        """Fail as told from now on; nothing to fail takes the order back."""
+        """Inject a fault. A fault that selects no request removes the fault of its leg."""
         if fault.fail_next or fault.share or fault.prompt_contains:
             self._orders[fault.leg] = fault
         else:
             self._orders.pop(fault.leg, None)
 
     def strikes(self, leg: Where, body: bytes = b"") -> Fault | None:
-        """Whether the request that comes now fails, and how; counts it."""
+        """Return the fault of the request that arrives now, or None, and count the request."""
         for where in (leg, "any"):
             fault = self._orders.get(where)
             if fault is None or (where == "any" and leg in ("transfer", "recompute", "health")):

@@ -29,12 +29,12 @@ from kvroute.topology import Cluster
 from kvroute.types import TIER_COUNT, Endpoint, InputError, Instance
 
 SOCKETS_EACH = 16
-"""File descriptors of one instance, roughly, connections included."""
+"""Approximate number of file descriptors per instance, connections included."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetSettings:
-    """How engines are emulated."""
+    """Settings of emulated engines."""
 
     host: str = "127.0.0.1"
     kv_scale: float = 1e-3
@@ -43,11 +43,11 @@ class FleetSettings:
     kv_events: bool = True
     kv_expiry_s: float = 480.0
     kv_patience_s: float = 10.0
-    """A KV transfer that stands still for so long is given up by its receiver, and the request fails."""
+    """Time without progress after which the receiver aborts a KV transfer and the request fails, in seconds."""
     background: tuple[float, ...] = (0.0,) * TIER_COUNT
-    """Share of every link of a tier that others use."""
+    """Share of every link of a tier that other traffic uses."""
     endpoints_from_file: bool = False
-    """Listen where the cluster file says, in place of ports that the system chooses."""
+    """Listen on the addresses in the cluster file instead of ports that the system chooses."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -64,16 +64,16 @@ class FleetSettings:
 
 
 class Ready(msgspec.Struct, frozen=True):
-    """The document that says where everybody listens."""
+    """Document that lists the endpoints of all instances."""
 
     instances: dict[str, Endpoint]
 
 
 class Fleet:
-    """Emulated instances of a cluster, all of them or those named; an async context manager.
+    """Emulated instances of a cluster, all of them or the named ones; an async context manager.
 
     Raises:
-        InputError: an instance that the cluster does not have, an address that cannot be listened on.
+        InputError: an instance is not in the cluster, or an address cannot be bound.
     """
 
     def __init__(self, cluster: Cluster, settings: FleetSettings, names: Sequence[str] = ()) -> None:
@@ -139,7 +139,7 @@ class Fleet:
         return InstanceServer(host, port, kv_port, answer, new_engine, door, publisher, faults, instance.role)
 
     def _addresses(self, instance: Instance) -> tuple[str, int, int, str, str]:
-        """(host, HTTP port, KV port, KV events, their replay); port 0 and `*` are chosen by the system."""
+        """Return (host, HTTP port, KV port, KV events, KV replay). The system chooses ports given as 0 or `*`."""
         host, free = self._settings.host, f"tcp://{self._settings.host}:*"
         if not self._settings.endpoints_from_file:
             return host, 0, 0, free, free
@@ -157,7 +157,7 @@ class Fleet:
         )
 
     def ready(self) -> Ready:
-        """Where each instance listens; `bootstrap` is the port that hands out KV."""
+        """Return the endpoint of each instance. `bootstrap` is the port that serves KV."""
         return Ready({name: self._endpoint(server) for name, server in self.servers.items()})
 
     def _endpoint(self, server: InstanceServer) -> Endpoint:
@@ -173,7 +173,7 @@ class Fleet:
 
 
 def _aliases(cluster: Cluster, model: str) -> tuple[str, ...]:
-    """What the file's `gateway.models` has clients call a model; the gateway passes their name on as it is."""
+    """Return the aliases of a model in the file's `gateway.models`. The gateway forwards them unchanged."""
     models = cluster.file.gateway.get("models")
     return tuple(alias for alias, name in models.items() if name == model) if isinstance(models, dict) else ()
 

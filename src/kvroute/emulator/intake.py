@@ -1,5 +1,7 @@
-"""The beginning of a prompt that comes from another instance before the rest is computed: its room, and what is cached
-of it. It moves no bytes; whoever does says whether they are here."""
+"""A prompt prefix whose KV comes from another instance before the rest is computed: its memory and its cached blocks.
+
+It moves no bytes. Its owner reports whether they have arrived.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +15,17 @@ from kvroute.sim.instances import KvMemory
 
 @dataclass(slots=True, eq=False)
 class Intake:
-    """The first `blocks` of a prompt on their way; ends by the first of `land` and `give_up`."""
+    """Import of the first `blocks` of a prompt. The first call of `land` or `give_up` ends it."""
 
     prompt: Prompt
     blocks: tuple[int, ...]
     memory: KvMemory
     on_change: Callable[[Prompt | None, int, int, list[Evicted]], None]
-    """As the engine's `on_kv`."""
+    """Takes the same arguments as the engine's `on_kv`."""
     on_end: Callable[[], None]
-    """Room is free again."""
+    """Called when the reserved memory is free again."""
     hit: int = field(init=False)
-    """Blocks that are here already."""
+    """Number of blocks that are already cached."""
     _open: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -34,11 +36,11 @@ class Intake:
 
     @property
     def lacking(self) -> int:
-        """Blocks that are to come: none where all are here, or where there is no room for them."""
+        """Number of blocks to import; 0 if all are cached or there is no memory for them."""
         return len(self.blocks) - self.hit if self._open else 0
 
     def land(self) -> None:
-        """All of them are here: cached from now on, like any other."""
+        """Cache the blocks, all of which have arrived."""
         if self._open:
             self._open = False
             index = self.memory.index
@@ -49,7 +51,7 @@ class Intake:
             self.on_end()
 
     def give_up(self) -> None:
-        """They will not come."""
+        """End the import without the blocks."""
         if self._open:
             self._open = False
             self._dropped(self.memory.give_up(0, self.blocks, self.hit, len(self.blocks)))

@@ -1,4 +1,4 @@
-"""One answer to be computed, and how far it is."""
+"""One output sequence to compute, and its progress."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from kvroute.emulator.prompt import Prompt
 Stage: TypeAlias = Literal[
     "new", "queued", "computing", "prefilled", "held", "reserving", "reserved", "decoding", "answered", "gone"
 ]
-"""Prefill: queued, computing, prefilled; then held for a partner until answered. Decode: reserving memory, reserved
-(the KV may come), decoding, answered. Gone: nobody wants it any more."""
+"""Prefill: queued, computing, prefilled, then held for the decode leg until answered. Decode: reserving memory,
+reserved (the KV may arrive), decoding, answered. Gone: cancelled."""
 
 
 def _nothing() -> None:
-    """Nobody listens."""
+    """Do nothing."""
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """`news` is called whenever `stage` or `emitted` has changed."""
+    """One output sequence. `news` is called after every change of `stage` or `emitted`."""
 
     number: int
     prompt: Prompt
@@ -31,44 +31,44 @@ class Job:
     news: Callable[[], None] = _nothing
     stage: Stage = "new"
     cached_tokens: int = 0
-    """Of the prompt, not to be computed (prefill) or fetched (decode)."""
+    """Prompt tokens that are not computed (prefill) or not fetched (decode)."""
     hit_blocks: int = 0
-    """Pinned when memory was reserved."""
+    """Cached blocks that were pinned when memory was reserved."""
     total_blocks: int = 0
-    """Reserved, hits included."""
+    """Reserved blocks, hits included."""
     pinned_blocks: int = 0
-    """By a hold."""
+    """Blocks that are pinned while the KV is held."""
     emitted: int = 0
-    """Tokens of the answer so far; counted while they come only if `streaming`."""
+    """Output tokens so far. Updated during decoding only if `streaming`."""
     entry: int = 0
-    """Iteration at whose start it joined the batch."""
+    """Iteration at whose start the sequence joined the batch."""
     traced: int | None = None
-    """Its request's number in the trace, if the client says so."""
+    """Number of the request in the trace, if the client sends it."""
     name: str = ""
-    """Under which its KV may be asked for before it is computed; empty: it may not."""
+    """Key under which the KV may be requested before it is computed; empty: it may not."""
     begins_s: float = 0.0
     ends_s: float = 0.0
-    """Of its prefill, once it is being computed."""
+    """End of the prefill; set, like `begins_s`, when the prefill starts."""
 
     @property
     def input_tokens(self) -> int:
-        """Of the prompt."""
+        """Number of prompt tokens."""
         return len(self.prompt.tokens)
 
     def move(self, stage: Stage) -> None:
-        """Go on, and tell."""
+        """Set the stage and call `news`."""
         self.stage = stage
         self.news()
 
 
 class Door(Protocol):
-    """Who hands KV out, and is told what becomes of it."""
+    """Serves KV and is notified when the state of the KV changes."""
 
     def computing(self, job: Job) -> None:
-        """A job that has a name is being computed, from `begins_s` to `ends_s`."""
+        """Notify that the prefill of a named sequence runs from `begins_s` to `ends_s`."""
 
     def held(self, key: str) -> None:
-        """KV is complete, and held under this key."""
+        """Notify that KV is complete and held under this key."""
 
     def given_up(self, name: str) -> None:
-        """The KV of a named job will not be complete."""
+        """Notify that the KV of a named sequence will not be complete."""

@@ -1,4 +1,4 @@
-"""Connections to an instance's KV port that have not said yet what they want: bounded in number and in time."""
+"""Connections to an instance's KV port that have not sent a request yet, limited in number and in time."""
 
 from __future__ import annotations
 
@@ -8,39 +8,39 @@ from typing import Protocol
 from kvroute.emulator.clock import Alarm, Clock
 
 ARRIVALS_MAX = 1024
-"""As many as may be accepted at once."""
+"""Maximum number of connections without a request."""
 ORDER_S = 10.0
-"""An order that has not come by then does not come any more."""
+"""Time within which a connection must send its request, in seconds."""
 
 
 class Connection(Protocol):
-    """What can be broken off."""
+    """A connection that can be aborted."""
 
     def abort(self) -> None:
-        """Break off."""
+        """Close the connection at once."""
         ...
 
 
 class Arrivals:
-    """The oldest has to go when there are too many, and everyone after `order_s`."""
+    """Aborts the oldest connection when there are too many, and every connection after `order_s` without a request."""
 
     def __init__(self, clock: Clock, most: int = ARRIVALS_MAX, order_s: float = ORDER_S) -> None:
         self._clock, self._most, self._order_s = clock, most, order_s
         self._waiting: dict[Connection, Alarm] = {}
-        """In the order of their arrival."""
+        """Alarms of the connections, in order of arrival."""
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def begin(self, connection: Connection) -> None:
-        """One more has come."""
+        """Add a new connection."""
         alarm = self._clock.at(self._clock.now() + self._order_s, partial(self._give_up, connection))
         self._waiting[connection] = alarm
         if len(self._waiting) > self._most:
             self._give_up(next(iter(self._waiting)))
 
     def end(self, connection: Connection) -> None:
-        """It has said what it wants, or has left; nothing if it had before."""
+        """Remove a connection that has sent its request or is closed. No effect if it has been removed before."""
         alarm = self._waiting.pop(connection, None)
         if alarm is not None:
             alarm.cancel()

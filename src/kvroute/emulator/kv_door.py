@@ -1,7 +1,7 @@
-"""The door of an instance that hands out KV at the fabric's pace, each connection one transfer (`kv_wire`).
+"""The server of an instance that sends KV at the fabric's rate, one transfer per connection (`kv_wire`).
 
-KV that is complete goes as fast as the links let it; who asks early gets it layer by layer while it is computed. A
-`GET /query` on the same port answers as Mooncake's bootstrap server does.
+Complete KV is sent as fast as the links allow. A target that requests it early receives it layer by layer while it is
+computed. `GET /query` on the same port responds as Mooncake's bootstrap server does.
 """
 
 from __future__ import annotations
@@ -27,35 +27,35 @@ from kvroute.types import InputError
 
 ZEROS = bytes(1 << 18)
 AWAIT_S = 60.0
-"""How long a source waits for KV that it has been told will come."""
+"""Time for which a source waits for announced KV, in seconds."""
 SEND_BUFFER_BYTES = 4 << 20
-"""Modelled: what waits in the sender's kernel, at most."""
+"""Modelled maximum of unsent bytes in the sender's kernel."""
 _WHOLE = 1.0 - 1e-6
 
 
 @dataclass(slots=True, eq=False)
 class Shelf:
-    """What the door of one instance needs of it; the engine changes when the instance restarts."""
+    """State of one instance that its KV server uses. The engine changes when the instance restarts."""
 
     name: str
     cluster: Cluster
     clock: Clock
     fabric: Fabric
     faulty: Callable[[], bool]
-    """Whether the next transfer is to break in the middle."""
+    """Returns whether the next transfer is to break halfway."""
     engine: Engine = field(init=False)
     engine_id: str = ""
 
 
 class KvDoor:
-    """All pulls from one instance."""
+    """Serves all pulls from one instance."""
 
     def __init__(self, shelf: Shelf) -> None:
         self.shelf = shelf
         self.deliveries: set[Delivery] = set()
         """Open connections."""
         self.awaited: dict[str, Delivery] = {}
-        """Those whose KV is not complete, by its key."""
+        """Connections that wait for incomplete KV, by its key."""
         self.arrivals = Arrivals(shelf.clock)
 
     def open(self, engine: Engine) -> None:
@@ -64,7 +64,7 @@ class KvDoor:
         engine.door = self
 
     def __call__(self) -> Delivery:
-        """The protocol of one more connection."""
+        """Return the protocol of a new connection."""
         return Delivery(self)
 
     def computing(self, job: Job) -> None:
@@ -86,7 +86,7 @@ class KvDoor:
             delivery.lose(f"the prompt of {name} is not computed any more")
 
     def links(self) -> tuple[dict[str, Link], float]:
-        """What is on its way, by target, and the time at which that was so."""
+        """Return the transfers in progress by target, and the time of this state."""
         found: dict[str, Link] = {}
         now = self.shelf.fabric.look()
         for delivery in list(self.deliveries):
@@ -96,7 +96,7 @@ class KvDoor:
         return found, now
 
     def abort(self) -> None:
-        """Break off whatever is under way."""
+        """Abort all connections."""
         for delivery in list(self.deliveries):
             delivery.abort()
 
@@ -115,12 +115,12 @@ class Delivery(asyncio.Protocol):
         self._first_layer: Alarm | None = None
         self._kv_bytes = 0.0
         self._counted_bytes = self._counted_s = 0.0
-        """What the engine has counted of it, and when."""
+        """Bytes of this transfer that the engine has counted, and the time of the last count."""
         self._breaks = self._ended = False
 
     @property
     def target(self) -> str:
-        """Who pulls."""
+        """Name of the instance that pulls; empty before its request."""
         return self._order.target if self._order else ""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -130,7 +130,7 @@ class Delivery(asyncio.Protocol):
         self._door.arrivals.begin(self)
 
     def data_received(self, data: bytes) -> None:
-        """The order; nothing is expected after it."""
+        """Process the pull request. Later bytes are ignored."""
         assert self._transport is not None
         if self._order is not None or self._transport.is_closing():
             return
@@ -165,7 +165,7 @@ class Delivery(asyncio.Protocol):
         self._refuse(f"the KV of {self._order.key} did not come in {AWAIT_S:g} s")
 
     def follow(self, job: Job) -> None:
-        """The KV is being computed: bytes leave from the end of the first layer on, as the simulator has it."""
+        """Send KV that is being computed: bytes leave from the end of the first layer on, as in the simulator."""
         self._be_patient()
         layers = sum(group.count for group in self._engine.model.layers)
         if self._order is not None and self._order.early and layers > 1 and job.ends_s > job.begins_s:
@@ -173,14 +173,14 @@ class Delivery(asyncio.Protocol):
             self._first_layer = self._shelf.clock.at(first_s, partial(self._stream, job, (layers - 1) / layers))
 
     def _stream(self, job: Job, share: float) -> None:
-        """At such a pace that all layers but the last have left when that one is computed."""
+        """Send at the rate at which all layers but the last have left when the last one is computed."""
         self._first_layer = None
         left_s = job.ends_s - self._shelf.clock.now()
         if left_s > 0.0:
             self._send(job, share / left_s)
 
     def complete(self) -> None:
-        """All of the KV is here: send it, or what is left of it, at once."""
+        """Send the KV, or the rest of it, at full speed, because all of it is computed."""
         assert self._order is not None
         if self._ended:
             self._engine.release(self._order.key)
@@ -191,7 +191,7 @@ class Delivery(asyncio.Protocol):
             self._shelf.fabric.release(self._transfer)
 
     def lose(self, why: str) -> None:
-        """The KV will not be complete."""
+        """Stop: the KV will not be complete."""
         self._be_patient()
         if self._transfer is not None:
             self.abort()
@@ -199,7 +199,7 @@ class Delivery(asyncio.Protocol):
             self._refuse(why)
 
     def start(self) -> None:
-        """The KV is here: send it."""
+        """Start sending held KV."""
         assert self._order is not None
         self._be_patient()
         if self._send(self._engine.held[self._order.key].job):
@@ -212,7 +212,7 @@ class Delivery(asyncio.Protocol):
         self._patience = self._first_layer = None
 
     def _send(self, job: Job, pace_per_s: float = math.inf) -> bool:
-        """Begin, with so much of the whole a second at most; False where nobody can be reached."""
+        """Start sending, at most `pace_per_s` times the whole KV per second. Return False if no path exists."""
         order, shelf = self._order, self._shelf
         assert order is not None
         kv_bytes = float(self._engine.model.kv_bytes(job.input_tokens, min(order.cached_tokens, job.input_tokens)))
@@ -231,8 +231,11 @@ class Delivery(asyncio.Protocol):
         return True
 
     def link(self, now: float) -> Link | None:
-        """How the transfer goes; None where there is none, or the network waits for the engine. What has left is
-        counted. Args: the time of the fabric's last `look`."""
+        """Return the state of the transfer, and count the bytes sent. `now` is the time of the fabric's last `look`.
+
+        Returns:
+            None if there is no transfer, or if the computation and not the network limits it.
+        """
         if self._transfer is None:
             return None
         sent_bytes, rate = self._shelf.fabric.progress(self._transfer)
@@ -270,7 +273,7 @@ class Delivery(asyncio.Protocol):
         self._transport.close()
 
     def _answer_query(self) -> None:
-        """`GET /query` of Mooncake's bootstrap: data-parallel rank to engine."""
+        """Respond to `GET /query` of Mooncake's bootstrap protocol: data-parallel rank to engine."""
         assert self._transport is not None
         found = self._line.startswith(b"GET /query")
         body = msgspec.json.encode({"0": {"engine_id": self._shelf.engine_id}}) if found else b"{}"
@@ -280,12 +283,12 @@ class Delivery(asyncio.Protocol):
         self._transport.close()
 
     def abort(self) -> None:
-        """Break off."""
+        """Close the connection at once."""
         if self._transport is not None:
             self._transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Whatever has not been sent stays held: another target may ask for it."""
+        """Clean up. KV that has not been sent completely stays held, because another target may request it."""
         self._door.deliveries.discard(self)
         self._door.arrivals.end(self)
         self._be_patient()

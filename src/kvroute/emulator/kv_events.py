@@ -1,4 +1,4 @@
-"""KV events in vLLM's wire format: a ZMQ publisher with numbered batches, and a socket that repeats missed ones."""
+"""KV events in vLLM's wire format: a ZMQ publisher of numbered batches, and a socket that replays missed ones."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from kvroute.types import cannot_listen
 
 END = (-1).to_bytes(8, "big", signed=True)
 BATCHES_KEPT = 10_000
-"""For replay, vLLM's default."""
+"""Number of batches kept for replay; vLLM's default."""
 
 
 class BlockStored(msgspec.Struct, frozen=True, tag=True):
-    """A run of blocks below `parent_block_hash`."""
+    """A chain of stored blocks whose parent is `parent_block_hash`."""
 
     block_hashes: list[int]
     parent_block_hash: int | None
@@ -35,7 +35,7 @@ class BlockStored(msgspec.Struct, frozen=True, tag=True):
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, tag=True):
-    """Blocks that are gone, each with all below it."""
+    """Removed blocks, each with all its descendants."""
 
     block_hashes: list[int]
     medium: str = "GPU"
@@ -43,7 +43,7 @@ class BlockRemoved(msgspec.Struct, frozen=True, tag=True):
 
 
 class AllBlocksCleared(msgspec.Struct, frozen=True, tag=True):
-    """Nothing is cached any more."""
+    """All cached blocks are removed."""
 
 
 KvEvent = BlockStored | BlockRemoved | AllBlocksCleared
@@ -51,7 +51,7 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 
 def changes(prompt: Prompt | None, before: int, now: int, evicted: list[Evicted], block_tokens: int) -> list[KvEvent]:
-    """What a change of the cache is called: the blocks `before`..`now` of a prompt are new, `evicted` had to go."""
+    """Return the events of a cache change: blocks `before`..`now` of a prompt are new, `evicted` are removed."""
     events: list[KvEvent] = [BlockRemoved(list(blocks[keep:])) for _, blocks, keep in evicted]
     if prompt is not None and now > before:
         parent = prompt.blocks[before - 1] if before else None
@@ -62,7 +62,7 @@ def changes(prompt: Prompt | None, before: int, now: int, evicted: list[Evicted]
 
 
 def _extra_keys(prompt: Prompt, before: int, now: int) -> list[tuple[str] | None] | None:
-    """What besides its tokens tells a block apart: the prompt's cache salt, at its first block alone."""
+    """Return what distinguishes each block besides its tokens: the prompt's cache salt, at its first block only."""
     if not prompt.salt:
         return None
     return [(prompt.salt,) if block == 0 else None for block in range(before, now)]
@@ -72,10 +72,11 @@ class KvPublisher:
     """The PUB and ROUTER sockets of one instance; batches are numbered from 0 since its start."""
 
     def __init__(self, context: zmq.asyncio.Context, topic: str, endpoint: str, replay: str) -> None:
-        """Bind both, e.g. to `tcp://127.0.0.1:*`; the attributes `endpoint` and `replay` name the ports chosen.
+        """Bind both sockets, e.g. to `tcp://127.0.0.1:*`. The attributes `endpoint` and `replay` contain the chosen
+        ports.
 
         Raises:
-            InputError: an address cannot be had.
+            InputError: an address cannot be bound.
         """
         self._topic = topic.encode()
         self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=BATCHES_KEPT)
@@ -87,7 +88,7 @@ class KvPublisher:
             try:
                 socket.bind(address)
             except zmq.ZMQError as error:
-                # A context waits for ever for a socket that is left open.
+                # Closing a context waits forever for a socket that is left open.
                 self._pub.close()
                 self._router.close()
                 place = address.removeprefix("tcp://").removesuffix(":*")
@@ -97,7 +98,7 @@ class KvPublisher:
         self._task = asyncio.get_running_loop().create_task(self._repeat())
 
     def publish(self, events: list[KvEvent]) -> None:
-        """Send one batch, if there is anything in it; a slow subscriber loses it, as ZMQ has it."""
+        """Send one batch unless it is empty. A slow subscriber loses it, as usual with ZMQ."""
         if not events:
             return
         number = self._next.to_bytes(8, "big")
@@ -107,7 +108,7 @@ class KvPublisher:
         self._pub.send_multipart((self._topic, number, payload), zmq.NOBLOCK)
 
     def restart(self) -> None:
-        """Begin at number 0 again, as a new process does."""
+        """Restart the numbering at 0, as a new process does."""
         self._kept.clear()
         self._next = 0
 
@@ -123,7 +124,7 @@ class KvPublisher:
             await self._router.send_multipart((client, b"", b"", END, b""))
 
     async def close(self) -> None:
-        """Give the ports back."""
+        """Close the sockets."""
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
         self._pub.close()

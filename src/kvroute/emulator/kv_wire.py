@@ -1,7 +1,7 @@
-"""KV bytes over TCP: what a target asks of a source, what that answers, and the call that pulls.
+"""KV bytes over TCP: the target's request, the source's response, and the function that pulls.
 
-One connection is one transfer. The target sends a line of JSON (`Order`), the source answers with one (`Parcel`) and
-then the bytes, which are zeros.
+One connection is one transfer. The target sends a line of JSON (`Order`). The source responds with a line of JSON
+(`Parcel`) and then the bytes, which are zeros.
 """
 
 from __future__ import annotations
@@ -15,52 +15,52 @@ import msgspec
 from kvroute.emulator.refusal import Broken
 
 LINE_BYTES_MAX = 4 << 10
-"""Of an order or an answer, its end included."""
+"""Maximum length of a request or response line, line end included."""
 QUERY = b"GET "
-"""How a query of HTTP begins."""
+"""First bytes of an HTTP query."""
 _LOOKS = 4
-"""Within the time after which a transfer that stands still is given up."""
+"""Number of checks within the time after which a stalled transfer is aborted."""
 
 
 S = TypeVar("S", bound=msgspec.Struct)
 
 
 class Order(msgspec.Struct, frozen=True):
-    """What a target wants."""
+    """Pull request of a target."""
 
     key: str
     target: str
-    """Its name in the cluster."""
+    """Name of the target in the cluster."""
     cached_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """It has these."""
+    """Prompt tokens that the target already has."""
     awaited: bool = False
-    """Wait for KV that is not there yet."""
+    """True: wait for KV that does not exist yet."""
     early: bool = False
-    """And send it while it is computed."""
+    """True: send that KV while it is computed."""
 
 
 class Parcel(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a source is about to send."""
+    """Header that a source sends before the KV."""
 
     source: str
     wire_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
     kv_bytes: Annotated[float, msgspec.Meta(ge=0.0)] = 0.0
-    """As modelled, before scaling."""
+    """Modelled bytes, before scaling."""
     error: str = ""
 
 
 def is_complete(data: bytes) -> bool:
-    """Whether `data` holds all of an order, which is a line, or of a query, which is an HTTP head."""
+    """Return whether `data` contains a complete pull request (a line) or a complete query (an HTTP head)."""
     return (b"\r\n\r\n" if data.startswith(QUERY) else b"\n") in data[:LINE_BYTES_MAX]
 
 
 def read_order(data: bytes) -> Order | str:
-    """The order in the first line of `data`, or in words what is wrong with it."""
+    """Return the pull request in the first line of `data`, or a text that says what is wrong with it."""
     return _read(data.partition(b"\n")[0], Order)
 
 
 def read_parcel(line: bytes) -> Parcel | str:
-    """The answer in a line of JSON, or in words what is wrong with it."""
+    """Return the header in a line of JSON, or a text that says what is wrong with it."""
     return _read(line, Parcel)
 
 
@@ -74,7 +74,7 @@ def _read(line: bytes, kind: type[S]) -> S | str:
 
 
 class PullFailed(Broken):
-    """The KV has not arrived."""
+    """KV could not be pulled."""
 
 
 class _Intake(asyncio.Protocol):
@@ -87,11 +87,11 @@ class _Intake(asyncio.Protocol):
         self._left = 0
         self._transport: asyncio.Transport | None = None
         self.pieces = 0
-        """So many have come."""
+        """Number of data chunks received."""
 
     @property
     def counts(self) -> bool:
-        """Whether bytes are to come that show how far the transfer is."""
+        """True while more bytes are expected, so that a stall can be detected."""
         return self._left > 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -121,7 +121,7 @@ class _Intake(asyncio.Protocol):
         self._transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The end of the connection is the end of the transfer: with nothing to send, latency is paid all the same."""
+        """Set the result. The transfer ends with the connection: latency applies even if there is nothing to send."""
         if self._done.done():
             return
         if self._parcel is None or (self._left and not self._parcel.error):
@@ -134,16 +134,16 @@ class _Intake(asyncio.Protocol):
 
 
 async def pull(host: str, port: int, order: Order, *, patience_s: float = math.inf) -> Parcel:
-    """Fetch KV from `host:port`; returns what has come once all of it is here.
+    """Fetch KV from `host:port` and return its header when all of it has arrived.
 
     Args:
-        host: where the source hands out KV.
-        port: of its door.
-        order: what is wanted.
-        patience_s: bytes that are due and stay away for so long do not come any more, or a quarter longer.
+        host: host of the KV source.
+        port: port of its KV server.
+        order: the pull request.
+        patience_s: time without progress after which the transfer fails; detection may take a quarter longer.
 
     Raises:
-        PullFailed: nobody there, no such KV, the connection broke before the end, or the transfer stands still.
+        PullFailed: no source at this address, no such KV, the connection broke before the end, or the transfer stalled.
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Parcel] = loop.create_future()
@@ -154,12 +154,12 @@ async def pull(host: str, port: int, order: Order, *, patience_s: float = math.i
     try:
         return await (done if patience_s == math.inf else _watched(done, intake, order.key, patience_s))
     finally:
-        done.cancel()  # what happens to the connection from now on is nobody's news
+        done.cancel()  # later events of the connection are ignored
         transport.abort()
 
 
 async def _watched(done: asyncio.Future[Parcel], intake: _Intake, key: str, patience_s: float) -> Parcel:
-    """Look a few times within the patience, in place of winding up a clock at every piece."""
+    """Check for progress a few times within `patience_s`, instead of restarting a timer at every chunk."""
     pieces, looks = -1, 0
     while not done.done():
         if intake.pieces != pieces or not intake.counts:

@@ -1,7 +1,7 @@
-"""Plays a trace against a live OpenAI-compatible server: open loop, streaming, every token's arrival on the clock.
+"""Replays a trace against a live OpenAI-compatible server: open loop, streaming, with the arrival time of every token.
 
-A request leaves when it is due, however many are under way. It measures and reports; what an answer should have been is
-for others to judge.
+A request is sent when it is due, however many are in progress. The player measures and reports; it does not check what
+a response contains.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from kvroute.types import InputError
 
 VOCABULARY = 32_000
 LEAD_S = 0.05
-"""From the call to the trace's time 0, so that the first requests are not late."""
+"""Delay from the call to the trace's time 0, in seconds, so that the first requests are not late."""
 
 
 class Traced(Protocol):
-    """What is played of a traced request; `TracedRequest` of a simulation is one."""
+    """Fields of a traced request that are replayed. `TracedRequest` of a simulation has them."""
 
     @property
     def at_s(self) -> float: ...
@@ -41,45 +41,45 @@ class Traced(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Play:
-    """One request to send, so many seconds after the start."""
+    """One request to send `at_s` seconds after the start."""
 
     at_s: float
     body: bytes
     path: str = "/v1/completions"
     request_id: str = ""
-    """Sent as X-Request-Id; emulated engines take a number for the request's own in its trace."""
+    """Sent as X-Request-Id. Emulated engines use a numeric id as the request's number in its trace."""
 
 
 class Answer(msgspec.Struct, kw_only=True):
-    """What came back; seconds since the start of the play, None where it did not come to that."""
+    """Response to one request. Times are in seconds since the start of the replay; None: it did not get so far."""
 
     due_s: float
     sent_s: float | None = None
-    """When the request was written; later than due where connecting or this process was slow."""
+    """Time when the request was written; later than due if connecting or this process was slow."""
     status: int | None = None
     token_s: list[float] = []
-    """Arrival of every streamed event with a token, those that came in one piece at the same time."""
+    """Arrival time of every streamed event with a token. Events of one chunk have the same time."""
     finished_s: float | None = None
     error: str = ""
-    """Empty for an answer that came to its proper end."""
+    """Error message; empty if the response ended properly."""
 
     @property
     def ttft_s(self) -> float | None:
-        """From due to the first token."""
+        """Time from due to the first token, in seconds."""
         return self.token_s[0] - self.due_s if self.token_s else None
 
     @property
     def ok(self) -> bool:
-        """Whether the whole answer is there."""
+        """True if the response is complete."""
         return not self.error and self.status == 200 and self.finished_s is not None
 
 
 def prompt_tokens(request: Traced, number: int) -> list[int]:
-    """Token ids of a prompt, request.input_tokens of them: equal blocks of a trace have equal tokens.
+    """Return the token ids of a prompt, `request.input_tokens` of them. Equal blocks of a trace have equal tokens.
 
     Args:
-        request: as traced.
-        number: of the request; what lies beyond its blocks is its own.
+        request: the traced request.
+        number: number of the request. The tokens beyond its blocks are unique to it.
     """
     blocks = [_block(block, request.block_tokens) for block in request.blocks]
     ids = list(chain.from_iterable(blocks))[: request.input_tokens]
@@ -88,7 +88,7 @@ def prompt_tokens(request: Traced, number: int) -> list[int]:
 
 
 def plays(trace: Iterable[Traced], model: str) -> Iterator[Play]:
-    """A streamed completion per request of a trace, built when it is asked for; one that wants no token is left out."""
+    """Build, lazily, a streamed completion per request of a trace. Requests without output tokens are left out."""
     for number, request in enumerate(trace):
         if request.output_tokens:
             asked = {
@@ -108,13 +108,13 @@ async def play(
     on_answer: Callable[[Answer], None] = lambda answer: None,
     timeout_s: float = 600.0,
 ) -> list[Answer]:
-    """Send every request when it is due and wait for all answers; they come back in the requests' order.
+    """Send every request when it is due, wait for all responses and return them in the order of the requests.
 
     Args:
         url: `http://host:port` of the server.
-        requests: ascending by time; all are built before the first one leaves, so that building delays none.
-        on_answer: called with each answer as it ends.
-        timeout_s: an answer that takes longer is given up.
+        requests: ascending by time. All are built before the first one is sent, so that building delays none.
+        on_answer: called with each response when it ends.
+        timeout_s: maximum duration of a response, in seconds.
 
     Raises:
         InputError: the URL is not plain http with a host.
@@ -158,7 +158,7 @@ async def _fetch(
 
 @dataclass(slots=True)
 class Events:
-    """Server-sent events of one answer, told apart as far as a clock needs it."""
+    """Server-sent events of one response, parsed only as far as timing requires."""
 
     answer: Answer
     started: float
@@ -166,11 +166,11 @@ class Events:
     _pending: bytes = b""
 
     def sent(self) -> None:
-        """The request is written."""
+        """Record that the request has been written."""
         self.answer.sent_s = time.monotonic() - self.started
 
     def feed(self, data: bytes) -> None:
-        """Body bytes as they come."""
+        """Process body bytes as they arrive."""
         now = time.monotonic() - self.started
         *events, self._pending = (self._pending + data).split(b"\n\n")
         for event in events:
@@ -182,14 +182,14 @@ class Events:
                 self.answer.token_s.append(now)
 
     def verdict(self, status: int) -> str:
-        """What is wrong with an answer that has ended; empty: nothing."""
+        """Return what is wrong with a response that has ended; empty if nothing."""
         if status != 200:
             return f"status {status}: {self._pending[:200].decode(errors='replace')}"
         return "" if self.done else "the stream ended without [DONE]"
 
 
 class Client:
-    """Keep-alive connections to one server, as many as there are requests under way; plain HTTP/1.1, no TLS."""
+    """Keep-alive connections to one server, one per request in progress; plain HTTP/1.1, no TLS."""
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
@@ -206,7 +206,11 @@ class Client:
         on_sent: Callable[[], None] = lambda: None,
         headers: bytes = b"",
     ) -> int:
-        """Send and stream the answer into `on_body`; its status. OSError if the connection breaks before the end."""
+        """Send a request, stream the response body into `on_body` and return the status.
+
+        Raises:
+            OSError: the connection breaks before the end.
+        """
         connection = await self._connection()
         head = f"POST {path} HTTP/1.1\r\nhost: {self._host}:{self._port}\r\ncontent-type: application/json\r\n"
         length = f"content-length: {len(body)}\r\n\r\n"
@@ -222,7 +226,7 @@ class Client:
         return status
 
     def close(self) -> None:
-        """Close what is idle."""
+        """Close idle connections."""
         for connection in self._idle:
             connection.abort()
         self._idle.clear()
@@ -238,17 +242,17 @@ class Client:
 
 @dataclass(slots=True, eq=False)
 class Connection(asyncio.Protocol):
-    """One connection: one request at a time, its answer parsed by httptools."""
+    """One connection. It handles one request at a time and parses the response with httptools."""
 
     reusable: bool = False
-    """Open, and nothing under way."""
+    """True if the connection is open and no request is in progress."""
     _transport: asyncio.Transport | None = None
     _parser: httptools.HttpResponseParser | None = None
     _on_body: Callable[[bytes], None] = field(default=lambda data: None)
     _ended: asyncio.Future[int] | None = None
 
     def send(self, request: bytes, on_body: Callable[[bytes], None]) -> asyncio.Future[int]:
-        """Write a request; the future is the answer's status at its end."""
+        """Write a request. The future contains the response's status when the response ends."""
         assert self._transport is not None
         self.reusable, self._on_body = False, on_body
         self._parser = httptools.HttpResponseParser(self)
@@ -266,7 +270,7 @@ class Connection(asyncio.Protocol):
         self._transport, self.reusable = cast(asyncio.Transport, transport), True
 
     def data_received(self, data: bytes) -> None:
-        if self._parser is None:  # a late word on an idle connection
+        if self._parser is None:  # unexpected data on an idle connection
             self.abort()
             return
         try:
@@ -280,11 +284,11 @@ class Connection(asyncio.Protocol):
         self._fail(ConnectionError(f"the connection broke: {error or 'closed by the server'}"))
 
     def on_body(self, data: bytes) -> None:
-        """By the parser."""
+        """Called by the parser."""
         self._on_body(data)
 
     def on_message_complete(self) -> None:
-        """By the parser."""
+        """Called by the parser."""
         assert self._parser is not None
         assert self._ended is not None
         self.reusable = self._parser.should_keep_alive()
@@ -300,7 +304,7 @@ class Connection(asyncio.Protocol):
 
 
 def _block(block: int, size: int) -> list[int]:
-    """`size` token ids that stand for a block: its number first, so that two blocks differ from the start."""
+    """Return `size` token ids that represent a block. Its number comes first, so that blocks differ at once."""
     number, ids = block % 2**64, []
     for _ in range(min(5, size)):
         number, digit = divmod(number, VOCABULARY)

@@ -1,7 +1,7 @@
-"""Prompts as an engine without a tokenizer sees them: token ids, the hashes of full blocks, the seed of the answer.
+"""Prompts of an engine without a tokenizer: token ids, hashes of full blocks, and the seed of the output.
 
-Four bytes of UTF-8 are one token, whose id is those bytes as a little-endian number. Whoever hashes a prompt the same
-way meets the same blocks.
+Four bytes of UTF-8 are one token, whose id is those bytes as a little-endian number. A component that hashes a prompt
+in the same way gets the same blocks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvroute.prefix import block_hashes, salt_seed
 from kvroute.types import IntArray
 
 TOKEN_BYTES = 4
-"""Of text in one token."""
+"""Bytes of text per token."""
 SALT_MAX = 128
 _SALT_FORBIDDEN = frozenset("@/\\\0")
 _RAW = msgspec.json.Decoder(str | list[int] | None)
@@ -34,29 +34,29 @@ class Prompt:
     tokens: IntArray
     blocks: tuple[int, ...]
     seed: int
-    """Of the answer: a hash of all tokens."""
+    """Seed of the output: a hash of all tokens."""
     salt: str = ""
-    """`cache_salt`: prompts share cached blocks only where it is the same."""
+    """`cache_salt`: prompts share cached blocks only if it is equal."""
 
     @classmethod
     def of(cls, tokens: IntArray, block_tokens: int, salt: str = "") -> Prompt:
-        """From token ids [n]."""
+        """Create a prompt from token ids [n]."""
         blocks = block_hashes(tokens, block_tokens, salt_seed(salt))
         return cls(tokens, blocks, xxhash.xxh64_intdigest(tokens.tobytes()), salt)
 
     def same(self, other: Prompt) -> bool:
-        """Whether the tokens are the same."""
+        """Return whether the tokens are the same."""
         return self.seed == other.seed and np.array_equal(self.tokens, other.tokens)
 
 
 def text_tokens(text: bytes) -> IntArray:
-    """Token ids of UTF-8 text; the last one may stand for less than four bytes."""
+    """Return the token ids of UTF-8 text. The last one may represent fewer than four bytes."""
     padded = text + bytes(-len(text) % TOKEN_BYTES)
     return np.frombuffer(padded, "<u4").astype(np.int64)
 
 
 def value_tokens(value: Value) -> IntArray:
-    """Token ids of a prompt given as text or as ids."""
+    """Return the token ids of a prompt given as text or as ids."""
     if isinstance(value, str):
         return text_tokens(value.encode("utf-8", "surrogatepass"))
     try:
@@ -66,7 +66,11 @@ def value_tokens(value: Value) -> IntArray:
 
 
 def checked_salt(salt: str | None) -> str:
-    """A request's `cache_salt`, empty where there is none. Raises Refusal for what vLLM refuses."""
+    """Return a request's `cache_salt`, empty if there is none.
+
+    Raises:
+        Refusal: a value that vLLM rejects.
+    """
     if salt is None:
         return ""
     if not salt or len(salt) > SALT_MAX or not _SALT_FORBIDDEN.isdisjoint(salt):
@@ -76,10 +80,10 @@ def checked_salt(salt: str | None) -> str:
 
 
 def completion_prompts(raw: msgspec.Raw, block_tokens: int, salt: str = "") -> list[Prompt]:
-    """The prompts of a completion: text, token ids, or a list of either.
+    """Return the prompts of a completion: text, token ids, or a list of either.
 
     Raises:
-        Refusal: anything else, no prompt, or an empty one.
+        Refusal: any other value, no prompt, or an empty one.
     """
     values: Sequence[Value]
     try:
@@ -102,10 +106,10 @@ def _batch(raw: msgspec.Raw) -> Sequence[Value]:
 
 
 def chat_prompt(raw: msgspec.Raw, block_tokens: int, salt: str = "") -> Prompt:
-    """The prompt of a chat: its messages as JSON without the closing bracket, so that a longer chat prolongs it.
+    """Return the prompt of a chat: its messages as JSON without the closing bracket, so that a longer chat extends it.
 
     Raises:
-        Refusal: no messages, or what is no list of objects with a role.
+        Refusal: no messages, or a value that is not a list of objects with a role.
     """
     try:
         messages = msgspec.json.decode(raw, type=list[dict[str, Any]])

@@ -1,4 +1,4 @@
-"""What an engine refuses, as OpenAI's error JSON."""
+"""Errors of an engine, in OpenAI's JSON format."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import msgspec
 
 
 class Refusal(Exception):
-    """A request that this engine does not serve: an HTTP status, a sentence and, if there is one, the field."""
+    """A request that this engine rejects: an HTTP status, a message and, if there is one, the field."""
 
     def __init__(
         self, message: str, *, status: int = 400, kind: str = "BadRequestError", param: str | None = None
@@ -15,13 +15,13 @@ class Refusal(Exception):
         self.status, self.kind, self.message, self.param = status, kind, message, param
 
     def body(self) -> bytes:
-        """`{"error": {...}}` as vLLM writes it, with the status as code."""
+        """Return `{"error": {...}}` in vLLM's format, with the status as code."""
         error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.status}
         return msgspec.json.encode({"error": error})
 
 
 class Broken(Refusal):
-    """The engine itself has failed the request."""
+    """The engine itself failed the request."""
 
     def __init__(self, message: str, *, status: int = 500) -> None:
         super().__init__(message, status=status, kind="InternalServerError")

@@ -1,4 +1,4 @@
-"""The paths of an instance, as vLLM has them, and a few orders of our own below /emulator."""
+"""HTTP paths of an instance: those of vLLM, and kvroute's control requests below /emulator."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ class Restart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The body of POST /emulator/restart."""
 
     down_s: float = 0.0
-    """Connections are refused for so long."""
+    """Time for which connections are refused, in seconds."""
 
 
 class Slow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The body of POST /emulator/slow."""
 
     factor: float = 1.0
-    """Of all times of the model; 1 is normal again."""
+    """Factor on all times of the model; 1 is normal."""
 
 
 class Turn(msgspec.Struct, frozen=True):
-    """The body of POST /emulator/role, as a gateway's conversion hook sends it; what else it says is not needed."""
+    """The body of POST /emulator/role, as a gateway's role-switch hook sends it. Other fields are ignored."""
 
     role: Role
 
@@ -48,9 +48,9 @@ class Way(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The body of POST /emulator/wan."""
 
     way: str = ""
-    """`from/to` as under the cluster file's `wan`; empty: the only one."""
+    """WAN path, `from/to` as under the cluster file's `wan`; empty: the only one."""
     share: float = 1.0
-    """Of its capacity that is left; 0 cuts it, 1 mends it."""
+    """Share of the capacity that remains; 0 cuts the path, 1 restores it."""
 
 
 class Inputs(msgspec.Struct, frozen=True):
@@ -62,10 +62,10 @@ class Inputs(msgspec.Struct, frozen=True):
 
 
 async def answer(server: InstanceServer, request: web.BaseRequest) -> web.StreamResponse:
-    """Find who answers a request, and let them.
+    """Dispatch a request to its handler.
 
     Raises:
-        Refusal: nobody does, or they refuse.
+        Refusal: no handler has this method and path, or the handler rejects the request.
     """
     handler = ROUTES.get((request.method, request.path))
     if handler is not None:
@@ -129,7 +129,7 @@ async def _tokenize(server: InstanceServer, request: web.BaseRequest) -> web.Str
 
 
 async def _embeddings(server: InstanceServer, request: web.BaseRequest) -> web.StreamResponse:
-    """A few numbers that follow from the input."""
+    """Return a few numbers that depend only on the input."""
     inputs, engine = await _read(request, Inputs), server.engine
     prompts = completion_prompts(inputs.input, engine.block_tokens)
     vectors = [
@@ -175,7 +175,7 @@ async def _slow(server: InstanceServer, request: web.BaseRequest) -> web.StreamR
 
 
 async def _role(server: InstanceServer, request: web.BaseRequest) -> web.StreamResponse:
-    """Another role, as after a restart: idle, and with nothing cached."""
+    """Set another role, as after a restart. The instance must be idle; its cache is cleared."""
     turn = await _read(request, Turn)
     if server.engine.running or server.engine.waiting:
         raise Broken("requests are under way; drain the instance first", status=409)
@@ -185,7 +185,7 @@ async def _role(server: InstanceServer, request: web.BaseRequest) -> web.StreamR
 
 
 async def _wan(server: InstanceServer, request: web.BaseRequest) -> web.StreamResponse:
-    """One order, at any instance, holds for the whole process."""
+    """Set the capacity of a WAN path. A request to any instance applies to the whole process."""
     order, fabric = await _read(request, Way), server.kv_door.shelf.fabric
     only = fabric.wan[0] if len(fabric.wan) == 1 else ""
     try:

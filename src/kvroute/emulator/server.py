@@ -1,4 +1,4 @@
-"""One instance on the network: its HTTP and KV ports, its engine, and how it dies and comes back by order."""
+"""One instance on the network: its HTTP and KV ports, its engine, and its restart on request."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from kvroute.types import Role, cannot_listen
 BODY_MAX = 1 << 28
 BACKLOG = 1024
 ANSWER_S = 0.02
-"""The order to restart is answered before it is obeyed."""
+"""Delay before a restart begins, in seconds, so that the request for it gets a response."""
 LINGER_S = 0.2
-"""What is being answered has so long to notice that its connection is gone."""
+"""Time that open requests have to detect that their connection is closed, in seconds."""
 
 
 def listener(host: str, port: int) -> socket.socket:
-    """A TCP socket that is bound and does not listen: the port is kept and connections are refused.
+    """Return a TCP socket that is bound but does not listen: the port is kept and connections are refused.
 
     Raises:
-        InputError: the address cannot be had.
+        InputError: the address cannot be bound.
     """
     bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
@@ -52,11 +52,11 @@ def listener(host: str, port: int) -> socket.socket:
 
 @dataclass(slots=True, eq=False)
 class InstanceServer:
-    """Bind it, open it, close it; between them it may restart by order."""
+    """One emulated instance. Call `bind`, `open` and `close` in this order; `restart` is possible while it is open."""
 
     host: str
     port: int
-    """Of HTTP; 0 until `bind` where the system chooses, like the next one."""
+    """HTTP port; 0 until `bind` if the system chooses it, like `kv_port`."""
     kv_port: int
     answer: Answer
     new_engine: Callable[[], Engine]
@@ -64,25 +64,29 @@ class InstanceServer:
     publisher: KvPublisher | None
     faults: Faults
     role: Role
-    """That it serves now; another one by order."""
+    """Role that it serves now; it can be changed at run time."""
     engine: Engine = field(init=False)
     started_s: float = 0.0
-    """Of the engine, seconds since the epoch."""
+    """Start time of the engine, in seconds since the epoch."""
     _http: web.Server | None = None
     _open: list[asyncio.Server] = field(default_factory=list)
     _bound: list[socket.socket] = field(default_factory=list)
-    """Ports kept while the server is down."""
+    """Bound sockets that keep the ports while the server is down."""
     _restart: asyncio.Task[None] | None = None
     _back: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set to end the time during which it is down."""
+    """Set to end the downtime early."""
 
     @property
     def origin(self) -> Origin:
-        """Where its KV is fetched."""
+        """Address from which the instance's KV is fetched."""
         return Origin(self.host, self.kv_port, self.kv_door.shelf.engine_id)
 
     def bind(self) -> None:
-        """Get the ports; InputError where one cannot be had."""
+        """Bind the ports.
+
+        Raises:
+            InputError: a port cannot be bound.
+        """
         self._bound.append(listener(self.host, self.port))
         self._bound.append(listener(self.host, self.kv_port))
         self.port, self.kv_port = (bound.getsockname()[1] for bound in self._bound)
@@ -100,7 +104,7 @@ class InstanceServer:
         self._open.append(await loop.create_server(self.kv_door, sock=kv, backlog=BACKLOG))
 
     async def _down(self) -> None:
-        """Everything is lost at once, as when a process dies; the ports stay ours."""
+        """Drop everything at once, as when a process dies, but keep the ports."""
         http, self._http = self._http, None
         assert http is not None
         for server in self._open:
@@ -117,7 +121,7 @@ class InstanceServer:
             self.publisher.restart()
 
     async def close(self) -> None:
-        """Stop, whatever is under way."""
+        """Stop, even if requests are in progress."""
         if self._restart is not None:
             self._restart.cancel()
             await asyncio.gather(self._restart, return_exceptions=True)
@@ -129,13 +133,13 @@ class InstanceServer:
             await self.publisher.close()
 
     def restart(self, down_s: float) -> None:
-        """Die soon, refuse connections for a while, and come back empty; nothing if it is about to anyway."""
+        """Stop soon, refuse connections for `down_s` seconds and come back empty. No effect during a restart."""
         if self._restart is None or self._restart.done():
             self._back.clear()
             self._restart = asyncio.get_running_loop().create_task(self._come_back(down_s))
 
     async def come_back(self) -> None:
-        """End a restart's time down at once; nothing without a restart under way."""
+        """End the downtime of a restart at once. No effect without a restart in progress."""
         self._back.set()
         if self._restart is not None:
             await self._restart
@@ -160,7 +164,7 @@ class InstanceServer:
             return await self.answer(self, request)
         except Refusal as refusal:
             return web.Response(status=refusal.status, body=refusal.body(), content_type="application/json")
-        except (CutOff, ConnectionResetError):  # by order, or the client has left while it was written to
+        except (CutOff, ConnectionResetError):  # an injected fault, or the client disconnected during a write
             if request.transport is not None:
                 request.transport.abort()
             await asyncio.get_running_loop().create_future()  # until the loss of the connection cancels this task
@@ -177,6 +181,6 @@ def _large_request(
     writer: AbstractStreamWriter,
     task: asyncio.Task[None],
 ) -> web.BaseRequest:
-    """Prompts are longer than a web framework expects."""
+    """Create a request with a higher size limit, because prompts exceed the framework's default."""
     loop = asyncio.get_running_loop()
     return web.BaseRequest(message, payload, protocol, writer, task, loop, client_max_size=BODY_MAX)

@@ -1,1 +1,1 @@
-"""Published evaluations as data: set-up, sweep, expected direction."""
+"""Published evaluations as data: set-up, sweep and expected direction."""

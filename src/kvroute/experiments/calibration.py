@@ -1,4 +1,4 @@
-"""The compute times that NetKV does not print, from the rows of its Table II that it does, on the tuning slice."""
+"""Fits the compute times that NetKV does not publish to rows of its Table II, on the tuning slice."""
 
 from __future__ import annotations
 
@@ -15,26 +15,27 @@ TABLE_II = {
     "cla": {"ttft_s": 1.812, "tbt_s": 12.71e-3, "transfer_s": 0.835},
     "netkv": {"ttft_s": 1.598, "tbt_s": 12.94e-3, "transfer_s": 0.620},
 }
-"""RAG at 100 %: mean TTFT, TBT and transfer time."""
+"""RAG at 100 % load: mean TTFT, TBT and transfer time, in seconds."""
 ROUNDS = 6
 
 
 class Calibration(msgspec.Struct, frozen=True, kw_only=True):
-    """Four numbers, and how near to the three rows they come on the slice that they were fitted on."""
+    """The four fitted numbers, and the values of the three rows that result on the slice used for fitting."""
 
     prefill_per_token_s: float
     decode_base_s: float
     decode_per_request_s: float
     rest_s: dict[str, float]
-    """Mean of TTFT minus transfer time here, by policy; Table II has 0.976 to 0.978 s."""
+    """Mean of TTFT minus transfer time with the fit, by policy, in seconds; Table II has 0.976 to 0.978 s."""
     tbt_s: dict[str, float]
 
 
 def calibrate(study: Study, seeds: tuple[int, ...] = (0, 1, 2)) -> Calibration:
-    """Fit the prefill slope to TTFT minus transfer, and the decode line to TBT; nothing else of the table is used.
+    """Fit the prefill slope to TTFT minus transfer time, and the decode line to TBT; no other value of the table is
+    used.
 
-    The decode line and the batches depend on each other, hence a few rounds. Transfer times are not fitted: they come
-    out of the fabric and of the trace's lengths.
+    The decode line and the batch sizes depend on each other, so the fit takes several rounds. Transfer times are not
+    fitted: they result from the fabric and the lengths in the trace.
     """
     study = replace(study, tuning=True)
     for _ in range(ROUNDS):
@@ -42,7 +43,8 @@ def calibrate(study: Study, seeds: tuple[int, ...] = (0, 1, 2)) -> Calibration:
         rest_s, tbt_s, tokens = _measure(study, seeds)
         wanted_rest_s = np.mean([row["ttft_s"] - row["transfer_s"] for row in TABLE_II.values()])
         first_step_s = np.mean([row["tbt_s"] for row in TABLE_II.values()])
-        # Admission waits for the running iteration, about half of one: what is measured beyond prefill and first step.
+        # The remainder beyond prefill and first step is the wait for the running iteration, on average about half of
+        # one.
         waiting_s = np.mean(list(rest_s.values())) - np.mean(list(tbt_s.values()))
         waiting_s -= reading.times.prefill_per_token_s * tokens + reading.times.prefill_base_s
         slope_s = (wanted_rest_s - first_step_s - waiting_s - reading.times.prefill_base_s) / tokens
@@ -69,7 +71,7 @@ def calibrate(study: Study, seeds: tuple[int, ...] = (0, 1, 2)) -> Calibration:
 
 
 def _measure(study: Study, seeds: tuple[int, ...]) -> tuple[dict[str, float], dict[str, float], float]:
-    """TTFT minus transfer and TBT by policy, and the mean prompt length of the slice."""
+    """Return TTFT minus transfer time and TBT by policy, and the mean prompt length of the slice."""
     rest_s, tbt_s, tokens = {}, {}, 0.0
     for policy in TABLE_II:
         runs = [

@@ -1,4 +1,4 @@
-"""A cell is one run of an experiment: what was set, which policy, which seed; its key names it for ever."""
+"""A cell is one run of an experiment: settings, policy and seed. Its key identifies it permanently."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def key(self) -> str:
-        """Unique within a results folder, readable, and what `--cell` takes."""
+        """The cell's name, unique within a results folder and readable; the argument of `--cell`."""
         values = ",".join(f"{name}={value:g}" for name, value in self.settings.items())
         return f"{self.experiment}/{self.reading}/{self.profile}/{values}/{self.policy}/{self.seed}"
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """What a cell gave, with all that is needed to run it again."""
+    """The result of a cell, with everything needed to run it again."""
 
     key: str
     cell: Cell
@@ -39,15 +39,15 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     summary: Summary
     timeline: Timeline | None = None
     figures: dict[str, float] = {}
-    """Numbers of this experiment beyond the summary, by name with their unit; what was not measured is absent."""
+    """Further numbers of this experiment by name with unit; values that were not measured are absent."""
     series: dict[str, tuple[tuple[float, float], ...]] = {}
-    """What moved during the run: (seconds, value)."""
+    """Values that changed during the run: (seconds, value)."""
     code: str = ""
-    """Digest of the code that it comes from (`provenance.code_of`); empty: it was not written down."""
+    """Digest of the code that produced the record (`provenance.code_of`); empty if it was not recorded."""
 
 
 class Computed(msgspec.Struct, frozen=True, kw_only=True):
-    """What a cell gave that is arithmetic and no run."""
+    """The result of a cell that is computed by formula, without a run."""
 
     key: str
     cell: Cell
@@ -63,19 +63,19 @@ class Experiment:
     title: str
     source: str
     axes: dict[str, tuple[float, ...]]
-    """Axis name to values; the sweep is their product."""
+    """Values by axis name; the sweep is their product."""
     policies: tuple[str, ...]
     profiles: tuple[str, ...]
     expectation: str
-    """The direction that the publication leads one to expect; the report says whether it came out so."""
+    """The direction that the publication suggests; the report states whether the results agree."""
     versus: tuple[str, str] = ("netkv", "cla")
-    """The pair of policies that the figure compares."""
+    """The two policies that the figure compares."""
     certain: tuple[str, ...] = ()
-    """Profiles without chance: one seed says it all."""
+    """Profiles without randomness, for which one seed is enough."""
 
 
 def cells(experiment: Experiment, reading: str, profiles: tuple[str, ...], seeds: tuple[int, ...]) -> list[Cell]:
-    """The sweep, seed by seed within a point, so that an interrupted run has whole points first."""
+    """Return the sweep, seed by seed within a point, so an interrupted run leaves complete points first."""
     points = [dict(zip(experiment.axes, values, strict=True)) for values in product(*experiment.axes.values())]
     return [
         Cell(

@@ -1,6 +1,6 @@
-"""Decode instances as chosen by somebody who knows all draws and the future: each request is played everywhere.
+"""Decode instances chosen with knowledge of all random draws and future requests, by trying every choice.
 
-A bound to compare with, not a policy: each step is a whole run.
+The result is a bound for comparison and not a policy: each step is a complete run.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ ROUNDS_MAX = 3
 
 @dataclass(frozen=True, slots=True)
 class Scripted:
-    """The decode policy that does as it is told: for each request a candidate, or the next one with room."""
+    """Decode policy that follows a script: each request gets the scripted candidate, or the next one with room."""
 
     script: tuple[int, ...]
 
     def choose(self, request: Request, candidates: Candidates, costs: NetworkCosts, turn: int) -> Choice | Reject:
-        """See DecodePolicy; the cost is how far a candidate is behind the one that the script names."""
+        """Implement DecodePolicy; the cost is a candidate's distance behind the scripted one, in positions."""
         feasible, count = feasible_mask(candidates), len(candidates.names)
         if not feasible.any():
             return no_room(request, candidates)
@@ -38,30 +38,32 @@ class Scripted:
 
 
 class ScriptedSpec(ControlSpec, frozen=True, kw_only=True):
-    """A control core that decodes by script."""
+    """Specification of a control core whose decode policy follows a script."""
 
     script: tuple[int, ...]
 
     def build(self, cluster: Cluster) -> Control:
-        """As ControlSpec's, with the script in the place of its policy."""
+        """Build as ControlSpec does, with the scripted decode policy."""
         settings = replace(self._settings(frozenset()), decode_policy=Scripted(self.script))
         return Control(cluster, settings, NetworkOracle.of(cluster, self.oracle))
 
 
 Play = Callable[[ControlSpec], Run]
-"""One run, decided by what is given."""
+"""A function that runs the simulation with the given control specification."""
 
 
 def descend(play: Play, starts: Sequence[ControlSpec], places: Sequence[int], rounds_max: int = ROUNDS_MAX) -> Run:
-    """From the best of some policies' runs on, each request in turn goes wherever the mean TTFT of all is least, until
-    a round changes nothing; the best run.
+    """Start from the best policy's run. For each request in turn, take the candidate that gives the lowest mean TTFT of
+    all requests, until a round changes nothing; return the best run.
 
-    A local optimum: no single request could be sent elsewhere to the good of the mean (unless `rounds_max` stopped it).
+    The result is a local optimum: moving any single request does not lower the mean (unless `rounds_max` ended the
+    search).
 
     Args:
-        play: the run of a spec, the same for the same spec.
-        starts: policies; the descent keeps the prefill policy and all else of the best one.
-        places: index in the cluster of the candidates, in their order.
+        play: runs a specification; it returns the same run for the same specification.
+        starts: specifications of the policies; the descent keeps the prefill policy and all other fields of the best
+            one.
+        places: index in the cluster of each candidate, in the order of the candidates.
     """
     runs = [play(spec) for spec in starts]
     least = min(range(len(runs)), key=lambda number: (_mean_s(runs[number]), number))

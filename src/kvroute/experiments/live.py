@@ -1,5 +1,5 @@
-"""The simulator's word against the clock: one trace, predicted for a cluster and played at a live gateway on emulated
-engines; it refuses to bend either side towards the other."""
+"""Compare the simulator with real time: one trace, predicted for a cluster and sent to a live gateway on emulated
+engines. Neither side is adjusted to the other."""
 
 from __future__ import annotations
 
@@ -33,36 +33,36 @@ from kvroute.topology.assembly import read_text
 from kvroute.types import TIER_COUNT, FloatArray, InputError
 
 BLOCK_TOKENS = 16
-"""Of emulated engines; a trace's own blocks are cut into these for both sides."""
+"""Block size of the emulated engines; both sides use the trace's prompts in blocks of this size."""
 READY_S = 90.0
 END_S = 15.0
-"""For requests under way when the gateway is told to end; then it ends at once."""
+"""Seconds between stop signals: the first lets requests under way finish, the second ends the gateway at once."""
 PARTS = {"door": (), "prefill": ("prefill_wait", "prefill"), "transfer": ("transfer", "queue"), "step": ("first_step",)}
-"""Parts of TTFT as a gateway sees them, and the simulator's that they are made of."""
+"""Parts of TTFT by gateway name, each with the simulator's parts that it consists of."""
 _GATEWAY_PARTS = {"queue": "door", "prefill": "prefill", "transfer": "transfer", "first_step": "step"}
 _TIERS = ("node", "rack", "pod", "datacenter", "cross_datacenter")
 
 
 class Half(msgspec.Struct, frozen=True, kw_only=True):
-    """TTFT and transfers of one trace under one policy, live or predicted."""
+    """TTFT and transfers of one trace under one policy, measured or predicted."""
 
     answered: int
     ttft_p50_s: float
     ttft_p90_s: float
     ttft_mean_s: float
     parts_s: dict[str, float]
-    """Mean of each of PARTS."""
+    """Mean of each of PARTS, in seconds."""
     tier_share: tuple[float, ...]
-    """Of the transfers, by tier, [TIER_COUNT]."""
+    """Share of transfers by tier, [TIER_COUNT]."""
     ttft_s: tuple[float | None, ...]
-    """By request, None where there was no answer."""
+    """TTFT by request; None if there was no response."""
     errors: tuple[str, ...] = ()
-    """What went wrong, each once."""
+    """Distinct error messages."""
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is predicted and played."""
+    """The input of a comparison: cluster, trace, policies and seed."""
 
     cluster: Path
     trace: Trace
@@ -73,7 +73,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Both halves of one policy."""
+    """The measured and the predicted result of one policy."""
 
     policy: str
     live: Half
@@ -81,34 +81,34 @@ class Comparison:
 
     @property
     def off(self) -> float:
-        """How far the live median is from the predicted one, as a share of it."""
+        """Relative difference of the live median TTFT from the predicted one."""
         return self.live.ttft_p50_s / self.predicted.ttft_p50_s - 1.0
 
     @property
     def apart(self) -> float:
-        """How far a request's own live TTFT is from the predicted one, as a share of it, in the median."""
+        """Median over the requests of the relative difference between live and predicted TTFT of the same request."""
         pairs = zip(self.live.ttft_s, self.predicted.ttft_s, strict=True)
         return statistics.median(abs(a / b - 1.0) for a, b in pairs if a is not None and b is not None)
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A gateway on emulated engines, where it can be reached."""
+    """Addresses of a running gateway with emulated engines."""
 
     url: str
     admin: str
 
     def page(self, path: str) -> bytes:
-        """What the operator's port answers."""
+        """Return the response of the admin port for this path."""
         return _page(self.admin + path)
 
 
 def playable(trace: Trace, output_max: int) -> Trace:
-    """The trace as both sides take it: prompts in the engines' blocks, answers of 1 to `output_max` tokens, and no two
-    arrivals at one time.
+    """Return the trace in the form that both sides use: prompts in the engines' blocks, responses of 1 to `output_max`
+    tokens, and distinct arrival times.
 
-    Published traces stamp requests in steps of seconds. Which of several requests that leave at once reaches a gateway
-    first is chance, so those of a step are spread evenly up to the next one.
+    Published traces have timestamps in steps of seconds. The order in which requests sent at the same moment reach a
+    gateway is random, so the requests of a step are spread evenly up to the next step.
     """
     wanted = [request for request in trace.requests if request.output_tokens]
     made: list[TracedRequest] = []
@@ -126,7 +126,7 @@ def playable(trace: Trace, output_max: int) -> Trace:
 
 
 def _apart(times_s: Sequence[float]) -> list[float]:
-    """Ascending times, equal ones spread evenly up to the next greater; the last step is as long as the mean one."""
+    """Spread equal times of an ascending list evenly up to the next greater time; the last step has mean length."""
     if not times_s:
         return []
     steps, counts = np.unique(times_s, return_counts=True)
@@ -138,10 +138,10 @@ def _apart(times_s: Sequence[float]) -> list[float]:
 
 
 def predict(question: Question) -> Half:
-    """What the simulator says of a gateway with the file's settings, its measurements of own transfers included."""
+    """Simulate a gateway with the settings of the file, including its measurements of its own transfers."""
     cluster, settings = deployment_of(read_text(question.cluster), str(question.cluster), embedded=True)
     settings = msgspec.structs.replace(settings, policy=question.policy, prefill=question.prefill)
-    # Engines tell what they hold and drop, so nothing is guessed of their caches.
+    # Engines report the blocks that they store and evict, so the router does not estimate their caches.
     spec = msgspec.structs.replace(settings.control_spec(), cache_block_tokens=0)
     told_every_s = float(settings.scrape.interval_s)
     early = spec.layerwise or (spec.offload is not None and spec.offload.layerwise)
@@ -156,7 +156,7 @@ def predict(question: Question) -> Half:
 
 
 def predicted(run: Run) -> Half:
-    """A run, reduced to what a gateway's clients and metrics tell."""
+    """Reduce a run to the values that a gateway's clients and metrics provide."""
     means = msgspec.to_builtins(run.summary.ttft_parts_s)
     parts_s = {name: sum(means[part] or 0.0 for part in of) for name, of in PARTS.items()}
     tiers = run.outcomes.tier
@@ -166,7 +166,7 @@ def predicted(run: Run) -> Half:
 
 
 def observed(answers: Sequence[Answer], metrics: str) -> Half:
-    """What clients saw, and what the gateway's metrics page says of parts and tiers."""
+    """Summarize the clients' measurements, and the parts and tiers in the gateway's metrics page."""
     transfers = _by_label(metrics, "kvroute_transfer_seconds_count", "tier")
     share = _share(np.array([transfers.get(tier, 0.0) for tier in _TIERS]))
     sums, counts = (_by_label(metrics, f"kvroute_ttft_part_seconds_{which}", "part") for which in ("sum", "count"))
@@ -176,8 +176,8 @@ def observed(answers: Sequence[Answer], metrics: str) -> Half:
 
 
 def played(served: Served, trace: Trace, on_answer: Callable[[], None] = lambda: None) -> tuple[list[Answer], bytes]:
-    """Send the trace's requests as they are due and wait for all answers; with them the gateway's state when the last
-    request had been sent, its busiest time."""
+    """Send the trace's requests at their times and wait for all responses. Return them with the gateway's state right
+    after the last request was sent, when the gateway is busiest."""
     model = json.loads(_page(served.url + "/v1/models"))["data"][0]["id"]
     requests = list(plays(trace.requests, model))
     last_s = LEAD_S + max((request.at_s for request in requests), default=0.0)
@@ -194,17 +194,19 @@ def played(served: Served, trace: Trace, on_answer: Callable[[], None] = lambda:
 
 @contextmanager
 def embedded(question: Question) -> Iterator[Callable[[], Served]]:
-    """`kvroute serve --embedded` on ports of the system's choice, and its end; call what it yields to wait for it.
+    """Run `kvroute serve --embedded` on free ports and stop it at the end. It yields a function that waits until the
+    gateway is ready.
 
     Raises:
-        InputError: by the call: it does not get ready.
+        InputError: raised by the yielded function if the gateway does not become ready.
     """
     command = [sys.executable, "-m", "kvroute.cli.app", "serve", "--embedded", str(question.cluster)]
     command += ["--policy", question.policy, "--prefill", question.prefill, "--seed", str(question.seed)]
     with tempfile.TemporaryDirectory(prefix="kvroute-") as folder, tempfile.TemporaryFile() as said:
         ready = Path(folder, "ready.json")
         command += ["--port", "0", "--admin-port", "0", "--ready-file", str(ready), "--until-eof"]
-        # A session of its own: Ctrl-C is for this process, which ends the other one. The pipe ends it in any case.
+        # The new session keeps Ctrl-C from reaching the gateway; this process stops it. The closed pipe stops it in any
+        # case.
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=said, start_new_session=True
         )
@@ -228,7 +230,7 @@ def _ready(process: subprocess.Popen[bytes], ready: Path, said: IO[bytes]) -> Se
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ask it to finish, then tell it to stop (a second signal), then make it stop; it takes its engines along."""
+    """Send SIGTERM to finish, a second SIGTERM to stop at once, then SIGKILL; the gateway stops its engines."""
     assert process.stdin is not None
     try:
         for end in (process.terminate, process.terminate, process.kill):
@@ -247,7 +249,7 @@ def _page(url: str) -> bytes:
         with urllib.request.urlopen(url, timeout=30) as answer:
             body: bytes = answer.read()
             return body
-    except OSError as error:  # what urllib raises are OSErrors too
+    except OSError as error:  # urllib's exceptions are subclasses of OSError
         raise InputError(f"the gateway did not answer ({error})", where=url) from None
 
 

@@ -1,5 +1,5 @@
-"""foresight against what it replaces, without each of its terms, and against those who know the future: three sweeps
-over the cells of `never_worse_cases`; it runs none."""
+"""Three sweeps over the cells of `never_worse_cases`, as data: foresight against the policies it replaces, without each
+of its terms, and against a search with knowledge of the future."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvroute.experiments.never_worse_cases import CASES
 BASELINES = ("round-robin", "load-aware", "cache-aware", "cla", "netkv-topo", "netkv-static", "netkv")
 POLICIES = (*BASELINES, "foresight-closed", "foresight-joint", "foresight")
 RIVALS = ("cla", "netkv")
-"""Whom foresight must nowhere be worse than."""
+"""Policies that foresight must not be worse than in any cell."""
 
 Variant = tuple[str, dict[str, float]]
 VARIANTS: dict[str, Variant] = {
@@ -31,13 +31,14 @@ VARIANTS: dict[str, Variant] = {
     "NICs told twice as fast": ("foresight", {"source_nic_factor": 2.0, "target_nic_factor": 2.0}),
     "NICs told four times as fast": ("foresight", {"source_nic_factor": 4.0, "target_nic_factor": 4.0}),
 }
-"""foresight without each of its terms, and with a wrong map: a policy and its parameters."""
+"""foresight without each of its terms, and with wrong NIC speeds: a policy and its parameters."""
 
 CLAIRVOYANT = "clairvoyant"
 SEEN = ("cla", "netkv", "foresight", CLAIRVOYANT)
-"""Policies that are compared where the future is known."""
+"""Policies compared with that search."""
 SHORT_S, SEEN_SEEDS = 6.0, 3
-"""Measured where the future is known, and of how many seeds at most: every request is played everywhere."""
+"""Measured seconds and maximum number of seeds for that comparison; it is short because every request is tried on every
+candidate."""
 _FORESEEN = (
     "paper/load=1",
     "paper/load=2",

@@ -1,4 +1,4 @@
-"""The cells of the matrix in which foresight must nowhere be worse than what it replaces, as data."""
+"""The cells of the matrix in which foresight must never be worse than the policies it replaces, as data."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 Oracle = Literal["truthful", "silent", "lying"]
-"""What the router hears of others' traffic: the truth every second, nothing, or something else."""
+"""Background traffic as reported to the router: the true values every second, nothing, or false values."""
 TraceName = Literal["generated", "mooncake", "coding-agent"]
 MEASURE_S, WARMUP_S = 45.0, 10.0
 _ALL_TIERS = (0.0, 1.0, 1.0, 1.0, 0.0)
-"""Where others' traffic is: on NICs, rack and pod uplinks."""
+"""Tiers with background traffic: NICs, rack uplinks and pod uplinks."""
 _UPLINKS = (0.0, 0.0, 1.0, 1.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One cell of the matrix: a cluster, its traffic, and what the router knows."""
+    """One cell of the matrix: a cluster, its traffic, and the information available to the router."""
 
     name: str
     axis: str
-    """Which column of the matrix it belongs to."""
+    """Column of the matrix."""
     reading: str
     changes: tuple[str, ...] = ()
     """Fields of the reading, as `field=value`."""
@@ -28,22 +28,22 @@ class Case:
     settings: dict[str, float] = field(default_factory=dict)
     """load, gpus, oversubscription, as in NetKV's experiments."""
     slots: int = 64
-    """Of a decode batch."""
+    """Size of a decode batch."""
     kv_gb: float = 180.0
-    """KV memory of an instance."""
+    """KV memory of an instance, in GB."""
     background: tuple[float, ...] = (0.0,) * 5
-    """Others' share by tier."""
+    """Share of each tier's capacity that background traffic uses."""
     burst: tuple[float, ...] = (0.0,) * 5
     burst_every_s: float = 0.0
     oracle: Oracle = "truthful"
     reported: tuple[float, ...] | None = None
-    """What a lying oracle says."""
+    """Values reported by a lying oracle."""
     refresh_s: float = 1.0
     trace: TraceName = "generated"
     warmup_s: float = WARMUP_S
     measure_s: float = MEASURE_S
     ablated: bool = False
-    """Whether every term is left out here in turn."""
+    """True if the ablation runs this case without each of the terms."""
 
 
 FABRICS: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -66,8 +66,8 @@ FABRICS: dict[str, tuple[str, tuple[str, ...]]] = {
         for ecmp in ("flow", "transfer")
     },
 }
-"""Name -> a reading and what is changed in it. nic150-flow: every instance behind one NIC of 150 Gbps, and each of a
-transfer's flows draws its uplink."""
+"""Reading and changed fields by name. In nic150-flow, every instance has one NIC of 150 Gbps, and each flow of a
+transfer draws its own uplink."""
 
 
 def _case(axis: str, fabric: str, name: str, **more: object) -> Case:
@@ -273,7 +273,7 @@ def _size() -> list[Case]:
 
 
 def _profiles() -> list[Case]:
-    # Chatbots ask so often that longer windows of eight seeds would hold the same requests.
+    # Chatbot requests arrive so often that longer windows of eight seeds would contain the same requests.
     return [
         _case(
             "profile",
@@ -300,7 +300,7 @@ def _traces() -> list[Case]:
         )
     ]
     named = [replace(one, name=f"{one.name} {one.changes[-1]}") for one in found[3:]]
-    # Prompts of 122,000 tokens in the mean, nearly all of them cached; 256 GPUs, 0.85 is as recorded.
+    # The mean prompt has 122,000 tokens, nearly all of them cached; with 256 GPUs, load 0.85 is the recorded rate.
     agents = [
         _case(
             "trace",

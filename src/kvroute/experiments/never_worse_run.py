@@ -1,4 +1,4 @@
-"""From a cell of the matrix to its run: cluster, requests, what the router hears, and CLA* tuned for the case."""
+"""Builds the run of a matrix cell: cluster, requests, telemetry of the router, and CLA* tuned for the case."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from kvroute.types import InputError
 
 SHORT_WARMUP_S = 2.0
 RATIOS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
-"""Of CLA*'s weights, cache over load: only the ratio decides."""
+"""Ratios of CLA*'s cache weight to its load weight; only the ratio affects decisions."""
 TUNING_SEEDS = (0, 1)
 TRACES_VARIABLE = "KVROUTE_TRACES"
 _FILES = {
@@ -41,16 +41,16 @@ _GIVE = f"give the folder that holds {_KNOWN} with --trace-dir or {TRACES_VARIAB
 
 @dataclass(frozen=True, slots=True)
 class Traces:
-    """Recorded traces by the name that cases use, as paths; those that are not there are absent."""
+    """Paths of recorded traces by the name that cases use; missing traces are absent."""
 
     paths: tuple[tuple[str, str], ...] = (("generated", ""),)
 
     @classmethod
     def of(cls, folder: Path | None) -> Traces:
-        """What a folder and the folders below it hold; without one, what the environment's variable names.
+        """Find the traces in a folder and its subfolders; without a folder, use the one in the environment variable.
 
         Raises:
-            InputError: the folder does not exist, or holds none of the traces.
+            InputError: the folder does not exist, or contains none of the traces.
         """
         given = str(folder) if folder is not None else os.environ.get(TRACES_VARIABLE, "")
         found = [("generated", "")]
@@ -65,11 +65,11 @@ class Traces:
         return cls(tuple(found))
 
     def path(self, case: Case) -> str | None:
-        """Where a case's requests come from; "" for generated ones, None: from a file that is not there."""
+        """Return the path of a case's trace; "" for generated requests, None if the file is missing."""
         return dict(self.paths).get(case.trace)
 
     def missing(self, names: Iterable[str]) -> dict[str, str]:
-        """Cases that cannot be run, and what would mend that."""
+        """Return the cases that cannot be run, each with the remedy."""
         return {
             name: f"not run: {' or '.join(_FILES[CASES[name].trace])} is not there; give --trace-dir"
             for name in names
@@ -79,13 +79,13 @@ class Traces:
 
 @dataclass(frozen=True, slots=True)
 class Runner:
-    """Runs cells; picklable."""
+    """Runs cells. It is picklable."""
 
     traces: Traces
     weights: tuple[tuple[str, Weights], ...] = ()
-    """CLA*'s, by case."""
+    """CLA* weights by case."""
     tuning: bool = False
-    """Cells are of the tuning: on requests that no measurement uses, with `cache_weight` among their settings."""
+    """True for tuning: runs use requests that no measurement uses, and cells have `cache_weight` in their settings."""
 
     def __call__(self, cell: Cell) -> Record:
         case = CASES[cell.profile]
@@ -95,7 +95,7 @@ class Runner:
         return Record(key=cell.key, cell=cell, config=self._config(case, cell, weights), summary=summary)
 
     def run(self, case: Case, cell: Cell, weights: Weights | None) -> Run:
-        """A cell's run, with every request's times."""
+        """Run a cell and return the run with the times of every request."""
         study, inner = study_of(case, self.traces, cell, tuning=self.tuning), _inner(case, cell)
         cluster, trace = cluster_of(study.reading, inner, study.engine), requests_of(study, inner)
         settings = settings_of(case, study)
@@ -121,7 +121,7 @@ class Runner:
 
 
 def spec_of(case: Case, policy: str, weights: Weights | None) -> ControlSpec:
-    """What decides, by the name of a policy or of a variant of foresight."""
+    """Return the control specification of a policy or of a variant of foresight."""
     name, parameters = VARIANTS.get(policy, (policy, {}))
     if name == "cla" and weights is not None:
         parameters = {"cache_weight": weights.cache, "load_weight": weights.load}
@@ -132,7 +132,7 @@ def spec_of(case: Case, policy: str, weights: Weights | None) -> ControlSpec:
 
 
 def settings_of(case: Case, study: Study) -> SimSettings:
-    """What a case assumes of engines, network and window."""
+    """Return a case's assumptions about engines, network and window."""
     return SimSettings(
         prefill_queueing=study.reading.prefill_queueing,
         background=Background(per_tier=case.background, burst_per_tier=case.burst, burst_every_s=case.burst_every_s),
@@ -146,7 +146,7 @@ def settings_of(case: Case, study: Study) -> SimSettings:
 
 
 def study_of(case: Case, traces: Traces, cell: Cell, *, tuning: bool = False) -> Study:
-    """Reading, trace, window and engines of a case."""
+    """Return the reading, trace, window and engines of a case."""
     path = traces.path(case)
     assert path is not None, "cases without their trace are left out"
     short = cell.experiment == FORESEEN.name
@@ -161,7 +161,7 @@ def study_of(case: Case, traces: Traces, cell: Cell, *, tuning: bool = False) ->
 
 
 def _inner(case: Case, cell: Cell) -> Cell:
-    """The same as NetKV's experiments would write it."""
+    """Return the equivalent cell in the form of NetKV's experiments."""
     return msgspec.structs.replace(cell, profile=case.profile, settings=dict(case.settings) or {"load": 1.0})
 
 
@@ -174,9 +174,10 @@ def tune(
     workers: int | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[tuple[str, Weights], ...]:
-    """CLA*'s weights for each case: of eleven ratios the one of least mean TTFT on requests that nobody measures.
+    """Return CLA*'s weights for each case: of eleven ratios the one with the lowest mean TTFT on requests that no
+    measurement uses.
 
-    Results land in `path` and are taken from there the next time; of equals the ratio nearest to 1 is taken.
+    Results are stored in `path` and reused by later calls. On a tie, the ratio nearest to 1 is used.
     """
     cells = [
         Cell(
@@ -206,10 +207,10 @@ def _best(means: dict[float, float]) -> Weights:
 
 
 def results_of(path: Path) -> list[Record]:
-    """What an earlier start of this code has left in a file, as far as the matrix still has its cells.
+    """Return the records that earlier runs of this code stored in a file, limited to cells that the matrix still has.
 
     Raises:
-        InputError: it holds another cell of that name, or another variant of foresight.
+        InputError: the file holds a different cell of the same name, or a different variant of foresight.
     """
     found = [record for record in finished(path).values() if record.cell.profile in CASES]
     for record in found:
@@ -223,5 +224,5 @@ def results_of(path: Path) -> list[Record]:
 
 
 def _plain(value: object) -> Any:
-    """As it comes back from a file."""
+    """Return the value in the form in which it is read back from a file."""
     return msgspec.json.decode(msgspec.json.encode(value))

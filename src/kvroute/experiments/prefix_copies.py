@@ -1,4 +1,4 @@
-"""`prefix-copies`: what it brings to move cached prefixes between two datacenters, to siblings, and ahead of demand."""
+"""`prefix-copies`: the effect of copying cached prefixes between two datacenters, to siblings, and ahead of demand."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DOCUMENTS, CONVERSATIONS = "documents", "conversations"
 OWN = "own-caches"
 END_S, WARMUP_S = 900.0, 120.0
 PREFILL, DECODE, WAN_GBPS = 4, 4, 100.0
-"""Instances at home, beside the four that PrfaaS has away."""
+"""Prefill and decode instances at home, in addition to the four remote PrfaaS instances, and the WAN bandwidth."""
 ASSUMED = Assumptions(kv_capacity_tb=0.4)
 REVIEW_S = 10.0
 RATE_PER_S = {DOCUMENTS: 2.0, CONVERSATIONS: 3.0}
@@ -41,7 +41,7 @@ EXPERIMENTS = {PREFIX_COPIES.name: PREFIX_COPIES}
 
 
 def run_cell(cell: Cell, end_s: float = END_S) -> Record:
-    """One run, of requests that come until `end_s`: a policy's name says what moves."""
+    """Run a cell with requests that arrive until `end_s`; the policy's name selects what is copied."""
     sites = cluster("prfaas", PREFILL, DECODE, WAN_GBPS, ASSUMED)
     settings = SimSettings(
         transfer="layerwise",
@@ -57,8 +57,9 @@ def run_cell(cell: Cell, end_s: float = END_S) -> Record:
 
 
 def spec_of(policy: str) -> ControlSpec:
-    """Every policy searches the routing threshold. `own-caches`: each site uses its own cached prefixes (bandwidth
-    counts as scarce); `exchange`: the longer one is copied; `pool`: siblings fetch; `ahead`: hot ones are copied."""
+    """Return the specification of a policy; every policy searches for the routing threshold. `own-caches`: each site
+    uses its own cached prefixes (bandwidth counts as scarce). `exchange`: the longer prefix is copied. `pool`:
+    instances fetch prefixes from siblings. `ahead`: hot prefixes are copied before a request needs them."""
     exchange, *more = policy.split("+")
     rule: Rule = "scarce" if exchange == OWN else "auto"
     return ControlSpec(
@@ -71,17 +72,19 @@ def spec_of(policy: str) -> ControlSpec:
 
 
 def requests_of(profile: str, seed: int, end_s: float = END_S) -> Trace:
-    """The same for every policy of a seed."""
+    """Return the requests, the same for every policy of a seed."""
     if profile == CONVERSATIONS:
         return generate(duration_s=end_s, rate_per_s=RATE_PER_S[profile], seed=seed)
     return documents(np.random.default_rng(seed), RATE_PER_S[profile], end_s)
 
 
 def documents(draw: np.random.Generator, rate_per_s: float, end_s: float) -> Trace:
-    """Documents of 20,000 to 80,000 tokens come in every 15 s and are summed up; for 4 minutes each is asked about,
-    some far more often than others. Most questions are short; one in seven brings 15,000 to 40,000 tokens of its own.
+    """Return a trace in which a document of 20,000 to 80,000 tokens arrives every 15 s on average and is summarized.
+    For 4 minutes requests ask questions about it, about some documents far more often. Most questions are short; one in
+    seven has 15,000 to 40,000 tokens of its own.
 
-    A document's summary is a prompt that ends where the document does, so that hybrid models can go on from there.
+    A document's summary request has a prompt that ends at the end of the document, so that hybrid models can continue
+    from that state.
     """
     came_s = np.cumsum(draw.exponential(15.0, int(end_s / 15.0)))
     depths = np.exp(draw.uniform(np.log(20_000), np.log(80_000), len(came_s))).astype(np.int64) // BLOCK_TOKENS
@@ -102,14 +105,14 @@ def documents(draw: np.random.Generator, rate_per_s: float, end_s: float) -> Tra
 
 
 def _asked(at_s: float, document: int, depth: int, own_tokens: int, question: int, answer: int) -> TracedRequest:
-    """A document of so many blocks, and what comes after it; blocks have one number each."""
+    """Return a request for a document of `depth` blocks followed by its own tokens; every block has its own number."""
     own = range(10_000_000 + question * 1_000, 10_000_000 + question * 1_000 + own_tokens // BLOCK_TOKENS)
     blocks = (*range(document * 1_000, document * 1_000 + depth), *own)
     return TracedRequest(at_s, depth * BLOCK_TOKENS + own_tokens, answer, blocks, BLOCK_TOKENS)
 
 
 def _figures(run: Run, sites: Cluster) -> dict[str, float]:
-    """Bytes between the sites either way, and what of all bytes were copies; of the whole run."""
+    """Return the bytes between the sites in each direction, and the copied bytes among them, over the whole run."""
     home = {instance.datacenter for instance in sites.instances if instance.role == "decode"}
     out_bytes = in_bytes = 0.0
     for link, carried in zip(sites.links, run.link_bytes.tolist(), strict=True):

@@ -1,4 +1,4 @@
-"""PrfaaS's experiments as data, and which function runs a cell of each."""
+"""PrfaaS's experiments as data, and the function that runs a cell of each."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ _RUNS: dict[str, Callable[[PrfaasStudy, Cell], Record]] = {CASE_STUDY.name: case
 
 
 def of_study(experiment: Experiment, study: PrfaasStudy) -> Experiment:
-    """What is swept: with a trace its own requests take the place of what is drawn, and thresholds are lower, since
-    cached prefixes do not count; the planner's for this trace is one of them."""
+    """Adapt the sweep to the study. With a trace, its own requests replace the generated ones, and thresholds are lower
+    because cached prefixes do not count; the planner's threshold for this trace is added to them."""
     if not study.trace or experiment.name == KV_THROUGHPUT.name:
         return experiment
     if experiment.name == CASE_STUDY.name:
@@ -54,5 +54,5 @@ def of_study(experiment: Experiment, study: PrfaasStudy) -> Experiment:
 
 
 def run_cell(study: PrfaasStudy, cell: Cell) -> Record:
-    """Run one cell; picklable with its study, so that processes and Ray can."""
+    """Run one cell. It is picklable together with its study, for processes and Ray."""
     return _RUNS[cell.experiment](study, cell)

@@ -1,5 +1,5 @@
-"""Sessions of agents in the PrfaaS experiments: a closed loop of so many users that they ask for a share of what the
-plan promises."""
+"""Agent sessions in the PrfaaS experiments: a closed loop with the number of users that requests a given share of the
+planned throughput."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from kvroute.sim.metrics import Outcomes
 from kvroute.sim.workload import THINK_MAX_S, Agents, Trace, User
 
 RAMP_S, FROM_S, END_S = 300.0, 600.0, 1_500.0
-"""Of `prfaas-case-study`: users begin until the first, the second begins what is measured, the last ends the run."""
+"""Times of `prfaas-case-study`: users start before RAMP_S, the measurement starts at FROM_S, and the run ends at
+END_S."""
 
 _SPARE = 3.0
-"""A user has so many times the sessions that last as long as a run, as recorded, since some are short."""
+"""Number of sessions per user relative to the number that fills a run at recorded duration; some sessions are short."""
 
 
 def in_profile(agents: Agents) -> Agents:
-    """Sessions up to their first prompt that is longer than any of the published profile."""
+    """Cut each session before its first prompt that is longer than any in the published profile."""
     return agents.within(MOST)
 
 
 def agent_lengths(agents: Agents, step_tokens: int = 100) -> Lengths:
-    """What a cache without limit leaves to compute of every prompt."""
+    """Return the tokens of every prompt that an unlimited cache leaves to compute."""
     tokens = [max(each, 1) for session in agents.sessions for each in session.uncached_tokens()]
     whole = sum(turn.input_tokens for session in agents.sessions for turn in session.turns)
     about = f"{agents.name}, {1 - sum(tokens) / whole:.1%} of its tokens cached"
@@ -35,23 +36,23 @@ def agent_lengths(agents: Agents, step_tokens: int = 100) -> Lengths:
 
 
 def answer_tokens(agents: Agents) -> float:
-    """Mean length of an answer."""
+    """Return the mean length of a response."""
     return float(np.mean([turn.output_tokens for session in agents.sessions for turn in session.turns]))
 
 
 def cycle_s(agents: Agents, found: Deployment) -> float:
-    """From one turn of a user to the next, where nothing waits: prefill, answer and pause, mean."""
+    """Return the mean time between two turns of a user when nothing queues: prefill, response and pause."""
     return found.ttft_s.mean + answer_tokens(agents) * ITERATION_S + agents.think_s()
 
 
 def users_for(agents: Agents, found: Deployment, load: float) -> int:
-    """As many as ask for `load` times the planned throughput as long as nothing waits (Little's law)."""
+    """Return the number of users that requests `load` times the planned throughput if nothing queues (Little's law)."""
     return max(round(load * found.lambda_max_per_s * cycle_s(agents, found)), 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Crowd:
-    """Users who begin at random times of `ramp_s` seconds from `from_s` on and stop at `until_s`."""
+    """Users that start at random times within `ramp_s` seconds after `from_s` and stop at `until_s`."""
 
     users: int
     from_s: float
@@ -60,10 +61,10 @@ class Crowd:
 
 
 def played(agents: Agents, crowds: tuple[Crowd, ...], seed: int, *, places: int) -> Trace:
-    """A closed loop of these users, the same sessions for every policy of a seed.
+    """Return a closed loop of these users, with the same sessions for every policy of a seed.
 
-    Sessions are dealt out to `places` users, so that the first ones have theirs whoever comes after; each comes again,
-    as nobody's continuation, when all have been played.
+    Sessions are distributed to `places` users, so the first users get the same sessions however many users follow. When
+    all sessions have been played, each is played again, independent of its earlier play.
     """
     lasts_s = float(np.mean([max(each.starts_s(THINK_MAX_S, answered=True)) for each in agents.sessions]))
     to_s = max(crowd.until_s for crowd in crowds)
@@ -79,6 +80,6 @@ def played(agents: Agents, crowds: tuple[Crowd, ...], seed: int, *, places: int)
 
 
 def answered_per_s(rows: Outcomes, from_s: float, to_s: float) -> float:
-    """First tokens per second of this time."""
+    """Return first tokens per second in [from_s, to_s)."""
     inside = (rows.first_token_s >= from_s) & (rows.first_token_s < to_s)
     return float(inside.sum()) / (to_s - from_s)

@@ -1,4 +1,4 @@
-"""`prfaas-burst`: thresholds that stay against the dual-timescale scheduler, while load, link or lengths change."""
+"""`prfaas-burst`: static thresholds against the dual-timescale scheduler, while load, link or lengths change."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ from kvroute.types import InputError, InstanceConverted, Prefill, Role
 
 DUAL = "dual-timescale"
 THRESHOLDS = (6_000, 8_000, 12_500, 16_000, 19_600, 25_000, 32_000, 40_000)
-"""Of the static policies; 19,600 is the planner's."""
+"""Thresholds of the static policies; 19,600 is the planner's."""
 TRACE_THRESHOLDS = (1_000, 2_000, 4_000, 8_000, 12_500, 16_000, 24_000, 32_000)
-"""Of those on a trace."""
+"""Thresholds of the static policies on a trace."""
 WARMUP_S, FROM_S, TO_S, END_S = 240.0, 300.0, 900.0, 1_200.0
-"""Nothing is measured before the first; the disturbance lasts from the second to the third; the last ends arrivals."""
+"""Measurement starts at WARMUP_S, the disturbance lasts from FROM_S to TO_S, and arrivals end at END_S."""
 RAMP_S = 200.0
-"""Agents' users begin within so much of the warm-up."""
+"""Agent users start within this time after the start of the run."""
 CUT_S = FROM_S + 0.4
-"""When the link fails: between two readings of the telemetry, for a cable does not wait for one."""
+"""Time of the link failure. It lies between two telemetry readings, as a real failure does."""
 STALL_S = 10.0
 REVIEW_S = 10.0
-"""The driver asks for a review so often; the scheduler itself says when it is due."""
+"""Interval between the driver's review calls; the scheduler decides when a review is due."""
 STEP_S = 20.0
-"""Of what is kept over time."""
+"""Step of the time series."""
 
 
 _NONE = Disturbance(FROM_S, TO_S)
@@ -50,19 +50,19 @@ _NONE = Disturbance(FROM_S, TO_S)
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """What changes between FROM_S and TO_S, or at the times given."""
+    """A change of conditions between FROM_S and TO_S, or at the given times."""
 
     name: str
     about: str
     traffic: Disturbance = _NONE
     link_shares: tuple[tuple[float, float], ...] = ()
-    """(seconds, share of the link's capacity from then on)."""
+    """(seconds, share of the link's capacity from that time on)."""
     on_traces: bool = True
-    """Whether it can be done to a trace that is given."""
+    """True if the scenario applies to a trace from a file."""
 
     @property
     def changes(self) -> tuple[CapacityChange, ...]:
-        """For the simulator."""
+        """The capacity changes for the simulator."""
         return tuple(CapacityChange(at_s=at, link="wan", share=share) for at, share in self.link_shares)
 
 
@@ -87,18 +87,17 @@ _MOST_FACTOR = max(scenario.traffic.rate_factor for scenario in SCENARIOS.values
 
 
 def static(threshold_tokens: float) -> str:
-    """The name of the policy that keeps this threshold."""
+    """Return the name of the policy with this fixed threshold."""
     return f"static-{threshold_tokens:g}"
 
 
 def offload_of(policy: str, rule: Rule = "scarce") -> OffloadSpec:
-    """What decides under a policy of this experiment: the scheduler with its defaults, or a threshold that stays."""
+    """Return the offload specification of a policy: the scheduler with its defaults, or a fixed threshold."""
     return OffloadSpec() if policy == DUAL else fixed(float(policy.removeprefix("static-")), rule)
 
 
 def burst_run(study: PrfaasStudy, cell: Cell) -> Record:
-    """One cell of `prfaas-burst`: all policies start from the split that the planner finds, and keep it but for the
-    dual-timescale scheduler."""
+    """Run one cell of `prfaas-burst`. All policies start from the planner's split; only dual-timescale changes it."""
     scenario, assumed = SCENARIOS[cell.profile], study.assumed
     found = deployment(planned(study, "prfaas", assumed.burst_wan_gbps))
     rate_per_s = assumed.burst_load * found.lambda_max_per_s
@@ -136,10 +135,11 @@ def burst_run(study: PrfaasStudy, cell: Cell) -> Record:
 
 
 def requests_of(study: PrfaasStudy, scenario: Scenario, rate_per_s: float, seed: int) -> Trace:
-    """The same for every policy of a seed; from a trace, each seed takes another part of it, the same in all scenarios.
+    """Return the requests, the same for every policy of a seed. Each seed uses another part of a trace, the same in all
+    scenarios.
 
     Raises:
-        InputError: the trace is too short for the scenario that needs most of it.
+        InputError: the trace is too short for the scenario that needs the most requests.
     """
     if not study.trace:
         return scenario.traffic.requests(rate_per_s, END_S, seed)
@@ -157,7 +157,7 @@ def requests_of(study: PrfaasStudy, scenario: Scenario, rate_per_s: float, seed:
 
 
 def _sessions(study: PrfaasStudy, agents: Agents, scenario: Scenario, seed: int) -> Trace:
-    """Users of the old traffic, and those who come beside them for a while."""
+    """Return the users of the usual traffic, and the additional users during the disturbance."""
     found = deployment(planned(study, "prfaas", study.assumed.burst_wan_gbps))
     users, factor = users_for(agents, found, study.assumed.burst_load), scenario.traffic.rate_factor
     usual = Crowd(users, 0.0, RAMP_S, END_S)
@@ -166,7 +166,7 @@ def _sessions(study: PrfaasStudy, agents: Agents, scenario: Scenario, seed: int)
 
 
 def good_over_time(rows: Outcomes, slo: Slo) -> tuple[tuple[float, float], ...]:
-    """Share of the requests of every STEP_S that meet the SLO, by arrival; steps without one are left out."""
+    """Return the share of requests that meet the SLO by arrival time in steps of STEP_S, without empty steps."""
     steps = np.maximum(rows.output_tokens - 1, 1)
     good = rows.ttft_s <= slo.ttft_s
     if slo.tpot_s is not None:
@@ -180,7 +180,7 @@ def good_over_time(rows: Outcomes, slo: Slo) -> tuple[tuple[float, float], ...]:
 def _observed(
     sites: Cluster, trace: Trace, spec: ControlSpec, settings: SimSettings, seed: int
 ) -> tuple[Run, dict[str, tuple[tuple[float, float], ...]]]:
-    """A run and, where something moves, threshold and prefill instances of the home over time."""
+    """Return a run and, if reviews are enabled, its threshold and its number of prefill instances at home over time."""
     if settings.review_s is None:
         return simulate(sites, trace, spec, settings, seed=seed), {}
     with tempfile.TemporaryDirectory(prefix="kvroute-") as folder:

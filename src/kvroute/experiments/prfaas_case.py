@@ -1,4 +1,4 @@
-"""The case study of PrfaaS 4.1 as data: hardware, model, traffic and assumptions; its plan and its clusters."""
+"""The case study of PrfaaS 4.1 as data: hardware, model, traffic and assumptions, with its plan and its clusters."""
 
 from __future__ import annotations
 
@@ -35,26 +35,27 @@ from kvroute.types import InputError
 
 MODEL = "prfaas-1t-hybrid"
 DECODE_POLICY = "netkv"
-"""Inside the home, of all that is compared: what differs is where prompts are prefilled."""
+"""Decode policy at home in all compared deployments; they differ only in where prompts are prefilled."""
 GPUS_PER_INSTANCE = 8
 PRFAAS_INSTANCES, PD_INSTANCES, HOMOGENEOUS_INSTANCES = 4, 8, 12
-"""32 H200; 64 H20; 96 H20."""
+"""Instances of 8 GPUs: 32 H200, 64 H20 and 96 H20."""
 MU, SIGMA, LEAST, MOST = 9.90, 1.00, 128, 131_072
-"""Prompt lengths: log-normal, cut off."""
+"""Prompt lengths: truncated log-normal."""
 OUTPUT_TOKENS = 1_024
 BATCH_MAX, ITERATION_S = 20, 25e-3
 TPOT_MAX_S = ITERATION_S + 1e-6
-"""The SLO of 40 tokens/s is what a full batch gives, but for rounding."""
+"""Time per output token of a full batch, which just meets the SLO of 40 tokens/s, plus a margin for rounding."""
 H200 = PiecewisePrefillEntry(
     tokens=[1_024, 8_192, 32_768, 131_072], times_s=[Duration(each) for each in (0.44, 0.72, 1.84, 7.40)]
 )
-"""Table 5."""
+"""Published in Table 5."""
 H20 = PiecewisePrefillEntry(tokens=[10_200, 27_500, 62_400], times_s=[Duration(each) for each in (1.829, 4.265, 9.73)])
-"""Not published; worked back from the published stage rates."""
+"""Not published; derived from the published stage rates."""
 _PER_REQUEST_S = 1e-6
 _DECODE = DecodeEntry(base_s=Duration(ITERATION_S - BATCH_MAX * _PER_REQUEST_S), per_request_s=Duration(_PER_REQUEST_S))
-"""The published 25 ms, and so little less for a smaller batch that nothing changes but this: a router that compares
-iterations sees which instance is fuller. By NetKV's eq. 6 a full one is as good as an idle one until somebody waits."""
+"""The published 25 ms for a full batch, and a negligible decrease for smaller batches. The decrease lets a router that
+compares iteration times find the less loaded instance. By NetKV's eq. 6 a full instance costs as little as an idle one
+until a request waits."""
 _TIMING = {
     "default": TimingEntry(prefill=H20, decode=_DECODE),
     "prefill-site": TimingEntry(prefill=H200, decode=_DECODE),
@@ -66,39 +67,40 @@ Positive: TypeAlias = Annotated[float, Meta(gt=0, le=1e6)]
 
 
 class Assumptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What the publication does not say and a simulation needs."""
+    """Parameters that the publication does not state and a simulation needs."""
 
     name: str = "paper"
     wan_gbps: Positive = 100.0
-    """Published: "approximately 100 Gbps"."""
+    """WAN bandwidth, published as "approximately 100 Gbps"."""
     burst_wan_gbps: Positive = 16.0
-    """Of `prfaas-burst`: four thirds of what the planned optimum sends. A cut to 30 % of 100 Gbps would harm nobody."""
+    """WAN bandwidth of `prfaas-burst`: four thirds of the planned optimum's traffic. A cut to 30 % of 100 Gbps would
+    have no effect."""
     wan_latency_s: Annotated[float, Meta(ge=0, le=10)] = 5e-3
     connections: Annotated[int, Meta(ge=1, le=256)] = 8
-    """TCP connections of a transfer between the sites."""
+    """TCP connections per transfer between the sites."""
     kv_capacity_tb: Positive = 4.0
-    """KV memory of an instance, host memory included: never the limit."""
+    """KV memory of an instance including host memory, in TB; it is never the limit."""
     requests: Annotated[int, Meta(ge=100, le=1_000_000)] = 2_000
-    """Of a run of `prfaas-case-study`; the first fifth is not measured."""
+    """Requests of a `prfaas-case-study` run; the first fifth is not measured."""
     ttft_slo_s: Positive = 10.0
-    """Of `prfaas-burst`; the longest prompt takes 7.4 s on the faster hardware."""
+    """TTFT limit of `prfaas-burst`; the longest prompt takes 7.4 s on the faster hardware."""
     burst_load: Annotated[float, Meta(gt=0, le=2)] = 0.45
-    """Of the planned throughput, before and after the disturbance of `prfaas-burst`."""
+    """Load of `prfaas-burst` before and after the disturbance, as a share of the planned throughput."""
     prefill_policy: str = "cache-aware"
     rule: Rule = "scarce"
-    """Of thresholds that stay: which cached prefixes count, and whether they cross to another site."""
+    """Rule of static thresholds: which cached prefixes count, and whether they are copied to another site."""
 
     @property
     def transport(self) -> WanTransport:
-        """How a transfer between the sites is carried."""
+        """Transport of a transfer between the sites."""
         return WanTransport(connections=self.connections)
 
 
 def assumptions(changes: Sequence[str] = ()) -> Assumptions:
-    """The defaults with fields changed by `field=value`; the name then tells them.
+    """Return the defaults with fields changed by `field=value`; the name lists the changes.
 
     Raises:
-        InputError: an unknown field, or a value that does not fit it.
+        InputError: a field is unknown, or a value does not fit its field.
     """
     fields = msgspec.to_builtins(Assumptions())
     for change in changes:
@@ -119,18 +121,18 @@ def assumptions(changes: Sequence[str] = ()) -> Assumptions:
 
 
 def published_lengths(step_tokens: int = 100) -> Lengths:
-    """The prompt lengths of 4.1."""
+    """Return the prompt lengths of 4.1."""
     return log_normal(MU, SIGMA, LEAST, MOST, step_tokens)
 
 
 def traced_lengths(trace: Trace, step_tokens: int = 100) -> Lengths:
-    """What a cache without limit leaves to compute of a trace's prompts."""
+    """Return the tokens of a trace's prompts that an unlimited cache leaves to compute."""
     tokens, cached = incremental(trace, None)
     return grouped(tokens, np.ones_like(tokens), step_tokens, f"{trace.name}, {cached:.1%} of its tokens cached")
 
 
 def problem(lengths: Lengths, output_tokens: float = OUTPUT_TOKENS, wan_gbps: float = 100.0) -> Problem:
-    """The case study with these lengths of prompts and mean length of answers, for the planner."""
+    """Return the planner's problem: the case study with these prompt lengths and this mean response length."""
     rate_per_s = decode_per_s(BATCH_MAX, ITERATION_S, output_tokens)
     h200 = Hardware("h200", _curve(H200), 0.0, 1.0)
     h20 = Hardware("h20", _curve(H20), rate_per_s, 1.0)
@@ -149,19 +151,19 @@ def problem(lengths: Lengths, output_tokens: float = OUTPUT_TOKENS, wan_gbps: fl
 
 @lru_cache(maxsize=4)
 def published_problem() -> Problem:
-    """4.1 as it stands."""
+    """Return the problem of 4.1 as published."""
     return problem(published_lengths())
 
 
 @lru_cache(maxsize=8)
 def published_optimum(kind: Kind) -> Optimum:
-    """Its optimum for one deployment."""
+    """Return the optimum of the published problem for one deployment."""
     return find(published_problem(), kind)
 
 
 def exact(optimum: Optimum) -> float:
-    """Requests per second of an optimum's own threshold and split, if every stage's mean request costs E[T(L)]
-    instead of T(E[L])."""
+    """Return the requests per second of an optimum's threshold and split if the mean request of every stage costs
+    E[T(L)] instead of T(E[L])."""
     cell = optimum.cell
     rates = stage_rates(replace(optimum.system, reading="exact"), cell.thresholds, cell.n_prefill, cell.n_decode)
     return float(rates.lambda_max_per_s[0, 0])
@@ -169,7 +171,8 @@ def exact(optimum: Optimum) -> float:
 
 @lru_cache(maxsize=16)
 def cluster(kind: Kind, n_prefill: int, n_decode: int, wan_gbps: float, assumed: Assumptions) -> Cluster:
-    """A deployment for the simulator: every instance has its own node of eight GPUs with 8 x 100 Gbps."""
+    """Build the cluster of a deployment for the simulator; every instance has its own node of eight GPUs with 8 x
+    100 Gbps."""
     defaults = msgspec.structs.replace(_DEFAULTS, kv_capacity_bytes=Size(assumed.kv_capacity_tb * 1e12))
     if kind == "homogeneous":
         file = fat_tree(

@@ -1,6 +1,6 @@
 """`prfaas-kv-throughput`: KV bytes per second of prefill by model and length (PrfaaS eq. 1), measured and computed.
 
-Arithmetic on published tables; a number that was fitted to a table is never set beside it.
+It is arithmetic on published tables. A number that was fitted to a table is never compared with it.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ HYBRID = "prfaas-1t-hybrid"
 HYBRID_MIB = (190.8, 308.9, 701.3, 2316.3)
 HYBRID_PREFILL_S = (0.44, 0.72, 1.84, 7.40)
 HYBRID_GBPS = (3.61, 3.59, 3.19, 2.62)
-"""PrfaaS Table 5, at PUBLISHED_TOKENS: size, time and throughput were all printed, so that eq. 1 can be checked."""
+"""PrfaaS Table 5, at PUBLISHED_TOKENS. The table prints size, time and throughput, so eq. 1 can be checked."""
 NEED_GPUS = 512
-"""Of the cluster that 2.3 asks the egress of."""
+"""Size of the cluster whose egress need section 2.3 computes."""
 KV_THROUGHPUT = Experiment(
     name="prfaas-kv-throughput",
     title="KV throughput over prompt length",
@@ -36,7 +36,7 @@ KV_THROUGHPUT = Experiment(
 
 
 def computed(cells: Iterable[Cell]) -> list[Computed]:
-    """The cells of `prfaas-kv-throughput`; what cannot be known of a model is absent from its figures."""
+    """Compute the cells of `prfaas-kv-throughput`; figures that are unknown for a model are absent."""
     return [
         Computed(key=cell.key, cell=cell, config={"source": KV_THROUGHPUT.source}, figures=_of(cell)) for cell in cells
     ]
@@ -57,7 +57,7 @@ def _of(cell: Cell) -> dict[str, float]:
 
 
 def _implied(name: str, tokens: int, published_gbps: float) -> dict[str, float]:
-    """The KV size where the model's layers are known, and the prefill time that the published throughput implies."""
+    """Return the KV size if the model's layers are known, and the prefill time implied by the published throughput."""
     model = MODELS.get(name)
     if model is None:
         return {}

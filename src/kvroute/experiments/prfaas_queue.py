@@ -1,4 +1,4 @@
-"""`prfaas-case-study`: the closed formula's throughput beside that of real queues, at several loads."""
+"""`prfaas-case-study`: throughput by the closed formula compared with a simulation with queues, at several loads."""
 
 from __future__ import annotations
 
@@ -48,40 +48,40 @@ from kvroute.types import BoolArray, FloatArray
 
 AWAY = "prefill-site"
 TRACE, AGENTS = "trace", "agents"
-"""Profiles of a user's own trace, and of one that holds sessions of agents."""
+"""Profiles of a trace given by the user: with requests, and with agent sessions."""
 WARMUP_SHARE = 0.2
 _LEAST_FOR_A_LINE = 10
 
 
 @dataclass(frozen=True, slots=True)
 class PrfaasStudy:
-    """What all cells of a results folder share."""
+    """Settings common to all cells of a results folder."""
 
     assumed: Assumptions
     trace: str = ""
-    """Path of a trace; empty: the published lengths."""
+    """Path of a trace; empty for the published lengths."""
 
 
 @lru_cache(maxsize=2)
 def source(path: str) -> Trace | Agents:
-    """A user's trace, or sessions of agents as far as the published profile reaches.
+    """Read the user's trace, or its agent sessions up to the lengths of the published profile.
 
     Raises:
-        InputError: what is wrong with it.
+        InputError: the file is invalid; the message gives the reason.
     """
     found = read_any(Path(path))
     return in_profile(found) if isinstance(found, Agents) else found
 
 
 def whole_trace(path: str) -> Trace:
-    """A user's trace of requests."""
+    """Read a user's trace of requests."""
     found = source(path)
     assert isinstance(found, Trace), "sessions are played, not rescaled"
     return found
 
 
 def config_of(study: PrfaasStudy) -> dict[str, Any]:
-    """What all records of a results folder have in common."""
+    """Return the configuration that all records of a results folder share."""
     path = Path(study.trace)
     trace = f"{path.name}, XXH64 {fingerprint(path)}" if study.trace else "generated"
     return {"assumptions": msgspec.to_builtins(study.assumed), "trace": trace}
@@ -89,7 +89,7 @@ def config_of(study: PrfaasStudy) -> dict[str, Any]:
 
 @lru_cache(maxsize=16)
 def planned(study: PrfaasStudy, kind: Kind, wan_gbps: float) -> Optimum:
-    """The planner's optimum for one deployment and the study's traffic."""
+    """Return the planner's optimum for one deployment and the study's traffic."""
     if not study.trace:
         return find(problem(published_lengths(), OUTPUT_TOKENS, wan_gbps), kind)
     trace = source(study.trace)
@@ -100,7 +100,7 @@ def planned(study: PrfaasStudy, kind: Kind, wan_gbps: float) -> Optimum:
 
 
 def fixed(threshold_tokens: float, rule: Rule = "scarce") -> OffloadSpec:
-    """A threshold that never moves, and roles that never change."""
+    """Return an offload specification with a constant threshold and without role switches."""
     still = ShortTerm(enabled=False, threshold_min_tokens=1.0, threshold_max_tokens=1e9)
     return OffloadSpec(
         threshold_tokens=max(threshold_tokens, 1.0),
@@ -111,7 +111,7 @@ def fixed(threshold_tokens: float, rule: Rule = "scarce") -> OffloadSpec:
 
 
 def case_run(study: PrfaasStudy, cell: Cell) -> Record:
-    """One cell of `prfaas-case-study`."""
+    """Run one cell of `prfaas-case-study`."""
     kind = cast(Kind, cell.policy)
     optimum = planned(study, kind, study.assumed.wan_gbps)
     rate_per_s = cell.settings["load"] * optimum.lambda_max_per_s
@@ -144,8 +144,8 @@ def case_run(study: PrfaasStudy, cell: Cell) -> Record:
 
 
 def _requests(study: PrfaasStudy, cell: Cell, optimum: Optimum, rate_per_s: float) -> tuple[Trace, float, float]:
-    """The requests of a cell, and the time that is measured: all of a trace, users that play sessions, else as many as
-    the study says, in one order for each seed."""
+    """Return the requests of a cell, and the measured interval. The requests are the whole trace, users that play
+    sessions, or as many generated requests as the study says, in one order for each seed."""
     if cell.profile == AGENTS:
         agents, found = source(study.trace), deployment(optimum, cast(Kind, cell.policy))
         assert isinstance(agents, Agents)
@@ -167,7 +167,7 @@ def _open_loop(study: PrfaasStudy, cell: Cell, optimum: Optimum, rate_per_s: flo
 
 
 def _model_figures(optimum: Optimum, kind: Kind) -> dict[str, float]:
-    """What the formula says."""
+    """Return the predictions of the formula."""
     found = deployment(optimum, kind)
     return {
         "lambda_max_per_s": found.lambda_max_per_s,
@@ -179,8 +179,8 @@ def _model_figures(optimum: Optimum, kind: Kind) -> dict[str, float]:
 
 
 def run_figures(run: Run, sites: Cluster, from_s: float, to_s: float, *, closed: bool = False) -> dict[str, float]:
-    """What a run says of stages; waits are means over the requests of the stage that arrived in [from_s, to_s].
-    `closed`: users wait for their answers, so that the system keeps up with whatever it is asked."""
+    """Return the figures of a run by stage; waits are means over the requests of the stage that arrived in [from_s,
+    to_s]. `closed`: users wait for their responses, so the sustained rate is the rate of first tokens."""
     rows = run.outcomes
     inside = (rows.arrived_s >= from_s) & np.isfinite(rows.first_token_s)
     away = is_away(rows, sites)
@@ -202,17 +202,17 @@ def run_figures(run: Run, sites: Cluster, from_s: float, to_s: float, *, closed:
 
 
 def is_away(rows: Outcomes, sites: Cluster) -> BoolArray:
-    """Which requests were prefilled at the PrfaaS site."""
+    """Return which requests were prefilled at the PrfaaS site."""
     there = np.array([instance.datacenter == AWAY for instance in sites.instances])
     return np.asarray((rows.source >= 0) & there[rows.source])
 
 
 def keeps_up_per_s(rows: Outcomes, away: BoolArray) -> float:
-    """Requests per second that a run keeps up with, from how first tokens fall behind over the last three quarters.
+    """Return the sustained requests per second, from the slope of first-token times over the last three quarters.
 
-    Along the sequence of all requests, the first tokens of those who go away and of those who stay lie on two lines;
-    the steeper one tells how long a request takes the system. Below saturation both have the slope of the arrivals;
-    above, the slower way has that of its bottleneck.
+    Over the position in the sequence of all requests, the first tokens of offloaded and of local requests lie on two
+    lines. The steeper slope is the time that the system needs per request. Below saturation both slopes equal that of
+    the arrivals; above it, the line of the slower site has the slope of its bottleneck.
     """
     position = np.arange(len(away))
     counted = np.isfinite(rows.first_token_s) & (position >= len(away) // 4)
@@ -225,7 +225,7 @@ def keeps_up_per_s(rows: Outcomes, away: BoolArray) -> float:
 
 
 def _busy(rows: Outcomes, sites: Cluster, inside: BoolArray, away: BoolArray, seconds: float) -> dict[str, float]:
-    """Work that came to each stage, as a share of what it could do in that time."""
+    """Return the work that arrived at each stage as a share of its capacity in that time."""
     roles = [(instance.role, instance.datacenter == AWAY) for instance in sites.instances]
     prefill_s = rows.prefill_finished_s - rows.prefill_started_s
     slot_s = (rows.finished_s - rows.admitted_s)[inside]

@@ -1,4 +1,4 @@
-"""Requests of the PrfaaS experiments: arrivals and lengths with as much chance in them as a cell asks for."""
+"""Requests of the PrfaaS experiments: arrivals and lengths with as much randomness as a cell specifies."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ Warp = Callable[[FloatArray], FloatArray]
 
 
 def made(name: str, at_s: FloatArray, input_tokens: IntArray, output_tokens: int = OUTPUT_TOKENS) -> Trace:
-    """Requests that share nothing, ascending by time."""
+    """Build a trace of requests without shared prefixes, ascending by time."""
     pairs = zip(at_s.tolist(), input_tokens.tolist(), strict=True)
     return Trace(name, tuple(TracedRequest(at, tokens, output_tokens, (), 16) for at, tokens in pairs))
 
 
 def even(count: int, rate_per_s: float) -> FloatArray:
-    """One arrival after the other, always as far apart."""
+    """Return arrivals at equal distances."""
     return np.arange(count) / rate_per_s
 
 
 def poisson(count: int, rate_per_s: float, draw: np.random.Generator) -> FloatArray:
-    """Arrivals that know nothing of each other."""
+    """Return independent arrivals (a Poisson process)."""
     return np.cumsum(draw.exponential(1.0 / rate_per_s, count))
 
 
 def two_lengths(count: int, cut: Cut) -> IntArray:
-    """E[L | L > t] and E[L | L <= t] at the one threshold of `cut`, spread as evenly as whole requests allow: the two
-    representative requests of PrfaaS 3.4.1."""
+    """Return the two representative lengths of PrfaaS 3.4.1, E[L | L > t] and E[L | L <= t] at the one threshold of
+    `cut`, mixed as evenly as whole requests allow."""
     share = float(cut.long_share[0])
     is_long = np.diff(np.floor(np.arange(count + 1) * share + 0.5)) > 0
     lengths: IntArray = np.where(is_long, cut.long_tokens[0], cut.short_tokens[0]).round().astype(np.int64)
@@ -43,7 +43,8 @@ def two_lengths(count: int, cut: Cut) -> IntArray:
 
 
 def spread_lengths(count: int, draw: np.random.Generator, mu: float = MU) -> IntArray:
-    """`count` equally likely quantiles of the log-normal in a random order: the order is chance, the mix is not."""
+    """Return `count` equally likely quantiles of the log-normal in random order: the order is random, the mix is
+    not."""
     unit = NormalDist(mu, SIGMA)
     low, high = unit.cdf(np.log(LEAST)), unit.cdf(np.log(MOST))
     shares = low + (high - low) * (np.arange(count) + 0.5) / count
@@ -54,18 +55,18 @@ def spread_lengths(count: int, draw: np.random.Generator, mu: float = MU) -> Int
 
 @dataclass(frozen=True, slots=True)
 class Disturbance:
-    """For a while more requests come, or longer ones."""
+    """A period with more requests or longer prompts."""
 
     from_s: float
     to_s: float
     rate_factor: float = 1.0
     mu: float = MU
-    """Of the prompts' log-normal meanwhile."""
+    """mu of the prompts' log-normal distribution during the period."""
 
     def requests(self, rate_per_s: float, end_s: float, seed: int) -> Trace:
-        """Poisson arrivals until `end_s`, log-normal lengths.
+        """Return Poisson arrivals until `end_s` with log-normal lengths.
 
-        The same seed gives the same draws whatever the disturbance: times are stretched and lengths moved.
+        The same seed gives the same random draws for every disturbance, which then stretches times and shifts lengths.
         """
         arrivals, sizes = (np.random.default_rng([seed, part]) for part in (0, 1))
         whole = self._clock(np.array([end_s]), rate_per_s)[0]
@@ -79,7 +80,8 @@ class Disturbance:
         return made("disturbed", at_s, lengths)
 
     def of_trace(self, trace: Trace, rate_per_s: float, end_s: float) -> Trace:
-        """A trace's own requests, as many as fit: its mean rate becomes `rate_per_s`, times the factor meanwhile."""
+        """Return a trace's requests up to `end_s` at a mean rate of `rate_per_s`, multiplied by `rate_factor` during
+        the period."""
         first_s = trace.requests[0].at_s
         due = np.array([request.at_s - first_s for request in trace.requests]) * trace.rate_per_s
         at_s = self.unwound(due, rate_per_s)
@@ -87,12 +89,12 @@ class Disturbance:
         return Trace(trace.name, tuple(msgspec.structs.replace(one, at_s=at) for at, one in kept if at < end_s))
 
     def _clock(self, at_s: FloatArray, rate_per_s: float) -> FloatArray:
-        """Requests expected until each time."""
+        """Return the number of requests expected until each time."""
         inside = np.clip(at_s, self.from_s, self.to_s) - self.from_s
         return rate_per_s * (at_s + (self.rate_factor - 1.0) * inside)
 
     def unwound(self, due: FloatArray, rate_per_s: float) -> FloatArray:
-        """When so many requests are expected: the inverse of the clock."""
+        """Return the time at which each number of requests is expected: the inverse of `_clock`."""
         marks_s = np.array([0.0, self.from_s, self.to_s, self.to_s + 1.0])
         clock = self._clock(marks_s, rate_per_s)
         after = self.to_s + (due - clock[2]) / rate_per_s

@@ -1,6 +1,6 @@
-"""Which code a result comes from: a digest of the modules that decide and simulate, blind to comments and layout.
+"""Identifies the code behind a result: a digest of the modules that decide and simulate, without comments and layout.
 
-It refuses to tell versions apart by number: between two releases a policy changes more often than a number does.
+Version numbers are not used: between two releases a policy changes more often than the version.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ ROOMS = (
     "experiments/readings.py",
     "experiments/clairvoyant.py",
 )
-"""Folders and files of the package; what a family of experiments sets besides is in its records' config."""
+"""Folders and files of the package. Further settings of a family of experiments are in the config of its records."""
 FORESIGHT = ("policies/foresight*.py", "control/flight.py", "control/pairing.py")
-"""Of no consequence where a policy that is not foresight's decides."""
+"""Modules without effect on the decisions of other policies than foresight's."""
 _BASELINES = DECODE_POLICIES.keys() - FORESIGHT_POLICIES.keys()
 
 
 @lru_cache(maxsize=256)
 def code_of(policy: str) -> str:
-    """Digest of the code behind a cell of that policy, 16 hexadecimal digits; read once in the life of a process."""
+    """Return the digest of the code behind a cell of that policy, 16 hexadecimal digits; computed once per process."""
     return digest(_here(), FORESIGHT if policy in _BASELINES else ())
 
 
@@ -50,7 +50,7 @@ def _here() -> dict[str, str]:
 
 
 def meanings(package: Path) -> dict[str, str]:
-    """Digest of each module of `ROOMS` in a folder, by its path below it."""
+    """Return the digest of each module of `ROOMS` in a folder, by its relative path."""
     found = {}
     for room in ROOMS:
         place = package / room
@@ -61,13 +61,13 @@ def meanings(package: Path) -> dict[str, str]:
 
 
 def digest(modules: Mapping[str, str], without: Sequence[str] = ()) -> str:
-    """Of all modules by name and meaning, less those of some patterns."""
+    """Return one digest of all modules by name and digest, without those that match a pattern."""
     parts = (f"{name} {of}\n" for name, of in modules.items() if not any(fnmatch(name, each) for each in without))
     return xxhash.xxh64_hexdigest("".join(parts).encode())
 
 
 def meaning(source: str) -> str:
-    """A module without what does nothing: comments, layout, and constants that stand alone."""
+    """Return a module's syntax tree as text, without comments, layout and standalone constants (docstrings)."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(body := getattr(node, "body", None), list):

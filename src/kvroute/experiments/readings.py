@@ -1,4 +1,4 @@
-"""Readings of a publication: the choices that its text leaves open, each a named parameter, grouped and named."""
+"""Readings of a publication: named sets of parameters for the choices that its text leaves open."""
 
 from __future__ import annotations
 
@@ -26,37 +26,38 @@ NETKV_TIMES = ComputeTimes(
     decode_base_s=12.47e-3,
     decode_per_request_s=0.111e-3,
 )
-"""From `calibration` on the Mooncake conversation trace (docs/fidelity.md); the base of prefill is assumed."""
+"""Fitted by `calibration` on the Mooncake conversation trace (docs/fidelity.md); the base of prefill is assumed."""
 
 
 class Reading(msgspec.Struct, frozen=True, kw_only=True):
-    """How NetKV's evaluation is read. Rates of the fabric are the paper's; what varies is how they are shared."""
+    """An interpretation of NetKV's evaluation. Fabric rates are the paper's; readings differ in how they are shared."""
 
     name: str
     about: str
     prefill_queueing: bool
-    """FIFO prefill, or a pure delay: Table II's TTFT minus transfer time is constant, so nothing queues there."""
+    """True: FIFO prefill; False: a pure delay, as in Table II, whose TTFT minus transfer time is constant."""
     prefill_cache: bool
     prefill_policy: str
     ecmp: Literal["flow", "transfer"]
-    """Whether each of the TP flows draws its uplinks or all of a transfer share one draw."""
+    """Unit of an ECMP draw: each of the TP flows draws its uplinks, or all flows of a transfer share one draw."""
     nic_scope: Literal["gpu", "instance", "server"]
     nic_bandwidth: str = "100 Gbps"
     rack_uplinks: int
-    """Links of B2 = 50 Gbps from each rack."""
+    """Number of links of B2 = 50 Gbps from each rack."""
     pod_uplinks: int
-    """Links of B3 = 25 Gbps from each pod."""
+    """Number of links of B3 = 25 Gbps from each pod."""
     placement: Literal["rack", "node", "spread"]
-    """Prefill instances fill whole racks (tiers 0 and 1 unreached), or a node in every other rack (tier 0 unreached),
-    or one goes to each rack and shares its node with a decode instance."""
+    """`rack`: prefill instances fill whole racks (tiers 0 and 1 are not used). `node`: they fill a node in every other
+    rack (tier 0 is not used). `spread`: one goes to each rack and shares its node with a decode instance."""
     prefixes: Literal["groups", "trace"]
-    """p_share groups that share half a prompt, or the trace's own block hashes."""
+    """`groups`: p_share groups that share half a prompt; `trace`: the trace's own block hashes."""
     background: float
-    """Share of every network link that others take where the experiment does not sweep it."""
+    """Share of every network link used by background traffic, unless the experiment sweeps it."""
     capacity: Literal["network", "prefill"]
-    """What 100 % load means: 6.09 RAG requests/s, other profiles at equal prompt tokens/s; or 80 % of FIFO prefill."""
+    """Meaning of 100 % load. `network`: 6.09 RAG requests/s, other profiles at equal prompt tokens/s. `prefill`: 80 %
+    of FIFO prefill capacity."""
     request_set: Literal["window", "shifted"]
-    """Trace seconds [60, 75) for every seed as the paper has it, or another window of the trace per seed."""
+    """`window`: trace seconds [60, 75) for every seed, as in the paper; `shifted`: another window for each seed."""
     times: ComputeTimes = NETKV_TIMES
 
 
@@ -103,7 +104,8 @@ READINGS = {one.name: one for one in (_PAPER, _LITERAL, _REALISTIC)}
 
 
 def unfit(kind: type, changes: Sequence[str], fault: str) -> InputError:
-    """What is wrong with a value for a field of `kind`, from the decoder's words, which name it by `$.field`."""
+    """Return the error for a value that does not fit its field of `kind`, from the decoder's message, which names the
+    field as `$.field`."""
     what, _, place = fault.partition(" - at ")
     name = place.strip("`").rpartition(".")[2]
     given = next((change for change in changes if change.partition("=")[0] == name), ", ".join(changes))
@@ -120,10 +122,10 @@ def unfit(kind: type, changes: Sequence[str], fault: str) -> InputError:
 
 
 def reading(name: str, changes: Sequence[str] = ()) -> Reading:
-    """A reading by name, with fields changed by `field=value`; its name then tells them.
+    """Return a reading by name with fields changed by `field=value`; its name then lists the changes.
 
     Raises:
-        InputError: an unknown reading or field, or a value that does not fit the field.
+        InputError: a reading or field is unknown, or a value does not fit the field.
     """
     if name not in READINGS:
         raise InputError(

@@ -1,6 +1,6 @@
-"""Runs cells on all cores or on Ray, one JSON line each, so that a second start does only what is missing.
+"""Runs cells on all cores or on Ray and writes one JSON line per cell; a later call runs only the missing cells.
 
-What other code has left counts as missing; it stays in the file, before the results that take its place.
+Results of other code versions count as missing. They stay in the file, before the results that replace them.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _LOG = logging.getLogger(__name__)
 
 
 def finished(path: Path) -> dict[str, Record]:
-    """Records of an earlier start by key, but for those of other code, of which a warning tells; a line cut short by a
-    kill is dropped, and mended in the file. A record without a digest is taken for one of this code."""
+    """Return the records of earlier runs by key. Records of other code versions are left out with a warning. A line
+    truncated by a kill is removed from the file. A record without a digest counts as one of this code."""
     records: dict[str, Record] = {}
     other: set[str] = set()
     try:
@@ -47,7 +47,7 @@ def finished(path: Path) -> dict[str, Record]:
             try:
                 record = _DECODER.decode(line)
             except msgspec.DecodeError as error:
-                if line.endswith(b"\n"):  # whole, hence not ours to cut away
+                if line.endswith(b"\n"):  # a complete line: do not remove it
                     mend = "delete that line or choose another folder"
                     raise InputError(f"is not a result ({error})", where=f"{path}:{number}", mend=mend) from None
                 break
@@ -67,7 +67,7 @@ def finished(path: Path) -> dict[str, Record]:
 
 @lru_cache(maxsize=64)
 def _say(sentence: str) -> None:
-    """Once: a file is read several times."""
+    """Log a sentence once, because a file is read several times."""
     _LOG.warning(sentence)
 
 
@@ -81,19 +81,19 @@ def run_cells(
     workers: int | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Record]:
-    """Run what is missing in `path`; returns the records of `cells` in their order.
+    """Run the cells that are missing in `path`; return the records of `cells` in their order.
 
     Args:
         cells: the sweep.
         run_cell: a picklable function from cell to record.
         path: JSON lines file; appended to, flushed after every cell.
-        config: what every record's config must hold, so that results of another study are not taken for this one's.
+        config: values that every record's config must have; they exclude results of another study.
         on: "local" (processes) or "ray".
-        workers: processes; None: one per core.
+        workers: number of processes; None: one per core.
         progress: called with (finished, all) after every cell.
 
     Raises:
-        InputError: `on` is unknown, Ray is not installed, or `path` holds something else.
+        InputError: `on` is unknown, Ray is not installed, or `path` holds other results.
     """
     check_where(on)
     records = finished(path)
@@ -103,7 +103,7 @@ def run_cells(
                 mend = "choose another --out or delete that file"
                 raise InputError(f"holds results of another {name}", where=str(path), mend=mend)
     missing = [cell for cell in cells if cell.key not in records]
-    codes = {policy: code_of(policy) for policy in {cell.policy for cell in missing}}  # before anybody edits them
+    codes = {policy: code_of(policy) for policy in {cell.policy for cell in missing}}  # before the source can change
     progress(len(cells) - len(missing), len(cells))
     if missing:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -118,7 +118,7 @@ def run_cells(
 
 
 def check_where(on: str) -> None:
-    """InputError for what cannot be run on: neither local nor ray, or Ray is not installed."""
+    """Raise InputError if `on` is neither "local" nor "ray", or if Ray is not installed."""
     if on not in ("local", "ray"):
         raise InputError(f"cannot run on {on!r}", where="--on", mend="choose local or ray")
     if on == "ray" and find_spec("ray") is None:
@@ -126,7 +126,7 @@ def check_where(on: str) -> None:
 
 
 def stream(cells: Sequence[Cell], run_cell: RunCell, on: str = "local", workers: int | None = None) -> Iterator[Record]:
-    """The records of `cells` as they end, in no order; arguments as for `run_cells`."""
+    """Yield the records of `cells` as they finish, in no fixed order; arguments as for `run_cells`."""
     check_where(on)
     if on == "ray":
         return _on_ray(cells, run_cell)
@@ -137,7 +137,7 @@ def stream(cells: Sequence[Cell], run_cell: RunCell, on: str = "local", workers:
 
 
 def _can_start_workers() -> bool:
-    """Worker processes are reached through a socket in a temporary folder."""
+    """Return whether a temporary folder is available: worker processes are reached through a socket in it."""
     try:
         tempfile.gettempdir()
     except FileNotFoundError:
@@ -147,10 +147,10 @@ def _can_start_workers() -> bool:
 
 
 def _on_processes(cells: Sequence[Cell], run_cell: RunCell, workers: int) -> Iterator[Record]:
-    """A few cells per worker are handed out ahead, so that a stop loses little."""
+    """Run cells on worker processes. Only a few cells per worker are queued ahead, so an interruption loses little."""
     waiting = iter(cells)
     context = get_context("forkserver")
-    context.set_forkserver_preload(["kvroute.sim.run"])  # imported once, not by every worker
+    context.set_forkserver_preload(["kvroute.sim.run"])  # imported once instead of by every worker
     with ProcessPoolExecutor(workers, context, _end_with_parent) as pool:
         futures: set[Future[Record]] = set()
         try:
@@ -168,7 +168,7 @@ def _on_processes(cells: Sequence[Cell], run_cell: RunCell, workers: int) -> Ite
 
 
 def _end_with_parent() -> None:
-    """A worker whose parent is killed would wait for work for ever."""
+    """End a worker when its parent is killed; otherwise it would wait for work forever."""
     parent = parent_process()
     assert parent is not None
 
@@ -180,7 +180,7 @@ def _end_with_parent() -> None:
 
 
 def _on_ray(cells: Sequence[Cell], run_cell: RunCell) -> Iterator[Record]:
-    """On the cluster that RAY_ADDRESS names, else on a local Ray that is stopped at the end."""
+    """Run cells on the cluster in RAY_ADDRESS, or on a local Ray that is stopped at the end."""
     import ray
 
     started = not ray.is_initialized()

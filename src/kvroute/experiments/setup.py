@@ -1,4 +1,4 @@
-"""From a cell to a run: the cluster, the requests, the policies and the assumptions that a reading and a sweep fix."""
+"""Builds the run of a cell: cluster, requests, policies and assumptions, from a reading and the settings of a sweep."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ from kvroute.topology.units import Bandwidth, Duration, Latency, bandwidth_bytes
 from kvroute.types import Role
 
 GPUS_PER_GROUP = 64
-"""Two pods of two racks of two servers of eight GPUs: NetKV's cluster; larger ones repeat it."""
+"""GPUs of NetKV's cluster: two pods of two racks of two servers of eight GPUs. Larger clusters repeat it."""
 PREFILL_PER_GROUP, INSTANCES_PER_RACK = 4, 4
 RAG_RATE_PER_S = 6.09
-"""100 % of the RAG profile on 64 GPUs."""
+"""RAG requests per second at 100 % load on 64 GPUs."""
 WARMUP_S, MEASURE_S, WINDOW_START_S = 5.0, 15.0, 55.0
 TUNING_START_S, TUNING_S, TUNING_LOAD = 0.0, 30.0, 0.8
 GENERATED_REQUESTS, GENERATED_RATE_PER_S, GENERATOR_SEED = 12_031, 3.401, 2025
 
 
 class Weights(msgspec.Struct, frozen=True, kw_only=True):
-    """CLA* weights as tuned for one profile."""
+    """CLA* weights tuned for one profile."""
 
     cache: float = 1.0
     load: float = 1.0
@@ -62,32 +62,32 @@ class Weights(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """What all cells of a results folder share."""
+    """Settings common to all cells of a results folder."""
 
     reading: Reading
     trace: str = ""
-    """Path of a Mooncake trace; empty: the generated one."""
+    """Path of a Mooncake trace; empty for the generated one."""
     weights: tuple[tuple[str, Weights], ...] = ()
     """Tuned CLA* weights by profile."""
     tuning: bool = False
-    """Run on the tuning slice instead of the measurement window."""
+    """True to run on the tuning slice instead of the measurement window."""
     warmup_s: float = WARMUP_S
     measure_s: float = MEASURE_S
     engine: InstanceDefaults = LLAMA_70B_TP4
-    """What every instance is."""
+    """Model and memory of every instance."""
 
     def weights_of(self, profile: str) -> Weights:
-        """Tuned weights, else (1, 1)."""
+        """Return the tuned weights, or (1, 1)."""
         return dict(self.weights).get(profile, Weights())
 
 
 def check_trace(study: Study) -> None:
-    """Read the study's trace; InputError names what is wrong with it before any cell is run."""
+    """Read the study's trace before any cell runs; raises InputError if it is invalid."""
     _whole_trace(study.trace)
 
 
 def config_of(study: Study) -> dict[str, Any]:
-    """What all records of a results folder have in common; another reading or trace does not belong in there."""
+    """Return the configuration, with reading and trace, that all records of a results folder share."""
     return {"reading": msgspec.to_builtins(study.reading), "trace": _trace_name(study.trace)}
 
 
@@ -99,7 +99,7 @@ def _trace_name(path: str) -> str:
 
 
 def run_cell(study: Study, cell: Cell) -> Record:
-    """Run one cell; picklable with its study, so that processes and Ray can."""
+    """Run one cell. It is picklable together with its study, for processes and Ray."""
     run = run_of(study, cell)
     weights = study.weights_of(cell.profile)
     config = config_of(study) | {
@@ -111,7 +111,7 @@ def run_cell(study: Study, cell: Cell) -> Record:
 
 
 def run_of(study: Study, cell: Cell) -> Run:
-    """The run behind a cell, with every request's times."""
+    """Return the run behind a cell, with the times of every request."""
     reading, profile = study.reading, PROFILES[cell.profile]
     settings = SimSettings(
         prefill_queueing=reading.prefill_queueing,
@@ -133,14 +133,14 @@ def run_of(study: Study, cell: Cell) -> Run:
 
 
 def cluster_of(reading: Reading, cell: Cell, engine: InstanceDefaults = LLAMA_70B_TP4) -> Cluster:
-    """The fat tree of a reading at a cell's size and oversubscription."""
+    """Return the fat tree of a reading at a cell's size and oversubscription."""
     gpus = int(cell.settings.get("gpus", GPUS_PER_GROUP))
     return _cluster(reading, gpus // GPUS_PER_GROUP, cell.settings.get("oversubscription", 4.0), engine)
 
 
 @lru_cache(maxsize=16)
 def _cluster(reading: Reading, groups: int, oversubscription: float, engine: InstanceDefaults) -> Cluster:
-    """B1 = 100 Gbps; B3 = B1 / oversubscription; B2 half of B1 (2:1), and no gap at all at 1:1."""
+    """Build the fat tree with B1 = 100 Gbps, B3 = B1 / oversubscription, and B2 = B1 / 2, but never below B3."""
     nic = bandwidth_bytes_per_s("100 Gbps")
     pod_bytes_per_s = nic / oversubscription
     rack_bytes_per_s = max(nic / 2, pod_bytes_per_s)
@@ -184,9 +184,9 @@ def _timing(reading: Reading) -> TimingEntry:
 
 
 def _instances(reading: Reading, groups: int) -> list[InstanceEntry]:
-    """Four prefill and twelve decode instances per group of four racks.
+    """Return four prefill and twelve decode instances per group of four racks.
 
-    Decode names run across the racks, so that ties, which fall to the first name, do not favour near instances.
+    Decode names alternate between the racks. Ties go to the first name, and so do not favour near instances.
     """
     width = len(str(8 * groups - 1))
     prefill: list[str] = []
@@ -209,20 +209,20 @@ def _instances(reading: Reading, groups: int) -> list[InstanceEntry]:
 
 
 def _slot(first_node: int, part: int, width: int) -> str:
-    """Part 0 to 3 of a rack of two eight-GPU nodes."""
+    """Return the GPUs of part 0 to 3 of a rack with two eight-GPU nodes."""
     node, half = first_node + part // 2, part % 2
     return f"node{node:0{width}}:{4 * half}-{4 * half + 3}"
 
 
 def rate_per_s(study: Study, cell: Cell) -> float:
-    """Requests per second: load times capacity; a larger cluster gets proportionally more."""
+    """Return the requests per second: load times capacity, in proportion to the number of GPUs."""
     load = cell.settings.get("load", TUNING_LOAD if study.tuning else 1.0)
     groups = cell.settings.get("gpus", GPUS_PER_GROUP) / GPUS_PER_GROUP
     return load * groups * capacity_per_s(study, cell.profile)
 
 
 def capacity_per_s(study: Study, profile: str) -> float:
-    """What 100 % means on 64 GPUs (`Reading.capacity`)."""
+    """Return the requests per second of 100 % load on 64 GPUs (`Reading.capacity`)."""
     mean_tokens = _mean_tokens(study.trace, profile)
     if study.reading.capacity == "network":
         return RAG_RATE_PER_S * _mean_tokens(study.trace, "rag") / mean_tokens
@@ -248,7 +248,7 @@ def _profile_trace(path: str, profile: str) -> Trace:
 
 
 def requests_of(study: Study, cell: Cell) -> Trace:
-    """The cell's requests, from time 0: the same for every policy of a seed."""
+    """Return the cell's requests, from time 0, the same for every policy of a seed."""
     profile, rate = PROFILES[cell.profile], rate_per_s(study, cell)
     needed_s = WINDOW_START_S + study.warmup_s + study.measure_s
     trace = rescale(_long_enough(_profile_trace(study.trace, cell.profile), needed_s * 1.1 * rate), rate)
@@ -265,7 +265,7 @@ def requests_of(study: Study, cell: Cell) -> Trace:
 
 
 def _long_enough(trace: Trace, needed: float) -> Trace:
-    """The trace end to end as often as so many requests need; no copy shares blocks with another."""
+    """Repeat the trace until it has as many requests as needed; copies share no blocks."""
     copies = int(np.ceil(needed / len(trace.requests)))
     if copies <= 1:
         return trace
@@ -288,6 +288,6 @@ def _slice(study: Study, cell: Cell, trace: Trace) -> tuple[float, float]:
     length_s = study.warmup_s + study.measure_s
     if study.reading.request_set == "window":
         return WINDOW_START_S, length_s
-    # The tuning slice stays out of every seed's window.
+    # No seed's window contains the tuning slice.
     first_s, last_s = TUNING_S, max(trace.requests[-1].at_s - length_s, TUNING_S)
     return first_s + (last_s - first_s) * ((cell.seed * 0.6180339887) % 1.0), length_s

@@ -1,4 +1,4 @@
-"""The everyday comparison: several policies, several seeds, one cluster and one trace of the user's own."""
+"""Comparison of several policies over several seeds, on the user's own cluster and trace."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ from kvroute.types import InputError
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Where requests come from and what is done to them before they arrive."""
+    """Source of the requests, and changes made to them before they arrive."""
 
     trace: str = ""
-    """Path; empty: generated, another one for every seed."""
+    """Path of a trace; empty to generate one, different for every seed."""
     generated_requests: int = 2_000
     generated_rate_per_s: float = 3.4
     skip_bad: bool = False
@@ -45,19 +45,19 @@ class Workload:
     rate_per_s: float | None = None
     input_tokens: int | None = None
     p_share: float | None = None
-    """Groups that share half a prompt in place of the trace's own prefixes."""
+    """Share of groups that share half a prompt; replaces the trace's own prefixes."""
     requests: int | None = None
-    """Only the first so many."""
+    """Maximum number of requests, taken from the start."""
     agents: int | None = None
-    """Sessions of agents, so many at a time, each turn when the last one's answer is there; None: on a schedule."""
+    """Number of concurrent agent sessions, each turn after the previous response; None: open loop."""
     think_max_s: float = THINK_MAX_S
-    """Agents' longer pauses are cut to this."""
+    """Maximum pause of an agent between turns, in seconds; longer pauses are shortened."""
 
     def of_seed(self, seed: int) -> Trace:
-        """The requests of one seed.
+        """Return the requests of one seed.
 
         Raises:
-            InputError: what is asked for does not go with the trace, or with a closed loop.
+            InputError: an option does not fit the trace, or a closed loop.
         """
         found = _read(self.trace, self.skip_bad) if self.trace else self._generated(seed)
         if isinstance(found, Agents):
@@ -82,7 +82,7 @@ class Workload:
         return trace if self.rate_per_s is None else rescale_if_spread(trace, self.rate_per_s)
 
     def _played(self, agents: Agents, seed: int) -> Trace:
-        """Another order of sessions and other starts for every seed."""
+        """Play the sessions in another order and with other start times for every seed."""
         if self.profile:
             what = "a profile would tear turns out of their sessions"
             raise InputError(what, where="--profile", mend="leave it out for sessions of agents")
@@ -96,11 +96,11 @@ class Workload:
         return agents.closed_loop(self.agents, seed=seed, think_max_s=self.think_max_s, turns=self.requests)
 
     def remarks(self, seed: int) -> tuple[str, ...]:
-        """What reading and shaping the requests of a seed had to put right, in sentences for the user."""
+        """Return the corrections made while reading and shaping the requests of a seed, as sentences for the user."""
         return self.of_seed(seed).remarks
 
     def _generated(self, seed: int) -> Trace:
-        # A profile keeps a part, the smallest more than a fifth; `requests` then takes what was asked for.
+        # A profile keeps only a part of the requests, the smallest more than a fifth; `take` then limits the number.
         wanted = self.generated_requests * (6 if self.profile else 1)
         return _generate(wanted, self.generated_rate_per_s, seed)
 
@@ -117,27 +117,27 @@ def _generate(requests: int, rate_per_s: float, seed: int) -> Trace:
 
 @lru_cache(maxsize=2)
 def cluster_of(path: str) -> Cluster:
-    """A cluster file's cluster, read once. Raises InputErrors for a wrong file."""
+    """Return the cluster of a cluster file, read once. Raises InputErrors for an invalid file."""
     return load(Path(path))
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What the user asked: picklable, so that processes can answer it."""
+    """The user's input. It is picklable, for worker processes."""
 
     cluster: str
     workload: Workload
     settings: SimSettings
     spec: ControlSpec
-    """The decode policy's name is set for each run; its parameters go to CLA* alone."""
+    """The decode policy's name is set for each run; its parameters are passed only to CLA*."""
 
     def spec_of(self, policy: str) -> ControlSpec:
-        """What decides in a run of that policy."""
+        """Return the control specification for a run of that policy."""
         parameters = self.spec.parameters if policy == "cla" else {}
         return msgspec.structs.replace(self.spec, decode=policy, parameters=parameters)
 
     def check(self, policies: Sequence[str], seed: int) -> None:
-        """InputError for what no run could begin with: a wrong cluster, link, trace, policy or constraint."""
+        """Raise InputError if a run cannot start: a wrong cluster, link, trace, policy or constraint."""
         cluster = cluster_of(self.cluster)
         changes, fluctuations = self.settings.changes, self.settings.fluctuations
         for link in [each.link for each in changes] + [each.link for each in fluctuations]:
@@ -147,7 +147,7 @@ class Question:
         self.workload.of_seed(seed)
 
     def run(self, policy: str, seed: int, log: EventLog | None = None) -> Run:
-        """One run."""
+        """Run one policy on one seed."""
         trace = self.workload.of_seed(seed)
         return simulate(cluster_of(self.cluster), trace, self.spec_of(policy), self.settings, seed=seed, log=log)
 
@@ -171,10 +171,10 @@ def compare(
     workers: int | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Record]:
-    """Every policy on every seed, the same requests for every policy of a seed; in the order policies, seeds.
+    """Run every policy on every seed, with the same requests for every policy of a seed, in the order policies, seeds.
 
     Raises:
-        InputError: before anything runs, for a wrong cluster, link, trace, policy or constraint.
+        InputError: before any run, for a wrong cluster, link, trace, policy or constraint.
     """
     question.check(policies, seeds[0])
     cells = [

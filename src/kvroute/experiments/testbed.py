@@ -1,5 +1,5 @@
-"""The simulator's word against the kernel's: one trace, predicted for a cluster and played on its testbed, whose links
-are real and carry real TCP; it refuses to bend either side towards the other."""
+"""Compare the simulator with the kernel: one trace, predicted for a cluster and played on its testbed with real links
+and real TCP. Neither side is adjusted to the other."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class Round(msgspec.Struct, frozen=True, kw_only=True):
     kernel: Half
     simulated: Half
     cpu_share: float
-    """Of the machine's cores, used by engines, gateway and others' traffic while requests were under way."""
+    """Share of the machine's cores used by engines, gateway and background traffic during the requests."""
 
 
 @dataclass(slots=True)
 class Course:
-    """A testbed that is up with its engines; a gateway comes and goes with every round."""
+    """A running testbed with its engines; every round starts and stops a gateway."""
 
     testbed: Testbed
     cluster: Path
@@ -48,10 +48,10 @@ class Course:
     _rounds: int = field(default=0)
 
     def play(self, policy: str, prefill: str, trace: Trace, on_answer: Callable[[], None] = lambda: None) -> Round:
-        """One round, with engines that hold nothing.
+        """Play one round, with empty caches in the engines.
 
         Raises:
-            InputError: engines or gateway do not start, or nothing is answered.
+            InputError: engines or gateway do not start, or no request gets a response.
         """
         testbed, build = self.testbed, self.testbed.build
         if self._rounds:
@@ -71,7 +71,7 @@ class Course:
         return Round(policy=policy, kernel=kernel, simulated=predict(question, build.background), cpu_share=share)
 
     def _forget(self) -> None:
-        """Every engine drops what it has cached; it refuses while a request is under way."""
+        """Clear the cache of every engine; an engine rejects this while a request is under way."""
         deadline = time.monotonic() + IDLE_S
         for name, endpoint in self.endpoints.items():
             while not _reset(endpoint.url):
@@ -82,7 +82,7 @@ class Course:
 
 @contextmanager
 def course(run: Run, cluster: Path, build: Build) -> Iterator[Course]:
-    """A testbed for as long as the block lasts. Raises InputError where it cannot be had."""
+    """Run a testbed for the duration of the block. Raises InputError if it cannot be set up."""
     testbed = Testbed(run, topology.load(cluster), build)
     testbed.check()
     try:
@@ -93,7 +93,7 @@ def course(run: Run, cluster: Path, build: Build) -> Iterator[Course]:
 
 
 def predict(question: Question, background: Sequence[float]) -> Half:
-    """What the simulator says of the same, with others' traffic on the links that nobody tells the router of."""
+    """Simulate the same round, with background traffic on the links that is not reported to the router."""
     cluster, settings = deployment_of(read_text(question.cluster), str(question.cluster), embedded=True)
     settings = msgspec.structs.replace(settings, policy=question.policy, prefill=question.prefill)
     spec = msgspec.structs.replace(settings.control_spec(), cache_block_tokens=0)
@@ -110,5 +110,5 @@ def _reset(url: str) -> bool:
     try:
         with urllib.request.urlopen(urllib.request.Request(f"{url}/reset_prefix_cache", b""), timeout=10):
             return True
-    except OSError:  # 503 while blocks are in use
+    except OSError:  # status 503 while blocks are in use
         return False

@@ -1,4 +1,4 @@
-"""CLA*: its two weights by a 10 x 10 grid search on a slice of the trace that no measurement uses (NetKV VI-A)."""
+"""CLA*: a 10 x 10 grid search for its two weights on a slice of the trace that no measurement uses (NetKV VI-A)."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from kvroute.experiments.runner import run_cells
 from kvroute.experiments.setup import Study, Weights, config_of, run_cell
 
 GRID = tuple(round(float(weight), 1) for weight in np.linspace(0.1, 2.0, 10).round(1))
-"""Ten values over [0.1, 2.0] for each weight."""
+"""Ten values in [0.1, 2.0] for each weight."""
 TUNING_SEEDS = (0, 1, 2)
 
 
 class Tuned(msgspec.Struct, frozen=True, kw_only=True):
-    """The best weights of a profile and how flat the optimum is."""
+    """The best weights of a profile and the flatness of the optimum."""
 
     profile: str
     weights: Weights
@@ -27,12 +27,12 @@ class Tuned(msgspec.Struct, frozen=True, kw_only=True):
     ttft_at_ones_s: float
     """Mean TTFT with weights (1, 1) on the same slice."""
     within_one_percent: int
-    """Grid points whose mean TTFT is within 1 % of the best."""
+    """Number of grid points whose mean TTFT is within 1 % of the best."""
 
 
 @dataclass(frozen=True, slots=True)
 class _GridRun:
-    """Runs one grid point; picklable."""
+    """Runs one grid point. It is picklable."""
 
     study: Study
 
@@ -50,10 +50,10 @@ def tune(
     workers: int | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Tuned]:
-    """Grid search per profile; results land in `path` and are taken from there the next time.
+    """Run a grid search per profile; results are stored in `path` and reused by later calls.
 
-    Only the ratio of the weights decides, so that grid points of one ratio agree; of equals the one nearest to (1, 1)
-    is taken.
+    Only the ratio of the weights affects decisions, so grid points with the same ratio give equal results. On a tie,
+    the point nearest to (1, 1) is used.
     """
     points = [(cache, load) for cache in GRID for load in GRID]
     cells = [

@@ -1,4 +1,4 @@
-"""Max-min fair sharing of links by transfers: one solver for the simulator, the planner and what-if questions."""
+"""Max-min fair sharing of links by transfers: one solver for the simulator, the planner and what-if queries."""
 
 from kvroute.flows.fairness import fill_to_the_end, max_min_rates
 from kvroute.flows.network import FlowId, FlowNetwork, LinkId

@@ -1,7 +1,7 @@
-"""The kernels' arrays: made for so many slots, and moved into larger ones when flows or their paths outgrow them.
+"""Arrays of the kernels: allocated for a number of slots, and copied to larger ones when flows or paths need more.
 
-Behind the rows of the network's own links there is one row of a private link for each slot: a flow under a ceiling
-crosses it, nobody else does, and a slot's next flow has it again.
+After the rows of the network's own links, each slot has one row for a private link. A flow with a ceiling uses the
+private link of its slot; no other flow does. The next flow of the slot reuses it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kvroute.types import FloatArray, IntArray
 
 
 def idle(capacity_bytes_per_s: FloatArray, slots: int, longest: int) -> State:
-    """No flow yet; room for `slots` flows of `longest` links each, private ones included."""
+    """Return the state without flows, with space for `slots` flows of `longest` links each, private links included."""
     links = len(capacity_bytes_per_s)
     link, link_int = np.zeros((links + slots, 6)), np.zeros((links + slots, 6), np.int64)
     link[:links, kernels.CAPACITY] = capacity_bytes_per_s
@@ -31,7 +31,7 @@ def idle(capacity_bytes_per_s: FloatArray, slots: int, longest: int) -> State:
 
 
 def widened(old: State, slots: int) -> State:
-    """The same flows in `slots` slots; theirs, and the links' rows, keep their numbers."""
+    """Return the same flows in `slots` slots; flows and links keep their row numbers."""
     before = len(old.flow)
     links = len(old.link) - before
     new = idle(old.link[:links, kernels.CAPACITY], slots, len(old.hop) // before)
@@ -44,8 +44,8 @@ def widened(old: State, slots: int) -> State:
 
 
 def lengthened(old: State, longest: int) -> State:
-    """The same flows with room for paths of `longest` links: hop `slot * P + k` moves to a wider row, and so do the
-    numbers that name it."""
+    """Return the same flows with space for paths of `longest` links: hop `slot * P + k` moves to a wider row, and all
+    references to hops are renumbered."""
     before = len(old.hop) // len(old.flow)
     narrow = old.hop.reshape(-1, before, 4)
     wide = np.full((len(narrow), longest, 4), -1, np.int64)

@@ -1,4 +1,4 @@
-"""Weighted max-min fairness by its definition, in plain and slow Python: the truth that the kernels must equal."""
+"""Weighted max-min fairness by its definition, in simple and slow Python: the reference for the kernels."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ def max_min_rates(
     capacities: Sequence[float],
     ceilings: Sequence[float] | None = None,
 ) -> list[float]:
-    """Weighted max-min rates of flows over links, bytes per second, in the order of `paths`.
+    """Return the weighted max-min rates of flows over links, in bytes per second, in the order of `paths`.
 
-    Progressive filling (Bertsekas and Gallager, Data Networks, 6.5.2): every rate rises in proportion to its weight;
-    where a link fills, its flows stop, and so does a flow at its ceiling. `paths` holds link numbers (a repeated link
-    counts once), `capacities` bytes per second by link number, `ceilings` by flow (inf: none). Raises InputError for a
-    flow with neither links nor a ceiling: nothing would stop it.
+    Progressive filling (Bertsekas and Gallager, Data Networks, 6.5.2): every rate rises in proportion to its weight.
+    The flows of a link stop when the link is full, and a flow stops at its ceiling. `paths` holds link numbers (a
+    repeated link counts once), `capacities` bytes per second by link number, `ceilings` by flow (inf: none). Raises
+    InputError for a flow with neither links nor a ceiling: its rate would be infinite.
     """
     links = [frozenset(path) for path in paths]
     at_most = [math.inf] * len(links) if ceilings is None else ceilings
@@ -60,7 +60,7 @@ def fill_to_the_end(
     starts_s: Sequence[float],
     ceilings: Sequence[float] | None = None,
 ) -> list[float]:
-    """Finish times in seconds of flows that start at `starts_s`, re-solved by `max_min_rates` at each start and finish.
+    """Return finish times in seconds of flows that start at `starts_s`; `max_min_rates` runs at each start and finish.
 
     Capacities must be positive: a stalled flow raises InputError.
     """

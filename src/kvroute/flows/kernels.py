@@ -1,4 +1,4 @@
-"""The compiled heart of `FlowNetwork`: numba functions over plain arrays; no ids, no checks, no growth."""
+"""Compiled kernels of `FlowNetwork`: numba functions over plain arrays, without ids, checks or resizing."""
 
 from __future__ import annotations
 
@@ -10,28 +10,30 @@ from kvroute.compiled import compiled
 from kvroute.types import FloatArray, IntArray
 
 FINISH, LEFT, RATE, SINCE, WEIGHT, SIZE, BEGUN, TRIAL = range(8)
-"""Columns of `flow`: finish time (inf: stalled), bytes left at SINCE, rate from then, weight, size, start, new rate."""
+"""Columns of `flow`: finish time (inf: stalled), bytes left at SINCE, rate since then, weight, size, start, new
+rate."""
 HOPS, MARK, LIMIT = range(3)
 """Columns of `flow_int`: path length, solver's mark, bottleneck link (-1: new)."""
 CAPACITY, CARRIED, ROOM, RISING, SHARE, TOP = range(6)
 """Columns of `link`: bytes per second, bytes of departed flows; in a solve: rest, rising weight, share, top level."""
 HEAD, QUEUED, SEEN, COUNT, OTHERS, FULL = range(6)
-"""Columns of `link_int`: first hop, is it dirty; in a solve: mark, flows rising, flows left alone, does it limit."""
+"""Columns of `link_int`: first hop, dirty flag; in a solve: mark, rising flows, unchanged flows, limiting flag."""
 LINK, SLOT, NEXT, PREV = range(4)
 """Columns of `hop`: link, slot, next hop on that link, previous one (-1: none)."""
 ORDER, GROUP, DIRTY, HEAP = range(4)
-"""Rows of `lists`: slots of active flows by start, slots being solved; links that are dirty, links being solved."""
+"""Rows of `lists`: slots of active flows by start, slots being solved; dirty links, links being solved."""
 ACTIVE, DIRTIES, EPOCH = range(3)
-"""Entries of `counts`: active flows, dirty links, last mark given out."""
+"""Entries of `counts`: active flows, dirty links, last mark used."""
 TOLERANCE = 1e-11
-"""Two shares that differ relatively by less are equal: sums over some thousand flows round by that much."""
+"""Relative difference below which two shares are equal: sums over some thousand flows have this rounding error."""
 
 
 class State(NamedTuple):
-    """A flow sits in a slot (a row of `flow`), a link is a row of `link`.
+    """A flow has a slot (a row of `flow`), a link has a row of `link`.
 
-    Hop `slot * P + k` is the k-th link of a slot's path, chained into a doubly linked list of the flows on that link.
-    The last rows of `link`, one for each slot, are private: a flow under a ceiling crosses its slot's as its last hop.
+    Hop `slot * P + k` is the k-th link of a slot's path, in a doubly linked list of the flows on that link. The last
+    rows of `link`, one for each slot, are private: a flow with a ceiling uses the private link of its slot as its last
+    hop.
     """
 
     flow: FloatArray
@@ -53,7 +55,7 @@ def _touch(link: int, net: State) -> None:
 
 @compiled
 def _chain(hop: int, slot: int, link: int, net: State) -> None:
-    """Put a hop of a slot's path on its link."""
+    """Add a hop of a slot's path to its link."""
     after = net.link_int[link, HEAD]
     net.hop[hop, LINK], net.hop[hop, SLOT], net.hop[hop, NEXT], net.hop[hop, PREV] = link, slot, after, -1
     if after >= 0:
@@ -64,7 +66,7 @@ def _chain(hop: int, slot: int, link: int, net: State) -> None:
 
 @compiled
 def _unchain(hop: int, net: State) -> int:
-    """Take a hop off its link; returns the link."""
+    """Remove a hop from its link; return the link."""
     link, before, after = net.hop[hop, LINK], net.hop[hop, PREV], net.hop[hop, NEXT]
     if before >= 0:
         net.hop[before, NEXT] = after
@@ -108,7 +110,7 @@ def _insert(
 
 @compiled
 def _remove(slot: int, sent: float, net: State) -> None:
-    """Take a flow off its links, which carried `sent` bytes of it; its place in ORDER is the caller's."""
+    """Remove a flow from its links, which carried `sent` bytes of it; the caller removes it from ORDER."""
     longest = net.hop.shape[0] // net.flow.shape[0]
     for hop in range(slot * longest, slot * longest + net.flow_int[slot, HOPS]):
         net.link[_unchain(hop, net), CARRIED] += sent
@@ -116,7 +118,7 @@ def _remove(slot: int, sent: float, net: State) -> None:
 
 @compiled
 def _sink(at: int, size: int, net: State) -> None:
-    """Let heap[at] sink below every link of smaller share; ties by link number."""
+    """Sift heap[at] down below every link of smaller share; ties by link number."""
     heap = net.lists[HEAP]
     link = heap[at]
     key = net.link[link, SHARE]
@@ -139,7 +141,7 @@ def _sink(at: int, size: int, net: State) -> None:
 
 @compiled
 def _give(now: float, slot: int, net: State) -> None:
-    """Make a flow's trial rate its rate from `now` on; an equal one keeps its finish time to the last bit."""
+    """Set a flow's rate to its trial rate from `now` on; an equal rate leaves its finish time exactly unchanged."""
     rate = net.flow[slot, TRIAL]
     if rate == net.flow[slot, RATE]:
         return
@@ -153,7 +155,8 @@ def _give(now: float, slot: int, net: State) -> None:
 
 @compiled
 def _seed(net: State) -> int:
-    """Put into GROUP the flows that a dirty link moves for sure or likely: new there, limited there, or crowded out."""
+    """Put into GROUP the flows whose rates a dirty link may change: new flows, flows that it limits, and all flows of
+    an overloaded link."""
     net.counts[EPOCH] += 2
     size = 0
     for k in range(net.counts[DIRTIES]):
@@ -179,7 +182,7 @@ def _seed(net: State) -> int:
 
 @compiled
 def _open(link: int, epoch: int, net: State) -> None:
-    """Ready a link for a solve: what flows outside the group leave of it, and the group's count and weight."""
+    """Prepare a link for a solve: the capacity that flows outside the group leave, and the group's count and weight."""
     rising, others, weight, room = 0, 0, 0.0, net.link[link, CAPACITY]
     hop = net.link_int[link, HEAD]
     while hop >= 0:
@@ -204,7 +207,7 @@ def _open(link: int, epoch: int, net: State) -> None:
 
 @compiled
 def _gather(size: int, net: State) -> int:
-    """Mark the group and list its links in HEAP, ready for `_fill`; returns how many."""
+    """Mark the group and list its links in HEAP for `_fill`; return the number of links."""
     longest = net.hop.shape[0] // net.flow.shape[0]
     net.counts[EPOCH] += 2
     epoch = net.counts[EPOCH]
@@ -224,9 +227,11 @@ def _gather(size: int, net: State) -> int:
 
 @compiled
 def _fill(size: int, net: State) -> None:
-    """Weighted max-min of the group in the room it has: the link of least share freezes its flows, again and again.
+    """Solve weighted max-min of the group in the remaining capacity: the link of least share freezes its flows,
+    repeatedly.
 
-    A link's share never falls while others freeze, so a stale heap key is a lower bound and is mended when it surfaces.
+    A link's share never falls while other flows freeze, so a stale heap key is a lower bound and is updated when it
+    reaches the top.
     """
     longest = net.hop.shape[0] // net.flow.shape[0]
     epoch = net.counts[EPOCH]
@@ -272,10 +277,10 @@ def _widen(
     n_links: int,
     net: State,
 ) -> int:
-    """Add to the group the others whose rate the group's new rates make unfair; returns the group's size.
+    """Add to the group the other flows that the group's new rates make unfair; return the group's size.
 
-    On a link of the group, another flow must move if the link was its bottleneck and is not full any more, or not it
-    among the fastest; or if it is faster than a flow of the group that the link holds down.
+    On a link of the group, another flow joins in two cases: the link was its bottleneck and is no longer full or now
+    gives a higher share; or the link limits flows of the group and this flow has a higher share than they have.
     """
     for k in range(n_links):
         link = net.lists[HEAP, k]
@@ -299,11 +304,11 @@ def _widen(
 
 @compiled
 def _solve(now: float, net: State) -> None:
-    """Make the rates weighted max-min again after changes on the dirty links.
+    """Restore weighted max-min rates after changes on the dirty links.
 
-    Flows have max-min rates if and only if each has a bottleneck: a full link where no flow has more per weight. So it
-    is enough to solve a group of flows around the change while the others keep their rates, and to widen the group by
-    every flow that loses its bottleneck, until none does.
+    Flows have max-min rates if and only if each has a bottleneck: a full link where no flow has more per weight. It is
+    therefore enough to solve a group of flows around the change with all other rates fixed, and to add every flow that
+    loses its bottleneck, until no flow does.
     """
     size = _seed(net)
     solved = 0
@@ -318,7 +323,8 @@ def _solve(now: float, net: State) -> None:
 
 @compiled
 def _earliest(net: State) -> tuple[float, int]:
-    """The least finish time, and of the slots that end then the one that started first; inf and -1 if none can end."""
+    """Return the least finish time and the slot that finishes then (the first started of several); inf and -1 if none
+    can."""
     at = np.inf
     for k in range(net.counts[ACTIVE]):
         at = min(at, net.flow[net.lists[ORDER, k], FINISH])
@@ -338,14 +344,15 @@ def _slack(at: float) -> float:
 
 @compiled
 def _ends(slot: int, at: float, slack: float, net: State) -> bool:
-    """Does a flow end at `at`, the least finish time, or so little later that only rounding parts the two?"""
+    """Return True if a flow ends at `at`, the least finish time, or later by rounding only."""
     ends: bool = net.flow[slot, FINISH] - at <= slack + 1e-12 * (at - net.flow[slot, BEGUN])
     return ends
 
 
 @compiled
 def _retire(now: float, out: IntArray, done: int, net: State) -> int:
-    """Finish what ends at `now`, the least finish time; slots go to `out` from `done` on, by start order."""
+    """Finish the flows that end at `now`, the least finish time; write slots to `out` from `done` on, in start
+    order."""
     kept, slack = 0, _slack(now)
     for k in range(net.counts[ACTIVE]):
         slot = net.lists[ORDER, k]
@@ -392,18 +399,18 @@ def drive(
     sf: FloatArray,
     out: IntArray,
 ) -> tuple[int, float, int]:
-    """Start the staged flows at `now`, then finish all that end by `to`; `to` below `now` only looks ahead.
+    """Start the staged flows at `now`, then finish all that end by `to`; with `to` below `now` only look ahead.
 
-    Returns how many slots are in `out`, and when which slot finishes next: -1 none can, -2 not known yet (a finish at
-    `to` itself is not re-solved, since more may change at that instant). Takes the state's arrays one by one, which
-    costs a call half as much as the tuple.
+    Return the number of slots in `out`, and the time and slot of the next finish: -1 none can finish, -2 unknown (a
+    finish at `to` itself is not solved again, since more may change at that instant). The state's arrays are passed one
+    by one, which halves the cost of a call compared with the tuple.
     """
     return _drive(now, to, State(flow, flow_int, link, link_int, hop, lists, counts), si, sf, out)
 
 
 @compiled
 def cancel(now: float, slot: int, net: State) -> float:
-    """Take an unfinished flow out; returns its bytes left."""
+    """Remove an unfinished flow; return its bytes left."""
     left: float = max(net.flow[slot, LEFT] - net.flow[slot, RATE] * (now - net.flow[slot, SINCE]), 0.0)
     _remove(slot, net.flow[slot, SIZE] - left, net)
     kept = 0
@@ -417,7 +424,7 @@ def cancel(now: float, slot: int, net: State) -> float:
 
 @compiled
 def set_capacities(links: IntArray, values: FloatArray, net: State) -> None:
-    """New capacities, bytes per second; an equal one changes nothing."""
+    """Set capacities in bytes per second; an equal value changes nothing."""
     for k in range(links.shape[0]):
         if net.link[links[k], CAPACITY] != values[k]:
             net.link[links[k], CAPACITY] = values[k]
@@ -426,7 +433,8 @@ def set_capacities(links: IntArray, values: FloatArray, net: State) -> None:
 
 @compiled
 def set_ceiling(now: float, slot: int, bytes_per_s: float, net: State) -> None:
-    """Hold an unfinished flow to a rate by its private link; inf takes it off that link. A hop must be free for it."""
+    """Limit the rate of an unfinished flow by its private link; inf removes the link. The path needs one free hop for
+    it."""
     longest, hops = net.hop.shape[0] // net.flow.shape[0], net.flow_int[slot, HOPS]
     private, last = net.link.shape[0] - net.flow.shape[0] + slot, slot * longest + hops - 1
     held = hops > 0 and net.hop[last, LINK] == private
@@ -448,7 +456,7 @@ def set_ceiling(now: float, slot: int, bytes_per_s: float, net: State) -> None:
 
 @compiled
 def link_loads(now: float, net: State) -> tuple[FloatArray, FloatArray]:
-    """Per link: the rate it carries (bytes per second) and all bytes it has carried until `now`."""
+    """Return per link the current rate (bytes per second) and the bytes carried until `now`."""
     longest = net.hop.shape[0] // net.flow.shape[0]
     rates, carried = np.zeros(net.link.shape[0]), net.link[:, CARRIED].copy()
     for k in range(net.counts[ACTIVE]):
@@ -462,7 +470,7 @@ def link_loads(now: float, net: State) -> tuple[FloatArray, FloatArray]:
 
 @compiled
 def finish_of(slot: int, now: float, real: State, si: IntArray, sf: FloatArray) -> float:
-    """Start the staged flows on a copy of the state and drive it on until `slot` has finished: that time, or inf."""
+    """Start the staged flows on a copy of the state and run it until `slot` has finished; return that time, or inf."""
     net = State(
         real.flow.copy(),
         real.flow_int.copy(),

@@ -1,7 +1,7 @@
-"""The flow network: transfers in flight over shared links, their max-min rates and finish times; it has no clock.
+"""Flow network: transfers in flight over shared links, their max-min rates and finish times. It has no clock.
 
-Rates are re-solved lazily: changes at one instant are gathered and solved once, when time moves or a rate is asked for,
-which equals a solution after each of them because no byte moves in between.
+Rates are solved lazily: changes at one instant are collected and solved once, when time moves or a rate is read. The
+result equals a solution after each change, because no byte moves in between.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ LinkId: TypeAlias = int
 FlowId: TypeAlias = int
 
 WEIGHT_MIN, WEIGHT_MAX = 1e-3, 1e3
-"""Bounds of a flow's weight times its class's: wider ratios would lose the light flow's rate to rounding."""
+"""Bounds of a flow's weight times its class weight: with wider ratios the light flow's rate would be lost in
+rounding."""
 _UNKNOWN = -2
 _NO_INTS: IntArray = np.empty(0, np.int64)
 _NO_FLOATS: FloatArray = np.empty(0, np.float64)
@@ -29,15 +30,16 @@ _NO_FLOATS: FloatArray = np.empty(0, np.float64)
 class FlowNetwork:
     """Transfers in flight over shared links. The caller owns time: `advance(to)` moves bytes.
 
-    Rates are weighted max-min per link, re-solved on every start, finish, cancel and change of capacity or ceiling. A
-    flow under a ceiling gets no more, and the others what it leaves. Seconds and bytes throughout. Base latency is the
-    caller's.
+    Rates are weighted max-min per link, solved again on every start, finish, cancel and change of capacity or ceiling.
+    A flow with a ceiling never exceeds it, and other flows share the rest. Units are seconds and bytes. Base latency is
+    left to the caller.
     """
 
     def __init__(self, capacity_bytes_per_s: FloatArray, classes: Mapping[str, float] | None = None) -> None:
         """`capacity_bytes_per_s`: one entry per link, 0 allowed; `classes`: a weight multiplier by traffic class.
 
-        Without `classes` there is one, "kv", of weight 1. Raises InputError for what is negative or not finite.
+        Without `classes` there is one class, "kv", of weight 1. Raises InputError for values that are negative or not
+        finite.
         """
         capacity = np.asarray(capacity_bytes_per_s, np.float64)
         if capacity.ndim != 1:
@@ -67,10 +69,10 @@ class FlowNetwork:
         traffic_class: str = "kv",
         ceiling_bytes_per_s: float = math.inf,
     ) -> None:
-        """Start a transfer at `now`, never faster than its ceiling. A repeated link counts once; no bytes, or neither
-        links nor a ceiling, and it finishes at once.
+        """Start a transfer at `now`, never faster than its ceiling.
 
-        Raises InputError for an id that is in flight, an unknown link or class, or numbers out of range.
+        A repeated link counts once. A transfer of no bytes, or without links and ceiling, finishes at once. Raises
+        InputError for an id that is in flight, an unknown link or class, or numbers out of range.
         """
         if flow in self._slot:
             raise InputError(f"flow {flow} is in flight already", mend="give every active flow its own number")
@@ -96,12 +98,13 @@ class FlowNetwork:
         traffic_class: str = "kv",
         ceiling_bytes_per_s: float = math.inf,
     ) -> None:
-        """`start` for several flows of one weight, class and ceiling (each); the n-th takes the n-th path and bytes."""
+        """Start several flows of the same weight, class and ceiling (each); the n-th flow takes the n-th path and
+        size."""
         for flow, path, size in zip(flows, paths, nbytes, strict=True):
             self.start(flow, path, size, weight, traffic_class, ceiling_bytes_per_s)
 
     def cancel(self, flow: FlowId) -> float:
-        """Stop a transfer at `now`; returns the bytes that it has left. Raises InputError when it is not in flight."""
+        """Stop a transfer at `now`; return the bytes not sent. Raises InputError when it is not in flight."""
         slot = self._known(flow)
         self._flush()
         left = kernels.cancel(self.now, slot, self._state)
@@ -110,9 +113,9 @@ class FlowNetwork:
         return left
 
     def set_ceiling(self, flow: FlowId, bytes_per_s: float) -> None:
-        """Hold a flow to this rate from `now` on; inf holds it no longer, 0 stalls it.
+        """Limit a flow to this rate from `now` on; inf removes the limit, 0 stalls the flow.
 
-        Raises InputError when it is not in flight, or for a rate that is negative or no number.
+        Raises InputError when it is not in flight, or for a rate that is negative or NaN.
         """
         slot = self._known(flow)
         _check_ceiling(bytes_per_s)
@@ -123,10 +126,10 @@ class FlowNetwork:
         self._next_slot = _UNKNOWN
 
     def advance(self, to: float) -> list[FlowId]:
-        """Move time to `to` (seconds, not before `now`); returns what finished, by finish time, then start order.
+        """Move time to `to` (seconds, not before `now`); return the finished flows by finish time, then start order.
 
-        Finishes on the way free their bandwidth at their own instant. A flow whose finish differs from another's by
-        rounding only (1e-12 of its duration) finishes with it.
+        Each finish on the way frees its bandwidth at its own time. Flows whose finish times differ by rounding only
+        (1e-12 of the duration) finish together.
         """
         if not self.now <= to < math.inf:
             raise InputError(f"time cannot go from {self.now} s to {to} s", mend="advance to a later, finite time")
@@ -138,7 +141,7 @@ class FlowNetwork:
         return [self._release(slot) for slot in self._out[:count].tolist()]
 
     def next_finish(self) -> tuple[float, FlowId] | None:
-        """When the next flow finishes if nothing else changes, and which; None when no flow can (none, or stalled)."""
+        """Return the time and id of the next flow to finish if nothing else changes; None if no flow can finish."""
         if self._next_slot == _UNKNOWN:
             self._drive(-math.inf)
         return None if self._next_slot < 0 else (self._next_s, self._ids[self._next_slot])
@@ -148,7 +151,7 @@ class FlowNetwork:
         self.set_capacities([link], [bytes_per_s])
 
     def set_capacities(self, links: Sequence[LinkId] | IntArray, bytes_per_s: Sequence[float] | FloatArray) -> None:
-        """Change several links' capacities from `now` on; both arguments have one entry per link changed."""
+        """Change several links' capacities from `now` on; both arguments have one entry per changed link."""
         numbers, values = np.asarray(links, np.int64), np.asarray(bytes_per_s, np.float64)
         if numbers.shape != values.shape or numbers.ndim != 1:
             raise InputError(f"{numbers.size} links but {values.size} capacities", mend="give one capacity per link")
@@ -167,9 +170,11 @@ class FlowNetwork:
         traffic_class: str = "kv",
         ceiling_bytes_per_s: float = math.inf,
     ) -> float:
-        """What if: seconds until a transfer that starts now would finish, if nothing else started; state is untouched.
+        """Return the seconds that a transfer would take if it started now and no other transfer started. State is
+        unchanged.
 
-        The fluid answer: other flows finish on the way and give their bandwidth back. inf when it could never finish.
+        The result accounts for other flows that finish earlier and free their bandwidth. It is inf if the transfer
+        could never finish.
         """
         links, effective = self._checked(path, nbytes, weight, traffic_class)
         self._flush()
@@ -182,13 +187,13 @@ class FlowNetwork:
         return kernels.finish_of(slot, self.now, self._state, *starts) - self.now
 
     def rate(self, flow: FlowId) -> float:
-        """A flow's rate now, bytes per second. Raises InputError when it is not in flight."""
+        """Return a flow's current rate in bytes per second. Raises InputError when it is not in flight."""
         slot = self._known(flow)
         self.next_finish()
         return float(self._state.flow[slot, kernels.RATE])
 
     def sent_bytes(self, flow: FlowId) -> float:
-        """Bytes of a flow that have left until `now`. Raises InputError when it is not in flight."""
+        """Return the bytes of a flow sent until `now`. Raises InputError when it is not in flight."""
         slot = self._known(flow)
         self._flush()
         size, left, rate, since = (
@@ -198,26 +203,26 @@ class FlowNetwork:
 
     @property
     def active(self) -> tuple[FlowId, ...]:
-        """Flows in flight, by start order."""
+        """Flows in flight, in start order."""
         self._flush()
         slots = self._state.lists[kernels.ORDER, : self._state.counts[kernels.ACTIVE]].tolist()
         return tuple(self._ids[slot] for slot in slots)
 
     @property
     def capacity_bytes_per_s(self) -> FloatArray:
-        """Capacity by link now (a copy)."""
+        """Current capacity of each link in bytes per second (a copy)."""
         return self._state.link[: self._links, kernels.CAPACITY].copy()
 
     @property
     def link_rate_bytes_per_s(self) -> FloatArray:
-        """Rate carried by link now."""
+        """Current rate on each link in bytes per second."""
         self.next_finish()
         rates = kernels.link_loads(self.now, self._state)[0]
         return rates[: self._links]
 
     @property
     def link_bytes(self) -> FloatArray:
-        """Bytes carried by link since the beginning, until `now`."""
+        """Bytes carried by each link from the beginning until `now`."""
         self._flush()
         carried = kernels.link_loads(self.now, self._state)[1]
         return carried[: self._links]
@@ -266,7 +271,7 @@ class FlowNetwork:
         return int(count)
 
     def _make_room(self, hops: int) -> None:
-        """Have a free slot and paths of `hops` links at least."""
+        """Make sure that a slot is free and that paths of `hops` links fit."""
         if not self._free:
             slots = len(self._ids)
             self._state = arrays.widened(self._state, 2 * slots)
@@ -281,7 +286,7 @@ class FlowNetwork:
         self._state = arrays.lengthened(self._state, self._longest)
 
     def _held(self, links: tuple[LinkId, ...], bytes_per_s: float) -> tuple[LinkId, ...]:
-        """A path over the private link of the slot that is next to be taken; there is room for it."""
+        """Return the path extended by the private link of the next free slot; make space for it."""
         _check_ceiling(bytes_per_s)
         self._make_room(len(links) + 1)
         private = self._links + self._free[-1]

@@ -1,4 +1,4 @@
-"""Flow scenarios: a JSON file of links and timed transfers, its checks, and when every transfer ends."""
+"""Flow scenarios: a JSON file of links and timed transfers, its checks, and the finish time of every transfer."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Flow(
     forbid_unknown_fields=True,
     rename={"nbytes": "size_B", "traffic_class": "class"},
 ):
-    """One transfer: its path in order, its size and when it starts."""
+    """One transfer: its path in order, its size and its start time."""
 
     id: int
     links: tuple[str, ...]
@@ -46,14 +46,14 @@ class Flow(
 
 
 class Scenario(msgspec.Struct, frozen=True, kw_only=True):
-    """Links and the flows over them; `classes` gives a weight multiplier by traffic class, else all classes weigh 1."""
+    """Links and the flows over them; `classes` is a weight multiplier by traffic class (default: 1 for each)."""
 
     links: tuple[Link, ...]
     flows: tuple[Flow, ...]
     classes: dict[str, float] | None = None
 
     def class_weights(self) -> dict[str, float]:
-        """The weight multiplier of every class that a flow may name."""
+        """Return the weight multiplier of every class that a flow may use."""
         return self.classes if self.classes is not None else {flow.traffic_class: 1.0 for flow in self.flows}
 
 
@@ -67,7 +67,7 @@ def read_scenario(path: Path) -> Scenario:
 
 
 def parse_scenario(text: bytes | str, where: str = "scenario") -> Scenario:
-    """A checked scenario from JSON text; `where` names the text in errors. Raises InputError or InputErrors."""
+    """Parse and check a scenario from JSON text; `where` is its name in errors. Raises InputError or InputErrors."""
     data = text.encode() if isinstance(text, str) else text
     if not data.strip():
         raise InputError("the file is empty", where=where, mend=_SCENARIO_MEND)
@@ -90,7 +90,7 @@ def parse_scenario(text: bytes | str, where: str = "scenario") -> Scenario:
 
 
 def _invalid(error: str, where: str) -> InputError:
-    """What msgspec says of a field, as a sentence of ours."""
+    """Convert msgspec's message about a field to an InputError."""
     what, _, field = error.partition(" - at ")
     place = field.strip("`").removeprefix("$").removeprefix(".")
     mend = "correct the field" if place else _SCENARIO_MEND
@@ -104,7 +104,7 @@ def _invalid(error: str, where: str) -> InputError:
 
 
 def _foreign(data: bytes, where: str) -> InputError | None:
-    """What to say of a file of another kind, in YAML; None: it was meant to be JSON."""
+    """Return the error for a YAML file of another kind; None if the file was meant to be JSON."""
     if data.lstrip().startswith((b"{", b"[")):
         return None
     try:
@@ -115,9 +115,9 @@ def _foreign(data: bytes, where: str) -> InputError | None:
 
 
 def completion_times(scenario: Scenario) -> list[float]:
-    """When each flow ends, in absolute seconds, in the order of the scenario's flows.
+    """Return when each flow ends, in absolute seconds, in the order of the scenario's flows.
 
-    Rates are weighted max-min, re-solved at each start and finish. Links have no latency. Raises InputError for a
+    Rates are weighted max-min, solved again at each start and finish. Links have no latency. Raises InputError for a
     flow that never ends.
     """
     number = {link.id: k for k, link in enumerate(scenario.links)}
@@ -142,7 +142,7 @@ def completion_times(scenario: Scenario) -> list[float]:
 
 
 def _faults(scenario: Scenario) -> Iterator[tuple[str, str, str]]:
-    """Place, fault and mend of all that a scenario's types leave open."""
+    """Yield place, fault and fix of every error that the types do not exclude."""
     classes = scenario.class_weights()
     for name, weight in classes.items():
         if not WEIGHT_MIN <= weight <= WEIGHT_MAX:

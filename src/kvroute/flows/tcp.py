@@ -1,4 +1,4 @@
-"""What one TCP connection does with a long way: how much it carries at most, and how long it takes to get going."""
+"""Model of one TCP connection on a long path: its maximum rate, and the time that slow start costs."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ MATHIS_C = 1.22
 
 
 def connection_bytes_per_s(rtt_s: float, window_bytes: float, loss: float = 0.0, mss_bytes: float = 1460.0) -> float:
-    """Steady bytes per second of a lone connection on a link that is wide enough; inf where nothing bounds it.
+    """Return the steady rate in bytes per second of one connection on an otherwise unlimited link; inf if nothing
+    limits it.
 
-    The lesser of window / RTT (RFC 7323, 1.1: one window in each round trip) and MSS / RTT * 1.22 / sqrt(loss) (Mathis
-    et al. 1997). The second holds for Reno; CUBIC does somewhat better where window and round trip are large.
+    It is the lesser of window / RTT (RFC 7323, 1.1: one window in each round trip) and MSS / RTT * 1.22 / sqrt(loss)
+    (Mathis et al. 1997). The second holds for Reno; CUBIC is somewhat faster with a large window and RTT.
 
     Args:
-        rtt_s: round trip in seconds, queues left out; 0 bounds nothing.
+        rtt_s: round trip in seconds without queueing; 0: no limit.
         window_bytes: the lesser of both sides' buffers.
         loss: share of segments lost, in [0, 1).
         mss_bytes: payload of a segment.
@@ -27,24 +28,24 @@ def connection_bytes_per_s(rtt_s: float, window_bytes: float, loss: float = 0.0,
 
 
 FIRST_WINDOW_BYTES = 10 * 1448.0
-"""What a connection may send before the first acknowledgement (RFC 6928): ten segments."""
+"""Bytes that a connection may send before the first acknowledgement (RFC 6928): ten segments."""
 
 
 def slow_start_s(
     nbytes: float, rtt_s: float, bytes_per_s: float, first_window_bytes: float = FIRST_WINDOW_BYTES
 ) -> float:
-    """Seconds in which a fresh connection waits for acknowledgements instead of sending, until its window fills the way
-    or nothing is left to send.
+    """Return the seconds that a new connection idles for acknowledgements, until its window fills the path or all is
+    sent.
 
-    The window doubles with every round trip (RFC 5681, 3.1, with every segment acknowledged), and what a window holds
-    leaves at the link's rate: a round trip with window w < rate * RTT idles for RTT - w / rate (Cardwell, Savage and
-    Anderson, INFOCOM 2000, eq. 13 to 15, without loss or delayed acknowledgements).
+    The window doubles with every round trip (RFC 5681, 3.1, with every segment acknowledged), and each window is sent
+    at the link's rate: a round trip with window w < rate * RTT idles for RTT - w / rate (Cardwell, Savage and Anderson,
+    INFOCOM 2000, eq. 13 to 15, without loss or delayed acknowledgements).
 
     Args:
-        nbytes: of the transfer.
-        rtt_s: round trip in seconds, queues left out; 0 waits for nothing.
-        bytes_per_s: of the narrowest link of the way; 0 waits for nothing either: nothing moves.
-        first_window_bytes: above 0.
+        nbytes: size of the transfer.
+        rtt_s: round trip in seconds without queueing; 0: no wait.
+        bytes_per_s: rate of the narrowest link of the path; 0: no wait either, because nothing moves.
+        first_window_bytes: initial window, above 0.
     """
     waits_s, window, left = 0.0, first_window_bytes, nbytes
     while left > window and window < bytes_per_s * rtt_s:

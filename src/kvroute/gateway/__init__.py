@@ -1,1 +1,1 @@
-"""The live gateway: an OpenAI-compatible door in front of prefill and decode engines, decided by the control core."""
+"""The live gateway: an OpenAI-compatible server for prefill and decode engines, which the control core selects."""

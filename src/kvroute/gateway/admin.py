@@ -1,6 +1,7 @@
-"""The operator's port: dashboard, metrics, health, pushed telemetry; on loopback by default, closed to other pages.
+"""The admin port: dashboard, metrics, health and pushed telemetry; on loopback by default, closed to other web pages.
 
-A page that a browser has open elsewhere cannot read it (no CORS, only known host names) nor change anything (Origin).
+Web pages of other origins can neither read from the port (no CORS, known host names only) nor change anything (the
+Origin header is checked).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ WATCHERS_MOST = 32
 BODY_MOST_BYTES = 4 << 20
 BODY_S = 60.0
 _OPEN = frozenset({"/health", "/ready"})
-"""For load balancers, which have no token."""
+"""Paths that need no token, because load balancers have none."""
 _ASSETS = {
     "index.html": "text/html",
     "dashboard.css": "text/css",
@@ -53,30 +54,30 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdminParts:
-    """What the port shows and calls; the callables are the gateway's."""
+    """The data that the port shows and the gateway functions that it calls."""
 
     state: ClusterState
     metrics: Metrics
     now: Callable[[], float]
     ready: Callable[[], str]
-    """Why the gateway takes no requests; empty: it does."""
+    """Returns why the gateway accepts no requests; empty if it accepts them."""
     version: str
     config: Callable[[], object] = dict
-    """The settings, as Structs or plain values; secrets are struck out here."""
+    """Returns the settings as Structs or plain values. The port redacts their secrets."""
     push: Callable[[bytes], None] | None = None
-    """Takes a body of telemetry; InputError says what is wrong with it."""
+    """Accepts a telemetry body; raises InputError if it is invalid. None: telemetry is not accepted."""
     drain: Callable[[], None] | None = None
     token: str = ""
-    """What POST must bear; empty: POST is for this machine only."""
+    """Bearer token that POST requires; empty: POST is allowed from this machine only."""
     read_token: str = ""
-    """The token that GET needs, if it does not show `token`; empty: GET needs none."""
+    """Token that GET requires (`token` is accepted too); empty: GET requires none."""
     host_names: frozenset[str] = frozenset()
-    """Names by which the port may be called besides `localhost` and any IP address."""
+    """Host names that requests may use, in addition to `localhost` and any IP address."""
 
 
 @dataclass(slots=True)
 class _Watch:
-    """One snapshot serves everybody who looks within a tick."""
+    """State of the event stream. All dashboards share one encoded update per tick."""
 
     closing: asyncio.Event = field(default_factory=asyncio.Event)
     watchers: int = 0
@@ -85,10 +86,10 @@ class _Watch:
 
 
 class Admin:
-    """The port, open between `start` and `close`."""
+    """The admin server. It listens from `start` to `close`."""
 
     def __init__(self, parts: AdminParts, connections: AdminConnections | None = None) -> None:
-        """`connections`: with other limits than the usual ones."""
+        """Args: `connections` with other limits than the defaults."""
         self._watch = _Watch()
         self.change(parts)
         self._runner: web.AppRunner | None = None
@@ -96,15 +97,15 @@ class Admin:
         self._connections = AdminConnections() if connections is None else connections
 
     def change(self, parts: AdminParts) -> None:
-        """Show and call these from now on."""
+        """Replace the parts that the port shows and calls."""
         self._parts = parts
         self._names = {"localhost", *(name.lower() for name in parts.host_names)}
 
     async def start(self, host: str, port: int, tls: ssl.SSLContext | None = None) -> int:
-        """Listen; returns the port, drawn by the system where `port` is 0.
+        """Listen and return the port; the system chooses it if `port` is 0.
 
         Raises:
-            InputError: the address cannot be had.
+            InputError: the address cannot be used.
         """
         runner = web.AppRunner(self._application(), access_log=None, shutdown_timeout=2.0)
         await runner.setup()
@@ -121,7 +122,7 @@ class Admin:
         return drawn
 
     async def close(self) -> None:
-        """Let the watchers go and stop listening."""
+        """End the event streams and stop listening."""
         self._watch.closing.set()
         if self._listener is not None:
             self._listener.close()
@@ -133,7 +134,7 @@ class Admin:
 
     @property
     def watchers(self) -> int:
-        """Dashboards that look now."""
+        """Number of dashboards that are connected now."""
         return self._watch.watchers
 
     def _application(self) -> web.Application:
@@ -175,7 +176,11 @@ class Admin:
         return self._unauthorized(request)
 
     def _unread(self, request: web.Request) -> web.Response | None:
-        """A browser asks its user for the token as the password of any name; it sends that with each request."""
+        """Return the error response of a GET without a valid token, or None.
+
+        With Basic authentication, a browser asks its user for a name and a password. The token is the password, and
+        any name is accepted. The browser then sends both with each request.
+        """
         parts = self._parts
         if not parts.read_token or request.path in _OPEN:
             return None
@@ -203,7 +208,7 @@ class Admin:
         return _response(200, msgspec.json.encode(snapshot))
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
-        """Server-Sent Events: `snapshot` once, then a `tick` every TICK_S while the client takes them."""
+        """Send Server-Sent Events: `snapshot` on connect and after each reload, then `tick` every TICK_S seconds."""
         watch = self._watch
         if watch.watchers >= WATCHERS_MOST or watch.closing.is_set():
             return _json(503, {"error": f"{watch.watchers} dashboards are open already"})
@@ -241,7 +246,7 @@ class Admin:
         parts = []
         for text in families:
             parts.append(text)
-            await asyncio.sleep(0)  # requests go on between two families
+            await asyncio.sleep(0)  # so that the loop can serve requests between two families
         return web.Response(body="".join(parts).encode(), headers={**_HEADERS, "Content-Type": content_type})
 
     async def _health(self, request: web.Request) -> web.Response:
@@ -287,7 +292,7 @@ def _asset(name: str, kind: str) -> _Handler:
 
 
 def _token_of(authorization: str) -> bytes:
-    """A bearer token, or the password of Basic authentication; empty: there is none."""
+    """Return the bearer token or the password of Basic authentication; empty if there is neither."""
     scheme, _, given = authorization.encode(errors="surrogateescape").partition(b" ")
     if scheme.lower() == b"bearer":
         return given

@@ -1,4 +1,4 @@
-"""The admin port's connections: how many there may be, and how long each may wait; aiohttp reads the requests."""
+"""Limits on the admin port's connections: their number and their timeouts. aiohttp reads the requests."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from kvroute.gateway.deadlines import NEVER_S, Deadlines
 CONNECTIONS_MOST = 256
 PER_ADDRESS_MOST = 192
 HEAD_S = 10.0
-"""For a TLS handshake, and from connecting to the end of the first request's headers."""
+"""Timeout of the TLS handshake, and time from the connect to the end of the first request's headers, in seconds."""
 KEEP_ALIVE_S = 75.0
-"""From an answer to the end of the next request's headers."""
+"""Time from a response to the end of the next request's headers, in seconds."""
 STALL_S = 30.0
-"""For so long a client may read nothing of an answer that waits for it."""
+"""Longest time that a client may read nothing of a pending response, in seconds."""
 LINGER_S = 2.0
 _FULL = b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: 0\r\nretry-after: 1\r\nconnection: close\r\n\r\n"
 
 
 class AdminConnections:
-    """All of them; a `listener.Port`."""
+    """All connections of the admin port; implements `listener.Port`."""
 
     def __init__(
         self, *, most: int = CONNECTIONS_MOST, per_address: int = PER_ADDRESS_MOST, head_s: float = HEAD_S
@@ -55,26 +55,26 @@ class AdminConnections:
         """See `Port`."""
 
     def begin(self, request: web.BaseRequest) -> None:
-        """A request's headers are there."""
+        """Record that a request's headers have arrived."""
         connection = self.of_handler.get(request.protocol)
         if connection is not None:
             connection.begin()
 
     def end(self, request: web.BaseRequest) -> None:
-        """Its answer is ready to be sent."""
+        """Record that the response of a request is ready to be sent."""
         connection = self.of_handler.get(request.protocol)
         if connection is not None:
             connection.end()
 
     async def close(self) -> None:
-        """End those that aiohttp has not ended."""
+        """Abort the connections that aiohttp has not closed, and wait until all are closed."""
         for connection in self._connections.all():
             connection.abort()
         await self._connections.until_empty()
 
 
 class AdminConnection(asyncio.Protocol):
-    """Stands between a transport and aiohttp's handler of it."""
+    """Protocol between a transport and its aiohttp handler."""
 
     def __init__(self, port: AdminConnections, handler: web.RequestHandler) -> None:
         self.address, self.deadline_s = "", NEVER_S
@@ -84,12 +84,12 @@ class AdminConnection(asyncio.Protocol):
         self._busy = self._paused = self._refused = False
 
     def begin(self) -> None:
-        """A request's headers are there."""
+        """Record that a request's headers have arrived."""
         self._busy = True
         self._set_deadline()
 
     def end(self) -> None:
-        """Its answer is ready to be sent."""
+        """Record that the response is ready to be sent."""
         self._busy = False
         self._set_deadline()
 
@@ -99,7 +99,7 @@ class AdminConnection(asyncio.Protocol):
         else:
             self.deadline_s = NEVER_S if self._busy else self._now() + KEEP_ALIVE_S
 
-    # as a connection
+    # methods of `Connection`
 
     def waits_for(self) -> int:
         """See `Connection`."""
@@ -117,7 +117,7 @@ class AdminConnection(asyncio.Protocol):
         """See `Connection`."""
         self._transport.abort()
 
-    # as a protocol
+    # methods of `asyncio.Protocol`
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See `asyncio.Protocol`."""
@@ -138,10 +138,10 @@ class AdminConnection(asyncio.Protocol):
             self._handler.data_received(data)
 
     def eof_received(self) -> bool:
-        """A client that only ends its side gets its answers; TLS knows no such half of an end."""
+        """Send the pending responses to a client that has closed only its side. TLS has no half-closed state."""
         if self._refused or self._transport.get_extra_info("sslcontext") is not None:
             return False
-        self._handler.close()  # behind the requests that it has
+        self._handler.close()  # after the requests that it has received
         return True
 
     def pause_writing(self) -> None:

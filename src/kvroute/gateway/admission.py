@@ -1,9 +1,8 @@
-"""Who comes in, who waits and who is sent away: a bounded number of requests in flight and a bounded queue before it.
+"""Admission control: a bounded number of requests in flight and a bounded queue before it.
 
-Pure: the caller tells the time, keeps a timer for `expires_at` and answers those who are refused. A key that has as
-many requests here as it may (in flight and waiting together) is refused with 429, which is that client's own doing; a
-full queue, or too long a wait in it, is the gateway's: 503. Waiting counts for the key too, so that one client cannot
-fill the queue.
+Pure: the caller passes the time, keeps a timer for `expires_at` and responds to rejected requests. A request is
+rejected with 429 if its key is at its limit, and with 503 if the queue is full or the wait in it is too long. The limit
+of a key counts waiting requests too, so that one client cannot fill the queue.
 """
 
 from __future__ import annotations
@@ -15,31 +14,31 @@ from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
 Ticket: TypeAlias = int
-"""What the caller knows a request by; used once."""
+"""Number by which the caller identifies a request; used once."""
 
 RETRY_AFTER_MIN_S, RETRY_AFTER_MAX_S = 1, 60
 _RATE_S = 10.0
-"""Time constant of the measured rate of leaving."""
+"""Time constant of the measured departure rate, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """Go ahead; `leave` when it is over."""
+    """The request may start; the caller calls `leave` when it is over."""
 
 
 @dataclass(frozen=True, slots=True)
 class Queued:
-    """Wait until `leave` returns the ticket, or `expire` does."""
+    """The request waits until `leave` or `expire` returns its ticket."""
 
     expires_at: float
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Nothing is held; answer with this."""
+    """The request is rejected and not counted; the caller sends this response."""
 
     status: int
-    """429: too many of this key; 503: too many altogether."""
+    """429: too many requests of this key; 503: too many requests in total."""
     reason: str
     retry_after_s: int
 
@@ -51,16 +50,16 @@ ADMITTED: Final = Admitted()
 
 @dataclass(frozen=True, slots=True)
 class AdmissionLimits:
-    """How many, and how long; a request without a key is bound by no key's limit."""
+    """Limits on number and waiting time. The limits per key do not apply to requests without a key."""
 
     in_flight: int = 2048
     queue: int = 512
-    """Requests that wait; 0: nobody does."""
+    """Largest number of waiting requests; 0: no queue."""
     queue_wait_s: float = 30.0
     per_key: int = 256
-    """In flight and waiting, of one key."""
+    """Largest number of requests of one key, in flight and waiting."""
     of_key: Mapping[str, int] = field(default_factory=dict)
-    """In place of `per_key`, for the keys named."""
+    """Limits that replace `per_key` for single keys, by key name."""
 
     def __post_init__(self) -> None:
         assert self.in_flight >= 1, "somebody must come in"
@@ -68,7 +67,7 @@ class AdmissionLimits:
 
 
 class Admission:
-    """First come, first served; whoever leaves makes room for the one who has waited longest."""
+    """Admits requests in order of arrival; each that leaves makes room for the one that has waited longest."""
 
     __slots__ = ("_in_flight", "_keys", "_limits", "_queue", "_rate", "_rate_at", "_started_at")
 
@@ -79,30 +78,30 @@ class Admission:
         """Key and time of expiry, longest waiting first."""
         self._keys: dict[str, int] = {}
         self._rate = 0.0
-        """Departures of late, each fading with _RATE_S; over the span that they fade in: a rate."""
+        """Number of departures, decaying with time constant _RATE_S; divided by the time that it covers, a rate."""
         self._rate_at = self._started_at = now
 
     @property
     def in_flight(self) -> int:
-        """Requests let in."""
+        """Number of admitted requests that are not over."""
         return len(self._in_flight)
 
     @property
     def queued(self) -> int:
-        """Requests that wait."""
+        """Number of waiting requests."""
         return len(self._queue)
 
     @property
     def expires_at(self) -> float | None:
-        """When the one who has waited longest has waited too long; None: nobody waits."""
+        """Time when the request that has waited longest expires; None: no request waits."""
         return next(iter(self._queue.values()))[1] if self._queue else None
 
     def held_by(self, key: str) -> int:
-        """Requests of a key, in flight and waiting."""
+        """Return the number of requests of a key, in flight and waiting."""
         return self._keys.get(key, 0)
 
     def enter(self, ticket: Ticket, key: str | None, now: float) -> Entry:
-        """A request has come, with the name of its key if keys are in use."""
+        """Admit, queue or reject a new request. `key` is the name of its API key if keys are in use."""
         assert ticket not in self._in_flight, "a ticket is used once"
         assert ticket not in self._queue, "a ticket is used once"
         limits = self._limits
@@ -111,7 +110,7 @@ class Admission:
             if held >= most:
                 reason = f"this key has {held} requests here already, as many as it may"
                 return Refused(429, reason, self._whole_s(self.in_flight + self.queued, held, now))
-        # While there is room nobody waits: whatever makes room lets the first ones in.
+        # The queue is empty while there is room: every change that makes room admits the first waiting requests.
         if len(self._in_flight) < limits.in_flight:
             self._in_flight[ticket] = key
             entry: Entry = ADMITTED
@@ -125,10 +124,10 @@ class Admission:
         return entry
 
     def leave(self, ticket: Ticket, now: float) -> list[Ticket]:
-        """A request is over, or its client has gone, waiting or not; an unknown ticket changes nothing.
+        """Remove a request that is over or whose client has left, waiting or not. An unknown ticket changes nothing.
 
         Returns:
-            those who come in now, in the order they came.
+            the tickets that are admitted now, in order of arrival.
         """
         if ticket not in self._in_flight:
             self.cancel(ticket)
@@ -138,13 +137,13 @@ class Admission:
         return self._admit()
 
     def cancel(self, ticket: Ticket) -> None:
-        """A client that waits has gone. Whoever does not wait is left alone."""
+        """Remove a waiting request whose client has left. Does nothing if the request does not wait."""
         waiting = self._queue.pop(ticket, None)
         if waiting is not None:
             self._drop_key(waiting[0])
 
     def expire(self, now: float) -> list[Ticket]:
-        """Take those out who have waited too long, longest first; answer each with `overdue`."""
+        """Remove and return the requests that have waited too long, longest first; `overdue` gives their response."""
         tickets = []
         while self._queue:
             ticket, (key, expires_at) = next(iter(self._queue.items()))
@@ -156,14 +155,14 @@ class Admission:
         return tickets
 
     def overdue(self, now: float) -> Refused:
-        """The answer to a request that `expire` has returned."""
+        """Return the response to a request that `expire` has returned."""
         return self._full(f"the gateway is full: no place came free within {self._limits.queue_wait_s:g} s", now)
 
     def change(self, limits: AdmissionLimits) -> list[Ticket]:
-        """New limits from now on; nobody is sent away for them, and those who wait keep their time.
+        """Set new limits. No request is rejected because of them, and waiting requests keep their expiry times.
 
         Returns:
-            those who come in now.
+            the tickets that are admitted now.
         """
         self._limits = limits
         return self._admit()
@@ -192,7 +191,7 @@ class Admission:
         self._rate_at = max(now, self._rate_at)
 
     def _whole_s(self, leaving: int, shared_by: int, now: float) -> int:
-        """Whole seconds until `leaving / shared_by` have left at the measured rate; nobody leaves: the longest."""
+        """Return whole seconds until `leaving / shared_by` requests have left at the measured rate, within limits."""
         fading = math.exp(-max(0.0, now - self._rate_at) / _RATE_S)
         span_s = _RATE_S * -math.expm1(-max(now - self._started_at, 1e-3) / _RATE_S)
         per_s = self._rate * fading / span_s

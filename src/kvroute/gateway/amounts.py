@@ -1,4 +1,4 @@
-"""What a value of the `gateway:` section may be: times with a unit, shares, counts, tokens, addresses."""
+"""Value types of the `gateway:` section: times with a unit, shares, counts, tokens, addresses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HeaderName: TypeAlias = Annotated[str, Meta(pattern=r"^[A-Za-z0-9!#$%&'*+.^_`|~-
 WebOrigin: TypeAlias = Annotated[
     str, Meta(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^\s/]+)\Z", examples=["https://app.example"])
 ]
-"""A web page's site, as a browser writes it in the Origin header; `*`: any."""
+"""Origin of a web page, as a browser writes it in the Origin header; `*`: any."""
 Port: TypeAlias = Annotated[int, Meta(ge=0, le=65_535)]
 Path: TypeAlias = Annotated[str, Meta(pattern=r"^/[!-~]*\Z", examples=["/health"])]
 Url: TypeAlias = Annotated[str, Meta(pattern=r"^https?://[^\s/?#]+[^\s]*\Z", examples=["http://10.0.0.9:9090"])]
@@ -22,9 +22,9 @@ Secret: TypeAlias = Annotated[
     str, Meta(pattern=r"^[!-~]{16,1000}\Z", examples=["16 or more random letters"], extra={"secret": True})
 ]
 Word: TypeAlias = Annotated[str, Meta(pattern=r"^ *[^\s\x00-\x1f\x7f][^\x00-\x1f\x7f]*\Z", examples=["rack"])]
-"""Not blank, and without control characters."""
+"""Text that is not blank and has no control characters."""
 Query: TypeAlias = Annotated[str, Meta(pattern=r"\S", examples=["avg(rate(link_bytes[1m])) / 1e9"])]
-"""Not blank; it may have several lines."""
+"""Text that is not blank; it may have several lines."""
 Share: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
 ShareAboveZero: TypeAlias = Annotated[float, Meta(gt=0, le=1)]
 Number: TypeAlias = Annotated[float, Meta(ge=0, le=1e6)]
@@ -36,27 +36,27 @@ _FACTORS = {"": 1.0, "K": 1e3, "M": 1e6}
 Tokens: TypeAlias = (
     Annotated[float, Meta(gt=0, le=1e9)] | Annotated[str, Meta(pattern=_TOKENS, examples=["19.4K tokens"])]
 )
-"""A length: a number, or text such as "19.4K tokens"."""
+"""A prompt length in tokens: a number, or text such as "19.4K tokens"."""
 
 
 class Wait(Duration):
-    """Seconds to wait; never none, and never for ever."""
+    """Time to wait, in seconds; neither zero nor infinite."""
 
-    # A power of two just below 1 ms, so that "1 ms" itself is not lost to rounding.
+    # A power of two just below 1 ms, so that rounding does not reject "1 ms" itself.
     least: ClassVar[float] = 2.0**-10
     most: ClassVar[float] = 86_400.0
     range_text: ClassVar[str] = "between 1 ms and 24 h"
 
 
 class Window(Duration):
-    """Seconds over which something happens; 0: at once."""
+    """Length of a time window, in seconds; 0: at once."""
 
     most: ClassVar[float] = 86_400.0
     range_text: ClassVar[str] = "between 0 s and 24 h"
 
 
 class LogSize(Size):
-    """What files of a log may take: enough for the first line of a large cluster, and never without a bound."""
+    """Size limit of log files, in bytes; large enough for the first line of a large cluster, and never unlimited."""
 
     least: ClassVar[float] = 1e6
     most: ClassVar[float] = 1e15
@@ -64,14 +64,14 @@ class LogSize(Size):
 
 
 class MemorySize(Size):
-    """Memory for a kind of work."""
+    """Memory limit for one kind of work, in bytes."""
 
     least: ClassVar[float] = 100e6
     range_text: ClassVar[str] = "100 MB or more"
 
 
 def tokens(length: Tokens) -> float:
-    """The number of tokens; K is 1,000."""
+    """Return the number of tokens; K is 1,000."""
     if not isinstance(length, str):
         return length
     match = re.match(_TOKENS, length)

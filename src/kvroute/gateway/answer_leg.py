@@ -1,4 +1,7 @@
-"""The leg that answers: relayed event by event from its first token on, or collected whole, to be tried again."""
+"""The decode leg. A stream is relayed event by event from its first token on; other responses are collected whole.
+
+A leg can be retried until its response begins.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +21,16 @@ if TYPE_CHECKING:
 
 UPSTREAM = "upstream_error"
 _MEASURABLE_BYTES = 1 << 20
-"""Smaller transfers say more about latency and scheduling than about bandwidth."""
+"""Smallest transfer whose time is reported; smaller ones measure latency and scheduling more than bandwidth."""
 _ERROR_START = (b'data: {"error"', b'data: {"object":"error"')
-"""How engines begin a stream that has failed before its first token."""
+"""First bytes of an engine's stream that has failed before its first token."""
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
 _HELD_BYTES_MAX = 1 << 20
-"""An event that is longer goes on in pieces."""
+"""Longest part of an event that is held back; a longer event is relayed in pieces."""
 
 
 class AnswerLeg(Leg):
-    """One decode engine's answer, and what the core is told of the way there: the transfer, and that it decodes."""
+    """One request to a decode engine. It reports the KV transfer and the start of decoding to the control core."""
 
     __slots__ = (
         "_held",
@@ -50,20 +53,20 @@ class AnswerLeg(Leg):
         super().__init__(journey, journey.serving.stations[decision.target], now)
         self.decision = decision
         self.alone = decision.source == decision.target
-        """The same instance computes the prompt, and nothing crosses the network."""
+        """The same instance computes the prompt, so there is no KV transfer."""
         self.streams = journey.completion.stream
         self.expected = journey.serving.landings.expected(decision)
         self.first = True
         self.early = False
-        """Sent before the KV cache is computed, by a protocol that can also wait for that."""
+        """The leg is sent before the KV cache is computed, although the protocol does not require it."""
         self.crossing = self.admitted = self._torn = False
-        """`crossing`: the core counts its transfer; `admitted`: to a decode batch, as far as the core knows; `_torn`: a
-        piece of an event has gone to the client without its end."""
+        """`crossing`: the control core counts the transfer as in flight; `admitted`: the control core counts the
+        request as part of the decode batch; `_torn`: the client has received part of an event without its end."""
         self.crossing_at = now
         self.lands_at = NEVER_S
         self.events = 0
         self._held = b""
-        """The beginning of an event whose end has not come yet."""
+        """Beginning of an event whose end has not arrived yet."""
 
     def begin(self, now: float) -> None:
         """Send the leg."""
@@ -91,26 +94,31 @@ class AnswerLeg(Leg):
     # The transfer
 
     def cross(self, now: float) -> None:
-        """The KV cache is there to be fetched, and the engine fetches it; or, once more, what had to be computed for
-        that is complete now."""
+        """Record the start of the KV transfer. A second call, when an early leg's prefill is complete, only resets the
+        time from which the transfer is measured."""
         self.crossing_at = now
         if not self.crossing:
             self.crossing = True
             self.journey.serving.transfer_started(self.decision, now, self.expected.transfer_s)
 
     def expect_landing(self, now: float) -> None:
-        """Where the answer comes whole, nothing but time tells when the KV cache has landed: never before it is
-        computed, lest a decode engine wait for what has failed."""
+        """Schedule the expected end of the transfer for a response that comes whole and does not show it.
+
+        Call it only once the KV cache is computed: an expected end marks the prefill as done, and if that prefill
+        failed later, the decode engine would wait in vain.
+        """
         if not self.streams and not self.admitted:
             self.lands_at = now + sum(self.expected)
             self.journey.serving.landings.expect(self.lands_at, self.journey.number, now)
 
     def land(self, now: float, seconds: float | None = None) -> None:
-        """Tell the core that transfer and wait are over: seen in a stream (after so many seconds), expected where the
-        answer comes whole."""
+        """Report to the control core that the transfer and the wait for a slot are over.
+
+        Args: `seconds` that the transfer took, measured on a stream; None: the end is expected, not observed.
+        """
         if self.admitted:
             return
-        self.admitted = True  # first: what follows looks for landings that are due
+        self.admitted = True  # set first: the calls below process the transfers that are due
         journey, decision = self.journey, self.decision
         serving, request = journey.serving, journey.request
         assert request is not None
@@ -122,8 +130,8 @@ class AnswerLeg(Leg):
             serving.tell(KvStored(now, decision.target, request.blocks, request.block_tokens))
 
     def stop_crossing(self, now: float, landed: bool, seconds: float | None = None) -> None:
-        """The transfer has landed or come to nothing; the core is told of the first alone, for the second comes with
-        the failure or the end of the request."""
+        """Record that the transfer has ended. Only a completed one is reported to the control core here; the event for
+        the failure or the end of the request covers the other case."""
         if self.crossing:
             self.crossing = False
             self.journey.serving.transfer_ended(self.decision, now, landed, seconds)
@@ -137,7 +145,7 @@ class AnswerLeg(Leg):
         finally:
             self.stop_crossing(now, False)
 
-    # The answer
+    # The response
 
     def on_body(self, data: bytes) -> None:
         """See Sink."""
@@ -160,8 +168,8 @@ class AnswerLeg(Leg):
             journey.broke(error)
 
     def _whole_events(self, data: bytes) -> bytes:
-        """`data` without the event at its end that is not whole: should the engine die within it, the error event that
-        ends the stream would be part of it."""
+        """Return the whole events of `data` and hold back the rest. If the engine failed within a relayed event, the
+        error event that ends the stream would become part of that event."""
         data = self._held + data
         end = max(_after(data, b"\n\n"), _after(data, b"\r\n\r\n"))
         if len(data) - end > _HELD_BYTES_MAX:
@@ -171,7 +179,7 @@ class AnswerLeg(Leg):
         return data[:end]
 
     def _first_token(self, data: bytes) -> bool:
-        """The first event: the transfer is over and the request decodes; False where it is an error."""
+        """Handle the first event: the transfer is over and decoding has begun. Return False if it is an error."""
         journey, exchange = self.journey, self.journey.exchange
         if data.startswith(_ERROR_START):
             if self.call is not None:
@@ -184,7 +192,7 @@ class AnswerLeg(Leg):
         self._answered(now)
         decode_s = now - self.sent_at
         step_s = min(self.expected.step_s, decode_s)
-        shows = self.crossing and journey.computed  # else all of it has gone beside the prefill
+        shows = self.crossing and journey.computed  # otherwise the whole transfer ran during the prefill
         crossed_s = max(0.0, now - self.crossing_at - step_s) if shows else None
         self._measure(now)
         self.land(now, crossed_s)
@@ -198,7 +206,7 @@ class AnswerLeg(Leg):
         return True
 
     def _answered(self, now: float) -> None:
-        """The first token or the whole answer is here."""
+        """Report success after the first token or the whole response."""
         self.succeeded(now)
         journey = self.journey
         if journey.passage is not None:
@@ -207,12 +215,12 @@ class AnswerLeg(Leg):
             journey.suspicion.answered("decode", now)
 
     def _measure(self, now: float) -> None:
-        """What the transfer took, where nobody else measures it and no queue stood in its way."""
+        """Report the transfer time, unless the engine measures it itself or the request waited in a queue."""
         decision, station = self.decision, self.station
         if not station.measures or not self.crossing or decision.kv_bytes < _MEASURABLE_BYTES:
             return
         seconds = now - self.sent_at - self.expected.step_s
-        joint = station.dialect.joint or self.early  # then the prefill's seconds are in it
+        joint = station.dialect.joint or self.early  # then `seconds` includes the prefill
         if self.expected.queue_s == 0.0 and seconds > 0.0 and not joint:
             measured = TransferMeasured(now, decision.source, decision.target, decision.kv_bytes, seconds)
             self.journey.serving.tell(measured)
@@ -257,7 +265,7 @@ class AnswerLeg(Leg):
         journey.end(self.status, journey.serving.now(), self.events, relayed_bytes=self.size)
 
     def lost(self, kind: str, why: str, status: int, *, sent: bool) -> None:
-        """See Leg: before the first token it is tried again, after it the stream says so."""
+        """See Leg: before the first token the leg is retried; after it the stream ends with an error event."""
         journey = self.journey
         serving = journey.serving
         now = serving.now()
@@ -283,15 +291,16 @@ class AnswerLeg(Leg):
         journey.act(serving.decide(DecodeFailed(now, journey.number, kv_lost=kv_lost)), now)
 
     def _refetches(self, prefill: PrefillLeg | None, computed: bool) -> bool:
-        """Whether another decode engine may be sent for the same KV cache."""
+        """Whether another decode engine may fetch the same KV cache."""
         if prefill is None or not computed:
             return self.early and prefill is not None
         return self.station.dialect.refetches(prefill.handover)
 
     def blame(self, kind: str, now: float) -> None:
-        """See Leg. If the KV cache comes from another datacenter and a reachable engine does not answer, the KV cache
-        has most likely not arrived. The failure then counts against the way, or against nothing if the prompt is not
-        computed yet. The request may also cause an error, so it is tried again without the way (see `Suspicion`)."""
+        """See Leg. If the KV cache comes from another datacenter and a reachable engine does not respond, the KV cache
+        has most likely not arrived. The failure then counts against the WAN path, or against nothing if the prompt is
+        not computed yet. The request itself may also cause an error, so it is retried without the WAN path (see
+        `Suspicion`)."""
         passage = self.journey.passage
         silent = kind == "timeout" or (kind == "status" and self.status not in FULL)
         if passage is None or not passage.open or not silent:
@@ -304,23 +313,23 @@ class AnswerLeg(Leg):
             passage.given_up(now)
 
     def break_off(self, why: str, kind: str = UPSTREAM) -> None:
-        """End the stream with an event that says why; what has come of the event under way is left out."""
+        """End the stream with an error event that gives the reason. The held-back part of an event is dropped."""
         exchange = self.journey.exchange
         exchange.write((b"\n\n" if self._torn else b"") + error_event(why, kind))
         exchange.end()
 
     def pause(self) -> None:
-        """The client is slow: read no more from the engine."""
+        """Stop reading from the engine while the client is slow."""
         if self.call is not None and self.open:
             self.call.pause()
 
     def resume(self) -> None:
-        """The client has caught up."""
+        """Read from the engine again, because the client has caught up."""
         if self.call is not None and self.open:
             self.call.resume()
 
 
 def _after(data: bytes, end: bytes) -> int:
-    """Position behind the last `end`; 0: there is none."""
+    """Return the position after the last `end`; 0 if there is none."""
     found = data.rfind(end)
     return found + len(end) if found >= 0 else 0

@@ -1,4 +1,4 @@
-"""OpenAI's side of an answer: errors, model lists, and what routing counts of engines' answers; refuses to send."""
+"""OpenAI's response format: errors, model lists, and the token counts in engines' responses. It sends nothing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated, TypeAlias
 import msgspec
 
 TokenCount: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
-"""A number of tokens that an engine reports; a larger or negative one counts as not reported."""
+"""Number of tokens that an engine reports; a number outside the range counts as not reported."""
 
 
 class _Details(msgspec.Struct):
@@ -37,27 +37,27 @@ _encode = msgspec.json.Encoder().encode
 
 
 def error_body(message: str, type: str, *, param: str | None = None, code: str | None = None) -> bytes:
-    """OpenAI's error JSON: {"error": {"message", "type", "param", "code"}}."""
+    """Return OpenAI's error JSON: {"error": {"message", "type", "param", "code"}}."""
     return _encode({"error": {"message": message, "type": type, "param": param, "code": code}})
 
 
 def error_event(message: str, type: str, *, code: str | None = None) -> bytes:
-    """The same as one server-sent event: how a stream that has begun says that it cannot go on."""
+    """Return the same as one server-sent event, for a stream that fails after it has begun."""
     return b"data: " + error_body(message, type, code=code) + b"\n\n"
 
 
 def models_body(models: Sequence[str], created: int) -> bytes:
-    """The answer of /v1/models; `created` in seconds since 1970."""
+    """Return the response body of /v1/models; `created` is in seconds since 1970."""
     return _encode({"object": "list", "data": [_card(model, created) for model in models]})
 
 
 def model_body(model: str, created: int) -> bytes:
-    """The answer of /v1/models/{id}; `created` in seconds since 1970."""
+    """Return the response body of /v1/models/{id}; `created` is in seconds since 1970."""
     return _encode(_card(model, created))
 
 
 def no_model_body(model: str) -> bytes:
-    """The answer, with status 404, where nobody serves a model."""
+    """Return the response body, for status 404, if no instance serves the model."""
     what = f"the model {model[:200]!r} does not exist; GET /v1/models lists those that do"
     return error_body(what, "invalid_request_error", param="model", code="model_not_found")
 
@@ -67,16 +67,16 @@ def _card(model: str, created: int) -> dict[str, str | int]:
 
 
 def sse_events(data: bytes) -> int:
-    """Server-sent events that begin in `data`, `[DONE]` not counted: about one per generated token.
+    """Count the server-sent events that begin in `data`, without `[DONE]`: about one per generated token.
 
-    Nothing is kept between pieces, so a piece cut inside the word `data:` loses one.
+    No state is kept between pieces, so an event is missed if a piece ends inside the word `data:`.
     """
     events = data.count(b"\ndata:") + data.startswith(b"data:")
     return events - 1 if events and b"data: [DONE]" in data else events
 
 
 def usage_tokens(body: bytes) -> int | None:
-    """Generated tokens by a whole answer's own word (`usage.completion_tokens`), if it says so."""
+    """Return the number of generated tokens that a whole response reports (`usage.completion_tokens`), or None."""
     try:
         usage = _ANSWER.decode(body).usage
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
@@ -85,8 +85,11 @@ def usage_tokens(body: bytes) -> int | None:
 
 
 def cached_tokens(body: bytes) -> int | None:
-    """Tokens of the prompt that had not to be computed, by a prefill leg's own word, if it says so: vLLM does in what
-    it tells the decode engine, and in its usage where it is started with `--enable-prompt-tokens-details`."""
+    """Return the number of prompt tokens that the prefill engine found in its cache, if its response reports it.
+
+    vLLM reports it in the parameters for the decode engine, and in `usage` if it is started with
+    `--enable-prompt-tokens-details`.
+    """
     try:
         answer = _PREFILLED.decode(body)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):

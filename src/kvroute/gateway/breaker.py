@@ -1,7 +1,7 @@
-"""A circuit breaker for one instance: when to stop sending, when to try again; pure, and it sends nothing itself.
+"""A circuit breaker for one instance: it decides when to stop sending requests and when to try again. Pure.
 
-Closed: all pass. Open: none pass until the open time is over. Half-open: one probe passes and decides. An attempt
-counts only in the state it was started in, so that the late ends of old requests neither close nor reopen anything.
+Closed: all requests pass. Open: none pass until the open time is over. Half-open: one probe passes, and its result
+decides. An attempt counts only in the state in which it started, so that old requests that end late change nothing.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from typing import Literal, TypeAlias
 
 BreakerState: TypeAlias = Literal["closed", "half-open", "open"]
 Attempt: TypeAlias = int
-"""What `started` gives and the end of that request gives back."""
+"""Number that `started` returns; the caller passes it back when the request ends."""
 Cause: TypeAlias = Literal["no_answer", "error", "unexplained"]
-"""Why an attempt failed: the instance did not answer; it answered with an error, and the same request was answered
-later; it answered with an error, and nothing shows whether the instance or the request is at fault."""
+"""Why an attempt failed. "no_answer": the instance did not respond. "error": it responded with an error, and the same
+request succeeded later. "unexplained": it responded with an error, and the instance or the request may be at fault."""
 
 _SLICES = 10
-"""The window moves on in steps of a tenth of itself."""
+"""Number of slices of the window; the window moves one slice at a time."""
 _VOLUME = 4
-"""A share of failures says something after so many times `failures` outcomes. So many errors in a row weigh as much as
-one failure without an answer, for one request that no engine can serve may cause an error."""
+"""The share of failures is evaluated once there are `_VOLUME * failures` outcomes. A failure without a response weighs
+as much as `_VOLUME` errors, because a request that no engine can serve may also cause an error."""
 
 
 _GOOD, _BAD, _ACQUITTED = 1, 2, 3
-"""Places in a slice of the window."""
+"""Indices in a slice of the window."""
 _NOT_IMPLEMENTED = 501
 
 
 def is_failure(status: int) -> bool:
-    """Whether an answer speaks against the instance: a 5xx does, but for one that says what the engine cannot do at
-    all (501); a 4xx is the client's own and counts as a success."""
+    """Whether a response counts as a failure of the instance: a 5xx does, except 501, which reports a missing feature.
+    A 4xx is the client's error and counts as a success."""
     return status >= 500 and status != _NOT_IMPLEMENTED
 
 
@@ -41,13 +41,13 @@ def _no_jitter() -> float:
 
 
 class Breaker:
-    """Opens after `failures` attempts in a row without an answer, after 4 * `failures` errors in a row, or when `share`
-    of the last `window_s` seconds' outcomes are failures.
+    """Opens after `failures` attempts in a row without a response, after 4 * `failures` errors in a row, or when
+    `share` of the outcomes in the last `window_s` seconds are failures.
 
-    An unexplained error does not count while most errors of the window were the requests' own fault (`acquitted`).
-    Each opening that follows a failed probe lasts twice as long as the one before, up to `open_max_s`. A probe whose
-    client leaves frees its place at once; one that does not end within `probe_s` lets another one pass beside it, so
-    whatever becomes of a probe, the breaker never refuses for longer than max(open_max_s, probe_s).
+    An unexplained error does not count while the requests themselves caused most errors of the window (`acquitted`).
+    Each opening after a failed probe lasts twice as long as the one before, up to `open_max_s`. If the client of a
+    probe leaves, the next request becomes the probe. If a probe does not end within `probe_s`, another one may pass.
+    The breaker therefore never rejects for longer than max(open_max_s, probe_s), plus jitter.
     """
 
     __slots__ = (
@@ -88,14 +88,14 @@ class Breaker:
         """Start closed.
 
         Args:
-            failures: so many in a row without an answer open it, 1 or more.
-            window_s: outcomes count for so long, above 0.
-            open_s: it stays open for so long at first, above 0.
-            share: of failures that opens it, in (0, 1].
-            open_max_s: it stays open for so long at most; less than `open_s` is `open_s`.
-            probe_s: a probe keeps its place for so long, above 0.
-            jitter: it stays open for up to this share longer, `open_max_s` too, 0 or more.
-            draw: gives the numbers in [0, 1) that say how much longer; None: always 0.
+            failures: number of attempts in a row without a response that open the breaker, 1 or more.
+            window_s: time for which outcomes count, above 0.
+            open_s: duration of the first opening, above 0.
+            share: share of failures that opens the breaker, in (0, 1].
+            open_max_s: longest duration of an opening; at least `open_s`.
+            probe_s: time after which another probe may pass, above 0.
+            jitter: largest share by which each opening is lengthened, even beyond `open_max_s`; 0 or more.
+            draw: returns a number in [0, 1), which is multiplied by `jitter`; None: always 0.
         """
         assert failures >= 1
         assert 0 < share <= 1
@@ -106,29 +106,29 @@ class Breaker:
         self._state: BreakerState = "closed"
         self._next: Attempt = 0
         self._first: Attempt = 0
-        """The first attempt that was started in this state."""
+        """The first attempt that started in the present state."""
         self._until = 0.0
-        """Open: until then. Half-open: until then a probe has its place."""
+        """Open: end of the opening. Half-open: time after which another probe may pass."""
         self._open_s = self.open_s
         self._probe: Attempt | None = None
         self._forget()
 
     def allows(self, now: float) -> bool:
-        """Whether a request may be sent now. It changes nothing: say `started` when it is sent."""
+        """Whether a request may be sent now. It changes nothing; call `started` when the request is sent."""
         if self._state == "closed":
             return True
         return now >= self._until or (self._state == "half-open" and self._probe is None)
 
     def state(self, now: float) -> BreakerState:
-        """The state; an open breaker whose time is over reads half-open."""
+        """Return the state; an open breaker whose open time is over counts as half-open."""
         return "half-open" if self._state == "open" and now >= self._until else self._state
 
     def refuses_until(self, now: float) -> float | None:
-        """When `allows` turns true if nothing is reported before; None: it is true."""
+        """Return when `allows` becomes true if nothing is reported before; None if it is true."""
         return None if self.allows(now) else self._until
 
     def started(self, now: float) -> Attempt:
-        """A request is being sent; give the result back with its end, which must be told exactly once."""
+        """Record that a request is sent, and return its attempt. Its end must be reported exactly once."""
         if self._state == "open" and now >= self._until:
             self._enter("half-open")
         attempt = self._next
@@ -138,7 +138,7 @@ class Breaker:
         return attempt
 
     def succeeded(self, attempt: Attempt, now: float) -> None:
-        """The instance has answered, be it with a 4xx."""
+        """Record that the instance has responded; a 4xx counts as a success."""
         if not self._counts(attempt):
             return
         if self._state == "half-open":
@@ -148,8 +148,8 @@ class Breaker:
         self._record(now, _GOOD)
 
     def failed(self, attempt: Attempt, now: float, cause: Cause = "no_answer") -> None:
-        """The instance has not answered, or with an error (5xx). An unexplained error of a probe opens the breaker
-        again for as long as before, not for longer."""
+        """Record that the instance has not responded, or has responded with an error (5xx). An unexplained error of a
+        probe opens the breaker again for the same time as before."""
         if not self._counts(attempt):
             return
         if self._state == "half-open":
@@ -169,13 +169,13 @@ class Breaker:
             self._open(now)
 
     def acquitted(self, attempt: Attempt, now: float) -> None:
-        """The instance has answered with an error, and the request was to blame: neither a success nor a failure."""
+        """Record an error response that the request caused: neither a success nor a failure."""
         self.cancelled(attempt, now)
         if self._counts(attempt) and self._state == "closed":
             self._record(now, _ACQUITTED)
 
     def cancelled(self, attempt: Attempt, now: float) -> None:
-        """The client left before anybody could tell: neither a success nor a failure."""
+        """Record that the client left before the result was known: neither a success nor a failure."""
         del now
         if self._probe == attempt:
             self._probe = None
@@ -198,11 +198,11 @@ class Breaker:
 
     def _forget(self) -> None:
         self._run = self._good = self._bad = self._acquitted = 0
-        """`_run`: weight of the failures since the last success."""
+        """`_run`: weight of the failures since the last success; the others: outcomes in the window."""
         self._slices: deque[list[int]] = deque()
-        """[number of the slice, good, bad, acquitted], ascending."""
+        """[slice number, good, bad, acquitted], in ascending order."""
         self._slice_until = -math.inf
-        """The newest slice takes what comes before then."""
+        """End of the newest slice."""
 
     def _record(self, now: float, outcome: int) -> None:
         if now >= self._slice_until:

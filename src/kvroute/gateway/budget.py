@@ -1,7 +1,7 @@
-"""A retry budget: retries stay a share of the requests, so that an overloaded cluster is not loaded again by them.
+"""A retry budget: it limits retries to a share of the requests, so that they do not overload a cluster further.
 
-A token bucket in two parts, as Finagle's RetryBudget and Envoy's retry budgets have: every request brings a share of a
-retry, every second a few more. Pure: the caller tells the time.
+It is a token bucket in two parts, like Finagle's RetryBudget and Envoy's retry budgets: every request adds a fraction
+of a retry, and every second adds a few more. Pure: the caller passes the time.
 """
 
 from __future__ import annotations
@@ -9,24 +9,25 @@ from __future__ import annotations
 import math
 
 _FADES_S = 10.0
-"""What requests brought fades with this time constant: a calm hour does not pay for a storm."""
+"""Time constant with which the retries that requests have added decay, in seconds. A long calm time therefore does not
+allow a retry storm."""
 _STEP_S = 0.1
-"""Requests within this time fade together, a hundredth of their share at most too much or too little."""
+"""Step of the decay, in seconds. Requests within one step decay together, with an error of at most 1 %."""
 _WHOLE = 1.0 - 1e-9
-"""A hundred requests at a share of 0.01 bring one retry, whatever their floating-point sum is."""
+"""One retry, less the rounding error of sums: 100 requests at a share of 0.01 must add one retry."""
 
 
 class RetryBudget:
-    """Up to any moment: retries <= share * requests + floor_per_s * (seconds + 1).
+    """At any time, retries <= share * requests + floor_per_s * (seconds + 1).
 
-    The floor keeps at most one second's worth (but a whole retry, if it is above 0), the first of which is there from
-    the start; it serves gateways with few requests.
+    The floor is for gateways with few requests. It accumulates the retries of one second at most (at least one retry,
+    if it is above 0) and is full at the start.
     """
 
     __slots__ = ("_at", "_brought", "_floor", "floor_per_s", "share")
 
     def __init__(self, *, share: float = 0.2, floor_per_s: float = 10.0, now: float = 0.0) -> None:
-        """Start at `now` seconds. `share` and `floor_per_s` are zero or more."""
+        """Start at time `now`. `share` and `floor_per_s` are zero or more."""
         assert min(share, floor_per_s) >= 0
         self.share, self.floor_per_s = share, floor_per_s
         self._at = now
@@ -34,13 +35,13 @@ class RetryBudget:
         self._floor = floor_per_s
 
     def request(self, now: float) -> None:
-        """A client's request (not a retry) has come in."""
+        """Record a client's request (not a retry)."""
         if now - self._at >= _STEP_S:
             self._pass(now)
         self._brought += self.share
 
     def spend(self, now: float) -> bool:
-        """Take one retry; False: there is none, let the request fail."""
+        """Take one retry from the budget; False if there is none, so that the request must fail."""
         self._pass(now)
         if self._brought + self._floor < _WHOLE:
             return False
@@ -50,7 +51,7 @@ class RetryBudget:
         return True
 
     def left(self, now: float) -> float:
-        """Retries that could be had now."""
+        """Return the number of retries in the budget now."""
         self._pass(now)
         return self._brought + self._floor
 

@@ -1,7 +1,7 @@
-"""Cache salts: keep the engines' prefix caches of API keys, or of tenants, apart. It reads and sends no request.
+"""Cache salts: separate the engines' prefix caches by API key or by tenant. The module reads and sends no request.
 
-vLLM and SGLang hash `cache_salt` with a prompt's first block, so that a prompt finds only blocks of the same salt. What
-a client sends as its own `cache_salt` divides its cache further, and never reaches that of another client.
+vLLM and SGLang hash `cache_salt` with a prompt's first block, so that a prompt matches only blocks of the same salt. A
+client's own `cache_salt` divides its cache further and cannot select another client's cache.
 """
 
 from __future__ import annotations
@@ -16,34 +16,35 @@ CacheSaltMode: TypeAlias = Literal["none", "per-key", "per-tenant"]
 
 
 class CacheSalts:
-    """Salts by the name of the client's key. HMAC-SHA256 with a secret: no salt says anything of another one."""
+    """Salts by the name of the client's key: HMAC-SHA256 with a secret, so that no salt reveals another one."""
 
     __slots__ = ("_owners", "_secret", "_without")
 
     def __init__(self, tenants: Mapping[str, str], secret: bytes) -> None:
         """
         Args:
-            tenants: tenant by key; a key that is not listed has a cache of its own.
-            secret: gateways in front of the same engines need the same one, or prompts are cached once for each.
+            tenants: tenant by key; a key that is not listed has its own cache.
+            secret: must be the same in all gateways of the same engines; otherwise each prompt is cached once per
+                gateway.
         """
         self._owners = {key: f"tenant:{tenant}" for key, tenant in tenants.items()}
         self._secret = secret
         self._without: dict[str, str] = {}
-        """Salts of clients that send none, by key."""
+        """Salts of clients that send no own salt, by key."""
 
     @classmethod
     def of(cls, mode: CacheSaltMode, keys: KeySettings, secret: bytes) -> CacheSalts | None:
-        """As the settings say; None: clients' own salts are passed on as they are."""
+        """Return the salts for the settings; None: clients' own salts are forwarded unchanged."""
         if mode == "none":
             return None
         return cls(keys.tenants if mode == "per-tenant" else {}, secret)
 
     def salt(self, key: str, own: str) -> str:
-        """The salt of a request: 64 hexadecimal digits. `own` is what the client sends, empty where it sends none."""
+        """Return the salt of a request: 64 hexadecimal digits. `own` is the client's salt, empty if it sends none."""
         if not own and key in self._without:
             return self._without[key]
         owner = self._owners.get(key, f"key:{key}")
-        # Names hold no NUL, so that no two pairs of owner and own salt give the same message.
+        # Names contain no NUL, so that different pairs of owner and own salt give different messages.
         salt = hmac.digest(self._secret, f"{owner}\0{own}".encode(), "sha256").hex()
         if not own:
             self._without[key] = salt

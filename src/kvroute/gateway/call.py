@@ -1,4 +1,4 @@
-"""A call to an engine: what it is made of, who hears of it, how it comes to nothing; refuses to hold a connection."""
+"""A request to an engine: its data, the callbacks for its response, and its failures. It owns no connection."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ Phase = Literal["connect", "first_byte", "body"]
 
 
 FailureKind = Literal["refused", "reset", "timeout", "malformed", "out_of_files"]
-"""The last one is the gateway's own: it has no file descriptor left for a connection."""
+"""Cause of a failure. "out_of_files" is the gateway's own: it has no file descriptor left for a connection."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a call came to nothing. The phase is `body` once a byte of the body has arrived."""
+    """Why a call failed. The phase is `body` once a byte of the body has arrived."""
 
     kind: FailureKind
     phase: Phase
@@ -27,27 +27,27 @@ class Failure:
 
 
 class Sink(Protocol):
-    """Who made the call. Every call ends in exactly one `on_end` or `on_failure`, or in neither if it was aborted."""
+    """Callbacks of a call. A call ends with exactly one `on_end` or `on_failure`, or with neither if it is aborted."""
 
     def on_head(self, status: int, headers: Headers) -> None:
-        """Status and headers are there; at most once."""
+        """Receive status and headers; called at most once."""
         ...
 
     def on_body(self, data: bytes) -> None:
-        """Body bytes without their framing. May still come once or more after `pause`: what was read already."""
+        """Receive body bytes without their framing. Bytes that were read before `pause` may still arrive after it."""
         ...
 
     def on_end(self) -> None:
-        """The answer is complete; its connection may serve the next call already."""
+        """Handle the end of the response; its connection may already serve the next call."""
         ...
 
     def on_failure(self, failure: Failure) -> None:
-        """The answer will not be completed."""
+        """Handle a failure: the response will not be completed."""
         ...
 
 
 class Call:
-    """A request under way to an engine."""
+    """A request in flight to an engine."""
 
     __slots__ = (
         "_keeper",
@@ -68,20 +68,20 @@ class Call:
     ) -> None:
         self.request = request
         self.body = b""
-        """What follows the request's bytes, where one piece would be a large copy."""
+        """Bytes to send after `request`; kept apart to avoid a large copy."""
         self.sink = sink
         self.first_byte_s = first_byte_s
         self.idle_s = idle_s
         self.head_only = head_only
         self.line: Line | None = None
-        """None before a connection is there and after the end."""
+        """The upstream connection; None before there is one and after the end."""
         self.paused = False
         self.retried = False
         self.over = False
         self._keeper = keeper
 
     def abort(self) -> None:
-        """Close the connection; the sink hears nothing more. Does nothing after the end."""
+        """Close the connection and call the sink no more. Does nothing after the end."""
         if self.over:
             return
         line = self.line
@@ -90,28 +90,30 @@ class Call:
             line.drop()
 
     def forget_request(self) -> None:
-        """The client's answer has begun, so the request is not sent again. One that still waits for its connection is
-        kept: without it, the connection would carry nothing and the call would end in a timeout."""
+        """Release the request's bytes, because the client's response has begun and the request is not sent again.
+
+        Does nothing while the call waits for a connection: the bytes are still to be sent.
+        """
         if self.line is not None:
             self.request = self.body = b""
             self.retried = True
 
     def pause(self) -> None:
-        """Read nothing more from the engine; the timeout between bytes rests."""
+        """Stop reading from the engine; the timeout between bytes is suspended."""
         if not self.paused and not self.over:
             self.paused = True
             if self.line is not None:
                 self.line.pause()
 
     def resume(self) -> None:
-        """Read on."""
+        """Read from the engine again."""
         if self.paused and not self.over:
             self.paused = False
             if self.line is not None:
                 self.line.resume()
 
     def finish(self) -> None:
-        """The call is over (the connection or the pool says so), however it ended."""
+        """Mark the call as over, whatever its result. The connection or the pool calls it."""
         assert not self.over
         self.over = True
         self.line = None

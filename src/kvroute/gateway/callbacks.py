@@ -1,6 +1,6 @@
-"""Callbacks that do not keep their owner alive: what an owner holds may call it back without a reference cycle.
+"""Callbacks that do not keep their owner alive, so that an object can call back its owner without a reference cycle.
 
-The gateway runs with the cyclic collector's thresholds raised, so that a cycle is memory that comes back late or never.
+The gateway raises the thresholds of Python's garbage collector, so the memory of a cycle is freed late or never.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ P = ParamSpec("P")
 
 
 def weakly(method: Callable[P, None]) -> Callable[P, None]:
-    """A bound method as a callback that does nothing once its object is gone."""
+    """Return a callback for a bound method; it does nothing once the method's object is freed."""
     reference = weakref.WeakMethod(method)
 
     def call(*arguments: P.args, **named: P.kwargs) -> None:

@@ -1,4 +1,4 @@
-"""A model's chat template: messages to the prompt that the engine will see, rendered as transformers and vLLM do."""
+"""A model's chat template: renders messages to the prompt that the engine computes, as transformers and vLLM do."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class _Named(msgspec.Struct):
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks the assistant's words for training; here its body is just rendered."""
+    """`{% generation %}`: marks the assistant's text for training; here only its body is rendered."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -52,14 +52,14 @@ class ChatTemplate:
     template: jinja2.Template
     special_tokens: dict[str, str]
     walks_content: bool
-    """The template goes through content parts itself; otherwise they are joined for it."""
+    """Whether the template iterates over content parts itself; otherwise they are joined before rendering."""
 
     @classmethod
     def load(cls, folder: Path, clock: Callable[[], datetime] = datetime.now) -> ChatTemplate | None:
-        """The template of a tokenizer's folder, or None if it has none; `clock` is for templates that tell the date.
+        """Return the template in a tokenizer's folder, or None; `clock` is for templates that use the date.
 
         Raises:
-            InputError: a file that cannot be read, or a template that does not parse.
+            InputError: a file cannot be read, or the template cannot be parsed.
         """
         config = _read_config(folder / _CONFIG)
         own = folder / _FILE
@@ -75,13 +75,13 @@ class ChatTemplate:
         return cls(template, tokens, bool(_WALKS_CONTENT.search(source)))
 
     def render(self, fields: Fields) -> str | None:
-        """The prompt of a chat request; None if it cannot be rendered."""
+        """Return the prompt of a chat request; None if it cannot be rendered."""
         try:
             messages = [_shaped(message, self.walks_content) for message in msgspec.json.decode(fields["messages"])]
             return self.template.render({**self.special_tokens, **_context(fields), "messages": messages})
         except Exception:
-            # The template is the operator's, the messages are the client's: the two may disagree in any way, and the
-            # engine, not the gateway, is to say so.
+            # A client's messages may break the operator's template in any way. The engine reports the error, not the
+            # gateway.
             return None
 
 
@@ -113,7 +113,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _default_template(config: dict[str, Any], path: Path) -> str | None:
-    """A config holds one template, or several with names."""
+    """Return the default template of a config, which has one template or several named ones; None if it has none."""
     try:
         value = msgspec.convert(config.get("chat_template"), str | list[_Named] | None)
     except msgspec.ValidationError as error:
@@ -131,7 +131,7 @@ def _token(value: object) -> str:
 
 
 def _context(fields: Fields) -> dict[str, Any]:
-    """What transformers always hands over, then what the client says."""
+    """Return the template's variables: the defaults of transformers, overridden by the client's fields."""
     context: dict[str, Any] = {"tools": None, "documents": None, "add_generation_prompt": True}
     given = {name: msgspec.json.decode(fields[name]) for name in _CONTEXT if name in fields}
     context |= {name: value for name, value in given.items() if value is not None}
@@ -141,7 +141,10 @@ def _context(fields: Fields) -> dict[str, Any]:
 
 
 def _shaped(message: Message, walks_content: bool) -> Message:
-    """As vLLM hands messages to a template: parts joined unless it walks them, arguments of tool calls as objects."""
+    """Return a message in the form that vLLM passes to templates.
+
+    Content parts are joined unless the template iterates over them; arguments of tool calls are objects.
+    """
     message = dict(message)
     if isinstance(message.get("content"), list) and not walks_content:
         message["content"] = _joined(message["content"])

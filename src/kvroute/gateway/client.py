@@ -1,4 +1,4 @@
-"""One client's connection: its requests are answered one after the other, and its waits are bounded; parses nothing."""
+"""One client's connection: it serves requests one after the other and limits every wait. It parses nothing itself."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from kvroute.gateway.reading import BODY, BODY_MEMORY_RATIO, HEAD, IDLE, LIGHT_B
 from kvroute.gateway.web_pages import WebPages
 
 _HELD_BYTES = 64 * 1024
-"""Reading stops when a pipeline has more bytes waiting. Below, it goes on, so that a client's leaving is seen."""
+"""Limit on held bytes of pipelined requests. Above it, reading stops; below it, reading goes on to detect a close."""
 _NEITHER = -1
 _PROBE_S, _PROBE_MOST_S = 0.5, 30.0
-"""When a half-closed connection is looked at first, and how seldom at last: twice as late each time."""
+"""First and longest interval between two probes of a half-closed connection, in seconds; the interval doubles."""
 _END_OF_SIDE_S = 0.5
-"""A client that sends no more and waits for its answer ends its side with its request; a later end means that it has
-left. This is the time for the event loop to read both."""
+"""Longest time between a request and the end of the client's side, in seconds. A client that only half-closes does so
+directly after its request; a later end means that the client has left."""
 
 _RETRY = b"retry-after: 1\r\n"
 _BUSY = Fault(503, "the gateway has as many connections as it may; try again later", headers=_RETRY)
@@ -33,33 +33,33 @@ _SLOW_BODY = Fault(408, "the request's body took too long")
 
 
 Handler: TypeAlias = Callable[[Exchange], None]
-"""What answers requests. Called once the whole body is there; must neither block nor raise."""
+"""Handles a request. It is called once the whole body has arrived, and must neither block nor raise."""
 Guard: TypeAlias = Callable[[bytes, bytes, Headers], Fault | None]
-"""Looks at method, path and headers of a request whose body is still to come, and may refuse to read that."""
+"""Checks method, path and headers of a request before its body is read; returns an error to reject it, or None."""
 
 
 class Frontage(Protocol):
-    """What the connections of one door share."""
+    """The state and callbacks that all connections of one server share."""
 
     handler: Handler
     guard: Guard | None
     refused: Callable[[int, bytes], None] | None
-    """Hears the status and path (empty: not known) of what the door itself refuses."""
+    """Called with status and path (empty: not known) of each request that the server itself rejects."""
     limits: Limits
     pages: WebPages | None
     """Which web pages may send requests; None: all."""
     bodies_bytes: int
-    """Memory of the bodies that clients have weighed in."""
+    """Memory that large request bodies take, in bytes."""
     server: bytes
-    """A whole header line, or nothing."""
+    """The whole Server header line, or empty."""
     draining: bool
 
     def enter(self, new: Client) -> Entry:
-        """A client has connected; whether there is room for it."""
+        """Count a new connection; return whether there is room for it."""
         ...
 
     def leave(self, gone: Client) -> None:
-        """A client's connection is closed."""
+        """Remove a closed connection."""
         ...
 
 
@@ -76,18 +76,19 @@ class Client(asyncio.Protocol):
         self._current: Exchange | None = None
         self._held = b""
         self._timed = _NEITHER
-        """The reader's phase that the deadline is for."""
+        """The parser phase for which the deadline is set."""
         self._weight = 0
-        """Memory that a large body takes, counted at the door."""
+        """Memory that this connection's large body takes, in bytes; part of the server's `bodies_bytes`."""
         self._unsent_bytes = -1
-        """-1: the client reads as fast as it is written to."""
+        """Unsent bytes when writing paused or was last checked; -1: writing is not paused."""
         self._reading_paused = self._advancing = self._leaving = False
         self._half_closed = False
-        """The client sends no more, and may be waiting for its answers."""
+        """The client has closed its side, and may be waiting for responses."""
         self._probe_s = _PROBE_S
 
     def drain(self, idle_until_s: float) -> None:
-        """Close after the answer under way; between requests wait until then: one may be on its way."""
+        """Close after the response in flight. An idle connection stays open until `idle_until_s`, because the client
+        may have sent a request already."""
         if self._current is not None:
             self._current.keep_alive = False
         elif not self._leaving and self._unsent_bytes < 0 and self._reader.phase == IDLE:
@@ -98,7 +99,7 @@ class Client(asyncio.Protocol):
         self._transport.abort()
 
     def waits_for(self) -> int:
-        """What would be lost by closing now: see `connections`."""
+        """Return what a close would interrupt now: see `connections`."""
         phase = self._reader.phase
         if self._current is not None:
             return BUSY
@@ -107,14 +108,14 @@ class Client(asyncio.Protocol):
         return NO_REQUEST if phase == IDLE else BEGINNING if phase == HEAD else BUSY
 
     def expire(self, now: float) -> None:
-        """A deadline has passed: close, or answer that the client is too slow."""
+        """Handle the end of a deadline: close, or respond that the client is too slow."""
         if self._leaving:
             self._transport.abort()
         elif self._unsent_bytes >= 0:
             unsent = self._transport.get_write_buffer_size()
             if unsent >= self._unsent_bytes:
                 self._transport.abort()
-            else:  # slow, but there
+            else:  # slow, but still reading
                 self._unsent_bytes = unsent
                 self.deadline_s = now + self._door.limits.stall_s
         elif self._current is not None:
@@ -127,7 +128,7 @@ class Client(asyncio.Protocol):
     # asyncio's callbacks
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by name
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's class does not inherit from it
         peer = transport.get_extra_info("peername")
         self._peer = str(peer[0]) if peer else ""
         self.address = network_of(peer)
@@ -153,7 +154,7 @@ class Client(asyncio.Protocol):
             self._transport.pause_reading()
 
     def eof_received(self) -> bool:
-        """The client sends no more. It may have left, or wait for its answers; TLS knows no such half of an end."""
+        """Handle the end of the client's side: it has left or waits for its responses. TLS has no half-closed state."""
         if (self._current is None and not (self._held or self._reader.ready)) or self._leaving:
             return False
         current = self._current
@@ -169,8 +170,8 @@ class Client(asyncio.Protocol):
         return True
 
     def _probe(self, now: float) -> None:
-        """Learn whether a client that sends no more is there: one that has left resets the connection when it is sent
-        anything. Before the answer begins, HTTP/1.1 has `100 Continue` for that."""
+        """Check whether a half-closed client is still connected: if not, any sent byte makes it reset the connection.
+        Before the response begins, HTTP/1.1 allows `100 Continue` for this purpose."""
         current, own = self._current, self._transport.get_extra_info("socket")
         assert current is not None
         if own is not None and own.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
@@ -208,10 +209,10 @@ class Client(asyncio.Protocol):
         else:
             self._advance()
 
-    # one request after the other
+    # requests, one after the other
 
     def _advance(self) -> None:
-        """Go on as far as can be without waiting. A loop, lest a pipeline become a recursion."""
+        """Process what can be processed without waiting. It is a loop, so that pipelined requests do not recurse."""
         if self._advancing:
             return
         self._advancing = True
@@ -230,7 +231,7 @@ class Client(asyncio.Protocol):
         self._advancing = False
 
     def _begin(self) -> None:
-        """Hand the next request over."""
+        """Pass the next request to the handler."""
         door = self._door
         exchange = Exchange(
             *self._reader.ready.popleft(),
@@ -275,7 +276,7 @@ class Client(asyncio.Protocol):
             self._leave()
 
     def _wait(self) -> None:
-        """For the next request, or for the rest of one."""
+        """Set the deadline for the next request or for the rest of one, or close."""
         if self._half_closed:
             self._leave()
             return
@@ -298,7 +299,7 @@ class Client(asyncio.Protocol):
             self.deadline_s = self._now() + limits.keep_alive_s
 
     def _may_send(self) -> bool:
-        """Whether the body that is under way may go on; otherwise it is refused."""
+        """Return whether the client may send its body; otherwise reject the request."""
         reader, door = self._reader, self._door
         fault = None
         if self._timed != BODY and door.guard is not None:
@@ -317,7 +318,7 @@ class Client(asyncio.Protocol):
         self._weight = weight
 
     def _leave(self) -> None:
-        """Close as soon as the client has read everything."""
+        """Close once the client has read everything."""
         self._leaving = True
         self._held = b""
         self._reader.forget()
@@ -325,10 +326,10 @@ class Client(asyncio.Protocol):
         self.deadline_s = self._now() + self._door.limits.stall_s
 
     def _refuse(self, fault: Fault) -> None:
-        """Answer with an error and close, but not before the client has had time to read it.
+        """Respond with an error, and close after the client has had time to read it.
 
-        What it still sends is read and dropped meanwhile: closing with unread bytes resets the connection, and a reset
-        may overtake the answer.
+        Until then, what the client sends is read and dropped: closing with unread bytes resets the connection, and the
+        client may see the reset before the response.
         """
         self._leaving = True
         self._held = b""

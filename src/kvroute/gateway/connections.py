@@ -1,4 +1,4 @@
-"""The connections of a port: how many there are, in all and by address, and which one closes to make room."""
+"""The connections of a port: their number, in total and by address, and the choice of one to close for a new one."""
 
 from __future__ import annotations
 
@@ -11,30 +11,31 @@ from typing import Protocol
 from weakref import ReferenceType, ref
 
 IDLE, BEGINNING, UNREAD, BUSY = range(4)
-"""What a connection waits for: a request (or a TLS handshake); the rest of a request's head; its client to read an
-answer, or to close. Connections close in this order when room is needed; BUSY ones have a request and stay."""
+"""State of a connection. IDLE: it waits for a request or a TLS handshake. BEGINNING: it waits for the rest of a
+request's head. UNREAD: it waits until the client reads a response or closes. BUSY: it has a request. For a new
+connection, existing ones are closed in this order, except BUSY ones."""
 _SEARCH_S = 1e-5
-"""Time between two searches, for each connection: a search looks at all of them."""
+"""Time between two searches, in seconds per connection, because a search examines all connections."""
 
 
 class Connection(Protocol):
-    """One accepted connection, from before its TLS handshake to its end."""
+    """An accepted connection, from before its TLS handshake until it is closed."""
 
     address: str
-    """The address under which it counts: see `network_of`."""
+    """The address under which it is counted: see `network_of`."""
     deadline_s: float
-    """By the loop's clock."""
+    """Time of the deadline, on the loop's clock."""
 
     def waits_for(self) -> int:
-        """IDLE, BEGINNING, UNREAD or BUSY."""
+        """Return IDLE, BEGINNING, UNREAD or BUSY."""
         ...
 
     def expire(self, now: float) -> None:
-        """The deadline has passed."""
+        """Handle the end of the deadline."""
         ...
 
     def drain(self, idle_until_s: float) -> None:
-        """End after the request under way; without one at the time given."""
+        """Close after the request in flight, or at the given time if there is none."""
         ...
 
     def abort(self) -> None:
@@ -47,37 +48,37 @@ class Entry(Enum):
 
     TAKEN = "taken"
     FULL = "full"
-    """There are too many, and none that may be closed: answer so."""
+    """There are too many connections, and none may be closed: send an error response."""
     ADDRESS_FULL = "address_full"
-    """The same of its address."""
+    """There are too many connections of its address, and none of them may be closed: send an error response."""
     DROPPED = "dropped"
-    """Even an answer is too much."""
+    """There are too many rejected connections already: close it without a response."""
 
 
 class Connections:
-    """Counts connections from `enter` to `leave`; closes the longest idle one where a new one needs room."""
+    """Counts connections from `enter` to `leave`; at the limit it closes the longest idle one for a new one."""
 
     def __init__(self) -> None:
         self._counted: dict[Connection, None] = {}
         self._of_address: dict[str, int] = {}
         self._ending: dict[Connection, None] = {}
-        """Refused or closed for want of room, and not yet gone."""
+        """Connections that were rejected, or closed for a new one, and are not closed yet."""
         self._idle: dict[str, deque[tuple[int, float, ReferenceType[Connection]]]] = {}
-        """Candidates of the last search, by address ("": any), the first to close first. Weak references: a connection
-        that has closed must not wait here for the next search."""
+        """Candidates of the last search, by address ("": any), in the order of closing. The references are weak, so
+        that a closed connection is not kept in memory until the next search."""
         self._searched_s: dict[str, float] = {}
         self._empty = asyncio.Event()
 
     def __len__(self) -> int:
-        """All that are open."""
+        """Number of open connections."""
         return len(self._counted) + len(self._ending)
 
     def all(self) -> tuple[Connection, ...]:
-        """All that are open."""
+        """Return all open connections."""
         return (*self._counted, *self._ending)
 
     def enter(self, new: Connection, most: int, most_per_address: int, now: float) -> Entry:
-        """Count a new connection, or say why there is no room for it; it must `leave` in either case."""
+        """Count a new connection, or return why there is no room for it. The caller must call `leave` in both cases."""
         of_address = self._of_address.get(new.address, 0)
         if of_address >= most_per_address and not self._make_room(new.address, now):
             return self._refuse(new, Entry.ADDRESS_FULL, most)
@@ -88,14 +89,14 @@ class Connections:
         return Entry.TAKEN
 
     def leave(self, gone: Connection) -> None:
-        """A connection is closed; again: nothing."""
+        """Remove a closed connection; a second call does nothing."""
         self._ending.pop(gone, None)
         self._uncount(gone)
         if not len(self):
             self._empty.set()
 
     async def until_empty(self) -> None:
-        """Wait until none is open."""
+        """Wait until no connection is open."""
         while len(self):
             self._empty.clear()
             await self._empty.wait()
@@ -118,7 +119,7 @@ class Connections:
             self._searched_s.pop(gone.address, None)
 
     def _make_room(self, address: str, now: float) -> bool:
-        """Close the first candidate of an address ("": of any); False where there is none."""
+        """Close the first candidate of an address ("": of any address); False if there is none."""
         if now >= self._searched_s.get(address, -inf) + _SEARCH_S * len(self._counted):
             self._search(address, now)
         idle = self._idle.get(address, ())
@@ -146,8 +147,11 @@ class Connections:
 
 
 def network_of(peer: object) -> str:
-    """The address under which a connection counts, from its socket's peer name: an IPv4 address, the first 64 bits of
-    an IPv6 one (a host has all that follow), or "" where it has none."""
+    """Return the address under which a connection is counted, from its socket's peer name.
+
+    It is an IPv4 address, the first 64 bits of an IPv6 address (one host may use all addresses below them), or "" if
+    the peer has no address.
+    """
     if not isinstance(peer, tuple) or not peer:
         return ""
     text = str(peer[0])

@@ -1,6 +1,6 @@
-"""Roles that change while the gateway serves: reviews are asked for, instances drained, hooks called, the core told.
+"""Role switches at run time: requests reviews, drains instances, calls the operator's hook and reports to the core.
 
-What is to be converted is the core's decision; how an engine is made to serve another role is the operator's hook.
+The control core decides which instance switches its role. The operator's hook makes the engine serve the new role.
 """
 
 from __future__ import annotations
@@ -22,47 +22,48 @@ if TYPE_CHECKING:
     from kvroute.policies.allocation import Review
 
 Outcome: TypeAlias = Literal["converted", "failed", "declined", "abandoned"]
-"""`declined`: at once, for one has failed not long ago; `abandoned`: the gateway ends, or the file has changed."""
+"""`declined`: not tried, because there is no hook or an earlier switch failed a short time ago; `abandoned`: the
+gateway shuts down or the file has changed."""
 
 CONVERTING = "converting"
-"""Why an instance is held back."""
+"""Reason for giving an instance no requests while its role is switched."""
 _DOUBLINGS = 4
 
 
 @dataclass(slots=True, eq=False)
 class Conversion:
-    """One instance on its way to another role: drained first, then the hook is called."""
+    """The role switch of one instance: the instance is drained first, then the hook is called."""
 
     instance: str
     role: Role
     before: Role
     until: float
-    """It is drained by then, or taken for drained."""
+    """Latest time of the hook call; draining ends then at the latest."""
     hook: asyncio.Task[None] | None = None
     inherited: bool = False
-    """Begun before a reload: the core does not know of it."""
+    """The switch began before a reload, so the present core has no record of it."""
 
     @property
     def stage(self) -> Literal["draining", "hook"]:
-        """How far it is."""
+        """The present stage."""
         return "draining" if self.hook is None else "hook"
 
 
 class Conversions:
-    """Of one cluster after the other; `look` is called now and then, `take_over` at a reload."""
+    """The role switches of the current cluster; the caller runs `look` periodically and `take_over` at a reload."""
 
     def __init__(self, serving: Serving, heard: Callable[[Event], None]) -> None:
-        """Args: `heard` is told that an instance has been started anew, as by a watcher."""
+        """Args: `heard` receives the event that an instance has restarted, like those of a collector."""
         self._serving, self._heard = serving, heard
         self.under_way: dict[str, Conversion] = {}
-        """By instance."""
+        """Role switches in progress, by instance."""
         self._ask_at = 0.0
         self._seen: Review | None = None
         self._failures, self._backs_off_until = 0, 0.0
         self._stopped = False
 
     def look(self, clusters: Sequence[Serving]) -> None:
-        """Ask for a review if one is due, and go on with what is under way. Args: `clusters` that have requests."""
+        """Request a review if one is due, and continue the role switches. Args: `clusters` that have requests."""
         now = self._serving.now()
         if now >= self._ask_at and not self._stopped:
             self._review(now)
@@ -110,7 +111,7 @@ class Conversions:
         except asyncio.CancelledError:
             self._end(conversion, "abandoned")
             raise
-        except Exception as error:  # a mistake of the gateway's own must not keep the instance out for good
+        except Exception as error:  # a bug in the gateway must not keep the instance out of service
             why = f"{type(error).__name__}: {error}"
         if not why:
             self._failures = 0
@@ -120,7 +121,7 @@ class Conversions:
         self._end(conversion, "failed" if why else "converted", why)
 
     def _end(self, conversion: Conversion, outcome: Outcome, why: str = "") -> None:
-        """The instance serves again: the new role, or the one of before."""
+        """Finish a role switch: the instance serves again, in the new role or the old one."""
         name, serving = conversion.instance, self._serving
         if self.under_way.pop(name, None) is not conversion:
             return
@@ -130,14 +131,14 @@ class Conversions:
         station, now = serving.stations[name], serving.now()
         if outcome == "converted":
             station.role = conversion.role
-            self._heard(KvCleared(now, name))  # it has most likely been started anew
+            self._heard(KvCleared(now, name))  # the engine has most likely restarted
         if _may_convert(serving, name):
             serving.tell(InstanceConverted(now, name, station.role))
         station.guard.let_go(CONVERTING, now)
 
     def take_over(self, old: Serving, new: Serving) -> None:
-        """A reload: roles and conversions go on where the file still has the instance, as it was, and lets it convert;
-        otherwise the file's role holds."""
+        """Carry over roles and role switches at a reload, for each instance that the new file keeps unchanged and
+        allows to switch roles. For other instances the file's role applies."""
         now, self._serving = new.now(), new
         for name, before in old.stations.items():
             conversion, after = self.under_way.get(name), new.stations.get(name)
@@ -156,7 +157,7 @@ class Conversions:
                 after.guard.hold(CONVERTING, now)
 
     def _abandon(self, conversion: Conversion) -> None:
-        """Nobody is told: the instance is what the new file says."""
+        """End a role switch without an event to the core: the new file defines the instance's role."""
         self.under_way.pop(conversion.instance, None)
         if conversion.hook is not None:
             conversion.hook.cancel()
@@ -164,14 +165,14 @@ class Conversions:
         note("warning", "conversion_abandoned", instance=conversion.instance, role=conversion.role)
 
     def stop(self) -> None:
-        """Begin nothing more: what is being drained serves on as it did; a hook that has been called may end."""
+        """Begin no more switches. Draining instances serve again in their old role; a running hook may finish."""
         self._stopped = True
         for conversion in list(self.under_way.values()):
             if conversion.hook is None:
                 self._end(conversion, "abandoned")
 
     async def close(self) -> None:
-        """Wait for nothing: hooks under way are given up."""
+        """Stop, and cancel the running hooks."""
         self.stop()
         hooks = [each.hook for each in self.under_way.values() if each.hook is not None]
         for hook in hooks:
@@ -185,7 +186,7 @@ def _may_convert(serving: Serving, name: str) -> bool:
 
 
 def _needed(name: str, clusters: Sequence[Serving]) -> bool:
-    """Whether some request is on the instance, or needs the KV cache that it holds."""
+    """Whether any request is in flight on the instance, or needs the KV cache that it holds."""
     for serving in clusters:
         station = serving.stations.get(name)
         if station is not None and station.under_way:

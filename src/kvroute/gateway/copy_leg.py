@@ -1,7 +1,7 @@
-"""The leg before a prefill that waits for a copied prefix: the instance that has it cached is asked to hold it out.
+"""The leg that precedes a prefill with a copied prefix: the instance that has the prefix cached is to offer it.
 
-That one computes next to nothing, and the prefill instance fetches what it holds. Whatever goes wrong here costs the
-request time alone: it is prefilled without the copy.
+That instance computes one token only, and the prefill instance fetches the prefix from it. A failure costs only time:
+the prompt is then computed without the copy.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ if TYPE_CHECKING:
     from kvroute.types import Prefill
 
 Outcome: TypeAlias = Literal["landed", "missed", "failed", "given_up", "left_out"]
-"""What becomes of a copy: cached where it was to be when the prompt was computed, or not; the instance that has the
-prefix did not hold it out; nobody waits any more; it was not asked for, since the gateway does not know the prompt's
-tokens or an earlier attempt with a copy has failed."""
+"""Result of a copy. "landed" and "missed": the prefix was or was not cached at the prefill instance when the prompt was
+computed. "failed": the instance that has the prefix did not offer it. "given_up": the prefill was aborted or failed.
+"left_out": the copy was not requested, because the gateway has no token ids of the prompt or an earlier attempt with a
+copy failed."""
 _PATH = b"/v1/completions"
 _KEPT = ("model", "cache_salt")
-"""Of a request's fields: what an engine tells cached prefixes apart by."""
+"""Request fields that are part of an engine's cache key."""
 
 
 class CopyLeg(Leg):
-    """One call to the instance that has the prefix, and then the prefill leg's word on what becomes of the copy."""
+    """The request to the instance that has the prefix, and the result of the copy, which the prefill leg reports."""
 
     __slots__ = ("_asked", "_on_end", "_over", "_told", "decision", "lands_at", "prefix_tokens")
     kind = "copy"
@@ -42,21 +43,21 @@ class CopyLeg(Leg):
     def __init__(
         self, journey: Journey, decision: Prefill, now: float, on_end: Callable[[Raw | None, float], None]
     ) -> None:
-        """Args: `on_end` is told what the prefill leg is to say of the prefix, None where there will be no copy."""
+        """Args: `on_end` receives the transfer parameters for the prefill leg, or None if there will be no copy."""
         super().__init__(journey, journey.serving.stations[decision.copy_from], now)
         self.decision = decision
         self.lands_at = NEVER_S
         self.prefix_tokens = 0
-        """That are asked for: whole blocks."""
+        """Number of tokens to copy: whole blocks."""
         self._on_end: Callable[[Raw | None, float], None] | None = on_end
-        """None once it has been called or the copy is over: it is a method of the leg that holds this one."""
+        """None once it has been called or the copy is over, to break the reference cycle with the prefill leg."""
         self._told = self._over = False
-        """`_told`: the core knows its end; `_over`: its outcome is counted."""
+        """`_told`: the end is reported to the core; `_over`: the outcome is counted."""
         self._asked = False
-        """The prefill instance fetches it."""
+        """The prefill instance fetches the prefix, or is about to."""
 
     def begin(self, ids: Sequence[int] | None, now: float) -> None:
-        """Send the leg. Args: `ids` are the prompt's tokens; None: it is not to be copied."""
+        """Send the leg. Args: `ids` are the prompt's tokens; None: the prefix is not copied."""
         serving, request = self.journey.serving, self.journey.request
         assert request is not None
         self.prefix_tokens = self.decision.cached_tokens // request.block_tokens * request.block_tokens
@@ -74,7 +75,7 @@ class CopyLeg(Leg):
             self.journey.broke(error)
 
     def on_end(self) -> None:
-        """See Sink: the blocks are held, unless the answer says otherwise."""
+        """See Sink: the blocks are ready to be fetched, unless the response reports an error."""
         journey, station = self.journey, self.station
         try:
             if self.status >= 400:
@@ -102,21 +103,22 @@ class CopyLeg(Leg):
         self._without("failed", now)
 
     def blame(self, kind: str, now: float) -> None:
-        """See Leg. A queue that is too long for a copy is no fault, and neither is an engine that knows no copies."""
+        """See Leg. A timeout (the queue is too long for a copy) and a 4xx or 501 (the engine does not support copies)
+        do not count as failures."""
         if kind == "timeout" or (kind == "status" and not is_failure(self.status)):
             self.station.guard.cancelled(self.attempt, now)
         else:
             super().blame(kind, now)
 
     def abort(self, now: float) -> None:
-        """See Leg: nobody waits for the copy any more, and the core is told so with the failure or the end of what
-        did."""
+        """See Leg: the copy is not needed any more. The event for the failed prefill or the request's end reports this
+        to the core."""
         super().abort(now)
         self._told = True
         self._on_end = None
         self._end("given_up", now)
 
-    # What becomes of it
+    # The result of the copy
 
     def _without(self, outcome: Outcome, now: float) -> None:
         self._tell(now, landed=False)
@@ -124,13 +126,13 @@ class CopyLeg(Leg):
         self._answer(None, now)
 
     def _answer(self, prefix: Raw | None, now: float) -> None:
-        """Tell the prefill leg, once."""
+        """Call the prefill leg's callback, once."""
         on_end, self._on_end = self._on_end, None
         if on_end is not None:
             on_end(prefix, now)
 
     def _fetched(self, now: float) -> None:
-        """The prefill instance is about to be told: bytes move until it is time that they are there."""
+        """Record the start of the transfer, just before the prefill leg is sent, and schedule its expected end."""
         serving, decision = self.journey.serving, self.decision
         self._asked = True
         offload = decision.offload
@@ -142,12 +144,12 @@ class CopyLeg(Leg):
         serving.landings.expect(self.lands_at, self.journey.number, now)
 
     def land(self, now: float) -> None:
-        """It should be there by now, as the decision had it: what is decided next reckons with a link without it."""
+        """Report the transfer as complete at its expected end, so that later decisions count the link as free."""
         self.lands_at = NEVER_S
         self._tell(now, landed=True)
 
     def computed(self, cached_tokens: int | None, now: float) -> None:
-        """The prompt is computed; so much of it was cached, if the engine says so."""
+        """Record that the prompt is computed. Args: `cached_tokens` of it, None if the engine does not report them."""
         if self._asked:
             landed = cached_tokens is None or cached_tokens > self.decision.cached_tokens - self.decision.copy_tokens
             self._tell(now, landed=landed)
@@ -175,7 +177,8 @@ class CopyLeg(Leg):
 
 
 def copy_body(completion: Completion, tokens: Sequence[int]) -> bytes:
-    """A completion whose prompt are the request's first tokens by id: one token, and the KV held for another engine."""
+    """Return the body of a completion of one token, whose prompt is `tokens` (ids) and whose KV cache is kept for
+    another engine."""
     kept = {name: completion.fields[name] for name in _KEPT if name in completion.fields}
     params = {"do_remote_decode": True, "do_remote_prefill": False}
     asked = {"prompt": list(tokens), "stream": False, "max_tokens": 1, "min_tokens": 1, "kv_transfer_params": params}

@@ -1,4 +1,4 @@
-"""Coarse timeouts: one timer of the loop looks over everything that waits; refuses to be exact."""
+"""Coarse timeouts: one timer of the event loop checks all deadlines. They are not exact."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ NEVER_S = float("inf")
 
 
 class Waiting(Protocol):
-    """What may wait too long."""
+    """An object with a deadline."""
 
     deadline_s: float
-    """By the loop's clock; `NEVER_S` while it waits for nothing. Set by its owner as often as it likes."""
+    """Time of the deadline, on the loop's clock; `NEVER_S` if there is none. The owner may change it at any time."""
 
     def expire(self, now: float) -> None:
-        """The deadline has passed; sets another one, or ends the wait."""
+        """Handle the end of the deadline: set another one, or end the wait."""
         ...
 
 
 class Deadlines:
-    """Calls `expire` of what waits past its deadline, late by `period_s` at most.
+    """Calls `expire` of each object whose deadline has passed, at most `period_s` late.
 
-    A deadline is an attribute, so that setting one costs nothing: requests come and go without a timer of their own.
-    Where the loop was late, all deadlines move on by as much: nobody is blamed for what the loop has not read yet.
+    A deadline is an attribute, so that setting one costs almost nothing and a request needs no timer of its own. If the
+    loop was late, all deadlines move by the same time: no peer times out because of data that the loop has not read.
     """
 
     def __init__(self, period_s: float = 0.25, lag: LoopLag | None = None) -> None:
-        """Args: `period_s`: seconds between two looks; `lag` of the loop, if it is measured."""
+        """Args: `period_s` between two checks, in seconds; `lag` of the loop, if it is measured."""
         self.lag = lag if lag is not None else LoopLag()
         self._period_s = period_s
         self._lag_s = 0.0
-        """Total lag at the last look."""
+        """Total lag at the last check, in seconds."""
         self._waiting: dict[Waiting, None] = {}
         self._timer: asyncio.TimerHandle | None = None
 
@@ -41,14 +41,14 @@ class Deadlines:
         return len(self._waiting)
 
     def watch(self, waiting: Waiting) -> None:
-        """Look at it until `forget`; the timer runs only while there is something to look at."""
+        """Check an object's deadline until `forget`; the timer runs only while there are such objects."""
         self._waiting[waiting] = None
         if self._timer is None:
             self._lag_s = self.lag.total_s()
             self._timer = asyncio.get_running_loop().call_later(self._period_s, self._look)
 
     def forget(self, waiting: Waiting) -> None:
-        """Look at it no more."""
+        """Stop checking an object's deadline."""
         self._waiting.pop(waiting, None)
         if not self._waiting and self._timer is not None:
             self._timer.cancel()

@@ -1,4 +1,4 @@
-"""What is served: a cluster file's text, what it says, and the limits that follow; it starts nothing."""
+"""One loaded cluster file: its text, the cluster and settings it defines, and the limits that follow from them."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _NEEDS_RESTART: tuple[tuple[str, Callable[[GatewaySettings], object]], ...] = (
     ("tracing.otlp", lambda settings: settings.tracing.otlp),
     ("tracing.share", lambda settings: settings.tracing.share),
 )
-"""What a running gateway cannot change."""
+"""Settings that a running gateway cannot change."""
 
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """The cluster file's text, and what it says."""
+    """The cluster file's text, and the cluster and settings that it defines."""
 
     text: str
     cluster: Cluster
@@ -54,11 +54,11 @@ class Deployment:
 
         Args:
             path: the file.
-            adjust: what the command line changes.
-            endpoints: of emulated engines, in place of the file's.
+            adjust: applies the options of the command line to the settings.
+            endpoints: endpoints of emulated engines, which replace those in the file.
 
         Raises:
-            InputErrors: every fault of the file.
+            InputErrors: all errors in the file.
         """
         return cls.of(read_text(path), str(path), adjust, endpoints)
 
@@ -70,7 +70,7 @@ class Deployment:
         adjust: Callable[[GatewaySettings], GatewaySettings] = lambda settings: settings,
         endpoints: Mapping[str, Endpoint] | None = None,
     ) -> Deployment:
-        """The same from the file's text; `source` names it in errors."""
+        """Do the same from the file's text; `source` is its name in errors."""
         cluster, settings = deployment_of(text, source, embedded=endpoints is not None)
         if endpoints is not None:
             cluster, settings = _emulated(cluster, endpoints, source), _convertible(settings)
@@ -80,10 +80,11 @@ class Deployment:
     def check_embedded(
         cls, path: Path, adjust: Callable[[GatewaySettings], GatewaySettings] = lambda settings: settings
     ) -> None:
-        """All that can be known before emulated engines are started: the file, the settings, the log, the ports.
+        """Check all that can be checked before emulated engines are started: the file, the settings, the log, the
+        ports.
 
         Raises:
-            InputError: what is wrong; InputErrors: every fault of the file.
+            InputError: the settings, the log or a port cannot be used; InputErrors: all errors in the file.
         """
         cluster, settings = deployment_of(read_text(path), str(path), embedded=True)
         _check_emulated(cluster, str(path))
@@ -91,29 +92,29 @@ class Deployment:
 
     @property
     def control_spec(self) -> ControlSpec:
-        """What makes a core decide as the settings say."""
+        """Specification of a control core for these settings."""
         return self.settings.control_spec()
 
     def core(self) -> Control:
-        """A fresh core, whose first decision takes no longer than the others."""
+        """Return a new control core; a rehearsal ensures that its first decision takes no longer than later ones."""
         spec = self.control_spec
         spec.rehearse(self.cluster)
         return spec.build(self.cluster)
 
     @property
     def log_header(self) -> LogHeader:
-        """The event log's first line: the cluster file without its secrets. A large file takes a second."""
+        """The event log's first line: the cluster file without its secrets. A large file takes about a second."""
         return LogHeader(cluster=redacted_file(self.text, "the cluster file"), spec=self.control_spec)
 
     @property
     def log_bounds(self) -> LogBounds:
-        """How much the event log may take."""
+        """Size limits of the event log."""
         log = self.settings.log
         return LogBounds(file_bytes=float(log.file_bytes), total_bytes=float(log.total_bytes))
 
     @property
     def admission_limits(self) -> AdmissionLimits:
-        """Who comes in."""
+        """Limits of the admission queue."""
         limits = self.settings.limits
         return AdmissionLimits(
             in_flight=limits.in_flight,
@@ -125,7 +126,7 @@ class Deployment:
 
     @property
     def door_limits(self) -> Limits:
-        """What a client may take."""
+        """Limits for clients of the HTTP server."""
         limits = self.settings.limits
         return Limits(
             header_bytes=int(limits.header_bytes),
@@ -140,7 +141,7 @@ class Deployment:
         )
 
     def prompts(self) -> Prompts:
-        """A reader of prompts, to be closed. Raises InputError where the tokenizer cannot be read."""
+        """Return a reader of prompts; the caller closes it. Raises InputError if the tokenizer cannot be read."""
         prompt = self.settings.prompt
         tokenizer = Path(prompt.tokenizer) if prompt.tokenizer else None
         return Prompts(
@@ -153,14 +154,14 @@ class Deployment:
         )
 
     def needs_restart(self, before: Deployment) -> Iterator[str]:
-        """Settings that differ from those before, and that only a new process takes up."""
+        """Yield the settings that differ from those in `before` and take effect only in a new process."""
         for name, value in _NEEDS_RESTART:
             if value(self.settings) != value(before.settings):
                 yield name
 
 
 def _convertible(settings: GatewaySettings) -> GatewaySettings:
-    """Emulated engines take another role when they are told to; a hook that the file names goes first."""
+    """Return the settings with the emulated engines' own hook for role switches, unless the file names a hook."""
     offload = settings.offload
     if offload is None or offload.conversion is not None:
         return settings

@@ -1,4 +1,4 @@
-"""The HTTP server: listens, counts clients, lets them go without losing a request; ignores what is asked."""
+"""The HTTP server: listens, limits connections, and drains them without losing a request. It handles no request."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from kvroute.gateway.web_pages import WebPages
 __all__ = ["Door", "Handler", "Limits"]
 
 _HANDSHAKE_S = 0.05
-"""For so long connections that had begun before the door closed may still come to stand."""
+"""Time for TCP handshakes that were in progress when the server stopped accepting to complete, in seconds."""
 _SO_ATTACH_FILTER = 26
 _NO_SYN = b"".join(
     struct.pack("=HBBI", *step) for step in ((0x30, 0, 0, 13), (0x45, 0, 1, 2), (0x06, 0, 0, 0), (0x06, 0, 0, 1 << 31))
 )
-"""A socket filter (classic BPF): load byte 13 of the TCP header; with its SYN bit drop the packet, else keep it."""
+"""A socket filter (classic BPF): load byte 13 of the TCP header; drop the packet if the SYN bit is set."""
 
 
 class Door:
-    """Gives every request of every client to one handler."""
+    """Passes every request of every client to one handler."""
 
     def __init__(
         self,
@@ -46,12 +46,12 @@ class Door:
         """
         Args:
             handler: called with each `Exchange`.
-            limits: what a client may take.
-            guard: refuses requests before their body is read; one that comes with its head it does not see.
-            refused: called with status and path (empty: not known) for each answer that the door gives by itself.
-            server_name: what the Server header says; empty: there is none.
-            deadlines: shared with others, so that one timer serves all; None: an own one.
-            pages: which web pages may send requests; None: all.
+            limits: limits for clients.
+            guard: may reject a request before its body is read; not called if the body arrives together with the head.
+            refused: called with status and path (empty: not known) of each request that the server itself rejects.
+            server_name: value of the Server header; empty: no such header.
+            deadlines: shared with other components, so that one timer serves all; None: a new one.
+            pages: the web pages that may send requests; None: all.
         """
         self.handler, self.guard, self.refused = handler, guard, refused
         self.limits = limits or Limits()
@@ -65,14 +65,14 @@ class Door:
 
     @property
     def connections(self) -> int:
-        """Clients that are connected, those in a TLS handshake among them."""
+        """Number of open connections, including those in a TLS handshake."""
         return len(self._connections)
 
     async def listen(self, host: str, port: int, ssl: tls.SSLContext | None = None) -> int:
-        """Accept clients at an address; returns the port (chosen by the system if 0 was given).
+        """Accept clients at an address and return the port (chosen by the system if `port` is 0).
 
         Raises:
-            OSError: the address is taken, or not of this machine.
+            OSError: the address is in use, or does not belong to this machine.
         """
         listener = Listener(self, lambda: Client(self), ssl)
         drawn = await listener.listen(host, port)
@@ -80,18 +80,18 @@ class Door:
         return drawn
 
     def stop_accepting(self) -> None:
-        """Close the listening sockets; clients that are connected stay."""
+        """Close the listening sockets; open connections stay."""
         for listener in self._listeners:
             listener.close()
         self._listeners.clear()
 
     async def drain(self, timeout_s: float, *, idle_s: float = 0.5) -> None:
-        """Let all clients go: requests under way are answered, and each connection is closed behind its answer.
+        """Drain: requests in flight are served, and each connection is closed after its response.
 
         Args:
-            timeout_s: after so long, what is not answered is cut off.
-            idle_s: so long a connection without a request stays open, for one may be on its way and would be lost; and
-                so long new clients are taken, for a load balancer may not know yet.
+            timeout_s: time after which the remaining connections are aborted.
+            idle_s: time for which idle connections stay open, because a request may be on its way, and for which new
+                connections are accepted, because a load balancer may not have noticed the drain yet.
         """
         self.draining = True
         idle_s = min(idle_s, timeout_s)
@@ -116,19 +116,19 @@ class Door:
             connection.drain(until_s)
 
     async def _accept_last(self) -> None:
-        """Accept whoever is connected already: closing a listening socket resets those that wait in its queue."""
+        """Accept the connections in the listening sockets' queues: closing a socket resets those in its queue."""
         for fileno in [fileno for listener in self._listeners for fileno in listener.filenos]:
-            with suppress(OSError):  # of a system without such filters: there, some may be reset
+            with suppress(OSError):  # the system has no such filters: some connections may be reset
                 _refuse_syn(fileno)
         await asyncio.sleep(_HANDSHAKE_S)
-        # A loop that was late may wake here before it has looked at its sockets.
+        # If the loop was late, it may resume here before it has polled its sockets.
         seen = -1
         while seen != self.connections:
             seen = self.connections
             await asyncio.sleep(0)
             await asyncio.sleep(0)
 
-    # what connections say
+    # called by connections and listeners
 
     @property
     def times_s(self) -> tuple[float, float]:
@@ -154,10 +154,10 @@ class Door:
 
 
 def _refuse_syn(fd: int) -> None:
-    """Have the system ignore attempts to connect to a listening socket; handshakes under way go on.
+    """Make the system drop new connection attempts to a listening socket; handshakes in progress continue.
 
     Raises:
-        OSError: it cannot.
+        OSError: the system has no socket filters.
     """
     program = ctypes.create_string_buffer(_NO_SYN)
     with socket.socket(fileno=os.dup(fd)) as listening:

@@ -1,7 +1,7 @@
-"""What one engine says of its KV blocks, told again in the hashes of `prefix`; it knows neither sockets nor sequence.
+"""The KV blocks of one engine: translates its block events into events with the hashes of `prefix`.
 
-An engine's own hashes only name its blocks here. Ours are computed from the token ids, so that blocks of all engines,
-whatever they hash with, stand for the same prompts.
+It handles neither sockets nor sequence numbers. An engine's own hashes only identify its blocks here. The gateway's
+hashes are computed from the token ids, so that they are comparable between engines with different hash functions.
 """
 
 from __future__ import annotations
@@ -18,78 +18,80 @@ from kvroute.prefix import block_hashes, salt_seed
 from kvroute.types import Event, InputError, KvCleared, KvEvicted, KvStored
 
 _MEDIUM = "GPU"
-"""Of blocks that serve a request at once; vLLM on a CPU says so too. An engine that names none has no other."""
+"""Medium of blocks that can serve a request without a load; vLLM on a CPU reports it too. An engine that reports no
+medium has only this one."""
 _BLOCKS_MAX = 1 << 20
-"""Blocks kept of one engine; no engine has so many, but a broken one may say so."""
+"""Largest number of blocks stored for one engine; a guard against a faulty engine, as no engine has so many."""
 DEPTH_MAX = 1 << 16
-"""Our blocks of one chain; what is deeper is not routed by. Telling of a chain costs as much as it is deep."""
+"""Largest depth of a chain, in the gateway's blocks; deeper blocks are not used for routing. The cost of reporting a
+chain grows with its depth."""
 SLICE_UNITS = 4096
-"""Work between two turns of others, in microseconds, about."""
+"""Work in one slice, in units of about a microsecond; other tasks run between two slices."""
 _STORE_UNITS, _REMOVE_UNITS, _LOOK_UNITS = 6, 2, 1
-"""Work on one block."""
+"""Work to store, remove or visit one block, in units."""
 _EVENT_UNITS = 16
-"""Work of others on one event that is told."""
+"""Work of the receivers of one reported event, in units."""
 _CHAIN_BLOCKS_PER_UNIT = 4
 _BLOCKS_AT_ONCE = 256
-"""Blocks of one event that are stored between two checks of the meter."""
+"""Number of blocks of one event that are stored between two checks of the meter."""
 
 
 class _Block(msgspec.Struct, gc=False):
-    """One block of the engine. Blocks name their parents, never hold them: no cycles, so no work for the collector."""
+    """One block of the engine. It stores its parent's name and no reference, so there are no reference cycles."""
 
     parent: EngineHash | None
     ours: tuple[int, ...]
-    """Our hashes of its tokens; empty: not a block that we route by (another adapter or medium, media)."""
+    """The gateway's hashes of its tokens; empty: not used for routing (another adapter or medium, or media inputs)."""
     held: int = 0
-    """Copies in the engine. A block without one stays known while others hang below it."""
+    """Number of copies in the engine. A block without copies stays stored while it has children."""
     children: int = 0
-    """Known blocks whose parent it is."""
+    """Number of stored blocks whose parent it is."""
     depth: int = 0
-    """Our blocks from the root to the end of this one."""
+    """Number of the gateway's blocks from the root to the end of this block."""
 
 
 @dataclass(slots=True)
 class BlockCounts:
-    """What was seen, for metrics."""
+    """Counts of reported blocks, for metrics."""
 
     stored: int = 0
     removed: int = 0
     cleared: int = 0
     orphans: int = 0
-    """Stored below a parent that is not known: left out until the engine stores that parent again."""
+    """Blocks stored below an unknown parent: ignored until the engine stores that parent again."""
     foreign: int = 0
-    """Left out because of their adapter, media, medium or group."""
+    """Blocks ignored because of their adapter, media inputs, medium or group."""
     unusable: int = 0
-    """Left out because of their size: not a multiple of ours, or not as many tokens as said."""
+    """Blocks ignored because of their size: not a multiple of the gateway's block, or not the reported token count."""
 
 
 class EngineBlocks:
-    """The blocks of one engine by its own hashes, and what has changed since it was last asked."""
+    """The blocks of one engine by its own hashes, and the changes since the last report."""
 
     def __init__(self, instance: str, block_tokens: int) -> None:
-        """Args: the instance's name; tokens of our blocks, of which an engine's must be a multiple."""
+        """Args: the `instance` name; `block_tokens` of the gateway's blocks; an engine's block must be a multiple."""
         self.instance = instance
         self.counts = BlockCounts()
         self._block_tokens = block_tokens
         self._blocks: dict[EngineHash, _Block] = {}
         self._gone: dict[EngineHash, None] = {}
-        """Held at the last `changes`, and no longer."""
+        """Blocks that the engine had at the last `changes` and has no longer."""
         self._new: dict[EngineHash, None] = {}
-        """The other way round; both in the order of the events, hence dicts."""
+        """Blocks that the engine has now and had not at the last `changes`. Both are dicts to keep the order."""
         self._cleared = False
         self._telling = False
-        """Some of the changes have been told, and others have not."""
+        """Part of the changes has been reported."""
 
     def __len__(self) -> int:
-        """Blocks known, in the engine's size."""
+        """Number of stored blocks, in the engine's block size."""
         return len(self._blocks)
 
     def apply(self, event: BlockEvent) -> None:
-        """Take note of one event; unknown kinds are passed by."""
+        """Apply one event; unknown kinds are ignored."""
         whole(self.applied(event, Meter(SLICE_UNITS)))
 
     def applied(self, event: BlockEvent, meter: Meter) -> Slices[None]:
-        """`apply` in slices. `clear` alone may come in between: it ends what is not done yet."""
+        """Do the work of `apply` in slices. Between slices, only `clear` may be called; it cancels the rest."""
         if meter.spend(1):
             yield
         if event.group_idx or event.medium not in (None, _MEDIUM):
@@ -105,7 +107,7 @@ class EngineBlocks:
             self.clear()
 
     def clear(self) -> None:
-        """Nothing is held any more, or nothing is known any more."""
+        """Drop all blocks, because the engine has cleared its cache or its state is unknown."""
         self.counts.cleared += 1
         told = self._telling or len(self._blocks) > len(self._new) or bool(self._gone)
         self._cleared = self._cleared or told
@@ -115,11 +117,12 @@ class EngineBlocks:
         self._new.clear()
 
     def changes(self, at: float) -> list[Event]:
-        """The events that turn what was told last into what is held now: chains that grew together become one."""
+        """Return the events from the last reported state to the present one; blocks of one chain share one event."""
         return [event for event in self.told(lambda: at, Meter(SLICE_UNITS)) if event is not None]
 
     def told(self, now: Callable[[], float], meter: Meter) -> Iterator[Event | None]:
-        """`changes` in slices: None where others may have their turn. `clear` alone may come before its end."""
+        """Yield the events of `changes` in slices, and None where other tasks may run. Before its end, only `clear` may
+        be called."""
         self._telling = True
         if self._cleared:
             self._cleared = False
@@ -166,9 +169,9 @@ class EngineBlocks:
                 yield
 
     def _routable(self, event: BlockEvent, above: _Block | None, keyed: int) -> int:
-        """How many blocks from the first one on are the plain model's own, with or without a cache salt.
+        """Return how many of the first blocks belong to the base model, with or without a cache salt.
 
-        Args: `keyed`: the first one with other extra keys.
+        Args: `keyed`: index of the first block with other extra keys.
         """
         if event.lora_id is not None or event.lora_name is not None or (above is not None and not above.ours):
             return 0
@@ -204,7 +207,7 @@ class EngineBlocks:
             self._forget(name)
 
     def _forget(self, name: EngineHash | None) -> None:
-        """Drop blocks that nobody holds and nothing hangs below, from this one upwards."""
+        """Drop this block and then its ancestors, as far as they have neither copies nor children."""
         while name is not None and name not in self._gone:
             block = self._blocks[name]
             if block.held or block.children:
@@ -217,7 +220,8 @@ class EngineBlocks:
     def _evictions(self, now: Callable[[], float], meter: Meter) -> Iterator[Event | None]:
         for name in self._gone:
             block = self._blocks[name]
-            # With a block goes all that hangs below: only the uppermost need be told, and it alone has a chain left.
+            # An eviction makes the block's descendants unreachable. Only the uppermost block, whose ancestors are all
+            # held, is reported.
             chain, walked = self._chain(name)
             if chain is not None:
                 yield KvEvicted(now(), self.instance, chain, len(chain) - len(block.ours))
@@ -256,7 +260,7 @@ class EngineBlocks:
                 yield None
 
     def _extend_tips(self, tips: dict[EngineHash, None], revived: set[EngineHash], meter: Meter) -> Slices[None]:
-        """Blocks that were held below a gap are within reach again: rare, so all blocks are looked through."""
+        """Add the blocks that a stored parent makes reachable again. This is rare, so all blocks are scanned."""
         within_reach: set[EngineHash | None] = set(revived)
         for name, block in self._blocks.items():  # parents come before their children
             if block.parent in within_reach and block.held and block.ours:
@@ -268,7 +272,8 @@ class EngineBlocks:
                 yield
 
     def _chain(self, name: EngineHash) -> tuple[tuple[int, ...] | None, int]:
-        """Our hashes from the root to the end of this block, None where one above it is not held; blocks walked."""
+        """Return the gateway's hashes from the root to the end of this block (None if the engine has no copy of an
+        ancestor) and the number of blocks visited."""
         blocks = self._blocks
         block = blocks[name]
         parts = [block.ours]

@@ -1,4 +1,4 @@
-"""Where admitted requests begin, others wait and the rest are sent away: carries out what admission decides."""
+"""The admission queue: starts admitted requests, holds waiting ones and rejects the rest, as `admission` decides."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CLOSING = Refused(503, "the gateway is shutting down", 1)
 
 @dataclass(slots=True)
 class _Waiting:
-    """A request that is not let in, or not yet."""
+    """A request that waits or is rejected."""
 
     exchange: Exchange
     start: Callable[[int], None]
@@ -32,27 +32,27 @@ class _Waiting:
 
 
 class Entrance:
-    """Every request comes in here and says so when it leaves."""
+    """Admits every request, and is called when the request is over."""
 
     def __init__(self, admission: Admission, metrics: Metrics, state: ClusterState, now: Callable[[], float]) -> None:
-        """Args: `admission` decides, by the clock `now`; `metrics` and `state` count."""
+        """Args: `admission` decides, with times of the clock `now`; `metrics` and `state` count."""
         self.admission = admission
         self._metrics, self._state, self._now = metrics, state, now
         self._waiting: dict[int, _Waiting] = {}
         self._let_in: deque[int] = deque()
-        """Those who have waited and now come in, in order."""
+        """Tickets of waiting requests that are admitted now, in order."""
         self._letting_in = self._closed = False
         self._tickets = 0
         self._timer: asyncio.TimerHandle | None = None
 
     def enter(self, exchange: Exchange, kind: str, key: str | None, start: Callable[[int], None]) -> None:
-        """Call `start` with a ticket, now or when there is room, or answer that there is none.
+        """Call `start` with a ticket, now or when there is room, or respond that there is none.
 
         Args:
             exchange: the request.
-            kind: the endpoint as metrics name it.
-            key: its name, where keys are asked for.
-            start: whoever is called must `leave` with the ticket.
+            kind: name of the endpoint in metrics.
+            key: name of the API key, if keys are in use.
+            start: starts the request; once it is over, `leave` must be called with the ticket.
         """
         self._tickets += 1
         ticket, now = self._tickets, self._now()
@@ -71,24 +71,24 @@ class Entrance:
             self._send_away(_Waiting(exchange, start, kind, key, now), entry, word)
 
     def leave(self, ticket: int) -> None:
-        """A request is over; those who have waited come in."""
+        """Release the place of a request that is over; waiting requests are admitted."""
         self._admit(self.admission.leave(ticket, self._now()))
 
     def change(self, limits: AdmissionLimits) -> None:
-        """New limits from now on; whoever has room by them comes in."""
+        """Set new limits; waiting requests are admitted as far as the limits allow."""
         self._admit(self.admission.change(limits))
 
     def over(
         self, exchange: Exchange, kind: str, status: int, seconds: float, key: str | None, request_id: bytes = b""
     ) -> None:
-        """A request without a journey is over: count it and log it."""
+        """Count and log the end of a request that has no `Journey`."""
         self._metrics.finished(kind, status, seconds)
         if access_on():
             name = (request_id or exchange.header(b"x-request-id") or b"").decode("latin-1")
             access(name, kind, status, seconds, client=exchange.peer, key_name=key or "")
 
     def close(self) -> None:
-        """Nobody waits any more, and nobody comes in: each is told so."""
+        """Reject all waiting requests and all new ones."""
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
@@ -99,7 +99,7 @@ class Entrance:
             self._send_away(waiting, _CLOSING, "closing")
 
     def _begin(self, ticket: int, exchange: Exchange, start: Callable[[int], None]) -> None:
-        """Let a request in; a fault of ours gives its place back."""
+        """Start a request; an exception releases its place."""
         try:
             start(ticket)
         except Exception as error:
@@ -111,8 +111,8 @@ class Entrance:
             self.leave(ticket)
 
     def _admit(self, tickets: list[int]) -> None:
-        """Let these in one after the other, though each may be over at once and make room for more: a loop, lest a
-        queue become a recursion."""
+        """Start these requests one after the other. Each may end at once and make room for more, so this is a loop to
+        avoid recursion."""
         self._let_in += tickets
         if self._letting_in or not self._let_in:
             return

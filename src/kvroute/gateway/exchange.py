@@ -1,6 +1,6 @@
-"""One client request and the way to answer it: head, framing and end of an HTTP/1.x answer; refuses to parse anything.
+"""One client request and its response: writes head, framing and end of an HTTP/1.x response. It parses nothing.
 
-Header values go out as they come in: they must hold no CR or LF, which is so for all that the parsers let through.
+Header values are sent unchanged. They must contain no CR or LF, which the parsers ensure.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from http import HTTPStatus
 from typing import TypeAlias
 
 Headers: TypeAlias = list[tuple[bytes, bytes]]
-"""Names in lower case, in order; a name may come twice."""
+"""Headers in order, names in lower case; a name may occur more than once."""
 
 _CHUNKED, _UNTIL_CLOSE, _NO_BODY = -1, -2, -3
 _COPY_MAX = 16 * 1024
-"""Up to so many bytes, one copy is cheaper than one more piece to write."""
+"""Largest body part, in bytes, for which a copy is cheaper than a separate write."""
 
 STATUS_LINES: dict[int, bytes] = {s.value: b"HTTP/1.1 %d %b\r\n" % (s.value, s.phrase.encode()) for s in HTTPStatus}
 
 
 def status_line(status: int) -> bytes:
-    """The first line of an answer, with its line end."""
+    """Return the first line of a response, with its line end."""
     return STATUS_LINES.get(status) or b"HTTP/1.1 %d Unknown\r\n" % status
 
 
 class Exchange:
-    """One client request, whole, and the way to answer it: `respond`, or `start`, `write`..., `end`.
+    """One complete client request and its response: call `respond`, or `start`, `write`..., `end`.
 
-    Whatever is written after the client has gone, or after `abort`, is dropped in silence. `on_pause` may be called
-    from inside `write`.
+    Writes after the client has disconnected, or after `abort`, are dropped. `on_pause` may be called from inside
+    `write`.
     """
 
     __slots__ = (
@@ -75,8 +75,8 @@ class Exchange:
         answered: Callable[[Exchange], None],
         released: Callable[[], None] | None = None,
     ) -> None:
-        """`server` is a whole header line or nothing; `answered` is called once, after `end` or `abort`; `released` is
-        called when the body is not needed any more, if that is before the answer's end."""
+        """Args: `server` is a whole header line or empty; `answered` is called once, after `end` or `abort`; `released`
+        is called when the body is not needed any more, if that is before the end of the response."""
         self.method = method
         self.path = path
         self.query = query
@@ -85,7 +85,7 @@ class Exchange:
         self.http10 = http10
         self.keep_alive = keep_alive
         self.received_s = received_s
-        """When the last byte of it was read, by the loop's clock."""
+        """Time when the last byte of the request was read, on the loop's clock."""
         self.peer = peer
         self.started = self.finished = self.gone = self.paused = False
         self.on_gone: Callable[[], None] | None = None
@@ -100,24 +100,24 @@ class Exchange:
 
     @property
     def unsent_bytes(self) -> int:
-        """Bytes of the answer that the client has not taken and the system does not hold."""
+        """Bytes of the response that are not yet written to the socket."""
         return self._transport.get_write_buffer_size()
 
     def release_body(self) -> None:
-        """The body is not needed any more: its memory is free, and is not counted any more."""
+        """Free the memory of the body, which is not needed any more, and stop counting it."""
         self.body = b""
         if self._released is not None:
             self._released()
 
     def header(self, name: bytes) -> bytes | None:
-        """The first header of this name (lower case), or None."""
+        """Return the value of the first header with this name (lower case), or None."""
         for key, value in self.headers:
             if key == name:
                 return value
         return None
 
     def add_header_lines(self, lines: bytes) -> None:
-        """Send whole header lines with the answer, whoever gives it; before it begins."""
+        """Add whole header lines to any response of this request; call it before the response begins."""
         assert not self.started, "the head is on its way"
         self._server += lines
 
@@ -128,7 +128,7 @@ class Exchange:
         content_type: bytes = b"application/json",
         headers: Iterable[tuple[bytes, bytes]] = (),
     ) -> None:
-        """Answer at once and whole; to HEAD with the head alone."""
+        """Send a whole response; for HEAD only its head."""
         if self.gone or self.finished:
             return
         assert not self.started, "an exchange has one answer"
@@ -148,9 +148,9 @@ class Exchange:
         self._finish()
 
     def start(self, status: int, headers: Iterable[tuple[bytes, bytes]], length: int | None) -> None:
-        """Begin an answer whose body follows: of `length` bytes, or chunked (HTTP/1.0: until the connection closes).
+        """Begin a response whose body follows: `length` bytes, or chunked (HTTP/1.0: until the connection closes).
 
-        `headers` must leave out content-length, transfer-encoding and connection: they are set here.
+        `headers` must not contain content-length, transfer-encoding or connection: they are set here.
         """
         if self.gone or self.finished:
             return
@@ -170,7 +170,7 @@ class Exchange:
             self._left = _CHUNKED
         if self.method == b"HEAD":
             self._left = _NO_BODY
-        # Held back for what this turn of the loop may write still: every write is a system call.
+        # Buffered until the end of this loop iteration, to combine it with the first body bytes in one system call.
         self._unwritten = self._head(status, headers, framing)
         asyncio.get_running_loop().call_soon(self._flush)
 
@@ -198,7 +198,7 @@ class Exchange:
             self._transport.write(data)
 
     def end(self) -> None:
-        """End the answer. One that is shorter than its length is aborted: the client must see that it is broken."""
+        """End the response. If it is shorter than its length, abort it, so that the client detects the error."""
         if self.gone or self.finished:
             return
         assert self.started, "start comes before end"
@@ -211,7 +211,7 @@ class Exchange:
         self._finish()
 
     def abort(self) -> None:
-        """Close the connection without an end: the client sees a broken answer, or none."""
+        """Close the connection without ending the response: the client sees a truncated response, or none."""
         if self.gone or self.finished:
             return
         if self._left == _UNTIL_CLOSE:
@@ -221,7 +221,7 @@ class Exchange:
         self._finish()
 
     def lose(self) -> None:
-        """The connection is lost (the door says so): tells the owner, once."""
+        """Report to the owner, once, that the connection is lost. The client connection calls it."""
         if self.gone or self.finished:
             return
         self.gone = True
@@ -231,13 +231,13 @@ class Exchange:
             on_gone()
 
     def pause(self) -> None:
-        """The client reads more slowly than it is written to (the door says so)."""
+        """Pause the owner, because the client reads too slowly. The client connection calls it."""
         self.paused = True
         if self.on_pause is not None:
             self.on_pause()
 
     def resume(self) -> None:
-        """The client has caught up (the door says so)."""
+        """Resume the owner, because the client has caught up. The client connection calls it."""
         self.paused = False
         if self.on_resume is not None:
             self.on_resume()
@@ -264,12 +264,12 @@ class Exchange:
         self._answered(self)
 
     def _forget(self) -> None:
-        """Break the cycle of references with the owner, so that memory comes back without the collector."""
+        """Break the reference cycle with the owner, so that memory is freed without the garbage collector."""
         self.on_gone = self.on_pause = self.on_resume = self._released = None
 
 
 def _reset_on_close(transport: asyncio.Transport) -> None:
-    """An answer that ends with the connection is seen to be broken only if the connection is reset, not closed."""
+    """Make the close a reset: the client cannot detect otherwise that a response without length is truncated."""
     sock = transport.get_extra_info("socket")
     if sock is not None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

@@ -1,7 +1,8 @@
-"""Counters and histograms for one thread, and their text for Prometheus; it neither locks nor listens.
+"""Counters and histograms for one thread, and their text for Prometheus; without locks and without a server.
 
-prometheus_client writes the 6,000 lines of 500 instances in 30 to 50 ms, in which every stream would stand still, and
-locks each observation; here a page comes family by family, and its parsers referee the text in the tests.
+prometheus_client takes 30 to 50 ms to write the 6,000 lines of 500 instances, which would block every stream, and locks
+on each observation. Here a page is written family by family. The tests check the text with the parsers of
+prometheus_client.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from typing import Literal, TypeAlias
 Key: TypeAlias = tuple[str, ...]
 """Label values in the order of the family's labels."""
 Exemplar: TypeAlias = tuple[str, str]
-"""Label name and value of what to look at as an example, e.g. ("trace_id", "4bf9...")."""
+"""Label name and value that identify an example, e.g. ("trace_id", "4bf9...")."""
 Kind: TypeAlias = Literal["counter", "gauge", "histogram"]
 Amount: TypeAlias = int | float
-"""Both, for they are written differently; a `float` alone would be one when compiled."""
+"""Both types, because they are written differently; `float` alone would convert integers in compiled code."""
 
 KEYS_MOST = 4096
-"""Label sets of one family. Labels come from the cluster file and from this program; should a mistake make them
-unbounded, memory stays bounded and the rest is counted as `other`."""
+"""Largest number of label sets of one family. Labels come from the cluster file and from this program. If a bug makes
+them unbounded, memory stays bounded and further label sets are counted as `other`."""
 _OTHER = "other"
 _ODD = re.compile(r"[^0-9A-Za-z_.:/+=-]")
 
@@ -37,12 +38,12 @@ class Family:
         self.kind, self.name, self.help, self.labels = kind, name, help, labels
 
     def head(self, openmetrics: bool) -> str:
-        """The HELP and TYPE lines; OpenMetrics names a counter's family without `_total`."""
+        """Return the HELP and TYPE lines; OpenMetrics names a counter's family without `_total`."""
         name = self.name.removesuffix("_total") if openmetrics else self.name
         return f"# HELP {name} {self.help}\n# TYPE {name} {self.kind}\n"
 
     def pairs(self, key: Key) -> str:
-        """`a="1",b="2"`, escaped."""
+        """Return label pairs such as `a="1",b="2"`, escaped."""
         return ",".join(f'{label}="{escaped(value)}"' for label, value in zip(self.labels, key, strict=True))
 
 
@@ -56,7 +57,7 @@ class Counter(Family):
         self.values: dict[Key, Amount] = {} if labels else {(): 0}
 
     def add(self, key: Key = (), amount: Amount = 1) -> None:
-        """Count; `amount` is zero or more."""
+        """Add to the sum; `amount` is zero or more."""
         try:
             self.values[key] += amount
         except KeyError:
@@ -65,7 +66,7 @@ class Counter(Family):
             self.values[key] = self.values.get(key, 0) + amount
 
     def text(self, openmetrics: bool) -> str:
-        """All lines of the family."""
+        """Return all lines of the family."""
         return lines(self, self.values.items(), openmetrics)
 
 
@@ -79,7 +80,7 @@ class _Series:
 
 
 class Histogram(Family):
-    """Counts per bucket with the last exemplar of each, per label set."""
+    """Counts per bucket, with the last exemplar of each bucket, per label set."""
 
     __slots__ = ("_bounds", "_les", "_series")
 
@@ -101,7 +102,7 @@ class Histogram(Family):
             series.exemplars[slot] = (value, exemplar)
 
     def count(self, key: Key = ()) -> int:
-        """Observations of one label set so far."""
+        """Return the number of observations of one label set."""
         series = self._series.get(key)
         return sum(series.counts) if series else 0
 
@@ -111,7 +112,7 @@ class Histogram(Family):
         return self._series.setdefault(key, _Series(len(self._bounds) + 1))
 
     def text(self, openmetrics: bool) -> str:
-        """All lines of the family; exemplars only where the format has them."""
+        """Return all lines of the family; exemplars only in OpenMetrics, as the other format has none."""
         parts = [self.head(openmetrics)]
         for key, series in self._series.items():
             pairs = self.pairs(key)
@@ -126,7 +127,7 @@ class Histogram(Family):
 
 
 def lines(family: Family, samples: Iterable[tuple[Key, Amount]], openmetrics: bool) -> str:
-    """The text of a counter or gauge from its samples."""
+    """Return the text of a counter or gauge from its samples."""
     parts = [family.head(openmetrics)]
     for key, value in samples:
         pairs = family.pairs(key)
@@ -135,13 +136,13 @@ def lines(family: Family, samples: Iterable[tuple[Key, Amount]], openmetrics: bo
 
 
 def page(families: Iterable[Counter | Histogram], openmetrics: bool) -> Iterator[str]:
-    """One text per family, so that the caller can let others run in between; the closing `# EOF` is the caller's."""
+    """Yield one text per family, so that other tasks can run in between; the caller adds the final `# EOF`."""
     for family in families:
         yield family.text(openmetrics)
 
 
 def number(value: Amount) -> str:
-    """A number as both formats write it; whole numbers beyond 2^53 lose their last digits like any float."""
+    """Return a number in the form that both formats share; a `float` beyond 2^53 is not exact."""
     if isinstance(value, int):
         return str(value)
     if math.isfinite(value):
@@ -150,7 +151,7 @@ def number(value: Amount) -> str:
 
 
 def escaped(text: str) -> str:
-    """A label value as it stands between quotes."""
+    """Return a label value, escaped for double quotes."""
     if "\\" in text or '"' in text or "\n" in text:
         return text.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
     return text
@@ -160,7 +161,7 @@ def _exemplar_text(exemplar: tuple[float, Exemplar] | None) -> str:
     if exemplar is None:
         return ""
     value, (label, text) = exemplar
-    # OpenMetrics allows 128 characters for all labels of an exemplar, names included. An id that a client made up may
-    # hold quotes, over which parsers in the field fall even when they are escaped.
+    # OpenMetrics allows 128 characters for all labels of an exemplar, names included. An id from a client may contain
+    # quotes, and some parsers in use fail on them even when they are escaped.
     plain = _ODD.sub("_", text[: 128 - len(label)])
     return f' # {{{label}="{plain}"}} {number(value)}'

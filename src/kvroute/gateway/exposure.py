@@ -1,4 +1,4 @@
-"""Which ports the settings open to other machines without asking who they are."""
+"""Finds the ports that the settings open to other machines without authentication."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from kvroute.origins import is_loopback
 
 @dataclass(frozen=True, slots=True)
 class Exposure:
-    """A port that every machine which reaches it may use."""
+    """A port that any machine may use without authentication."""
 
     field: str
-    """The section that says where it listens."""
+    """The settings section of the port."""
     host: str
     why: str
     mend: str
@@ -27,7 +27,7 @@ class Exposure:
 
 
 def exposures(settings: GatewaySettings) -> Iterator[Exposure]:
-    """Every port that listens beyond loopback without keys or a token."""
+    """Yield every port that listens on more than loopback without keys or a token."""
     listen, admin = settings.listen, settings.admin
     if not (is_loopback(listen.host) or settings.keys.file or settings.keys.known):
         why = "every machine that reaches this port may use the engines"
@@ -38,12 +38,12 @@ def exposures(settings: GatewaySettings) -> Iterator[Exposure]:
 
 
 def log_exposures(settings: GatewaySettings, started: GatewaySettings, before: GatewaySettings | None = None) -> None:
-    """Log a warning for each port that is open to all.
+    """Log a warning for each port that is open to all machines.
 
     Args:
-        settings: that hold from now on.
-        started: at the start of the process; a reload does not change where a port listens.
-        before: the settings before a reload: a port that was open with them is left out.
+        settings: the settings in effect from now on.
+        started: the settings at the start of the process; a reload does not change the address of a port.
+        before: the settings before a reload; ports that were open with them are not logged again.
     """
     known = set(_listening(before, started)) if before is not None else set()
     for exposure in _listening(settings, started):

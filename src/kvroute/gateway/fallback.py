@@ -1,4 +1,5 @@
-"""Says when KV leaves the constraint's domain because nobody inside can take it: now and then, with a count."""
+"""Logs, at most once a second and with a count, decisions that send KV outside the constraint's domain because no
+instance inside can accept it."""
 
 from __future__ import annotations
 
@@ -9,17 +10,17 @@ _EVERY_S = 1.0
 
 
 class Fallbacks:
-    """Told of every decision under one constraint; a flood of requests makes a line a second."""
+    """Log of constraint fallbacks; it receives every decision under one constraint."""
 
     def __init__(self, constraint: str) -> None:
-        """Args: `constraint` as the settings write it."""
+        """Args: `constraint` as written in the settings."""
         self._constraint = constraint
         self._count = 0
-        """Since the last line."""
+        """Number of fallbacks since the last log line."""
         self._told_at = float("-inf")
 
     def decided(self, at: float, decision: Decision) -> None:
-        """Look at a decision."""
+        """Check a decision, and log it if it is a fallback and a log line is due."""
         if not isinstance(decision, Decode) or decision.terms is None or not _outside(decision.target, decision.terms):
             return
         self._count += 1
@@ -38,6 +39,6 @@ class Fallbacks:
 
 
 def _outside(target: str, terms: Terms) -> bool:
-    """Whether the target is outside the constraint's domain, and nobody inside could be chosen."""
+    """Whether the target is outside the constraint's domain and no instance inside is feasible."""
     inside = terms.parts.get("same_domain")
     return inside is not None and not inside[terms.names.index(target)] and not terms.feasible[inside > 0].any()

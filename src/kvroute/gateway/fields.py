@@ -1,7 +1,7 @@
-"""A JSON body's top-level fields, values untouched until somebody reads one; bounds what a body may make us build.
+"""Top-level fields of a JSON body, decoded only on access, with limits on the memory and time that a body can cost.
 
-The decoder holds the interpreter while it works, even in a thread: a body of many tiny values is refused before it is
-decoded, and a long list of token ids is decoded in pieces.
+The decoder holds the interpreter lock while it runs, even in a thread. A body of many tiny values is therefore rejected
+before it is decoded, and a long list of token ids is decoded in pieces.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from msgspec import Raw
 from kvroute.gateway.answers import error_body
 
 Fields: TypeAlias = dict[str, Raw]
-"""Top level of a JSON body, values untouched."""
+"""Top level of a JSON body, with raw values."""
 ID_MAX = 2**63 - 1
 TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=ID_MAX)]
 
 INVALID = "invalid_request_error"
 TOKENS_MAX = 2**31 - 1
 PIECE_BYTES = 128 * 1024
-"""What is decoded at once: about a millisecond's work, ten at the worst."""
+"""Number of bytes that are decoded at once: about 1 ms of work, 10 ms at worst."""
 VALUES_MAX = 2**19
-"""Values in a body longer than a piece, where a run of numbers counts as one."""
+"""Largest number of values in a body longer than a piece; a run of numbers counts as one value."""
 ENGINE_FIELDS = frozenset(
     {
         "kv_transfer_params",
@@ -41,7 +41,7 @@ ENGINE_FIELDS = frozenset(
         "rid",
     }
 )
-"""Said between gateway and engines only; a client's are dropped, on every endpoint."""
+"""Fields that only gateway and engines exchange; they are removed from clients' requests on every endpoint."""
 
 _BODY = msgspec.json.Decoder(Fields)
 _TEXT = msgspec.json.Decoder(str)
@@ -52,7 +52,7 @@ _RUN = re.compile(rb"[\d,\s]+")
 
 
 class RequestError(Exception):
-    """A client's fault: `message` says what is wrong, where and how to mend it; `body()` is the answer to send."""
+    """A client's error: `message` says what is wrong, where, and how to fix it; `body()` is the response to send."""
 
     def __init__(
         self, message: str, *, status: int = 400, type: str = INVALID, param: str | None = None, code: str | None = None
@@ -61,21 +61,22 @@ class RequestError(Exception):
         super().__init__(message)
 
     def body(self) -> bytes:
-        """OpenAI's error JSON."""
+        """Return OpenAI's error JSON."""
         return error_body(self.message, self.type, param=self.param, code=self.code)
 
 
 def read_fields(body: bytes) -> Fields:
-    """The fields without `ENGINE_FIELDS`.
+    """Return the fields without `ENGINE_FIELDS`.
 
     Raises:
-        RequestError: 400, the body is no JSON object in UTF-8, nested too deep, or holds more than VALUES_MAX values.
+        RequestError: 400, the body is not a JSON object in UTF-8, is nested too deeply, or has more than VALUES_MAX
+            values.
     """
     return read_fields_told(body)[0]
 
 
 def read_fields_told(body: bytes) -> tuple[Fields, bool]:
-    """The same, and whether the body holds any of `ENGINE_FIELDS`."""
+    """Return the same as `read_fields`, and whether the body has any of `ENGINE_FIELDS`."""
     check_size(body)
     if not body:
         raise RequestError("the body is empty; send one JSON object", code="invalid_json")
@@ -107,34 +108,34 @@ def read_fields_told(body: bytes) -> tuple[Fields, bool]:
 
 
 def check_utf8(body: bytes) -> None:
-    """Raises UnicodeDecodeError if a body is not UTF-8.
+    """Raise UnicodeDecodeError if a body is not UTF-8.
 
-    A long one is decoded in pieces, so that no text of its length is made and other threads run in between.
+    A long body is decoded in pieces, which saves memory and lets other threads run in between.
     """
     decoder = codecs.getincrementaldecoder("utf-8")()
     try:
         for at in range(0, len(body), PIECE_BYTES):
             decoder.decode(body[at : at + PIECE_BYTES], at + PIECE_BYTES >= len(body))
     except UnicodeDecodeError:
-        body.decode()  # whose error says where, in the whole body
+        body.decode()  # raises with the position in the whole body
         raise
 
 
 def check_size(body: bytes) -> None:
-    """Raises RequestError if a body longer than a piece holds more than VALUES_MAX values."""
+    """Raise RequestError if a body longer than a piece has more than VALUES_MAX values."""
     if len(body) > PIECE_BYTES and values_in(body, VALUES_MAX) > VALUES_MAX:
         raise RequestError(f"the body holds more than {VALUES_MAX} values; send fewer", code="invalid_value")
 
 
 def values_in(body: bytes, most: int) -> int:
-    """About how many values a JSON text holds: strings, and runs of numbers, commas and blanks outside of them.
+    """Return about how many values a JSON text has: strings, and runs of numbers, commas and blanks outside strings.
 
-    Counts no further than a piece beyond `most`, and lets other threads run between two pieces.
+    Counting stops at most one piece beyond `most`. Other threads can run between two pieces.
     """
     count, at, quoted = 0, 0, False
     while at < len(body) and count <= most:
         piece = body[at : at + PIECE_BYTES]
-        if (len(piece) - len(piece.rstrip(b"\\"))) % 2:  # half of an escape
+        if (len(piece) - len(piece.rstrip(b"\\"))) % 2:  # the piece ends inside an escape
             piece = body[at : at + PIECE_BYTES + 1]
         at += len(piece)
         parts = piece.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
@@ -144,12 +145,12 @@ def values_in(body: bytes, most: int) -> int:
 
 
 def wrong(param: str, what: str, mend: str) -> RequestError:
-    """A field that cannot be taken."""
+    """Return the error for a field with an unusable value."""
     return RequestError(f"{param}: {what}; {mend}", param=param, code="invalid_value")
 
 
 def flag(fields: Fields, name: str) -> bool:
-    """A boolean, False if absent or null."""
+    """Return a boolean field; False if absent or null."""
     if (raw := fields.get(name)) is None:
         return False
     word = bytes(raw)
@@ -159,7 +160,7 @@ def flag(fields: Fields, name: str) -> bool:
 
 
 def count(fields: Fields, name: str, least: int) -> int | None:
-    """An integer from `least` to TOKENS_MAX, None if absent or null; 2.0 is one, as in JSON Schema."""
+    """Return an integer field from `least` to TOKENS_MAX; None if absent or null. 2.0 is valid, as in JSON Schema."""
     if (raw := fields.get(name)) is None or (word := bytes(raw)) == b"null":
         return None
     try:
@@ -172,7 +173,7 @@ def count(fields: Fields, name: str, least: int) -> int | None:
 
 
 def string(fields: Fields, name: str) -> str | None:
-    """A string, None if absent or null."""
+    """Return a string field; None if absent or null."""
     if (raw := fields.get(name)) is None or (word := bytes(raw)) == b"null":
         return None
     if word[:1] != b'"':
@@ -181,21 +182,21 @@ def string(fields: Fields, name: str) -> str | None:
 
 
 def given(fields: Fields, name: str) -> bool:
-    """There, and not null."""
+    """Whether a field is present and not null."""
     return name in fields and bytes(fields[name]) != b"null"
 
 
 def utf8(word: bytes) -> bytes:
-    """UTF-8 of a JSON string: without escapes, what stands between the quotes."""
+    """Return a JSON string as UTF-8; without escapes, these are the bytes between the quotes."""
     return word[1:-1] if b"\\" not in word else _TEXT.decode(word).encode()
 
 
 def token_ids(word: bytes) -> list[int]:
-    """A JSON list of token ids; long ones in pieces, between which other threads run. 2.0 is an integer, as in JSON
-    Schema.
+    """Decode a JSON list of token ids. A long list is decoded in pieces, between which other threads can run. 2.0 is an
+    integer, as in JSON Schema.
 
     Raises:
-        msgspec.MsgspecError: it is something else.
+        msgspec.MsgspecError: the value is not a list of token ids.
     """
     if len(word) <= PIECE_BYTES or word[:1] != b"[":
         return _decode_ids(word)
@@ -229,12 +230,12 @@ def _decode_ids(word: bytes) -> list[int]:
 
 
 def shown(word: bytes) -> str:
-    """The beginning of a value, for a message."""
+    """Return the beginning of a value, for a message."""
     return word[:40].decode(errors="replace") + ("..." if len(word) > 40 else "")
 
 
 def _check_extra(raw: Raw) -> None:
-    """vLLM merges these arguments with the ones that the gateway sends under names of `ENGINE_FIELDS`."""
+    """Reject arguments with names of `ENGINE_FIELDS`: vLLM merges them with those that the gateway sends."""
     try:
         taken = ENGINE_FIELDS & (msgspec.json.decode(raw, type=Fields | None) or {}).keys()
     except msgspec.ValidationError:

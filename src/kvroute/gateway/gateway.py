@@ -1,4 +1,4 @@
-"""The gateway as a whole: puts its parts together, reads its file again, drains and ends. It handles no request."""
+"""The gateway as a whole: connects its components, reloads its file, drains and shuts down. It handles no request."""
 
 from __future__ import annotations
 
@@ -40,20 +40,20 @@ from kvroute.types import InputError, cannot_listen
 __all__ = ["Deployment", "Gateway"]
 
 _LOOK_S = 0.25
-"""Breakers and the event log are looked at so often."""
+"""Interval between checks of breakers, event log and other periodic work, in seconds."""
 _LAST_WORDS_S = 0.2
-"""For the answers to requests that are broken off."""
+"""Time to send error responses to the requests that are aborted at shutdown, in seconds."""
 
 
 class Gateway:
-    """From `start` to `drain` and `close`."""
+    """One gateway process: `start` it, then `drain` and `close` it."""
 
     def __init__(self, deployment: Deployment, *, seed: int | None = None, logs: Logs | None = None) -> None:
         """
         Args:
-            deployment: what to serve.
-            seed: makes the rooms and ids that the gateway draws the same again; None: the system's randomness.
-            logs: change with the settings at a reload.
+            deployment: the cluster and settings to serve.
+            seed: seed of the room numbers, ids and jitter that the gateway draws; None: the system's randomness.
+            logs: log outputs, which a reload changes with the settings.
         """
         settings = deployment.settings
         self._start = time.monotonic()
@@ -98,20 +98,20 @@ class Gateway:
         self.state.shadow(policy)
 
     def now(self) -> float:
-        """Seconds since the gateway was made."""
+        """Return the time since the gateway object was created, in seconds."""
         return time.monotonic() - self._start
 
     @property
     def serving(self) -> Serving:
-        """What new requests are served by."""
+        """The loaded cluster that serves new requests."""
         assert self._succession is not None, "start first"
         return self._succession.serving
 
     async def start(self) -> None:
-        """Listen; `port` and `admin_port` say where.
+        """Start to listen; sets `port` and `admin_port`.
 
         Raises:
-            InputError: an address cannot be had, or the event log not be written.
+            InputError: an address cannot be used, or the event log cannot be written.
         """
         self._lag.start()
         deployment = self._first
@@ -153,7 +153,7 @@ class Gateway:
         note("info", "serving", address=address, policy=settings.policy, instances=len(succession.serving.stations))
 
     def _check_pages(self, deployment: Deployment) -> None:
-        """Web pages are checked where no key is asked for."""
+        """Set the origin checks: requests of web pages are checked if no API key is required."""
         assert self._reception is not None
         listen = deployment.settings.listen
         self._pages.change(
@@ -164,7 +164,7 @@ class Gateway:
         )
 
     def ready(self) -> str:
-        """Why no requests are taken; empty: they are."""
+        """Return why the gateway accepts no requests; empty if it accepts them."""
         if self._draining:
             return "the gateway is draining"
         if self._succession is None:
@@ -177,7 +177,7 @@ class Gateway:
         return f"no {missing[0]} instance is up" if missing else ""
 
     async def drain(self) -> None:
-        """Take no new connections; end each behind its answer, or after the time that the settings give."""
+        """Accept no new connections, and close each one after its response, or at the timeout in the settings."""
         if self._draining:
             return
         self._draining = True
@@ -188,7 +188,7 @@ class Gateway:
         await self._door.drain(float(self.serving.settings.timeouts.drain_s))
 
     async def close(self) -> None:
-        """End everything; requests that are still under way are broken off."""
+        """Shut down; requests that are still in flight are aborted."""
         self._draining = True
         async with self._reloading:
             await self._close()
@@ -201,7 +201,7 @@ class Gateway:
         self._lag.close()
         if door is not None:
             door.stop_accepting()
-        # Those who wait go first: whoever is broken off makes room for them.
+        # Waiting requests are rejected first: each aborted request would otherwise make room for one of them.
         self._entrance.close()
         if succession is not None:
             succession.stop()
@@ -215,8 +215,11 @@ class Gateway:
         await asyncio.get_running_loop().run_in_executor(None, self._tracer.close)
 
     async def reload(self, read: Callable[[], Deployment]) -> bool:
-        """Serve what `read` gives from now on; requests under way stay where they are. One reload at a time; files are
-        read beside the loop. Returns False, and changes nothing, where `read` raises."""
+        """Serve the deployment that `read` returns from now on; requests in flight stay where they are.
+
+        Only one reload runs at a time, and a thread reads the files. Return False, and change nothing, if the reload
+        fails or the gateway is draining.
+        """
         async with self._reloading:
             assert self._succession is not None, "start first"
             try:
@@ -224,7 +227,7 @@ class Gateway:
                     raise InputError("the gateway is draining", mend="start another one")
                 prepared = await asyncio.to_thread(self._succession.prepare, read)
                 serving = self._succession.next(prepared)
-            except Exception as error:  # whatever a reader stumbles over, the old file is served on
+            except Exception as error:  # after any error in reading, the old file stays in effect
                 reason = str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
                 self.metrics.reloaded("refused")
                 note("error", "reload_refused", reason=reason)
@@ -240,7 +243,7 @@ class Gateway:
 
     async def _take_up(self, succession: Succession, prepared: Prepared, serving: Serving) -> None:
         assert self._reception is not None
-        # Each of these takes some milliseconds with hundreds of instances: requests have their turn in between.
+        # Each step takes some milliseconds with hundreds of instances, so requests can be served in between.
         await asyncio.sleep(0)
         self.state.replace(serving.cluster)
         await asyncio.sleep(0)
@@ -254,7 +257,7 @@ class Gateway:
         await succession.settle(watchers)
 
     def _change_settings(self, deployment: Deployment) -> None:
-        """What does not hang on the cluster."""
+        """Apply the settings that do not depend on the cluster."""
         assert self._door is not None
         assert self._admin is not None
         settings = deployment.settings
@@ -289,7 +292,7 @@ class Gateway:
         self._entrance.leave(journey.ticket)
 
     def _look(self) -> Load:
-        """The gauges now."""
+        """Return the present gauges."""
         clusters = self._succession.clusters if self._succession is not None else ()
         connections = self._door.connections if self._door is not None else 0
         ready, draining = not self.ready(), self._draining
@@ -305,5 +308,5 @@ class Gateway:
             try:
                 self._succession.look()
                 self.serving.open_files.look(self.now())
-            except Exception as error:  # the next look may find mended what this one broke over
+            except Exception as error:  # the cause may be gone at the next run
                 note("error", "look_failed", reason=f"{type(error).__name__}: {error}")

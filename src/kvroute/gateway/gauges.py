@@ -1,4 +1,4 @@
-"""What metrics and dashboard show of the present: every instance's load and health, and the oracle's beliefs."""
+"""Present values for metrics and dashboard: the load and health of every instance, and the oracle's estimates."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def load_of(
     draining: bool,
     conversions: Conversions | None = None,
 ) -> Load:
-    """The gauges at one time. Args: `clusters` that have requests, the current one first; none: not started yet."""
+    """Return the gauges. Args: `clusters` that have requests, the current one first; empty: not started yet."""
     queued, in_flight = admission.queued, admission.in_flight
     if not clusters:
         return Load(in_flight=in_flight, queued=queued, connections=connections, ready=ready, draining=draining)

@@ -1,5 +1,5 @@
-"""What a reloaded cluster keeps of the one before it: breakers, health, load, cached prefixes. All that the new core is
-told goes into its event log, so that a log that begins with a reload replays too."""
+"""State that a reload carries over to the new cluster: breakers, health, load, cached prefixes. The new core receives
+it as events, which are in its event log, so that a log that begins with a reload can be replayed too."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvroute.types import (
 
 
 def stays(name: str, old: Serving, new: Serving) -> bool:
-    """Whether an instance is in both clusters, and the same engine."""
+    """Whether an instance is in both clusters and is the same engine."""
     before, after = old.stations.get(name), new.stations.get(name)
     if before is None or after is None:
         return False
@@ -30,33 +30,33 @@ def stays(name: str, old: Serving, new: Serving) -> bool:
 
 
 class Handover:
-    """From the old cluster, which still has requests, to the new one, for the instances that stay.
+    """Carries over the state of the instances that stay, from the old cluster to the new one.
 
-    `at_once` before the new cluster takes requests, then `prefixes`; `heard` is told of what the new core hears
-    meanwhile, and `look` is called now and then until the old requests have left.
+    Call `at_once` before the new cluster serves requests, then `prefixes`. Meanwhile pass the events of the new core to
+    `heard`, and call `look` periodically until the requests of the old cluster are over.
     """
 
     def __init__(self, old: Serving, new: Serving, retired: Sequence[Serving]) -> None:
-        """Args: `retired` are all clusters that still have requests, the old one among them."""
+        """Args: `retired` are all clusters before the new one that still have requests, including the old one."""
         self._old, self._new = old, new
         self._stay = [name for name in new.stations if stays(name, old, new)]
         self._retired = {name: [each for each in retired if stays(name, each, new)] for name in self._stay}
         self._to_tell = {name for name in self._stay if self._keeps_prefixes(name)}
-        """Instances whose cached prefixes the new core has yet to be told of."""
+        """Instances whose cached prefixes are not reported to the new core yet."""
         self._told: dict[str, int] = {}
-        """The load that the core knows of old requests on engines that do not tell theirs."""
+        """Number of old requests last reported to the core, by engine that does not report its load itself."""
 
     @property
     def over(self) -> bool:
-        """Whether nothing is left to hand over."""
+        """Whether all state is carried over."""
         return not self._to_tell and not any(self._told.values())
 
     def reads(self, serving: Serving) -> bool:
-        """Whether a cluster still has cached prefixes to be told of."""
+        """Whether cached prefixes of this cluster are still to be carried over."""
         return serving is self._old and bool(self._to_tell)
 
     def at_once(self) -> None:
-        """How network and ways are, who is up, whose transfers are measured by whom, and how much is under way."""
+        """Carry over all state except cached prefixes: network and WAN paths, health, who measures transfers, load."""
         old, new, now = self._old, self._new, self._new.now()
         telemetry = old.telemetry
         if telemetry is not None and [link.name for link in old.cluster.links] == [
@@ -69,7 +69,7 @@ class Handover:
             if old.settings.measure == new.settings.measure:
                 after.measures = before.measures
             if old.settings.breaker == new.settings.breaker:
-                after.guard.breaker = before.guard.breaker  # what is under way still counts in it
+                after.guard.breaker = before.guard.breaker  # requests in flight still count in it
             after.guard.set_healthy(before.guard.healthy, now, present=before.guard.present)
             measured = old.measured.get(name)
             if measured is not None:
@@ -83,7 +83,7 @@ class Handover:
         self.look()
 
     def _thresholds(self) -> None:
-        """Of the sites that both have; a base that the file gives is the file's."""
+        """Carry over the offload thresholds of the sites in both clusters; base values in the file take precedence."""
         old, new = self._old.control.offloading, self._new.control.offloading
         if old is None or new is None:
             return
@@ -94,7 +94,7 @@ class Handover:
                 self._new.tell(ThresholdKnown(self._new.now(), name, threshold.tokens, threshold.base_tokens))
 
     def _knowledge(self) -> None:
-        """What transfers have taught, of tiers for which both files promise the same and of pairs that both have."""
+        """Carry over learned bandwidths, for tiers with the same bandwidth in both files and pairs in both clusters."""
         old, new, now = self._old.cluster, self._new.cluster, self._new.now()
         promised = zip(old.tier_bytes_per_s.tolist(), new.tier_bytes_per_s.tolist(), strict=True)
         same = [before == after for before, after in promised]
@@ -110,7 +110,7 @@ class Handover:
                     self._new.tell(msgspec.structs.replace(known, log_sums=sums, weights=weights))
 
     def _same_path(self, source: str, target: str, same: Sequence[bool]) -> bool:
-        """Whether both clusters have these instances, as far from each other, in a tier that is the same."""
+        """Whether both clusters have these instances, in the same tier with the same bandwidth."""
         if source not in self._stay or target not in self._stay:
             return False
         old, new = self._old.cluster, self._new.cluster
@@ -118,7 +118,7 @@ class Handover:
         return same[tier] and int(old.tier[old.index(source), old.index(target)]) == tier
 
     def look(self) -> None:
-        """Where an engine does not tell its load, old requests there are to the core as those of others."""
+        """Report old requests to the new core as external load, for engines that do not report their load."""
         for name in self._stay:
             if name in self._new.measured:
                 self._told.pop(name, None)
@@ -128,7 +128,7 @@ class Handover:
                 self._new.tell(InstanceMeasured(self._new.now(), name, under_way + own, 0))
 
     async def prefixes(self) -> None:
-        """What is cached where: an instance at a time, each as it is by then, others have their turn in between."""
+        """Carry over cached prefixes, one instance at a time in its present state; other tasks run in between."""
         prefix, block_tokens = self._old.control.prefix, self._new.settings.prompt.block_tokens
         for name in self._stay:
             if name in self._to_tell:
@@ -139,7 +139,7 @@ class Handover:
                 await asyncio.sleep(0)
 
     def heard(self, event: Event) -> None:
-        """The new core was told this: what it takes away must not come back with the prefixes."""
+        """Apply an eviction that the new core received to the old core too, so that its blocks are not carried over."""
         if isinstance(event, KvEvicted | KvCleared) and event.instance in self._to_tell:
             self._old.tell(event)
 
@@ -147,7 +147,7 @@ class Handover:
         return sum(each.stations[name].under_way for each in self._retired[name])
 
     def _keeps_prefixes(self, name: str) -> bool:
-        """Whether prompts have the hashes that they had, and the same side tells what is cached."""
+        """Whether the prefixes stay valid: prompts hash as before, and the same side reports what is cached."""
         old, new = self._old, self._new
         return (
             old.settings.prompt == new.settings.prompt

@@ -1,7 +1,7 @@
-"""What headers become on their way through the gateway; they are never changed, only left out or added.
+"""Selects the headers that the gateway forwards; it adds or removes headers, but changes none.
 
-An engine gets the request headers of a list, because it acts on some that are for operators (`X-data-parallel-rank`).
-A client gets all response headers but those of one connection (RFC 9110, 7.6.1).
+An engine receives only listed request headers, because it acts on some that are for operators (`X-data-parallel-rank`).
+A client receives all response headers except hop-by-hop ones (RFC 9110, 7.6.1) and those of `THEIR_OWN`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TypeAlias
 
 Headers: TypeAlias = list[tuple[bytes, bytes]]
-"""Names in lower case."""
+"""Headers in order, names in lower case."""
 
 _HOP_BY_HOP = frozenset(
     {
@@ -27,7 +27,7 @@ _HOP_BY_HOP = frozenset(
     }
 )
 OUR_OWN = _HOP_BY_HOP | {b"host", b"expect", b"accept-encoding", b"x-request-id"}
-"""Request headers that only the gateway sets. Accept-Encoding is one because the gateway reads the answers."""
+"""Request headers that only the gateway sets; Accept-Encoding is one because the gateway reads the responses."""
 FORWARDED = frozenset(
     {
         b"accept",
@@ -41,20 +41,20 @@ FORWARDED = frozenset(
         *(b"x-datadog-origin", b"x-datadog-tags"),
     }
 )
-"""Request headers that reach engines: those of OpenAI's SDKs and of tracing; `gateway.forward_headers` adds others."""
+"""Request headers that are forwarded: those of OpenAI's SDKs and of tracing; `gateway.forward_headers` adds others."""
 THEIR_OWN = _HOP_BY_HOP | {b"server", b"date", b"x-request-id"}
-"""Of an engine's headers: what clients do not get."""
+"""Response headers of engines that are not forwarded to clients."""
 _USUAL = frozenset({b"keep-alive", b"Keep-Alive", b"close", b"Close"})
-"""Values of Connection that name no further header."""
+"""Values of the Connection header that name no other header."""
 
 
 def forwarded(headers: Headers, request_id: bytes, names: frozenset[bytes] = FORWARDED) -> Headers:
-    """The headers that an engine gets of a client's request.
+    """Return the headers of a client's request that an engine receives.
 
     Args:
-        headers: of the client's request.
-        request_id: the client's X-Request-Id, or the gateway's own where the client sends none.
-        names: the headers that are forwarded, unless the client's Connection header names them.
+        headers: headers of the client's request.
+        request_id: the client's X-Request-Id, or a generated one if the client sends none.
+        names: the headers to forward, unless the client's Connection header names them.
     """
     kept = [(b"x-request-id", request_id)]
     typed = False
@@ -72,12 +72,12 @@ def forwarded(headers: Headers, request_id: bytes, names: frozenset[bytes] = FOR
 
 
 def header_lines(headers: Headers) -> bytes:
-    """The same as they go over the wire."""
+    """Return headers as HTTP/1.1 lines."""
     return b"".join([b"%b: %b\r\n" % header for header in headers])
 
 
 def answered(headers: Headers, request_id: bytes, left_out: frozenset[bytes] = THEIR_OWN) -> tuple[bytes, Headers]:
-    """What an engine's headers become on the way to the client: the content type, and the rest."""
+    """Return the headers of an engine's response that a client receives: the content type, and all others."""
     kept = [(b"x-request-id", request_id)]
     content_type = b"application/json"
     for header in headers:

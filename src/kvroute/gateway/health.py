@@ -1,5 +1,5 @@
-"""Active health checks: an instance is down after some failures in a row, and up again after some successes; the first
-check of an instance decides alone."""
+"""Active health checks: an instance is down after a number of failures in a row, and up again after a number of
+successes. The first check of an instance decides alone."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from kvroute.gateway.pool import Pool
 
 
 class Health:
-    """What checks say of one instance; up until then. Where nothing is known yet, the first check is believed."""
+    """Health of one instance by its checks. Without an earlier state it is up until its first check decides."""
 
     __slots__ = ("_against", "_failures", "_successes", "checked", "up")
 
     def __init__(self, failures: int, successes: int, known: bool | None = None) -> None:
-        """Args: how many in a row take the instance down and bring it up, 1 or more; what is known of it already."""
+        """Args: `failures` and `successes` in a row that change the state, 1 or more; `known`: an earlier state."""
         self.up = known is not False
         self.checked = known is not None
-        """Whether any check has come back."""
+        """Whether any check has ended."""
         self._failures = failures
         self._successes = successes
         self._against = 0
-        """Checks in a row that contradict `up`."""
+        """Number of checks in a row that contradict `up`."""
 
     def heard(self, well: bool) -> bool:
-        """Take a check's result; whether it has changed `up`."""
+        """Record a check's result; return whether it has changed `up`."""
         first, self.checked = not self.checked, True
         self._against = 0 if well is self.up else self._against + 1
         if self._against == 0 or not (first or self._against >= (self._failures if self.up else self._successes)):
@@ -38,7 +38,7 @@ class Health:
 
 
 class HealthChecks:
-    """GETs a path of every engine; a status from 200 to 299 is health, all else, silence included, is not."""
+    """Sends GET requests to every engine; a status from 200 to 299 is healthy, all else (also a timeout) is not."""
 
     def __init__(
         self,
@@ -61,10 +61,11 @@ class HealthChecks:
         """
         Args:
             names, pool_of, interval_s, timeout_s, lag, on_discard, jitter, draw: see `Poller`.
-            on_change: (instance, whether it is up, when), only on a change of that or, while it is down, of `present`.
+            on_change: called with (instance, whether it is up, time) if that changes or, while it is down, if `present`
+                changes.
             now: the clock of `on_change`.
             failures, successes: see `Health`.
-            known: whether an instance is up, as `known` of other checks said.
+            known: whether an instance is up, from `known` of earlier checks.
         """
         known = known or {}
         self._health = {name: Health(failures, successes, known.get(name)) for name in names}
@@ -72,7 +73,7 @@ class HealthChecks:
         self._now = now
         self._why: dict[str, str] = {}
         self._passed = set(known)
-        """Instances that have passed a check, or are known from before."""
+        """Instances that have passed a check or were checked earlier."""
         self._absent = {name for name, up in known.items() if not up}
         self._poller = Poller(
             names,
@@ -88,27 +89,27 @@ class HealthChecks:
         )
 
     def start(self) -> None:
-        """Begin, from within the loop."""
+        """Start; the event loop must be running."""
         self._poller.start()
 
     def close(self) -> None:
-        """Check no more."""
+        """Stop the checks."""
         self._poller.close()
 
     def up(self, name: str) -> bool:
-        """What the checks say of an instance."""
+        """Whether an instance is up."""
         return self._health[name].up
 
     def present(self, name: str) -> bool:
-        """Whether a process listens there, as far as is known, and has passed a check before."""
+        """Whether a process listens at the instance's address and has passed a check before; True before any check."""
         return name not in self._absent
 
     def why(self, name: str) -> str:
-        """What was wrong with the last check; empty if nothing."""
+        """Return why the last check failed; empty if it did not."""
         return self._why.get(name, "")
 
     def known(self) -> dict[str, bool]:
-        """Whether an instance is up, of those that have been checked."""
+        """Return whether each instance is up, for those that have been checked."""
         return {name: health.up for name, health in self._health.items() if health.checked}
 
     @property

@@ -1,7 +1,7 @@
-"""The operator's own way to make an engine serve another role: a POST to a URL, or a program that is run.
+"""The operator's hook that makes an engine serve another role: a POST to a URL, or a program.
 
-What it does is up to the operator: restart the engine, patch a deployment, turn a switch. It is told who and what, and
-its status or exit code says whether the instance serves the new role.
+The operator decides what it does, for example restart the engine or patch a deployment. It receives the instance and
+the roles, and its status or exit code reports whether the instance serves the new role.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ from kvroute.gateway.offload_settings import ConversionSection, hook_url
 from kvroute.types import Instance, Role
 
 _LAST_WORDS_S = 5.0
-"""Between SIGTERM and SIGKILL for a program that is not waited for any longer."""
+"""Time between SIGTERM and SIGKILL when a program is ended, in seconds."""
 
 
 async def convert(section: ConversionSection, instance: Instance, before: Role, role: Role) -> str:
-    """Have an instance serve another role; returns why it does not, empty if it does. A program that is given up, for
-    its time is over or the caller is cancelled, is ended with all that it has started."""
+    """Call the hook to switch an instance's role; return the reason if that fails, empty on success.
+
+    On a timeout, or if the caller is cancelled, a program is ended together with its child processes.
+    """
     assert instance.endpoint is not None
     try:
         async with asyncio.timeout(float(section.timeout_s)):
@@ -66,7 +68,7 @@ async def _run(command: list[str], told: dict[str, str]) -> str:
 
 
 async def _end(program: asyncio.subprocess.Process) -> None:
-    """The whole session of a program that nobody waits for any more."""
+    """End all processes in the session of a program."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with suppress(ProcessLookupError):
             os.killpg(program.pid, number)

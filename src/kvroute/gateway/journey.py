@@ -1,7 +1,7 @@
-"""One completion on its way: its legs, their failures and their end; callbacks only, so that a request costs no task.
+"""One completion request: its legs, their failures and its end. It uses callbacks and no task per request.
 
-The journey tells the control core each step once and in order, whatever engines and clients do, and gives back all
-that it holds on every path: slots, in-flight counts, connections.
+The request reports each step to the control core once and in order, whatever engines and clients do. It releases what
+it holds (slots, in-flight counts, connections) on every code path.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _GONE = 499
 
 
 class Journey:
-    """From the admitted request to its answer. Every method runs on the event loop, returns at once and, where it is
-    called from outside, lets no exception out: a mistake of the gateway's own ends the journey (`broke`).
+    """One proxied request, from its admission to the end of its response.
 
-    What the core knows of the request is mirrored in flags: here that it has `arrived` and its prefill is `computed`,
-    in the answer's leg how far the transfer is.
+    Every method runs on the event loop and returns at once. Methods that are called from outside raise no exception: a
+    bug in the gateway ends the request (`broke`). Flags mirror what has been reported to the core: `arrived` and
+    `computed` here, the state of the transfer in the decode leg.
     """
 
     __slots__ = (
@@ -68,7 +68,7 @@ class Journey:
         "trace",
     )
     head: bytes
-    """The client's headers as engines get them, in lines."""
+    """Header lines that engines receive."""
 
     def __init__(
         self, serving: Serving, exchange: Exchange, completion: Completion, request_id: bytes, received_at: float
@@ -76,35 +76,35 @@ class Journey:
         self.serving, self.exchange, self.completion, self.request_id = serving, exchange, completion, request_id
         self.number = serving.next_number()
         self.ticket = 0
-        """Of its admission."""
+        """Ticket of its admission."""
         self.received_at = received_at
         self.model = ""
         self.request: Request | None = None
         self.prefill: PrefillLeg | None = None
-        """The leg that computes the KV cache, or has."""
+        """The leg that computes the KV cache, or has computed it."""
         self.answer: AnswerLeg | None = None
         self.passage: Passage | None = None
-        """Its way through another datacenter."""
+        """Its attempt to transfer the KV cache from another datacenter over a WAN path; None: there is none."""
         self.trace: RequestTrace | None = None
         self._reading: asyncio.Task[None] | None = None
-        """The prompt's way through the threads."""
+        """Task that hashes a large prompt in a thread."""
         self.suspicion: Suspicion | None = None
-        """What failed attempts say about engines or about the request; None: none has failed."""
+        """Attributes failed attempts to engines or to the request; None: no attempt has failed."""
         self._ids: list[int] | None = None
-        """The prompt's tokens, where a copy of its beginning may come to be ordered."""
+        """The prompt's tokens, if its prefix may be copied from another instance."""
         self._attempts = 1
         self.over = self.arrived = self.computed = False
 
     def suspect(self) -> Suspicion:
-        """`suspicion`, from the first failure on."""
+        """Return `suspicion`; create it at the first failure."""
         if self.suspicion is None:
             self.suspicion = Suspicion()
         return self.suspicion
 
-    # The way in
+    # Arrival
 
     def begin(self) -> None:
-        """Hash the prompt and ask where to go; large prompts are hashed beside the loop."""
+        """Hash the prompt and request a decision; large prompts are hashed in a thread."""
         serving, exchange, completion = self.serving, self.exchange, self.completion
         try:
             exchange.on_gone = self._client_gone
@@ -148,7 +148,7 @@ class Journey:
         now = serving.now()
         max_tokens, reserve = completion.max_tokens, serving.reserve_output_tokens
         if max_tokens > reserve or (not max_tokens and completion.kind == "chat"):
-            max_tokens = reserve  # a chat without a bound may go on for as long as the context does
+            max_tokens = reserve  # a chat without a limit may use the whole context
         request = self.request = Request(
             id=self.number,
             input_tokens=prompt.input_tokens,
@@ -168,12 +168,12 @@ class Journey:
         self.act(serving.decide(Arrived(now, request)), now)
 
     def act(self, decisions: tuple[Decision, ...], now: float) -> None:
-        """Carry out what the core has decided."""
+        """Carry out the decisions of the core."""
         if not decisions:
             return
         first, last = decisions[0], decisions[-1]
         if type(first) is Prefill and (first is last or (type(last) is Decode and last.source != last.target)):
-            # Where sending fails at once, what comes instead is under way already, or the request is over.
+            # If sending fails at once, the retry has already started or the request is over.
             if self._send_prefill(first, now, early=first is not last) and type(last) is Decode:
                 self._send_answer(last, now)
         elif type(last) is Decode:
@@ -191,18 +191,18 @@ class Journey:
         return leg.begin(now)
 
     def ids_once(self) -> list[int] | None:
-        """The prompt's tokens, the first time that somebody asks: a request that fails with a copy is tried again
-        without one."""
+        """Return the prompt's tokens on the first call and None later: if an attempt with a prefix copy fails, the
+        retry uses no copy."""
         ids, self._ids = self._ids, None
         return ids
 
     def landing(self, at: float) -> AnswerLeg | CopyLeg | None:
-        """Whose bytes are expected at this time, if anybody's still are."""
+        """Return the leg whose transfer is expected to end at this time; None if there is none any more."""
         copy = self.prefill.copy if self.prefill is not None else None
         return next((leg for leg in (self.answer, copy) if leg is not None and leg.lands_at == at), None)
 
     def _depart(self, decision: Prefill, now: float) -> None:
-        """What becomes of a passage that is not over says nothing of its way."""
+        """Begin a new path attempt if the prefill is in another datacenter; an unfinished attempt does not count."""
         if self.passage is not None:
             self.passage.given_up(now)
         ways, counted = self.serving.ways, self.suspicion is None
@@ -215,10 +215,10 @@ class Journey:
             self.computed, self.prefill = False, None
         leg.begin(now)
 
-    # What legs say
+    # Called by legs
 
     def compute(self, station: Station, now: float) -> None:
-        """The KV cache is complete on `station`."""
+        """Record that the KV cache is complete on `station`, and report it to the core."""
         serving, request, answer = self.serving, self.request, self.answer
         assert request is not None
         self.computed, self._ids = True, None
@@ -236,8 +236,8 @@ class Journey:
         self.act(serving.decide(PrefillFinished(now, self.number)), now)
 
     def uncomputed(self, now: float) -> None:
-        """The prefill has failed for good while the decode engine waits for its KV cache: that one may compute the
-        prompt itself, and otherwise says so."""
+        """Handle a prefill that has failed without a retry while the decode engine waits for its KV cache: the decode
+        engine may compute the prompt itself; otherwise it reports an error."""
         self.computed = True
         if self.passage is not None:
             self.passage.given_up(now)
@@ -246,7 +246,7 @@ class Journey:
         self.act(self.serving.decide(PrefillFinished(now, self.number)), now)
 
     def first_token(self, leg: AnswerLeg, ttft: Ttft, decode_s: float, now: float) -> None:
-        """The first event of a stream is here."""
+        """Record the first event of a stream."""
         if len(self.exchange.body) > LIGHT_BYTES:
             self._release_body()
         trace_id = self.trace.trace_id if self.trace is not None else ""
@@ -255,7 +255,7 @@ class Journey:
         self.serving.first_token(leg.decision, ttft, now, exemplar)
 
     def _release_body(self) -> None:
-        """The answer has begun, so nothing is sent again: let go of the request's body and of its copies."""
+        """Release the request's body and its copies: the response has begun, so nothing is sent again."""
         self.completion = without_body(self.completion)
         for leg in (self.prefill, self.answer):
             if leg is not None and leg.call is not None:
@@ -263,7 +263,7 @@ class Journey:
         self.exchange.release_body()
 
     def may_retry(self, leg: Literal["prefill", "decode"], now: float) -> bool:
-        """Whether a leg that has failed is tried again; it is taken for done."""
+        """Return whether a failed leg may be retried; if so, count the retry as made."""
         serving = self.serving
         if self._attempts >= serving.settings.retries.attempts:
             return False
@@ -274,7 +274,7 @@ class Journey:
         serving.metrics.retried(leg)
         return True
 
-    # The ways out
+    # End
 
     def _reject(self, reject: Reject, now: float) -> None:
         serving = self.serving
@@ -284,7 +284,7 @@ class Journey:
         self.fail(503, reject.reason, now, UNAVAILABLE)
 
     def fail(self, status: int, why: str, now: float, kind: str = UPSTREAM) -> None:
-        """Answer with an error; nothing of the request is left."""
+        """Respond with an error and end the request."""
         self._answer_error(status, error_body(why, kind), now, why)
 
     def _answer_error(self, status: int, body: bytes, now: float, why: str, retry_after_s: int = 1) -> None:
@@ -311,7 +311,7 @@ class Journey:
             self.broke(error)
 
     def stop(self) -> None:
-        """The gateway closes: break the answer off."""
+        """Abort the request, because the gateway shuts down."""
         if self.over:
             return
         try:
@@ -320,7 +320,7 @@ class Journey:
             self.broke(error)
 
     def broke(self, error: Exception) -> None:
-        """A mistake of the gateway's own: the client is told so, and everything is given back all the same."""
+        """Handle a bug in the gateway: respond with an error, and release what the request holds."""
         asyncio.get_running_loop().call_exception_handler({"message": "a journey broke", "exception": error})
         why, exchange, answer = "the gateway failed", self.exchange, self.answer
         now = self.serving.now()
@@ -338,18 +338,18 @@ class Journey:
                 self.end(500, now, error=why)
 
     def drop_legs(self, now: float) -> None:
-        """Nobody waits for them."""
+        """Abort both legs."""
         self.drop_prefill(now)
         self.drop_answer(now)
 
     def drop_prefill(self, now: float) -> None:
-        """Nobody waits for the prefill."""
+        """Abort the prefill leg."""
         leg, self.prefill = self.prefill, None
         if leg is not None:
             leg.abort(now)
 
     def drop_answer(self, now: float) -> None:
-        """Nobody waits for the decode leg's answer."""
+        """Abort the decode leg."""
         leg, self.answer = self.answer, None
         if leg is not None:
             leg.abort(now)
@@ -357,12 +357,12 @@ class Journey:
     def end(
         self, status: int, now: float, output_tokens: int | None = None, *, relayed_bytes: int = 0, error: str = ""
     ) -> None:
-        """Nothing follows; the legs are closed."""
+        """End the request and report it; the legs must be closed already."""
         assert not self.over
         self.over = True
         self.prefill = self.answer = None
         if self._reading is not None:
-            self._reading.cancel()  # a prompt that waits to be read is let go of at once
+            self._reading.cancel()  # so that a prompt in the queue is released at once
             self._reading = None
         serving = self.serving
         try:

@@ -1,4 +1,4 @@
-"""A decision for people to look at: what was chosen and the terms of the candidates that came closest."""
+"""A decision as the dashboard shows it: the choice, and the cost terms of the cheapest candidates."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ CANDIDATES_MOST = 8
 
 
 class Candidate(msgspec.Struct, frozen=True):
-    """One candidate's terms as they were when it was judged."""
+    """One candidate's cost terms at the time of the decision."""
 
     name: str
     feasible: bool
@@ -29,7 +29,7 @@ class Judgement(msgspec.Struct, frozen=True, kw_only=True):
     policy: str
     chosen: str
     source: str = ""
-    """Where KV comes from: a decode's prompt, or the cached prefix that a prefill waits for."""
+    """Instance from which KV is transferred: the prompt's KV cache for a decode, a cached prefix for a prefill."""
     tier: int | None = None
     kv_bytes: float = 0.0
     hit_tokens: int = 0
@@ -37,17 +37,17 @@ class Judgement(msgspec.Struct, frozen=True, kw_only=True):
     unit: str = ""
     candidates: tuple[Candidate, ...] = ()
     shadow: Shadowed | None = None
-    """What the policy in the shadow would have done."""
+    """What the shadow policy would have chosen."""
     others: int = 0
-    """Candidates left out here."""
+    """Number of candidates that are not listed."""
     offload: Offload | None = None
-    """Why it is prefilled in this datacenter, where there is a choice."""
+    """Reason for the choice of the prefill datacenter, if there is a choice."""
     role: Role | None = None
-    """That a converted instance will serve."""
+    """New role of an instance whose role is switched."""
 
 
 def judgement_of(number: int, at: float, policy: str, decision: Decision) -> Judgement:
-    """A decision as the dashboard shows it, with at most CANDIDATES_MOST candidates."""
+    """Return a decision as the dashboard shows it, with at most CANDIDATES_MOST candidates."""
     terms = decision.terms
     chosen = source = ""
     kv_bytes = 0.0
@@ -93,7 +93,7 @@ def _hit_tokens(decision: Decision) -> int:
 
 
 def _candidates(terms: Terms, chosen: str) -> tuple[Candidate, ...]:
-    """Feasible before infeasible, then by cost, then by position; the chosen one always."""
+    """Return the candidates to show: feasible ones first, then by cost, then by position; always the chosen one."""
     order = np.lexsort((terms.cost, ~terms.feasible)).tolist()
     shown = order[:CANDIDATES_MOST]
     if chosen and all(terms.names[k] != chosen for k in shown):
@@ -110,5 +110,5 @@ def _candidates(terms: Terms, chosen: str) -> tuple[Candidate, ...]:
 
 
 def short(value: float) -> float:
-    """Six significant digits: what a page can show."""
+    """Round to six significant digits, for display."""
     return float(f"{value:.6g}")

@@ -1,7 +1,7 @@
-"""API keys: who a client is, by the hash of its key; it never keeps, logs or repeats a key itself.
+"""API keys: identify a client by the hash of its key. The key itself is never stored, logged or repeated.
 
-A key is drawn with 256 random bits, so one round of SHA-256 is the right hash: salts and slow hashes protect passwords
-that can be guessed, and 2^256 values cannot, whatever the speed of guessing.
+A key has 256 random bits, so one round of SHA-256 is the right hash: salts and slow hashes protect passwords that can
+be guessed, and 2^256 values cannot be guessed at any speed.
 """
 
 from __future__ import annotations
@@ -34,46 +34,46 @@ _LONGEST_KEY = 4096
 
 
 class KeySettings(Entry, frozen=True, kw_only=True):
-    """Whose requests are served; neither `file` nor `known`: everybody's."""
+    """API keys of the clients that are served. With neither `file` nor `known`, every request is served."""
 
     file: str | None = None
-    """Lines `name: sha256:...`."""
+    """Path of a file with lines `name: sha256:...`."""
     known: dict[Name, KeyHash] = field(default_factory=dict)
     concurrency: dict[Name, Count] = field(default_factory=dict)
-    """Requests at once of a key, in place of `limits.per_key`."""
+    """Concurrent requests of a key, by its name; replaces `limits.per_key`."""
     tenants: dict[Name, Name] = field(default_factory=dict)
-    """The tenant of a key, for `cache_salt: per-tenant`; a key that is not listed is a tenant of its own."""
+    """Tenant of a key, for `cache_salt: per-tenant`; a key that is not listed is its own tenant."""
 
 
 def new_key(random_bytes: bytes) -> tuple[str, str]:
-    """A key of 32 random bytes, as a client sends it, and its hash, as a file keeps it."""
+    """Return a key of 32 random bytes as a client sends it, and its hash as a key file stores it."""
     assert len(random_bytes) == _KEY_BYTES, "draw 256 bits"
     key = PREFIX + base64.urlsafe_b64encode(random_bytes).rstrip(b"=").decode()
     return key, hash_text(key)
 
 
 def hash_text(key: str) -> str:
-    """`sha256:` and the hexadecimal hash of a key."""
+    """Return `sha256:` and the hexadecimal hash of a key."""
     return f"sha256:{sha256(key.encode()).hexdigest()}"
 
 
 class Keys:
-    """Names by key. Compares the hash of what a client shows with every hash known, each in constant time."""
+    """Names by key. Compares the hash of the key in a request with every known hash, each in constant time."""
 
     __slots__ = ("_digests", "_seen")
 
     def __init__(self, hashes: Mapping[str, str]) -> None:
-        """`hashes` by name, as `sha256:<64 hexadecimal digits>`; of equal ones the first name counts."""
+        """Args: `hashes` by name, as `sha256:<64 hexadecimal digits>`; of equal hashes the first name counts."""
         self._digests = [(name, bytes.fromhex(text.removeprefix("sha256:"))) for name, text in hashes.items()]
         self._seen: dict[bytes, str] = {}
-        """Digests found before: at most as many as are known, and of use to nobody who lacks the key."""
+        """Digests found before: at most one per known key. A digest does not reveal its key."""
 
     @classmethod
     def of(cls, settings: KeySettings) -> Keys:
-        """The keys of the settings and of their file.
+        """Return the keys of the settings and of their file.
 
         Raises:
-            InputError: the file cannot be read or has no such form, a name stands in both, or there are no keys at all.
+            InputError: the file cannot be read or is malformed, a name is in both, or there are no keys at all.
         """
         hashes = dict(settings.known)
         if settings.file is not None:
@@ -94,11 +94,12 @@ class Keys:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All names, in the order of the file."""
+        """All names, first those of `known`, then those of the file."""
         return tuple(name for name, _ in self._digests)
 
     def name_of(self, authorization: bytes | None) -> str | None:
-        """Whose key an `Authorization: Bearer ...` header shows; None: nobody's, answer 401."""
+        """Return the name of the key in an `Authorization: Bearer ...` header; None for an unknown key (respond
+        401)."""
         if authorization is None or len(authorization) > _LONGEST_KEY:
             return None
         scheme, _, key = authorization.strip().partition(b" ")
@@ -118,10 +119,10 @@ class Keys:
 
 
 def read_key_file(path: Path) -> dict[str, str]:
-    """Hashes by name of a key file: lines `name: sha256:...`.
+    """Return the hashes by name of a key file with lines `name: sha256:...`.
 
     Raises:
-        InputErrors: every fault with its line; what stands in place of a hash is not repeated.
+        InputErrors: every fault with its line; an invalid hash is not repeated in the message.
         InputError: the file cannot be read.
     """
     begin = "begin with a line that `kvroute key new NAME` prints"

@@ -1,4 +1,4 @@
-"""Messages of KV events as vLLM and SGLang publish them: bytes to checked events, bounded in size and number."""
+"""Messages of KV events as vLLM and SGLang publish them: decodes and checks them, with bounds on size and number."""
 
 from __future__ import annotations
 
@@ -9,25 +9,26 @@ from msgspec import Meta, Raw
 
 BATCH_BYTES_MAX = 4 << 20
 BATCH_BLOCKS_MAX = 1 << 15
-"""Blocks of all events of a batch: a prompt of half a million tokens in blocks of 16."""
+"""Maximum number of blocks in all events of a batch: a prompt of half a million tokens in blocks of 16."""
 BATCH_EVENTS_MAX = 1 << 13
 _TOKENS_MAX = 1 << 20
 _NIL = Raw(b"\xc0")
 _EMPTY = b"\xc0\x90"
-"""msgpack's nil and empty array, each one byte."""
+"""The encodings of nil and of an empty array in msgpack, each one byte."""
 _SHORT_ARRAY = range(0x90, 0xA0)
 _LONG_ARRAYS = {0xDC: 3, 0xDD: 5}
-"""First byte of longer msgpack arrays, and length of their heads."""
+"""First byte of longer msgpack arrays, and the length of their header in bytes."""
 _ARRAY_OF_ONE = 0x91
 _SHORT_TEXT = range(0xA0, 0xC0)
 _LONG_TEXTS = {0xD9: 1, 0xDA: 2}
-"""First byte of longer msgpack texts, and bytes of their length."""
+"""First byte of longer msgpack strings, and the number of bytes of their length field."""
 
 EngineHash: TypeAlias = int | bytes
 
 
 class BlockEvent(msgspec.Struct, gc=False):
-    """One event: vLLM's `BlockStored`, `BlockRemoved` or `AllBlocksCleared`; what is not read here is left out."""
+    """One event: vLLM's `BlockStored`, `BlockRemoved` or `AllBlocksCleared`; fields that the gateway does not use are
+    left out."""
 
     type: str
     block_hashes: Annotated[list[EngineHash], Meta(max_length=BATCH_BLOCKS_MAX)] = []
@@ -38,12 +39,15 @@ class BlockEvent(msgspec.Struct, gc=False):
     medium: str | None = None
     lora_name: str | None = None
     extra_keys: Raw = _NIL
-    """As they came: anything may be in there, and of it only a cache salt matters."""
+    """Extra keys, undecoded: they may hold any type, and only a cache salt is used."""
     group_idx: int | None = None
 
     def salt_and_keyed(self) -> tuple[str, int]:
-        """The cache salt, where the first block is a prompt's first and has no extra key but that; and the number of
-        the first block that other extra keys belong to, as many as there are blocks where there is none."""
+        """Return the cache salt, and the index of the first block with any other extra key.
+
+        The salt is not empty only if the first block starts a prompt and has no other extra key. The index equals the
+        number of blocks if no block has another extra key.
+        """
         keys = self._keys()
         salt, length = _salt(keys) if self.parent_block_hash is None else ("", 0)
         rest = keys[length:]
@@ -52,7 +56,7 @@ class BlockEvent(msgspec.Struct, gc=False):
         return salt, bool(salt) + len(rest) - len(rest.lstrip(_EMPTY))
 
     def _keys(self) -> bytes:
-        """Extra keys of the blocks, one after the other."""
+        """Return the encoded extra keys of the blocks, concatenated."""
         raw = bytes(self.extra_keys)
         mark = raw[0] if raw else 0xC0
         if mark in _SHORT_ARRAY:
@@ -61,7 +65,7 @@ class BlockEvent(msgspec.Struct, gc=False):
 
 
 class Batch(msgspec.Struct, array_like=True, gc=False):
-    """One message: when the engine made it, seconds since 1970, and what had happened."""
+    """One message: the time at which the engine made it, in seconds since 1970, and its events."""
 
     ts: float
     events: Annotated[list[BlockEvent], Meta(max_length=BATCH_EVENTS_MAX)]
@@ -93,7 +97,7 @@ class _RemovedRow(msgspec.Struct, array_like=True, gc=False):
 
 
 class BatchError(ValueError):
-    """The bytes are no batch of KV events."""
+    """The bytes are not a batch of KV events."""
 
 
 _ROW = msgspec.msgpack.Decoder(_Row)
@@ -101,11 +105,12 @@ _STORED_ROW, _REMOVED_ROW = msgspec.msgpack.Decoder(_StoredRow), msgspec.msgpack
 _OF_ARRAY = (msgspec.msgpack.Decoder(Batch), msgspec.msgpack.Decoder(_BatchOfArrays))
 _OF_MAP = (msgspec.msgpack.Decoder(_BatchMap),)
 _MAP_MARKS = frozenset([*range(0x80, 0x90), 0xDE, 0xDF])
-"""First bytes of a map."""
+"""First bytes of a msgpack map."""
 
 
 def _salt(keys: bytes) -> tuple[str, int]:
-    """The text of an array of one text at the beginning of `keys`, and its length in bytes; "" and 0: it is another."""
+    """Return the text and the length in bytes of a one-element string array at the start of `keys`; "" and 0 for
+    anything else."""
     mark = keys[1] if len(keys) > 1 and keys[0] == _ARRAY_OF_ONE else 0
     if mark in _SHORT_TEXT:
         start, length = 2, mark - _SHORT_TEXT.start
@@ -118,10 +123,10 @@ def _salt(keys: bytes) -> tuple[str, int]:
 
 
 def read_batch(payload: bytes) -> Batch:
-    """One message: `[ts, events, dp_rank]` or a map of these, and each event a map with `type` or an array.
+    """Decode one message: `[ts, events, dp_rank]` or a map of these; each event is a map with `type` or an array.
 
     Raises:
-        BatchError: it is none of these, or too large.
+        BatchError: the message has no such form, or is too large.
     """
     if len(payload) > BATCH_BYTES_MAX:
         raise BatchError(f"a batch of {len(payload)} bytes is larger than {BATCH_BYTES_MAX} bytes")
@@ -141,7 +146,7 @@ def _decoded(payload: bytes) -> Batch:
             if isinstance(batch, _BatchOfArrays):
                 return Batch(batch.ts, [_event_of(row) for row in batch.events])
             return batch if isinstance(batch, Batch) else Batch(batch.ts, batch.events)
-        except (ValueError, RecursionError) as error:  # text that is not UTF-8 is a ValueError too
+        except (ValueError, RecursionError) as error:  # invalid UTF-8 is a ValueError too
             why = why or str(error)
     raise BatchError(f"a message is not a batch of KV events within its bounds ({why})")
 

@@ -1,6 +1,6 @@
-"""KV events of engines over ZMQ: subscribes, asks for what was missed, and emits Control's events.
+"""KV events of engines over ZMQ: subscribes, requests missed batches, and emits events for `Control`.
 
-What a batch means and whether one is missing is for `kv_stream` and `engine_blocks` to know.
+`kv_stream` detects missing batches; `engine_blocks` interprets their content.
 """
 
 from __future__ import annotations
@@ -17,20 +17,22 @@ from kvroute.gateway.logs import note
 from kvroute.types import Endpoint, Event, InputError, InputErrors
 
 _MESSAGE_BYTES_MAX = 2 * BATCH_BYTES_MAX
-"""ZMQ closes the connection of an engine that sends more; what is a bit too large is refused with a log line."""
+"""ZMQ closes the connection of an engine that sends a larger message; a message that is slightly too large is rejected
+with a log line."""
 _TURN_S = 0.002
-"""After so long in one socket's messages others have their turn: a replay may bring thousands."""
+"""Time spent reading one socket before other callbacks run: a replay may bring thousands of messages."""
 _HEARTBEAT_MS, _SILENCE_MS = 5_000, 15_000
-"""A half-open connection is found and opened again; without heartbeats TCP would wait for ever."""
+"""Half-open connections are detected and reconnected; without heartbeats TCP would wait without limit."""
 _RECONNECT_MS, _RECONNECT_MAX_MS = 100, 5_000
 _MORE_SOCKETS = 1024
-"""For instances that join later: ZMQ takes no other number once it has begun."""
+"""Spare sockets for instances that a reload adds: ZMQ's limit cannot change once the context is in use."""
 _SEQUENCE_BYTES = 8
 _END = b"\xff" * _SEQUENCE_BYTES
 
 
 class _Link:
-    """One engine's sockets. Edge-triggered, as ZMQ's are: it reads until nothing is left, or asks for another turn."""
+    """One engine's sockets. ZMQ's descriptors are edge-triggered: a reader drains its socket or schedules itself
+    again."""
 
     def __init__(self, owner: KvEvents, name: str, events_url: str, replay_url: str) -> None:
         self.stream = KvStream(name, owner.block_tokens, replays=bool(replay_url))
@@ -39,11 +41,11 @@ class _Link:
         self._replay: zmq.Socket[bytes] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._next: asyncio.Handle | None = None
-        """While a large batch is applied in slices; nothing more is read meanwhile."""
+        """Set while a large batch is applied in slices; no socket is read meanwhile."""
         self._round = 0
         self._warned: set[str] = set()
         self._told = (0, 0)
-        """Batches and gaps that the owner's `count` has heard of."""
+        """Batches and gaps that were reported to the owner's `count`."""
         self._loop = asyncio.get_running_loop()
         self._live = owner.open(zmq.SUB, events_url, name)
         self._live.subscribe(b"")
@@ -51,10 +53,10 @@ class _Link:
 
     def _watch(self, socket: zmq.Socket[bytes], read: Callable[[], None]) -> None:
         self._loop.add_reader(socket.FD, read)
-        self._loop.call_soon(read)  # what came before the watch began
+        self._loop.call_soon(read)  # messages that arrived before the reader was added
 
     def close(self) -> None:
-        """Give all sockets and timers back."""
+        """Close all sockets and cancel all timers."""
         if self._next is not None:
             self._next.cancel()
             self._next = None
@@ -121,13 +123,13 @@ class _Link:
             self._round = self.stream.rounds
             self._begin_replay(self.stream.wanted)
         if self.stream.pending and self._next is None:
-            if self._timer is not None:  # the engine is not silent: its messages wait
+            if self._timer is not None:  # the engine is not silent: its messages are still queued here
                 self._timer.cancel()
                 self._timer = None
             self._next = self._loop.call_soon(self._go_on)
 
     def _go_on(self) -> None:
-        """The next slice of what was received."""
+        """Apply the next slice of the received batches."""
         self._next = None
         self._tell(self.stream.more(self._owner.now()))
         if self._next is None:
@@ -137,7 +139,7 @@ class _Link:
             self._read_live()
 
     def _warn(self, event: str, reason: str) -> None:
-        """Once."""
+        """Log a warning once per event name."""
         if event not in self._warned:
             self._warned.add(event)
             note("warning", event, instance=self.stream.blocks.instance, reason=reason)
@@ -172,8 +174,8 @@ class _Link:
 class KvEvents:
     """Subscriptions to all engines that publish KV events, on the running loop; two file descriptors for each.
 
-    ZMQ's own descriptors wake the loop, so idle engines cost nothing there. One socket an engine: nothing in a message
-    says who has sent it.
+    ZMQ's own descriptors wake the loop, so idle engines cost no loop time. Each engine has its own socket, because a
+    message does not name its sender.
     """
 
     def __init__(
@@ -189,11 +191,11 @@ class KvEvents:
         """
         Args:
             endpoints: by instance; those without `kv_events` are left out.
-            block_tokens: tokens of our blocks.
-            emit: takes Control's events, in each engine's order.
-            now: their clock.
-            replay_s: silence after which a replay counts as over.
-            count: (instance, batches, gaps) since it was called last.
+            block_tokens: tokens per block in the gateway.
+            emit: receives events for `Control`, in each engine's order.
+            now: clock of these events, in seconds.
+            replay_s: silence after which a replay counts as complete.
+            count: receives (instance, batches, gaps) since its previous call.
         """
         self.block_tokens = block_tokens
         self.emit = emit
@@ -205,7 +207,7 @@ class KvEvents:
         self._links: dict[str, _Link] = {}
 
     def start(self) -> None:
-        """Connect, from within the loop. Engines that are not there yet are tried until `close`.
+        """Connect, from within the loop. Connections to engines that do not listen yet are retried until `close`.
 
         Raises:
             InputError: an endpoint that ZMQ cannot connect to.
@@ -221,7 +223,7 @@ class KvEvents:
             raise
 
     def change(self, endpoints: Mapping[str, Endpoint]) -> None:
-        """Follow these from now on, those that are the same without a break.
+        """Follow these endpoints from now on; unchanged ones continue without interruption.
 
         Raises:
             InputError: an endpoint that ZMQ cannot connect to; the others are followed.
@@ -241,7 +243,7 @@ class KvEvents:
             raise InputErrors(problems)
 
     def open(self, kind: int, url: str, instance: str) -> zmq.Socket[bytes]:
-        """A connected socket."""
+        """Return a connected socket."""
         assert self._context is not None
         socket = self._context.socket(kind)
         socket.setsockopt(zmq.RCVHWM, 100_000)
@@ -260,14 +262,14 @@ class KvEvents:
         return socket
 
     def restarted(self, instance: str, started_s: float | None = None) -> bool:
-        """Someone else has seen that this engine is a new process, which numbers do not always show.
+        """Report that another source found this engine to be a new process; sequence numbers do not always show it.
 
         Args:
-            instance: its name.
-            started_s: when the process started, seconds since 1970; nothing happens if its batches are in already.
+            instance: name of the instance.
+            started_s: start of the process in seconds since 1970; nothing happens if its batches have already arrived.
 
         Returns:
-            whether its KV events are followed here; if not, nobody else will say that its cache is empty.
+            whether this object follows its KV events; if not, the caller must report that its cache is empty.
         """
         link = self._links.get(instance)
         if link is not None:
@@ -275,11 +277,11 @@ class KvEvents:
         return link is not None
 
     def counts(self) -> dict[str, tuple[StreamCounts, BlockCounts]]:
-        """By instance."""
+        """Return the counts of each stream and of its blocks, by instance."""
         return {name: (link.stream.counts, link.stream.blocks.counts) for name, link in self._links.items()}
 
     def close(self) -> None:
-        """Disconnect; nothing is emitted any more."""
+        """Disconnect; nothing is emitted afterwards."""
         for link in self._links.values():
             link.close()
         self._links.clear()
@@ -289,7 +291,7 @@ class KvEvents:
 
 
 def _receive(socket: zmq.Socket[bytes]) -> list[bytes] | None:
-    """The next message; None where there is none."""
+    """Return the next message, or None if there is none."""
     if socket.closed:
         return None
     try:

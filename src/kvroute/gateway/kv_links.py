@@ -1,6 +1,6 @@
-"""What a prefill engine's kernel says of its connections to decode engines, page by page: pace, queues, standstill.
+"""TCP counters of a prefill engine's connections to decode engines, page by page: throughput, queues, stalls.
 
-Its connector shows `TCP_INFO` (`kvroute:kv_sent_*`, `kvroute:kv_link_*`); two looks at it make an observation.
+The engine's connector exports `TCP_INFO` (`kvroute:kv_sent_*`, `kvroute:kv_link_*`); two samples make an observation.
 """
 
 from __future__ import annotations
@@ -13,36 +13,36 @@ from kvroute.gateway.slices import Slices
 
 _LINK, _SENT = b"\nkvroute:kv_link", b"\nkvroute:kv_sent"
 _BUSY_SHARE = 0.9
-"""Of the time between two looks in which every connection had data under way."""
+"""Minimum share of the time between two samples in which every connection had data in flight."""
 _WAITING_BYTES = 64 << 10
-"""Unsent on every connection: half of what the connector has the kernel keep while there is more. Less is what has just
-been computed."""
+"""Minimum unsent bytes per connection of a backlog: half of what the connector lets the kernel buffer while more is to
+be sent. A smaller amount has only just been computed."""
 _RTT_GROWTH = 1.5
 _QUEUE_DELAY_S = 1e-3
-"""A round trip so much longer than the shortest, by both measures, shows a queue on the way."""
+"""A round trip that exceeds the shortest one by both this factor and this time shows a queue on the path."""
 _AGAIN_SHARE = 0.01
-"""So much sent again is more than a line's own loss."""
+"""Share of retransmissions that shows congestion; the loss rate of the link itself is smaller."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinkTotals:
-    """Connections to one target as a page shows them; the ranks of an engine are added up."""
+    """Connections to one target as a metrics page shows them; the ranks of an engine are summed."""
 
     sent_bytes: float = 0.0
-    """Since the engine began, those sent again included, as the next."""
+    """Bytes since the engine started, retransmissions included; `again_bytes` and `busy_s` have the same start."""
     again_bytes: float = 0.0
     busy_s: float = 0.0
-    """Time with data under way, connections added up."""
+    """Time with data in flight, summed over connections."""
     connections: float = 0.0
-    """That carry something now; what follows is theirs."""
+    """Connections that carry data now; the fields below describe these."""
     rtt_s: float = 0.0
     min_rtt_s: float = 0.0
     queue_bytes: float = 0.0
-    """Written, and not acknowledged."""
+    """Bytes that are written and not acknowledged."""
     unsent_bytes: float = 0.0
-    """Of these, not taken by the network yet."""
+    """Part of `queue_bytes` that is not sent yet."""
     looked_s: float = 0.0
-    """When the kernel was asked, by the engine's clock; 0: it does not say."""
+    """Time at which the kernel was queried, by the engine's clock; 0: not reported."""
 
 
 _FIELDS = {
@@ -61,37 +61,37 @@ _ADDED = frozenset(("sent_bytes", "again_bytes", "busy_s", "connections", "queue
 
 @dataclass(frozen=True, slots=True)
 class LinkSeen:
-    """One target between two looks."""
+    """One target between two samples."""
 
     target: str
     seconds: float
-    """From look to look."""
+    """Time between the two samples."""
     arrived_bytes: float
-    """Sent for the first time."""
+    """Bytes sent for the first time."""
     again_share: float
-    """Of what was sent, what had been sent before."""
+    """Share of the sent bytes that are retransmissions."""
     queue_delay_s: float
-    """Round trip beyond the shortest one seen."""
+    """Round trip time beyond the shortest one seen."""
     backlogged: bool
-    """There was more to send than the network took, from look to look."""
+    """Throughout the interval, more data was ready than the network took."""
     congested: bool
-    """The same, and a queue stands on the way, or overflows."""
+    """`backlogged` is true, and a queue on the path has built up or overflows."""
     still_s: float
-    """For so long nothing has gone, and what went before is not acknowledged; 0: it goes."""
+    """Time without progress: nothing new was sent, and earlier bytes are not acknowledged; 0: data moves."""
 
     @property
     def bytes_per_s(self) -> float:
-        """Pace."""
+        """Throughput."""
         return self.arrived_bytes / self.seconds
 
 
 def link_lines(page: bytes) -> bytes:
-    """The part of a page that `read_links` reads; empty where it says nothing of links."""
+    """Return the part of a page that `read_links` reads; empty if the page has no such series."""
     return lines_between(page, _LINK, _SENT) if page.find(_LINK) >= 0 else b""
 
 
 def read_links(lines: bytes, budget: Budget) -> Slices[dict[str, LinkTotals]]:
-    """By target, what `link_lines` gave; round trips and clocks of several ranks count as the longest of them."""
+    """Return the totals by target from `link_lines`; of round trips and clocks of several ranks the largest counts."""
     found: dict[str, dict[str, float]] = {}
     for name, field in _FIELDS.items():
         for text, value in (yield from samples(lines, name, budget)):
@@ -105,13 +105,13 @@ def read_links(lines: bytes, budget: Budget) -> Slices[dict[str, LinkTotals]]:
 
 
 def between(target: str, old: LinkTotals, new: LinkTotals, still_s: float) -> LinkSeen | None:
-    """What two looks at one target show; None of a page that is as old as the last, or of counters that fell: the
-    engine has begun anew.
+    """Return the difference of two samples of one target; None if the page is as old as the last one, or if counters
+    fell because the engine restarted.
 
     Args:
         target: its name.
-        old, new: as they were, and as they are.
-        still_s: as of the last observation.
+        old, new: the earlier and the later sample.
+        still_s: `still_s` of the last observation.
     """
     seconds = new.looked_s - old.looked_s
     sent, again, busy_s = new.sent_bytes - old.sent_bytes, new.again_bytes - old.again_bytes, new.busy_s - old.busy_s
@@ -141,7 +141,7 @@ def _waits(totals: LinkTotals) -> bool:
 
 
 class LinkWatch:
-    """One engine's pages, one after the other; the first only says where to count from."""
+    """Compares consecutive pages of one engine; the first page only sets the baseline."""
 
     __slots__ = ("_before", "_still_s")
 
@@ -150,8 +150,8 @@ class LinkWatch:
         self._still_s: dict[str, float] = {}
 
     def seen(self, links: Mapping[str, LinkTotals]) -> tuple[LinkSeen, ...] | None:
-        """Targets that something was or is to be sent to since the last page, in their order by name; None where
-        nobody has looked since."""
+        """Return the targets with traffic or active connections since the last page, ordered by name; None if the
+        kernel was not queried since."""
         before, self._before = self._before, links
         observed, looked = [], False
         for target in sorted(links):
@@ -166,7 +166,7 @@ class LinkWatch:
         return tuple(observed) if looked else None
 
     def forget(self) -> bool:
-        """The page cannot be read any more; False where none had anything to say."""
+        """Discard the baseline because the page cannot be read any more; return False if there was none."""
         knew = bool(self._before)
         self._before = {}
         self._still_s.clear()

@@ -1,6 +1,6 @@
 """One engine's numbered batches of KV events in order: gaps, replays and restarts; it does no I/O.
 
-A batch that stays lost makes the gateway forget what it knew of that engine's cache, since it may have held a removal.
+A lost batch clears the gateway's view of that engine's cache, since the batch may have held a removal.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from kvroute.gateway.slices import Meter, Slices
 from kvroute.types import Event
 
 _BYTES_PER_UNIT = 64
-"""Decoding a batch takes about a microsecond for so many."""
+"""Bytes of a batch that are decoded in about a microsecond: one unit of work."""
 _BATCH_BYTES = 256
-"""What a held batch takes beside its own bytes."""
+"""Memory that a held batch takes in addition to its own bytes."""
 _HELD_BYTES_MAX = 64 << 20
-"""Live batches kept while missed ones are repeated; beyond that the missed ones count as lost."""
+"""Maximum memory for live batches held during a replay; beyond it the missed batches count as lost."""
 
 
 @dataclass(slots=True)
 class StreamCounts:
-    """What happened to one engine's stream, for metrics."""
+    """Counts of one engine's stream, for metrics."""
 
     batches: int = 0
     broken: int = 0
-    """Batches that are none, or beyond their bounds; each has cleared the engine's view."""
+    """Batches that are malformed or exceed their bounds; each has cleared the engine's view."""
     gaps: int = 0
     lost: int = 0
     """Gaps that no replay has closed; each has cleared the engine's view."""
@@ -37,26 +37,27 @@ class StreamCounts:
 
 
 class KvStream:
-    """One engine's numbered batches in order. Does no I/O: its driver asks for a replay while `wanted` is a number.
+    """One engine's numbered batches in order. Does no I/O: its driver requests a replay while `wanted` is a number.
 
-    Batches are applied in slices. Every method gives the events of the first one, and while `pending` the driver calls
-    `more` in later turns of its loop, before it passes on what the engine sends next.
+    Batches are applied in slices. Every method returns the events of the first slice; while `pending` is true, the
+    driver calls `more` in later turns of its loop, before it passes on the next message of the engine.
     """
 
     def __init__(self, instance: str, block_tokens: int, *, replays: bool, slice_units: int = SLICE_UNITS) -> None:
-        """Args: instance name; tokens of our blocks; whether missed batches can be asked for; work of a slice."""
+        """Args: instance name; tokens per block in the gateway; whether missed batches can be replayed; work per
+        slice."""
         self.blocks = EngineBlocks(instance, block_tokens)
         self.counts = StreamCounts()
         self.wanted: int | None = None
-        """First batch that a replay under way must bring; None: none is under way."""
+        """First batch that the current replay must deliver; None: no replay is in progress."""
         self.rounds = 0
-        """Replays wanted so far: one more means that an older one must be given up."""
+        """Replays requested so far; a higher number means that the older replay must be cancelled."""
         self._replays = replays
         self._slice_units = slice_units
         self._expected = 0
         self._last_live = -1
         self._held: dict[int, bytes] = {}
-        """Live batches since a replay was wanted, ascending; never empty during one."""
+        """Live batches received since a replay was requested, ascending; never empty during one."""
         self._held_bytes = 0
         self._progress = False
         self._broken_off = False
@@ -64,18 +65,18 @@ class KvStream:
         self._queue: deque[bytes] = deque()
         """Batches in order that are not applied yet."""
         self._work: Iterator[Event | None] | None = None
-        """Applies them; None where all is done and told."""
+        """Iterator that applies them; None when all batches are applied and their events emitted."""
         self._now = -math.inf
         self.why_broken = ""
-        """What was wrong with the first broken batch."""
+        """Error message of the first malformed batch."""
 
     @property
     def pending(self) -> bool:
-        """Whether what was received is not all applied and told yet."""
+        """Whether some received batches are not yet applied, or their events not yet emitted."""
         return self._work is not None
 
     def more(self, at: float) -> list[Event]:
-        """Another slice of the work: the events to emit now."""
+        """Run another slice of the work and return the events to emit now."""
         self._now = at
         if self._work is None:
             self._work = self._applying()
@@ -111,7 +112,7 @@ class KvStream:
             yield from self.blocks.applied(event, meter)
 
     def received(self, at: float, sequence: int, payload: bytes) -> list[Event]:
-        """A live batch. The numbers of one engine process only rise, so a lower one is another process's."""
+        """Accept a live batch. Sequence numbers of one engine process only rise, so a lower one means a new process."""
         if sequence <= self._last_live:
             self.restart()
         self._last_live = sequence
@@ -124,11 +125,11 @@ class KvStream:
         return self.more(at)
 
     def replayed(self, at: float, sequence: int, payload: bytes) -> list[Event]:
-        """A batch of the replay under way; one that comes without a replay is passed by."""
+        """Accept a batch of the current replay; it is ignored if no replay is in progress."""
         if self.wanted is None or self._broken_off or sequence < self._expected:
             return []
         if sequence > self._expected:
-            if self._progress:  # messages were dropped on the way: the next replay goes on from here
+            if self._progress:  # messages were dropped on the way: the next replay continues from here
                 self._broken_off = True
                 return []
             self._lose()
@@ -137,11 +138,11 @@ class KvStream:
         return self.more(at)
 
     def replay_ended(self, at: float) -> list[Event]:
-        """No more will come: all was sent, or the engine does not answer."""
+        """End the replay: all batches were sent, or the engine does not respond."""
         if self.wanted is None:
             return []
         missing = min(self._held) > self._expected
-        if missing and self._progress:  # it was cut short, but another one goes further
+        if missing and self._progress:  # the replay was cut short, but another one can continue it
             self._want_replay()
             return []
         self.wanted = None
@@ -159,18 +160,18 @@ class KvStream:
         return self.more(at)
 
     def follows(self, started_s: float) -> bool:
-        """Whether the last batch is of a process that started then (or of a later one)."""
+        """Whether the last batch is from a process that started at this time or later."""
         return self._newest_ts >= started_s
 
     def restart(self) -> None:
-        """The engine has a new process: nothing of the old one is left, and numbers start at 0 again."""
+        """Start over for a new engine process: its cache is empty, and its sequence numbers start at 0."""
         self.counts.restarts += 1
         self._clear()
         self._expected, self._last_live, self.wanted = 0, -1, None
         self._held, self._held_bytes = {}, 0
 
     def close(self) -> None:
-        """Drop what is not applied: the work holds this stream."""
+        """Drop what is not applied: the work holds a reference to this stream."""
         self._queue.clear()
         self._work = None
 
@@ -191,7 +192,7 @@ class KvStream:
     def _hold(self, sequence: int, payload: bytes) -> None:
         held_bytes = self._held_bytes + len(payload) + _BATCH_BYTES
         if held_bytes > _HELD_BYTES_MAX:
-            # Too long a wait: go on from the newest batch.
+            # The replay takes too long: continue from the newest batch.
             self.wanted, self._held, self._held_bytes = None, {}, 0
             self._lose()
             self._apply(sequence, payload)
@@ -204,7 +205,7 @@ class KvStream:
         self._clear()
 
     def _clear(self) -> None:
-        """Forget the engine's blocks, and what was to be applied to them."""
+        """Clear the view of the engine's blocks, and drop the updates that are not applied yet."""
         self._queue.clear()
         self._work = None
         self.blocks.clear()

@@ -1,7 +1,7 @@
-"""When KV caches land, by the decision's own terms: for answers that come whole and so do not show it, and for copies
-of prefixes, which nobody sees landing.
+"""Expected completion times of KV transfers, from the decision's own terms: for responses that are not streamed and
+so do not show it, and for prefix copies, whose completion is not reported.
 
-One timer serves all of them, and none has to be exact: whoever is about to decide something looks first.
+One timer serves all transfers and need not be exact: code that is about to decide checks for due transfers first.
 """
 
 from __future__ import annotations
@@ -19,37 +19,37 @@ if TYPE_CHECKING:
 
 NEVER_S = float("inf")
 _LOOK_S = 0.05
-"""The timer looks no more often than this."""
+"""Shortest interval between two runs of the timer."""
 
 
 class Expected(NamedTuple):
-    """Seconds that a request needs on its decode instance until its first token; the sum is when it decodes."""
+    """Seconds that a request needs on its decode instance until its first token, split in three consecutive parts."""
 
     transfer_s: float
     queue_s: float
-    """Wait for a slot."""
+    """Wait for a batch slot."""
     step_s: float
     """First decode step."""
 
 
 class Landings:
-    """What is expected to land, and when; journeys that are over by then are passed by."""
+    """Transfers that are expected to complete, and when; those of finished requests are skipped."""
 
     __slots__ = ("_alone_s", "_bytes_per_s", "_due", "_journeys", "_latency_s", "_timer", "due_at")
 
     def __init__(self, cluster: Cluster, journeys: Mapping[int, Journey]) -> None:
-        """Args: `journeys` by number, those that are not over."""
+        """Args: `journeys` by number, those that are not finished."""
         self._journeys = journeys
         self._due: list[tuple[float, int]] = []
         self._timer: asyncio.TimerHandle | None = None
         self.due_at = NEVER_S
-        """When the next one lands."""
+        """Time of the next expected completion."""
         specs = {instance.name: cluster.timing[instance.timing].decode for instance in cluster.instances}
         self._alone_s = {name: spec.base_s + spec.per_request_s for name, spec in specs.items()}
         self._bytes_per_s, self._latency_s = cluster.tier_bytes_per_s.tolist(), cluster.tier_latency_s.tolist()
 
     def expected(self, decision: Decode) -> Expected:
-        """By the decision's own terms, else by tier and timing alone."""
+        """Return the timing by the decision's own terms, else by tier and timing model alone."""
         terms = decision.terms
         parts = {} if terms is None else terms.parts
         index = -1 if terms is None else terms.names.index(decision.target)
@@ -64,19 +64,19 @@ class Landings:
         return Expected(transfer_s, 0.0, self._alone_s[decision.target])
 
     def alone_s(self, tier: int, nbytes: float) -> float:
-        """A transfer that has its tier's bandwidth for itself."""
+        """Return the duration of a transfer that has its tier's bandwidth for itself."""
         seconds: float = nbytes / self._bytes_per_s[tier] + self._latency_s[tier]
         return seconds
 
     def expect(self, at: float, number: int, now: float) -> None:
-        """The KV cache of a journey lands at a time (of the gateway's clock), and the journey knows so too."""
+        """Record when a request's KV transfer is expected to complete (gateway clock); its leg stores the same time."""
         heappush(self._due, (at, number))
         self.due_at = self._due[0][0]
         if self._timer is None:
             self._arm(now)
 
     def look(self, now: float) -> None:
-        """Tell the core of those whose time has come."""
+        """Report due transfers to the core."""
         due = self._due
         while due and due[0][0] <= now:
             at, number = heappop(due)
@@ -91,7 +91,7 @@ class Landings:
         self.due_at = due[0][0] if due else NEVER_S
 
     def close(self) -> None:
-        """Nothing lands any more."""
+        """Stop the timer and drop all expected transfers."""
         self._due.clear()
         self.due_at = NEVER_S
         if self._timer is not None:

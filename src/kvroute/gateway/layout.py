@@ -1,4 +1,4 @@
-"""The cluster as the dashboard's map: domains inside domains, and what does not change about an instance."""
+"""The cluster as the dashboard's map: nested domains, and the static properties of each instance."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvroute.types import Role
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
-    """A domain of the map; a node names its instances by position in `Layout.instances`."""
+    """A domain of the map; a node refers to its instances by position in `Layout.instances`."""
 
     kind: str
     name: str
@@ -21,7 +21,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LayoutInstance(msgspec.Struct, frozen=True, kw_only=True):
-    """What does not change about an instance."""
+    """Static properties of an instance."""
 
     name: str
     role: Role
@@ -31,15 +31,15 @@ class LayoutInstance(msgspec.Struct, frozen=True, kw_only=True):
     protocol: str
     batch_max: int
     url: str
-    """Where it is reached; empty in a simulation."""
+    """URL of the engine; empty in a simulation."""
 
 
 class Site(msgspec.Struct, frozen=True, kw_only=True):
-    """A datacenter by what it does."""
+    """A datacenter and its role."""
 
     name: str
     role: Literal["prefill", "home"]
-    """prefill: it has prefill instances alone, by the cluster file; home: it also decodes."""
+    """prefill: the cluster file gives it only prefill instances; home: it also decodes."""
 
 
 class WanLink(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,26 +48,26 @@ class WanLink(msgspec.Struct, frozen=True, kw_only=True):
     source: str
     target: str
     bytes_per_s: float
-    """In each direction."""
+    """Bandwidth in each direction."""
     latency_s: float
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
-    """The cluster as a tree; `id` changes when the cluster file is read again."""
+    """The cluster as a tree; `id` changes when the cluster file is reloaded."""
 
     id: int
     name: str
     root: Place
     instances: tuple[LayoutInstance, ...]
     sites: tuple[Site, ...]
-    """Ascending by name."""
+    """Datacenters, ascending by name."""
     wan: tuple[WanLink, ...]
     tiers: tuple[str, ...]
     tier_bytes_per_s: tuple[float, ...]
 
 
 def layout_of(cluster: Cluster, number: int) -> Layout:
-    """The map of a cluster; instances in the cluster's order."""
+    """Return the map of a cluster; instances are in the cluster's order."""
     positions = {instance.name: k for k, instance in enumerate(cluster.instances)}
     return Layout(
         id=number,

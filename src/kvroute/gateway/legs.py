@@ -1,6 +1,6 @@
-"""One call to one engine for one request: counted at its station, told to its guard, and given back, each exactly once.
+"""One call to one engine for one request. Its engine client counts it and records its outcome, each exactly once.
 
-What an answer means is for the kinds of leg; this is what they have in common.
+The kinds of leg interpret the response; this module holds what they share.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 LegKind = Literal["copy", "prefill", "decode"]
 
 ANSWER_BYTES_MAX = 64 * 2**20
-"""A collected answer that is longer is a fault of its engine."""
+"""A longer collected response counts as a failure of its engine."""
 TIMEOUT_STATUS = {"timeout": 504}
 FULL = frozenset((429, 503))
-"""An engine that is full or starting up has not touched the KV cache."""
+"""Statuses of an engine that is full or starting up; it has not touched the KV cache."""
 UNAVAILABLE = "service_unavailable"
 _VERBS = {
     "refused": "refused the connection",
@@ -36,9 +36,9 @@ _VERBS = {
 
 
 class Leg:
-    """One call; its station counts it from `send` to the first of close and abort, and its guard hears of it once.
+    """One call. Its engine client counts it from `send` to the first `close` or `abort`; its outcome is reported once.
 
-    Its callbacks let no exception out: a mistake ends the journey, with a 500 for the client.
+    Callbacks raise no exceptions: an internal error ends the request, with status 500 for the client.
     """
 
     __slots__ = (
@@ -65,16 +65,16 @@ class Leg:
         self.attempt: Attempt = 0
         self.status = self.size = 0
         self.open = self.told = False
-        """`told`: the guard has heard of it."""
+        """`told`: the outcome has been reported to the instance's availability."""
         self._parts: list[bytes] = []
 
     def body(self) -> bytes:
-        """What has been collected."""
+        """Return the collected part of the response body."""
         parts = self._parts
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def send(self, body: bytes, first_byte_s: float, now: float, path: bytes = b"") -> None:
-        """Begin the call; `path` is the client's where none is given."""
+        """Start the call; `path` defaults to that of the client's request."""
         journey = self.journey
         head = journey.head
         if journey.trace is not None:
@@ -83,32 +83,32 @@ class Leg:
         self.station.send(self, path or journey.exchange.path, head, body, first_byte_s, now)
 
     def on_head(self, status: int, headers: Headers) -> None:
-        """See Sink."""
+        """See `Sink`."""
         self.status, self.headers = status, headers
 
     def keep(self, data: bytes) -> bool:
-        """Collect; False where the answer is longer than anybody should send."""
+        """Collect a part of the response; return False if the response exceeds ANSWER_BYTES_MAX."""
         self._parts.append(data)
         self.size += len(data)
         return self.size <= ANSWER_BYTES_MAX
 
     def succeeded(self, now: float) -> None:
-        """The engine has answered, be it with a client's error."""
+        """Report that the engine has responded; a client error is also a success."""
         if not self.told:
             self.told = True
             self.station.guard.succeeded(self.attempt, now)
 
     def close(self, error: str = "") -> None:
-        """The call is over."""
+        """End the call."""
         if self.open:
             self.open = False
-            self.call = None  # which holds the leg: a cycle keeps bodies until the collector comes
+            self.call = None  # the call references the leg: a cycle would keep bodies until garbage collection
             self.station.left()
             if self.trace is not None:
                 self.trace.end(error)
 
     def abort(self, now: float) -> None:
-        """Nobody waits for the answer any more: neither a success nor a failure."""
+        """Cancel the call because its response is no longer needed: neither a success nor a failure."""
         if self.open:
             if self.call is not None:
                 self.call.abort()
@@ -118,7 +118,8 @@ class Leg:
             self.close("cancelled")
 
     def failed(self, kind: str, why: str, now: float) -> None:
-        """The engine has not answered, has stopped half-way, or (`kind` "status") answers with its own error."""
+        """End the leg: the engine did not respond, stopped half-way, or (`kind` "status") responded with its own
+        error."""
         if self.told:
             self.attempt = self.station.guard.late_failure(now)
         self.told = True
@@ -134,22 +135,22 @@ class Leg:
         else:
             suspicion = self.journey.suspect()
             suspicion.failed(guard, self.attempt, self.kind, now, error=kind == "status")
-            if self.journey.over:  # its client has the answer
+            if self.journey.over:  # the client has its response
                 suspicion.ended(200, now)
 
     def not_sent(self, now: float) -> None:
-        """The call fails before it is sent: begin the attempt that will be reported as failed."""
+        """Start the attempt for a call that fails before it is sent; it will be reported as failed."""
         self.attempt = self.station.guard.started(now) if self.journey.suspicion is None else NOT_COUNTED
 
     def endless(self) -> None:
-        """The engine sends more than anybody should."""
+        """Fail the leg because the response is too large."""
         if self.call is not None:
             self.call.abort()
         why = f"{self.kind} instance {self.station.name} sent an answer without end"
         self.lost("malformed", why, 502, sent=True)
 
     def refused(self) -> None:
-        """An engine's own error: the client's fault is the client's to read, anything else is a failure."""
+        """Handle an error status of the engine: forward a client error to the client; anything else is a failure."""
         status = self.status
         if status == 429 or is_failure(status):
             full = status in FULL
@@ -161,22 +162,22 @@ class Leg:
         self.succeeded(now)
         self.close()
         if journey.over or (self is journey.prefill and journey.computed):
-            return  # the decode leg's first token was faster
+            return  # the first token of the decode leg came earlier
         journey.drop_legs(now)
         content_type, headers = answered(self.headers, journey.request_id)
         journey.exchange.respond(status, self.body(), content_type, headers)
         journey.end(status, now)
 
     def on_body(self, data: bytes) -> None:
-        """See Sink."""
+        """See `Sink`."""
         raise NotImplementedError
 
     def on_end(self) -> None:
-        """See Sink."""
+        """See `Sink`."""
         raise NotImplementedError
 
     def on_failure(self, failure: Failure) -> None:
-        """See Sink. A call that never reached the engine leaves the KV cache where it is."""
+        """See `Sink`. A call that never reached the engine leaves the KV cache in place."""
         try:
             if failure.kind == "out_of_files":
                 self.out_of_files()
@@ -188,7 +189,8 @@ class Leg:
             self.journey.broke(error)
 
     def out_of_files(self) -> None:
-        """The gateway has no file descriptor left for a connection: no engine is to blame, and none is asked again."""
+        """End the request: the gateway has no free file descriptor. This is no fault of the engine, and it is not
+        retried."""
         journey, now = self.journey, self.journey.serving.now()
         self.station.guard.cancelled(self.attempt, now)
         self.told = True
@@ -199,12 +201,12 @@ class Leg:
             journey.fail(503, why, now, UNAVAILABLE)
 
     def lost(self, kind: str, why: str, status: int, *, sent: bool) -> None:
-        """The leg came to nothing: it is tried again elsewhere, or the request ends.
+        """Handle the failure of the leg: retry on another instance, or end the request.
 
         Args:
             kind: one word for the metrics.
             why: one sentence for the client.
-            status: for the client, if this is the end.
-            sent: the engine may have fetched the KV cache, which is then gone from its source.
+            status: for the client, if the request ends.
+            sent: the engine may have fetched the KV cache, which is then no longer at its source.
         """
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""From what kernels say of KV on its way to what the core is told: a pair's pace, others' share of the ways home."""
+"""Converts TCP counters of KV transfers into events for the core: throughput of a pair, others' share of WAN paths."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ if TYPE_CHECKING:
 
 
 class LinkNews:
-    """Of one cluster's prefill instances."""
+    """Emits events on the outgoing KV connections of one cluster's prefill instances."""
 
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
         self._others = 0.0
-        """As told last."""
+        """Value that was last emitted."""
 
     def seen(self, source: str, links: Sequence[LinkSeen]) -> None:
-        """How an instance's KV has left it of late."""
+        """Take new samples of the connections on which an instance sends KV."""
         serving = self._serving
         now = serving.now()
         for link in links:
             if link.backlogged and link.arrived_bytes and link.target in serving.stations:
-                # The core asks for one transfer's pace, and knows what else is under way.
+                # The event describes one transfer; the core accounts for the others in progress.
                 kv_bytes = link.arrived_bytes / max(self._crossing(source, link.target), 1)
                 serving.heard(TransferMeasured(now, source, link.target, kv_bytes, link.seconds))
         if serving.ways is not None:
@@ -34,13 +34,14 @@ class LinkNews:
             self._congestion(serving.ways.others(now), now)
 
     def _crossing(self, source: str, target: str) -> int:
-        """Own transfers under way between two instances."""
+        """Return the number of own transfers in progress between two instances."""
         answers = [journey.answer for journey in self._serving.journeys.values()]
         decisions = [answer.decision for answer in answers if answer is not None and answer.crossing]
         return sum((each.source, each.target) == (source, target) for each in decisions)
 
     def _congestion(self, others: float | None, now: float) -> None:
-        """Others' share of the ways, unless an operator's telemetry tells it, who sees more; once when it is over."""
+        """Emit others' share of the WAN paths, and 0 once when it ends; operator telemetry is more complete and
+        replaces it."""
         oracle = self._serving.settings.oracle
         if others is None or oracle.source != "static" or not oracle.separates_own_traffic:
             return

@@ -1,5 +1,5 @@
-"""A port that listens: accepts connections for a protocol. With TLS it counts each connection before the handshake,
-bounds the handshake's time, and tells clients that do not speak TLS so."""
+"""A listening port: accepts connections for a protocol. With TLS it counts each connection before the handshake,
+limits the time of the handshake, and sends an error response to clients that do not use TLS."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from kvroute.gateway.logs import note
 
 _BACKLOG = 4096
 _AT_ONCE = 64
-"""Connections accepted before other events have their turn."""
+"""Connections accepted before other callbacks run."""
 _EXHAUSTED = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
 _PAUSE_S = 1.0
-"""Without file descriptors the port accepts nothing for so long."""
+"""Pause of a port that has no file descriptor for a new connection."""
 _SHUTDOWN_S = 2.0
-"""For the other side's last word of TLS."""
+"""Time for the other side to close its TLS connection."""
 _HANDSHAKE = b"\x16"
-"""The first byte of a TLS connection: a handshake record."""
+"""The first byte of a TLS connection: that of a handshake record."""
 _WHY = b"This port speaks TLS; use https://\n"
 _PLAIN = (
     b"HTTP/1.1 400 Bad Request\r\ncontent-type: text/plain\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%b"
@@ -38,19 +38,19 @@ class Port(Protocol):
 
     @property
     def times_s(self) -> tuple[float, float]:
-        """For a TLS handshake, and for a client to read that it must use TLS."""
+        """Time limits for a TLS handshake, and for a client to read that it must use TLS."""
         ...
 
     def enter(self, new: Connection) -> Entry:
-        """Count a connection; `leave` follows in any case."""
+        """Count a connection; `leave` is called for it in any case."""
         ...
 
     def leave(self, gone: Connection) -> None:
-        """A connection is closed."""
+        """Remove a closed connection from the count."""
         ...
 
     def not_tls(self) -> None:
-        """A client was told to use TLS."""
+        """Record that a client was told to use TLS."""
         ...
 
 
@@ -60,19 +60,19 @@ class Listener:
     def __init__(self, port: Port, make: Callable[[], asyncio.Protocol], context: ssl.SSLContext | None) -> None:
         """
         Args:
-            port: counts connections of TLS before their handshake; others are counted by their protocol.
-            make: the protocol of a connection, behind its handshake where there is one.
-            context: of TLS; None: there is none.
+            port: counts TLS connections before their handshake; other connections are counted by their protocol.
+            make: creates the protocol of a connection, after the handshake if there is one.
+            context: TLS settings; None: no TLS.
         """
         self._port, self._make, self._context = port, make, context
         self._server: asyncio.Server | None = None
         self._tls: list[_Accepting] = []
 
     async def listen(self, host: str, port: int) -> int:
-        """Accept connections at an address; returns the port (chosen by the system if 0 was given).
+        """Accept connections at an address; return the port (chosen by the system if 0 was given).
 
         Raises:
-            OSError: the address is taken, or not of this machine.
+            OSError: the address is in use, or does not belong to this machine.
         """
         loop = asyncio.get_running_loop()
         own = bound(host, port)
@@ -93,7 +93,7 @@ class Listener:
         return (*(each.fileno() for each in own), *(each.fileno() for each in self._tls))
 
     def close(self) -> None:
-        """Accept no more; connections that are there stay."""
+        """Accept no more connections; existing ones stay open."""
         for accepting in self._tls:
             accepting.close()
         self._tls.clear()
@@ -103,7 +103,7 @@ class Listener:
 
 
 class _Accepting:
-    """One listening socket of a port that speaks TLS."""
+    """One listening socket of a TLS port."""
 
     def __init__(
         self, own: socket.socket, port: Port, make: Callable[[], asyncio.Protocol], context: ssl.SSLContext
@@ -145,7 +145,7 @@ class _Accepting:
 
 
 class _Arriving(asyncio.Protocol):
-    """A connection until its TLS handshake is over, when the protocol that it was accepted for takes its place."""
+    """A connection until its TLS handshake is complete; then the protocol for which it was accepted replaces it."""
 
     def __init__(
         self,
@@ -162,14 +162,15 @@ class _Arriving(asyncio.Protocol):
         self._handshake: asyncio.Task[None] | None = None
 
     def begin(self) -> None:
-        """Wait for the first byte; there is no way to answer one connection too many before the handshake."""
+        """Wait for the first byte. A connection over the limit is closed: before the handshake it can get no
+        response."""
         self.deadline_s = self._loop.time() + self._port.times_s[0]
         if self._port.enter(self) is not Entry.TAKEN:
             self._end()
         else:
             self._loop.add_reader(self._own.fileno(), self._readable)
 
-    # as a connection that may have to go
+    # interface of a connection that the connection limit may close
 
     def waits_for(self) -> int:
         return self._waits_for
@@ -187,7 +188,7 @@ class _Arriving(asyncio.Protocol):
         else:
             self._handshake.cancel()
 
-    # the first byte, and what follows from it
+    # the first byte and the handshake
 
     def _readable(self) -> None:
         try:
@@ -207,7 +208,7 @@ class _Arriving(asyncio.Protocol):
             self._end()
 
     def _refuse(self) -> None:
-        """Answer without TLS, and read what is sent until the client has had time to read the answer."""
+        """Respond without TLS, and discard input until the client has had time to read the response."""
         with suppress(OSError):
             self._own.send(_PLAIN)
             self._own.shutdown(socket.SHUT_WR)
@@ -237,17 +238,18 @@ class _Arriving(asyncio.Protocol):
                 ssl_handshake_timeout=left_s,
                 ssl_shutdown_timeout=_SHUTDOWN_S,
             )
-        except OSError:  # the other side's fault
+        except OSError:  # caused by the other side
             self._own.close()
 
     def _handshake_over(self, handshake: asyncio.Task[None]) -> None:
-        """A task that is cancelled before its first step runs nothing of its coroutine, so this is a callback."""
+        """Release the connection. A callback, because a task cancelled before its first step runs none of its
+        coroutine."""
         if handshake.cancelled():  # by `abort`
             self._own.close()
         self._port.leave(self)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """The handshake is over."""
+        """Replace this protocol after the handshake."""
         self._port.leave(self)
         protocol = self._make()
         cast(asyncio.Transport, transport).set_protocol(protocol)
@@ -260,10 +262,10 @@ class _Arriving(asyncio.Protocol):
 
 
 def bound(host: str, port: int) -> socket.socket | None:
-    """A socket bound to an IP address, so that no resolver is asked for it; None where the host is a name.
+    """Return a socket bound to an IP address, so that no resolver is queried for it; None if the host is a name.
 
     Raises:
-        OSError: the address is taken, or not of this machine.
+        OSError: the address is in use, or does not belong to this machine.
     """
     try:
         version = ipaddress.ip_address(host.partition("%")[0]).version
@@ -283,7 +285,7 @@ def bound(host: str, port: int) -> socket.socket | None:
 
 
 async def _bound_by_name(host: str, port: int) -> list[socket.socket]:
-    """One socket for each address of a name; at least one."""
+    """Return one socket for each address of a name; at least one."""
     loop = asyncio.get_running_loop()
     places = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     found: list[socket.socket] = []

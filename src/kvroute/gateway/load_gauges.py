@@ -1,4 +1,4 @@
-"""Gauges of the gateway's load now: requests, transfers, what oracle and policy believe of the network, instances."""
+"""Gauges of the gateway's current load: requests, transfers, the network as the oracle estimates it, instances."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _FORESIGHT_GAUGES: tuple[tuple[Family, Callable[[TierLearned], float]], ...] = (
             "Recent transfers that the ratio counts; older ones fade.",
             ("policy", "tier"),
         ),
-        lambda tier: round(tier.weight, 6),  # what fades away comes to an end
+        lambda tier: round(tier.weight, 6),  # a weight that decays ends at 0
     ),
 )
 _INSTANCE_GAUGES: tuple[tuple[Family, Callable[[InstanceLoad], float | None]], ...] = (
@@ -81,12 +81,12 @@ _INSTANCE_GAUGES: tuple[tuple[Family, Callable[[InstanceLoad], float | None]], .
 def load_gauges(
     load: Load, transferring: Sequence[int], roles: Mapping[str, Role], *, version: str, policy: str
 ) -> Iterator[tuple[Family, Iterable[tuple[Key, float]]]]:
-    """Families with their samples; what is not known has none.
+    """Yield families with their samples; an unknown value has no sample.
 
     Args:
-        load: as it is now.
-        transferring: own transfers under way, by tier.
-        roles: by instance, where the load does not say.
+        load: the current load.
+        transferring: own transfers in progress, by tier.
+        roles: roles by instance, for instances whose load has none.
         version, policy: labels of `kvroute_info`.
     """
     yield _INFO, [((version, policy), 1)]
@@ -109,7 +109,8 @@ def load_gauges(
 
 
 def _per_tier(foresight: ForesightLoad | None, value: Callable[[TierLearned], float]) -> Iterator[tuple[Key, float]]:
-    """Of the tiers that the cluster has and that teach: inside a rack the NICs decide."""
+    """Yield samples of the tiers that the cluster has and that transfers calibrate; inside a rack the NICs are the
+    limit."""
     if foresight is None:
         return
     for label, tier in list(zip(TIER_LABELS, foresight.tiers, strict=True))[SAME_POD:]:

@@ -1,7 +1,7 @@
-"""Structured logs, one line per event as JSON or text, written beside the event loop.
+"""Structured logs, one line per event as JSON or text, written by a thread of its own.
 
-Only the fields named here are ever written: no key, prompt or answer can slip in. When whoever reads the stream stands
-still, lines are dropped and counted, never waited for.
+Only the fields named here are written, so no key, prompt or response can leak. If the reader of the stream blocks,
+lines are dropped and counted; the gateway never waits.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ FIELDS = frozenset(
         ),
     }
 )
-"""A new field is a decision: it must not carry what users wrote, nor a secret."""
+"""Names of the fields that may be logged. A new field must contain neither user text nor a secret."""
 LINES_MOST = 10_000
 CLOSE_S = 5.0
-"""A reader that stands still holds the end of the process up for so long."""
+"""Longest time by which a blocked reader delays the end of the process."""
 _LOGGER = logging.getLogger("kvroute")
 _ACCESS = logging.getLogger("kvroute.access")
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
@@ -55,19 +55,19 @@ def note(level: Level, event: str, **fields: Value) -> None:
 
 
 def access_on() -> bool:
-    """Whether anybody reads what `access` is told."""
+    """Whether the access log is on."""
     return _ACCESS.isEnabledFor(logging.INFO)
 
 
 def access(request_id: str, endpoint: str, status: int, seconds: float, **fields: Value) -> None:
-    """One line per finished request, if the access log is on."""
+    """Log one line for a finished request, if the access log is on."""
     if _ACCESS.isEnabledFor(logging.INFO):
         first: dict[str, Value] = {"request_id": request_id, "endpoint": endpoint, "status": status}
         _ACCESS.info("request", extra={"fields": {**first, "seconds": round(seconds, 6), **fields}})
 
 
 class Logs:
-    """Logging for the whole process while it is open; libraries are heard from warnings on."""
+    """Logging for the whole process while it is open; libraries log warnings and errors."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Logs:
         access: bool = False,
         stream: TextIO | None = None,
     ) -> None:
-        """Begin to log to `stream` (standard error)."""
+        """Start to log to `stream`, which defaults to standard error."""
         self._handler = logging.StreamHandler(stream or sys.stderr)
         queue: Queue[Any] = Queue(LINES_MOST)
         self._door = _Dropping(queue)
@@ -88,18 +88,18 @@ class Logs:
         self.change(style, level, access=access)
 
     def change(self, style: Literal["json", "text"], level: Level, *, access: bool) -> None:
-        """Write so from now on."""
+        """Change style and level from now on."""
         self._handler.setFormatter(_Json() if style == "json" else _Text())
         _LOGGER.setLevel(_LEVELS[level])
         _ACCESS.setLevel(logging.INFO if access else logging.WARNING)
 
     @property
     def dropped(self) -> int:
-        """Lines lost because the stream's reader stood still."""
+        """Lines dropped because the reader of the stream blocked."""
         return self._door.dropped
 
     def close(self) -> None:
-        """Write what is left, for CLOSE_S at most, and hand logging back as it was."""
+        """Write what is left, for CLOSE_S at most, and restore the previous logging settings."""
         logging.getLogger().removeHandler(self._door)
         self._door.close()
         stopping = Thread(target=self._listener.stop, daemon=True)
@@ -121,7 +121,7 @@ class _Patient(QueueListener):
     queue: Queue[Any]
 
     def enqueue_sentinel(self) -> None:
-        self.queue.put(None)  # the queue may be full: the end comes after what is in it
+        self.queue.put(None)  # waits while the queue is full: the end marker follows the queued lines
 
 
 class _Dropping(QueueHandler):
@@ -135,7 +135,7 @@ class _Dropping(QueueHandler):
 
 
 def _parts(record: logging.LogRecord) -> dict[str, Value]:
-    """Fields in the caller's order, those of FIELDS only; a library's text is one field of its own."""
+    """Return the fields in the caller's order, only those of FIELDS; the text of a library is one field."""
     at = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
     line: dict[str, Value] = {"at": at, "level": record.levelname.lower()}
     if record.name == "kvroute" or record.name.startswith("kvroute."):
@@ -159,7 +159,7 @@ class _Text(logging.Formatter):
 
 
 def _printable(value: Value) -> str:
-    """No control character reaches a terminal, and no value looks like another field."""
+    """Quote a value if needed: no control character reaches a terminal, and no value looks like another field."""
     if isinstance(value, str) and not (value.isprintable() and value and not set(value) & set(' ="')):
         return json.dumps(value)
     return str(value)

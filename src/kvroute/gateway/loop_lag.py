@@ -1,7 +1,7 @@
-"""Event loop lag: by how much the loop runs late what is due, measured by a periodic timer.
+"""Event loop lag: how late the event loop runs what is due, measured by a periodic timer.
 
-A timeout that elapses while the loop is late says nothing about the engine: its answer may wait in a socket that the
-loop has not read yet. Timeouts therefore count only the time during which the loop was on time (`judge`).
+A timeout that elapses while the loop is late does not prove that the engine is slow: its response may wait in a socket
+that the loop has not read yet. Timeouts therefore count only the time during which the loop was on time (`judge`).
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ DISCARD_AFTER = 3.0
 """A check that is undecided after this many times its timeout is discarded."""
 _PERIOD_S = 0.05
 _TOLERANCE_S = 0.01
-"""A timer of an idle loop is late by less than this: timers have a resolution of a millisecond."""
+"""The timer of an idle loop is late by less than this: timers have a resolution of a millisecond."""
 
 
 def judge(timeout_s: float, elapsed_s: float, lag_s: float) -> Verdict:
-    """What a missing answer says about the engine.
+    """Decide what a missing response means for the engine.
 
     Args:
         timeout_s: seconds that the engine has, above 0.
         elapsed_s: seconds since the request was sent.
-        lag_s: how much of `elapsed_s` the loop was late.
+        lag_s: seconds of `elapsed_s` during which the loop was late.
 
     Returns:
         `failed` once the engine has had `timeout_s` while the loop was on time; before that `wait`, and `discarded`
-        (neither a success nor a failure) where the loop was late for most of DISCARD_AFTER times `timeout_s`.
+        (neither a success nor a failure) if the loop was late for most of DISCARD_AFTER times `timeout_s`.
     """
     if elapsed_s - lag_s >= timeout_s:
         return "failed"
@@ -38,7 +38,7 @@ def judge(timeout_s: float, elapsed_s: float, lag_s: float) -> Verdict:
 
 
 class LoopLag:
-    """Measures the lag of the running loop between `start` and `close`; before `start` there is none."""
+    """Measures the lag of the running loop between `start` and `close`; before `start` the lag is 0."""
 
     def __init__(
         self,
@@ -49,9 +49,9 @@ class LoopLag:
     ) -> None:
         """
         Args:
-            observe: is told by how many seconds each tick was late.
+            observe: receives the delay of each tick, in seconds.
             period_s: seconds between two ticks.
-            now: the clock, in seconds. Not the loop's own: uvloop's stands still within a callback.
+            now: the clock, in seconds. The loop's own clock is unsuitable: uvloop's does not advance within a callback.
         """
         self._observe, self._period_s, self._now = observe, period_s, now
         self._total_s = 0.0
@@ -59,19 +59,19 @@ class LoopLag:
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Begin, from within the loop."""
+        """Start, from within the loop."""
         if self._timer is None:
             self._schedule()
 
     def close(self) -> None:
-        """Measure no more."""
+        """Stop measuring."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
     def total_s(self) -> float:
-        """Seconds since `start` during which the loop was late; never decreases. The difference of two values is the
-        lag between them, a tick that is overdue now included."""
+        """Return the seconds since `start` during which the loop was late; never decreases. The difference of two
+        values is the lag between them, including a tick that is overdue now."""
         overdue_s = self._now() - self._due_s if self._timer is not None else 0.0
         return self._total_s + (overdue_s if overdue_s > _TOLERANCE_S else 0.0)
 

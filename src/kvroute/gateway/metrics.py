@@ -1,7 +1,7 @@
-"""The gateway's Prometheus metrics: what happened is counted as it happens, what is now is asked for when scraped.
+"""The gateway's Prometheus metrics: events are counted as they happen, and gauges are read at each scrape.
 
-Every name is documented in docs/metrics.md. Instances go by the label `engine`, for Prometheus puts its own `instance`
-on every sample. One thread; a method costs about a microsecond or less.
+docs/metrics.md documents every name. Instances have the label `engine`, because Prometheus adds its own `instance` to
+every sample. Single-threaded; a method costs about a microsecond or less.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _LAG_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 1
 
 
 class Metrics:
-    """Called by the journey as things happen; `page` is the text for a scraper."""
+    """Metrics of one gateway. Requests report events to it; `page` returns the text for a scraper."""
 
     def __init__(self, look: Callable[[], Load], roles: dict[str, Role], *, version: str, policy: str) -> None:
-        """Args: `look` gives the load now, called once per page; `roles` are by instance (set anew at a reload)."""
+        """Args: `look` returns the current load, called once per page; `roles` are by instance (replaced on reload)."""
         self._look, self.roles, self.version, self.policy = look, roles, version, policy
         self.shadow = ""
-        """The policy in the shadow."""
+        """Name of the shadow policy."""
         self._process = CollectorRegistry()
         ProcessCollector(registry=self._process)
         requests, legs = ("endpoint", "code"), ("leg", "engine", "kind")
@@ -105,7 +105,7 @@ class Metrics:
         self._transferring = [0] * TIER_COUNT
 
     def decided(self, decision: Decision, seconds: float) -> None:
-        """Control answered one event with this decision in so many seconds."""
+        """Count a decision that `Control` took in this many seconds."""
         if type(decision) is Prefill:
             kind = _PREFILL
             self._decisions.add(("prefill", decision.instance))
@@ -135,24 +135,24 @@ class Metrics:
             self._shadow_s.add((self.shadow, "shadow"), shadow.gain_s)
 
     def prompt_read(self, tokens: int) -> None:
-        """A prompt was counted."""
+        """Count the tokens of a prompt."""
         self._prompt_tokens.add((), tokens)
 
     def prefill_answered(self, seconds: float, exemplar: Exemplar | None = None) -> None:
-        """A prefill leg ended well."""
+        """Observe a prefill leg that succeeded."""
         self._prefill_s.observe((), seconds, exemplar)
 
     def decode_answered(self, seconds: float, exemplar: Exemplar | None = None) -> None:
-        """The first byte of a decode leg's stream came."""
+        """Observe the first byte of a decode leg's stream."""
         self._decode_s.observe((), seconds, exemplar)
 
     def transfer_started(self, tier: int) -> None:
-        """KV bytes leave; each start is followed by exactly one `transfer_ended` of the same tier."""
+        """Count the start of a KV transfer; exactly one `transfer_ended` of the same tier follows each start."""
         self._transferring[tier] += 1
 
     def transfer_ended(self, tier: int, kv_bytes: float, landed: bool, seconds: float | None = None) -> None:
-        """They have landed, or the transfer came to nothing: then no bytes are counted. `seconds` only where a stream
-        has shown them; what is merely expected is no measurement."""
+        """Count the end of a KV transfer. Its bytes count only if `landed`. `seconds` is given only if a stream has
+        shown the duration; an expected duration is not a measurement."""
         self._transferring[tier] -= 1
         if landed:
             self._transfer_bytes.add(_TIER_KEYS[tier], kv_bytes)
@@ -160,17 +160,19 @@ class Metrics:
                 self._transfer_s.observe(_TIER_KEYS[tier], seconds)
 
     def copy_answered(self, seconds: float) -> None:
-        """The instance that has a cached prefix holds it out."""
+        """Observe a copy leg: the instance that has a cached prefix offers it for transfer."""
         self._copy_s.observe((), seconds)
 
     def copied(self, outcome: str, tier: int, kv_bytes: float) -> None:
-        """A copy is over; `outcome` is one of a few words, and bytes count where it has landed."""
+        """Count a finished prefix copy by `outcome`, one of a few fixed words; bytes count if the copy has
+        completed."""
         self._copies.add((outcome,))
         if outcome == "landed":
             self._copy_bytes.add(_TIER_KEYS[tier], kv_bytes)
 
     def first_token(self, protocol: str, ttft: Ttft, exemplar: Exemplar | None = None) -> None:
-        """The first byte of a streamed answer went to the client; nobody sees the first token of a whole one."""
+        """Observe the first byte sent to the client of a streamed response; other responses do not show the first
+        token."""
         self._ttft_s.observe((protocol,), ttft.total_s, exemplar)
         observe = self._part_s.observe
         observe(_QUEUE, ttft.queue_s)
@@ -179,84 +181,84 @@ class Metrics:
         observe(_FIRST_STEP, ttft.first_step_s)
 
     def finished(self, endpoint: str, code: int, seconds: float, relayed_bytes: int = 0) -> None:
-        """A request is over, by whatever end; 499: the client left before any status was sent."""
+        """Count a finished request, however it ended; 499: the client disconnected before any status was sent."""
         self._requests.add((endpoint, str(code)))
         self._request_s.observe((endpoint,), seconds)
         if relayed_bytes:
             self._relayed_bytes.add((), relayed_bytes)
 
     def rejected(self, reason: str) -> None:
-        """A request was refused; `reason` is one of a few words, never a sentence."""
+        """Count a rejected request; `reason` is one of a few fixed words, never a sentence."""
         self._rejects.add((reason,))
 
     def leg_failed(self, leg: Leg, instance: str, kind: str) -> None:
-        """A leg came to nothing: `refused`, `reset`, `timeout`, `malformed`, `status` or `out_of_files`."""
+        """Count a failed leg; `kind`: `refused`, `reset`, `timeout`, `malformed`, `status` or `out_of_files`."""
         self._leg_failures.add((leg, instance, kind))
 
     def retried(self, leg: Leg) -> None:
-        """A leg begins again elsewhere."""
+        """Count a leg that is retried on another instance."""
         self._retries.add((leg,))
 
     def retry_refused(self, leg: Leg) -> None:
-        """The retry budget is spent."""
+        """Count a retry that the retry budget does not allow."""
         self._no_retry.add((leg,))
 
     def client_gone(self) -> None:
-        """The client left before its answer was complete."""
+        """Count a client that disconnected before its response was complete."""
         self._gone.add()
 
     def stream_failed(self) -> None:
-        """A stream ended with an error event."""
+        """Count a stream that ended with an error event."""
         self._stream_errors.add()
 
     def loop_lagged(self, seconds: float) -> None:
-        """The event loop ran a periodic timer so late."""
+        """Observe the delay of a periodic timer of the event loop."""
         self._lag_s.observe((), seconds)
 
     def health_check_discarded(self, instance: str) -> None:
-        """A health check timed out because the event loop was late: it says nothing about the engine."""
+        """Count a health check that timed out because the event loop was late: the engine may be healthy."""
         self._discarded.add((instance,))
 
     def panicked(self, model: str, role: str) -> None:
-        """Health checks and breakers of a role are ignored from now on."""
+        """Count a panic: health checks and breakers of a role are ignored from now on."""
         self._panics.add((model, role))
 
     def out_of_files(self, use: str) -> None:
-        """No file descriptor was left for a connection: `client` or `engine`."""
+        """Count a connection for which no file descriptor was left; `use`: `client` or `engine`."""
         self._out_of_files.add((use,))
 
     def kv_events(self, instance: str, batches: int = 1) -> None:
-        """Batches of KV events were taken in."""
+        """Count received batches of KV events."""
         self._kv_events.add((instance,), batches)
 
     def kv_gap(self, instance: str) -> None:
-        """KV events of an engine were missed."""
+        """Count a gap in the KV events of an engine."""
         self._kv_gaps.add((instance,))
 
     def logged(self, nbytes: int) -> None:
-        """The event log grew."""
+        """Count bytes written to the event log."""
         self._log_bytes.add((), nbytes)
 
     def log_lost(self) -> None:
-        """The event log cannot be written any more."""
+        """Count an event log that cannot be written any more."""
         self._logs_lost.add()
 
     def reloaded(self, outcome: Literal["taken", "refused"]) -> None:
-        """The cluster file was read again."""
+        """Count a reload of the cluster file."""
         self._reloads.add((outcome,))
 
     def reviewed(self, verdict: str) -> None:
-        """Threshold and roles were searched anew; `verdict` is one of a few words."""
+        """Count a search for threshold and roles; `verdict` is one of a few fixed words."""
         self._reviews.add((verdict,))
 
     def converted(self, outcome: Literal["converted", "failed", "declined", "abandoned"]) -> None:
-        """A conversion is over."""
+        """Count a finished role switch."""
         self._conversions.add((outcome,))
 
     def page(self, accept: str = "") -> tuple[str, Iterator[str]]:
-        """Content type and text, family by family, so that a server can let others run in between.
+        """Return the content type and the text family by family, so that a server can run other work in between.
 
-        OpenMetrics, which has exemplars, where the Accept header names it; else the plain format.
+        The format is OpenMetrics, which has exemplars, if the Accept header names it; else the plain format.
         """
         if "application/openmetrics-text" in accept:
             return openmetrics_exposition.CONTENT_TYPE_LATEST, self._page(True)

@@ -1,6 +1,7 @@
-"""One `/metrics` page of an engine: load, KV memory, and what its connector says of transfers.
+"""One `/metrics` page of an engine: load, KV memory, and the transfer counters of its connector.
 
-A page has hundreds of series of which three matter: names are looked for in the bytes, and only their lines are read.
+A page has hundreds of series of which three are needed: names are searched in the bytes, and only their lines are
+parsed.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _TRANSFERS = (b"kvroute:kv_transfer_bytes_total", b"kvroute:kv_transfer_seconds_
 
 @dataclass(frozen=True, slots=True)
 class TransferTotals:
-    """What an engine has pulled from one source since it started."""
+    """Totals of what an engine has pulled from one source since it started."""
 
     kv_bytes: float = 0.0
     seconds: float = 0.0
@@ -34,42 +35,42 @@ class TransferTotals:
 
 @dataclass(frozen=True, slots=True)
 class EngineMetrics:
-    """One page. Where it has several engines (data-parallel ranks), counts are summed and shares averaged."""
+    """One page. If it covers several engines (data-parallel ranks), counts are summed and shares averaged."""
 
     running: int | None
-    """None: the page is not one of an engine that is known here."""
+    """None: the page is not from a known engine."""
     waiting: int
     kv_used_share: float | None
-    """In [0, 1]; None: it does not say."""
+    """In [0, 1]; None: the page does not contain it."""
     block_tokens: int | None = None
     kv_blocks: int | None = None
     started_s: float | None = None
-    """When its process started, seconds since 1970."""
+    """Start of its process, in seconds since 1970."""
     transfers: Mapping[str, TransferTotals] = field(default_factory=dict)
-    """By source instance."""
+    """Totals by source instance."""
     transfer_lines: bytes = field(default=b"", compare=False, repr=False)
-    """Where they stand on the page."""
+    """The part of the page that holds them."""
     links: Mapping[str, LinkTotals] = field(default_factory=dict)
-    """Connections that its KV leaves by, by target."""
+    """Outgoing KV connections, by target."""
     link_lines: bytes = field(default=b"", compare=False, repr=False)
 
 
 def read_metrics(page: bytes, before: EngineMetrics | None = None) -> EngineMetrics:
-    """`metrics_in`, all at once."""
+    """Run `metrics_in` without a break."""
     return whole(metrics_in(page, before))
 
 
 def metrics_in(page: bytes, before: EngineMetrics | None = None, series_max: int = SERIES_MAX) -> Slices[EngineMetrics]:
-    """What matters of a Prometheus text page of vLLM or SGLang; a value that is not a finite number is skipped.
+    """Parse the needed series of a Prometheus text page of vLLM or SGLang; a value that is not finite is skipped.
 
     Args:
         page: the whole page.
-        before: what the same engine's last page said: an engine has three lines for each source, and mostly all of
-            them stand there again.
-        series_max: samples that are read.
+        before: result of the same engine's last page: an engine has three lines for each source, and most of them do
+            not change.
+        series_max: maximum number of samples read.
 
     Raises:
-        PageError: it has more of them.
+        PageError: the page has more samples.
     """
     page = b"\n" + page
     budget = Budget(series_max)
@@ -106,8 +107,8 @@ def metrics_in(page: bytes, before: EngineMetrics | None = None, series_max: int
 
 
 def series_missing(page: bytes) -> tuple[str, ...]:
-    """Names of the load and memory series that `metrics_in` reads and the page lacks; all of vLLM's where the page is
-    of no known engine."""
+    """Return the names of the load and memory series that `metrics_in` reads and the page lacks; all of vLLM's if the
+    page is not from a known engine."""
     lines = b"\n" + page
     names = _SGLANG if lines.find(b"\n" + _SGLANG[0]) >= 0 else _VLLM
     others = {_VLLM[2]: _OLD_USAGE}
@@ -125,7 +126,7 @@ def _count(value: float) -> int:
 
 
 def _cache_config(page: bytes, budget: Budget) -> Slices[tuple[int | None, int | None]]:
-    """Tokens of a block, and blocks of all engines of the page."""
+    """Return the tokens per block, and the number of blocks of all engines of the page."""
     block_tokens, kv_blocks = None, 0
     for text, _ in (yield from samples(page, _CACHE_CONFIG, budget)):
         if budget.spend(len(text)):

@@ -1,4 +1,4 @@
-"""What is wrong with the `gateway.offload:` section, by itself and in its cluster: each fault with its line."""
+"""Checks of the `gateway.offload:` section, by itself and against its cluster: every fault with its line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SECTION = "gateway"
 
 
 def offload_faults(settings: GatewaySettings, lines: Lines) -> Iterator[FileError]:
-    """Values that do not go together, or that live engines cannot do."""
+    """Yield values that contradict each other or that live engines do not support."""
     offload = settings.offload
     if offload is None:
         return
@@ -32,7 +32,7 @@ def offload_faults(settings: GatewaySettings, lines: Lines) -> Iterator[FileErro
 def site_faults(
     cluster: Cluster, settings: GatewaySettings, lines: Lines, places: Mapping[str, Key]
 ) -> Iterator[FileError]:
-    """What keeps prefills from being offloaded in this cluster. Args: `places` of its instances in the file."""
+    """Yield what prevents offloading of prefills in this cluster. Args: `places` of its instances in the file."""
     yield from _early_faults(cluster, settings, lines, places)
     yield from _copy_faults(cluster, settings, lines, places)
     if settings.offload is None:
@@ -55,7 +55,7 @@ def site_faults(
 def _early_faults(
     cluster: Cluster, settings: GatewaySettings, lines: Lines, places: Mapping[str, Key]
 ) -> Iterator[FileError]:
-    """Instances whose KV cache could not be asked for before it is computed, though `layerwise` says so."""
+    """Yield instances whose KV cache cannot be requested before it is computed, although `layerwise` requires it."""
     homes = {instance.datacenter for instance in cluster.instances if instance.role != "prefill"}
     offload = settings.offload
     converts = offload is not None and offload.conversion is not None
@@ -80,7 +80,7 @@ def _early_faults(
 def _copy_faults(
     cluster: Cluster, settings: GatewaySettings, lines: Lines, places: Mapping[str, Key]
 ) -> Iterator[FileError]:
-    """Instances that cannot be asked for a copy of a cached prefix, or be given one, though `rule` says so."""
+    """Yield instances that cannot send or receive a copy of a cached prefix, although `rule` requires it."""
     if settings.offload is None or not settings.offload.copy_s:
         return
     rule = settings.offload.rule

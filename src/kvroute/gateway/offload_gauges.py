@@ -1,4 +1,4 @@
-"""Gauges of prefill across datacenters: thresholds, ways home, the last review, conversions under way."""
+"""Gauges of prefill across datacenters: thresholds, WAN paths, the last review, role switches in progress."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SITE_GAUGES: tuple[tuple[Family, Callable[[SiteLoad], float | None]], ...] = (
     ),
     (
         Family("gauge", "kvroute_egress_used_ratio", "Of the way home, own and others' bytes.", ("site",)),
-        lambda site: round(site.utilisation, 6),  # what fades away comes to an end
+        lambda site: round(site.utilisation, 6),  # a value that decays ends at 0
     ),
     (
         Family("gauge", "kvroute_egress_backlog_bytes", "Own KV bytes on the way home.", ("site",)),
@@ -61,7 +61,7 @@ _SITE_GAUGES: tuple[tuple[Family, Callable[[SiteLoad], float | None]], ...] = (
 
 
 def offload_gauges(offload: OffloadLoad | None) -> Iterator[tuple[Family, Iterable[tuple[Key, float]]]]:
-    """Families with their samples; without any where prefills stay in their datacenter."""
+    """Yield families with their samples; no samples if the settings have no `offload` section."""
     sites = offload.sites if offload is not None else ()
     for family, value in _SITE_GAUGES:
         told = [(site.name, value(site)) for site in sites]

@@ -1,6 +1,6 @@
-"""The `gateway.offload:` section: when a prefill leaves its datacenter, and how instances change their roles.
+"""The `gateway.offload:` section: when a prefill leaves its datacenter, and how instances switch roles.
 
-What is searched for and what is fixed is `policies.offload`'s; here it has units, and the names that people write.
+`policies.offload` defines the parameters; this module adds the units and key names of the configuration file.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvroute.types import InputError
 
 _ENDPOINT = "{endpoint}"
 _SHORT, _LONG, _OFFLOAD = ShortTerm(), LongTerm(), OffloadSpec()
-"""Defaults are the policy's own."""
+"""The defaults are those of the policy."""
 Factor = Annotated[float, Meta(gt=0, le=1e6)]
 HookUrl = Annotated[
     str, Meta(pattern=r"^(\{endpoint\}|https?://[^\s/?#{}]+)[^\s{}]*\Z", examples=["http://10.0.0.9:8000/convert"])
@@ -45,7 +45,7 @@ class ShortTermSection(Entry, frozen=True, kw_only=True):
     threshold_max: Tokens = _SHORT.threshold_max_tokens
 
     def spec(self) -> ShortTerm:
-        """The same as the policy takes it. Raises InputError for values that do not go together."""
+        """Return the policy's form of the section. Raises InputError for values that contradict each other."""
         return ShortTerm(
             enabled=self.enabled,
             utilisation_high=self.utilisation_high,
@@ -78,7 +78,7 @@ class LongTermSection(Entry, frozen=True, kw_only=True):
     queue_high_s: Wait = field(name="queue_high", default=Wait(_LONG.queue_high_s))
 
     def spec(self, *, conversions: bool) -> LongTerm:
-        """The same as the policy takes it. Raises InputError for values that do not go together."""
+        """Return the policy's form of the section. Raises InputError for values that contradict each other."""
         return LongTerm(
             conversions=conversions,
             review_s=float(self.review_s),
@@ -98,66 +98,68 @@ class LongTermSection(Entry, frozen=True, kw_only=True):
 
 
 class WaySection(Entry, frozen=True, kw_only=True):
-    """When the way from another datacenter counts as cut by what has failed on it."""
+    """When failures make the path from another datacenter count as down."""
 
     failures: Annotated[int, Meta(ge=1, le=10_000)] = 3
-    """KV transfers in a row."""
+    """Consecutive failed KV transfers after which the path is down."""
     open_s: Wait = field(name="open", default=Wait(3.0))
-    """Then nothing is sent there for so long; one request tries."""
+    """Time for which a path that is down is not used; then one request probes it."""
     still_s: Wait = field(name="still", default=Wait(2.0))
-    """Or by engines that show their connections: something is to be sent, and for so long nothing has gone."""
+    """Time without progress of pending data after which the path is down; needs engines that report their
+    connections."""
 
 
 class ConversionSection(Entry, frozen=True, kw_only=True):
-    """What makes an engine serve another role: a URL or a program, not both."""
+    """How an engine switches its role: a URL or a program, not both."""
 
     url: HookUrl | None = None
-    """Gets a POST; `{endpoint}` stands for the instance's own URL."""
+    """URL that receives a POST; `{endpoint}` stands for the instance's own URL."""
     command: Annotated[list[str], Meta(min_length=1)] | None = None
-    """Program and arguments; INSTANCE, ENDPOINT, ROLE and FROM are in its environment."""
+    """Program and arguments; its environment has INSTANCE, ENDPOINT, ROLE and FROM."""
     drain_s: Wait = field(name="drain", default=Wait(120.0))
-    """Requests of before have so long to leave."""
+    """Time limit for earlier requests to finish."""
     timeout_s: Wait = field(name="timeout", default=Wait(600.0))
-    """The hook has so long to answer, or to end."""
+    """Time limit for the hook to respond or to exit."""
     back_off_s: Wait = field(name="back_off", default=Wait(60.0))
-    """After a failure nothing is converted for so long; twice as long after the next, up to 16 times."""
+    """Pause of role switches after a failure; it doubles with each further failure, up to 16 times."""
 
 
 class CopySection(Entry, frozen=True, kw_only=True):
-    """Cached prefixes may be copied between datacenters; that it is there says that the engines can take part."""
+    """Copies of cached prefixes between datacenters; the presence of this section states that the engines support
+    them."""
 
     min: Tokens = 1
-    """That another site has more of, at least."""
+    """Minimum number of tokens by which the prefix cached at the other site must be longer."""
     timeout_s: Wait = field(name="timeout", default=Wait(5.0))
-    """So long an instance may take to hold out what it has cached; then all is computed."""
+    """Time limit for an instance to offer its cached prefix; after it the whole prompt is computed."""
 
 
 class OffloadSection(Entry, frozen=True, kw_only=True):
-    """The whole section; an empty one serves."""
+    """The whole section; it may be empty."""
 
     threshold: Tokens | None = None
-    """A base for good; None: searched from the observed traffic."""
+    """Fixed base threshold; None: searched from the observed traffic."""
     rule: Rule = "scarce"
     scarce_above: Share = _OFFLOAD.scarce_above
     abundant_below: Share = _OFFLOAD.abundant_below
     copy: CopySection | None = None
-    """Every engine that prefills can hold out the beginning of a prompt, and take one in; None: they cannot."""
+    """Set if every engine that prefills can send and receive the prefix of a prompt; None: they cannot."""
     layerwise: bool = False
-    """KV leaves a prefill-only site while it is computed; False: when it is complete."""
+    """Whether KV leaves a prefill-only site while it is computed; False: when it is complete."""
     stay_factor: Factor | None = None
     look_s: Wait = field(name="look", default=Wait(2.0))
-    """The thresholds follow the links, and reviews are due, at least so often."""
+    """Longest interval between two updates of the thresholds and two checks whether a review is due."""
     short_term: ShortTermSection = ShortTermSection()
     long_term: LongTermSection = LongTermSection()
     way: WaySection = WaySection()
     conversion: ConversionSection | None = None
-    """None: roles stay, and a review only says what it would change."""
+    """None: roles do not change, and a review only reports what it would change."""
 
     def spec(self) -> OffloadSpec:
-        """The same as the core takes it.
+        """Return the core's form of the section.
 
         Raises:
-            InputError: values that do not go together, or what live engines cannot do.
+            InputError: values that contradict each other, or that live engines do not support.
         """
         if self.rule != "scarce" and self.copy is None:
             what = f"`rule: {self.rule}` copies cached prefixes between datacenters, and nothing says that engines can"
@@ -178,16 +180,17 @@ class OffloadSection(Entry, frozen=True, kw_only=True):
 
     @property
     def copy_s(self) -> float:
-        """The time that an instance has to hold out a prefix; 0: nothing is copied."""
+        """Time limit for an instance to offer a prefix; 0: nothing is copied."""
         return float(self.copy.timeout_s) if self.copy is not None and self.rule != "scarce" else 0.0
 
 
 def written(where: str) -> tuple[str, ...]:
-    """The key in the file for a field of the policy's settings: `offload.short_term.dwell_s` is `dwell` there."""
+    """Return the key in the file for a field of the policy's settings: `offload.short_term.dwell_s` is `dwell`
+    there."""
     parts = re.split(r"[.,]", where)
     return tuple(re.sub(r"_(s|tokens)\Z", "", part) for part in parts if " " not in part)
 
 
 def hook_url(template: str, endpoint: str) -> str:
-    """Where the hook of one instance is."""
+    """Return the URL of the hook of one instance."""
     return template.replace(_ENDPOINT, endpoint.rstrip("/"))

@@ -1,4 +1,4 @@
-"""File descriptors: raises the process's limit, recognizes the errors of a process that has none left, and says so."""
+"""File descriptors: raises the process's limit, and detects and reports when none is left."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ if TYPE_CHECKING:
     from kvroute.gateway.metrics import Metrics
 
 LOG_EVERY_S = 10.0
-"""One line in so much time, with a count."""
+"""Minimum interval between two log lines; each has a count."""
 RAISE_MOST = 1 << 20
-"""Where the hard limit is higher, the soft one is raised to this: the kernel's own default maximum (`fs.nr_open`)."""
+"""Maximum soft limit, even if the hard limit is higher: the kernel's default of `fs.nr_open`."""
 _ENGINE_EACH = 16
 _REST = 256
-"""Descriptors for each engine beside requests (health checks, metrics, KV events), and for everything else."""
+"""Descriptors for each engine apart from requests (health checks, metrics, KV events), and for everything else."""
 
 Use = Literal["engine", "client"]
 
 
 def out_of_files(error: OSError | UnicodeError) -> bool:
-    """Whether an attempt to connect failed because no descriptor was left. Errors of the resolver, and of several
-    addresses together, do not say so: then a probe decides."""
+    """Whether an attempt to connect failed because no descriptor was left. Errors of the resolver, and errors of
+    several addresses together, do not show it: then a probe decides."""
     number = error.errno if isinstance(error, OSError) else None
     if number in (errno.EMFILE, errno.ENFILE):
         return True
@@ -34,7 +34,7 @@ def out_of_files(error: OSError | UnicodeError) -> bool:
 
 
 def exhausted() -> int | None:
-    """The error number with which the process gets no descriptor now; None: there is a free one."""
+    """Return the error number with which the process gets no descriptor now; None: a descriptor is free."""
     try:
         os.close(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
     except OSError as error:
@@ -44,8 +44,8 @@ def exhausted() -> int | None:
 
 
 def wanted(connections: int, instances: int) -> int:
-    """Descriptors that settings want: one for each client connection and two for its legs to engines, one for each
-    connection of the admin port, and the rest."""
+    """Return the descriptors that the settings need: one for each client connection, two for its legs to engines, one
+    for each connection of the admin port, and the rest."""
     return 3 * connections + _ENGINE_EACH * instances + ADMIN_CONNECTIONS_MOST + _REST
 
 
@@ -58,7 +58,7 @@ def raise_limit() -> None:
 
 
 def warn_if_too_low(connections: int, instances: int) -> None:
-    """Log a warning where the limit of open files is below what the settings want."""
+    """Log a warning if the limit of open files is below what the settings need."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     need = wanted(connections, instances)
     if soft != resource.RLIM_INFINITY and soft < need:
@@ -72,23 +72,23 @@ def warn_if_too_low(connections: int, instances: int) -> None:
 
 
 class OpenFiles:
-    """Counts and logs that the gateway has no file descriptor left: a fault of its limits, not of any engine."""
+    """Counts and logs that the gateway has no file descriptor left: a fault of its limits, not of an engine."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self._count = 0
-        """Since the last line."""
+        """Occurrences since the last line."""
         self._logged_at = float("-inf")
 
     def look(self, now: float) -> None:
-        """Check whether a client could connect now: the event loop closes connections that it has no descriptor for,
+        """Check whether a client could connect now: if no descriptor is left, the event loop closes the connection
         without an error."""
         number = exhausted()
         if number is not None:
             self.report("client", now, number)
 
     def report(self, use: Use, now: float, number: int = errno.EMFILE) -> None:
-        """A connection from a client or to an engine could not be had."""
+        """Count that a connection from a client or to an engine could not be opened."""
         self._metrics.out_of_files(use)
         self._count += 1
         if now - self._logged_at < LOG_EVERY_S:

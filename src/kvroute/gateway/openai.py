@@ -1,7 +1,7 @@
-"""The OpenAI side of a request: reads what a client asks for, as far as routing needs.
+"""OpenAI requests: parses the fields of a request that routing needs.
 
-Every other field keeps its bytes, and judging it is left to the engine. Fields by which engines are told of each other
-are taken out here, so that no client can point an engine at an address.
+All other fields keep their bytes, and the engine validates them. Fields that engines use to find each other are
+removed here, so that no client can direct an engine to an address.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from kvroute.gateway.fields import (
 Kind: TypeAlias = Literal["chat", "completions"]
 
 ANSWERS_MAX = 16_384
-"""Answers in one request: vLLM's own bound for `n`, here for `n` times prompts."""
+"""Maximum number of choices in one request: vLLM's bound for `n`, applied to `n` times prompts."""
 IDS_MAX = 2**22
-"""Token ids in one request."""
+"""Maximum number of token ids in one request."""
 
 _KINDS: dict[bytes, Kind] = {b"/v1/completions": "completions", b"/v1/chat/completions": "chat"}
 _DEFAULT_TOKENS: dict[Kind, int] = {"completions": 16, "chat": 0}
@@ -58,57 +58,57 @@ _LISTS = msgspec.json.Decoder(list[Raw])
 _MESSAGES = msgspec.json.Decoder(Annotated[list[_Message], msgspec.Meta(min_length=1)])
 _PARTS = msgspec.json.Decoder(list[_Part | str])
 _FIRST = re.compile(rb"\[\s*(.)", re.DOTALL)
-"""The first byte of a list's first element, which tells the kinds of prompt apart."""
+"""Matches the first byte of a list's first element, which distinguishes the kinds of prompt."""
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
-    """One request for text, read as far as routing needs."""
+    """One completion request, parsed as far as routing needs."""
 
     kind: Kind
     fields: Fields
     """The body without `ENGINE_FIELDS`."""
     model: str
-    """Empty: the client names none."""
+    """Empty: the client names no model."""
     stream: bool
     max_tokens: int
-    """Bound of one answer; 0: the client sets none."""
+    """Maximum tokens of one choice; 0: the client sets no maximum."""
     n: int
-    """Answers per prompt."""
+    """Choices per prompt."""
     prompts: int
     one_leg: bool
-    """Its KV cannot be handed over as one sequence (several prompts, answers or beams), or its answer needs what only
-    the instance that computed the prompt knows (log-probabilities of the prompt)."""
+    """Whether one instance must do both phases: the KV cache cannot be transferred as one sequence (several prompts,
+    choices or beams), or the response needs data of the instance that computed the prompt (its log-probabilities)."""
     text: bytes | None = None
-    """UTF-8 of the (first) prompt; chat: tools and messages as the JSON that came, without the closing bracket, so that
-    a conversation that grows keeps its prefix."""
+    """UTF-8 of the (first) prompt. Chat: tools and messages as received JSON without the closing bracket, so that a
+    conversation that grows keeps its prefix."""
     token_ids: list[int] | None = None
-    """Token ids of the (first) prompt, if it came as such."""
+    """Token ids of the (first) prompt, if it was sent as such."""
     further: tuple[bytes | list[int], ...] = ()
     """The other prompts."""
     salt: str = ""
     """`cache_salt`: engines keep the caches of different salts apart."""
     media: bool = False
-    """Some part of a message is not text."""
+    """Whether some part of a message is not text."""
 
 
 class PassedOn(NamedTuple):
-    """One request that any engine answers by itself."""
+    """One request that any engine serves alone."""
 
     model: str
-    """Empty: the client names none."""
+    """Empty: the client names no model."""
     body: bytes
-    """As the engine gets it."""
+    """Body that is sent to the engine."""
     fields: Fields
-    """The body's."""
+    """Fields of the body."""
 
 
 def read_completion(path: bytes, body: bytes) -> Completion:
-    """Read the body of /v1/completions or /v1/chat/completions.
+    """Parse the body of /v1/completions or /v1/chat/completions.
 
-    `null` counts as absent. What vLLM would refuse for reasons that do not touch routing passes.
+    `null` counts as absent. Faults that do not affect routing pass, even if vLLM would reject them.
 
     Raises:
-        RequestError: 400, if the body is no JSON object or a field that routing needs has the wrong type or range.
+        RequestError: 400, if the body is not a JSON object, or a field that routing needs has the wrong type or range.
     """
     kind = _KINDS[path]
     fields = read_fields(body)
@@ -141,34 +141,34 @@ def read_completion(path: bytes, body: bytes) -> Completion:
 
 
 def with_salt(completion: Completion, salt: str) -> Completion:
-    """The same with another `cache_salt`."""
+    """Return the same request with another `cache_salt`."""
     fields = {**completion.fields, "cache_salt": Raw(_encode(salt))}
     return msgspec.structs.replace(completion, fields=fields, salt=salt)
 
 
 def without_body(completion: Completion) -> Completion:
-    """The same without the body: nothing of it is to be sent any more."""
+    """Return the same request without the body, when nothing of it needs to be sent any more."""
     return msgspec.structs.replace(completion, fields={}, text=None, token_ids=None, further=())
 
 
 def without_prompts(completion: Completion) -> Completion:
-    """The same without its copies of the prompts, which stay in `fields` alone."""
+    """Return the same request without its copies of the prompts, which remain in `fields`."""
     return msgspec.structs.replace(completion, text=None, token_ids=None, further=())
 
 
 def read_passed_on(path: bytes, body: bytes) -> PassedOn:
-    """Read the body of a request that is passed on; it keeps its bytes unless it holds one of `ENGINE_FIELDS`.
+    """Parse the body of a request that is passed through; its bytes are kept unless it has one of `ENGINE_FIELDS`.
 
     Raises:
-        RequestError: 400, the body is no JSON object, or has a `model` that is no string, or too many values.
+        RequestError: 400, the body is not a JSON object, its `model` is not a string, or it has too many values.
     """
     fields, told = read_fields_told(body)
     return PassedOn(string(fields, "model") or "", _encode(fields) if told else body, fields)
 
 
 def passed_on_with_salt(asked: PassedOn, salt: Callable[[str], str]) -> PassedOn:
-    """The same with the `cache_salt` that `salt` makes of the client's. The body, which may be long, is not read
-    again."""
+    """Return the same request with the `cache_salt` that `salt` derives from the client's. The body, which may be
+    long, is not parsed again."""
     own = bytes(asked.fields.get("cache_salt", b"null"))
     fields = {**asked.fields, "cache_salt": Raw(_encode(salt("" if own == b"null" else own.decode())))}
     return PassedOn(asked.model, _encode(fields), fields)
@@ -179,7 +179,7 @@ def _too_many_answers(param: str, what: str) -> RequestError:
 
 
 def _max_tokens(fields: Fields, kind: Kind) -> int:
-    # Engines compute a prompt without an answer where the prompt is what is asked back.
+    # With `echo`, engines accept 0 tokens: they compute the prompt and return it.
     least = 0 if kind == "completions" and flag(fields, "echo") else 1
     bound = count(fields, "max_tokens", least)
     later = count(fields, "max_completion_tokens", least) if kind == "chat" else None
@@ -188,7 +188,7 @@ def _max_tokens(fields: Fields, kind: Kind) -> int:
 
 
 def _prompts(fields: Fields) -> list[bytes | list[int]]:
-    """The prompts as UTF-8 or token ids; none, if they are embeddings."""
+    """Return the prompts as UTF-8 or token ids; an empty list if they are embeddings."""
     raw = fields.get("prompt")
     if raw is None or (word := bytes(raw)) == b"null":
         if bytes(fields.get("prompt_embeds", b"null")) != b"null":
@@ -214,7 +214,7 @@ def _read_prompts(word: bytes) -> list[bytes | list[int]]:
     if word.count(b",") >= IDS_MAX:
         raise wrong("prompt", "holds too many token ids", f"give at most {IDS_MAX} in all")
     if first and first[1] == b"[":
-        # Before anything is made of them: a list takes many times the bytes that it was written in.
+        # Checked before decoding: a decoded list takes many times the memory of its text.
         if (lists := word.count(b"[") - 1) > ANSWERS_MAX:
             raise _too_many_answers("prompt", f"an answer to each of {lists} prompts")
         return [_ids(bytes(each), f"$[{index}]") for index, each in enumerate(_LISTS.decode(word))]
@@ -233,7 +233,7 @@ def _ids(word: bytes, place: str) -> list[int]:
 
 
 def _messages(fields: Fields) -> tuple[list[bytes | list[int]], bool]:
-    """The conversation as one prompt, and whether some part of it is not text."""
+    """Return the conversation as one prompt, and whether some part of it is not text."""
     word = fields.get("messages", _NULL)
     if word == _NULL:
         raise wrong("messages", "is missing", _MESSAGE_SHAPE)
@@ -244,7 +244,7 @@ def _messages(fields: Fields) -> tuple[list[bytes | list[int]], bool]:
     except msgspec.MsgspecError as error:
         raise wrong("messages", str(error), _MESSAGE_SHAPE) from None
     head = [fields[name] for name in ("chat_template", "documents", "tools") if name in fields]
-    # Of the messages nothing is copied but this: they may be long.
+    # This is the only copy that is made of the messages: they may be long.
     inner = memoryview(word)[:-1]
     while inner[-1] in b" \t\r\n":
         inner = inner[:-1]
@@ -252,7 +252,7 @@ def _messages(fields: Fields) -> tuple[list[bytes | list[int]], bool]:
 
 
 def _has_media(content: Raw, index: int) -> bool:
-    """Raises RequestError unless `content` is a string, parts or null."""
+    """Whether `content` has a part that is not text. Raises RequestError unless it is a string, parts or null."""
     first = memoryview(content)[0]
     if first == 0x5B:  # [
         return any(not (isinstance(part, str) or part.type in _TEXT_PARTS) for part in _PARTS.decode(content))
@@ -262,8 +262,8 @@ def _has_media(content: Raw, index: int) -> bool:
 
 
 def _looks_back(fields: Fields, kind: Kind) -> bool:
-    """Beams, several tries, or log-probabilities of the prompt."""
-    # All of them are read, so that what is wrong is refused whatever stands beside it.
+    """Whether the request has beams, several tries, or log-probabilities of the prompt."""
+    # All fields are parsed, so that an invalid one is rejected whatever the others contain.
     several, beams = (count(fields, "best_of", 0) or 1) > 1, flag(fields, "use_beam_search")
     echo = kind == "completions" and flag(fields, "echo")
     return several or beams or given(fields, "prompt_logprobs") or (echo and given(fields, "logprobs"))

@@ -1,6 +1,6 @@
-"""What the gateway's public port offers, as an OpenAPI 3.1 document: only what it checks and answers itself.
+"""The gateway's public API as an OpenAPI 3.1 document: only what the gateway itself checks and returns.
 
-Fields that are left to the engines are not listed; they pass, whatever they are.
+Fields that only engines interpret are not listed; they pass unchecked.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ _REASONS = {
 }
 _WITH_RETRY_AFTER = frozenset({429, 503})
 _OF_ENGINES = (401, 403, 404, 429, 502, 503)
-"""Where a page is an engine's, and needs no body."""
+"""Error statuses of a page that an engine serves and that needs no request body."""
 
 
 def document(version: str) -> Schema:
-    """The OpenAPI description; `version` is the gateway's."""
+    """Return the OpenAPI description; `version` is the gateway's."""
     return {
         "openapi": "3.1.0",
         "info": {

@@ -1,9 +1,9 @@
-"""Panic threshold, as Envoy's: where too few instances of a role are available by health checks and breakers, both are
+"""Panic threshold, as in Envoy: if health checks and breakers leave too few instances of a role available, both are
 ignored, and requests go to all instances that are not administratively down.
 
 A set is the instances of one model that serve one role now, in all datacenters. An instance of role `both` is in both
-sets of its model. Instances that are held (drained, converted, behind a closed path between datacenters) and instances
-without a listening process are in no set.
+sets of its model. Instances that are held (drained, switching roles, behind a closed path between datacenters) and
+instances without a listening process are in no set.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 Serves: TypeAlias = Literal["prefill", "decode"]
 
 CALM_S = 5.0
-"""A panic is over once enough instances have been available for so long: a set around the threshold does not flap."""
+"""A panic ends when enough instances have been available for this time, so that a set near the threshold does not
+flap."""
 _ROLES: tuple[Serves, ...] = ("prefill", "decode")
 
 
@@ -27,15 +28,15 @@ class PanicState:
     """The panic state of one set; pure."""
 
     share: float
-    """Share of the instances that must be available, 0 to 1; 0: there is never a panic."""
+    """Share of the instances that must be available, 0 to 1; 0 disables panic."""
     active: bool = False
     available: int = 0
     instances: int = 0
     _enough_since: float | None = None
-    """While active: since when enough instances have been available."""
+    """While active: time since which enough instances have been available."""
 
     def look(self, available: int, instances: int, now: float) -> bool:
-        """Take note of how many instances of the set are available; whether `active` has changed."""
+        """Update the number of available instances of the set; return whether `active` has changed."""
         self.available, self.instances = available, instances
         if available < self.share * instances:
             self._enough_since = None
@@ -61,15 +62,15 @@ class PanicSet:
     stations: list[Station] = field(default_factory=list)
 
     def members(self) -> list[Station]:
-        """Those that serve the role now."""
+        """Return the instances that serve the role now."""
         return [station for station in self.stations if station.role in (self.role, "both")]
 
 
 class Panics:
-    """All sets of one cluster. Guards report to it; it tells them whether health checks and breakers are ignored."""
+    """All sets of one cluster. Availabilities report changes to it; it makes them ignore or use checks and breakers."""
 
     def __init__(self, stations: Mapping[str, Station], share: float, on_change: Callable[[PanicSet], None]) -> None:
-        """Args: `share` as in PanicState; `on_change` is told when a panic begins or ends."""
+        """Args: `share` as in PanicState; `on_change` is called when a panic begins or ends."""
         self._on_change = on_change
         self._sets: dict[tuple[str, Serves], PanicSet] = {}
         for station in stations.values():
@@ -83,23 +84,23 @@ class Panics:
 
     @property
     def sets(self) -> tuple[PanicSet, ...]:
-        """Those that have instances now."""
+        """Sets that have instances now."""
         return tuple(each for each in self._sets.values() if each.members())
 
     def look(self, now: float) -> None:
-        """See what has changed with time alone."""
+        """Update the sets whose state changes with time alone."""
         for model in {each.model for each in self._sets.values() if each.state.active}:
             self._look(model, now)
 
     def close(self) -> None:
-        """Guards report here no more."""
+        """Stop the reports of availabilities."""
         for each in self._sets.values():
             for station in each.stations:
                 station.guard.on_available = None
         self._sets.clear()
 
     def inherit(self, before: Panics) -> None:
-        """A reload: a panic goes on without another beginning of it."""
+        """Carry over panics on reload, without counting them as new."""
         for key, own in self._sets.items():
             if key in before._sets:
                 own.state.active = before._sets[key].state.active

@@ -1,4 +1,4 @@
-"""The same GET to every engine once an interval, over the gateway's own connections; knows no answer's meaning."""
+"""Sends the same GET to every engine once per interval over the gateway's connections; does not interpret responses."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _TICK_MIN_S = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came of one question. `status` is 0 where no whole answer came, and `failure` then says why."""
+    """Result of one poll. `status` is 0 if no complete response came; `failure` then gives the reason."""
 
     status: int
     body: bytes = b""
     failure: str = ""
     refused: bool = False
-    """Nobody listens there: the engine's process is gone, or not there yet."""
+    """Whether the connection was refused: the engine's process has ended or not started yet."""
 
 
 class _Question:
-    """One GET under way: the sink of its call."""
+    """One GET in progress: the sink of its call."""
 
     __slots__ = ("_body_bytes", "_lag_s", "_loop", "_parts", "_poller", "_sent_s", "_status", "_timer", "call", "name")
 
@@ -57,7 +57,7 @@ class _Question:
         self._done(Answer(self._status, b"".join(self._parts)))
 
     def on_failure(self, failure: Failure) -> None:
-        if failure.kind == "out_of_files":  # which says nothing about the engine
+        if failure.kind == "out_of_files":  # not a fault of the engine
             self.call = None
             self._timer.cancel()
             self._poller.discard(self)
@@ -65,7 +65,7 @@ class _Question:
         self._done(Answer(0, failure=failure.text, refused=failure.kind == "refused"))
 
     def give_up(self) -> None:
-        """Nobody waits for the answer any more."""
+        """Cancel the poll: its response is no longer needed."""
         self._timer.cancel()
         self._abort()
 
@@ -84,7 +84,7 @@ class _Question:
                 self._poller.discard(self)
 
     def _abort(self) -> None:
-        """End the call, which holds this question as its sink: without the two references memory comes back at once."""
+        """End the call and drop the mutual references of call and poll, so that memory is freed at once."""
         call, self.call = self.call, None
         if call is not None:
             call.abort()
@@ -96,9 +96,9 @@ class _Question:
 
 
 class Poller:
-    """Asks all engines at once and then once an interval, spread over it, never one of them twice at a time.
+    """Polls all engines at once, then each once per interval, spread over it, never the same engine twice at a time.
 
-    Where answers take too long, turns are left out rather than made up for.
+    If responses take too long, polls are skipped and not made up for.
     """
 
     def __init__(
@@ -120,19 +120,19 @@ class Poller:
     ) -> None:
         """
         Args:
-            names: whom to ask.
-            pool_of: their connections; None: not now.
-            path: with its query.
-            on_answer: told once for each question that is not discarded; must not raise.
-            interval_s: between two questions to the same engine.
-            timeout_s: for a whole answer.
-            at_once: questions under way at most.
-            body_max_bytes: a longer answer is a failure.
-            headers: of the request.
-            lag: of the loop; time during which it was late does not count as the engine's.
-            on_discard: told of each question that says nothing about its engine, for the loop was late; must not raise.
-            jitter: each round over all engines lasts up to this share longer than `interval_s`, 0 or more.
-            draw: gives the numbers in [0, 1) that say how much longer; None: always 0.
+            names: instances to poll.
+            pool_of: returns the connection pool of an instance; None: skip it now.
+            path: path with its query.
+            on_answer: called once for each poll that is not discarded; must not raise.
+            interval_s: time between two polls of the same engine.
+            timeout_s: time limit for a complete response.
+            at_once: maximum number of polls in progress.
+            body_max_bytes: a longer response is a failure.
+            headers: headers of the request.
+            lag: lag of the loop; time during which the loop was late does not count against the engine.
+            on_discard: called for each poll without a verdict because the loop was late; must not raise.
+            jitter: a round over all engines lasts up to this share longer than `interval_s`; 0 or more.
+            draw: returns random numbers in [0, 1) that scale `jitter`; None: always 0.
         """
         self._jitter, self._draw = jitter, draw
         self.lag = lag if lag is not None else LoopLag()
@@ -148,11 +148,11 @@ class Poller:
         self._under_way: dict[str, _Question] = {}
         self._tick_handle: asyncio.TimerHandle | None = None
         self._round, self._round_s, self._round_lasts_s = 0, 0.0, interval_s
-        """Rounds that are over, when the present one began, and how long it lasts."""
+        """Finished rounds, start of the current round, and its duration."""
         self._turn = 0
 
     def start(self) -> None:
-        """Begin, from within the loop."""
+        """Start, from within the loop."""
         if self._names and self._tick_handle is None:
             self._loop = asyncio.get_running_loop()
             self._round_s, self._round, self._round_lasts_s = self._loop.time(), 0, self._interval_s
@@ -160,7 +160,7 @@ class Poller:
             self._tick()
 
     def close(self) -> None:
-        """Ask no more; questions under way are given up."""
+        """Stop polling and cancel the polls in progress."""
         if self._tick_handle is not None:
             self._tick_handle.cancel()
             self._tick_handle = None
@@ -169,12 +169,12 @@ class Poller:
         self._under_way.clear()
 
     def done(self, question: _Question, answer: Answer) -> None:
-        """A question is over."""
+        """Complete a poll."""
         del self._under_way[question.name]
         self._on_answer(question.name, answer)
 
     def discard(self, question: _Question) -> None:
-        """A question is over and says nothing about its engine."""
+        """End a poll without a verdict on its engine."""
         del self._under_way[question.name]
         if self._on_discard is not None:
             self._on_discard(question.name)

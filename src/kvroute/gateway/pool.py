@@ -1,4 +1,4 @@
-"""Keep-alive connections to one engine, and calls over them; refuses to know what is asked, or to choose an engine."""
+"""Keep-alive connections to one engine, and calls over them; it neither interprets requests nor chooses engines."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from kvroute.types import InputError
 
 
 def request_bytes(method: bytes, path: bytes, host: bytes, headers: Headers, body: bytes) -> bytes:
-    """An HTTP/1.1 request, whole; `headers` leave out host and content-length, which are set here.
+    """Return a complete HTTP/1.1 request; `headers` exclude host and content-length, which are set here.
 
-    `path` with its query. Without a body, only POST, PUT and PATCH say that its length is 0 (RFC 9110 section 8.6).
+    `path` includes its query. Without a body, only POST, PUT and PATCH have a content-length of 0 (RFC 9110 section
+    8.6).
     """
     lines = b"".join([b"%b: %b\r\n" % header for header in headers])
     if not body and method not in (b"POST", b"PUT", b"PATCH"):
@@ -35,7 +36,7 @@ def request_bytes(method: bytes, path: bytes, host: bytes, headers: Headers, bod
 
 
 class Pool:
-    """The connections to one origin: the one used last is used next, and a new one is opened when all are busy."""
+    """Connections to one origin: the most recently used one is used next; a new one is opened when all are busy."""
 
     def __init__(
         self,
@@ -50,18 +51,18 @@ class Pool:
         """
         Args:
             url: `http://host:port` or `https://host:port`.
-            connect_s: seconds for name, TCP and TLS together.
-            idle_max: connections kept while nobody uses them.
-            keep_s: seconds for which they are kept.
-            tls: for https; None: the system's certificates are trusted.
-            deadlines: shared with other pools, so that one timer serves all; None: an own one.
+            connect_s: time limit, in seconds, for name resolution, TCP and TLS together.
+            idle_max: maximum number of idle connections.
+            keep_s: seconds for which idle connections are kept.
+            tls: context for https; None: the system's certificates are trusted.
+            deadlines: shared with other pools, so that one timer serves all; None: its own.
 
         Raises:
-            InputError: the URL is none, or has a path.
+            InputError: the URL is invalid, or has a path.
         """
         parts = _origin(url)
         self.host = parts.netloc.encode()
-        """What the Host header says."""
+        """Value of the Host header."""
         self._address = parts.hostname or ""
         self._port = parts.port or (443 if parts.scheme == "https" else 80)
         self._tls = (tls or ssl.create_default_context()) if parts.scheme == "https" else None
@@ -74,16 +75,16 @@ class Pool:
         self._opening: set[asyncio.Task[None]] = set()
         self._closed = False
         self.busy = 0
-        """Calls that are not over."""
+        """Calls that are not finished."""
 
     @property
     def idle(self) -> int:
-        """Connections that wait for a call."""
+        """Number of idle connections."""
         return len(self._idle)
 
     @property
     def connections(self) -> int:
-        """Connections that are open or being opened."""
+        """Number of connections that are open or being opened."""
         return len(self._open) + len(self._opening)
 
     def send(
@@ -96,12 +97,12 @@ class Pool:
         head_only: bool = False,
         body: bytes = b"",
     ) -> Call:
-        """Send a request; what comes of it is told to `sink` in later turns of the loop, never from inside `send`.
+        """Send a request. `sink` is called in later turns of the loop, never from within `send`.
 
         Args:
-            first_byte_s: seconds from sending to the first byte of the answer's body.
+            first_byte_s: seconds from sending to the first byte of the response body.
             idle_s: seconds between bytes of the body.
-            body: what follows `request`, where one piece would be a large copy.
+            body: the part after `request`, sent separately to avoid a large copy.
             head_only: the request is a HEAD, so that no body follows.
         """
         call = Call(request, sink, first_byte_s, idle_s, head_only, self)
@@ -117,13 +118,13 @@ class Pool:
         return call
 
     def close(self) -> None:
-        """Close idle connections and keep none from now on; calls under way go on to their end."""
+        """Close idle connections and keep none from now on; calls in progress continue."""
         self._closed = True
         for line in self._idle:
             line.drop()
         self._idle.clear()
 
-    # what lines and calls say
+    # callbacks of connections and calls
 
     def ended(self, call: Call) -> None:
         """See `Keeper`."""
@@ -156,12 +157,12 @@ class Pool:
         task.add_done_callback(self._opening.discard)
 
     async def _connect(self, call: Call) -> None:
-        """Open a connection for a call, which may be over by the time it stands."""
+        """Open a connection for a call, which may have ended by the time it is open."""
         try:
             line = await self._open_line(call)
         except TimeoutError:
             failure = Failure("timeout", "connect", f"no connection to {self.host.decode()} in {self._connect_s:g} s")
-        except (OSError, UnicodeError) as error:  # the latter: a name that is none (`a..b`)
+        except (OSError, UnicodeError) as error:  # UnicodeError: the host name is invalid (`a..b`)
             kind: FailureKind = "reset" if isinstance(error, ConnectionResetError) else "refused"
             if out_of_files(error):
                 kind = "out_of_files"
@@ -180,8 +181,8 @@ class Pool:
             call.sink.on_failure(failure)
 
     async def _open_line(self, call: Call) -> Line:
-        """An attempt that times out while the loop is late says nothing about the engine and is repeated, until the
-        attempts have had `connect_s` of a loop that is on time. Raises OSError or UnicodeError."""
+        """Connect; an attempt that times out while the loop is late is repeated, until the attempts have had
+        `connect_s` of a loop that is on time. Raises OSError or UnicodeError."""
         lag = self._deadlines.lag
         started_s, lag_s = time.monotonic(), lag.total_s()
         while True:

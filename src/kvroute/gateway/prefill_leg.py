@@ -1,5 +1,5 @@
-"""The leg that computes the KV cache: what it waits for, where it meets the decode leg, its short answer, and what
-follows from that."""
+"""The leg that computes the KV cache: waits for the transfer parameters, exchanges them with the decode leg, and
+processes the engine's short response."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ if TYPE_CHECKING:
 
 
 class PrefillLeg(Leg):
-    """Collects the short answer of a prefill engine; after its end it stays the journey's word on where the KV is."""
+    """Collects the short response of a prefill engine; after its end it still identifies the KV cache's location."""
 
     __slots__ = ("_early", "copy", "handover", "meeting")
 
     def __init__(self, journey: Journey, decision: Prefill, now: float, *, early: bool) -> None:
-        """Args: `early`: the decode leg is sent at once, too."""
+        """Args: `early`: the decode leg is sent at the same time."""
         super().__init__(journey, journey.serving.stations[decision.instance], now)
         self._early = early
         self.copy = CopyLeg(journey, decision, now, self._copied) if decision.copy_from else None
-        """Of a cached prefix, before this leg is sent."""
+        """Leg that copies a cached prefix before this leg is sent; None: no copy."""
         self.meeting: Meeting | None = None
         self.handover: Raw | None = None
-        """What the decode engine is to be told of the answer."""
+        """Part of the response that is sent to the decode engine."""
 
     def begin(self, now: float) -> bool:
-        """Send the leg, now or once it is known where to meet; False where it has failed already."""
+        """Send the leg, now or when the transfer parameters are known; return False if it has already failed."""
         station = self.station
         meeting = self.meeting = station.meeting(self.journey.serving.draw, early=self._early)
         if meeting is None:
@@ -46,14 +46,14 @@ class PrefillLeg(Leg):
         return self._send(meeting, now)
 
     def _copied(self, prefix: Raw | None, now: float) -> None:
-        """The instance that has the prefix holds it out, or (None) will not."""
+        """Send the leg after the instance that has the prefix offers it or (None) does not."""
         meeting = self.meeting
         assert meeting is not None
         if self.journey.prefill is self and not self.journey.over:
             self._send(meeting, now, prefix)
 
     def _met(self) -> None:
-        """The bootstrap server has answered, or not."""
+        """Continue after the response or the failure of the bootstrap server."""
         journey, station = self.journey, self.station
         if journey.prefill is not self or journey.over:
             return
@@ -84,7 +84,7 @@ class PrefillLeg(Leg):
         return True
 
     def on_body(self, data: bytes) -> None:
-        """See Sink. What SGLang streams beside the decode engine's answer is not kept."""
+        """See `Sink`. SGLang's stream, which duplicates that of the decode engine, is discarded."""
         if self.station.dialect.joint and self.status < 400:
             return
         try:
@@ -94,7 +94,7 @@ class PrefillLeg(Leg):
             self.journey.broke(error)
 
     def on_end(self) -> None:
-        """See Sink: the KV cache is complete, unless the answer says otherwise."""
+        """See `Sink`: the KV cache is complete, unless the response has an error."""
         journey, station = self.journey, self.station
         try:
             if self.status >= 400:
@@ -112,20 +112,20 @@ class PrefillLeg(Leg):
             if self.copy is not None and not journey.computed:
                 self.copy.computed(cached_tokens(body), now)
             journey.serving.metrics.prefill_answered(now - self.sent_at)
-            if not (journey.computed or journey.over):  # else the decode leg's first token was faster
+            if not (journey.computed or journey.over):  # otherwise the first token of the decode leg came earlier
                 journey.compute(station, now)
         except Exception as error:
             journey.broke(error)
 
     def abort(self, now: float) -> None:
-        """See Leg."""
+        """See `Leg`."""
         if self.copy is not None:
             self.copy.abort(now)
         super().abort(now)
 
     def lost(self, kind: str, why: str, status: int, *, sent: bool) -> None:
-        """See Leg: another prefill instance, if the budget allows. A decode engine that has been told early where the
-        KV cache would be may compute the prompt itself: it goes on where there is no other way."""
+        """See `Leg`: retry on another prefill instance, if the budget allows. A decode engine that already has the
+        early transfer parameters may compute the prompt itself: it continues if no other prefill instance is up."""
         journey = self.journey
         now = journey.serving.now()
         self.station.forget()
@@ -133,7 +133,7 @@ class PrefillLeg(Leg):
         if self.copy is not None:
             self.copy.abort(now)
         if journey.computed or journey.over:
-            return  # nobody needs it any more
+            return  # its result is not needed any more
         journey.prefill = None
         alone = self.meeting is not None and self.meeting.early and journey.answer is not None
         if alone and not journey.serving.prefills_elsewhere(self.station):

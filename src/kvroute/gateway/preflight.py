@@ -1,6 +1,6 @@
-"""What must hold before a gateway serves a cluster file: every fault of it at once, each with its line and its mend.
+"""Validates a cluster file before a gateway serves it: all faults at once, each with its line and its fix.
 
-It looks at the file, at the files it names and at the environment; whether engines answer is for the health checks.
+It checks the file, the files that it names and the environment; health checks show whether engines respond.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from kvroute.types import InputError, InputErrors, Instance, cannot_listen
 
 SECTION = "gateway"
 SECRET_MIN = 16
-"""Letters of a secret."""
+"""Minimum length of a secret in characters."""
 _KEY = re.compile(r"[!-~]+")
-"""What may stand in a header as it is."""
+"""Characters that a header can contain without escaping."""
 _CROSSING = ("models", "offload", "layerwise", "prefix")
-"""Parts of the section that are held against the instances."""
+"""Parts of the section that are checked against the instances."""
 
 
 def deployment_of(
     text: str, source: str, *, embedded: bool = False, environ: Mapping[str, str] | None = os.environ
 ) -> tuple[Cluster, GatewaySettings]:
-    """A cluster file's text as what a gateway needs; `source` is its path.
+    """Return the cluster and the gateway settings of a cluster file's text; `source` is its path.
 
     Args:
         text: the whole file.
-        source: its path; names it in errors, and relative paths inside start at its folder.
+        source: its path, used in errors; relative paths inside start at its folder.
         embedded: the engines are emulated, so that instances need no `endpoint`.
-        environ: the environment's variables; None: another machine is to serve the file, so neither they nor the files
-            that the section names are looked at.
+        environ: environment variables; None: another machine will serve the file, so neither the variables nor the
+            files that the section names are checked.
 
     Raises:
         InputErrors: every fault.
@@ -74,7 +74,7 @@ def deployment_of(
 
 
 def settings_of(text: str, source: str, environ: Mapping[str, str] | None = os.environ) -> GatewaySettings:
-    """The `gateway:` section of a cluster file's text, the defaults if there is none; its paths made absolute.
+    """Return the `gateway:` section of a cluster file's text, or the defaults if there is none; paths become absolute.
     `environ` as for `deployment_of`.
 
     Raises:
@@ -89,7 +89,7 @@ def settings_of(text: str, source: str, environ: Mapping[str, str] | None = os.e
 def _examined(
     text: str, source: str, environ: Mapping[str, str] | None
 ) -> tuple[GatewaySettings, Lines, list[InputError]]:
-    """The section, with defaults for parts that cannot be read, and every fault of it."""
+    """Return the section, with defaults for parts that cannot be read, and every fault of it."""
     try:
         written, lines, faults = salvage_section(text, source, SECTION, GatewaySettings)
     except InputErrors as errors:
@@ -107,14 +107,14 @@ def _examined(
 
 
 def _doubtful(fault: InputError, doubts: Set[str]) -> bool:
-    """Whether a fault may follow from a part of the section that could not be read."""
+    """Whether a fault may result from a part of the section that could not be read."""
     part = fault.field.removeprefix(f"{SECTION}.").split(".")[0] if isinstance(fault, FileError) else "keys"
     others = {"parameters": "policy", "upstream_key_env": "keys", "admin": "listen"}
     return bool(doubts & {"*", part, others.get(part, part)})
 
 
 def check_places(settings: GatewaySettings) -> None:
-    """Raises InputError where the log cannot be begun, or an address not be listened on, as things stand now."""
+    """Raise InputError if the log cannot be created or an address cannot be listened on at present."""
     if settings.log.events is not None:
         check_place(Path(settings.log.events))
     listen, admin = settings.listen, settings.admin
@@ -127,7 +127,7 @@ def check_places(settings: GatewaySettings) -> None:
 
 
 def _try(host: str, port: int) -> None:
-    """Bind an address and let it go; of a name, each address that it stands for, as listening does. Raises OSError."""
+    """Bind an address and release it; for a name, every address of it, as the server does. Raises OSError."""
     if (held := bound(host, port)) is not None:
         held.close()
         return
@@ -140,19 +140,19 @@ def _try(host: str, port: int) -> None:
         try:
             _try(address, port)
         except OSError as error:
-            # On a machine without IPv6 a name's other addresses are listened on.
+            # A machine without IPv6 listens on the other addresses of a name.
             if error.errno != errno.EAFNOSUPPORT or len(addresses) == 1:
                 raise
 
 
 def tls_context(tls: TlsSettings, context: ssl.SSLContext | None = None) -> ssl.SSLContext:
-    """The server's side of TLS; one that is in use serves the files' certificate from now on. Raises InputError where
-    certificate and key cannot be used together."""
+    """Return the TLS context of a server; an existing `context` uses the certificate of the files from now on. Raises
+    InputError if certificate and key cannot be used together."""
     if context is None:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.set_alpn_protocols(["http/1.1"])
     try:
-        # A key that needs a pass phrase must not ask for it on a terminal.
+        # A key with a pass phrase must not prompt for it on a terminal.
         context.load_cert_chain(tls.certificate, tls.key, password=lambda: "")
     except (OSError, ValueError) as error:
         why = getattr(error, "reason", None) or getattr(error, "strerror", None) or "not readable"
@@ -167,7 +167,7 @@ def _errors(problems: list[InputError]) -> InputErrors:
 
 
 def _placed(settings: GatewaySettings, folder: Path) -> GatewaySettings:
-    """The same with every path relative to `folder` made absolute."""
+    """Return the same settings with every path made absolute, relative to `folder`."""
 
     def path(text: str | None) -> str | None:
         return text if text is None else os.path.abspath(folder / Path(text).expanduser())
@@ -334,7 +334,7 @@ def _salt_faults(
 
 
 def model_faults(cluster: Cluster, settings: GatewaySettings, lines: Lines) -> Iterator[FileError]:
-    """Names for models that the cluster does not have."""
+    """Yield aliases of models that the cluster does not have."""
     known = sorted({instance.model for instance in cluster.instances})
     for alias, model in settings.models.items():
         if model not in known:
@@ -342,7 +342,7 @@ def model_faults(cluster: Cluster, settings: GatewaySettings, lines: Lines) -> I
 
 
 def live_faults(cluster: Cluster, settings: GatewaySettings, lines: Lines) -> Iterator[FileError]:
-    """What keeps real engines from being served: endpoints, bootstrap servers, and partners for every protocol."""
+    """Yield what prevents real engines from being served: endpoints, bootstrap servers, partners for each protocol."""
     places = _places(cluster, lines)
     if ("instances", 0) not in lines.of and not any(instance.endpoint for instance in cluster.instances):
         mend = "list the instances, each with `endpoint: {url: ...}`, or serve emulated engines with --embedded"
@@ -355,7 +355,7 @@ def live_faults(cluster: Cluster, settings: GatewaySettings, lines: Lines) -> It
 
 
 def _places(cluster: Cluster, lines: Lines) -> dict[str, Key]:
-    """Where each instance stands in the file, by name."""
+    """Return the position of each instance in the file, by name."""
     entries = cluster.file.instances
     assert isinstance(entries, list), "a Cluster keeps its file without shorthands"
     return {entry.name: ("instances", index) for index, entry in enumerate(entries) if isinstance(entry, InstanceEntry)}
@@ -385,7 +385,7 @@ def _endpoint_faults(
 
 
 def _partner_faults(cluster: Cluster, places: Mapping[str, Key], lines: Lines) -> Iterator[FileError]:
-    """Prefill without decode or decode without prefill, once for each model and protocol."""
+    """Yield prefill without decode and decode without prefill, once for each model and protocol."""
     groups: dict[tuple[str, str, str], list[Instance]] = {}
     for instance in cluster.instances:
         groups.setdefault((instance.model, instance.protocol, instance.role), []).append(instance)

@@ -1,6 +1,6 @@
-"""Congestion asked of a Prometheus server: a query per tier, or one whose series are links, into Control's events.
+"""Congestion from a Prometheus server: one query per tier, or one with a series per link, as events for `Control`.
 
-When it fails, nothing is emitted: the last good values stay, and the oracle lets them fade.
+When a query fails, nothing is emitted: the last good values remain, and the oracle lets them decay.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _ANSWER_BYTES_MAX = 32 << 20
 _BACKOFF_MAX_S = 60.0
 _ROUNDING = 1e-9
 _SHARE_MAX = 1.5
-"""A counter's rate may overshoot a link's capacity a little; far above it stands another unit."""
+"""A counter's rate may slightly exceed a link's capacity; a much larger value has the wrong unit."""
 
 
 class TelemetryError(ValueError):
-    """The server does not answer, or its answer is not what the query should give; the message says which."""
+    """The server does not respond, or its response does not fit the query; the message says which."""
 
 
 class _Series(msgspec.Struct):
@@ -54,10 +54,10 @@ Samples = list[tuple[dict[str, str], float]]
 
 
 def read_reply(body: bytes) -> Samples:
-    """An instant query's result; a scalar has no labels.
+    """Return an instant query's result; a scalar has no labels.
 
     Raises:
-        TelemetryError: no vector or scalar, or the server's own error.
+        TelemetryError: the response is not a vector or scalar, or the server reports an error.
     """
     try:
         reply = _REPLY.decode(body)
@@ -73,7 +73,7 @@ def read_reply(body: bytes) -> Samples:
 
 
 def tier_value(tier: str, samples: Samples) -> float:
-    """The utilisation of one tier. Raises TelemetryError unless the result is one share."""
+    """Return the utilisation of one tier. Raises TelemetryError unless the result is one share."""
     if len(samples) != 1:
         mend = "aggregate them, e.g. with avg()" if samples else "is what it reads exported?"
         raise TelemetryError(f"the query for {tier} gives {len(samples)} series; {mend}")
@@ -87,7 +87,7 @@ def _share(value: float, where: str) -> float:
 
 
 class LinkReader:
-    """Series by link name into the cluster's order; says once what is missing and once what is unknown."""
+    """Converts series by link name to the cluster's link order; warns once of missing and once of unknown links."""
 
     def __init__(self, links: Sequence[str], label: str) -> None:
         """Args: names of all links by id; the label that holds a link's name."""
@@ -96,10 +96,10 @@ class LinkReader:
         self._warned: set[str] = set()
 
     def utilisation(self, samples: Samples) -> tuple[float, ...]:
-        """By link id; a link without a series, or whose value is not a number (0/0 while idle), reads 0.
+        """Return the utilisation by link id; 0 for a link without a series or with a value of NaN (0/0 while idle).
 
         Raises:
-            TelemetryError: no link has a series, one has several, or a value is no share.
+            TelemetryError: no link has a series, a link has several, or a value is not a share.
         """
         found: dict[int, float] = {}
         unknown = []
@@ -126,7 +126,7 @@ class LinkReader:
 
 
 class PrometheusSource:
-    """Asks once an interval from `start` to `close`; waits longer, and a bit by chance, while the server fails."""
+    """Queries once per interval from `start` to `close`; failures lengthen the wait, with random jitter."""
 
     def __init__(
         self,
@@ -140,12 +140,12 @@ class PrometheusSource:
         Args:
             settings: the server and its queries.
             links: names of the cluster's links by id.
-            emit: takes CongestionMeasured or LinksMeasured.
-            now: their clock.
-            chance: spreads the questions of many gateways after an outage.
+            emit: receives CongestionMeasured or LinksMeasured.
+            now: clock of these events, in seconds.
+            chance: random generator that spreads the queries of many gateways after an outage.
         """
         self.failure = ""
-        """Why the last question has failed; empty if it has not."""
+        """Error of the last query; empty if it succeeded."""
         self._settings = settings
         self._tiers: Mapping[str, str] = {str(tier): query for tier, query in (settings.per_tier or {}).items()}
         self._reader = LinkReader(links, settings.per_link.label) if settings.per_link else None
@@ -159,17 +159,17 @@ class PrometheusSource:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin, from within the loop."""
+        """Start, from within the loop."""
         assert self._task is None
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     def close(self) -> None:
-        """Ask no more; `closed` waits for the connections to be gone."""
+        """Stop querying; `closed` waits until the connections are closed."""
         if self._task is not None:
             self._task.cancel()
 
     async def closed(self) -> None:
-        """Wait until all is given back, after `close`."""
+        """Wait until all resources are released, after `close`."""
         if self._task is not None:
             await asyncio.wait([self._task])
 

@@ -1,7 +1,7 @@
-"""What a prompt is to routing: its length in tokens and the chained hashes of its full blocks.
+"""A prompt as routing uses it: its length in tokens and the chained hashes of its full blocks.
 
-With the model's tokenizer both are exact and equal those that engines' KV events lead to; without one, blocks are
-pieces of text: equal text is equal, but engines' own events mean nothing then.
+With the model's tokenizer both are exact and match those of engines' KV events. Without one, blocks are pieces of
+text: equal texts have equal hashes, but KV events of engines cannot be matched.
 """
 
 from __future__ import annotations
@@ -29,26 +29,27 @@ from kvroute.types import InputError
 TEXT_INLINE_BYTES = 256 * 1024
 TOKENIZER_INLINE_BYTES = 4 * 1024
 TOKENIZER_BYTES_PER_S, TEXT_BYTES_PER_S = 1e6, 50e6
-"""Pace of a thread until it is measured."""
+"""Assumed throughput of a thread until it is measured."""
 MEDIA_TOKENS = 1024
-"""A guess for one image or recording, whose bytes say nothing of its tokens."""
+"""Estimated tokens of one image or recording; the number of bytes does not determine it."""
 
 _BASE64 = re.compile(rb";base64,[A-Za-z0-9+/=_-]+|\"data\"\s*:\s*\"[A-Za-z0-9+/=_-]+")
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Length and block hashes of a prompt; of several prompts in one request, all lengths and the first's blocks."""
+    """Length and block hashes of a prompt; for several prompts in one request, the total length and the first's
+    blocks."""
 
     input_tokens: int
     blocks: tuple[int, ...]
     block_tokens: int
     ids: list[int] | None = field(default=None, compare=False, repr=False)
-    """Token ids of the first prompt; None: only the engine knows them."""
+    """Token ids of the first prompt; None: only the engine can compute them."""
 
 
 class Prompts:
-    """Reads prompts, small ones at once, large ones in threads, by lanes. `close` ends the threads."""
+    """Tokenizes prompts: small ones inline, large ones in threads, by lanes. `close` ends the threads."""
 
     def __init__(
         self,
@@ -65,18 +66,18 @@ class Prompts:
         """Args:
             tokenizer: a `tokenizer.json` or its folder; None: blocks of text.
             block_tokens: tokens of one block, as in the engines' cache.
-            bytes_per_token: what a token is taken for without a tokenizer.
-            inline_bytes: prompts up to here are read at once; None: what takes about a millisecond.
-            context_tokens: of the model; None: what the tokenizer's folder says, if anything.
-            memory_bytes: for all prompts that are tokenized at the same time.
-            wait_max_s: large prompts that would wait for longer are refused.
-            clock: for chat templates that tell the date.
+            bytes_per_token: assumed bytes per token without a tokenizer.
+            inline_bytes: longest prompt that is tokenized inline; None: what takes about a millisecond.
+            context_tokens: context length of the model; None: that in the tokenizer's folder, if any.
+            memory_bytes: memory for all prompts that are tokenized at the same time.
+            wait_max_s: large prompts that would wait longer are rejected.
+            clock: for chat templates that contain the date.
 
         Raises:
             InputError: the tokenizer or its chat template cannot be read.
         """
         self.exact = tokenizer is not None
-        """Hashes equal those of engines' KV events."""
+        """Whether hashes equal those of engines' KV events."""
         self._block_tokens, self._bytes_per_token = block_tokens, bytes_per_token
         default = TOKENIZER_INLINE_BYTES if self.exact else TEXT_INLINE_BYTES
         self._inline_bytes = default if inline_bytes is None else inline_bytes
@@ -89,17 +90,18 @@ class Prompts:
         pace = TOKENIZER_BYTES_PER_S if self.exact else TEXT_BYTES_PER_S
         self._queue = PromptQueue(pace, wait_max_s)
         self._turns: dict[int, asyncio.Future[None]] = {}
-        """What the prompts that wait are waiting for."""
+        """Futures of the waiting prompts, by ticket; each is set when its prompt may start."""
         self._tickets = 0
-        # A thread of its own for each lane: what the allocator keeps for a thread stays as small as the lane's prompts.
+        # Each lane has its own thread, so that the memory the allocator keeps for a thread stays as small as its
+        # prompts.
         self._threads = [ThreadPoolExecutor(1, f"prompt-{lane}") for lane in range(len(LANE_LIMITS))]
 
     def change(self, wait_max_s: float) -> None:
-        """From now on, large prompts that would wait for longer are refused."""
+        """Reject large prompts that would wait longer than this from now on."""
         self._queue.wait_max_s = wait_max_s
 
     def blocks_now(self, completion: Completion) -> Prompt | None:
-        """The prompt, or None if it is so large that `blocks` should read it. Raises RequestError as `blocks` does."""
+        """Return the prompt, or None if it is large and needs `blocks`. Raises RequestError as `blocks` does."""
         limit = self._inline_bytes if completion.token_ids is None else TEXT_INLINE_BYTES
         if self._work_bytes(completion) <= limit:
             return self._read(completion)
@@ -107,11 +109,11 @@ class Prompts:
         return None
 
     async def blocks(self, completion: Completion) -> Prompt:
-        """The same for a prompt of any size, off the event loop; cancelling it takes it out of the queue.
+        """Return a prompt of any size, computed off the event loop; cancellation removes it from the queue.
 
         Raises:
-            RequestError: 400, the prompt cannot fit into the model's context or is too large to be tokenized.
-            QueueFull: it would wait for too long.
+            RequestError: 400, the prompt does not fit into the model's context or is too large to be tokenized.
+            QueueFull: it would wait too long.
         """
         loop = asyncio.get_running_loop()
         self._tickets += 1
@@ -130,7 +132,7 @@ class Prompts:
             with suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(self._left, ticket)
 
-        # Not with the asyncio future, which is over as soon as it is cancelled, while the thread goes on.
+        # Not a callback of the asyncio future, which is done when it is cancelled, while the thread continues.
         reading.add_done_callback(done)
         return await asyncio.wrap_future(reading)
 
@@ -144,13 +146,13 @@ class Prompts:
         self._begin(self._queue.leave(ticket, asyncio.get_running_loop().time()))
 
     def close(self) -> None:
-        """End each thread after the prompt that it works on. This does not wait for it: a large prompt takes seconds,
-        and the event loop has other requests."""
+        """End each thread after its current prompt. This does not wait: a large prompt takes seconds, and the event
+        loop has other requests."""
         for thread in self._threads:
             thread.shutdown(wait=False)
 
     def _work_bytes(self, completion: Completion) -> int:
-        """Bytes to work through: all prompts; of a chat that goes through the template, every field that this reads."""
+        """Return the bytes to process: all prompts; for a chat with a template, every field that the template reads."""
         size = _text_bytes(completion.text, completion.token_ids)
         if completion.further:
             size += sum(_text_bytes(*_pair(other)) for other in completion.further)
@@ -160,7 +162,7 @@ class Prompts:
         return size
 
     def _check(self, completion: Completion) -> None:
-        """Raises RequestError for what is too large to be tokenized, as far as that is known beforehand."""
+        """Raise RequestError for a prompt that is too large, as far as this is known before tokenizing."""
         if completion.token_ids is not None:
             self.bounds.check_tokens(len(completion.token_ids), "prompt", completion.fields)
         elif self._tokenizer is None or completion.text is None:
@@ -195,9 +197,9 @@ class Prompts:
         return len(ids), block_hashes(ids, self._block_tokens, seed), ids
 
     def _ids(self, completion: Completion, text: bytes) -> list[int] | None:
-        """Token ids as vLLM has them: special tokens are added to a plain prompt, a chat template brings its own.
+        """Return token ids as vLLM computes them: a plain prompt gets special tokens, a chat template contains its own.
 
-        None where only the engine knows them: other media than text, a template of the client's or none at all.
+        None if only the engine can compute them: media other than text, a template of the client, or no template.
         """
         if self._tokenizer is None:
             return None
@@ -216,7 +218,7 @@ class Prompts:
         return self._template.render(completion.fields) if self._template is not None else None
 
     def _renders(self, completion: Completion) -> bool:
-        """Whether the tokens of a chat can be known."""
+        """Whether the tokens of a chat can be computed."""
         return self._template is not None and not completion.media and "chat_template" not in completion.fields
 
     def _length(self, text: bytes, completion: Completion) -> int:
@@ -230,7 +232,7 @@ class Prompts:
         return -(-len(plain) // self._bytes_per_token) + MEDIA_TOKENS * max(1, parts)
 
     def _text_blocks(self, text: bytes, seed: int) -> tuple[int, ...]:
-        """Chained as `block_hashes` chains tokens, over pieces of as many bytes as a block's tokens are taken for."""
+        """Hash pieces of text of the size of a block, chained as `block_hashes` chains tokens."""
         step = self._block_tokens * self._bytes_per_token
         digest, parent = xxhash.xxh64_intdigest, seed
         return tuple([parent := digest(text[at : at + step], parent) for at in range(0, len(text) - step + 1, step)])
@@ -264,9 +266,9 @@ def _load(tokenizer: Path) -> tokenizers.Tokenizer:
         raise InputError("there is no such tokenizer", where=str(path), mend=mend)
     try:
         loaded = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # The library raises nothing more special.
+    except Exception as error:  # the library raises no more specific exception
         raise InputError(f"no tokenizer ({error})", where=str(path), mend=mend) from error
-    # A file may carry the lengths of its training; engines switch them off too.
+    # A tokenizer file may carry the truncation and padding of its training; engines disable them too.
     loaded.no_truncation()
     loaded.no_padding()
     return loaded

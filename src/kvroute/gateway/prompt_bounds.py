@@ -1,7 +1,7 @@
-"""How large a prompt may be: the model's context, and the memory for tokenizing; derived from the model's own files.
+"""Limits on the size of a prompt: the model's context and the memory for tokenizing, from the model's own files.
 
-One token stands for a bounded number of bytes in most vocabularies, so that a text can be known to exceed the context
-before it is tokenized.
+In most vocabularies one token represents a bounded number of bytes, so a text can be known to exceed the context before
+it is tokenized.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from kvroute.gateway.prompt_queue import LANE_LIMITS
 
 MEMORY_BYTES: Final = 2_000_000_000
 TOKENIZER_MEMORY_RATIO: Final = 350
-"""Memory that tokenizing takes at its peak, per byte of prompt. Measured with tokenizers 0.23: 150 to 200 for text, 330
-where almost every character is a word of its own."""
+"""Peak memory of tokenizing, per byte of prompt. Measured with tokenizers 0.23: 150 to 200 for text, 330 if almost
+every character is a separate word."""
 JSON_EXPANSION: Final = 6
 """JSON may write a character of one byte as six: \\u0041."""
 _NFC_SHRINKS = 3
-"""Composing shortens UTF-8 to a third at most (three Hangul letters become one syllable)."""
+"""NFC shortens UTF-8 to a third at most (three Hangul letters become one syllable)."""
 _BYTES = 256
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length")
 
 
 @dataclass(frozen=True, slots=True)
 class PromptBounds:
-    """What is refused with status 400."""
+    """Limits beyond which a prompt is rejected with status 400."""
 
     context_tokens: int | None = None
-    """None: not known, and nothing is refused for it."""
+    """Context length of the model; None: unknown, and no prompt is rejected for it."""
     longest_token_bytes: int | None = None
-    """Bytes of text that one token stands for, at most; None: not known, and only tokens are counted."""
+    """Maximum bytes of text that one token represents; None: unknown, and only tokens are checked."""
     memory_bytes: float = MEMORY_BYTES
-    """For all prompts that are tokenized at the same time."""
+    """Memory for all prompts that are tokenized at the same time."""
 
     @property
     def text_bytes(self) -> int:
@@ -45,7 +45,7 @@ class PromptBounds:
         return int(max(total - sum(LANE_LIMITS[:-1]), total / len(LANE_LIMITS)))
 
     def check_text(self, nbytes: int, param: str, fields: Fields) -> None:
-        """Before a prompt of so many bytes is tokenized. Raises RequestError."""
+        """Check the bytes of a prompt before it is tokenized. Raises RequestError."""
         context, longest = self.context_tokens, self.longest_token_bytes
         if context is not None and longest is not None and nbytes > context * longest and not _truncates(fields):
             self._exceeds_context(param, f"is {nbytes} bytes long, at least {-(-nbytes // longest)} tokens")
@@ -53,12 +53,12 @@ class PromptBounds:
             raise _too_large(param, nbytes, self.text_bytes)
 
     def check_template_fields(self, nbytes: int) -> None:
-        """Before a chat whose template reads so many bytes of JSON is rendered. Raises RequestError."""
+        """Check the bytes of JSON that a chat template reads, before rendering. Raises RequestError."""
         if nbytes > JSON_EXPANSION * self.text_bytes:
             raise _too_large("messages", nbytes, JSON_EXPANSION * self.text_bytes)
 
     def check_tokens(self, tokens: int, param: str, fields: Fields) -> None:
-        """Once the tokens of a prompt are known. Raises RequestError."""
+        """Check the tokens of a prompt when they are known. Raises RequestError."""
         context = self.context_tokens
         if context is not None and tokens > context and not _truncates(fields):
             self._exceeds_context(param, f"has {tokens} tokens")
@@ -75,12 +75,12 @@ def _too_large(param: str, nbytes: int, most: int) -> RequestError:
 
 
 def _truncates(fields: Fields) -> bool:
-    """vLLM cuts the prompt to a length that the client asks for."""
+    """Whether the client requests that vLLM truncates the prompt."""
     return bytes(fields.get("truncate_prompt_tokens", b"null")) != b"null"
 
 
 def context_of(folder: Path) -> int | None:
-    """Tokens of the model's context by the `config.json` of its folder, with RoPE scaling; None: it does not say."""
+    """Return the model's context length by the `config.json` of its folder, with RoPE scaling; None: not given."""
     try:
         config = msgspec.json.decode((folder / "config.json").read_bytes(), type=dict[str, Any])
     except (OSError, msgspec.MsgspecError):
@@ -97,7 +97,7 @@ def context_of(folder: Path) -> int | None:
 
 
 def longest_token_bytes(tokenizer: Path) -> int | None:
-    """Bytes of text that one token of a `tokenizer.json` stands for, at most; None where no bound can be derived.
+    """Return the maximum bytes of text that one token of a `tokenizer.json` represents; None if no bound exists.
 
     A bound needs a vocabulary in which every byte is a token, so that nothing is dropped or joined as unknown, and
     normalizers and pre-tokenizers that do not shorten the text.
@@ -144,11 +144,11 @@ def _longest(document: _Tokenizer) -> int | None:
     normalizers, splitters = _steps(document.normalizer), _steps(document.pre_tokenizer)
     if not all(map(_keeps_text, normalizers)) or not all(map(_keeps_text, splitters)):
         return None
-    if any(token.lstrip or token.rstrip for token in added):  # which take any number of blanks with them
+    if any(token.lstrip or token.rstrip for token in added):  # such a token absorbs any number of blanks
         return None
     byte_level = any(step.type == "ByteLevel" for step in (*normalizers, *splitters))
     if byte_level and sum(len(token) == 1 for token in model.vocab) >= _BYTES:
-        longest = max(map(len, model.vocab))  # a character stands for a byte
+        longest = max(map(len, model.vocab))  # a character represents a byte
     elif model.byte_fallback and all(f"<0x{byte:02X}>" in model.vocab for byte in range(_BYTES)):
         longest = max(len(token.encode()) for token in model.vocab)
     else:
@@ -165,7 +165,7 @@ def _steps(step: _Step | None) -> list[_Step]:
 
 
 def _keeps_text(step: _Step) -> bool:
-    """Whether no step drops text or, NFC apart, shortens it."""
+    """Whether no step drops text or, apart from NFC, shortens it."""
     if step.type == "Replace":
         found = step.pattern.get("String") if isinstance(step.pattern, dict) else None
         return isinstance(found, str) and len(step.content.encode()) >= len(found.encode())

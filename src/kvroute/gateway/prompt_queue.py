@@ -1,7 +1,7 @@
-"""Which large prompt is read next: lanes by size, the shortest first in each, with ageing. Pure: the caller tells time.
+"""Order in which large prompts are tokenized: lanes by size, shortest first with ageing. Pure: the caller gives time.
 
-Each lane works on one prompt at a time and takes none that is larger than its limit, so that small prompts never wait
-for a large one. A lane without a prompt of its own size takes a smaller one.
+Each lane processes one prompt at a time and none larger than its limit, so that small prompts never wait for a large
+one. A lane that has no prompt of its own size takes a smaller one.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 Ticket: TypeAlias = int
-"""What the caller knows a prompt by; used once."""
+"""Identifies a prompt for the caller; used once."""
 
 LANE_LIMITS: Final = (64 * 1024, 1024 * 1024, math.inf)
 """Bytes of the largest prompt of each lane."""
 AGEING_BYTES_PER_S = 1e6
-"""A prompt of b bytes that waits is overtaken only by those that arrive within b / AGEING_BYTES_PER_S seconds of it."""
+"""Only prompts that arrive within b / AGEING_BYTES_PER_S seconds can overtake a waiting prompt of b bytes."""
 RETRY_AFTER_MAX_S = 60
 _PACE_FADES = 0.8
-"""The weight of earlier prompts in the measured pace, when another one is done."""
+"""Weight of the earlier throughput when it is updated with a finished prompt."""
 
 
 class QueueFull(Exception):
-    """A prompt would wait for longer than allowed; `retry_after_s` is when it may be worth another try."""
+    """A prompt would wait longer than allowed; `retry_after_s` is the time after which a retry may succeed."""
 
     def __init__(self, retry_after_s: int) -> None:
         super().__init__("too many large prompts are waiting to be read")
@@ -40,14 +40,14 @@ class _Running:
 
 
 class PromptQueue:
-    """Every prompt `enter`s once and `leave`s once, in any state; both say which prompts begin now."""
+    """Call `enter` once for every prompt, and `leave` once in any state; both return the prompts that start now."""
 
     def __init__(self, bytes_per_s: float, wait_max_s: float = math.inf, limits: Sequence[float] = LANE_LIMITS) -> None:
         """
         Args:
-            bytes_per_s: pace of one lane until it is measured.
-            wait_max_s: prompts that would wait for longer are refused.
-            limits: bytes of the largest prompt of each lane, rising; the last one takes any.
+            bytes_per_s: throughput of one lane until it is measured.
+            wait_max_s: prompts that would wait longer are rejected.
+            limits: bytes of the largest prompt of each lane, ascending; the last lane takes any prompt.
         """
         assert list(limits) == sorted(limits), "lanes go from small to large"
         assert limits[-1] == math.inf, "some lane takes any prompt"
@@ -56,39 +56,39 @@ class PromptQueue:
         self._limits = tuple(limits)
         self._free = set(range(len(self._limits)))
         self._waiting: list[list[tuple[float, Ticket]]] = [[] for _ in self._limits]
-        """Heaps of each size class: when a prompt would be done if it had begun on arrival, and its ticket."""
+        """One heap per size class: time at which a prompt would be done had it started on arrival, and its ticket."""
         self._sizes: dict[Ticket, int] = {}
-        """Bytes of those that wait."""
+        """Bytes of the waiting prompts."""
         self._waiting_bytes = [0] * len(self._limits)
-        """The bytes that wait in each size class."""
+        """Waiting bytes in each size class."""
         self._running: dict[Ticket, _Running] = {}
 
     @property
     def waiting(self) -> int:
-        """Prompts that have not begun."""
+        """Number of prompts that have not started."""
         return len(self._sizes)
 
     @property
     def running(self) -> int:
-        """Prompts that have begun."""
+        """Number of prompts that have started."""
         return len(self._running)
 
     def lane(self, ticket: Ticket) -> int:
-        """The lane in which a prompt that has begun is read; it takes none that is larger than its limit."""
+        """Return the lane of a prompt that has started; a lane takes no prompt larger than its limit."""
         return self._running[ticket].lane
 
     def size_class(self, nbytes: float) -> int:
-        """The first lane that takes a prompt of this size."""
+        """Return the first lane that takes a prompt of this size."""
         return next(index for index, limit in enumerate(self._limits) if nbytes <= limit)
 
     def enter(self, ticket: Ticket, nbytes: int, now: float) -> list[Ticket]:
-        """A prompt has come.
+        """Add a prompt.
 
         Returns:
-            the prompts that begin now: this one or none.
+            the prompts that start now: this one or none.
 
         Raises:
-            QueueFull: it would wait for too long; nothing is held of it.
+            QueueFull: it would wait too long; the queue is unchanged.
         """
         assert ticket not in self._sizes, "a ticket is used once"
         assert ticket not in self._running, "a ticket is used once"
@@ -103,17 +103,17 @@ class PromptQueue:
         return self._begin(now)
 
     def wait_s(self, nbytes: int) -> float:
-        """Seconds until a prompt of this size would begin, by what waits in its size class and the measured pace."""
+        """Return the seconds until a prompt of this size would start, by its size class and the measured throughput."""
         return self._waiting_bytes[self.size_class(nbytes)] / self._pace
 
     def leave(self, ticket: Ticket, now: float) -> list[Ticket]:
-        """A prompt is read, or is not needed any more; an unknown ticket changes nothing.
+        """Remove a prompt that is done or not needed any more; an unknown ticket changes nothing.
 
         Returns:
-            the prompts that begin now.
+            the prompts that start now.
         """
         if ticket in self._sizes:
-            self._taken(ticket)  # its place in the heap is passed over
+            self._taken(ticket)  # its heap entry is skipped later
             return []
         running = self._running.pop(ticket, None)
         if running is None:
@@ -135,13 +135,13 @@ class PromptQueue:
         return begun
 
     def _taken(self, ticket: Ticket) -> int:
-        """A prompt does not wait any more; its bytes."""
+        """Remove a prompt from those that wait; return its bytes."""
         nbytes = self._sizes.pop(ticket)
         self._waiting_bytes[self.size_class(nbytes)] -= nbytes
         return nbytes
 
     def _next(self, lane: int) -> Ticket | None:
-        """Take out the next prompt for a lane: of its own size first, then of the smaller ones."""
+        """Remove the next prompt for a lane: of its own size first, then of the smaller ones."""
         for heap in reversed(self._waiting[: lane + 1]):
             while heap:
                 _, ticket = heapq.heappop(heap)

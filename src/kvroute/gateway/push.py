@@ -1,4 +1,4 @@
-"""Telemetry that somebody sends: one JSON object into Control's events."""
+"""Telemetry received by push: converts one JSON object into events for `Control`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvroute.types import CongestionMeasured, Event, InputError, LinksMeasured, 
 
 
 class PushedTransfer(msgspec.Struct, forbid_unknown_fields=True):
-    """KV bytes that crossed from one instance to another, and the seconds that took."""
+    """KV bytes transferred from one instance to another, and the duration of the transfer in seconds."""
 
     source: str
     target: str
@@ -23,12 +23,12 @@ class PushedTransfer(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Push(msgspec.Struct, forbid_unknown_fields=True):
-    """What may be sent; at least one of the three."""
+    """The pushed JSON object; at least one of its three fields is given."""
 
     per_tier: dict[str, float] | None = None
-    """Utilisation in [0, 1) by tier: node, rack, pod, datacenter, wan; those left out read 0."""
+    """Utilisation in [0, 1) by tier: node, rack, pod, datacenter, wan; a missing tier counts as 0."""
     per_link: dict[str, float] | None = None
-    """Utilisation in [0, 1) by link name; those left out read 0."""
+    """Utilisation in [0, 1) by link name; a missing link counts as 0."""
     transfers: list[PushedTransfer] = []
 
 
@@ -36,7 +36,7 @@ _PUSH = msgspec.json.Decoder(Push)
 
 
 def read_push(body: bytes, cluster: Cluster, at: float) -> list[Event]:
-    """The events in a push, all of them good.
+    """Return the events of a push; one invalid field rejects all of them.
 
     Raises:
         InputError: names the field that is wrong.

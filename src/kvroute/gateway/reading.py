@@ -1,7 +1,7 @@
-"""Bytes to whole HTTP/1.x requests, without sockets or clock; refuses what two parsers could frame in two ways.
+"""Parses bytes into complete HTTP/1.x requests, without sockets or clock; rejects ambiguous framing.
 
-Strictness follows RFC 9112: conflicting lengths, folded headers, bare line feeds, control characters and codings other
-than `chunked` are faults, and after a fault nothing of the connection is read any more.
+It is as strict as RFC 9112: conflicting lengths, folded headers, bare line feeds, control characters and codings other
+than `chunked` are faults. After a fault nothing more is read from the connection.
 """
 
 from __future__ import annotations
@@ -16,64 +16,64 @@ from kvroute.gateway.exchange import Headers
 from kvroute.gateway.web_pages import WebPages
 
 SLICE_BYTES = 16 * 1024
-"""The parser cannot be stopped behind a request: so much of a pipeline is parsed ahead at most."""
+"""Maximum number of bytes of a pipeline that are parsed ahead: the parser cannot stop at the end of a request."""
 
 LIGHT_BYTES = 64 * 1024
-"""Bodies up to here are not weighed, and always taken."""
+"""Bodies up to this size do not count towards the memory limit and are always accepted."""
 
 BODY_MEMORY_RATIO = 4
-"""Memory that a request takes at its peak, per byte of its body: the body, the text that its prompt is read from, and
-the bodies of two legs. Measured by bench.gateway.large_prompts."""
+"""Peak memory of a request per byte of its body: the body, the text from which its prompt is parsed, and the bodies of
+two legs. Measured by bench.gateway.large_prompts."""
 
 IDLE, HEAD, BODY = range(3)
-"""What a reader is inside of: nothing, a request's head, a request's body."""
+"""Parser state: between requests, in a request's head, in a request's body."""
 
 _METHODS = frozenset((b"GET", b"HEAD", b"POST", b"PUT", b"PATCH", b"DELETE", b"OPTIONS", b"TRACE", b"QUERY"))
 _FRAMING = frozenset((b"host", b"content-length", b"transfer-encoding", b"expect", b"upgrade", b"origin"))
 _SPENT = httptools.HttpRequestParser(object())
-"""Calls nobody."""
+"""A parser without callbacks."""
 _VERSION_ERRORS = ("Invalid HTTP version", "Pause on PRI/Upgrade")
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one client may take."""
+    """Limits for clients."""
 
     header_bytes: int = 64 * 1024
-    """Request line and headers together."""
+    """Maximum size of request line and headers together."""
     body_bytes: int = 64 * 1024 * 1024
     bodies_bytes: int = 1024 * 1024 * 1024
     """Memory for the bodies of all clients together: BODY_MEMORY_RATIO bytes for each byte, from its arrival until it
-    is not needed any more; those of LIGHT_BYTES left out."""
+    is not needed any more; bodies up to LIGHT_BYTES do not count."""
     header_s: float = 10.0
-    """From the first byte of a request to the end of its headers, and from connecting to the first byte."""
+    """Time limit from the first byte of a request to the end of its headers, and from connecting to the first byte."""
     body_s: float = 60.0
-    """From the end of the headers to the end of the body."""
+    """Time limit from the end of the headers to the end of the body."""
     keep_alive_s: float = 75.0
     connections: int = 4096
     connections_per_address: int = 3072
     header_count: int = 128
     stall_s: float = 120.0
-    """For so long a client may read nothing of an answer that waits for it."""
+    """Time limit for a client that reads nothing of a pending response."""
     linger_s: float = 2.0
-    """After an error, what the client still sends is read and dropped for so long: else it might miss the answer."""
+    """Time after an error response in which input is discarded; without it the client might miss the response."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Why a request is refused before it is one: what an answer says, after which the connection is closed."""
+    """Rejection of a request before it is complete: the error response, after which the connection is closed."""
 
     status: int
     message: str
     type: str = ""
-    """Of the error; empty: as the status says."""
+    """Error type; empty: derived from the status."""
     code: str | None = None
     headers: bytes = b""
-    """Further header lines of the answer, whole."""
+    """Further complete header lines of the response."""
 
 
 class Parsed(NamedTuple):
-    """A whole request, as `Exchange` begins with it."""
+    """A complete request, as `Exchange` starts with it."""
 
     method: bytes
     path: bytes
@@ -85,13 +85,13 @@ class Parsed(NamedTuple):
 
 
 class RequestReader:
-    """Reads the requests of one connection: `feed` it, take from `ready`, and stop at a `fault`."""
+    """Parses the requests of one connection: call `feed`, take requests from `ready`, and stop at a `fault`."""
 
     def __init__(self, limits: Limits, pages: WebPages | None = None) -> None:
-        """`pages` says which web pages may send requests; None: all."""
+        """Args: `pages` decides which web pages may send requests; None: all."""
         self.ready: deque[Parsed] = deque()
         self.fault: Fault | None = None
-        """Concerns the request behind those that are ready."""
+        """Applies to the request after those in `ready`."""
         self._limits = limits
         self._pages = pages
         self._parser = httptools.HttpRequestParser(self)
@@ -114,9 +114,9 @@ class RequestReader:
         self._body: bytes | bytearray = b""
 
     def forget(self) -> None:
-        """Let go of all that was read; nothing may be fed any more.
+        """Release everything that was read; `feed` must not be called any more.
 
-        Reader and parser hold each other, and a body would wait with them for the collector, which comes seldom.
+        Reader and parser reference each other; without this, a body would be kept until the rare garbage collection.
         """
         self._parser = _SPENT
         self.ready.clear()
@@ -124,24 +124,24 @@ class RequestReader:
 
     @property
     def head(self) -> tuple[bytes, bytes, Headers]:
-        """Method, path and headers of the request whose body is being read; before that, as far as they are known."""
+        """Method, path and headers of the request whose body is being read; before that, the parts that are known."""
         return self.method, self._path, self._headers
 
     @property
     def body_bytes(self) -> int:
-        """Of the body that is being read, as much as is there."""
+        """Bytes received of the current body."""
         return len(self._body)
 
     @property
     def awaits_continue(self) -> bool:
-        """The client holds the body back until it hears `100 Continue`."""
+        """Whether the client waits for `100 Continue` before it sends the body."""
         return self._expects and self.phase == BODY and not self._body
 
     def feed(self, data: bytes) -> bytes:
-        """Read until a request is ready or refused.
+        """Parse until a request is ready or rejected.
 
         Returns:
-            What was not read, for a later `feed`; after a fault nothing.
+            the bytes that were not parsed, for a later `feed`; empty after a fault.
         """
         assert self.fault is None
         if len(data) <= SLICE_BYTES:
@@ -160,13 +160,13 @@ class RequestReader:
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
-            # The parser takes what follows for another protocol. We speak none, so it is told the framing once more.
+            # The parser treats the rest as another protocol. None is supported, so feed it the framing again.
             return self._feed(self._framing()) and self._feed(memoryview(data)[upgrade.args[0] :])
         except httptools.HttpParserError as error:
             self.fault = self.fault or _fault_of(error)
             return False
         if self._raw_bytes > self._limits.header_bytes + SLICE_BYTES:
-            self.fault = self._too_long()  # of a header, trailer or chunk extension that does not end
+            self.fault = self._too_long()  # a header, trailer or chunk extension does not end
             return False
         return True
 
@@ -182,14 +182,14 @@ class RequestReader:
         )
 
     def _refuse(self, status: int, message: str, code: str | None = None) -> None:
-        """Stop the parser: it stops at any exception."""
+        """Stop the parser with an exception."""
         self.fault = Fault(status, message, code=code)
         raise ValueError(message)
 
-    # the parser's callbacks
+    # callbacks of the parser
 
     def on_message_begin(self) -> None:
-        if self.phase != BODY:  # else it is the framing told once more
+        if self.phase != BODY:  # otherwise it is the repeated framing
             self.phase = HEAD
             self._raw_bytes = 0
 
@@ -201,7 +201,7 @@ class RequestReader:
     def on_header(self, name: bytes, value: bytes) -> None:
         self._head_lines += 1
         self._count(len(name) + len(value) + 4)
-        if self.phase == BODY:  # a trailer: nobody may act on it
+        if self.phase == BODY:  # a trailer, which is ignored
             return
         name = name.lower()
         value = value.rstrip()
@@ -220,7 +220,7 @@ class RequestReader:
             self._hosts += 1
             self._host = value
         elif name == b"content-length":
-            self._content_length = int(value)  # digits: the parser has seen to it
+            self._content_length = int(value)  # the parser has checked that these are digits
         elif name == b"transfer-encoding":
             if value.lower() != b"chunked":
                 self._refuse(501, f"the transfer coding {value.decode('latin-1')!r} is not known; send chunked")
@@ -259,7 +259,7 @@ class RequestReader:
         self.phase = BODY
 
     def _check_page(self, pages: WebPages) -> None:
-        if self._hosts or self._origin is not None:  # a client of HTTP/1.0 without Host is no browser
+        if self._hosts or self._origin is not None:  # an HTTP/1.0 client without Host is not a browser
             why = pages.refusal(self._host, self._origin)
             if why:
                 self._refuse(403, why, "web_page_refused")
@@ -298,7 +298,7 @@ class RequestReader:
 
     def on_message_complete(self) -> None:
         if self._upgrades and self._parser.should_upgrade():
-            return  # as the parser sees it; the body follows
+            return  # the parser assumes another protocol; the body follows
         self.ready.append(
             Parsed(
                 self.method,

@@ -1,4 +1,4 @@
-"""Who asks for what: checks keys, lets in by the entrance, and hands each request to a journey or a relay."""
+"""HTTP endpoints: checks keys, submits requests to the admission queue, and hands them to their handlers."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ _NO_KEY = Fault(
     b"www-authenticate: Bearer\r\n",
 )
 _REASONS = {401: "key", 403: "web_page", 408: "too_slow", 413: "too_large", 431: "too_large", 503: "door_full"}
-"""Of what the door refuses; the rest is malformed."""
+"""Reason for each rejection by the server, by status; any other status counts as malformed."""
 
 SMALL_BODY_BYTES = 1024 * 1024
 Read = TypeVar("Read", Completion, PassedOn)
 
 
 class Reception:
-    """The door's handler."""
+    """The request handler of the server."""
 
     def __init__(
         self,
@@ -71,15 +71,16 @@ class Reception:
     ) -> None:
         """
         Args:
-            serving: the cluster for new requests; replaced at a reload.
-            entrance: who comes in when.
-            keys: whose requests are served.
-            ready: why no requests are taken; empty: they are.
-            page: content type and pieces of the metrics for an Accept header; None: only the admin port has them.
-            metrics_without_key: they are for every client, though keys are asked for.
+            serving: the cluster for new requests; replaced on reload.
+            entrance: the admission queue.
+            keys: API keys of the clients that are served.
+            ready: returns the reason why no requests are accepted; empty: they are accepted.
+            page: returns content type and pieces of the metrics for an Accept header; None: only the admin port has
+                them.
+            metrics_without_key: whether every client may read the metrics although keys are required.
             description: the OpenAPI document.
-            started_unix_s: for the list of models.
-            pages: which web pages may read answers; None: none of another site.
+            started_unix_s: start of the gateway, for the list of models.
+            pages: decides which web pages may read responses; None: no page of another site.
         """
         self.serving, self.keys = serving, keys
         self._pages, self._open_metrics = pages or WebPages(), metrics_without_key
@@ -87,11 +88,11 @@ class Reception:
         self._ready, self._page, self._description, self._started = ready, page, description, started_unix_s
         self._turn = 0
         self._readers = (ThreadPoolExecutor(1, "read"), ThreadPoolExecutor(1, "read-large"))
-        """They read small bodies and large bodies, so that a small one does not wait for a large one."""
+        """Threads for small and for large bodies, so that a small one does not wait for a large one."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     def __call__(self, exchange: Exchange) -> None:
-        """Take a request."""
+        """Handle a request."""
         path, method = exchange.path, exchange.method
         if self._pages.origins and answer_other_site(self._pages, exchange):
             return
@@ -105,19 +106,19 @@ class Reception:
             self._own(exchange)
 
     def guard(self, method: bytes, path: bytes, headers: Headers) -> Fault | None:
-        """Who has no key may not even send a body (see `Door`)."""
+        """Reject a client without a key before it sends a body (see `Door`)."""
         if not self.keys.required:
             return None
         shown = next((value for name, value in headers if name == b"authorization"), None)
         return _NO_KEY if self.keys.name_of(shown) is None else None
 
     def refused(self, status: int, path: bytes) -> None:
-        """Count what the door has refused (see `Door`)."""
+        """Count a rejection by the server (see `Door`)."""
         metrics = self.serving.metrics
         metrics.rejected(_REASONS.get(status, "malformed"))
         metrics.finished(completion_kind(path) if path in COMPLETIONS | PASSED_ON else "other", status, 0.0)
 
-    # Completions and what is passed on
+    # Completions and passthrough requests
 
     def _read(
         self,
@@ -125,7 +126,7 @@ class Reception:
         read: Callable[[bytes, bytes], Read],
         take: Callable[[Exchange, str | None, Read, float], None],
     ) -> None:
-        """Read a body, a large one beside the loop, and go on with what was read, the key and the time it came."""
+        """Parse a body, a large one in a thread, and call `take` with the result, the key and the time of arrival."""
         key = self._key(exchange)
         if key is _NOBODY:
             return
@@ -150,7 +151,7 @@ class Reception:
     ) -> None:
         kind = completion_kind(exchange.path)
         try:
-            exchange.on_gone = exchange.release_body  # which may wait for its turn for long
+            exchange.on_gone = exchange.release_body  # the body may wait long for its turn
             found = await self._read_in_turn(exchange, read)
             if found is not None and not exchange.gone:
                 take(exchange, key, found, received_at)
@@ -166,9 +167,8 @@ class Reception:
         self._entrance.over(exchange, kind, 499, self.serving.now() - received_at, key)
 
     async def _read_in_turn(self, exchange: Exchange, read: Callable[[bytes, bytes], Read]) -> Read | None:
-        """Read a body in a thread, one after the other: a decoder holds the interpreter for as long as it works, and
-        several at a time would hold it one after the other without the event loop in between. None: the client has
-        gone."""
+        """Parse a body in a thread, one at a time: a decoder holds the interpreter lock while it works, and several at
+        once would hold it in turn without running the event loop in between. None: the client has disconnected."""
         reader = self._readers[len(exchange.body) > SMALL_BODY_BYTES]
 
         def run() -> Read | None:
@@ -215,7 +215,7 @@ class Reception:
             self._show_model(exchange, 404, no_model_body(name), key)
 
     def _engines_models(self, exchange: Exchange, key: str | None) -> None:
-        """The engines' own answer, where nothing but a model's name can follow the path."""
+        """Forward to an engine; respond with 404 if the path continues with anything other than a model's name."""
         rest = exchange.path[len(_MODEL_PATH) :]
         if exchange.path != b"/v1/models" and not is_model_name(rest):
             self._show_model(exchange, 404, no_model_body(unquote(rest.decode("latin-1"))), key)
@@ -244,7 +244,7 @@ class Reception:
 
         self._entrance.enter(exchange, "passed_on", key, start)
 
-    # The gateway's own pages
+    # Pages of the gateway itself
 
     def _own(self, exchange: Exchange) -> None:
         path, method = exchange.path, exchange.method
@@ -280,7 +280,7 @@ class Reception:
         self._entrance.over(exchange, "other", 405, 0.0, None)
 
     def _key(self, exchange: Exchange) -> str | None:
-        """The name of the client's key; None where keys are not asked for; `_NOBODY` after a refusal."""
+        """Return the name of the client's key; None if no keys are required; `_NOBODY` after a rejection."""
         if not self.keys.required:
             return None
         name = self.keys.name_of(exchange.header(b"authorization"))
@@ -295,7 +295,7 @@ class Reception:
         return _NOBODY
 
     def _request_id(self, exchange: Exchange) -> bytes:
-        """The client's own, if it is one that engines and logs can bear."""
+        """Return the client's own id if engines and logs accept it, else a random one."""
         given = exchange.header(b"x-request-id")
         if given and len(given) <= _ID_MOST:
             return given
@@ -311,13 +311,13 @@ _OWN = frozenset((b"/v1/models", b"/health", b"/ready", b"/metrics", b"/openapi.
 
 
 def completion_kind(path: bytes) -> str:
-    """The endpoint as metrics name it."""
+    """Return the endpoint's name in metrics."""
     return {b"/v1/completions": "completions", b"/v1/chat/completions": "chat"}.get(path, "passed_on")
 
 
 def is_model_name(text: bytes) -> bool:
-    """Whether a path's rest, percent-encoded, is a model's name and leads nowhere else: after one decoding it holds no
-    further escape, no parameter, and no empty or dotted segment."""
+    """Whether the rest of a path, percent-encoded, is only the name of a model: after one decoding it holds no further
+    escape, no parameter, and no empty or dotted segment."""
     try:
         name = unquote(text.decode("ascii"), errors="strict")
     except UnicodeDecodeError:
@@ -326,7 +326,7 @@ def is_model_name(text: bytes) -> bool:
 
 
 async def _show_metrics(exchange: Exchange, page: Callable[[str], tuple[str, Iterator[str]]]) -> None:
-    """Piece by piece: requests go on in between."""
+    """Respond with the metrics, rendered piece by piece so that other requests run in between."""
     kind, pieces = page((exchange.header(b"accept") or b"").decode("latin-1"))
     parts = []
     for text in pieces:

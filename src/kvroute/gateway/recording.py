@@ -1,4 +1,4 @@
-"""The event log of a live gateway: private, without secrets, in files of bounded size; a full disk costs no request."""
+"""The event log of a live gateway: private, without secrets, in files of bounded size; a full disk fails no request."""
 
 from __future__ import annotations
 
@@ -15,54 +15,54 @@ from kvroute.gateway.logs import note
 from kvroute.types import Decision, Event, InputError
 
 MODE = 0o600
-"""The log tells who asked how much of what, and when."""
+"""Only the owner may read the log: it shows which client requested what, how much and when."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogBounds:
-    """How much an event log may take."""
+    """Maximum sizes of an event log."""
 
     file_bytes: float
-    """A file that is larger is set aside, and the log goes on in another one."""
+    """A larger file is renamed, and the log continues in a new one."""
     total_bytes: float
-    """The limit for all files together, those of older logs included; the oldest are removed."""
+    """Limit for all files together, including those of older logs; the oldest are removed."""
 
 
 class Recording:
-    """Writes until it is closed or cannot; what is told it afterwards is dropped.
+    """Writes events until it is closed or an error occurs; later events are dropped.
 
-    Block hashes are keyed for each recording (`LogHashing`), and the key is kept nowhere else.
+    Block hashes are keyed for each recording (`LogHashing`), and the key is stored nowhere else.
     """
 
     def __init__(
         self, path: Path, header: LogHeader, terms: TermsKept, bounds: LogBounds, on_lost: Callable[[], None]
     ) -> None:
-        """Begin a log; one that is there already is kept beside it.
+        """Create a log; an existing file is renamed and kept.
 
         Args:
-            path: of the log.
+            path: path of the log.
             header: its first line, without secrets.
-            terms: whose terms of a decision are kept.
-            bounds: how much it may take.
-            on_lost: called once, if the log cannot be written any more.
+            terms: which candidates' terms of a decision are kept.
+            bounds: its maximum sizes.
+            on_lost: called once, when the log cannot be written any more.
 
         Raises:
-            InputError: it cannot be begun.
+            InputError: the log cannot be created.
         """
         self._path, self._terms, self._bounds, self._on_lost = path, terms, bounds, on_lost
         self._hashing = LogHashing()
         self._header = msgspec.structs.replace(header, log_id=secrets.token_hex(8), part=1)
         self._beside_bytes = 0
-        """What the files beside the current one take."""
+        """Size of the files beside the current one."""
         self._log: EventLog | None = self._begun()
 
     @property
     def open(self) -> bool:
-        """Whether it is being written."""
+        """Whether the log is being written."""
         return self._log is not None
 
     def write(self, event: Event, decisions: tuple[Decision, ...], name: str = "") -> int:
-        """Append one record; how many bytes that was. `name` is what the client calls the request that arrives."""
+        """Append one record and return its size in bytes. `name` is the client's id of an arriving request."""
         log = self._log
         if log is None:
             return 0
@@ -76,7 +76,7 @@ class Recording:
             return 0
 
     def flush(self) -> None:
-        """Hand what has been written to the system, for somebody who reads along, and keep within the bounds."""
+        """Flush to the operating system, for readers of the growing file, and enforce the bounds."""
         log = self._log
         if log is None:
             return
@@ -88,7 +88,7 @@ class Recording:
             self._lose(error)
 
     def close(self) -> None:
-        """The last line is on its way to the disk."""
+        """Write the last lines and close the file."""
         log, self._log = self._log, None
         if log is not None:
             try:
@@ -97,7 +97,7 @@ class Recording:
                 self._tell(error)
 
     def _begun(self) -> EventLog:
-        """The file for the next part, in place of what stands there."""
+        """Return the file for the next part; an existing file is renamed."""
         kept = set_aside(self._path)
         if kept is not None:
             note("info", "event_log_kept", file=str(kept))
@@ -106,8 +106,8 @@ class Recording:
         return log
 
     def _next_part(self, log: EventLog) -> None:
-        """Go on in another file; a log whose place another one has taken, at a reload, stays in the one that it has:
-        nothing arrives there any more."""
+        """Continue in another file. If a reload has replaced this log at its path, it stays in its file: it gets no
+        more events."""
         if log.is_at(self._path):
             log.close()
             self._header = msgspec.structs.replace(self._header, part=self._header.part + 1)
@@ -121,7 +121,7 @@ class Recording:
     def _lose(self, error: OSError | InputError) -> None:
         log, self._log = self._log, None
         if log is not None:
-            with suppress(OSError):  # It closes the file all the same; what it has not written is what is lost.
+            with suppress(OSError):  # the file is closed in any case; unwritten records are lost
                 log.close()
         self._tell(error)
 

@@ -1,7 +1,7 @@
 """Settings and cluster files without their secrets, for people, pages and logs.
 
-A setting is a secret if its type says so: `Meta(extra={"secret": True})`, as `amounts.Secret` and `keys.KeyHash` have
-it. Where no type is known, the name of a value decides. Hashes of keys, and passwords and queries in URLs, are removed
+A setting is a secret if its type says so: `Meta(extra={"secret": True})`, as in `amounts.Secret` and `keys.KeyHash`.
+If the type is unknown, the name of the value decides. Hashes of keys, and passwords and queries in URLs, are removed
 everywhere.
 """
 
@@ -19,7 +19,7 @@ from kvroute.topology.schema import yaml_text
 from kvroute.topology.units import quantity_text
 
 STRUCK = "***"
-"""Stands in place of a secret; no setting that is a secret accepts it."""
+"""Replacement for a secret; no secret setting accepts it as a value."""
 _SECTION = "gateway"
 _SECRET_NAME = re.compile(r"token|secret|password|hash|authorization|(^|_)keys?(_|$)", re.IGNORECASE)
 _URL = re.compile(r"^[a-z][a-z0-9+.-]*://", re.IGNORECASE)
@@ -28,16 +28,17 @@ _QUERY = re.compile(r"\?[^\s#]+")
 
 
 def redacted(value: object) -> Any:
-    """Plain values of a Struct, or of plain values, without secrets; sizes and durations are text with a unit."""
+    """Return plain values without secrets, from a Struct or plain values; sizes and durations are text with a unit."""
     known = inspect.type_info(type(value)) if isinstance(value, msgspec.Struct) else None
     return _redacted(msgspec.to_builtins(value, enc_hook=quantity_text), known, secret=False)
 
 
 def redacted_file(text: str, source: str) -> str:
-    """A cluster file's text without secrets and comments; it reads as the same cluster. `source` names it in errors.
+    """Return a cluster file's text without secrets and comments; it parses to the same cluster. `source` names it in
+    errors.
 
     Raises:
-        InputErrors: the text is no cluster file.
+        InputErrors: the text is not a cluster file.
     """
     plain = read_plain(text, source)
     if _SECTION in plain:
@@ -46,7 +47,7 @@ def redacted_file(text: str, source: str) -> str:
 
 
 def is_secret(known: inspect.Type) -> bool:
-    """Whether a setting of this type is a secret, in every form that it may take."""
+    """Whether a setting of this type is a secret, in any of its forms."""
     if isinstance(known, inspect.Metadata):
         return bool((known.extra or {}).get("secret")) or is_secret(known.type)
     if isinstance(known, inspect.UnionType):
@@ -55,12 +56,12 @@ def is_secret(known: inspect.Type) -> bool:
 
 
 def names_secret(name: str) -> bool:
-    """Whether a setting's name says that it is a secret."""
+    """Whether a setting is a secret by its name."""
     return bool(_SECRET_NAME.search(name))
 
 
 def _redacted(value: Any, known: inspect.Type | None, secret: bool) -> Any:
-    """Args: `known` is the type of the value, None where there is none; `secret`: its name says that it is one."""
+    """Args: `known` is the type of the value, None if unknown; `secret`: whether its name marks it as a secret."""
     if known is not None and value is not None and is_secret(known):
         return STRUCK
     match value:
@@ -80,7 +81,7 @@ def _redacted(value: Any, known: inspect.Type | None, secret: bool) -> Any:
 
 
 def _forms(known: inspect.Type | None) -> list[inspect.Type]:
-    """The types that a value of this one may be of."""
+    """Return the alternatives of a type."""
     if isinstance(known, inspect.Metadata):
         return _forms(known.type)
     if isinstance(known, inspect.UnionType):
@@ -89,13 +90,13 @@ def _forms(known: inspect.Type | None) -> list[inspect.Type]:
 
 
 def _fields(known: inspect.Type | None) -> dict[str, inspect.Type]:
-    """The types of a Struct's fields, by the names that a file has for them."""
+    """Return the types of a Struct's fields, by their names in a file."""
     structs = [form for form in _forms(known) if isinstance(form, inspect.StructType)]
     return {field.encode_name: field.type for struct in structs for field in struct.fields}
 
 
 def _items(known: inspect.Type | None) -> inspect.Type | None:
-    """The type of a collection's items."""
+    """Return the type of a collection's items."""
     for form in _forms(known):
         if isinstance(form, inspect.DictType):
             return form.value_type

@@ -1,4 +1,4 @@
-"""One request passed on as it came, to any instance that may answer; a failure before the answer goes to the next."""
+"""One passthrough request: forwarded to any suitable instance; if that fails before the response, the next is tried."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ PASSED_ON: Literal["passed_on"] = "passed_on"
 
 
 def answerers(stations: Iterable[Station], model: str, turn: int) -> Iterator[Station]:
-    """Who may answer for a model (empty: any), in the order to try them: those that are up by then, each in turn;
-    decode instances last, for prefill ones are idle sooner."""
+    """Yield the instances that serve a model (empty: any) in the order to try them. An instance must be up when its
+    turn comes; instances take turns, and decode instances come last, since prefill instances are idle sooner."""
     of_model = [station for station in stations if model in ("", station.instance.model)]
     for last in (False, True):
         some = [station for station in of_model if (station.role == "decode") is last]
@@ -38,7 +38,7 @@ def answerers(stations: Iterable[Station], model: str, turn: int) -> Iterator[St
 
 
 class Relay:
-    """Listens to one engine after the other until one answers, within the retries that the settings allow."""
+    """Calls one engine after the other until one responds, within the retries that the settings allow."""
 
     def __init__(
         self,
@@ -52,8 +52,8 @@ class Relay:
         """
         Args:
             asked: the model and the body.
-            turn: one more for each relay, so that instances take turns.
-            on_end: called once with the status of the answer.
+            turn: increases by one with each request, so that instances take turns.
+            on_end: called once with the status of the response.
         """
         self._serving, self._exchange, self._asked, self._turn = serving, exchange, asked, turn
         self._stations: Iterator[Station] = iter(())
@@ -70,7 +70,7 @@ class Relay:
         self._over = False
 
     def begin(self) -> None:
-        """Ask the first."""
+        """Call the first instance."""
         serving, exchange = self._serving, self._exchange
         try:
             exchange.on_gone = self._client_gone
@@ -101,9 +101,9 @@ class Relay:
         if self._trace is not None:
             self._leg = self._trace.leg(PASSED_ON, {"kvroute.instance": station.name})
             head += self._leg.head
-        # Engines know no HEAD; the exchange leaves the body out.
+        # Engines do not support HEAD; the exchange omits the body of the response.
         method = b"GET" if exchange.method == b"HEAD" else exchange.method
-        # A body without a length would be read as a second request: a GET is sent without its body.
+        # An engine would read a body without a length as a second request: a GET is sent without its body.
         body = self._asked.body if method == b"POST" else b""
         length = b"content-length: %d\r\n" % len(body) if method == b"POST" else b""
         start = b"%b %b HTTP/1.1\r\nhost: %b\r\n" % (method, target, station.pool.host)
@@ -130,11 +130,11 @@ class Relay:
         self._end(status, why)
 
     def on_head(self, status: int, headers: Headers) -> None:
-        """See Sink."""
+        """See `Sink`."""
         self._status, self._headers = status, headers
 
     def on_body(self, data: bytes) -> None:
-        """See Sink."""
+        """See `Sink`."""
         if self._refused():
             return
         try:
@@ -144,7 +144,7 @@ class Relay:
             self._broke(error)
 
     def on_end(self) -> None:
-        """See Sink."""
+        """See `Sink`."""
         station, status = self._station, self._status
         assert station is not None
         try:
@@ -163,7 +163,7 @@ class Relay:
             self._broke(error)
 
     def on_failure(self, failure: Failure) -> None:
-        """See Sink."""
+        """See `Sink`."""
         assert self._station is not None
         try:
             if failure.kind == "out_of_files":
@@ -175,7 +175,8 @@ class Relay:
             self._broke(error)
 
     def _out_of_files(self, station: Station) -> None:
-        """The gateway has no file descriptor left for a connection: no engine is to blame, and none is asked again."""
+        """End the request: the gateway has no free file descriptor. This is no fault of the engine, and it is not
+        retried."""
         station.guard.cancelled(self._attempt, self._serving.now())
         why = f"the gateway has no file descriptor left to connect to instance {station.name}"
         self._leave(why)
@@ -183,7 +184,7 @@ class Relay:
         self._refuse(503, why)
 
     def _refused(self) -> bool:
-        """Whether another instance may do better."""
+        """Whether another instance may succeed."""
         return self._status == 429 or is_failure(self._status)
 
     def _lost(self, kind: str, why: str, status: int) -> None:
@@ -224,7 +225,7 @@ class Relay:
                 self._broke(error)
 
     def _leave(self, error: str) -> None:
-        """The call is over."""
+        """End the call."""
         station, leg = self._station, self._leg
         self._station = self._leg = self._call = None
         if station is not None:
@@ -233,7 +234,7 @@ class Relay:
             leg.end(error)
 
     def _drop(self) -> None:
-        """Nobody waits for the answer."""
+        """Cancel the call because its response is no longer needed."""
         if self._call is not None:
             self._call.abort()
         if self._station is not None:
@@ -241,7 +242,7 @@ class Relay:
         self._leave("cancelled")
 
     def _broke(self, error: Exception) -> None:
-        """A mistake of the gateway's own: the client is told so, and everything is given back all the same."""
+        """Handle an internal error: the client gets an error response, and all resources are released."""
         asyncio.get_running_loop().call_exception_handler({"message": "a relay broke", "exception": error})
         with suppress(Exception):
             self._drop()

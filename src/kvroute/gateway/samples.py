@@ -1,6 +1,6 @@
-"""Samples on a Prometheus text page, found by their names in its bytes; lines of other names are not read.
+"""Samples on a Prometheus text page, found by their names in its bytes; lines of other names are not parsed.
 
-A page may come from an engine that is broken or hostile, so the work per page is bounded, and it is done in slices.
+A page may come from a broken or hostile engine, so the work per page is bounded and done in slices.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from functools import lru_cache
 from kvroute.gateway.slices import Meter, Slices
 
 SERIES_MAX = 4096
-"""Samples of wanted names on one page."""
+"""Maximum number of samples with the requested names on one page."""
 LINE_BYTES_MAX = 2048
 """A longer line is skipped."""
 VALUE_MAX = 1e18
-"""A sample beyond this, or one that is not a number, is skipped."""
+"""A larger sample, or one that is not a number, is skipped."""
 _SLICE_BYTES = 16 * 1024
 _SKIP_BYTES = 32
-"""What a line that is found and not read counts for."""
+"""Work, in bytes, counted for a line that is found but not parsed."""
 _SAMPLE = re.compile(rb'[ \t]*(?:\{((?:[^"}]++|"(?:[^"\\]++|\\.)*+")*+)\})?[ \t]*([^\s#{]+)')
-"""Labels and value behind a name; what follows (a timestamp, an exemplar) is not read. Possessive, hence linear."""
+"""Labels and value after a name; a timestamp or exemplar is ignored. Possessive quantifiers keep it linear."""
 _LABEL = re.compile(rb'(?<![A-Za-z0-9_])([A-Za-z_][A-Za-z0-9_]*+)[ \t]*+=[ \t]*+"((?:[^"\\]++|\\.)*+)"')
-"""Linear too: a search begins at the start of a word only."""
+"""Linear as well: a match starts only at the start of a word."""
 _ESCAPE = re.compile(rb"\\(.)")
 _BEHIND_NAME = (b"{", b" ", b"\t")
 
 
 class PageError(ValueError):
-    """A page with more samples than are read."""
+    """A page with too many samples."""
 
 
 class Budget(Meter):
@@ -43,17 +43,17 @@ class Budget(Meter):
         self._series = series_max
 
     def count(self) -> None:
-        """Note one sample. Raises PageError: it is one too many."""
+        """Count one sample. Raises PageError if it exceeds the maximum."""
         self._series -= 1
         if self._series < 0:
             raise PageError("the page has too many series of transfers and load")
 
 
 def samples(page: bytes, name: bytes, budget: Budget) -> Slices[list[tuple[bytes, float]]]:
-    """Labels as they stand and value of each sample of exactly this name; `page` begins with a line feed.
+    """Return undecoded labels and value of each sample of exactly this name; `page` starts with a line feed.
 
     Raises:
-        PageError: more samples than the budget allows.
+        PageError: there are more samples than the budget allows.
     """
     found = []
     line = b"\n" + name
@@ -76,7 +76,7 @@ def samples(page: bytes, name: bytes, budget: Budget) -> Slices[list[tuple[bytes
 
 
 def values(page: bytes, name: bytes, budget: Budget) -> Slices[list[float]]:
-    """Values of each sample of exactly this name."""
+    """Return the values of all samples of exactly this name."""
     found = yield from samples(page, name, budget)
     return [value for _, value in found]
 
@@ -90,7 +90,7 @@ def _number(text: bytes) -> float:
 
 @lru_cache(maxsize=4096)
 def labels_of(text: bytes) -> Mapping[str, str]:
-    """Cached, for pages come every second with the same labels."""
+    """Decode labels; cached because every page, once per second, has the same labels."""
     return {name.decode(): _unescaped(value) for name, value in _LABEL.findall(text)}
 
 
@@ -100,7 +100,8 @@ def _unescaped(value: bytes) -> str:
 
 
 def lines_between(page: bytes, *prefixes: bytes) -> bytes:
-    """From the first to the last line that begins so, a line's end before each; `prefixes` have one, too."""
+    """Return the part from the first to the last line with one of the prefixes. The result and each prefix start with a
+    line feed."""
     start = min((at for at in map(page.find, prefixes) if at >= 0), default=-1)
     if start < 0:
         return b""

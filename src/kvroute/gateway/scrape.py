@@ -1,4 +1,4 @@
-"""Engines' own metrics: load, memory and KV transfers, scraped from their `/metrics` pages into Control's events."""
+"""Engine metrics: load, memory and KV transfers, scraped from `/metrics` pages and emitted as events for `Control`."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from kvroute.gateway.slices import Slices
 from kvroute.types import Event, InstanceMeasured, KvCleared, TransferMeasured
 
 SERIES_PER_INSTANCE = 64
-"""Series that a page may have for each instance of the cluster, beyond SERIES_MAX."""
+"""Series per instance of the cluster that a page may have in addition to SERIES_MAX."""
 _STRANGERS_MAX = 64
-"""Unknown sources that are told of in the log."""
+"""Maximum number of unknown sources that are logged."""
 _SECONDS_MIN = 1e-6
-"""Transfers that took less in all are not measured."""
+"""Transfers whose total duration is shorter are not measured."""
 
 
 class TransferCounters:
-    """Differences between one engine's pages. The first page only says where to count from."""
+    """Differences between consecutive pages of one engine. The first page only sets the baseline."""
 
     __slots__ = ("_before", "target")
 
@@ -33,9 +33,9 @@ class TransferCounters:
         self._before: Mapping[str, TransferTotals] | None = None
 
     def measured(self, at: float, totals: Mapping[str, TransferTotals]) -> list[TransferMeasured]:
-        """What has been transferred since the last page, by source in their order by name.
+        """Return the transfers since the last page, by source in the order of names.
 
-        A counter that has fallen was reset: all that it shows is new.
+        A counter that has decreased was reset: its whole value is new.
         """
         before, self._before = self._before, totals
         if before is None or before is totals:
@@ -53,9 +53,9 @@ class TransferCounters:
 
 
 class Scraper:
-    """Scrapes all engines once an interval and emits what they say.
+    """Scrapes all engines once per interval and emits their metrics as events.
 
-    After a failure it keeps quiet: Control goes on with what it knew, and `age_s` tells how old that is.
+    After a failure it emits nothing: Control keeps the last values, and `age_s` returns their age.
     """
 
     def __init__(
@@ -75,15 +75,15 @@ class Scraper:
         """
         Args:
             names, pool_of, path, interval_s, timeout_s, body_max_bytes: see `Poller`.
-            emit: takes InstanceMeasured, TransferMeasured and KvCleared.
-            now: their clock.
-            on_restart: (instance, when its new process started) -> whether the asked one looks after what that engine
-                holds, as `KvEvents.restarted` does; else KvCleared is emitted here.
-            on_links: (source instance, how its KV has left for others since its last page), for pages that tell; of
-                one that cannot be read, nothing.
+            emit: receives InstanceMeasured, TransferMeasured and KvCleared.
+            now: clock of these events, in seconds.
+            on_restart: called with (instance, start of its new process); returns whether it handles the loss of that
+                engine's cache, as `KvEvents.restarted` does; if not, KvCleared is emitted here.
+            on_links: called with (source instance, samples of its outgoing KV connections since its last page), for
+                pages that have them; the samples are empty if the page cannot be read.
         """
         self.metrics: dict[str, EngineMetrics] = {}
-        """The last good page of each."""
+        """The last good page of each engine."""
         self._names = frozenset(names)
         self._emit = emit
         self._now = now
@@ -94,11 +94,11 @@ class Scraper:
         self._measured_at: dict[str, float] = {}
         self._failures: dict[str, str] = {}
         self._gone: set[str] = set()
-        """Nobody listened there since the last good page."""
+        """Instances whose port has refused a connection since the last good page."""
         self._strangers: set[str] = set()
         self._series_max = SERIES_MAX + SERIES_PER_INSTANCE * len(names)
         self._readings: dict[str, asyncio.Handle] = {}
-        """Pages that are being read, in slices."""
+        """Pages that are being parsed in slices."""
         self._poller = Poller(
             names,
             pool_of,
@@ -110,27 +110,27 @@ class Scraper:
         )
 
     def start(self) -> None:
-        """Begin, from within the loop."""
+        """Start, from within the loop."""
         self._poller.start()
 
     def close(self) -> None:
-        """Scrape no more."""
+        """Stop scraping."""
         self._poller.close()
         for handle in self._readings.values():
             handle.cancel()
         self._readings.clear()
 
     def age_s(self, name: str) -> float | None:
-        """Of the last good page; None before the first."""
+        """Return the age of the last good page; None before the first."""
         measured_at = self._measured_at.get(name)
         return None if measured_at is None else self._now() - measured_at
 
     def failure(self, name: str) -> str:
-        """Why the last page was not good; empty if it was, or none has come."""
+        """Return the error of the last page; empty if the page was good, or none has come."""
         return self._failures.get(name, "")
 
     def _answered(self, name: str, answer: Answer) -> None:
-        if name in self._readings:  # the last page takes longer than an interval; this one is as good as the next
+        if name in self._readings:  # the last page takes longer than an interval; skip this one
             return
         if answer.status == 200:
             self._read(name, metrics_in(answer.body, self.metrics.get(name), self._series_max))
@@ -140,7 +140,7 @@ class Scraper:
         self._failed(name, answer.failure or f"HTTP status {answer.status}")
 
     def _read(self, name: str, slices: Slices[EngineMetrics]) -> None:
-        """One slice of a page."""
+        """Parse one slice of a page."""
         self._readings.pop(name, None)
         try:
             next(slices)
@@ -189,7 +189,7 @@ class Scraper:
             self._on_links(name, seen)
 
     def _restarted(self, name: str, before: EngineMetrics, metrics: EngineMetrics) -> bool:
-        """By the process's own word; without it, by its having been gone."""
+        """Whether the process has restarted: by its start time, or if that is missing, by a refused connection."""
         if before.started_s is not None and metrics.started_s is not None:
             return before.started_s != metrics.started_s
         return name in self._gone

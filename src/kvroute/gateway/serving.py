@@ -1,6 +1,6 @@
-"""A cluster being served: the control core on the wall clock, its stations, and who is told of what happens.
+"""One loaded cluster: the control core on the wall clock, its engine clients, and the receivers of its events.
 
-A reloaded cluster file makes a new one; the old one lives on until its last request has left.
+A reload of the cluster file creates a new one; the old one lives until its last request has finished.
 """
 
 from __future__ import annotations
@@ -53,18 +53,18 @@ if TYPE_CHECKING:
 
 
 class Caller(NamedTuple):
-    """Who asked, for the event log and the access log."""
+    """The client of a request, for the event log and the access log."""
 
     request_id: str
-    """The X-Request-Id."""
+    """Value of the X-Request-Id header."""
     client: str
-    """Its address."""
+    """Address of the client."""
     key: str
-    """Its key's name, where there are keys."""
+    """Name of its key, if keys are required."""
 
 
 class Serving:
-    """What a journey needs: decisions, stations and somebody to tell. Nothing here waits."""
+    """What a request needs: decisions, engine clients and receivers of reports. Nothing here blocks."""
 
     def __init__(
         self,
@@ -91,28 +91,28 @@ class Serving:
         self.tracer, self.events, self.lag, self.jitter = tracer, events, lag, jitter
         self.stations: dict[str, Station] = {}
         self.panics = Panics({}, 0.0, lambda _: None)
-        """Where health checks and breakers are ignored."""
+        """Panic state of each model and role; in a panic, health checks and breakers are ignored."""
         self.ways: Ways | None = None
-        """Where prefills may leave their datacenter."""
+        """WAN paths of prefills; None: the settings have no `offload` section."""
         self.salts: CacheSalts | None = None
-        """Salts of the clients' keys, where these have caches of their own."""
+        """Salts by client key; None: clients share the engines' prefix caches."""
         self.journeys: dict[int, Journey] = {}
         self.callers: dict[int, Caller] = {}
-        """By journey, where somebody logs them."""
+        """Client of each request, by number; filled only if a log uses it."""
         self.measured: dict[str, InstanceMeasured] = {}
-        """The last word of each engine on its load."""
+        """Last load measurement of each engine."""
         self.telemetry: CongestionMeasured | LinksMeasured | None = None
-        """The last word on the network."""
+        """Last measurement of the network."""
         self.open_files = OpenFiles(metrics)
         self.landings = Landings(cluster, self.journeys)
         self.timeouts, self.reserve_output_tokens = settings.timeouts, settings.reserve_output_tokens
         self.copy_s = settings.offload.copy_s if settings.offload is not None else 0.0
-        """So long an instance may take to hold out a cached prefix; 0: nobody is asked to."""
+        """Time limit for an instance to offer a cached prefix; 0: no copies."""
         own = tracer.replaced | (frozenset() if engine_key is None else {b"authorization"})
         self.forward_headers = FORWARDED.union(name.lower().encode() for name in settings.forward_headers) - own
-        """Request headers that engines get. The client's key is not one where engines have a key of their own."""
+        """Request headers forwarded to engines. The client's key is not forwarded if the engines have their own key."""
         self.added = b"authorization: Bearer %b\r\n" % engine_key if engine_key else b""
-        """What they get besides, in lines."""
+        """Additional header lines for engines."""
         self._control, self._rooms, self._on_end = control, rooms, on_end
         self._tasks: set[asyncio.Task[None]] = set()
         self._numbers = first_number - 1
@@ -127,7 +127,7 @@ class Serving:
     # Decisions
 
     def decide(self, event: Event) -> tuple[Decision, ...]:
-        """Tell the core something that asks for a decision."""
+        """Pass an event that requires a decision to the core."""
         start = time.perf_counter()
         decisions = self._control.handle(event)
         if decisions:
@@ -142,7 +142,7 @@ class Serving:
         return decisions
 
     def tell(self, event: Event) -> None:
-        """Tell the core something that asks for none."""
+        """Pass an event that requires no decision to the core."""
         decisions = self._control.handle(event)
         assert not decisions
         if self.events is not None:
@@ -154,16 +154,16 @@ class Serving:
         return self._control
 
     def changed(self, name: str, up: bool, now: float) -> None:
-        """A guard's word."""
-        if self.ways is None or not self.ways.changing:  # which says so once, for all instances behind it
+        """Report a change of availability."""
+        if self.ways is None or not self.ways.changing:  # the path logs one line for all instances behind it
             reason = {} if up else {"reason": self.stations[name].guard.why or "breaker"}
             note("info" if up else "warning", "instance_up" if up else "instance_down", instance=name, **reason)
-        # Nobody has returned whose checks are merely ignored, or whose path is open again.
+        # No slow start for an instance whose checks are merely ignored, or whose path is open again.
         crowd = self.stations[name].guard.ignored or (self.ways is not None and self.ways.changing)
         self.tell(InstanceUp(now, name, returned=not crowd) if up else InstanceDown(now, name))
 
     def panicked(self, panicking: PanicSet) -> None:
-        """A panic has begun or is over."""
+        """Report the start or end of a panic."""
         state, model, role = panicking.state, panicking.model, panicking.role
         figures = {"available": state.available, "instances": state.instances}
         if state.active:
@@ -173,51 +173,51 @@ class Serving:
             note("info", "panic_over", model=model, role=role, **figures)
 
     def heard(self, event: Event) -> None:
-        """A watcher's word: engines' load, caches and transfers, the network's congestion."""
+        """Process an event of a collector: load, caches and transfers of engines, congestion of the network."""
         match event:
             case TransferMeasured(target=target):
                 if self.settings.measure == "first-byte":
                     return
-                # The engine itself knows better than the gateway's watch from outside.
+                # The engine measures its transfers more accurately than the gateway can from outside.
                 self.stations[target].measures = False
             case InstanceMeasured(instance=name):
                 self.measured[name] = event
             case CongestionMeasured() | LinksMeasured():
                 self.telemetry = event
             case KvCleared(instance=name):
-                # It may be another engine by now, which does not count its transfers.
+                # It may be a different engine now, which does not report its transfers.
                 self.stations[name].measures = self.settings.measure != "engine"
                 self.stations[name].forget()
         self.tell(event)
 
-    # What a journey asks
+    # Called by requests
 
     def next_number(self) -> int:
-        """The request's id in the event log."""
+        """Return the next request's id in the event log."""
         self._numbers += 1
         return self._numbers
 
     @property
     def last_number(self) -> int:
-        """What `next_number` gave last."""
+        """The last value of `next_number`."""
         return self._numbers
 
     def draw(self) -> int:
-        """63 random bits."""
+        """Return 63 random bits."""
         return self._rooms.getrandbits(63)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run beside the callbacks; kept until it is done."""
+        """Start a task and reference it until it is done."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
     def model_of(self, served: str) -> str:
-        """The cluster's name of a model; with one model engines judge the name themselves (empty).
+        """Return the cluster's name of a model. With a single model it may be empty: engines then check the name.
 
         Raises:
-            RequestError: it is none of several, or is left out.
+            RequestError: the name is missing or unknown, and there are several models.
         """
         name = self.settings.models.get(served, "" if self._one_model else served)
         if self._one_model or name in self._protocols:
@@ -229,12 +229,13 @@ class Serving:
         raise RequestError(what, status=404, param="model", code="model_not_found")
 
     def must_stay(self, completion: Completion) -> bool:
-        """Whether some protocol of its model cannot hand this request's KV over: one instance must do it all then."""
+        """Whether some protocol of its model cannot transfer this request's KV: one instance must then do both
+        phases."""
         protocols = self._protocols.get(self.model_of(completion.model), self._any_protocol)
         return protocols != {"sglang"}
 
     def prefills_elsewhere(self, station: Station) -> bool:
-        """Whether another instance is up that could prefill in this one's place."""
+        """Whether another instance is up that could prefill instead of this one."""
         model, protocol = station.instance.model, station.instance.protocol
         return any(
             other is not station
@@ -245,45 +246,45 @@ class Serving:
         )
 
     def served_models(self) -> list[str]:
-        """Names that clients use, where the settings give any, or there are several models."""
+        """Return the names of models for clients; empty if there is one model and the settings have no aliases."""
         names = sorted(self.settings.models)
         return names if names or self._one_model else sorted({i.model for i in self.cluster.instances})
 
-    # What a journey tells
+    # Reports of requests
 
     def transfer_started(self, decision: Decode, now: float, expected_s: float) -> None:
-        """A decode leg that fetches KV was sent."""
+        """Report that a decode leg that fetches KV was sent."""
         self.metrics.transfer_started(decision.tier)
         self.state.transfer_started(decision, now, expected_s)
 
     def transfer_ended(self, decision: Decode, now: float, landed: bool, seconds: float | None) -> None:
-        """It has landed (in so many seconds, where they were seen), or come to nothing."""
+        """Report the end of a transfer: complete (with the duration, if it was observed) or failed."""
         self.metrics.transfer_ended(decision.tier, decision.kv_bytes, landed, seconds)
         self.state.transfer_ended(decision.request_id, now, landed=landed)
 
     def first_token(self, decision: Decode, ttft: Ttft, now: float, exemplar: tuple[str, str] | None) -> None:
-        """The client has the first byte of its stream."""
+        """Report that the client has the first byte of its stream."""
         alone = decision.source == decision.target
         protocol = self.stations[decision.target].instance.protocol
         self.metrics.first_token("aggregated" if alone else protocol, ttft, exemplar)
         self.state.first_token(ttft, now, tier=None if alone else decision.tier, kv_bytes=decision.kv_bytes)
 
     def whole_answer(self, decision: Decode, now: float) -> None:
-        """The client has its answer, whose first token nobody has seen."""
+        """Report that the client has its complete, unstreamed response, whose first token cannot be observed."""
         alone = decision.source == decision.target
         self.state.whole_answer(now, tier=None if alone else decision.tier, kv_bytes=decision.kv_bytes)
 
     def leg_failed(self, leg: Leg, instance: str, kind: str, why: str, request_id: bytes) -> None:
-        """A leg came to nothing."""
+        """Report the failure of a leg."""
         self.metrics.leg_failed(leg, instance, kind)
-        if kind == "out_of_files":  # many requests may meet that at once: a line now and then
+        if kind == "out_of_files":  # many requests may fail at once: limit the log lines
             self.open_files.report("engine", self.now())
             return
         name = request_id.decode("latin-1")
         note("warning", "leg_failed", request_id=name, instance=instance, leg=leg, kind=kind, reason=why)
 
     def ended(self, journey: Journey, kind: str, status: int, now: float, relayed_bytes: int) -> None:
-        """A journey is over."""
+        """Report the end of a request."""
         number, seconds = journey.number, now - journey.received_at
         try:
             self.metrics.finished(kind, status, seconds, relayed_bytes)
@@ -297,11 +298,11 @@ class Serving:
 
     @property
     def idle(self) -> bool:
-        """Whether no request is under way, passed-on ones included."""
+        """Whether no request is in progress, including passthrough requests."""
         return not self.journeys and not any(station.under_way for station in self.stations.values())
 
     def close(self) -> None:
-        """No more requests."""
+        """Release all resources; no more requests follow."""
         self.landings.close()
         self.panics.close()
         for task in self._tasks:

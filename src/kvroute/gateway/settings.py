@@ -1,7 +1,7 @@
-"""The `gateway:` section of a cluster file as msgspec Structs: every field has a default, so an empty section serves.
+"""The `gateway:` section of a cluster file as msgspec Structs: every field has a default, so it may be empty.
 
-Attributes end in their unit; the file's own keys (`connect`, `body`, ...) take text with a unit. What the values mean
-together, and whether the files they name are there, is for `preflight`.
+Attribute names end in their unit; the keys of the file (`connect`, `body`, ...) take text with a unit. `preflight`
+checks combinations of values, and whether the named files exist.
 """
 
 from __future__ import annotations
@@ -49,41 +49,41 @@ Measure: TypeAlias = Literal["auto", "first-byte", "engine"]
 
 
 class TlsSettings(Entry, frozen=True, kw_only=True):
-    """Files in PEM form; paths are relative to the cluster file."""
+    """Files in PEM format; paths are relative to the cluster file."""
 
     certificate: str
-    """The server's certificate and those that lead to its root."""
+    """The server's certificate and the certificates that lead to its root."""
     key: str
 
 
 class ListenSettings(Entry, frozen=True, kw_only=True):
-    """Where clients come in."""
+    """The port for clients."""
 
     host: Host = "127.0.0.1"
     port: Port = 8080
-    """0: the system draws one."""
+    """0: the operating system chooses one."""
     tls: TlsSettings | None = None
     metrics: bool | None = None
-    """/metrics is answered here too, to every client; None: where no keys are asked for. Always on the admin port."""
+    """Whether this port serves /metrics to all clients; None: if no keys are required. The admin port always does."""
     hosts: list[Host] = field(default_factory=list)
-    """Names that clients may call it by where no keys are asked for, besides those that `origins` knows."""
+    """Host names that clients may use if no keys are required, in addition to those in `origins`."""
     origins: list[WebOrigin] = field(default_factory=list)
-    """Web pages of other sites that may send requests and read the answers."""
+    """Web pages of other sites that may send requests and read the responses."""
 
 
 class AdminSettings(Entry, frozen=True, kw_only=True):
-    """Where the operator comes in: dashboard, metrics, telemetry."""
+    """The port for the operator: dashboard, metrics, telemetry."""
 
     host: Host = "127.0.0.1"
     port: Port = 9090
     push_token: Secret | None = None
-    """What POST requests must show as a bearer token; without one they are for this machine alone."""
+    """Bearer token that POST requests must carry; without one, POST is only allowed from this machine."""
     read_token: Secret | None = None
-    """What GET requests must show, as a bearer token or as the password of Basic authentication; `push_token` does too.
-    Without one, every client that reaches the port may read. /health and /ready need none."""
+    """Token that GET requests must carry, as a bearer token or as the password of Basic authentication; `push_token` is
+    accepted too. Without one, every client that reaches the port may read. /health and /ready need none."""
     tls: TlsSettings | None = None
     hosts: list[Host] = field(default_factory=list)
-    """Names that it may be called by, beside `localhost` and any IP address."""
+    """Host names that clients may use, in addition to `localhost` and any IP address."""
 
 
 class LinkQuery(Entry, frozen=True, kw_only=True):
@@ -91,35 +91,35 @@ class LinkQuery(Entry, frozen=True, kw_only=True):
 
     query: Query
     label: Word = "link"
-    """The label that holds the link's name."""
+    """Label that holds the link's name."""
 
 
 class PrometheusSettings(Entry, frozen=True, kw_only=True):
-    """Utilisation by others in [0, 1), asked of a Prometheus server; by tier or by link, not both."""
+    """Utilisation by other traffic in [0, 1) from a Prometheus server; by tier or by link, not both."""
 
     url: Url
     per_tier: dict[Tier, Query] | None = None
-    """A PromQL query for each tier that has one; the others read 0."""
+    """PromQL queries by tier; a tier without a query counts as 0."""
     per_link: LinkQuery | None = None
     interval_s: Wait = field(name="interval", default=Wait(5.0))
     timeout_s: Wait = field(name="timeout", default=Wait(2.0))
 
 
 class OracleSection(Entry, frozen=True, kw_only=True):
-    """What the gateway believes of the network beyond the cluster file."""
+    """What the gateway assumes about the network in addition to the cluster file."""
 
     source: OracleSource = "static"
     self_measured: bool = True
-    """The pace of own transfers corrects the static bandwidths."""
+    """Whether the measured throughput of own transfers corrects the static bandwidths."""
     separates_own_traffic: bool = True
-    """Telemetry leaves the gateway's own transfers out."""
+    """Whether telemetry excludes the gateway's own transfers."""
     stale_after_s: Wait = field(name="stale_after", default=Wait(30.0))
-    """Older telemetry and measurements fade to the static view."""
+    """Age from which telemetry and measurements decay towards the static values."""
     prediction: Literal["smooth", "trend"] | None = None
     prometheus: PrometheusSettings | None = None
 
     def oracle_settings(self) -> OracleSettings:
-        """The same as the oracle takes it."""
+        """Return the oracle's form of the section."""
         return OracleSettings(
             separates_own_traffic=self.separates_own_traffic,
             prediction=self.prediction,
@@ -132,23 +132,23 @@ class PromptSettings(Entry, frozen=True, kw_only=True):
     """How prompts become block hashes."""
 
     tokenizer: str | None = None
-    """A `tokenizer.json` or its folder; without one blocks are cut from text."""
+    """A `tokenizer.json` or its folder; without one, blocks are pieces of text."""
     block_tokens: Annotated[int, Meta(ge=1, le=4096)] = 16
     bytes_per_token: Annotated[int, Meta(ge=1, le=64)] = 4
-    """Of text, where there is no tokenizer."""
+    """Assumed bytes of text per token without a tokenizer."""
     context: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
-    """Tokens that the model's context holds; None: what `config.json` beside the tokenizer says, if it is there."""
+    """Context length of the model in tokens; None: that of `config.json` beside the tokenizer, if it exists."""
     memory_bytes: MemorySize = field(name="memory", default=MemorySize(MEMORY_BYTES))
-    """For all prompts that are tokenized at the same time; bounds the longest one."""
+    """Memory for all prompts that are tokenized at the same time; limits the longest one."""
 
 
 class LimitSettings(Entry, frozen=True, kw_only=True):
-    """What clients may take."""
+    """Limits for clients."""
 
     body_bytes: Size = field(name="body", default=Size(64e6))
     bodies_bytes: Size = field(name="bodies", default=Size(1e9))
-    """Memory for those of all requests together, four bytes for each byte, from a body's first byte until it is not
-    needed any more; those up to 64 KiB are not counted."""
+    """Memory for the bodies of all requests together: four bytes for each byte, from its arrival until it is not needed
+    any more; bodies up to 64 KiB are not counted."""
     header_bytes: Size = field(name="headers", default=Size(64e3))
     connections: Limit = 4096
     connections_per_address: Limit | None = None
@@ -157,122 +157,124 @@ class LimitSettings(Entry, frozen=True, kw_only=True):
     queue: LimitOrNone = 512
     queue_wait_s: Wait = field(name="queue_wait", default=Wait(30.0))
     per_key: Limit = 256
-    """Requests of one API key, in flight and waiting; `keys.concurrency` says otherwise for some."""
+    """Requests of one API key, in flight and queued; `keys.concurrency` overrides it for some keys."""
     header_s: Wait = field(name="header_time", default=Wait(10.0))
     body_s: Wait = field(name="body_time", default=Wait(60.0))
     keep_alive_s: Wait = field(name="keep_alive", default=Wait(75.0))
     stall_s: Wait = field(name="stall", default=Wait(120.0))
-    """For so long a client may read nothing of an answer that waits for it."""
+    """Time limit for a client that reads nothing of a pending response."""
 
 
 class TimeoutSettings(Entry, frozen=True, kw_only=True):
-    """How long an engine may take, by phase."""
+    """Time limits for engines, by phase."""
 
     connect_s: Wait = field(name="connect", default=Wait(2.0))
     prefill_s: Wait = field(name="prefill", default=Wait(300.0))
     first_token_s: Wait = field(name="first_token", default=Wait(300.0))
-    """From the decode leg's start to the first byte of its stream: transfer, queue and first step."""
+    """From the start of the decode leg to the first byte of its stream: transfer, queue and first step."""
     answer_s: Wait = field(name="answer", default=Wait(3600.0))
-    """From the decode leg's start to an answer that comes whole, of which no byte is seen before its last token."""
+    """From the start of the decode leg to a response that is not streamed: its first byte comes after its last
+    token."""
     between_tokens_s: Wait = field(name="between_tokens", default=Wait(60.0))
     drain_s: Wait = field(name="drain", default=Wait(120.0))
-    """After SIGTERM, for the requests under way."""
+    """After SIGTERM, time for the requests in progress."""
 
 
 class RetrySettings(Entry, frozen=True, kw_only=True):
-    """How many legs are tried again (`budget`)."""
+    """Limits on retries of legs (`budget`)."""
 
     share: Share = 0.2
     floor_per_s: Number = 10.0
     attempts: Annotated[int, Meta(ge=1, le=100)] = 3
-    """Of one request, the first one included."""
+    """Attempts of one request, including the first."""
 
 
 class BreakerSettings(Entry, frozen=True, kw_only=True):
-    """When an instance is left alone (`breaker`)."""
+    """When a failing instance gets no requests (`breaker`)."""
 
     failures: Annotated[int, Meta(ge=1, le=10_000)] = 5
     window_s: Wait = field(name="window", default=Wait(30.0))
     share: ShareAboveZero = 0.5
     open_s: Wait = field(name="open", default=Wait(5.0))
     jitter: Share = 0.1
-    """It stays open for up to this share longer, by chance."""
+    """Share by which the open time is randomly extended, at most."""
 
 
 class HealthSettings(Entry, frozen=True, kw_only=True):
-    """How engines are asked whether they live."""
+    """Health checks of engines."""
 
     path: Path = "/health"
     interval_s: Wait = field(name="interval", default=Wait(2.0))
     timeout_s: Wait = field(name="timeout", default=Wait(2.0))
     failures: Annotated[int, Meta(ge=1, le=1000)] = 2
     jitter: Share = 0.1
-    """Each round of checks lasts up to this share of `interval` longer, by chance."""
+    """Share of `interval` by which each round of checks is randomly extended, at most."""
     slow_start_s: Window = field(name="slow_start", default=Window(10.0))
-    """Over this time the share of requests of an instance that has returned rises; 0: it gets its full share."""
+    """Time over which a returned instance ramps up to its full share of requests; 0: no ramp."""
     panic: Share = 0.5
-    """Where fewer than this share of a role's instances are available, health checks and breakers are ignored."""
+    """If a smaller share of a role's instances is available, health checks and breakers are ignored."""
 
 
 class ScrapeSettings(Entry, frozen=True, kw_only=True):
-    """How engines are asked for their load."""
+    """Scraping of engine metrics."""
 
     path: Path = "/metrics"
     interval_s: Wait = field(name="interval", default=Wait(1.0))
     body_bytes: Size = field(name="body", default=Size(4e6))
-    """A longer page is not read."""
+    """Maximum size of a page; a longer one is not read."""
 
 
 class TracingSettings(Entry, frozen=True, kw_only=True):
-    """OpenTelemetry spans over OTLP/HTTP; without a URL the client's trace context is passed on as it is."""
+    """OpenTelemetry spans over OTLP/HTTP; without a URL the client's trace context is forwarded unchanged."""
 
     otlp: Url | None = None
     share: Share = 1.0
-    """Of the requests whose client has not decided."""
+    """Share of the requests that are traced if the client has made no sampling decision."""
 
 
 class LogSettings(Entry, frozen=True, kw_only=True):
-    """What the gateway writes; never a key, never a prompt."""
+    """Logs of the gateway; they never contain a key or a prompt."""
 
     level: Literal["debug", "info", "warning", "error"] = "info"
     format: Literal["text", "json"] = "text"
     access: bool = False
-    """A line for each request."""
+    """Whether to log a line for each request."""
     events: str | None = None
-    """The file that takes every event and decision, for `kvroute replay` and `kvroute explain`."""
+    """File for every event and decision, read by `kvroute replay` and `kvroute explain`."""
     file_bytes: LogSize = field(name="file_size", default=LogSize(64e6))
-    """When the event log's file is larger, it gets a number at the end of its name, and a new file is begun."""
+    """Size from which an event log file is renamed with a number at its end, and a new file is started."""
     total_bytes: LogSize = field(name="total_size", default=LogSize(1e9))
-    """Limit for all files of event logs under this name; beyond it the oldest are removed."""
+    """Limit for all event log files of this name; beyond it the oldest are removed."""
     terms: TermsKept = "best"
-    """Of more than 64 candidates the event log keeps the terms of the 16 cheapest and of the chosen one, or of all."""
+    """Which terms the event log keeps if there are more than 64 candidates: those of the 16 cheapest and the chosen
+    one, or all."""
 
 
 class GatewaySettings(Entry, frozen=True, kw_only=True):
-    """The whole section. Paths are absolute once `preflight` has read them."""
+    """The whole section. Paths are absolute after `preflight` has read them."""
 
     listen: ListenSettings = ListenSettings()
     admin: AdminSettings = AdminSettings()
     policy: str = DEFAULT_DECODE_POLICY
     parameters: dict[str, float] = field(default_factory=dict)
-    """Of the policy."""
+    """Parameters of the policy."""
     shadow: str = ""
-    """A second decode policy that is asked about every decision and not obeyed; empty: none."""
+    """A second decode policy that is evaluated at every decision without acting on it; empty: none."""
     prefill: str = "cache-aware"
     """The prefill policy."""
     constraint: str = ""
     """`level:enforcement[:weight]`; empty: none."""
     reserve_bytes: Size | None = field(name="reserve", default=None)
-    """KV memory held back on every decode instance."""
+    """KV memory reserved on every decode instance."""
     reserve_output_tokens: Limit = 4096
-    """Room is kept for so many generated tokens of a request at most, whatever it allows itself."""
+    """Maximum number of generated tokens for which a request reserves memory, even if it allows more."""
     models: dict[Word, Word] = field(default_factory=dict)
-    """A model as clients call it to the model as the cluster file calls it."""
+    """Aliases: a model's name for clients to its name in the cluster file."""
     oracle: OracleSection = OracleSection()
     prompt: PromptSettings = PromptSettings()
     prefix: PrefixSource = "auto"
-    """What tells who has cached what: engines' `events`, or the gateway's own routing (`approximate`); `auto`: events
-    of the instances that have `kv_events`."""
+    """Source of the instances' cache contents: `events` of the engines, the gateway's own routing (`approximate`), or
+    `auto`: events of the instances that have `kv_events`."""
     limits: LimitSettings = LimitSettings()
     timeouts: TimeoutSettings = TimeoutSettings()
     retries: RetrySettings = RetrySettings()
@@ -281,25 +283,27 @@ class GatewaySettings(Entry, frozen=True, kw_only=True):
     scrape: ScrapeSettings = ScrapeSettings()
     keys: KeySettings = KeySettings()
     upstream_key_env: str | None = None
-    """Environment variable with the engines' own key, sent in place of the client's, which is checked here."""
+    """Environment variable with the engines' own key; it replaces the client's key, which the gateway checks."""
     forward_headers: list[HeaderName] = field(default_factory=list)
-    """Request headers that engines get, besides those of OpenAI's SDKs and of tracing (`headers.FORWARDED`)."""
+    """Request headers forwarded to engines, in addition to those of OpenAI's SDKs and of tracing
+    (`headers.FORWARDED`)."""
     cache_salt: CacheSaltMode = "none"
     """Which prompts share the engines' prefix caches: all, those of one API key, or those of one tenant."""
     cache_salt_secret_env: str | None = None
-    """Environment variable with the secret that salts are derived with; None: drawn at the start."""
+    """Environment variable with the secret from which salts are derived; None: a random secret at each start."""
     tracing: TracingSettings = TracingSettings()
     log: LogSettings = LogSettings()
     measure: Measure = "auto"
-    """What times transfers: the `engine`'s own counters, the `first-byte` of its answer, or whichever there is."""
+    """Source of transfer durations: the `engine`'s own counters, the `first-byte` of its response, or what is
+    available."""
     layerwise: bool = False
-    """KV caches are fetched while they are computed, inside a datacenter too; `offload.layerwise` says so for prompts
-    that another datacenter prefills."""
+    """Whether KV caches are fetched while they are computed, also within a datacenter; `offload.layerwise` is the same
+    for prompts that another datacenter prefills."""
     offload: OffloadSection | None = None
-    """When a prefill leaves its datacenter; None: instances are chosen whatever datacenter they are in."""
+    """When a prefill leaves its datacenter; None: instances are chosen regardless of their datacenter."""
 
     def control_spec(self) -> ControlSpec:
-        """What makes a core decide as this section says: the event log's first line."""
+        """Return the settings that determine the core's decisions: the first line of the event log."""
         return ControlSpec(
             decode=self.policy,
             parameters=self.parameters,

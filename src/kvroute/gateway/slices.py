@@ -1,4 +1,4 @@
-"""Long work on the event loop in slices: generators that yield whenever others should have their turn."""
+"""Long work on the event loop in slices: generators that yield whenever other callbacks should run."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import TypeAlias, TypeVar
 
 T = TypeVar("T")
 Slices: TypeAlias = Generator[None, None, T]
-"""After each `yield` others may have their turn; the result is what it returns."""
+"""A computation that yields after each slice, so that other callbacks can run; T is the type of its result."""
 
 
 class Meter:
-    """Counts units of work and says when a slice is used up."""
+    """Counts units of work and reports when a slice is used up."""
 
     __slots__ = ("_left", "_slice")
 
@@ -19,7 +19,7 @@ class Meter:
         self._slice = self._left = slice_units
 
     def spend(self, units: int) -> bool:
-        """Note so many units; whether it is time to yield."""
+        """Count units of work; return whether it is time to yield."""
         self._left -= units
         if self._left > 0:
             return False
@@ -28,7 +28,7 @@ class Meter:
 
 
 def whole(slices: Slices[T]) -> T:
-    """The result of all slices, one after the other without a break."""
+    """Run all slices without a break and return the result."""
     while True:
         try:
             next(slices)

@@ -1,6 +1,6 @@
-"""What the dashboard and the gauges show: the cluster's layout, load, transfers, decisions and TTFT of the last minute.
+"""State shown by the dashboard and the gauges: layout, load, transfers, decisions, and TTFT of the last minute.
 
-The journey's hooks only append to bounded rings; everything else is computed when somebody looks. It decides nothing.
+The hooks of requests only append to bounded rings; everything else is computed on demand. It makes no decisions.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from kvroute.topology import Cluster
 from kvroute.types import TIER_COUNT, Decision, Decode, FloatArray, Prefill
 
 WINDOW_S = 60.0
-"""TTFT and tier split are those of requests whose first token, or whole answer, came within this time."""
+"""TTFT and tier split cover requests whose first token, or whole response, came within this time."""
 REQUESTS_MOST = 4096
-"""Requests remembered; above 68 a second the window is shorter than WINDOW_S."""
+"""Maximum number of requests kept; above 68 per second the window is shorter than WINDOW_S."""
 SPLITS_S = 1.0
-"""Percentiles are as old as this at most: they take a millisecond, in which every stream stands still."""
+"""Maximum age of the percentiles: computing them takes a millisecond, during which the event loop is blocked."""
 DECISIONS_MOST = 50
 TICK_DECISIONS_MOST = 12
 TRANSFERS_SHOWN_MOST = 200
 LINGER_S = 1.0
-"""Ended transfers stay in the picture this long: most are shorter than the time between two looks."""
+"""Time for which finished transfers stay visible: most take less than the time between two dashboard updates."""
 _PARTS = ("queue", "prefill", "transfer", "first_step")
 _COLUMNS = 4 + len(_PARTS)
 _UNSEEN = -1.0
-"""In place of the first part of a TTFT that nobody has seen."""
+"""Replaces the first part of a TTFT that could not be observed."""
 
 
 @dataclass(slots=True)
@@ -53,10 +53,11 @@ class _Moving:
 
 
 class ClusterState:
-    """Takes the journey's hooks and gives snapshots; times are the gateway's clock in seconds and never go back."""
+    """Receives the hooks of requests and returns snapshots; times are the gateway's clock in seconds and never
+    decrease."""
 
     def __init__(self, cluster: Cluster, look: Callable[[], Load], *, policy: str, version: str) -> None:
-        """Args: `look` gives the load now; it is called only for a snapshot."""
+        """Args: `look` returns the current load; it is called only for a snapshot."""
         self._look, self._version = look, version
         self.policy = policy
         self._layout_id = 0
@@ -74,7 +75,7 @@ class ClusterState:
         self._arrivals, self._finishes, self._rejects, self._errors = Rate(), Rate(), Rate(), Rate()
 
     def replace(self, cluster: Cluster) -> None:
-        """Show another cluster from now on (hot reload); its layout gets a new id."""
+        """Show another cluster from now on (reload); its layout gets a new id."""
         self._layout_id += 1
         self.layout = layout_of(cluster, self._layout_id)
         self._positions = {instance.name: k for k, instance in enumerate(cluster.instances)}
@@ -85,16 +86,16 @@ class ClusterState:
         self._prefills, self._offloaded = Rate(int(WINDOW_S)), Rate(int(WINDOW_S))
 
     def shadow(self, policy: str) -> None:
-        """Which policy is in the shadow from now on, empty for none; one that was there already is counted on."""
+        """Set the shadow policy, empty for none; its counts continue if it does not change."""
         if policy != (self._shadow.policy if self._shadow else ""):
             self._shadow = ShadowTally(policy) if policy else None
 
     def arrived(self, at: float) -> None:
-        """A request was read."""
+        """Count a request that was read."""
         self._arrivals.add(at)
 
     def decided(self, decision: Decision, at: float) -> None:
-        """A decision was made; its arrays are kept, not copied."""
+        """Record a decision; its arrays are referenced, not copied."""
         self._decided += 1
         self._decisions.append((self._decided, at, self.policy, decision))
         if self._shadow is not None and type(decision) is Decode:
@@ -105,16 +106,16 @@ class ClusterState:
                 self._offloaded.add(at)
 
     def rejected(self, at: float) -> None:
-        """A request got no instance, or never came past the door."""
+        """Count a request that got no instance or was rejected before scheduling."""
         self._rejects.add(at)
 
     def transfer_started(self, decision: Decode, at: float, expected_s: float = 0.0) -> None:
-        """The KV cache of a request leaves its source. A second transfer of one request takes the first one's place."""
+        """Record that a request's KV transfer has started. A second transfer of one request replaces the first one."""
         number, ends = decision.request_id, (decision.source, decision.target)
         self._moves(number, number, *ends, decision.tier, decision.kv_bytes, at, expected_s)
 
     def copy_started(self, decision: Prefill, tier: int, at: float, expected_s: float) -> None:
-        """A cached prefix leaves for where it is needed; its end is told with the copy's number, negative."""
+        """Record that the copy of a cached prefix has started; its end is reported with the negative copy number."""
         ends = decision.copy_from, decision.instance
         self._moves(-decision.copy_id, decision.request_id, *ends, tier, decision.copy_bytes, at, expected_s)
 
@@ -123,12 +124,12 @@ class ClusterState:
     ) -> None:
         ends = self._positions.get(source), self._positions.get(target)
         if ends[0] is None or ends[1] is None:
-            return  # decided before the cluster file was read again
+            return  # decided before the cluster file was reloaded
         self._moved += 1
         self._moving[key] = _Moving(self._moved, request, ends[0], ends[1], tier, kv_bytes, at, expected_s)
 
     def transfer_ended(self, number: int, at: float, *, landed: bool = True) -> None:
-        """It has landed or failed; nothing happens if none is under way."""
+        """Record that a transfer has completed or failed; does nothing if there is none."""
         moving = self._moving.pop(number, None)
         if moving is not None:
             moving.ended_s = at
@@ -137,7 +138,7 @@ class ClusterState:
                 self._traffic.landed(moving.source, moving.target, moving.kv_bytes, at)
 
     def first_token(self, ttft: Ttft, at: float, *, tier: int | None, kv_bytes: float = 0.0, policy: str = "") -> None:
-        """The client got the first byte of a stream; `tier` None: prefill and decode on one instance."""
+        """Record the first byte of a client's stream; `tier` None: prefill and decode on one instance."""
         start = self._row(at, tier, kv_bytes, policy)
         rows = self._rows
         rows[start + 4] = ttft.queue_s
@@ -146,7 +147,7 @@ class ClusterState:
         rows[start + 7] = ttft.first_step_s
 
     def whole_answer(self, at: float, *, tier: int | None, kv_bytes: float = 0.0, policy: str = "") -> None:
-        """The same of an answer that came whole, whose first token nobody has seen."""
+        """Record a response that is not streamed, whose first token cannot be observed."""
         self._rows[self._row(at, tier, kv_bytes, policy) + 4] = _UNSEEN
 
     def _row(self, at: float, tier: int | None, kv_bytes: float, policy: str) -> int:
@@ -160,22 +161,23 @@ class ClusterState:
         return start
 
     def finished(self, at: float, code: int) -> None:
-        """The answer is complete or has failed for good; 499: the client left, 503: it was rejected."""
+        """Count a request whose response is complete or has failed; 499: the client disconnected, 503: it was
+        rejected."""
         self._finishes.add(at)
         if code >= 500 and code != 503:
             self._errors.add(at)
 
     def stream_failed(self, at: float) -> None:
-        """A stream ended with an error event. Its status was sent as 200, so `finished` does not count it."""
+        """Count a stream that ended with an error event; its status was 200, so `finished` counts no error."""
         self._errors.add(at)
 
     def snapshot(self, at: float) -> Snapshot:
-        """Everything as it is now, with all remembered decisions."""
-        self._splits_at = -SPLITS_S  # what is kept of a run must hold its last request
+        """Return the current state with all recorded decisions."""
+        self._splits_at = -SPLITS_S  # the snapshot kept of a run must include its last request
         return Snapshot(layout=self.layout, tick=self.tick(at, DECISIONS_MOST))
 
     def tick(self, at: float, decisions_most: int = TICK_DECISIONS_MOST) -> Tick:
-        """What moves, with the newest decisions."""
+        """Return the values that change, with the newest decisions."""
         load = self._look()
         newest = islice(self._decisions, max(0, len(self._decisions) - decisions_most), None)
         return Tick(
@@ -238,7 +240,7 @@ _UNKNOWN = InstanceLoad(name="", up=False)
 
 
 def _tile(instance: LayoutInstance, load: InstanceLoad) -> Tile:
-    # A second of pending prefill, or a full batch, is a full tile: what a request that comes now would feel.
+    # Full means a second of pending prefill or a full batch: the delay that a new request would have.
     batch = max(load.requests, load.running + load.waiting) / (instance.batch_max or 1)
     pending_s = load.prefill_pending_s
     role = load.role or instance.role
@@ -271,7 +273,7 @@ def _transfer(moving: _Moving, at: float) -> Transfer:
 
 
 def _quantiles_s(ordered: FloatArray, share: float) -> list[float]:
-    """Of each row, between its two nearest values; numpy's own imports a module of 100 ms when it is first called."""
+    """Interpolate a quantile of each row; numpy's own function imports a module for 100 ms on its first call."""
     place = share * (ordered.shape[1] - 1)
     low = int(place)
     high = min(low + 1, ordered.shape[1] - 1)

@@ -1,4 +1,4 @@
-"""One engine as the gateway deals with it: its connections, dialect, guard and what is under way there."""
+"""One engine as the gateway uses it: its connections, protocol dialect, availability and requests in progress."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ if TYPE_CHECKING:
     from kvroute.gateway.legs import Leg
 
 _COPY_MAX = 64 * 1024
-"""Bodies up to here are sent in one piece with their head."""
+"""Larger bodies are sent separately from their head, to avoid a copy."""
 
 
 class Guard:
-    """Whether an instance is to be given requests: what health checks say, what its breaker makes of its answers, and
-    whether somebody holds it back.
+    """Availability of an instance: health checks, circuit breaker, and holds (other reasons to send nothing).
 
-    `on_change` is told of every change; a half-open breaker lets one request through and is closed to others meanwhile.
+    `on_change` is called at every change; a half-open breaker lets one request through and blocks others meanwhile.
     """
 
     def __init__(self, name: str, breaker: Breaker, on_change: Callable[[str, bool, float], None]) -> None:
@@ -34,93 +33,93 @@ class Guard:
         self.present = True
         """False: no process listens there, or none has passed a health check yet."""
         self.ignored = False
-        """Health checks and breaker are ignored: a panic."""
+        """Whether health checks and breaker are ignored because of a panic."""
         self.on_available: Callable[[float], None] | None = None
-        """Is told when, on every change of `available` or `counted`."""
+        """Called with the time at every change of `available` or `counted`."""
         self._seen = (True, True)
         self._held: set[str] = set()
         self._tried = False
-        """Whether its breaker is anything but closed, so that every word counts."""
+        """Whether its breaker is not closed, so that every outcome may change the state."""
         self._on_change = on_change
 
     def started(self, now: float) -> Attempt:
-        """A request is on its way there; its end is told with what this returns."""
+        """Record that a request is being sent; its outcome is reported with the returned attempt."""
         attempt = self.breaker.started(now)
         if self._tried:
             self.look(now)
         return attempt
 
     def succeeded(self, attempt: Attempt, now: float) -> None:
-        """It was answered, be it with a client's error."""
+        """Record a response, which may be a client error."""
         self.breaker.succeeded(attempt, now)
         if self._tried:
             self.look(now)
 
     def failed(self, attempt: Attempt, now: float, cause: Cause = "no_answer") -> None:
-        """It was not."""
+        """Record a failure."""
         self.breaker.failed(attempt, now, cause)
         self.look(now)
 
     def acquitted(self, attempt: Attempt, now: float) -> None:
-        """It was answered with an error, for which the request is to blame."""
+        """Record an error response that is the fault of the request."""
         self.breaker.acquitted(attempt, now)
         if self._tried:
             self.look(now)
 
     def late_failure(self, now: float) -> Attempt:
-        """An attempt for a request that fails after its success was reported: it is no half-open probe."""
+        """Start an attempt for a request that fails after its success was reported; it is not a half-open probe."""
         return self.breaker.started(now) if self.breaker.state(now) == "closed" else NOT_COUNTED
 
     def cancelled(self, attempt: Attempt, now: float) -> None:
-        """Nobody waited for the answer."""
+        """Record that the response was not needed any more."""
         self.breaker.cancelled(attempt, now)
         if self._tried:
             self.look(now)
 
     def set_healthy(self, healthy: bool, now: float, *, present: bool = True) -> None:
-        """What the health checks say; see `present`."""
+        """Set the result of the health checks; see `present`."""
         self.healthy, self.present = healthy, present
         self.look(now)
 
     def ignore_checks(self, ignored: bool, now: float) -> None:
-        """Whether health checks and breaker are ignored from now on."""
+        """Set whether health checks and breaker are ignored."""
         if ignored != self.ignored:
             self.ignored = ignored
             self.look(now)
 
     @property
     def available(self) -> bool:
-        """Whether health checks and breaker agree that it serves; a half-open breaker does not."""
+        """Whether health checks and a closed breaker allow requests, and nothing holds the instance."""
         return self.healthy and not self._held and not self._tried
 
     @property
     def counted(self) -> bool:
-        """Whether the panic threshold counts it: it is not administratively down, and its process listens."""
+        """Whether it counts for the panic threshold: it is not administratively down, and its process listens."""
         return not self._held and (self.present or self.healthy)
 
     def hold(self, why: str, now: float) -> None:
-        """Hold it back, for this reason among others, until `let_go`."""
+        """Stop requests to the instance for this reason, possibly among others, until `let_go`."""
         self._held.add(why)
         self.look(now)
 
     def let_go(self, why: str, now: float) -> None:
-        """This reason is over; nothing if there was none."""
+        """Remove this reason, if present."""
         self._held.discard(why)
         self.look(now)
 
     @property
     def why(self) -> str:
-        """Why it is given nothing; empty: nothing speaks against it but its breaker."""
+        """Why it gets no requests; empty: only its breaker may prevent them."""
         return ", ".join(["unhealthy"] * (not self.healthy) + sorted(self._held))
 
     def look(self, now: float) -> None:
-        """See whether anything has changed; called now and then too, for a breaker opens its door with time."""
+        """Update the state and report changes; also called periodically, since an open breaker later allows a probe."""
         self._tried = self.breaker.state(now) != "closed"
         seen = self.available, self.counted
         if seen != self._seen:
             self._seen = seen
             if self.on_available is not None:
-                self.on_available(now)  # before anything is told: a panic may keep this instance up
+                self.on_available(now)  # before the change is reported: a panic may keep this instance up
         well = self.healthy and (not self._tried or self.breaker.allows(now))
         up = not self._held and (well or (self.ignored and self.present))
         if up != self.up:
@@ -144,33 +143,33 @@ class Station:
     ) -> None:
         """
         Args:
-            instance: with an endpoint.
+            instance: instance with an endpoint.
             pool: connections to it.
-            bootstrap: connections to its bootstrap server, where the protocol asks that for the engine's id.
-            guard: its health.
-            approximate: nobody tells what it has cached, so that the gateway takes what it sent there for cached.
-            measures: the time to an answer's first byte tells how long its transfer took.
-            between_s: seconds between two bytes of an answer, at most.
+            bootstrap: connections to its bootstrap server, if the protocol obtains the engine's id there.
+            guard: its availability.
+            approximate: the engine does not report its cache contents; the gateway assumes that what it sent is cached.
+            measures: whether the time to the first byte of a response measures its transfer.
+            between_s: maximum time between two bytes of a response, in seconds.
         """
         assert instance.endpoint is not None
         self.instance, self.name, self.pool, self.guard = instance, instance.name, pool, guard
         self.role: Role = instance.role
-        """That it serves now; conversions change it."""
+        """The current role; role switches change it."""
         self.dialect = DIALECTS[instance.protocol]
         self.approximate = approximate
         self.measures = measures
-        """Whether the gateway's own watch on transfers counts: False once the engine reports its transfers itself."""
+        """Whether the gateway's own measurement of transfers counts; False once the engine reports its transfers."""
         self.under_way = 0
         self.out_of_files = False
-        """Its bootstrap server could not be asked the last time, for the gateway had no file descriptor left."""
+        """Whether the last request to its bootstrap server failed for lack of a file descriptor in the gateway."""
         self._bootstrap, self._between_s = bootstrap, between_s
         self._engine_id = ""
         self._meeting: list[Callable[[], None]] = []
-        """Who waits for the engine's id."""
+        """Callbacks that wait for the engine's id."""
         self._host = pool.host
 
     def send(self, leg: Leg, path: bytes, head: bytes, body: bytes, first_byte_s: float, now: float) -> None:
-        """Start a leg's call; `head` is its headers, in lines."""
+        """Start a leg's call; `head` holds its header lines."""
         leg.open = True
         self.under_way += 1
         leg.attempt = self.guard.started(now) if leg.journey.suspicion is None else NOT_COUNTED
@@ -185,14 +184,14 @@ class Station:
         leg.call = self.pool.send(request, leg, first_byte_s=first_byte_s, idle_s=self._between_s, body=large)
 
     def left(self) -> None:
-        """One call less."""
+        """Count a finished call."""
         self.under_way -= 1
         assert self.under_way >= 0
 
     def meeting(self, draw: Callable[[], int], *, early: bool = False) -> Meeting | None:
-        """Where the two legs of a request meet; None while the engine's id is not known (`meet` asks for it).
+        """Return the transfer parameters of a request's two legs; None while the engine's id is unknown (see `meet`).
 
-        `draw` gives 63 random bits. `early`: both legs are sent at once, whatever the protocol.
+        `draw` returns 63 random bits. `early`: both legs are sent at once, whatever the protocol.
         """
         endpoint = self.instance.endpoint
         assert endpoint is not None
@@ -209,8 +208,7 @@ class Station:
         return Meeting(transfer_id=name, bootstrap=endpoint.bootstrap, engine_id=self._engine_id)
 
     def meet(self, then: Callable[[], None]) -> None:
-        """Ask the bootstrap server for the engine's id, once for all who want it meanwhile; `then` is called in any
-        case."""
+        """Request the engine's id from the bootstrap server, once for all concurrent callers; always call `then`."""
         assert self._bootstrap is not None
         self._meeting.append(then)
         if len(self._meeting) > 1:
@@ -219,11 +217,11 @@ class Station:
         self._bootstrap.send(request, _Introduction(self), first_byte_s=5.0, idle_s=5.0)
 
     def forget(self) -> None:
-        """The engine may be another one by now: ask for its id again."""
+        """Discard the engine's id, because the engine may be a different one now."""
         self._engine_id = ""
 
     def introduced(self, reply: bytes, *, out_of_files: bool = False) -> None:
-        """The bootstrap server's answer; empty: there was none, for want of a file descriptor or for its own fault."""
+        """Process the bootstrap server's response; empty: it failed, or the gateway had no file descriptor."""
         self.out_of_files = out_of_files
         try:
             self._engine_id = engine_id(reply)
@@ -244,7 +242,7 @@ _PLAIN = Meeting()
 
 
 class _Introduction(Sink):
-    """Listens to a bootstrap server."""
+    """Receives the response of a bootstrap server."""
 
     def __init__(self, station: Station) -> None:
         self._station = station

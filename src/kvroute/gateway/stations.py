@@ -1,4 +1,4 @@
-"""Makes the stations of a cluster: pools, guards and dialects from the settings."""
+"""Creates the engine clients of a cluster: connection pools, availability and protocol dialects from the settings."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def stations_of(
     exact: bool,
     draw: Callable[[], float] | None = None,
 ) -> dict[str, Station]:
-    """Stations by name, all up. `exact`: prompts are hashed as engines' KV events are. `draw`: for the jitter of
-    circuit breakers."""
+    """Return the engine clients by name, all up. `exact`: prompts are hashed as in engines' KV events. `draw`: random
+    numbers for the jitter of circuit breakers."""
     timeouts, limits = settings.timeouts, settings.breaker
-    # Reading the system's certificates takes tens of milliseconds: once for all.
+    # Loading the system's certificates takes tens of milliseconds, so it is done once.
     https = any(i.endpoint is not None and i.endpoint.url.startswith("https:") for i in cluster.instances)
     tls = ssl.create_default_context() if https else None
     stations = {}
@@ -42,7 +42,7 @@ def stations_of(
             draw=draw,
         )
         connect_s = float(timeouts.connect_s)
-        # A decode instance that has one may come to prefill.
+        # A decode instance with a bootstrap server may become a prefill instance.
         asks = endpoint.protocol == "mooncake" and endpoint.bootstrap
         stations[instance.name] = Station(
             instance,
@@ -57,8 +57,8 @@ def stations_of(
 
 
 def _approximate(endpoint: Endpoint, settings: GatewaySettings, exact: bool) -> bool:
-    """Whether what was sent to an instance is taken for cached there: nobody tells better, or in a language (token ids)
-    that prompts without a tokenizer are not in."""
+    """Whether the gateway assumes that what it sent to an instance is cached there: the instance has no KV events, or
+    its events hold token ids, which do not match prompts hashed without a tokenizer."""
     if settings.prefix == "auto":
         return not endpoint.kv_events or not exact
     return settings.prefix == "approximate"

@@ -1,4 +1,4 @@
-"""The cluster that is served, those of before a reload that still have requests, and the change to the next."""
+"""The current cluster, earlier clusters that still have requests after a reload, and the switch to the next one."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ from kvroute.gateway.ways import Ways
 from kvroute.types import Event, InputError
 
 _FREE_S, _FREE_PAUSE_S = 1e-3, 4e-3
-"""Memory of closed clusters is freed for so long at once, and then not for so long."""
+"""Duration of one step in freeing the memory of closed clusters, and of the pause after it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Common:
-    """What all clusters share, one after the other."""
+    """Services that consecutive clusters share."""
 
     now: Callable[[], float]
     metrics: Metrics
@@ -51,17 +51,17 @@ class Common:
     budget: RetryBudget
     rooms: random.Random
     jitter: random.Random
-    """Draws the jitter of health checks and circuit breakers."""
+    """Random generator for the jitter of health checks and circuit breakers."""
     deadlines: Deadlines
     lag: LoopLag
     salt_secret: bytes
-    """The secret of cache salts, where the settings name none."""
+    """The secret of cache salts if the settings give none."""
     on_end: Callable[[Journey], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What a reload has read, beside the loop."""
+    """Data that a reload has read outside the event loop."""
 
     deployment: Deployment
     keys: Keys
@@ -72,7 +72,7 @@ class Prepared:
 
 
 def _log_header(deployment: Deployment) -> LogHeader | None:
-    """The first line of the event log, if there is to be one; what that log needs compiled is so then."""
+    """Return the first line of the event log, if there is one, and compile the code that the log needs."""
     if deployment.settings.log.events is None:
         return None
     LogHashing().blocks((0,))
@@ -80,10 +80,10 @@ def _log_header(deployment: Deployment) -> LogHeader | None:
 
 
 class Succession:
-    """Begins with one cluster; `prepare`, `next` and `switch` lead to another."""
+    """Starts with one cluster; `prepare`, `next` and `switch` change to another."""
 
     def __init__(self, deployment: Deployment, common: Common) -> None:
-        """Raises InputError where the tokenizer cannot be read or the event log not be begun."""
+        """Raises InputError if the tokenizer cannot be read or the event log cannot be created."""
         self.deployment = deployment
         self._common = common
         self._prompts = deployment.prompts()
@@ -98,30 +98,30 @@ class Succession:
         self._retired: list[Serving] = []
         self._handover: Handover | None = None
         self._closed: deque[Iterator[int]] = deque()
-        """Clusters without requests, whose memory is yet to be freed."""
+        """Clusters without requests whose memory is not freed yet."""
         self._freeing: asyncio.Task[None] | None = None
 
     @property
     def clusters(self) -> tuple[Serving, ...]:
-        """Those that have or get requests, the current one first."""
+        """Clusters that have or get requests, the current one first."""
         return (self.serving, *self._retired)
 
     @property
     def all_checked(self) -> bool:
-        """Whether the health of every instance has been looked at."""
+        """Whether the health of every instance has been checked."""
         return self._watchers.all_checked
 
     def watch(self) -> None:
-        """Begin to watch the first cluster. Raises InputError as `Watchers.start` does."""
+        """Start the collectors of the first cluster. Raises InputError as `Watchers.start` does."""
         self._watchers.start()
 
     def push(self, body: bytes) -> None:
-        """Telemetry that somebody sent. Raises InputError where it is none."""
+        """Process pushed telemetry. Raises InputError if it is invalid."""
         self._watchers.push(body)
 
     def prepare(self, read: Callable[[], Deployment]) -> Prepared:
-        """Everything about another deployment that takes time; may run in a thread. Raises what `read` raises, and
-        InputError."""
+        """Do all time-consuming work for another deployment; may run in a thread. Raises InputError, and what `read`
+        raises."""
         deployment = read()
         settings = deployment.settings
         keys, control = Keys.of(settings.keys), deployment.core()
@@ -132,7 +132,7 @@ class Succession:
         return Prepared(deployment, keys, self._prompts if same else deployment.prompts(), control, header)
 
     def next(self, prepared: Prepared) -> Serving:
-        """The cluster that may take over. Raises InputError where its event log cannot be begun."""
+        """Return the cluster that may become current. Raises InputError if its event log cannot be created."""
         try:
             number = self.serving.last_number + 1
             return self._made(prepared, number)
@@ -142,8 +142,8 @@ class Succession:
             raise
 
     def switch(self, prepared: Prepared, serving: Serving) -> Watchers:
-        """From now on `serving` is the current cluster and is watched; those who watched before are for the caller to
-        close. `settle` hands over the rest."""
+        """Make `serving` the current cluster and create its collectors; return the previous collectors, which the
+        caller closes. `settle` carries over the remaining state."""
         old, watchers = self.serving, self._watchers
         self._retired.append(old)
         self._handover = Handover(old, serving, self._retired)
@@ -155,7 +155,7 @@ class Succession:
         return watchers
 
     async def settle(self, watchers: Watchers) -> None:
-        """Close the watchers of before, begin to watch, and tell the new core what is cached where."""
+        """Close the previous collectors, start the new ones, and carry over the cache contents to the new core."""
         closing = asyncio.ensure_future(watchers.close())
         try:
             self._watchers.start()
@@ -166,7 +166,7 @@ class Succession:
             await self._handover.prefixes()
 
     def look(self) -> None:
-        """What changes with time alone."""
+        """Apply the changes that depend on time alone."""
         now = self._common.now()
         for serving in self.clusters:
             for station in serving.stations.values():
@@ -192,7 +192,7 @@ class Succession:
             self._freeing = asyncio.get_running_loop().create_task(self._free())
 
     async def _free(self) -> None:
-        """Free the memory of closed clusters, a short time at once: requests must not wait for it."""
+        """Free the memory of closed clusters in short steps, so that requests are not delayed."""
         while self._closed:
             until = time.perf_counter() + _FREE_S
             while self._closed and time.perf_counter() < until:
@@ -202,18 +202,18 @@ class Succession:
         self._freeing = None
 
     def stop(self) -> None:
-        """Break off what is under way; its clients are told."""
+        """Abort the requests in progress; their clients get an error."""
         for serving in self.clusters:
             for journey in list(serving.journeys.values()):
                 journey.stop()
 
     async def unwatch(self) -> None:
-        """Hear nothing any more, and change no roles."""
+        """Stop role switches and collectors."""
         await self.conversions.close()
         await self._watchers.close()
 
     def close(self) -> None:
-        """No more requests."""
+        """Close all clusters; no more requests follow."""
         if self._freeing is not None:
             self._freeing.cancel()
         for serving in self.clusters:
@@ -221,7 +221,7 @@ class Succession:
             serving.prompts.close()
 
     def _heard(self, event: Event) -> None:
-        """A watcher's word."""
+        """Process an event of a collector."""
         self.serving.heard(event)
         if self._handover is not None:
             self._handover.heard(event)

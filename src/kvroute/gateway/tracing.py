@@ -1,6 +1,6 @@
-"""OpenTelemetry traces: a span per request and one per leg, W3C context continued from the client and handed on.
+"""OpenTelemetry traces: a span per request and one per leg; the client's W3C context is passed on to the engines.
 
-Without an exporter the client's own trace headers are handed on as they came, and nothing else is done.
+Without an exporter the client's own trace headers are forwarded unchanged, and nothing else is done.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class LegTrace(Protocol):
     """One leg of a request."""
 
     head: bytes
-    """To send to the engine: lines of headers."""
+    """Header lines for the engine."""
 
     def end(self, error: str = "", attributes: Attributes = _NOTHING) -> None:
-        """The leg is over; `error` is empty if it went well."""
+        """End the leg; `error` is empty if it succeeded."""
         ...
 
 
@@ -43,42 +43,42 @@ class RequestTrace(Protocol):
     """One request; `leg` may be called again for a retry."""
 
     trace_id: str
-    """32 hex digits, for exemplars and logs; empty if nobody will find the trace."""
+    """32 hex digits, for exemplars and logs; empty if the trace is not exported."""
 
     def leg(self, name: str, attributes: Attributes = _NOTHING) -> LegTrace:
-        """A leg begins now."""
+        """Start a leg."""
         ...
 
     def end(self, code: int, error: str = "", attributes: Attributes = _NOTHING) -> None:
-        """The request is over."""
+        """End the request."""
         ...
 
 
 class Tracer(Protocol):
-    """What the gateway holds."""
+    """Source of request traces; one per gateway."""
 
     replaced: frozenset[bytes]
-    """Headers of the client's that those of its traces take the place of."""
+    """Headers of the client that trace headers replace."""
 
     def request(self, headers: Headers, name: str, attributes: Attributes = _NOTHING) -> RequestTrace | None:
-        """A request was read, with these headers; None: it is not traced here."""
+        """Start the trace of a request with these headers; None: it is not traced here."""
         ...
 
     def close(self) -> None:
-        """Send what is left; blocks for some seconds at most. Nothing may be traced after it."""
+        """Send pending spans; blocks for a few seconds at most. Nothing may be traced afterwards."""
         ...
 
 
 class PassingTracer:
-    """Tracing is off: the client's trace headers go on to the engines byte for byte, as all of its headers do."""
+    """Tracing is off: the client's trace headers are forwarded unchanged, as all of its headers are."""
 
     replaced: frozenset[bytes] = frozenset()
 
     def request(self, headers: Headers, name: str, attributes: Attributes = _NOTHING) -> None:
-        """See Tracer."""
+        """See `Tracer`."""
 
     def close(self) -> None:
-        """Nothing to send."""
+        """Do nothing: there are no spans."""
 
 
 class _UnsampledLeg:
@@ -88,11 +88,11 @@ class _UnsampledLeg:
         self.head = head
 
     def end(self, error: str = "", attributes: Attributes = _NOTHING) -> None:
-        """Nothing to say."""
+        """Do nothing: there is no span."""
 
 
 class _Unsampled:
-    """Nobody will see its legs; the engines learn from the context that the trace is not sampled."""
+    """A request without spans; the context for the engines marks the trace as not sampled."""
 
     __slots__ = ("_leg",)
     trace_id = ""
@@ -101,20 +101,20 @@ class _Unsampled:
         self._leg = _UnsampledLeg(_head_of(context))
 
     def leg(self, name: str, attributes: Attributes = _NOTHING) -> _UnsampledLeg:
-        """See RequestTrace."""
+        """See `RequestTrace`."""
         return self._leg
 
     def end(self, code: int, error: str = "", attributes: Attributes = _NOTHING) -> None:
-        """Nothing to say."""
+        """Do nothing: there is no span."""
 
 
 class SpanTracer:
-    """Tracing is on: every request is a span, each leg a child of it; engines see the leg's span as their parent."""
+    """Tracing is on: every request is a span, each leg a child of it; the leg's span is the parent of the engine's."""
 
     replaced = frozenset(_CONTEXT_HEADERS)
 
     def __init__(self, exporter: SpanExporter, *, share: float, version: str) -> None:
-        """Args: `share` in [0, 1] of the requests without a sampling decision of their client's."""
+        """Args: `share` in [0, 1] of the requests that are traced if the client has made no sampling decision."""
         self._provider = TracerProvider(
             sampler=ParentBased(TraceIdRatioBased(share)),
             resource=Resource.create({"service.name": "kvroute", "service.version": version}),
@@ -124,11 +124,11 @@ class SpanTracer:
         self._tracer = self._provider.get_tracer("kvroute.gateway", version)
 
     def request(self, headers: Headers, name: str, attributes: Attributes = _NOTHING) -> RequestTrace:
-        """See Tracer."""
+        """See `Tracer`."""
         carrier = {
             name.decode("latin-1"): value.decode("latin-1") for name, value in headers if name in _CONTEXT_HEADERS
         }
-        # An empty context, not the current one: between callbacks of one loop there is no current request.
+        # An empty context instead of the current one: callbacks of one loop have no current request.
         context = _W3C.extract(carrier, Context()) if carrier else Context()
         span = self._tracer.start_span(name, context, SpanKind.SERVER, attributes)
         if not span.is_recording():
@@ -136,7 +136,7 @@ class SpanTracer:
         return _RequestSpan(self._tracer, span)
 
     def close(self) -> None:
-        """See Tracer."""
+        """See `Tracer`."""
         self._provider.shutdown()
 
 
@@ -148,7 +148,7 @@ class _LegSpan:
         self.head = _head_of(context)
 
     def end(self, error: str = "", attributes: Attributes = _NOTHING) -> None:
-        """See LegTrace."""
+        """See `LegTrace`."""
         _end(self._span, error, attributes)
 
 
@@ -161,12 +161,12 @@ class _RequestSpan:
         self.trace_id = format_trace_id(span.get_span_context().trace_id)
 
     def leg(self, name: str, attributes: Attributes = _NOTHING) -> _LegSpan:
-        """See RequestTrace."""
+        """See `RequestTrace`."""
         span = self._tracer.start_span(name, self._context, SpanKind.CLIENT, attributes)
         return _LegSpan(span, set_span_in_context(span, Context()))
 
     def end(self, code: int, error: str = "", attributes: Attributes = _NOTHING) -> None:
-        """See RequestTrace."""
+        """See `RequestTrace`."""
         self._span.set_attribute("http.response.status_code", code)
         _end(self._span, error, attributes)
 
@@ -186,10 +186,10 @@ def _end(span: Span, error: str, attributes: Attributes) -> None:
 
 
 def tracer_of(otlp_url: str | None, share: float = 1.0, *, version: str = "") -> Tracer:
-    """The tracer for an OTLP/HTTP collector such as `http://127.0.0.1:4318`; None: context is only handed on.
+    """Return the tracer for an OTLP/HTTP collector such as `http://127.0.0.1:4318`; None: only forward the context.
 
     Raises:
-        InputError: no URL of http or https, or a share outside [0, 1].
+        InputError: the URL is not of http or https, or the share is outside [0, 1].
     """
     if not 0 <= share <= 1:
         raise InputError(f"{share} is outside [0, 1]", where="gateway.tracing.share", mend="try 0.1")

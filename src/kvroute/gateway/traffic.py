@@ -1,4 +1,4 @@
-"""Rates of the last seconds, and own KV bytes on the links between datacenters: for people to look at."""
+"""Rates of the last seconds, and own KV bytes on the links between datacenters, for display only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ RATE_S = 10
 
 
 class Rate:
-    """What happens per second over the last `seconds` whole ones; constant memory."""
+    """Events per second over the last `seconds` complete seconds; constant memory."""
 
     __slots__ = ("_counts", "_second", "_slots", "total")
 
@@ -22,7 +22,7 @@ class Rate:
         self._second = 0
 
     def add(self, at: float, amount: float = 1.0) -> None:
-        """So much more."""
+        """Add an amount."""
         second = int(at)
         if second > self._second:
             self._forward(second)
@@ -30,14 +30,14 @@ class Rate:
         self.total += amount
 
     def per_s(self, at: float) -> float:
-        """Mean over the seconds that are complete, fewer after a start."""
+        """Return the mean over the complete seconds; fewer than `seconds` after the start."""
         self._forward(int(at))
         seconds = min(self._slots - 1, self._second)
         whole = sum(self._counts) - self._counts[self._second % self._slots]
         return whole / seconds if seconds else 0.0
 
     def recent(self, at: float) -> float:
-        """All of those seconds, and of the one that is not complete."""
+        """Return the total of those seconds and of the current, incomplete one."""
         self._forward(int(at))
         return sum(self._counts)
 
@@ -57,12 +57,12 @@ class WanTraffic:
         self._landed = [(Rate(), Rate()) for _ in self._bytes_per_s]
 
     def landed(self, source: int, target: int, kv_bytes: float, at: float) -> None:
-        """A KV cache has come from one instance (position in the cluster) to another."""
+        """Add a KV transfer that has completed between two instances, given by their positions in the cluster."""
         for entry, forward in self._route(source, target):
             self._landed[entry][0 if forward else 1].add(at, kv_bytes)
 
     def load(self, moving: Iterable[tuple[int, int, float]], at: float) -> tuple[WanLoad, ...]:
-        """Of every entry. Args: `moving`: source, target and bytes of the transfers under way."""
+        """Return the load of every entry. Args: `moving`: source, target and bytes of the transfers in progress."""
         counts = [[0, 0] for _ in self._bytes_per_s]
         nbytes = [[0.0, 0.0] for _ in self._bytes_per_s]
         for source, target, kv_bytes in moving:

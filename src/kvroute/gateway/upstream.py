@@ -1,4 +1,4 @@
-"""One connection to an engine: sends a request, parses the answer, tells who asked; opens and chooses nothing."""
+"""One connection to an engine: sends requests, parses responses and calls the sink; the pool opens it."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from kvroute.gateway.deadlines import NEVER_S
 from kvroute.gateway.exchange import Headers
 
 HEAD_BYTES_MAX = 256 * 1024
-"""Bytes in a row without a byte of the body: the longest head, trailer section and chunk extension."""
+"""Maximum consecutive bytes without a byte of the body: the longest head, trailer section and chunk extension."""
 HEAD_LINES_MAX = 256
-"""Header lines of one response."""
+"""Maximum header lines of one response."""
 
 _FRAMING = (b"content-length", b"transfer-encoding")
 _SPENT = httptools.HttpResponseParser(object())
-"""Calls nobody."""
+"""A parser without callbacks."""
 
 
 class Keeper(Protocol):
-    """Who keeps connections and counts calls: the pool."""
+    """The owner of connections, which also counts calls: the pool."""
 
     def ended(self, call: Call) -> None:
-        """The call is over."""
+        """The call has ended."""
         ...
 
     def keep(self, line: Line) -> None:
@@ -42,12 +42,12 @@ class Keeper(Protocol):
         ...
 
     def resend(self, call: Call) -> None:
-        """Put the call on a connection that has served none."""
+        """Send the call again on a new connection."""
         ...
 
 
 class Line(asyncio.Protocol):
-    """One keep-alive connection to an engine: one call at a time."""
+    """One keep-alive connection to an engine, with one call at a time."""
 
     def __init__(self, keeper: Keeper) -> None:
         self.deadline_s = NEVER_S
@@ -74,11 +74,11 @@ class Line(asyncio.Protocol):
 
     @property
     def usable(self) -> bool:
-        """Open, and the engine has not begun to close it as far as is known."""
+        """Whether the connection is open, and the engine is not known to be closing it."""
         return self._transport is not None and not self._transport.is_closing()
 
     def begin(self, call: Call) -> None:
-        """Send a call's request; the callbacks come from later turns of the loop."""
+        """Send a call's request; its callbacks run in later turns of the loop."""
         assert self._call is None
         assert self._transport is not None
         self._call = call
@@ -92,11 +92,11 @@ class Line(asyncio.Protocol):
             self.pause()
 
     def rest(self, until_s: float) -> None:
-        """Wait for the next call, until this time at most."""
+        """Keep the connection idle for the next call, until this time at most."""
         self.deadline_s = until_s
 
     def drop(self) -> None:
-        """Close at once, also if it is not open yet."""
+        """Close the connection at once, even if it is not open yet."""
         self._call = None
         self._doomed = True
         self.deadline_s = NEVER_S
@@ -111,31 +111,31 @@ class Line(asyncio.Protocol):
             self._transport.pause_reading()
 
     def resume(self) -> None:
-        """Read on."""
+        """Resume reading."""
         if self._call is not None:
             self.deadline_s = self._now() + (self._call.idle_s if self._body_begun else self._call.first_byte_s)
         if self._transport is not None and not self._transport.is_closing():
             self._transport.resume_reading()
 
     def expire(self, now: float) -> None:
-        """The engine was silent for too long, or nobody has used the connection for long."""
+        """End a call whose engine was silent too long, or close a connection that was idle too long."""
         if self._call is None:
             self.drop()
         else:
             waited_s = self._call.idle_s if self._body_begun else self._call.first_byte_s
             self._fail("timeout", f"the engine was silent for {waited_s:g} s")
 
-    # asyncio's callbacks
+    # callbacks of asyncio
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by name
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's class does not inherit from it
         self._keeper.opened(self)
         if self._doomed:
             self._transport.abort()
 
     def data_received(self, data: bytes) -> None:
         call = self._call
-        if call is None:  # nobody has asked for anything
+        if call is None:  # unexpected data: no call is in progress
             self.drop()
             return
         error = self._feed(data)
@@ -150,7 +150,7 @@ class Line(asyncio.Protocol):
             self._parts.clear()
             self._body_begun = True
             call.sink.on_body(body)
-        if call.over:  # the sink has aborted it
+        if call.over:  # aborted by the sink
             return
         if self._complete:
             self._end(keep=self._keep_alive and not self._surplus and not error and not call.head_only)
@@ -160,7 +160,7 @@ class Line(asyncio.Protocol):
             self.deadline_s = self._now() + call.idle_s
 
     def eof_received(self) -> None:
-        """Half-closed is closed: an engine that has ended its side has nothing more to say."""
+        """Treat a half-closed connection as closed: the engine sends nothing more."""
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._keeper.lost(self)
@@ -181,20 +181,20 @@ class Line(asyncio.Protocol):
                 "reset", f"the engine closed the connection ({exc})" if exc else "the engine closed the connection"
             )
 
-    # the parser's callbacks
+    # callbacks of the parser
 
     def on_message_begin(self) -> None:
         self._surplus = self._complete
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._status:  # else it is a trailer
+        if not self._status:  # otherwise it is a trailer
             self._headers.append((name.lower(), value.rstrip()))
 
     def on_headers_complete(self) -> None:
         if self._complete:
             return
         status = self._parser.get_status_code()
-        if status < 200:  # on the way to the answer
+        if status < 200:  # informational, before the response
             if status < 100 or any(name in _FRAMING for name, _ in self._headers):
                 raise ValueError("an informational response has no body")  # RFC 9110 section 15.2; ends the parsing
             self._headers = []
@@ -211,7 +211,7 @@ class Line(asyncio.Protocol):
         self._complete = self._status != 0
 
     def _feed(self, data: bytes) -> str:
-        """Parse; the error in words, or nothing."""
+        """Parse data; return an error text, or an empty string."""
         self._heard = True
         try:
             self._parser.feed_data(data)
@@ -229,12 +229,13 @@ class Line(asyncio.Protocol):
         return ""
 
     def _forget(self) -> None:
-        """The parser holds this line and what came; without it, memory comes back before the collector does."""
+        """Drop the parser, which references this connection, and the received data: memory is freed without a
+        collection."""
         self._parser = _SPENT
         self._parts = []
 
     def _until_close(self) -> bool:
-        """Whether the answer's body ends where the connection does (RFC 9112 section 6.3)."""
+        """Whether the response body ends with the connection (RFC 9112 section 6.3)."""
         return not any(
             name == b"content-length" or (name == b"transfer-encoding" and value.lower().endswith(b"chunked"))
             for name, value in self._headers

@@ -1,4 +1,4 @@
-"""What is sent to the dashboard, and the load that gauges and dashboard read; no behaviour."""
+"""Messages for the dashboard, and the load that gauges and dashboard read; no behaviour."""
 
 from __future__ import annotations
 
@@ -16,94 +16,95 @@ BreakerState: TypeAlias = Literal["closed", "half-open", "open"]
 
 
 class InstanceLoad(msgspec.Struct, frozen=True, gc=False, kw_only=True):
-    """One instance as the gateway sees it now."""
+    """The gateway's current view of one instance."""
 
     name: str
     up: bool = True
-    """Its health check says so."""
+    """Result of its health check."""
     breaker: BreakerState = "closed"
     requests: int = 0
-    """Of this gateway, on the instance now."""
+    """Own requests in progress on the instance."""
     running: int = 0
-    """By the engine's own word, other routers' requests included; else `requests`."""
+    """Running requests that the engine reports, those of other routers included; else `requests`."""
     waiting: int = 0
     prefill_pending_s: float = 0.0
     kv_used_share: float | None = None
     scrape_age_s: float | None = None
     """None: never scraped."""
     role: Role | None = None
-    """That it serves now; None: the layout's."""
+    """Current role; None: the role in the layout."""
 
 
 class OracleLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """What the network oracle believes now; tuples have length TIER_COUNT."""
+    """Current state of the network oracle; tuples have length TIER_COUNT."""
 
     source: str = "static"
     age_s: float | None = None
-    """Of the last telemetry; None: there was none."""
+    """Age of the last telemetry; None: there was none."""
     congestion: tuple[float, ...] = (0.0,) * TIER_COUNT
     learned_ratio: tuple[float | None, ...] = (None,) * TIER_COUNT
-    """Measured over static bandwidth; None: nothing measured."""
+    """Measured over static bandwidth; None: not measured."""
 
 
 class ForesightLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """What foresight has learned from own transfers."""
+    """What the foresight policy has learned from own transfers."""
 
     policy: str
-    """The acting one, else the one in the shadow."""
+    """The active policy if it is foresight, else the shadow policy."""
     tiers: tuple[TierLearned, ...]
-    """Of length TIER_COUNT; those inside a node or a rack teach nothing."""
+    """Tuple of length TIER_COUNT; nothing is learned from tiers inside a node or a rack."""
 
 
 class SiteLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """A datacenter that only prefills: who is sent there, and how full its way home is."""
+    """A prefill-only datacenter: which prompts are sent there, and the load of its WAN path."""
 
     name: str
     threshold_tokens: float
-    """Prompts with a longer part that is not cached are prefilled there."""
+    """Prompts with a longer uncached part are prefilled there."""
     base_tokens: float
-    """Where the threshold is when all is quiet, as searched or given."""
+    """Threshold without congestion, as searched or given."""
     open: bool
-    """Something is up there and the way carries something."""
+    """Whether some instance there is up, and the path has capacity."""
     way: BreakerState
-    """What own transfers say of the way."""
+    """State of the path's circuit breaker, by own transfers."""
     utilisation: float
-    """Of the way home, 0 to 1, by own bytes of late and by what telemetry says of others."""
+    """Utilisation of the path, 0 to 1, by recent own bytes and by telemetry of other traffic."""
     others: float
-    """By others alone."""
+    """Utilisation by other traffic alone."""
     bytes_per_s: float
-    """What the way carries, by the cluster file."""
+    """Capacity of the path, by the cluster file."""
     sent_bytes_per_s: float | None = None
-    """Own KV on the way home, by the kernels that send it; None: they do not say, or nothing is sent, as the next."""
+    """Throughput of own KV on the path, by TCP counters of the senders; None, here and for the next two: not reported,
+    or nothing is sent."""
     sent_again_ratio: float | None = None
-    """Of it, what had to be sent again."""
+    """Share of the sent bytes that are retransmissions."""
     queue_delay_s: float | None = None
-    """Round trip beyond the shortest."""
+    """Longest round trip time beyond the shortest one."""
     backlog_bytes: float
-    """Own KV bytes booked and not landed."""
+    """Own KV bytes that are booked and not yet transferred."""
     backlog_s: float
 
 
 class ReviewLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """What the last search of threshold and roles found."""
+    """Result of the last search of threshold and roles."""
 
     at: float
     verdict: str
     rate_per_s: float
-    """Arrivals."""
+    """Arrival rate."""
     lambda_max_per_s: float
-    """What the present split could serve at its best threshold."""
+    """Maximum rate of the current split at its best threshold."""
     best_per_s: float
     gain: float
-    """Share of the best split's throughput that the present one misses."""
+    """Share of the best split's throughput that the current split misses."""
     binding: str
     n_prefill: tuple[int, ...]
-    """Of the best split, by datacenter that decodes."""
+    """Prefill instances of the best split, by datacenter that decodes; `n_decode` likewise."""
     n_decode: tuple[int, ...]
 
 
 class ConversionLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """An instance on its way to another role."""
+    """A role switch in progress."""
 
     instance: str
     role: Role
@@ -111,27 +112,27 @@ class ConversionLoad(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OffloadLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """Prefill across datacenters, now."""
+    """Current state of prefill across datacenters."""
 
     sites: tuple[SiteLoad, ...]
     converts: bool
-    """A hook is there."""
+    """Whether a hook for role switches is configured."""
     conversions: tuple[ConversionLoad, ...] = ()
     roles: dict[str, Role] = {}
-    """Of instances that serve another role than the cluster file says."""
+    """Current roles that differ from the cluster file, by instance."""
     review: ReviewLoad | None = None
 
 
 class PanicLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """How many instances of one model that serve one role are available."""
+    """Availability of the instances of one model that serve one role."""
 
     model: str
     role: Literal["prefill", "decode"]
     active: bool
-    """Health checks and breakers are ignored, for too few are."""
+    """Whether health checks and breakers are ignored because too few instances are available."""
     available: int
     instances: int
-    """The instances that count: they are not held, and a process listens."""
+    """Instances that count: they are not held, and a process listens."""
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
@@ -144,45 +145,45 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     draining: bool = False
     oracle: OracleLoad = OracleLoad()
     foresight: ForesightLoad | None = None
-    """None: neither the policy nor the one in the shadow is foresight."""
+    """None: neither the active nor the shadow policy is foresight."""
     offload: OffloadLoad | None = None
-    """None: prefills do not leave their datacenter by plan."""
+    """None: the settings have no `offload` section."""
     panics: tuple[PanicLoad, ...] = ()
     instances: tuple[InstanceLoad, ...] = ()
 
 
 class Ttft(msgspec.Struct, frozen=True, gc=False):
-    """Where a stream's time to the first token went; the sum is what the client waited, transfer included."""
+    """Parts of a stream's time to the first token; their sum is the client's waiting time, transfer included."""
 
     queue_s: float
-    """At the gateway's door."""
+    """Wait in the admission queue."""
     prefill_s: float
-    """From the prefill leg's start to its answer, waiting in the engine included."""
+    """From the start of the prefill leg to its response, including the wait in the engine."""
     transfer_s: float
-    """KV transfer and waiting for a decode slot."""
+    """KV transfer and wait for a decode slot."""
     first_step_s: float = 0.0
-    """0 where the engine does not tell it from the transfer."""
+    """0 if the engine does not separate it from the transfer."""
 
     @property
     def total_s(self) -> float:
-        """TTFT."""
+        """Time to the first token."""
         return self.queue_s + self.prefill_s + self.transfer_s + self.first_step_s
 
 
 class Transfer(msgspec.Struct, frozen=True, kw_only=True):
-    """A KV cache under way, or one that ended less than LINGER_S ago."""
+    """A KV transfer in progress, or one that ended less than LINGER_S ago."""
 
     id: int
     request_id: int
     source: int
-    """Position in `Layout.instances`, as `target`."""
+    """Position in `Layout.instances`, as in `target`."""
     target: int
     tier: int
     kv_bytes: float
     age_s: float
     expected_s: float
     took_s: float | None
-    """None: still under way."""
+    """None: still in progress."""
 
 
 class Split(msgspec.Struct, frozen=True, kw_only=True):
@@ -191,30 +192,30 @@ class Split(msgspec.Struct, frozen=True, kw_only=True):
     policy: str
     requests: int
     streams: int
-    """Requests whose first token was seen; the times are theirs, and 0 where there are none."""
+    """Requests whose first token was observed; the times are of these, and 0 if there are none."""
     ttft_p50_s: float
     ttft_p90_s: float
     part_mean_s: dict[str, float]
     part_p50_s: dict[str, float]
     part_p90_s: dict[str, float]
     tier_requests: tuple[int, ...]
-    """Requests per tier of their transfer; those that stayed on one instance are in `local`."""
+    """Requests per tier of their transfer; requests that stayed on one instance are in `local`."""
     tier_bytes: tuple[float, ...]
     local: int
 
 
 class WanLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """Own KV bytes on one link between datacenters, in the order of `Layout.wan`; (forward, backward) as it stands."""
+    """Own KV bytes on one link between datacenters, in the order of `Layout.wan`; tuples are (forward, backward)."""
 
     in_flight: tuple[int, int]
-    """Transfers."""
+    """Number of transfers."""
     in_flight_bytes: tuple[float, float]
     utilisation: tuple[float, float]
-    """By own bytes that have landed of late, 0 to about 1."""
+    """Utilisation by own bytes of recently completed transfers, 0 to about 1."""
 
 
 class Tile(msgspec.Struct, frozen=True, gc=False, array_like=True):
-    """What moves about one instance; sent as a list, for there may be hundreds."""
+    """Changing values of one instance; sent as a list to save space, as there may be hundreds."""
 
     up: int
     breaker: int
@@ -230,16 +231,16 @@ class Tile(msgspec.Struct, frozen=True, gc=False, array_like=True):
 
 
 class Tick(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that moves; sent a few times a second while somebody looks."""
+    """All changing values; sent a few times per second while a dashboard is open."""
 
     at: float
     layout_id: int
     policy: str
     version: str
     load: Load
-    """Without its instances."""
+    """Without `instances`."""
     instances: tuple[Tile, ...]
-    """In the layout's order."""
+    """Instances in the layout's order."""
     arrivals_per_s: float
     finishes_per_s: float
     rejects_per_s: float
@@ -249,18 +250,18 @@ class Tick(msgspec.Struct, frozen=True, kw_only=True):
     transfers_under_way: int
     transfers: tuple[Transfer, ...]
     decisions: tuple[Judgement, ...]
-    """The newest, oldest first."""
+    """The newest decisions, oldest first."""
     window_s: float
     splits: tuple[Split, ...]
     wan: tuple[WanLoad, ...]
     shadow: ShadowTally | None
-    """None: no policy is in the shadow."""
+    """None: there is no shadow policy."""
     offloaded_share: float | None
-    """Of the prefills of the last `window_s`, those sent to a datacenter that only prefills; None: there were none."""
+    """Share of the prefills of the last `window_s` sent to prefill-only datacenters; None: no prefills."""
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """One look at everything."""
+    """The layout and all changing values."""
 
     layout: Layout
     tick: Tick

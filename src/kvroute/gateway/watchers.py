@@ -1,4 +1,4 @@
-"""What runs beside requests: health checks, load, KV events and telemetry, each an emitter of events for the core."""
+"""Collectors that run beside requests: health checks, load, KV events and telemetry; each emits events."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvroute.types import Endpoint, Event, TransferMeasured
 
 
 class Watchers:
-    """All watchers of one cluster, between `start` and `close`."""
+    """All collectors of one cluster, between `start` and `close`."""
 
     def __init__(
         self, serving: Serving, heard: Callable[[Event], None] | None = None, before: Watchers | None = None
@@ -28,9 +28,9 @@ class Watchers:
         """
         Args:
             serving: the cluster.
-            heard: is told of what watchers hear, in place of the cluster.
-            before: whom these take the place of. Engines whose KV events they follow are followed without a break:
-                whoever begins anew may have missed an eviction, and must forget what that engine holds.
+            heard: receives the events of the collectors; default: the cluster.
+            before: the collectors that these replace. Their KV event subscriptions continue without interruption: a new
+                subscription may miss an eviction, so the view of that engine's cache would have to be cleared.
         """
         settings, names = serving.settings, tuple(serving.stations)
         self._serving = serving
@@ -82,31 +82,31 @@ class Watchers:
 
     @property
     def all_checked(self) -> bool:
-        """Whether the health of every instance has been looked at."""
+        """Whether the health of every instance has been checked."""
         return self._health.all_checked
 
     def known(self, heir: Serving) -> dict[str, bool]:
-        """Whether an instance is up, of those that another cluster has too."""
+        """Return the health of the instances that another cluster also has."""
         return {name: up for name, up in self._health.known().items() if stays(name, self._serving, heir)}
 
     def hand_over(self, block_tokens: int) -> KvEvents | None:
-        """The engines' KV events, not to be closed here; None where they are cut into blocks of another size."""
+        """Return the KV event subscriptions, which are then not closed here; None if the new block size differs."""
         if self._kv_events.block_tokens != block_tokens:
             return None
         self._hands_over = True
         return self._kv_events
 
     def _publishing(self) -> dict[str, Endpoint]:
-        """Engines whose KV events count."""
+        """Return the engines whose KV events are used."""
         if self._serving.settings.prefix == "approximate":
             return {}
         return {i.name: i.endpoint for i in self._serving.cluster.instances if i.endpoint}
 
     def start(self) -> None:
-        """Begin to watch.
+        """Start all collectors.
 
         Raises:
-            InputError: a KV event endpoint that cannot be connected to; all others are watched.
+            InputError: a KV event endpoint cannot be connected to; all other collectors run.
         """
         self._health.start()
         self._scraper.start()
@@ -119,14 +119,14 @@ class Watchers:
             self._kv_events.start()
 
     def push(self, body: bytes) -> None:
-        """Telemetry that somebody sent. Raises InputError where it is none."""
+        """Process pushed telemetry. Raises InputError if it is invalid."""
         for event in read_push(body, self._serving.cluster, self._serving.now()):
-            # Somebody's word on a transfer does not mean that the engine counts its own.
+            # A pushed transfer does not mean that the engine reports its own transfers.
             tell = self._serving.tell if isinstance(event, TransferMeasured) else self._serving.heard
             tell(event)
 
     async def close(self) -> None:
-        """Stop watching."""
+        """Stop all collectors."""
         if self._prometheus is not None:
             self._prometheus.close()
             await self._prometheus.closed()

@@ -1,6 +1,7 @@
-"""How the ways home from datacenters that only prefill are, by the kernels that send over them: pace, queue, halt.
+"""State of the WAN paths from prefill-only datacenters, by the TCP counters of the senders: throughput, queue, stall.
 
-What is missing of a full way's pace is taken for others' traffic. Nothing is known of a way on which nothing moves.
+If own senders are backlogged, capacity that they do not get counts as other traffic. If no data moves on a path,
+nothing is known about other traffic.
 """
 
 from __future__ import annotations
@@ -14,23 +15,23 @@ from kvroute.topology import Cluster
 from kvroute.types import CROSS_DATACENTER
 
 OTHERS_MAX = 0.95
-"""Others' share of a way on which anything moves: were it all, nothing would be sent that shows when they leave."""
+"""Maximum share of other traffic on a path where data moves: with 1, nothing would be sent that shows its end."""
 
 
 @dataclass(frozen=True, slots=True)
 class WaySeen:
-    """One way of late."""
+    """Recent state of one path."""
 
     bytes_per_s: float
-    """Own KV, of all senders together."""
+    """Throughput of own KV, summed over senders."""
     again_share: float
-    """Of what was sent, what had been sent before."""
+    """Share of the sent bytes that are retransmissions."""
     queue_delay_s: float
-    """Longest round trip beyond the shortest."""
+    """Longest round trip time beyond the shortest one."""
     others: float | None
-    """Share of the way that others take; None: nothing tells."""
+    """Share of the path that other traffic takes; None: unknown."""
     still: bool
-    """Something is to be sent, and nothing moves."""
+    """Whether data is ready to be sent and nothing moves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +41,10 @@ class _Page:
 
 
 class WaySignals:
-    """The last word of every prefill instance behind a way; what is older than `fresh_s` is nobody's."""
+    """Last samples of every prefill instance in a prefill-only datacenter; samples older than `fresh_s` are ignored."""
 
     def __init__(self, cluster: Cluster, *, still_s: float, fresh_s: float) -> None:
-        """Args: `still_s`: a way that does not move for so long stands still."""
+        """Args: `still_s`: time without progress after which a path counts as stalled."""
         datacenters = Datacenters.of_cluster(cluster)
         names = datacenters.names
         self._way_of = {
@@ -59,18 +60,18 @@ class WaySignals:
 
     @property
     def sites(self) -> tuple[str, ...]:
-        """Where the ways begin, by name."""
+        """Datacenters in which the paths start, by name."""
         return tuple(self._capacity)
 
     def heard(self, source: str, seen: Sequence[LinkSeen], now: float) -> None:
-        """An engine's page; one that stays at home says nothing of a way."""
+        """Store the samples of an engine's page; the page of an engine outside these datacenters is ignored."""
         site = self._way_of.get(source)
         if site is not None:
             crossing = tuple(each for each in seen if self._datacenter.get(each.target, site) != site)
             self._pages[source] = _Page(now, crossing)
 
     def way(self, site: str, now: float) -> WaySeen | None:
-        """From a site; None where nothing has been sent or was to be."""
+        """Return the state of the path from a site; None if nothing was sent or ready to be sent."""
         pairs = [
             (source, each)
             for source, page in self._pages.items()
@@ -92,8 +93,8 @@ class WaySignals:
         )
 
     def _others(self, site: str, pairs: Sequence[tuple[str, LinkSeen]]) -> float | None:
-        """What the way should carry, less what it does. No more is due than as many lone transfers as have waited for
-        it: several of one sender, or to one receiver, share that one's network interface."""
+        """Return the share of the expected throughput that own transfers do not reach. At most as many lone
+        transfers are expected as there are waiting senders, or receivers: transfers of one instance share its NIC."""
         bytes_per_s = sum(each.bytes_per_s for _, each in pairs)
         if bytes_per_s == 0.0:
             return None

@@ -1,4 +1,4 @@
-"""The web pages that may use the client port: what the request reader asks of each Host and Origin; reads no bytes."""
+"""Web pages that may use the client port: checks the Host and Origin headers of requests; reads no bytes itself."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 _HOSTS_MOST = 1024
 _HOST_BYTES_MOST = 300
-"""A Host header that is longer than a name and a port can be is checked with each request."""
+"""Longest Host header that is cached: no name with a port is longer. Longer headers are checked at each request."""
 _MEND = "; list the name under gateway.listen.hosts or the page under gateway.listen.origins, or ask for keys"
 _CORS = (
     b"access-control-allow-origin: %b\r\nvary: origin\r\naccess-control-expose-headers: x-request-id, retry-after\r\n"
@@ -20,27 +20,28 @@ _CORS = (
 
 
 class WebPages:
-    """Checks requests of clients that need no key. A key is what no other page knows, so with keys all may ask."""
+    """Checks requests of clients that need no key. Other web pages do not have a key, so with keys all requests
+    pass."""
 
     __slots__ = ("_any_host", "_checked", "_hosts", "origins", "passed")
 
     def __init__(self) -> None:
-        """Every request passes until `change`."""
+        """Every request passes until `change` is called."""
         self.passed: set[bytes] = set()
-        """Host headers that pass where there is no Origin header: those seen so far."""
+        """Host headers seen so far that pass without an Origin header."""
         self.origins: frozenset[bytes] = frozenset()
         """Pages of other sites that may use the port; `*`: all."""
         self._hosts: frozenset[str] = frozenset()
         self._checked = self._any_host = False
 
     def change(self, *, checked: bool, listen_host: str, hosts: Collection[str], origins: Collection[str]) -> None:
-        """Check so from now on.
+        """Replace the rules from now on.
 
         Args:
             checked: False: every request passes, because it needs a key.
-            listen_host: where the port listens. Beyond loopback a request without an Origin may use any name.
-            hosts: further names of the port.
-            origins: pages of other sites that may use it.
+            listen_host: address of the port. If it is not loopback, a request without an Origin may use any host name.
+            hosts: further host names of the port.
+            origins: pages of other sites that may use the port.
         """
         self.passed = set()
         self.origins = frozenset(origin.encode() for origin in origins)
@@ -48,7 +49,7 @@ class WebPages:
         self._hosts = frozenset({listen_host.lower(), *(name.lower() for name in hosts)})
 
     def refusal(self, host: bytes, origin: bytes | None) -> str:
-        """Why a request with these headers is refused; empty: it is not."""
+        """Return the reason for rejecting a request with these headers; empty: it passes."""
         why = ""
         if self._checked:
             why = refusal(
@@ -65,13 +66,13 @@ class WebPages:
         return why + _MEND if why else ""
 
     def allows(self, origin: bytes) -> bool:
-        """Whether a page of another site may read answers."""
+        """Whether a page of another site may read responses."""
         return origin in self.origins or b"*" in self.origins
 
 
 def answer_other_site(pages: WebPages, exchange: Exchange) -> bool:
-    """Let a listed page of another site read the answer (CORS); True: its browser only asked whether it may send the
-    request, and has its answer."""
+    """Allow a listed page of another site to read the response (CORS). Return True after responding to a preflight
+    request."""
     origin = exchange.header(b"origin")
     if origin is None or not pages.allows(origin):
         return False

@@ -1,4 +1,4 @@
-"""LLM geometry: how many bytes of KV cache a model keeps and sends, from a preset or a Hugging Face config.json."""
+"""LLM geometry: the size of the KV cache that a model stores and sends, from a preset or a Hugging Face config.json."""
 
 from kvroute.llm.config import from_config
 from kvroute.llm.geometry import Kind, Layers, Model

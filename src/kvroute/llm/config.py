@@ -1,4 +1,5 @@
-"""Reads a Hugging Face config.json into a `Model`; refuses what it would have to guess (Mamba, per-layer heads)."""
+"""Reads a Hugging Face config.json into a `Model`; rejects models that it would have to guess (Mamba, per-layer
+heads)."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ _LAYER_TYPES: dict[str, _Span] = {
     "linear_attention": "linear",
 }
 _WINDOW_PERIOD = {"gemma2": 2, "gpt_oss": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4}
-"""Model types whose every n-th layer is a full one, whether or not the file says so."""
+"""Period of full-attention layers by model type, for files with or without their own value."""
 _REFUSED = {
     "block_configs": "its layers differ in their heads",
     "hybrid_override_pattern": "it has Mamba layers",
@@ -42,7 +43,7 @@ _STATE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, slots=True)
 class _Fields:
-    """Fields by name; a null is a missing one."""
+    """Fields by name; a null counts as missing."""
 
     values: Mapping[str, Any]
     where: str
@@ -52,7 +53,7 @@ class _Fields:
         return next((self.values[name] for name in names if self.values.get(name) is not None), None)
 
     def count(self, *names: str, default: int | None = None) -> int:
-        """A positive whole number under the first of `names` that is there."""
+        """Return the positive whole number under the first of `names` that is present."""
         name = next((name for name in names if self.values.get(name) is not None), None)
         if name is None:
             if default is not None:
@@ -81,13 +82,13 @@ class _Fields:
 
 
 def from_config(config: Mapping[str, Any] | Path, *, name: str = "", element_bytes: float | None = None) -> Model:
-    """The geometry that a config.json (a mapping, a file or the folder that holds it) describes.
+    """Return the geometry described by a config.json (a mapping, a file or the folder that contains it).
 
     Args:
         config: Llama-, Qwen-, Mistral-, DeepSeek-, GPT-OSS-, Gemma-, MiniMax-, Kimi-, OPT-, GPT-2-like fields; the text
             part of a multimodal model. Draft layers for speculative decoding are not counted.
-        name: of the model; else `_name_or_path`, `model_type` or the file's folder.
-        element_bytes: of a number in the KV cache; else what the file's quantisation says of the cache, else 2.
+        name: name of the model; default: `_name_or_path`, `model_type` or the file's folder.
+        element_bytes: bytes of one number in the KV cache; default: the file's quantisation of the cache, else 2.
 
     Raises:
         InputError: a file that cannot be read, a field that is missing or wrong, an architecture that is not modelled.
@@ -121,7 +122,7 @@ def _load(path: Path) -> Mapping[str, Any]:
 
 
 def _text_part(fields: _Fields) -> _Fields:
-    """The part that describes the language model, which multimodal files nest."""
+    """Return the fields of the language model, which multimodal files nest."""
     while fields.get(*_LAYER_COUNT) is None:
         nested = next((name for name in _NESTED if isinstance(fields.get(name), Mapping)), None)
         if nested is None:
@@ -136,7 +137,10 @@ def _text_part(fields: _Fields) -> _Fields:
 
 
 def _element_bytes(config: Mapping[str, Any], fields: _Fields) -> float:
-    """Of the KV cache. The weights' type says nothing: servers keep a 16-bit cache unless told otherwise."""
+    """Return the bytes per number of the KV cache.
+
+    The type of the weights does not decide: servers use a 16-bit cache unless configured otherwise.
+    """
     for quantisation in (config.get("quantization_config"), fields.get("quantization_config")):
         if not isinstance(quantisation, Mapping):
             continue
@@ -152,7 +156,7 @@ def _layers(fields: _Fields, element_bytes: float) -> tuple[Layers, ...]:
     total = fields.count(*_LAYER_COUNT)
     spans = _spans(fields, total)
     shared = fields.get("num_kv_shared_layers") or 0
-    if shared:  # these read the cache of earlier layers
+    if shared:  # these layers read the cache of earlier layers
         fields.count("num_kv_shared_layers")
         spans = spans[: max(total - shared, 1)]
     groups: list[Layers] = []
@@ -167,7 +171,7 @@ def _layers(fields: _Fields, element_bytes: float) -> tuple[Layers, ...]:
 
 
 def _spans(fields: _Fields, total: int) -> list[_Span]:
-    """What each layer sees, from whichever of the known fields the file has."""
+    """Return the attention span of each layer, from the first known field that the file has."""
     if fields.get("layer_types") is not None:
         spans = [_span(fields, kind) for kind in fields.sequence("layer_types", total)]
     elif fields.get("linear_attn_config") is not None:
@@ -197,7 +201,7 @@ def _span(fields: _Fields, kind: object) -> _Span:
 
 
 def _windows(fields: _Fields, total: int) -> list[_Span]:
-    """Windows as files before `layer_types` told them."""
+    """Return the spans of files older than `layer_types`."""
     kind = str(fields.get("model_type") or "")
     used = fields.get("use_sliding_window")
     if fields.get("sliding_window") is None or used is False or (used is None and kind.startswith("qwen")):
@@ -245,7 +249,7 @@ def _attention(fields: _Fields, span: _Span, count: int, element_bytes: float) -
 
 
 def _latent(fields: _Fields, count: int, element_bytes: float) -> Layers:
-    """MLA: the compressed keys and values, and one rotary key that all heads share (DeepSeek-V2 2.1)."""
+    """Return MLA layers: compressed keys and values, and one rotary key that all heads share (DeepSeek-V2 2.1)."""
     key_dim = fields.count("kv_lora_rank") + fields.count("qk_rope_head_dim")
     index_bytes = 0.0
     if fields.get("index_head_dim") is not None:
@@ -255,15 +259,18 @@ def _latent(fields: _Fields, count: int, element_bytes: float) -> Layers:
 
 
 def _linear(fields: _Fields, count: int, element_bytes: float) -> Layers:
-    """A matrix per head (float32 unless `mamba_ssm_dtype` says otherwise) and the last steps of a convolution."""
-    conv_bytes = max(element_bytes, 2.0)  # a quantised KV cache leaves the state alone
+    """Return linear-attention layers.
+
+    Their state is a matrix per head (float32 unless `mamba_ssm_dtype` is set) and the last steps of a convolution.
+    """
+    conv_bytes = max(element_bytes, 2.0)  # a quantised KV cache does not change the state
     number_bytes = _STATE_BYTES.get(str(fields.get("mamba_ssm_dtype") or "float32"), 4)
     if fields.get("linear_attn_config") is not None:  # KDA: q, k and v are convolved
         inner = fields.inner("linear_attn_config")
         heads, dim = inner.count("num_heads"), inner.count("head_dim")
         steps = inner.count("short_conv_kernel_size") - 1
         state = heads * dim * dim * number_bytes + 3 * heads * dim * steps * conv_bytes
-    elif fields.get("linear_num_value_heads") is not None:  # gated delta net: fewer heads of keys than of values
+    elif fields.get("linear_num_value_heads") is not None:  # gated delta net: fewer key heads than value heads
         heads, dim = fields.count("linear_num_value_heads"), fields.count("linear_value_head_dim")
         key_dim = fields.count("linear_key_head_dim")
         steps = fields.count("linear_conv_kernel_dim") - 1

@@ -1,4 +1,4 @@
-"""Layers of an LLM and the bytes that they cache: arithmetic only, no file is read here."""
+"""Layers of an LLM and the bytes that they cache: arithmetic only, no file access."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from kvroute.types import FloatArray, InputError, IntArray
 
 _NONE: IntArray = np.array(0)
-"""An array, because numpy takes longer to convert a Python number than to compare a dozen numbers with it."""
+"""An array, because numpy converts a Python number more slowly than it compares a dozen numbers."""
 
 Kind: TypeAlias = Literal["attention", "sliding", "mla", "linear"]
 
@@ -33,34 +33,36 @@ class Layers:
     element_bytes: float = 2.0
     window_tokens: int = 0
     index_bytes: float = 0.0
-    """Per token and layer beside keys and values: the key of a sparse-attention indexer, held by every shard."""
+    """Bytes per token and layer besides keys and values: the key of a sparse-attention indexer, stored on every
+    shard."""
     state_bytes: float = 0.0
-    """Per request and layer."""
+    """Bytes of state per request and layer."""
 
     def token_bytes(self, tp: int = 1) -> float:
-        """Bytes per token and layer on the fullest of `tp` shards: ceil(kv_heads / tp) heads, an MLA latent whole."""
+        """Return bytes per token and layer on the largest of `tp` shards: ceil(kv_heads / tp) heads, a whole MLA
+        latent."""
         heads = -(-self.kv_heads // tp)
         return heads * (self.key_dim + self.value_dim) * self.element_bytes + self.index_bytes
 
     def state_bytes_shard(self, tp: int) -> float:
-        """Bytes per request and layer on the fullest of `tp` shards."""
+        """Return bytes per request and layer on the largest of `tp` shards."""
         return self.state_bytes * -(-self.kv_heads // tp) / self.kv_heads
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """An LLM as its KV cache sees it; sizes are in bytes, one copy of everything unless a shard is named."""
+    """KV cache geometry of an LLM. Sizes are in bytes of one copy, except for the methods of a shard."""
 
     name: str
     layers: tuple[Layers, ...]
     kv_bytes_per_token: float = field(init=False)
-    """One more token of a long context: all layers that keep every token (`attention`, `mla`), all shards.
+    """Bytes per token of a long context: all layers that keep every token (`attention`, `mla`), all shards.
 
     NetKV eq. 1 for GQA: 2 * layers * kv_heads * head_dim * element_bytes. An MLA latent counts once, although every
     tensor-parallel shard holds a copy. 0 for a model of sliding-window layers only.
     """
     request_state_bytes: float = field(init=False)
-    """Request-level state of the linear-attention layers, whatever the length."""
+    """Bytes of request-level state of the linear-attention layers, independent of the length."""
     _windows: tuple[tuple[int, float], ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -81,12 +83,13 @@ class Model:
     @overload
     def kv_bytes(self, tokens: IntArray, cached_tokens: int | IntArray = 0) -> FloatArray: ...
     def kv_bytes(self, tokens: int | IntArray, cached_tokens: int | IntArray = 0) -> float | FloatArray:
-        """Bytes to send for a context of `tokens` of which the receiver caches the first `cached_tokens` (NetKV eq. 2).
+        """Return the bytes to send for a context of `tokens` if the receiver caches the first `cached_tokens` (NetKV
+        eq. 2).
 
         Layers that keep every token send tokens - cached_tokens, sliding windows at most their window of these. The
-        request-level state is sent whole whatever is cached, because it belongs to the last token:
-        kv_bytes(l, l) == kv_bytes(0) == request_state_bytes. More cached than tokens counts as all cached.
-        Numbers give a float; arrays are broadcast and give an array.
+        request-level state is always sent completely, because it belongs to the last token: kv_bytes(l, l) ==
+        kv_bytes(0) == request_state_bytes. More cached than tokens counts as all cached. Numbers give a float; arrays
+        are broadcast and give an array.
         """
         new = tokens - cached_tokens
         if isinstance(new, np.ndarray):
@@ -104,7 +107,7 @@ class Model:
         return size
 
     def kv_bytes_shard(self, tokens: int, tp: int) -> float:
-        """KV bytes of a context of `tokens` on the fullest of `tp` shards, windows and state included."""
+        """Return the KV bytes of a context of `tokens` on the largest of `tp` shards, windows and state included."""
         size = tokens * self.kv_bytes_per_token_shard(tp) + self.request_state_bytes_shard(tp)
         for group in self.layers:
             if group.kind == "sliding":
@@ -112,10 +115,10 @@ class Model:
         return size
 
     def kv_bytes_per_token_shard(self, tp: int) -> float:
-        """`kv_bytes_per_token` of the fullest of `tp` shards.
+        """Return `kv_bytes_per_token` of the largest of `tp` shards.
 
-        KV heads are split; with fewer heads than shards each shard holds one, so heads are replicated, and an MLA
-        latent is replicated on every shard: there the shards together hold more than `kv_bytes_per_token`.
+        KV heads are split; with fewer heads than shards each shard holds one, so heads are replicated. An MLA latent is
+        replicated on every shard. In both cases the shards together hold more than `kv_bytes_per_token`.
         """
         _check_tp(tp)
         return float(
@@ -123,12 +126,13 @@ class Model:
         )
 
     def request_state_bytes_shard(self, tp: int) -> float:
-        """`request_state_bytes` of the fullest of `tp` shards; the heads of linear attention are split."""
+        """Return `request_state_bytes` of the largest of `tp` shards; the heads of linear attention are split."""
         _check_tp(tp)
         return float(sum(group.count * group.state_bytes_shard(tp) for group in self.layers))
 
     def kv_bytes_per_token_layer(self, kind: Kind) -> float:
-        """Bytes that one layer of `kind` writes per token (0 for `linear`); of the largest if groups of it differ.
+        """Return the bytes that one layer of `kind` writes per token (0 for `linear`); the largest if its groups
+        differ.
 
         Raises:
             InputError: the model has no such layers.

@@ -1,4 +1,4 @@
-"""Models by name: the geometry that their authors published."""
+"""Model presets by name, with the geometry that their authors published."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvroute.types import InputError
 
 MIB = 2**20
 _VARIANT = re.compile(r"-(instruct|chat|hf|base|exp|thinking|fp8|bf16|awq|gptq|v0\.\d|a\d+b|\d{4})$", re.ASCII)
-"""Ends of Hugging Face names that change weights and not the KV cache: training, date, weights' format, active size."""
+"""Suffixes of Hugging Face names that do not affect the KV cache: training, date, format of weights, active size."""
 _SAME_GEOMETRY = {"deepseek-r1": "deepseek-v3", "deepseek-v3.1": "deepseek-v3", "bloom": "bloom-176b"}
 
 
@@ -21,27 +21,29 @@ def _attention(name: str, layers: int, kv_heads: int, head_dim: int = 128) -> Mo
 
 
 def _latent(name: str, layers: int, index_bytes: float = 0.0) -> Model:
-    """DeepSeek's MLA: a latent of 512 numbers and a rotary key of 64."""
+    """Return DeepSeek's MLA layers: a latent of 512 numbers and a rotary key of 64."""
     return Model(name, (Layers("mla", layers, key_dim=576, index_bytes=index_bytes),))
 
 
 def _gpt_oss(name: str, layers: int) -> Model:
-    """Every second layer sees the last 128 tokens only."""
+    """Return a model in which every second layer attends to the last 128 tokens only."""
     window = Layers("sliding", layers // 2, 8, 64, 64, window_tokens=128)
     return Model(name, (window, Layers("attention", layers // 2, 8, 64, 64)))
 
 
 def _kimi_linear() -> Model:
-    """KDA:MLA about 3:1; a KDA head keeps a 128 x 128 float32 state, and q, k and v three steps of convolution."""
+    """Return Kimi Linear: KDA:MLA about 3:1. A KDA head keeps a 128 x 128 float32 state; q, k and v keep three
+    convolution steps."""
     state_bytes = 32 * 128 * 128 * 4 + 3 * (32 * 128) * 3 * 2
     kda = Layers("linear", 20, kv_heads=32, state_bytes=float(state_bytes))
     return Model("kimi-linear-48b", (kda, Layers("mla", 7, key_dim=576)))
 
 
 def _prfaas_hybrid() -> Model:
-    """The 1T KDA:MLA 3:1 model of PrfaaS: a fit of its Table 5 (173.9 MiB of state, 15 x 576 x 2 bytes a token).
+    """Return the 1T KDA:MLA 3:1 model of PrfaaS, fitted to its Table 5 (173.9 MiB of state, 15 x 576 x 2 bytes a
+    token).
 
-    Its head count is not published; 64 only says how the state is split over shards.
+    Its head count is not published; 64 only determines how the state is split over shards.
     """
     kda = Layers("linear", 45, kv_heads=64, state_bytes=173.9 * MIB / 45)
     return Model("prfaas-1t-hybrid", (kda, Layers("mla", 15, key_dim=576)))
@@ -85,13 +87,13 @@ MODELS: dict[str, Model] = {
 
 
 def model(name: str) -> Model:
-    """A preset, or the model of a config.json (the file, or the folder that holds it).
+    """Return a preset, or the model of a config.json (the file, or the folder that contains it).
 
-    Hugging Face names of known models are accepted: upper case, an organisation and ends that do not change the KV
-    cache do not matter, so `meta-llama/Llama-3.3-70B-Instruct` is `llama-3.3-70b`.
+    Hugging Face names of known models are accepted. Case, an organisation and suffixes that do not change the KV cache
+    are ignored: `meta-llama/Llama-3.3-70B-Instruct` is `llama-3.3-70b`.
 
     Raises:
-        InputError: no such preset, with the nearest one; or a file that does not describe a model.
+        InputError: no such preset (the message has the nearest one), or a file that does not describe a model.
     """
     path = Path(name)
     if path.suffix == ".json" or path.is_dir():
@@ -107,7 +109,8 @@ def model(name: str) -> Model:
 
 
 def _preset_name(name: str) -> str:
-    """The preset's name for a Hugging Face name; a name without a preset loses its organisation and known suffixes."""
+    """Return the preset's name for a Hugging Face name; without a preset, the name without organisation and known
+    suffixes."""
     key = name.strip().rpartition("/")[2].lower().removeprefix("meta-")
     while key not in MODELS and key not in _SAME_GEOMETRY and (shorter := _VARIANT.sub("", key)) != key:
         key = shorter

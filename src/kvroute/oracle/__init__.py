@@ -1,4 +1,4 @@
-"""The network cost oracle: what a router may know of the network, stale by construction."""
+"""The network cost oracle: the router's view of the network, which is always as old as its last measurements."""
 
 from kvroute.oracle.formulas import effective_bytes_per_s, network_wins, staleness_bound
 from kvroute.oracle.links import LinkView

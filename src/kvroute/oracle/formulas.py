@@ -1,4 +1,4 @@
-"""NetKV's three closed formulas of the network; plain numbers or arrays in, no state."""
+"""The three closed formulas of NetKV for the network: pure functions of numbers or arrays."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import numpy as np
 from kvroute.types import FloatArray, InputError, IntArray
 
 _ONE: FloatArray = np.array(1.0)
-"""An array, because numpy takes a microsecond to convert a Python number, which is most of the sum over five tiers."""
+"""An array, because numpy takes a microsecond to convert a Python number: most of the time for five tiers."""
 
 
 def effective_bytes_per_s(bytes_per_s: FloatArray, congestion: FloatArray, in_flight: IntArray) -> FloatArray:
-    """Bandwidth that one more transfer may expect (NetKV eq. 4): B * (1 - c) / (1 + n_inflight).
+    """Bandwidth that one more transfer can expect (NetKV eq. 4): B * (1 - c) / (1 + n_inflight).
 
     Args:
         bytes_per_s: static bandwidth, any shape.
-        congestion: share taken by others, in [0, 1).
-        in_flight: own transfers under way beside the new one.
+        congestion: share used by others, in [0, 1).
+        in_flight: own transfers in progress besides the new one.
     """
     effective: FloatArray = bytes_per_s * (_ONE - congestion) / (_ONE + in_flight)
     return effective
@@ -25,12 +25,12 @@ def effective_bytes_per_s(bytes_per_s: FloatArray, congestion: FloatArray, in_fl
 def staleness_bound(
     fast_bytes_per_s: float, fast_congestion: float, slow_bytes_per_s: float, slow_congestion: float
 ) -> float:
-    """Largest error of both congestion values that surely keeps the order of two tiers (NetKV eq. 9).
+    """Largest error of both congestion values that is certain to keep the order of two tiers (NetKV eq. 9).
 
-    Errors strictly below the bound keep the faster tier ahead; a bound <= 0 means that the order is not safe at all.
+    Errors strictly below the bound keep the faster tier ahead. A bound <= 0 means that no error is safe.
 
     Raises:
-        InputError: `fast_bytes_per_s` is the smaller one or a bandwidth is not positive: the proposition does not hold.
+        InputError: the proposition does not hold: `fast_bytes_per_s` is smaller, or a bandwidth is not positive.
     """
     if not fast_bytes_per_s >= slow_bytes_per_s > 0:
         raise InputError(
@@ -55,12 +55,12 @@ def network_wins(
     """Whether the near instance beats a far one with the warmer cache (NetKV Proposition 1, eq. 8).
 
     Args:
-        near_hit, far_hit: cached share of the prompt on either instance (rho), in [0, 1].
+        near_hit, far_hit: cached share of the prompt on each instance (rho), in [0, 1].
         bandwidth_ratio: near over far static bandwidth (k), >= 1.
-        near_congestion, far_congestion: c of either tier, in [0, 1).
-        near_bytes_per_s: static bandwidth of the near tier; matters only with a queue gap.
-        kv_bytes: KV cache of the whole prompt (s_r), > 0; matters only with a queue gap.
-        queue_gap_s: queueing delay of the far instance less that of the near one.
+        near_congestion, far_congestion: c of each tier, in [0, 1).
+        near_bytes_per_s: static bandwidth of the near tier; used only with a queue gap.
+        kv_bytes: KV cache of the whole prompt (s_r), > 0; used only with a queue gap.
+        queue_gap_s: queueing delay of the far instance minus that of the near one.
     """
     if kv_bytes <= 0 or far_congestion >= 1:
         raise InputError(

@@ -1,7 +1,7 @@
-"""What the router's own transfers say of the network: measured over predicted bandwidth, by tier and by pair.
+"""Bandwidth learned from the router's own transfers: measured over predicted bandwidth, by tier and by pair.
 
-It refuses to see an engine's clock or the true network: it hears bytes and seconds, and what the oracle's formula
-predicted at that time. Ratios, not bandwidths, are kept, so that telemetry and own transfers never count twice.
+The inputs are bytes and seconds, and the prediction of the oracle's formula at that time; no engine clock and no true
+network state is used. It stores ratios and not bandwidths, so telemetry and own transfers are never counted twice.
 """
 
 from __future__ import annotations
@@ -15,23 +15,24 @@ import numpy as np
 from kvroute.types import TIER_COUNT, BoolArray, FloatArray, InputError, IntArray, RatioLearned, TierArray
 
 RATIO_MIN, RATIO_MAX = 0.01, 4.0
-"""A measurement outside of these bounds reads as the bound: no cost is infinite, and no path is a gift."""
+"""Bounds of a measured ratio. They keep every cost finite and every path from looking free."""
 KV_BYTES_MIN = 65_536
-"""Mean size of a transfer below which set-up time, not bandwidth, is measured."""
+"""Mean size of a transfer below which a measurement shows set-up time instead of bandwidth."""
 LATENCIES_MIN = 2.0
-"""Mean duration in base latencies that a transfer must exceed, for the same reason."""
+"""Minimum mean duration of a transfer as a multiple of the base latency, for the same reason."""
 _WEIGHT = 0.2
-"""Of one transfer in the running averages."""
+"""Weight of one transfer in the running averages."""
 _WEIGHT_MAX = 0.5
-"""Of any number of transfers told at once."""
+"""Maximum weight of all transfers that are reported at once."""
 _STEP_MAX = math.log(4.0)
-"""Of the surprise in one measurement, which so moves its tier by a factor of two at most, and its pair by two more."""
+"""Bound of the log difference between a measurement and its average. It moves a tier by a factor of two at most, and a
+pair by two more."""
 _TIER_TRANSFERS = 4.0
-"""A pair's own average counts as much as its tier's after so many transfers."""
+"""Number of transfers after which a pair's own average counts as much as its tier's."""
 
 
 class _Ratios:
-    """Averages of logarithms that shrink towards zero while little is known and again as they grow old."""
+    """Averages of log ratios that shrink towards zero while there is little data and when the data is old."""
 
     def __init__(self, count: int, prior_transfers: float, stale_after_s: float | None) -> None:
         self._prior_transfers = prior_transfers
@@ -39,18 +40,18 @@ class _Ratios:
         self._log: FloatArray = np.zeros(count)
         self._transfers: FloatArray = np.zeros(count)
         self._at: FloatArray = np.full(count, np.inf)
-        """Of the last measurement; where there is none, nothing ages."""
+        """Time of the last measurement; inf if there is none, so it does not age."""
         self._ratio: FloatArray = np.ones(count)
         self._oldest_at = math.inf
 
     @property
     def measured(self) -> BoolArray:
-        """Which averages have anything in them."""
+        """Mask of the averages that have at least one measurement."""
         seen: BoolArray = self._transfers > 0
         return seen
 
     def learn(self, at: float, index: int, log_ratio: float, transfers: int) -> None:
-        """Move one average towards a measurement; by a bounded step, and so does what is believed of it."""
+        """Move one average towards a measurement. The change of the average and of its effective ratio is bounded."""
         fading = self._fading(at, float(self._at[index]))
         before, believed = _faded(float(self._log[index]), fading), _faded(math.log(self._ratio[index]), fading)
         surprise = min(max(log_ratio - before, -_STEP_MAX), _STEP_MAX)
@@ -64,24 +65,24 @@ class _Ratios:
         self._oldest_at = float(self._at.min())
 
     def at(self, at: float) -> FloatArray:
-        """All ratios as believed at a time, never written in place; 1 where nothing was measured."""
+        """All ratios at this time, as arrays that are never written in place; 1 if nothing was measured."""
         stale_s = self._stale_after_s
         if stale_s is None or at - self._oldest_at <= stale_s:
             return self._ratio
-        # A straight line, not an exponential: IEEE arithmetic replays alike on every machine, numpy's exp does not.
+        # Linear and not exponential: IEEE arithmetic gives the same result on every machine, numpy's exp does not.
         fading = np.minimum(np.maximum(2.0 - (at - self._at) / stale_s, 0.0), 1.0)
         believed: FloatArray = 1.0 + (self._ratio - 1.0) * fading
         return believed
 
     def known(self, index: int) -> RatioLearned | None:
-        """All that is kept of one average; None: nothing was measured."""
+        """All stored values of one average; None if nothing was measured."""
         if not self._transfers[index]:
             return None
         values = (self._log[index], self._transfers[index], self._ratio[index], self._at[index])
         return RatioLearned(*(float(value) for value in values))
 
     def resume(self, index: int, known: RatioLearned) -> None:
-        """Go on from another one's average."""
+        """Restore the values of another average."""
         self._log[index], self._transfers[index] = known.log, known.transfers
         self._ratio[index], self._at[index] = known.ratio, known.at
         self._oldest_at = float(self._at.min())
@@ -98,42 +99,42 @@ def _faded(log_ratio: float, fading: float) -> float:
 
 @dataclass(slots=True)
 class _Company:
-    """What the transfers of one pair have met since it was last measured."""
+    """Counts of the transfers of one pair and of those beside them, since its last measurement."""
 
     beside: int = 0
     ended: int = 0
 
 
 class Learned:
-    """Effective bandwidth as measured by KV transfers of one's own (the engines' counters of bytes and seconds).
+    """Effective bandwidth as measured by own KV transfers (the engines' counters of bytes and seconds).
 
-    A measurement of s bytes in t seconds, with n own transfers beside it, implies a lone transfer's bandwidth
-    B' = s (1 + n) / (t - latency), NetKV eq. 4 solved for B. Its ratio to B (1 - c), what the static map and the
-    telemetry of that time promised, goes into the average of its tier and, less that average, of its pair. With
-    truthful maps and telemetry every ratio is 1. After `stale_after_s` a ratio fades in a straight line and is
-    forgotten at twice that age: a pair falls back to its tier, a tier to the static map.
+    A measurement of s bytes in t seconds, with n own transfers beside it, implies B' = s (1 + n) / (t - latency) for a
+    transfer alone, which is NetKV eq. 4 solved for B. Its ratio to B (1 - c), the prediction of the static map and of
+    the telemetry at that time, goes into the average of its tier. The ratio over that average goes into the average of
+    its pair. With correct maps and telemetry every ratio is 1. After `stale_after_s` a ratio fades linearly and is
+    dropped at twice that age: a pair then uses its tier's ratio, and a tier the static map.
     """
 
     def __init__(
         self, tier: TierArray, bytes_per_s: FloatArray, latency_s: FloatArray, stale_after_s: float | None
     ) -> None:
-        """Args: as those of `NetworkOracle`."""
+        """Args: as in `NetworkOracle`."""
         self._tier = tier
         self._bytes_per_s = bytes_per_s
         self._latency_s = latency_s
         self._stale_after_s = stale_after_s
         self._tiers = _Ratios(TIER_COUNT, 0.0, stale_after_s)
         self._pairs: dict[int, _Ratios] = {}
-        """By source; filled when it has sent something."""
+        """By source; created with its first measurement."""
         self._company: dict[tuple[int, int], _Company] = {}
         self._known = False
 
     def started(self, source: int, target: int, beside: int) -> None:
-        """A transfer of ours joins `beside` others from its source in its tier."""
+        """Record that an own transfer starts beside `beside` others from its source in its tier."""
         self._company.setdefault((source, target), _Company()).beside += beside
 
     def ended(self, source: int, target: int, beside: int) -> None:
-        """A transfer of ours leaves `beside` others behind."""
+        """Record that an own transfer ends while `beside` others continue."""
         company = self._company.setdefault((source, target), _Company())
         company.beside += beside
         company.ended += 1
@@ -149,18 +150,18 @@ class Learned:
         congestion: float,
         in_flight: int,
     ) -> None:
-        """Take the sum over some transfers of a pair.
+        """Process the sums over some transfers of a pair.
 
         Args:
-            at: when it was told.
+            at: time of the report.
             source, target: indices of the instances.
             kv_bytes, seconds: summed over the transfers.
-            transfers: how many.
-            congestion: telemetry's for the tier at this time.
-            in_flight: own transfers of this source and tier now: stands in where none was counted to its end.
+            transfers: number of transfers.
+            congestion: congestion of the tier by telemetry at this time.
+            in_flight: own transfers of this source and tier now; used if the end of no transfer was counted.
 
         Raises:
-            InputError: not finite, negative, or of no transfer; the view then stays.
+            InputError: a value is not finite or negative, or there is no transfer. The view does not change.
         """
         _check(kv_bytes, seconds, transfers)
         tier = int(self._tier[source, target])
@@ -176,11 +177,11 @@ class Learned:
         self._of(source).learn(at, target, log_ratio - math.log(self._tiers.at(at)[tier]), transfers)
 
     def _mean_beside(self, source: int, target: int, in_flight: int) -> float:
-        """Own transfers beside one of this pair, in the mean over those that have ended since it was last measured.
+        """Mean number of own transfers beside one of this pair, over those that ended since its last measurement.
 
-        Those found at the start plus those left at the end: exact where transfers of equal size share a link from
-        first to last, and in the mean where they come and go at random; between them a transfer that meets others
-        for a part of its time only counts them in full.
+        It adds the transfers found at the start and those left at the end. This is exact if transfers of equal size
+        share a link from start to end, and correct on average if they start and end at random. In between, a transfer
+        that overlaps others only for a part of its time counts them in full.
         """
         company = self._company.pop((source, target), None)
         if company is None or not company.ended:
@@ -188,7 +189,7 @@ class Learned:
         return company.beside / company.ended
 
     def known(self) -> tuple[tuple[RatioLearned | None, ...], list[tuple[int, int, RatioLearned]]]:
-        """All that is kept by tier, and by source and target; changes nothing."""
+        """All stored values by tier, and by source and target. Changes nothing."""
         tiers = tuple(self._tiers.known(tier) for tier in range(TIER_COUNT))
         measured = (
             (source, int(target), ratios)
@@ -199,7 +200,7 @@ class Learned:
         return tiers, [(source, target, known) for source, target, known in pairs if known is not None]
 
     def resume(self, tiers: Sequence[RatioLearned | None], pairs: Iterable[tuple[int, int, RatioLearned]]) -> None:
-        """Go on from what another one has learned (`known`). Raises InputError where it does not fit."""
+        """Restore what another instance has learned (`known`). Raises InputError if it does not fit."""
         pairs = list(pairs)
         if len(tiers) != TIER_COUNT:
             raise InputError(f"{len(tiers)} tiers", where="tiers", mend=f"give {TIER_COUNT}, or null for a tier")
@@ -222,18 +223,18 @@ class Learned:
         return pairs
 
     def tier_ratio(self, at: float) -> tuple[float | None, ...]:
-        """Measured over promised bandwidth by tier, for people to look at; None where nothing was measured."""
+        """Measured over nominal bandwidth by tier, for displays; None if nothing was measured."""
         ratios = self._tiers.at(at).tolist()
         return tuple(r if seen else None for r, seen in zip(ratios, self._tiers.measured.tolist(), strict=True))
 
     def bytes_per_s(self, source: int, targets: IntArray, tier: TierArray, at: float) -> FloatArray | None:
-        """What a lone transfer from `source` gets on an idle network, [m]; None while nothing has been measured.
+        """Rate of a transfer alone from `source` on an idle network, [m]; None while nothing has been measured.
 
         Args:
             source: index of the prefill instance.
             targets: [m] indices of the candidates.
-            tier: [m] their tiers, as seen from the source.
-            at: time of the question.
+            tier: [m] their tiers relative to the source.
+            at: time of the call.
         """
         if not self._known:
             return None

@@ -1,4 +1,4 @@
-"""The oracle's view by link: what is left on the path of a pair, and what that means per tier."""
+"""The oracle's view by link: free bandwidth on the path of a pair, and the congestion per tier that follows from it."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ Groups = Sequence[Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """The groups of several pairs, laid out for numpy: links of group after group, groups of pair after pair."""
+    """The groups of several pairs as flat arrays: the links of each group in turn, the groups of each pair in turn."""
 
     links: IntArray
     group_starts: IntArray
     group_sizes: IntArray
     shares: FloatArray
-    """Per group: links that a transfer can fill there, over the part of the transfer that passes there."""
+    """Per group: number of links that a transfer can fill there, over the part of the transfer that passes there."""
     pair_starts: IntArray
 
 
 class LinkView:
-    """Capacities and paths of the cluster, to read telemetry by link. Holds no measurement."""
+    """Capacities and paths of the cluster, for evaluating telemetry by link. Holds no measurement."""
 
     def __init__(
         self,
@@ -41,12 +41,12 @@ class LinkView:
         flows_per_transfer: Callable[[int, int], int],
         ecmp: Literal["flow", "transfer"] = "flow",
     ) -> None:
-        """Take a cluster apart.
+        """Store the links and paths of a cluster.
 
         Args:
             capacity_bytes_per_s: by link, > 0.
-            link_tier: by link, the lowest tier of transfers that pass it; negative for links that no transfer passes.
-            tier_bytes_per_s: [TIER_COUNT] what a lone transfer gets in each tier.
+            link_tier: by link, the lowest tier of transfers that pass it; negative if no transfer passes it.
+            tier_bytes_per_s: [TIER_COUNT] rate of a transfer alone in each tier.
             hops: (source, target, shard) -> the path of that shard as ECMP groups.
             flows_per_transfer: (source, target) -> number of shards.
             ecmp: whether each flow draws its link or all flows of a transfer share one draw.
@@ -75,22 +75,22 @@ class LinkView:
 
     @property
     def link_count(self) -> int:
-        """Number of links, hence of values in telemetry by link."""
+        """Number of links, which is the number of values in telemetry by link."""
         return len(self._link_tier)
 
     def aggregate(self, utilisation: FloatArray) -> FloatArray:
         """Congestion per tier, [TIER_COUNT], from utilisation by link, both in [0, 1).
 
-        A transfer of tier k leaves its node, climbs through the links of tiers 1 to k and comes down again, so the
-        tightest of these tiers decides: c_k = 1 - min_j B_j (1 - u_j) / B_k over j <= k, at least 0, where u_j is
-        the mean utilisation of tier j weighted by capacity. Tier 0 stays inside the node and has links of its own.
+        A transfer of tier k leaves its node and passes links of the tiers 1 to k up and down again, so the tightest of
+        these tiers decides: c_k = 1 - min_j B_j (1 - u_j) / B_k over j <= k, at least 0, where u_j is the mean
+        utilisation of tier j weighted by capacity. Tier 0 stays inside the node and has links of its own.
         """
         tiered = self._link_tier >= 0
         tier, capacity = self._link_tier[tiered], self._capacity_bytes_per_s[tiered]
         total = np.bincount(tier, capacity, TIER_COUNT)
         used = np.bincount(tier, capacity * utilisation[tiered], TIER_COUNT)
         mean = np.divide(used, total, out=np.zeros(TIER_COUNT), where=total > 0)
-        # A tier without links is in nobody's way, whatever bandwidth it was declared with.
+        # A tier without links limits no transfer, whatever its declared bandwidth is.
         left = np.where(total > 0, self._tier_bytes_per_s * (1.0 - mean), np.inf)[SAME_RACK:]
         tightest = np.minimum.accumulate(left) / self._tier_bytes_per_s[SAME_RACK:]
         congestion = mean.copy()
@@ -98,11 +98,12 @@ class LinkView:
         return congestion
 
     def residual_bytes_per_s(self, source: int, targets: IntArray, utilisation: FloatArray) -> FloatArray:
-        """What the links leave to a lone transfer of each pair, [m].
+        """Rate that the links leave to a transfer alone of each pair, [m].
 
-        Each group leaves the mean of what its links leave, which is what an even ECMP draw may expect (an unlucky draw
-        gets less). All flows of a transfer carry equal parts, so the slowest sets the pace: with F flows, of which f
-        pass a group and can fill w of its links, the pace is the minimum over groups of residual * w * F / f.
+        Each group offers the mean free bandwidth of its links, which is the expected value of an even ECMP draw (an
+        unlucky draw gets less). All flows of a transfer carry equal parts, so the slowest one sets the pace: with F
+        flows, of which f pass a group and can fill w of its links, the pace is the minimum over groups of residual * w
+        * F / f.
         """
         if not len(targets):
             return np.zeros(0)

@@ -1,4 +1,4 @@
-"""The network as the router knows it: tiers, own transfers, their measured pace, and telemetry; never the true one."""
+"""The network as the router sees it: tiers, own transfers and their measured rates, telemetry; never the true state."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvroute.types import SAME_NODE, TIER_COUNT, FloatArray, InputError, IntArra
 
 
 class NetworkOracle:
-    """NetKV's oracle (III-E): static maps, a congestion signal as old as its last refresh, own transfers counted."""
+    """NetKV's oracle (III-E): static maps, congestion as old as its last refresh, and counts of own transfers."""
 
     def __init__(
         self,
@@ -24,13 +24,13 @@ class NetworkOracle:
         settings: OracleSettings | None = None,
         links: LinkView | None = None,
     ) -> None:
-        """Start with nothing in flight and no telemetry, that is with the static view.
+        """Start without transfers in flight and without telemetry, that is with the static view.
 
         Args:
             tier: [n, n] tier of each ordered pair of instances, 0 to TIER_COUNT - 1.
-            bytes_per_s: [TIER_COUNT] static bandwidth of a lone transfer, > 0.
+            bytes_per_s: [TIER_COUNT] static bandwidth of a transfer alone, > 0.
             latency_s: [TIER_COUNT] base latency, >= 0.
-            settings: how counters and telemetry are read.
+            settings: how counters and telemetry are used.
             links: needed only for telemetry by link.
 
         Raises:
@@ -49,7 +49,7 @@ class NetworkOracle:
         self._utilisation: FloatArray | None = None
         self._in_flight: IntArray = np.zeros((len(self._tier), TIER_COUNT), dtype=np.int64)
         self._in_flight_max: IntArray = np.array(self._settings.in_flight_max)
-        """An array, because numpy takes longer to convert a Python number than to compare with it."""
+        """An array, because numpy converts a Python number slower than it compares with an array."""
         self._nothing: IntArray = np.zeros(TIER_COUNT, dtype=np.int64)
         self._nothing.flags.writeable = False
         stale_after_s = self._settings.stale_after_s
@@ -65,14 +65,14 @@ class NetworkOracle:
         return cls(cluster.tier, cluster.tier_bytes_per_s, cluster.tier_latency_s, settings, LinkView.of(cluster))
 
     def transfer_started(self, source: int, target: int) -> None:
-        """Count a transfer of ours as under way (NetKV algorithm 1, line 14)."""
+        """Count an own transfer as in progress (NetKV algorithm 1, line 14)."""
         tier = int(self._tier[source, target])
         if self._learned is not None:
             self._learned.started(source, target, self._counted(source, tier))
         self._in_flight[source, tier] += 1
 
     def transfer_finished(self, source: int, target: int) -> None:
-        """Count it out again. One that never started changes nothing: an engine may report the same end twice."""
+        """Count its end. A transfer that never started is ignored: an engine may report the same end twice."""
         tier = int(self._tier[source, target])
         if self._in_flight[source, tier] > 0:
             self._in_flight[source, tier] -= 1
@@ -82,10 +82,10 @@ class NetworkOracle:
     def transfer_measured(
         self, at: float, source: int, target: int, kv_bytes: float, seconds: float, transfers: int = 1
     ) -> None:
-        """Take what transfers of one pair have shown, summed over `transfers` of them; without `self_measured` void.
+        """Process measurements of a pair, summed over `transfers` transfers. Does nothing without `self_measured`.
 
         Raises:
-            InputError: a number that is negative or not finite, or no transfer; the view then stays.
+            InputError: a number is negative or not finite, or there is no transfer. The view does not change.
         """
         if self._learned is None:
             return
@@ -95,27 +95,27 @@ class NetworkOracle:
         self._learned.measured(at, source, target, kv_bytes, seconds, transfers, congestion, in_flight)
 
     def _counted(self, source: int, tier: int) -> int:
-        """Own transfers under way as the formula counts them."""
+        """Own transfers in progress as the formula counts them."""
         own = self._settings.separates_own_traffic
         return min(int(self._in_flight[source, tier]), self._settings.in_flight_max) if own else 0
 
     def congestion_measured(self, at: float, per_tier: Sequence[float]) -> None:
-        """Take the operator's telemetry by tier.
+        """Process the operator's telemetry by tier.
 
         Args:
-            at: when it was measured; older than the last measurement it is void.
-            per_tier: utilisation by others, length TIER_COUNT; values of 0.99 and more read as 0.99.
+            at: time of the measurement; one older than the last is ignored.
+            per_tier: utilisation by others, length TIER_COUNT; values above 0.99 count as 0.99.
 
         Raises:
-            InputError: wrong length, or a value that is negative, infinite or not a number; the old view then stays.
+            InputError: wrong length, or a value is negative, infinite or not a number. The view does not change.
         """
         self._congestion.measured(at, utilisation_array(per_tier, TIER_COUNT, "per_tier"))
 
     def links_measured(self, at: float, utilisation: Sequence[float]) -> None:
-        """Take the operator's telemetry by link, in the cluster's order of links; the tier view follows from it.
+        """Process the operator's telemetry by link, in the cluster's order of links. It also updates the view by tier.
 
         Raises:
-            InputError: as for `congestion_measured`, or this oracle knows no links.
+            InputError: as for `congestion_measured`, or this oracle has no links.
         """
         if self._links is None:
             raise InputError("telemetry by link, but the oracle knows no links", mend="give it a LinkView")
@@ -124,7 +124,7 @@ class NetworkOracle:
             self._utilisation = measured
 
     def costs(self, source: int, targets: IntArray, at: float) -> NetworkCosts:
-        """What a policy may know of the network between `source` and `targets` at a time; a snapshot.
+        """A snapshot of what a policy may use of the network between `source` and `targets` at this time.
 
         Args:
             source: index of the prefill instance.
@@ -143,12 +143,12 @@ class NetworkOracle:
         )
 
     def residual_bytes_per_s(self, source: int, targets: IntArray, at: float) -> FloatArray:
-        """What the links leave to a lone transfer of each pair, [m], after the last telemetry by link.
+        """Rate that the links leave to a transfer alone of each pair, [m], by the last telemetry by link.
 
-        Finer than the tiers: it sees one hot uplink. Telemetry fades here as it does for tiers.
+        More precise than tiers: it includes a single busy uplink. Telemetry fades here as it does for tiers.
 
         Raises:
-            InputError: this oracle knows no links.
+            InputError: this oracle has no links.
         """
         if self._links is None:
             raise InputError("the oracle knows no links", mend="give it a LinkView")
@@ -156,30 +156,30 @@ class NetworkOracle:
         return self._links.residual_bytes_per_s(source, targets, utilisation * self._congestion.fading(at))
 
     def congestion(self, at: float) -> FloatArray:
-        """What is believed of others' traffic, [TIER_COUNT] in [0, 1)."""
+        """Estimated share of each tier that other traffic uses, [TIER_COUNT] in [0, 1)."""
         return self._congestion.at(at)
 
     @property
     def separates_own_traffic(self) -> bool:
-        """Whether telemetry leaves out our own transfers."""
+        """Whether telemetry excludes our own transfers."""
         return self._settings.separates_own_traffic
 
     def known(self) -> tuple[tuple[RatioLearned | None, ...], list[tuple[int, int, RatioLearned]]]:
-        """What own transfers have taught, by tier and by pair of instances, for another oracle to go on from."""
+        """What own transfers have taught, by tier and by pair of instances, for another oracle to restore."""
         return ((None,) * TIER_COUNT, []) if self._learned is None else self._learned.known()
 
     def resume(self, tiers: Sequence[RatioLearned | None], pairs: Iterable[tuple[int, int, RatioLearned]]) -> None:
-        """Go on from what another oracle has learned; without `self_measured` void. Raises InputError where it does
-        not fit."""
+        """Restore what another oracle has learned; raise InputError if it does not fit. Does nothing without
+        `self_measured`."""
         if self._learned is not None:
             self._learned.resume(tiers, pairs)
 
     def learned_ratio(self, at: float) -> tuple[float | None, ...]:
-        """Measured over promised bandwidth by tier; None where nothing was measured."""
+        """Measured over nominal bandwidth by tier; None if nothing was measured."""
         return (None,) * TIER_COUNT if self._learned is None else self._learned.tier_ratio(at)
 
     def staleness_s(self, at: float) -> float | None:
-        """Age of the newest telemetry; None before the first: the view is then static."""
+        """Age of the newest telemetry, in seconds; None before the first one, when the view is static."""
         return self._congestion.age_s(at)
 
 
@@ -195,7 +195,7 @@ def _per_tier(values: FloatArray, where: str, *, above_zero: bool) -> FloatArray
 
 
 def at_home(count: int) -> NetworkCosts:
-    """The network of a request that stays where it is."""
+    """The network costs of a request that stays on one instance."""
     nothing = np.zeros(TIER_COUNT)
     return NetworkCosts(
         tier=np.full(count, SAME_NODE, dtype=np.int8),

@@ -1,4 +1,4 @@
-"""Congestion per tier over time: the last measurement, smoothed or prolonged if wished, fading when it grows old."""
+"""Congestion per tier over time: the last measurement, optionally smoothed or extrapolated, fading with age."""
 
 from __future__ import annotations
 
@@ -15,31 +15,32 @@ from kvroute.types import TIER_COUNT, FloatArray, InputError
 Prediction = Literal["smooth", "trend"]
 
 CONGESTION_MAX = 0.99
-"""Telemetry at or above this reads as this: a full link still carries a hundredth, so no cost is infinite."""
+"""Upper bound of telemetry: a full link still carries a hundredth, so every cost is finite."""
 
 _ROUNDING = 1e-9
-"""Utilisation so little below zero is the rest of a subtraction, not a fault."""
+"""Utilisation slightly below zero is a rounding error of a subtraction, not an input error."""
 
 
 @dataclass(frozen=True, slots=True)
 class OracleSettings:
-    """How the oracle reads its counters and its telemetry."""
+    """How the oracle uses its counters and its telemetry."""
 
     in_flight_max: int = 16
-    """Own transfers count up to here, about a NIC's saturated flow count (NetKV V-C)."""
+    """Maximum count of own transfers, about the number of flows that saturates a NIC (NetKV V-C)."""
     separates_own_traffic: bool = True
-    """Whether telemetry leaves the router's own transfers out; if not, they are in the congestion and the counters
-    read zero (NetKV III-D)."""
+    """Whether telemetry excludes the router's own transfers. If not, they are part of the congestion and the counters
+    are taken as zero (NetKV III-D)."""
     prediction: Prediction | None = None
-    """`smooth`: exponential smoothing. `trend`: Holt's level and slope, prolonged by one measuring interval at most."""
+    """`smooth`: exponential smoothing. `trend`: Holt's level and slope, extrapolated by one measuring interval at
+    most."""
     alpha: float = 0.5
     """Weight of the newest measurement, in (0, 1]."""
     beta: float = 0.3
     """Weight of the newest slope, in [0, 1]; only `trend` uses it."""
     stale_after_s: float | None = None
-    """Older telemetry fades to the static view as exp(1 - age / stale_after_s); None: it never fades."""
+    """Age above which telemetry fades to the static view as exp(1 - age / stale_after_s); None: it never fades."""
     self_measured: bool = False
-    """Whether the pace of own transfers corrects the static bandwidths, by tier and by pair."""
+    """Whether the measured rates of own transfers correct the static bandwidths, by tier and by pair."""
 
     def __post_init__(self) -> None:
         known = get_args(Prediction)
@@ -82,14 +83,14 @@ def utilisation_array(values: Sequence[float] | FloatArray, length: int, where: 
 
 
 def _read_only(array: FloatArray) -> FloatArray:
-    """All that is told of congestion is so: a policy would be compiled once more for arrays that may be written."""
+    """Make an array of congestion read-only, as all of them are: numba compiles again for another type of array."""
     array.flags.writeable = False
     return array
 
 
 @dataclass(slots=True)
 class Congestion:
-    """What is believed of every tier's congestion; arrays of length TIER_COUNT, never written in place."""
+    """Estimated congestion of every tier; arrays of length TIER_COUNT, never written in place."""
 
     settings: OracleSettings
     measured_at: float | None = None
@@ -98,7 +99,8 @@ class Congestion:
     _interval_s: float = 0.0
 
     def measured(self, at: float, per_tier: FloatArray) -> bool:
-        """Take a measurement; one older than the last is void (messages may overtake each other). True if taken."""
+        """Process a measurement. Return False for one older than the last, which is ignored (messages can be
+        reordered)."""
         if self.measured_at is None:
             self._level = per_tier
         elif at < self.measured_at:
@@ -111,7 +113,7 @@ class Congestion:
         return True
 
     def _blend(self, interval_s: float, per_tier: FloatArray) -> None:
-        """Holt's two equations for uneven intervals; without a slope this is exponential smoothing."""
+        """Apply Holt's two equations for uneven intervals; without a slope this is exponential smoothing."""
         alpha, beta = self.settings.alpha, self.settings.beta
         level = alpha * per_tier + (1.0 - alpha) * (self._level + self._slope_per_s * interval_s)
         if self.settings.prediction == "trend" and interval_s > 0:
@@ -120,21 +122,21 @@ class Congestion:
         self._level = _read_only(level)
 
     def age_s(self, at: float) -> float | None:
-        """Age of the last measurement; None before the first."""
+        """Age of the last measurement, in seconds; None before the first one."""
         return None if self.measured_at is None else max(0.0, at - self.measured_at)
 
     def fading(self, at: float) -> float:
-        """Share of the last measurement that still counts: 1 while fresh, falling to 0."""
+        """Weight of the last measurement: 1 while it is fresh, then falling to 0."""
         age_s, stale_s = self.age_s(at), self.settings.stale_after_s
         if age_s is None or stale_s is None or age_s <= stale_s:
             return 1.0
         return math.exp(1.0 - age_s / stale_s)
 
     def at(self, at: float) -> FloatArray:
-        """Congestion per tier as believed at a time, in [0, CONGESTION_MAX]; zero before the first measurement."""
+        """Estimated congestion per tier at this time, in [0, CONGESTION_MAX]; zero before the first measurement."""
         level = self._level
         if self.settings.prediction == "trend" and self.measured_at is not None:
-            # Further ahead than one interval a slope says nothing: it would run into a bound and stay there.
+            # A slope says nothing beyond one interval: the extrapolation would reach a bound and stay there.
             ahead_s = min(max(0.0, at - self.measured_at), self._interval_s)
             level = _read_only(np.clip(level + self._slope_per_s * ahead_s, 0.0, CONGESTION_MAX))
         share = self.fading(at)

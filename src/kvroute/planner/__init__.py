@@ -1,1 +1,1 @@
-"""Offline searches: what to build and how to divide it, judged by formula before anything is simulated or bought."""
+"""Offline searches by formula: which hardware to use and how to divide it, before simulating or buying anything."""

@@ -19,19 +19,19 @@ PUBLISHED_GBPS: dict[str, tuple[float, float, float, float]] = {
     "qwen3.5-397b": (4.13, 6.28, 8.25, 7.47),
     "ring-2.5-1t": (7.27, 4.47, 2.59, 1.46),
 }
-"""KV throughput as measured on 8 H200 with SGLang 0.5.9 (PrfaaS Table 3), at PUBLISHED_TOKENS."""
+"""KV throughput in Gbps, measured on 8 H200 with SGLang 0.5.9 (PrfaaS Table 3), at PUBLISHED_TOKENS."""
 
 
 def kv_bytes_per_s(kv_bytes: Curve, prefill_s: Curve, tokens: FloatArray) -> FloatArray:
-    """Phi_kv(l) = S_kv(l) / T_prefill(l) of prompts of these lengths (eq. 1)."""
+    """Return Phi_kv(l) = S_kv(l) / T_prefill(l) for prompts of these lengths (eq. 1)."""
     return kv_bytes(tokens) / prefill_s(tokens)
 
 
 def mean_kv_bytes_per_s(
     mix: Mix, threshold_tokens: float, kv_bytes: Curve, prefill_s: Curve, reading: Reading
 ) -> float:
-    """E[S_kv] / E[T_prefill] of prompts longer than a threshold (eq. 2), or Phi_kv of their mean length, which eq. 2
-    takes for about the same; 0 where no prompt is longer."""
+    """Return E[S_kv] / E[T_prefill] of prompts longer than a threshold (eq. 2), or Phi_kv of their mean length, which
+    eq. 2 treats as approximately equal; 0 if no prompt is longer."""
     cut = mix.cut(np.array([threshold_tokens]))
     if not cut.long_share[0]:
         return 0.0
@@ -39,15 +39,16 @@ def mean_kv_bytes_per_s(
 
 
 def egress_bytes_per_s(gpus: float, gpus_per_instance: int, instance_kv_bytes_per_s: float) -> float:
-    """B_out = N / P * Phi_kv: the least egress that never holds up N GPUs which only prefill (eq. 2)."""
+    """Return B_out = N / P * Phi_kv: the smallest egress at which N prefill-only GPUs never wait for the link
+    (eq. 2)."""
     return gpus / gpus_per_instance * instance_kv_bytes_per_s
 
 
 def published_kv_bytes_per_s(model: str, tokens: float) -> float:
-    """PrfaaS Table 3; between its lengths a straight line over the logarithm of the length.
+    """Return the value of PrfaaS Table 3, interpolated linearly over the logarithm of the length.
 
     Raises:
-        InputError: the table has no such model, or does not reach so short or long a prompt.
+        InputError: the table does not contain the model, or does not cover this prompt length.
     """
     if model not in PUBLISHED_GBPS:
         mend = f"give --prefill, or one of {', '.join(PUBLISHED_GBPS)}"

@@ -1,4 +1,4 @@
-"""Prompt lengths of a plan: a distribution or a trace, grouped in steps, and the thresholds that tell groups apart."""
+"""Prompt lengths of a plan: a distribution or a trace, grouped in steps, and the thresholds between the groups."""
 
 from __future__ import annotations
 
@@ -13,38 +13,39 @@ from kvroute.sim.workload import Trace
 from kvroute.types import FloatArray, InputError
 
 _LEAST_MASS = 1e-9
-"""Of a log-normal distribution within its limits; less cannot be told from rounding."""
+"""Smallest accepted mass of a log-normal distribution within its limits; less cannot be told from rounding errors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """A mix with one length per group, the mean of the group, and what was said of where it comes from."""
+    """A mix with one length per group, which is the mean of the group, and a description of its source."""
 
     mix: Mix
     thresholds: FloatArray
-    """[T] ascending, tokens: between the groups, the first below all of them, the last above."""
+    """[T] ascending, in tokens. They lie between the groups; the first is below all groups, the last above all."""
     about: str
 
     def scaled(self, factor: float) -> Lengths:
-        """Every prompt longer by `factor`."""
+        """Return these lengths with every prompt multiplied by `factor`."""
         mix = Mix(self.mix.tokens * factor, self.mix.share)
         return Lengths(mix, self.thresholds * factor, f"{self.about}, times {factor:g}")
 
     def spread(self, factor: float) -> Lengths:
-        """The same mean of another mix: the logarithm of every length `factor` times (above 0) as far from the mean
-        logarithm, sigma times `factor` for a log-normal distribution. Its limits move with it."""
+        """Return lengths with the same mean and another spread: the logarithm of every length is `factor` times (above
+        0) as far from the mean logarithm. A log-normal distribution gets sigma times `factor`. The limits move with the
+        lengths."""
         tokens, share = self.mix.tokens, self.mix.share
         middle = math.exp(float(share @ np.log(tokens)))
         moved, edges = (middle * (each / middle) ** factor for each in (tokens, self.thresholds))
         back = self.mix.mean_tokens / float(share @ moved)
         edges *= back
-        # Rounding must not carry a length over the edge of its own group.
+        # Rounding must not move a length across the edge of its own group.
         mix = Mix(np.minimum(back * moved, edges[1:]), share)
         return Lengths(mix, edges, f"{self.about}, spread times {factor:g}")
 
 
 def grouped(tokens: FloatArray, weights: FloatArray, step_tokens: int, about: str) -> Lengths:
-    """Lengths above 0 and their weights, grouped in (k * step, (k + 1) * step]; E[L] stays what it is.
+    """Group lengths above 0 and their weights in (k * step, (k + 1) * step]; E[L] does not change.
 
     Raises:
         InputError: see `Mix.of`.
@@ -54,17 +55,17 @@ def grouped(tokens: FloatArray, weights: FloatArray, step_tokens: int, about: st
     kept, where = np.unique(group, return_inverse=True)
     share: FloatArray = np.bincount(where, weights=mix.share).astype(np.float64)
     mean = np.bincount(where, weights=mix.tokens * mix.share) / share
-    # Rounding must not carry a mean over the edge of its own group.
+    # Rounding must not move a mean across the edge of its own group.
     upper = np.minimum(kept * float(step_tokens), mix.tokens[-1])
     first = max(float(kept[0] - 1) * step_tokens, 0.0)
     return Lengths(Mix(np.minimum(mean, upper), share), np.concatenate(([first], upper)), about)
 
 
 def log_normal(mu: float, sigma: float, least: int, most: int, step_tokens: int) -> Lengths:
-    """exp(N(mu, sigma)) between `least` and `most` tokens, with the exact mass and mean of every group.
+    """Return exp(N(mu, sigma)) between `least` and `most` tokens, with the exact mass and mean of every group.
 
     Raises:
-        InputError: `most` is not above `least`, or hardly any mass lies between.
+        InputError: `most` is not above `least`, or almost no mass lies between them.
     """
     if most <= least:
         raise InputError(f"no length lies between {least} and {most} tokens", mend="give `most` above `least`")
@@ -83,10 +84,10 @@ def log_normal(mu: float, sigma: float, least: int, most: int, step_tokens: int)
 
 
 def incremental(trace: Trace, cache_tokens: int | None) -> tuple[FloatArray, float]:
-    """Prompt tokens that one cache does not hold, [requests], and the share of all tokens that it holds.
+    """Return the prompt tokens that one cache does not hold, [requests], and the share of all tokens that it holds.
 
-    The cache keeps `cache_tokens` (None: everything), least recently used blocks going first. At least one token of a
-    prompt is always computed.
+    The cache keeps `cache_tokens` (None: no limit) and evicts the least recently used blocks first. At least one token
+    of each prompt is always computed.
     """
     block_tokens = max((request.block_tokens for request in trace.requests if request.blocks), default=1)
     cache = PrefixIndex(1, None if cache_tokens is None else cache_tokens // block_tokens)

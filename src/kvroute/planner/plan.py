@@ -1,4 +1,4 @@
-"""A whole plan: the deployments, what moves them, and the curves behind the figures; it draws nothing."""
+"""A complete plan: the deployments, their sensitivity to the inputs, and the curves behind the figures."""
 
 from __future__ import annotations
 
@@ -15,40 +15,40 @@ from kvroute.policies.throughput import StageRates, splits, stage_rates
 
 
 class Cost(msgspec.Struct, frozen=True, kw_only=True):
-    """Throughput against price; a GPU without a price costs 1 an hour."""
+    """Throughput relative to price; a GPU without a price costs 1 per hour."""
 
     gpus: int
     made_of: str
     """GPUs by hardware, such as "32 h200 + 64 h20"."""
     price: float
-    """Of all GPUs for an hour."""
+    """Price of all GPUs per hour."""
     requests_per_price: float
 
 
 class EgressNeed(msgspec.Struct, frozen=True, kw_only=True):
-    """Eq. 2 for one PrfaaS cluster: what keeps its GPUs from ever waiting for the link."""
+    """Eq. 2 for one PrfaaS cluster: the egress at which its GPUs never wait for the link."""
 
     cluster: str
     gpus: int
     available_gbps: float
     offloaded_gbps: float
-    """For the prompts that the optimum offloads."""
+    """Egress needed for the prompts that the optimum offloads, in Gbps."""
     all_gbps: float
-    """If every prompt were offloaded."""
+    """Egress needed if every prompt were offloaded, in Gbps."""
 
 
 class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that a plan says, as it is written to plan.json."""
+    """All results of a plan, as written to plan.json."""
 
     name: str
     choices: tuple[str, ...]
     deployments: dict[Kind, Deployment]
-    """`home` is missing where the PD clusters are too small to serve alone."""
+    """Deployments by kind; `home` is missing if the PD clusters are too small to serve alone."""
     bounds_per_s: dict[str, float | None]
-    """What `prfaas` could serve if one stage alone limited it: Theta_prfaas / p, Theta_pd-p / (1 - p) and Theta_pd-d;
-    None where no request takes this way."""
+    """Requests per second that `prfaas` could serve if one stage alone limited it: Theta_prfaas / p,
+    Theta_pd-p / (1 - p) and Theta_pd-d; None if no request uses the stage."""
     gain_over: dict[Kind, float]
-    """Lambda_max of `prfaas` over that of the alternatives, less 1."""
+    """Lambda_max of `prfaas` divided by Lambda_max of each alternative, minus 1."""
     costs: dict[Kind, Cost]
     egress_need: tuple[EgressNeed, ...]
     sensitivity: Sensitivity
@@ -58,7 +58,7 @@ class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Plan:
-    """A problem, its optima, and the report of both."""
+    """A problem, its optima, and the report on both."""
 
     problem: Problem
     optima: dict[Kind, Optimum]
@@ -106,13 +106,13 @@ def make_plan(problem: Problem) -> Plan:
 
 
 def over_splits(plan: Plan) -> StageRates:
-    """Every split at the optimal threshold: Figure 5 (a)."""
+    """Evaluate every split at the optimal threshold: Figure 5 (a)."""
     best = plan.optima["prfaas"]
     return stage_rates(best.system, best.cell.thresholds, *splits([site.instances for site in best.pd]))
 
 
 def over_thresholds(plan: Plan) -> StageRates:
-    """Every threshold at the optimal split: Figure 5 (b)."""
+    """Evaluate every threshold at the optimal split: Figure 5 (b)."""
     best = plan.optima["prfaas"]
     return stage_rates(best.system, plan.problem.lengths.thresholds, best.cell.n_prefill, best.cell.n_decode)
 

@@ -1,4 +1,5 @@
-"""A plan's file with its meaning: curves instead of tables, instances instead of GPUs; refuses what cannot be built."""
+"""The interpreted plan file: curves instead of tables, instances instead of GPUs. It rejects plans that cannot be
+built."""
 
 from __future__ import annotations
 
@@ -52,31 +53,31 @@ class Hardware:
     name: str
     prefill_s: Curve
     decode_per_s: float
-    """Requests per second of a decode instance; 0 where it cannot decode."""
+    """Requests per second of a decode instance; 0 if it cannot decode."""
     gpu_price: float
-    """Per GPU and hour."""
+    """Price per GPU and hour."""
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A cluster as the planner sees it: equal instances behind one egress."""
+    """A cluster in the planner's model: identical instances behind one egress."""
 
     name: str
     hardware: Hardware
     instances: int
     gpus: int
     egress_bytes_per_s: float = 0.0
-    """Of a PrfaaS cluster; a PD cluster sends nothing."""
+    """Egress of a PrfaaS cluster; 0 for a PD cluster, which sends no KV cache."""
 
     @property
     def price(self) -> float:
-        """Of all GPUs for an hour."""
+        """Price of all GPUs per hour."""
         return self.gpus * self.hardware.gpu_price
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What is given: traffic, model, hardware. What is sought: the threshold and the split."""
+    """The inputs of a search: traffic, model and hardware. The search finds the threshold and the split."""
 
     name: str
     lengths: Lengths
@@ -87,14 +88,14 @@ class Problem:
     gpus_per_instance: int
     reading: Reading
     choices: tuple[str, ...]
-    """What was chosen where the paper leaves a choice, and what to mind, in sentences."""
+    """Choices made where the paper leaves one open, and caveats, as sentences."""
 
 
 def read_problem(path: Path) -> Problem:
-    """Read and check a plan's file.
+    """Read and check a plan file.
 
     Raises:
-        InputError: it cannot be read, or something in it is wrong or absurd, with file and line.
+        InputError: the file cannot be read, or a value in it is wrong or out of range; gives file and line.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -174,7 +175,7 @@ class _Reader:
         if any(after < before for before, after in pairwise(sizes)):
             mend = "give the sizes of whole prompts, in the order of `tokens`"
             raise self.lines.error("a longer prompt has a smaller KV cache than a shorter one", ("kv", "sizes"), mend)
-        # A size over lengths has the same forms as a time, so the same fit and the same lines serve.
+        # A size as a function of the length has the same forms as a time, so the same fit serves both.
         fit = self._placed(("kv",), lambda: _fitted(entry.tokens, sizes, entry.form))
         self.choices.append(f"KV sizes: {_how(fit, entry.form)}")
         return prefill_curve(prefill_time(fit.spec))
@@ -268,7 +269,7 @@ class _Reader:
             seen.add(entry.name)
 
     def _placed(self, key: Key, find: Callable[[], T]) -> T:
-        """What `find` finds; its fault gets the place in the file."""
+        """Return the result of `find`; add the location in the file to any InputError."""
         try:
             return find()
         except InputError as error:
@@ -291,7 +292,7 @@ def _how(fit: Fit[PrefillSpec], form: Form) -> str:
 
 
 def _beyond(spec: PrefillSpec, lengths: Lengths) -> str:
-    """What part of the requests has lengths that nobody measured."""
+    """Describe the share of requests whose lengths lie outside the measured points."""
     if not isinstance(spec, PiecewisePrefill):
         return ""
     tokens = lengths.mix.tokens

@@ -1,4 +1,4 @@
-"""The input file of a plan as msgspec Structs: what a user writes of traffic, hardware and clusters, uninterpreted."""
+"""The input file of a plan as msgspec Structs: traffic, hardware and clusters as the user wrote them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Form: TypeAlias = Literal["linear", "quadratic", "piecewise"]
 
 
 class LogNormalLengths(Entry, frozen=True, kw_only=True, tag="log-normal", tag_field="kind"):
-    """exp(N(mu, sigma)), cut off outside of `least` to `most` tokens."""
+    """Lengths drawn from exp(N(mu, sigma)), truncated to `least` to `most` tokens."""
 
     mu: Annotated[float, Meta(ge=0, le=20)]
     sigma: Annotated[float, Meta(gt=0, le=10)]
@@ -31,48 +31,48 @@ class LogNormalLengths(Entry, frozen=True, kw_only=True, tag="log-normal", tag_f
 
 
 class ConstantLengths(Entry, frozen=True, kw_only=True, tag="constant", tag_field="kind"):
-    """Every prompt has so many tokens."""
+    """Every prompt has this number of tokens."""
 
     tokens: Tokens
 
 
 class TableLengths(Entry, frozen=True, kw_only=True, tag="table", tag_field="kind"):
-    """Lengths and how often each occurs; the shares need not add up to 1."""
+    """Lengths and the frequency of each; the shares need not add up to 1."""
 
     tokens: list[Tokens]
     shares: list[Annotated[float, Meta(ge=0)]]
 
 
 class TraceLengths(Entry, frozen=True, kw_only=True, tag="trace", tag_field="kind"):
-    """The prompts of a trace, less the prefix that a cache would hold."""
+    """The prompts of a trace without the prefix that a cache would hold."""
 
     file: str
-    """Relative to the plan's own folder."""
+    """Path relative to the folder of the plan."""
     cache: Literal["infinite", "none"] | Tokens = "infinite"
-    """How many tokens one cache keeps, least recently used blocks going first."""
+    """Number of tokens that one cache keeps; it evicts the least recently used blocks first."""
     block_tokens: Count = 512
-    """Behind one hash id, unless a line says otherwise."""
+    """Number of tokens behind one hash id, unless a line of the trace gives another."""
 
 
 class Traffic(Entry, frozen=True, kw_only=True):
-    """What is asked: incremental prompt lengths and the length of the answers."""
+    """The traffic: incremental prompt lengths and the length of the responses."""
 
     lengths: LogNormalLengths | ConstantLengths | TableLengths | TraceLengths
     output_tokens: Count
     slo_tokens_per_s: Annotated[float, Meta(gt=0)] | None = None
-    """Every request gets so many tokens per second at least: a decode iteration may not take longer."""
+    """Minimum tokens per second of every request; it limits the duration of a decode iteration."""
     step_tokens: Annotated[int, Meta(ge=1, le=10_000)] = 100
-    """Lengths are grouped, and thresholds tried, in steps of so many tokens."""
+    """Step in tokens by which lengths are grouped and thresholds are tried."""
 
 
 class ModelKv(Entry, frozen=True, kw_only=True, tag="model", tag_field="kind"):
-    """KV sizes from a model's layers: a preset or a config.json."""
+    """KV sizes computed from a model's layers: a preset or a config.json."""
 
     model: str
 
 
 class MeasuredKv(Entry, frozen=True, kw_only=True, tag="measured", tag_field="kind"):
-    """KV sizes from measured points: lines between them, or one line (a state per request and bytes per token)."""
+    """KV sizes from measured points: linear interpolation, or one line (a state per request plus bytes per token)."""
 
     tokens: list[Tokens]
     sizes: list[Size]
@@ -88,10 +88,10 @@ class MeasuredPrefill(Entry, frozen=True, kw_only=True, tag="measured", tag_fiel
 
 
 class ProfiledPrefill(Entry, frozen=True, kw_only=True, tag="profile", tag_field="kind"):
-    """As `measured`, from a CSV file with the columns tokens,seconds."""
+    """Like `measured`, but from a CSV file with the columns tokens,seconds."""
 
     file: str
-    """Relative to the plan's own folder."""
+    """Path relative to the folder of the plan."""
     form: Form = "quadratic"
 
 
@@ -107,20 +107,20 @@ class HardwareEntry(Entry, frozen=True, kw_only=True):
 
     prefill: LinearPrefillEntry | QuadraticPrefillEntry | PiecewisePrefillEntry | MeasuredPrefill | ProfiledPrefill
     decode: DecodeLimits | None = None
-    """Absent where it only prefills."""
+    """Decode limits; None if this hardware only prefills."""
     gpu_price: Annotated[float, Meta(gt=0)] = field(name="price", default=1.0)
-    """Of one GPU for an hour, in any currency."""
+    """Price of one GPU per hour, in any currency."""
 
 
 class ClusterEntry(Entry, frozen=True, kw_only=True):
-    """GPUs of one kind in one place. `prefill`: a PrfaaS cluster; `pd`: prefill and decode, joined by fast links."""
+    """GPUs of one kind in one place. `prefill`: a PrfaaS cluster; `pd`: prefill and decode, connected by fast links."""
 
     name: Name
     role: Literal["prefill", "pd"]
     hardware: Name
     gpus: Annotated[int, Meta(ge=1, le=10_000_000)]
     egress_bytes_per_s: Bandwidth | None = field(name="egress", default=None)
-    """What a `prefill` cluster can send to the others, all links together."""
+    """Bandwidth of a `prefill` cluster towards the other clusters, summed over all links."""
 
 
 class Homogeneous(Entry, frozen=True, kw_only=True):
@@ -131,7 +131,7 @@ class Homogeneous(Entry, frozen=True, kw_only=True):
 
 
 class PlanFile(Entry, frozen=True, kw_only=True):
-    """A whole file of `kvroute plan prfaas`."""
+    """The complete file of `kvroute plan prfaas`."""
 
     name: Name
     gpus_per_instance: Annotated[int, Meta(ge=1, le=1024)] = 8
@@ -141,4 +141,5 @@ class PlanFile(Entry, frozen=True, kw_only=True):
     hardware: dict[str, HardwareEntry]
     clusters: list[ClusterEntry]
     homogeneous: Homogeneous | None = None
-    """Absent: as many GPUs as all clusters have, all of the first `pd` cluster's hardware."""
+    """PD-only alternative. Default: as many GPUs as all clusters have, all with the hardware of the first `pd`
+    cluster."""

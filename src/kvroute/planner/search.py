@@ -1,4 +1,4 @@
-"""The exhaustive search over thresholds and splits (PrfaaS 3.4.2), for offloading and for its alternatives."""
+"""Exhaustive search over thresholds and splits (PrfaaS 3.4.2), for offloading and its alternatives."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ from kvroute.types import FloatArray, InputError, IntArray
 
 Kind: TypeAlias = Literal["prfaas", "homogeneous", "naive", "home"]
 KINDS: tuple[Kind, ...] = ("prfaas", "homogeneous", "naive")
-"""The published ones; `home` is the PD clusters of the plan alone, without any remote GPU."""
+"""The published kinds. `home` uses only the PD clusters of the plan, without any remote GPU."""
 _MOST_SPLITS = 100_000
 _CELLS_AT_ONCE = 2_000_000
 
 
 class Ttft(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds of prefill alone, over all requests: no queue, no transfer, as the paper's tables have it."""
+    """Prefill time in seconds over all requests, without queueing and transfer, as in the paper's tables."""
 
     mean: float
     p90: float
 
 
 class Deployment(msgspec.Struct, frozen=True, kw_only=True):
-    """What the search found for one deployment: what `--json` prints of it."""
+    """The search result for one deployment, as `--json` prints it."""
 
     threshold_tokens: int | None
-    """Longer prompts are offloaded; None where lengths do not route."""
+    """Longer prompts are offloaded; None if the deployment does not route by length."""
     n_prfaas: int
-    """Instances, all clusters together; so the next two."""
+    """Number of PrfaaS instances, summed over all clusters; `n_prefill` and `n_decode` are sums likewise."""
     n_prefill: int
     n_decode: int
     offloaded_share: float
     egress_gbps: float
-    """KV traffic out of the PrfaaS clusters at `lambda_max_per_s`, 1e9 bits per second."""
+    """KV traffic out of the PrfaaS clusters at `lambda_max_per_s`, in Gbps (1e9 bits per second)."""
     stage_per_s: dict[str, float]
-    """Theta of `prfaas`, `pd_p` and `pd_d` (eq. 3 to 5), requests per second; 0 where a stage has no work."""
+    """Theta of `prfaas`, `pd_p` and `pd_d` (eq. 3 to 5), in requests per second; 0 if a stage has no work."""
     lambda_max_per_s: float
     ttft_s: Ttft
     binding: Binding
@@ -56,7 +56,7 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Optimum:
-    """The best cell of a search, as a grid of one cell, so that every array of the model can be asked."""
+    """The best cell of a search, stored as a grid of one cell so that every array of the model is available."""
 
     prfaas: tuple[Site, ...]
     pd: tuple[Site, ...]
@@ -65,12 +65,12 @@ class Optimum:
 
     @property
     def threshold_tokens(self) -> float:
-        """Longer prompts are offloaded."""
+        """Length in tokens above which prompts are offloaded."""
         return float(self.cell.thresholds[0])
 
     @property
     def lambda_max_per_s(self) -> float:
-        """Eq. 6 at the optimum."""
+        """Maximum throughput at the optimum (eq. 6)."""
         return float(self.cell.lambda_max_per_s[0, 0])
 
     @property
@@ -83,29 +83,30 @@ class Optimum:
 
     @property
     def gpus(self) -> int:
-        """Of all clusters."""
+        """Number of GPUs in all clusters."""
         return sum(site.gpus for site in (*self.prfaas, *self.pd))
 
     @property
     def price(self) -> float:
-        """Of all GPUs for an hour."""
+        """Price of all GPUs per hour."""
         return sum(site.price for site in (*self.prfaas, *self.pd))
 
     @property
     def requests_per_price(self) -> float:
-        """Requests served for one unit of price, at `lambda_max_per_s`."""
+        """Requests served per unit of price, at `lambda_max_per_s`."""
         return 3600 * self.lambda_max_per_s / self.price
 
 
 def find(problem: Problem, kind: Kind = "prfaas") -> Optimum:
     """Search one deployment.
 
-    `prfaas` tries every threshold and every split of every PD cluster; `home` every split of them without offloading;
-    `homogeneous` every split of one larger PD cluster without offloading; `naive` prefills everything in the PrfaaS
-    clusters and decodes everywhere else (4: "all prefill on the H200s, all decode on the H20s").
+    `prfaas` tries every threshold and every split of every PD cluster. `home` tries every split of the PD clusters
+    without offloading. `homogeneous` tries every split of one larger PD cluster without offloading. `naive` prefills
+    everything in the PrfaaS clusters and decodes everything in the PD clusters (4: "all prefill on the H200s, all
+    decode on the H20s").
 
     Raises:
-        InputError: nothing could be served, or there are too many splits to try.
+        InputError: the deployment can serve no request, or there are too many splits to try.
     """
     pd, thresholds = _sites(problem, kind)[1], problem.lengths.thresholds
     if kind == "naive":
@@ -122,20 +123,21 @@ def find(problem: Problem, kind: Kind = "prfaas") -> Optimum:
 
 
 def find_home(problem: Problem) -> Optimum | None:
-    """The PD clusters alone; None where they cannot both prefill and decode."""
+    """Search the PD clusters alone; None if they cannot both prefill and decode."""
     if all(site.instances < 2 for site in problem.pd):
         return None
     return find(problem, "home")
 
 
 def kept(problem: Problem, optimum: Optimum) -> StageRates:
-    """What an offloading optimum of other traffic or links gives here if its threshold and split stay: one cell."""
+    """Evaluate the threshold and split of an optimum for other traffic or links, in this problem: a grid of one
+    cell."""
     system = _system(problem, problem.prfaas, problem.pd)
     return stage_rates(system, optimum.cell.thresholds, optimum.cell.n_prefill, optimum.cell.n_decode)
 
 
 def deployment(optimum: Optimum, kind: Kind = "prfaas") -> Deployment:
-    """The numbers of an optimum."""
+    """Return the numbers of an optimum."""
     cell = optimum.cell
     return Deployment(
         threshold_tokens=int(optimum.threshold_tokens) if kind == "prfaas" else None,
@@ -156,7 +158,7 @@ def deployment(optimum: Optimum, kind: Kind = "prfaas") -> Deployment:
 
 
 def _best(problem: Problem, kind: Kind, thresholds: FloatArray, n_prefill: IntArray, n_decode: IntArray) -> Optimum:
-    """The best of all chunks of splits; of equals the earlier one, as within a chunk."""
+    """Return the best of all chunks of splits; on a tie the earlier one, as within a chunk."""
     prfaas, pd = _sites(problem, kind)
     system = _system(problem, prfaas, pd)
     at_once = max(_CELLS_AT_ONCE // (len(thresholds) * len(pd)), 1)
@@ -182,7 +184,7 @@ def _best(problem: Problem, kind: Kind, thresholds: FloatArray, n_prefill: IntAr
 
 
 def _sites(problem: Problem, kind: Kind) -> tuple[tuple[Site, ...], tuple[Site, ...]]:
-    """PrfaaS and PD clusters of a deployment."""
+    """Return the PrfaaS and PD clusters of a deployment."""
     if kind == "homogeneous":
         return (), (problem.homogeneous,)
     return () if kind == "home" else problem.prfaas, problem.pd
@@ -199,7 +201,7 @@ def _system(problem: Problem, prfaas: tuple[Site, ...], pd: tuple[Site, ...]) ->
 
 
 def _ttft(optimum: Optimum) -> Ttft:
-    """Every cluster's prefill seconds, each weighted with the share of requests that go there."""
+    """Return mean and p90 of the prefill seconds, each cluster weighted with its share of the requests."""
     cell, mix = optimum.cell, optimum.system.mix
     short = np.arange(len(mix.tokens)) < cell.cut.below[0]
     each = (

@@ -1,4 +1,4 @@
-"""How the optimum moves: with bandwidth, with the price of PrfaaS GPUs, with the length of prompts and with its mix."""
+"""Sensitivity of the optimum to bandwidth, the price of PrfaaS GPUs, and the mean and spread of prompt lengths."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SPREAD_FACTORS = (0.5, 0.75, 1.0, 1.25, 1.5)
 
 
 class EgressPoint(msgspec.Struct, frozen=True, kw_only=True):
-    """The optimum with another bandwidth out of the PrfaaS clusters."""
+    """The optimum with another egress bandwidth of the PrfaaS clusters."""
 
     factor: float
     available_gbps: float
@@ -26,19 +26,19 @@ class EgressPoint(msgspec.Struct, frozen=True, kw_only=True):
     egress_gbps: float
     lambda_max_per_s: float
     kept_per_s: float
-    """What the plan's own threshold and split would serve."""
+    """Throughput with the plan's own threshold and split."""
     binding: Binding
 
 
 class PricePoint(msgspec.Struct, frozen=True, kw_only=True):
-    """Requests per unit of price, if a PrfaaS GPU cost `factor` times what the plan says."""
+    """Requests per unit of price if a PrfaaS GPU cost `factor` times the price in the plan."""
 
     factor: float
     requests_per_price: dict[Kind, float]
 
 
 class LengthPoint(msgspec.Struct, frozen=True, kw_only=True):
-    """The optimum if every prompt were longer by `factor`, or lengths lay `factor` times as far apart."""
+    """The optimum with every prompt longer by `factor`, or with lengths `factor` times as far apart."""
 
     factor: float
     mean_tokens: float
@@ -46,32 +46,33 @@ class LengthPoint(msgspec.Struct, frozen=True, kw_only=True):
     n_prefill: int
     lambda_max_per_s: float
     kept_per_s: float
-    """What the plan's own threshold and split would serve."""
+    """Throughput with the plan's own threshold and split."""
     homogeneous_per_s: float
-    """The homogeneous alternative, split anew."""
+    """Throughput of the homogeneous alternative with its best split."""
     binding: Binding
 
 
 class Sensitivity(msgspec.Struct, frozen=True, kw_only=True):
-    """One input changed at a time, the rest as in the plan."""
+    """Results of changing one input at a time and keeping all others as in the plan."""
 
     egress: tuple[EgressPoint, ...]
     price: tuple[PricePoint, ...]
     break_even_factor: float
-    """The PrfaaS price factor at which offloading serves as many requests per price as the homogeneous alternative;
-    below it offloading is cheaper. Negative: it is dearer even for free."""
+    """The PrfaaS price factor at which offloading serves as many requests per price as the homogeneous alternative.
+    Offloading is cheaper below it. A negative value means that offloading costs more even with free PrfaaS GPUs."""
     lengths: tuple[LengthPoint, ...]
-    """Without the factors that make prompts so short that a prolonged profile says they take no time."""
+    """One point per factor, without the factors for which the extrapolated prefill time of the shortest prompts is not
+    above 0."""
     spread: tuple[LengthPoint, ...]
-    """Likewise; the mean stays."""
+    """Points with a changed spread and the same mean, with the same exception as `lengths`."""
 
 
 def sensitivity(problem: Problem, optima: dict[Kind, Optimum]) -> Sensitivity:
-    """Search anew for every changed input.
+    """Repeat the search for every changed input.
 
     Args:
-        problem: the plan's own.
-        optima: its deployments.
+        problem: the problem of the plan.
+        optima: the optima of the plan by kind.
     """
     return Sensitivity(
         egress=tuple(_egress_point(problem, optima["prfaas"], factor) for factor in EGRESS_FACTORS),
@@ -91,23 +92,24 @@ def sensitivity(problem: Problem, optima: dict[Kind, Optimum]) -> Sensitivity:
 
 
 def with_egress(problem: Problem, factor: float) -> Problem:
-    """The same with `factor` times the egress of every PrfaaS cluster."""
+    """Return the problem with `factor` times the egress of every PrfaaS cluster."""
     sites = tuple(replace(site, egress_bytes_per_s=site.egress_bytes_per_s * factor) for site in problem.prfaas)
     return replace(problem, prfaas=sites)
 
 
 def with_lengths(problem: Problem, factor: float) -> Problem:
-    """The same with every prompt longer by `factor`."""
+    """Return the problem with every prompt longer by `factor`."""
     return replace(problem, lengths=problem.lengths.scaled(factor))
 
 
 def with_spread(problem: Problem, factor: float) -> Problem:
-    """The same with the logarithms of lengths `factor` times as far from their mean, and the mean length kept."""
+    """Return the problem with the logarithms of lengths `factor` times as far from their mean, and the same mean
+    length."""
     return replace(problem, lengths=problem.lengths.spread(factor))
 
 
 def price_point(optima: dict[Kind, Optimum], factor: float) -> PricePoint:
-    """Prices change no throughput, so nothing is searched anew."""
+    """Return requests per price for each kind; a price changes no throughput, so no search is repeated."""
     each: dict[Kind, float] = {}
     for kind, optimum in optima.items():
         price = sum(site.price for site in optimum.pd) + factor * sum(site.price for site in optimum.prfaas)
@@ -116,14 +118,16 @@ def price_point(optima: dict[Kind, Optimum], factor: float) -> PricePoint:
 
 
 def break_even_factor(optima: dict[Kind, Optimum]) -> float:
-    """Where Lambda / (price of PD + f * price of PrfaaS) equals the homogeneous alternative's Lambda / price."""
+    """Return the f at which Lambda / (price of PD + f * price of PrfaaS) equals Lambda / price of the homogeneous
+    alternative."""
     ours, other = optima["prfaas"], optima["homogeneous"]
     worth = other.price * ours.lambda_max_per_s / other.lambda_max_per_s
     return (worth - sum(site.price for site in ours.pd)) / sum(site.price for site in ours.prfaas)
 
 
 def _takes_time(problem: Problem) -> bool:
-    """Whether every prompt does, on all hardware that prefills: lines prolonged below the measured lengths reach 0."""
+    """Return whether every prompt takes time on all hardware that prefills; lines extrapolated below the measured
+    lengths can reach 0."""
     tokens = problem.lengths.mix.tokens
     sites = (*problem.prfaas, *problem.pd, problem.homogeneous)
     return all(float(site.hardware.prefill_s(tokens).min()) > 0 for site in sites)

@@ -1,4 +1,4 @@
-"""Pure choices: where to prefill, where to decode, and what a topology constraint leaves to choose from."""
+"""Pure functions that choose the prefill instance, the decode instance and the datacenter, and topology constraints."""
 
 from kvroute.policies.constraint import Enforcement, Level, TopologyConstraint, constrain, prefill_mask
 from kvroute.policies.decode import (

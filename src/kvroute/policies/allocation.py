@@ -1,6 +1,7 @@
-"""How many instances prefill and how many decode: the long-term half of PrfaaS 3.4.3, from observed traffic.
+"""How many instances prefill and how many decode: the long-term part of PrfaaS 3.4.3, from observed traffic.
 
-It proposes; the caller drains and converts. The throughput model is `throughput`'s, applied to what has come in.
+It proposes role switches; the caller drains and switches the instances. It applies the model in `throughput` to the
+observed traffic.
 """
 
 from __future__ import annotations
@@ -42,14 +43,14 @@ from kvroute.types import FloatArray, IntArray
 __all__ = ["Allocation", "Capacity", "Conversion", "Home", "LongTerm", "Review", "Stage", "StageLoad"]
 
 Seen: TypeAlias = tuple[Mix, FloatArray, float]
-"""Lengths, thresholds that part them, mean length of an answer."""
+"""Observed prompt lengths, the thresholds between them, and the mean length of a response."""
 _SPLITS_MAX = 4096
-"""Splits that a review looks at, about."""
+"""Approximate maximum number of splits that a review evaluates."""
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What the system can do now; `prfaas` holds the sites that are up, with the egress they have now."""
+    """Present capacity of the system; `prfaas` holds the sites that are up, with their present egress bandwidth."""
 
     kv_bytes: Curve
     prfaas: tuple[PrfaasCluster, ...]
@@ -57,33 +58,33 @@ class Capacity:
 
 
 class Review(msgspec.Struct, frozen=True, kw_only=True, tag="review"):
-    """What the observed traffic asks for, and what that rests on."""
+    """Result of a review, with the figures behind it."""
 
     at: float
     verdict: Verdict
     conversions: tuple[Conversion, ...]
     threshold_tokens: float | None
-    """Best threshold of the present split, or the one in use where that is about as good; None while no PrfaaS site is
-    up: keep the old one for its return."""
+    """Best threshold of the present split, or the one in use if it is about as good. None while no PrfaaS site is up:
+    keep the old one for its return."""
     rate_per_s: float
-    """Arrivals."""
+    """Arrivals per second."""
     lambda_max_per_s: float
     """Throughput of the present split at its best threshold (PrfaaS eq. 6)."""
     best_per_s: float
-    """The same of the best split."""
+    """Throughput of the best split at its best threshold."""
     gain: float
-    """Share of the best split's throughput that the present one misses, 0 to 1."""
+    """Share of the best split's throughput that the present split does not reach, 0 to 1."""
     binding: Binding
-    """What limits the present split by the model."""
+    """Stage that limits the present split by the model."""
     busy: tuple[Stage, ...]
-    """Stages that bind as observed."""
+    """Stages that are busy as observed."""
     n_prefill: tuple[int, ...]
-    """Best split, by home."""
+    """Prefill instances of the best split, by home."""
     n_decode: tuple[int, ...]
 
 
 class Allocation:
-    """Watches traffic and, every `review_s`, searches threshold and split anew."""
+    """Observes traffic and searches the best threshold and split every `review_s`."""
 
     __slots__ = ("_reviewed_at", "_spec", "_start_requests", "traffic")
 
@@ -94,30 +95,30 @@ class Allocation:
         self._start_requests = spec.start_requests
 
     def due(self, at: float) -> bool:
-        """Whether a review would look at the traffic; cheap, so that a driver may ask often."""
+        """Whether a review would evaluate the traffic now. Cheap, so a driver may call it often."""
         if self._reviewed_at is not None and at - self._reviewed_at < self._spec.review_s:
             return False
         return self.traffic.requests(at) >= self._spec.requests_min and self.traffic.output_tokens(at) is not None
 
     def start_due(self, at: float) -> bool:
-        """Whether a threshold is to be searched ahead of the first review: after `start_requests` arrivals, and again
-        whenever these have doubled. True once for each."""
+        """Whether to search a threshold before the first review: after `start_requests` arrivals, and again at each
+        doubling. True once for each."""
         if self._reviewed_at is not None or self.traffic.requests(at) < self._start_requests:
             return False
         self._start_requests *= 2
         return True
 
     def threshold_tokens(self, at: float, capacity: Capacity, base_tokens: float | None = None) -> float | None:
-        """The best threshold for the present split: at the start, and after a change of capacity. None where traffic or
-        capacity give none; `base_tokens` itself, the one in use, where it is about as good."""
+        """The best threshold for the present split, at the start and after a change of capacity. None if traffic or
+        capacity do not give one; `base_tokens`, the threshold in use, if it is about as good."""
         seen = self._prompts(at)
         if seen is None or not capacity.homes or not capacity.prfaas:
             return None
         return self._threshold(seen, capacity, _rates(self._spec, seen, capacity, _present(capacity)), base_tokens)
 
     def limit_tokens(self, at: float, capacity: Capacity) -> float:
-        """The highest threshold with which the homes' prefill keeps up with what comes in now, by the model; inf where
-        nothing is known."""
+        """The highest threshold with which the homes' prefill keeps up with the present arrivals, by the model; inf if
+        there is no traffic or capacity to compute it from."""
         seen = self._prompts(at)
         if seen is None or not capacity.homes or not capacity.prfaas:
             return math.inf
@@ -134,15 +135,15 @@ class Allocation:
         base_tokens: float | None = None,
         costs_s: Mapping[str, float] | None = None,
     ) -> Review | None:
-        """Search threshold and split; None where no review is due, or no home is up.
+        """Search the best threshold and split; None if no review is due or no home is up.
 
         Args:
-            at: seconds, never falling.
-            capacity: as it is now; instances under conversion belong to neither role.
-            loads: what is observed at each stage; one that is missing is idle.
-            converting: conversions that have been started and are not over.
-            base_tokens: the threshold in use, which stays where the best one is hardly better; None: there is none.
-            costs_s: what is lost with each instance that changes its role, seconds of one instance.
+            at: time in seconds, never decreasing.
+            capacity: as it is now; instances in a role switch belong to neither role.
+            loads: observed load of each stage; a missing stage counts as idle.
+            converting: number of role switches in progress.
+            base_tokens: threshold in use, kept if the best one is only slightly better; None: there is none.
+            costs_s: cost of switching each instance, in seconds of one instance.
         """
         seen = self._seen(at) if self.due(at) and capacity.homes else None
         if seen is None:
@@ -158,8 +159,8 @@ class Allocation:
         target = best.n_prefill[there[1]]
         peak_per_s, answered_per_s = self.traffic.peak_per_s(at), float(present.pd_d_per_s[0])
         used = min(peak_per_s / now_per_s, 1.0) if now_per_s else 1.0
-        used_s = used * self.traffic.seen_s(at)  # what has lasted for so long is expected to last as long again
-        if answered_per_s:  # a prefill that does not keep up hides from decode what has come in
+        used_s = used * self.traffic.seen_s(at)  # traffic that has lasted this long is expected to last as long again
+        if answered_per_s:  # slow prefill hides part of the arrivals from decode
             decode = loads.get("decode", StageLoad())
             loads = {**loads, "decode": replace(decode, peak=max(decode.peak, peak_per_s / answered_per_s))}
         verdict, conversions = judge(self._spec, capacity.homes, target, gain, loads, converting, used_s, costs_s)
@@ -179,7 +180,7 @@ class Allocation:
         )
 
     def _threshold(self, seen: Seen, capacity: Capacity, present: StageRates, base_tokens: float | None) -> float:
-        """The best of the present split's, or the one in use."""
+        """The best threshold of the present split, or the one in use if it is about as good."""
         best = present.best()
         if base_tokens is not None:
             mix, _, output_tokens = seen
@@ -190,7 +191,7 @@ class Allocation:
         return float(present.thresholds[best[0]])
 
     def _prompts(self, at: float) -> Seen | None:
-        """What is seen of prompts; a threshold decides nothing of answers, so that these may be unknown."""
+        """Observed prompts. A threshold does not depend on response lengths, so these may be unknown."""
         mix = self.traffic.mix(at)
         return None if mix is None else (*mix, self.traffic.output_tokens(at) or 1.0)
 
@@ -200,7 +201,7 @@ class Allocation:
 
 
 def _rates(spec: LongTerm, seen: Seen, capacity: Capacity, n_prefill: IntArray) -> StageRates:
-    """The model over the observed lengths and these splits, [S, homes]."""
+    """Evaluate the model for the observed lengths and these splits, [S, homes]."""
     mix, thresholds, output_tokens = seen
     pd = tuple(
         PdCluster(home.prefill_s, decode_per_s(home.batch_max, home.iteration_s, output_tokens))
@@ -213,7 +214,7 @@ def _rates(spec: LongTerm, seen: Seen, capacity: Capacity, n_prefill: IntArray) 
 
 
 def _prefill_per_s(rates: StageRates) -> FloatArray:
-    """[T, S] what the two prefill stages could serve: all that a threshold decides."""
+    """Requests per second that the two prefill stages could serve, [T, S]; a threshold affects only these."""
     return np.minimum(rates.prfaas_bound_per_s[:, None], rates.pd_p_bound_per_s)
 
 
@@ -222,7 +223,7 @@ def _present(capacity: Capacity) -> IntArray:
 
 
 def _splits(spec: LongTerm, capacity: Capacity) -> IntArray:
-    """The present split, then all that keep the least of each role; with many homes, only those near the present."""
+    """The present split, then all that keep the minimum of each role; with many homes, only splits near it."""
     reach = max(int(_SPLITS_MAX ** (1 / len(capacity.homes))) // 2, 1)
     ranges = []
     for home in capacity.homes:

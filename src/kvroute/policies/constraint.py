@@ -1,7 +1,7 @@
-"""A topology constraint: keep the KV cache inside the prefill instance's domain; composes with any decode policy.
+"""A topology constraint: keep the KV cache inside the prefill instance's domain. It works with any decode policy.
 
 Two instances share a domain of a level if their tier is at most that level's. An instance without a label for the level
-shares it with nobody, so `required` leaves it out and `preferred` takes it last.
+shares a domain with no other, so `required` excludes it and `preferred` takes it last.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ _ENFORCEMENT: dict[str, Enforcement] = {
 
 @dataclass(frozen=True, slots=True)
 class TopologyConstraint:
-    """Where the KV cache may go, as Dynamo's KV transfer policy says it.
+    """Where the KV cache may go, as in Dynamo's KV transfer policy.
 
-    `required`: the domain or nowhere. `preferred` with a weight w in (0, 1]: costs inside the domain are multiplied by
-    exp(-tanh(w)), and on equal cost the domain wins (without that rule a cost of zero would leave the preference
-    without effect). `preferred` without a weight: outside the domain only when nobody inside has room.
+    `required`: only inside the domain. `preferred` with a weight w in (0, 1]: costs inside the domain are multiplied by
+    exp(-tanh(w)), and on equal cost the domain wins (otherwise the preference would have no effect on a cost of zero).
+    `preferred` without a weight: outside the domain only if no instance inside has room.
     """
 
     level: Level
     enforcement: Enforcement = "required"
     weight: float | None = 1.0
-    """Only `preferred` reads it. None: the domain first, whatever it costs."""
+    """Used only by `preferred`. None: the domain first, at any cost."""
 
     def __post_init__(self) -> None:
         _known(self.level, get_args(Level), "level")
@@ -65,12 +65,12 @@ class TopologyConstraint:
 
     @classmethod
     def parse(cls, text: str) -> TopologyConstraint:
-        """Read `level:enforcement[:weight]`: "pod:required", "rack:preferred:0.5", "pod:fallback".
+        """Parse `level:enforcement[:weight]`: "pod:required", "rack:preferred:0.5", "pod:fallback".
 
-        `fail` is another word for `required`; `fallback` is `preferred` without a weight.
+        `fail` is a synonym of `required`; `fallback` is `preferred` without a weight.
 
         Raises:
-            InputError: an unknown word, or a weight that is no number in (0, 1] or where none belongs.
+            InputError: an unknown word, a weight that is not a number in (0, 1], or a weight where none is allowed.
         """
         level, *rest = (part.strip() for part in text.split(":"))
         _known(level, get_args(Level), "level")
@@ -107,15 +107,16 @@ def constrain(
 ) -> Choice | Reject:
     """Let `policy` choose under `constraint`; arguments and result as in `DecodePolicy.choose`.
 
-    Terms gain the part `same_domain` (1 or 0), and under a weight `policy_cost`, the cost before the discount. Under
-    `required`, and under `preferred` without a weight while the domain has room, candidates outside are infeasible.
+    The terms get the additional part `same_domain` (1 or 0) and, with a weight, `policy_cost`, the cost before the
+    discount. Candidates outside the domain are infeasible under `required`, and under `preferred` without a weight
+    while the domain has room.
     """
     inside: BoolArray = costs.tier <= constraint.tier_max
     if constraint.enforcement == "preferred" and constraint.weight is not None:
         choice = policy.choose(request, candidates, costs, turn)
         return choice if isinstance(choice, Reject) else _discounted(choice, inside, constraint.weight)
     if (inside & feasible_mask(candidates)).any():
-        # Nothing can hold infinitely much: a policy passes these by as it does any full instance.
+        # No instance has infinite memory, so a policy skips these candidates like any full instance.
         candidates = replace(candidates, need_bytes=np.where(inside, candidates.need_bytes, np.inf))
     elif constraint.enforcement == "required":
         return _nobody_inside(constraint, request, candidates, inside)
@@ -126,10 +127,10 @@ def constrain(
 def prefill_mask(
     constraint: TopologyConstraint, tier: TierArray, prefill_indices: IntArray, decode_indices: IntArray
 ) -> BoolArray:
-    """Prefill instances that have a decode instance in their domain, [len(prefill_indices)].
+    """Mask of the prefill instances that have a decode instance in their domain, [len(prefill_indices)].
 
     Args:
-        constraint: only its level matters.
+        constraint: only its level is used.
         tier: [n, n] of all instances.
         prefill_indices, decode_indices: indices into `tier`.
     """
@@ -144,7 +145,7 @@ def _with_domain(choice: Choice, inside: BoolArray) -> Choice:
 
 
 def _discounted(choice: Choice, inside: BoolArray, weight: float) -> Choice:
-    """Rank again with the domain's costs lowered (Dynamo's preferred taint) and ties given to the domain."""
+    """Rank again with lower costs inside the domain (Dynamo's preferred taint); ties go to the domain."""
     terms = choice.terms
     cost = np.where(inside, terms.cost * math.exp(-math.tanh(weight)), terms.cost)
     best = terms.feasible & (cost == cost.min(where=terms.feasible, initial=np.inf))

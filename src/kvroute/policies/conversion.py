@@ -1,7 +1,7 @@
-"""Which instances change their role between prefill and decode: towards the best split, where that would help now,
-pays for what it throws away and leaves the other role enough.
+"""Selects the instances that switch between prefill and decode: towards the best split, if the switch helps now, is
+worth its cost and leaves the other role enough capacity.
 
-It names them; whoever runs them drains and converts.
+It only names the instances; the driver drains and switches them.
 """
 
 from __future__ import annotations
@@ -21,43 +21,44 @@ STAGES: tuple[Stage, ...] = get_args(Stage)
 READINGS: tuple[Reading, ...] = get_args(Reading)
 Role = Literal["prefill", "decode"]
 Verdict = Literal["convert", "relieve", "off", "converting", "no_gain", "not_busy", "no_room", "costly"]
-"""What a review says of conversions. `convert`: towards the best split. `relieve`: the split is about the best by the
-model, but one role has a queue while the other can spare an instance, so the model must be wrong. None: they are
-switched off; earlier ones are not over yet; the best split is hardly better; the role that would grow is not busy;
-the role that would shrink has been busy, and would be too busy with one instance less; it costs more than it gains."""
+"""Result of a review about role switches. `convert`: switch towards the best split. `relieve`: by the model the split
+is about the best, but one role has a queue while the other can spare an instance, so the model must be wrong. The
+others mean no switch: `off`, disabled; `converting`, earlier switches are in progress; `no_gain`, the best split is
+hardly better; `not_busy`, the role that would grow is not busy; `no_room`, the role that would shrink would be too busy
+with one instance less; `costly`, the switch costs more than it gains."""
 
 
 class LongTerm(msgspec.Struct, frozen=True, kw_only=True):
-    """When roles are converted."""
+    """Configuration of role switches."""
 
     conversions: bool = True
-    """False: roles stay; the threshold is still searched."""
+    """False: roles do not change; the threshold is still searched."""
     review_s: float = 60.0
-    """Time between reviews; the first comes as soon as `requests_min` have been seen."""
+    """Time between reviews, in seconds; the first review takes place once `requests_min` requests have arrived."""
     window_s: float = 300.0
-    """Traffic that a review looks back on."""
+    """Length of the traffic window that a review evaluates, in seconds."""
     requests_min: int = 100
-    """Fewer arrivals in the window say too little for a review."""
+    """Minimum number of arrivals in the window for a review."""
     start_requests: int = 20
-    """Arrivals after which a threshold is searched for the first time, and again at each doubling until a review."""
+    """Arrivals after which a threshold is first searched, and again at each doubling until the first review."""
     gain_min: float = 0.05
-    """Share of the best split's throughput that the present split must miss before a conversion."""
+    """Share of the best split's throughput that the present split must fall short of before a role switch."""
     threshold_gain_min: float = 0.02
-    """Share of the best threshold's throughput that the present one must miss before it is changed: a sample of
-    lengths is never twice the same."""
+    """Share of the best threshold's throughput that the present one must fall short of before it changes. It absorbs
+    the sampling noise of the observed lengths."""
     reading: Reading = "exact"
-    """What a stage's mean request costs; the publication's closed form has `representative`."""
+    """How the mean cost of a request at a stage is computed; the publication's closed form uses `representative`."""
     at_once: int = 1
-    """Conversions at a time."""
+    """Maximum number of role switches at a time."""
     prefill_min: int = 1
-    """Instances that stay prefill in every home, whatever the search says: the link may go down."""
+    """Minimum number of prefill instances in every home, regardless of the search: the WAN path may fail."""
     decode_min: int = 1
     busy_above: float = 0.8
-    """Utilisation above which a stage counts as binding."""
+    """Utilisation above which a stage counts as busy."""
     spare_below: float = 0.8
-    """Utilisation that a role with one instance less must stay below; at most `busy_above`, or it may be given back."""
+    """Utilisation that a role must stay below with one instance less; at most `busy_above`, to avoid switching back."""
     queue_high_s: float = 5.0
-    """Seconds of queued work above which it does."""
+    """Seconds of queued work above which a stage counts as busy."""
 
     def __post_init__(self) -> None:
         for name, seconds in (("review_s", self.review_s), ("window_s", self.window_s)):
@@ -88,37 +89,40 @@ def _check(name: str, value: float | str, right: bool, due: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """The instances of one PD cluster that are up, and what they can do."""
+    """The instances of one PD cluster that are up, and their capacity."""
 
     prefill: Sequence[str]
-    """Names in the order in which they would be converted: idle first."""
+    """Names in the order in which they would be switched: least loaded first."""
     decode: Sequence[str]
     prefill_s: Curve
     batch_max: int
-    """Requests that one decode instance answers at a time (BS_max)."""
+    """Requests that one decode instance processes at a time (BS_max)."""
     iteration_s: float
-    """T_decode at that batch."""
+    """T_decode at that batch, in seconds."""
 
     @property
     def instances(self) -> int:
-        """Of both roles."""
+        """Number of instances of both roles."""
         return len(self.prefill) + len(self.decode)
 
 
 @dataclass(frozen=True, slots=True)
 class StageLoad:
-    """How busy a stage is, as observed."""
+    """Observed load of a stage."""
 
     utilisation: float = 0.0
-    """0 to 1."""
+    """Recent utilisation, 0 to 1."""
     queue_s: float = 0.0
-    """Seconds of work that wait."""
+    """Seconds of queued work."""
     peak: float = 0.0
-    """Utilisation in the busiest part of the window, of the instances there are now: above 1 if there were more."""
+    """Utilisation in the busiest part of the window, relative to the present instances; above 1 if they were more."""
 
     def without(self, leaving: int, instances: int, *, at_peak: bool) -> float:
-        """Utilisation of those who stay when so many of so many leave, of late or in the busiest part of the window;
-        inf where nobody stays for what there is to do."""
+        """Utilisation of the remaining instances when `leaving` of `instances` leave; inf if work exists and none
+        remains.
+
+        Args: `at_peak`: use the busiest part of the window and not only the recent utilisation.
+        """
         work = max(self.utilisation, self.peak if at_peak else 0.0) * instances
         staying = instances - leaving
         return work / staying if staying > 0 else (math.inf if work else 0.0)
@@ -128,14 +132,14 @@ _IDLE = StageLoad()
 
 
 class Conversion(msgspec.Struct, frozen=True, kw_only=True):
-    """One instance and the role it takes on once it is drained."""
+    """One instance, and the role that it takes once it is drained."""
 
     instance: str
     role: Role
 
 
 def busy_stages(spec: LongTerm, loads: Mapping[Stage, StageLoad]) -> tuple[Stage, ...]:
-    """Stages that bind as observed, from source to sink."""
+    """Stages that are busy as observed, from source to sink."""
     return tuple(
         stage
         for stage in STAGES
@@ -153,23 +157,22 @@ def judge(
     used_s: float = 0.0,
     costs_s: Mapping[str, float] | None = None,
 ) -> tuple[Verdict, tuple[Conversion, ...]]:
-    """Whether instances change their role now, and which: at most `at_once`, those that lose least first, of equals the
-    first of those that a home names.
+    """Whether instances switch roles, and which: at most `at_once`, cheapest first, ties in the order of a home's list.
 
-    Gain and cost are seconds of one instance. A split that misses `gain` has its limiting stage work so much longer for
-    the same requests: `gain` of all instances, for as long as the traffic lasts, as far as they are used at all. Then
-    the way back is paid, too.
+    Gain and cost are in seconds of one instance. A split with a shortfall of `gain` keeps its limiting stage busy that
+    much longer for the same requests. The gain is `gain` of all instances, for as long as the traffic lasts, scaled by
+    their use. The cost includes switching back later.
 
     Args:
-        spec: the marks.
-        homes: their instances as they are.
+        spec: limits.
+        homes: their present instances.
         target: [homes] prefill instances of the best split.
-        gain: share of the best split's throughput that the present one misses.
-        loads: as observed; a stage that is missing is idle.
-        converting: conversions that are under way.
-        used_s: seconds that the traffic is expected to last as it is, times its highest rate of arrivals as a share of
-            the present split's throughput, 1 at most.
-        costs_s: what is lost with each instance that changes its role; nothing where it is missing.
+        gain: share of the best split's throughput that the present split does not reach.
+        loads: as observed; a missing stage counts as idle.
+        converting: number of role switches in progress.
+        used_s: seconds that the present traffic is expected to last, times its peak arrival rate as a share of the
+            present split's throughput, 1 at most.
+        costs_s: cost of switching each instance; 0 if missing.
     """
     if not spec.conversions:
         return "off", ()
@@ -193,8 +196,8 @@ def judge(
 
 
 def _there_and_back_s(homes: Sequence[Home], each: Conversion, costs_s: Mapping[str, float]) -> float:
-    """What is lost with this instance now, and with one of those that it joins, on average, when traffic has changed
-    again."""
+    """Cost of switching this instance now, plus the mean cost of switching one instance of the role that it joins back
+    when the traffic has changed again."""
     joined = [name for home in homes for name in (home.prefill if each.role == "prefill" else home.decode)]
     back_s = sum(costs_s.get(name, 0.0) for name in joined) / max(len(joined), 1)
     return costs_s.get(each.instance, 0.0) + back_s
@@ -203,8 +206,8 @@ def _there_and_back_s(homes: Sequence[Home], each: Conversion, costs_s: Mapping[
 def _spared(
     spec: LongTerm, homes: Sequence[Home], loads: Mapping[Stage, StageLoad], wanted: Sequence[Conversion]
 ) -> tuple[Conversion, ...]:
-    """Those of the wanted that their role can do without: in the busiest part of the window, or, where a queue has
-    formed at who would grow, of late. A shortage that is there counts more than one that may come again."""
+    """The wanted switches that leave the shrinking role enough capacity: for its peak in the window or, if the growing
+    role has a queue, for its recent utilisation. A present shortage counts more than a peak that may return."""
     spared: list[Conversion] = []
     for each in wanted:
         giver: Role = "decode" if each.role == "prefill" else "prefill"
@@ -218,12 +221,12 @@ def _spared(
 
 
 def _would_help(role: Role, busy: tuple[Stage, ...]) -> bool:
-    """More prefill at home also relieves PrfaaS, by a higher threshold."""
+    """More prefill at home also relieves PrfaaS, through a higher threshold."""
     return "decode" in busy if role == "decode" else "prefill" in busy or "prfaas" in busy
 
 
 def _towards(homes: Sequence[Home], target: IntArray, costs_s: Mapping[str, float]) -> list[Conversion]:
-    """All conversions from the present split to `target`, [homes], the home that is farthest from it first."""
+    """All role switches from the present split to `target`, [homes]; the home that needs most comes first."""
     missing = [int(count) - len(home.prefill) for count, home in zip(target, homes, strict=True)]
     order = sorted(range(len(missing)), key=lambda index: (-abs(missing[index]), index))
     return [each for index in order for each in _of_home(homes[index], missing[index], costs_s)]
@@ -242,8 +245,10 @@ def _cheapest(names: Sequence[str], costs_s: Mapping[str, float]) -> list[str]:
 def _relief(
     spec: LongTerm, homes: Sequence[Home], loads: Mapping[Stage, StageLoad], used_s: float, costs_s: Mapping[str, float]
 ) -> tuple[Conversion, ...]:
-    """One instance for the role that has a queue, if the other role would not be busy without it, and its part of the
-    role's work is worth what is lost."""
+    """One instance for the role that has a queue, or none.
+
+    The other role must not be busy without it, and its share of the role's work must be worth the cost of the switch.
+    """
     prefill, decode = loads.get("prefill", _IDLE), loads.get("decode", _IDLE)
     if max(prefill.queue_s, decode.queue_s) < spec.queue_high_s:
         return ()

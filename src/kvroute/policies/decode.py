@@ -1,6 +1,7 @@
-"""Decode policies: arrays over candidates in, one choice with every candidate's cost terms out; no state, no chance.
+"""Decode policies: arrays over candidates in, one choice with the cost terms of all candidates out. They have no state
+and no randomness.
 
-Every cost is finite and zero or more, and lower is better, so that a topology constraint can rank it again.
+Every cost is finite and zero or more, and lower is better, so a topology constraint can rank the candidates again.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ BoolArray = npt.NDArray[np.bool_]
 Policy = TypeVar("Policy")
 
 _NONE: IntArray = np.array(0)
-"""An array, because numpy takes longer to convert a Python number than to compare a dozen candidates with it."""
+"""An array, because numpy converts a Python number slower than it compares a dozen candidates with an array."""
 
 
 class DecodePolicy(Protocol):
@@ -46,7 +47,7 @@ class DecodePolicy(Protocol):
         """Choose among n candidates; the lower index wins a tie.
 
         Args:
-            request: what is known of the request.
+            request: the request to place.
             candidates: arrays of length n; infeasible ones lack KV memory (need_bytes > free_kv_bytes).
             costs: the network between the prefill instance and the candidates.
             turn: number of decode decisions made before this one.
@@ -64,7 +65,7 @@ def feasible_mask(candidates: Candidates) -> BoolArray:
 
 
 def no_room(request: Request, candidates: Candidates, among: str = "decode instance") -> Reject:
-    """The refusal that says what is missing, by the candidate that comes closest."""
+    """The Reject that names the candidate closest to having room and what it lacks."""
     if not candidates.names:
         return Reject(request.id, f"there is no {among}")
     closest = int(np.argmax(candidates.free_kv_bytes - candidates.need_bytes))
@@ -79,7 +80,7 @@ def no_room(request: Request, candidates: Candidates, among: str = "decode insta
 def cheapest(
     names: tuple[str, ...], cost: FloatArray, feasible: BoolArray, parts: dict[str, FloatArray], unit: str = "s"
 ) -> Choice | None:
-    """The feasible candidate of least cost, the first of equals; None if nobody is feasible."""
+    """The feasible candidate of least cost, the first of equals; None if none is feasible."""
     if not names:
         return None
     index = int(cost.argmin())
@@ -91,7 +92,7 @@ def cheapest(
 
 
 def turns_to_wait(eligible: BoolArray, turn: int) -> FloatArray:
-    """How many turns each eligible candidate waits when they take turns in order, [n]."""
+    """Number of turns that each eligible candidate waits if they take turns in order, [n]."""
     rank = eligible.cumsum()
     count = int(rank[-1]) if len(rank) else 0
     return ((rank - 1 - turn) % max(count, 1)).astype(np.float64)
@@ -107,10 +108,10 @@ def queue_and_decode_s(candidates: Candidates) -> tuple[FloatArray, FloatArray]:
 
 @dataclass(frozen=True, slots=True)
 class RoundRobin:
-    """Feasible candidates in turn, by name. The cost is how many turns a candidate still has to wait."""
+    """Feasible candidates in turn, by name. The cost is the number of turns that a candidate still has to wait."""
 
     def choose(self, request: Request, candidates: Candidates, costs: NetworkCosts, turn: int) -> Choice | Reject:
-        """See DecodePolicy; infeasible candidates are skipped, so the turns stay even among the others."""
+        """See DecodePolicy. Infeasible candidates are skipped, so the others share the turns evenly."""
         feasible = feasible_mask(candidates)
         cost = turns_to_wait(feasible, turn)
         return cheapest(candidates.names, cost, feasible, {}, "turns") or no_room(request, candidates)
@@ -118,7 +119,7 @@ class RoundRobin:
 
 @dataclass(frozen=True, slots=True)
 class LoadAware:
-    """The shortest wait for a slot and a first step: T_queue + T_decode (NetKV eq. 6 and 7)."""
+    """Least wait for a slot plus first decode step: T_queue + T_decode (NetKV eq. 6 and 7)."""
 
     def choose(self, request: Request, candidates: Candidates, costs: NetworkCosts, turn: int) -> Choice | Reject:
         """See DecodePolicy."""
@@ -130,9 +131,9 @@ class LoadAware:
 
 @dataclass(frozen=True, slots=True)
 class CacheAware:
-    """The longest cached prefix; among equals the shorter wait.
+    """Longest cached prefix; on a tie the shorter wait.
 
-    The cost is the tokens that are not cached plus load / (1 + load), which stays below one token.
+    The cost is the number of tokens not cached, plus load / (1 + load), which stays below one token.
     """
 
     def choose(self, request: Request, candidates: Candidates, costs: NetworkCosts, turn: int) -> Choice | Reject:
@@ -147,10 +148,7 @@ class CacheAware:
 
 @dataclass(frozen=True, slots=True)
 class CacheAndLoadAware:
-    """Cache and load in one score, as Mooncake's Conductor and llm-d's composite scorer do: the field's standard.
-
-    Cost: cache_weight * (1 - hit / prompt) + load_weight * (batch + queued) / batch_max.
-    """
+    """Cache and load in one score, as in Mooncake's Conductor and llm-d's composite scorer."""
 
     cache_weight: float = 1.0
     load_weight: float = 1.0
@@ -174,10 +172,10 @@ class CacheAndLoadAware:
 
 @dataclass(frozen=True, slots=True)
 class NetKV:
-    """Where transfer + queue + first decode step end soonest (NetKV eq. 5, algorithm 1).
+    """Earliest end of transfer + queue + first decode step (NetKV eq. 5, algorithm 1).
 
-    Without `congestion` it takes every tier for idle but for the router's own transfers; without `in_flight` it does
-    not count those either and knows the tier map alone.
+    Without `congestion` it assumes tiers without traffic except the router's own transfers. Without `in_flight` it
+    ignores these too and uses only the tier map.
     """
 
     congestion: bool = True
@@ -225,7 +223,7 @@ class NetKV:
 
 
 def netkv() -> NetKV:
-    """All of NetKV."""
+    """Full NetKV."""
     return NetKV()
 
 
@@ -235,14 +233,14 @@ def netkv_static() -> NetKV:
 
 
 def netkv_topo() -> NetKV:
-    """NetKV by the tier map alone."""
+    """NetKV with only the tier map."""
     return NetKV(congestion=False, in_flight=False)
 
 
 def policy_of(
     policies: Mapping[str, Callable[..., Policy]], kind: str, name: str, parameters: Mapping[str, Any]
 ) -> Policy:
-    """Look a policy up and build it; says what would have been right."""
+    """Look up a policy and build it. The InputError for a wrong name or parameter lists the right ones."""
     if name not in policies:
         near = get_close_matches(name, policies, 1, cutoff=0.5)
         mend = (f"did you mean {near[0]!r}? " if near else "") + f"known: {', '.join(policies)}"

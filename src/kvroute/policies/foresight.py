@@ -1,6 +1,6 @@
-"""foresight: a decode instance by what the transfer there would really cost, its own seconds and others'; pure.
+"""The foresight policy: prices a decode instance by the full cost of the transfer there, including the delay of others.
 
-It refuses to keep anything: the table of transfers in flight is `foresight_flight.InFlight`'s, the rates are `flows`'.
+It is pure: `foresight_flight.InFlight` holds the table of transfers in flight, and `flows` computes their rates.
 Without a table it prices by tiers alone.
 """
 
@@ -33,24 +33,26 @@ from kvroute.types import BoolArray, Candidates, Choice, FloatArray, NetworkCost
 
 @dataclass(frozen=True, slots=True)
 class Foresight:
-    """Where transfer, delay imposed on others, slot wait, first step and slot price come to the least.
+    """Minimises the sum of transfer, delay imposed on others, slot wait, first step and slot price.
 
-    The closed form ranks all candidates; the transfers of the best `spec.width` are played through in the fluid model.
-    Where nothing in the network binds, alike candidates are ranked by load, as `cla` does.
+    The closed form ranks all candidates; the fluid model simulates the transfers to the best `spec.width` of them. If
+    the network limits no transfer, similar candidates are ranked by load, as `cla` does.
     """
 
     spec: ForesightSpec = field(default_factory=ForesightSpec)
     sight: Sight | None = None
-    """What is known of the network at this decision; None: what `NetworkCosts` says of the tiers, and no more."""
+    """State of the network at this decision; None: only the tiers in `NetworkCosts` are used."""
     at_arrival: bool = False
-    """Whether the prefill is still to come: load then counts by `spec.arrival_load_weight`."""
+    """Whether the prefill has not started yet; load then has the weight `spec.arrival_load_weight`."""
     joint: bool = False
-    """Whether the prefill instance is chosen with it at arrival, by `ForesightJoint`, in place of a prefill policy."""
+    """Whether `ForesightJoint` chooses the prefill instance too, at arrival, in place of a prefill policy."""
 
     def choose(self, request: Request, candidates: Candidates, costs: NetworkCosts, turn: int) -> Choice | Reject:
-        """See DecodePolicy. Terms: transfer_s (latency included), imposed_s, wait_s, step_s, slot_s; and what the
-        transfer gets in the mean (pace_bytes_per_s), its tier, and whether it was played through (1) or estimated in
-        closed form (0)."""
+        """See DecodePolicy.
+
+        Terms: transfer_s (with latency), imposed_s, wait_s, step_s, slot_s; the mean rate of the transfer
+        (pace_bytes_per_s), its tier, and whether it was simulated (1) or estimated in closed form (0).
+        """
         count = len(candidates.names)
         feasible: BoolArray = np.empty(count, dtype=np.bool_)
         terms = np.empty((ROWS, count))
@@ -99,7 +101,7 @@ class Foresight:
         )
 
     def _by_tiers(self, candidates: Candidates, costs: NetworkCosts, feasible: BoolArray, terms: FloatArray) -> int:
-        """NetKV eq. 4 for the transfer; nothing is known of NICs, uplinks and other sources."""
+        """Use NetKV eq. 4 for the transfer, without NICs, uplinks and other sources."""
         np.less_equal(candidates.need_bytes, candidates.free_kv_bytes, out=feasible)
         alone = costs.bytes_per_s.take(costs.tier) if costs.pair_bytes_per_s is None else costs.pair_bytes_per_s
         pace = alone * ((1.0 - costs.congestion) / (1.0 + costs.in_flight)).take(costs.tier)
@@ -152,11 +154,11 @@ def _joint(spec: ForesightSpec) -> Foresight:
 
 
 FORESIGHT_POLICIES = {"foresight": _fluid, "foresight-closed": _closed_form, "foresight-joint": _joint}
-"""Decode policies by name; `foresight-joint` is `ForesightJoint` at arrival and `foresight` at the decision."""
+"""Decode policies by name. `foresight-joint` is `ForesightJoint` at arrival and `foresight` at the decode decision."""
 
 
 def foresight_policy(name: str, **parameters: float) -> Foresight:
-    """The policy of that name; parameters are the fields of `ForesightSpec`.
+    """Return the policy with this name; parameters are the fields of `ForesightSpec`.
 
     Raises:
         InputError: unknown name or parameter, or a parameter out of bounds.

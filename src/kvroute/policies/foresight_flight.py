@@ -1,8 +1,7 @@
-"""The transfers in flight as foresight models them, and what their ends have taught; it has no clock and sees no end by
-itself.
+"""The table of transfers in flight in the foresight model, and what it learns from finished transfers.
 
-A caller says when a transfer starts and when its end was observed. Between these the model's rates move its bytes; how
-far the model was off is what a tier learns from.
+It has no clock and does not detect the end of a transfer: the caller reports each start and each observed end. In
+between, the model moves bytes at its own rates; a tier learns from the model's error.
 """
 
 from __future__ import annotations
@@ -27,46 +26,49 @@ _NO_FLOATS: FloatArray = np.empty(0)
 
 
 class Sight(NamedTuple):
-    """What one decision may know of the network: live arrays, which a policy reads and keeps nothing of."""
+    """The network state that one decision may use: live arrays, which a policy reads and must not keep."""
 
     links: LinkModel
     state: State
-    """Transfers in flight, their bytes left and their model rates, now."""
+    """Transfers in flight, with their remaining bytes and model rates at this time."""
     crowd: IntArray
-    """[m] transfers on each link."""
+    """Number of transfers on each link, [m]."""
     cable_bytes_per_s: FloatArray
-    """[m] what others leave of one cable."""
+    """Bandwidth of one cable that other traffic leaves free, [m]."""
     tier_bytes_per_s: FloatArray
-    """[TIER_COUNT] what others leave of a tier."""
+    """Bandwidth of a tier that other traffic leaves free, [TIER_COUNT]."""
     factor: FloatArray
-    """[TIER_COUNT] measured over promised capacity."""
+    """Measured over nominal capacity, [TIER_COUNT]."""
     mean_bytes_per_s: float
     """Mean model rate of a hashed path."""
     output_tokens: float
-    """Mean answer."""
+    """Mean length of a response."""
     source: int
     targets: IntArray
-    """[n] index of each candidate in the tier map."""
+    """Index of each candidate in the tier map, [n]."""
     starts_s: float = 0.0
-    """From now until the transfer would start."""
+    """Time from now until the transfer would start."""
 
 
 class _Under(NamedTuple):
-    """One transfer under way."""
+    """One transfer in flight."""
 
     slot: int
     tier: int
     kv_bytes: float
     path: tuple[int, ...]
     believed: float
-    """Its tier's factor when it started."""
+    """Its tier's learned factor when it started."""
 
 
 class InFlight:
-    """The table of transfers in flight on the aggregated links, kept from calls; times may repeat and never go back."""
+    """The table of transfers in flight on the aggregated links, updated by calls.
+
+    The times of calls may repeat and must not decrease.
+    """
 
     def __init__(self, links: LinkModel, spec: ForesightSpec | None = None) -> None:
-        """Nothing in flight, nothing learned, no congestion known."""
+        """Create an empty table: no transfers, nothing learned, no congestion."""
         self.links, self.spec = links, spec or ForesightSpec()
         self.learned, self.answers = Learned(self.spec), Answers(self.spec)
         self._told: FloatArray = np.zeros(TIER_COUNT)
@@ -82,10 +84,10 @@ class InFlight:
         self._path: IntArray = np.zeros(HOPS_MAX, dtype=np.int64)
         self.now = 0.0
         self._mean: float | None = None
-        """Mean rate of a hashed path, as long as neither time nor the table moves on."""
+        """Mean rate of a hashed path; valid until time or the table changes."""
 
     def started(self, at: float, transfer: int, source: int, target: int, kv_bytes: float) -> None:
-        """A transfer leaves. One inside a node or of no bytes is nobody's rival and is not kept.
+        """Add a transfer. One inside a node or with zero bytes competes with no other transfer and is not stored.
 
         Raises:
             InputError: it is in flight already, or its bytes are negative or not finite.
@@ -131,8 +133,8 @@ class InFlight:
         self._under[transfer] = _Under(slot, tier, kv_bytes, path, float(self.learned.factor[tier]))
 
     def finished(self, at: float, transfer: int, *, landed: bool = True) -> None:
-        """Its end was observed: it has `landed`, or is given up and teaches nothing. One that is not in flight changes
-        nothing: an engine may report the same end twice."""
+        """Remove a transfer whose end was observed. It teaches its tier if it is complete (`landed`), but not if it was
+        aborted. A transfer that is not in flight is ignored: an engine may report the same end twice."""
         under = self._under.pop(transfer, None)
         if under is None:
             return
@@ -147,7 +149,7 @@ class InFlight:
         self._solve()
 
     def resume(self, at: float, known: CapacityLearned) -> None:
-        """Go on from what another table has taught. Raises InputError where it does not fit."""
+        """Restore what another table has learned. Raises InputError if the shapes or numbers do not fit."""
         self._pass(at)
         self.learned.resume(self.now, known)
         for tokens in known.answers:
@@ -155,11 +157,11 @@ class InFlight:
         self._mean = None
 
     def known_at(self, at: float) -> CapacityLearned:
-        """What has been learned by then, for another table to go on from; changes nothing."""
+        """What has been learned until `at`, for another table to restore. Changes nothing."""
         return self.learned.known_at(at, self.answers.last)
 
     def congested(self, at: float, congestion: FloatArray) -> None:
-        """What others take of each tier, [TIER_COUNT] in [0, 1), from `at` on."""
+        """Set the share of each tier that other traffic uses from `at` on, [TIER_COUNT] in [0, 1)."""
         if congestion.tobytes() == self._told.tobytes():
             return
         self._pass(at)
@@ -172,7 +174,7 @@ class InFlight:
         self._solve()
 
     def sight(self, at: float, source: int, targets: IntArray, starts_s: float = 0.0) -> Sight:
-        """What a decision at `at` may know, for a transfer from `source` that starts `starts_s` later."""
+        """The network state for a decision at `at` about a transfer from `source` that starts `starts_s` later."""
         return Sight(
             links=self.links,
             mean_bytes_per_s=self._pass(at),
@@ -188,11 +190,12 @@ class InFlight:
         )
 
     def alone_bytes_per_s(self, source: int, target: int, congestion: FloatArray, factor: FloatArray) -> float:
-        """What a transfer from `source` to `target` gets where no other one is under way, its NICs included.
+        """Rate of a transfer from `source` to `target` without other transfers in flight, within the limits of its
+        NICs.
 
         Args:
-            congestion: [TIER_COUNT] what others take of each tier, in [0, 1).
-            factor: [TIER_COUNT] measured over promised capacity of the paths.
+            congestion: [TIER_COUNT] share of each tier that other traffic uses, in [0, 1).
+            factor: [TIER_COUNT] measured over nominal capacity of the paths.
         """
         links, left = self.links, self.links.left(congestion)
         tier, hashed = int(links.tier[source, target]), links.hashed_paths
@@ -217,7 +220,7 @@ class InFlight:
         return float(min([ceiling, *capacity.tolist()]))
 
     def left_bytes(self, at: float) -> dict[int, float]:
-        """Bytes that each transfer in flight has left in the model, by its number."""
+        """Remaining bytes of each transfer in flight in the model, by its number."""
         self._pass(at)
         return {each: float(self._state.flow[under.slot, kernels.LEFT]) for each, under in self._under.items()}
 
@@ -227,7 +230,7 @@ class InFlight:
         return {each: float(self._state.flow[under.slot, kernels.RATE]) for each, under in self._under.items()}
 
     def _pass(self, at: float) -> float:
-        """Move the model's bytes; returns the mean rate of a hashed path."""
+        """Move the model's bytes up to `at`; return the mean rate of a hashed path."""
         if at <= self.now and self._mean is not None:
             return self._mean
         self.now = max(at, self.now)
@@ -238,7 +241,7 @@ class InFlight:
         return self._mean
 
     def _solve(self) -> None:
-        """Make the rates max-min again; -inf: no finish is acted upon."""
+        """Recompute the max-min fair rates. The -inf means that no finish is processed."""
         kernels.drive(self.now, -math.inf, *self._state, _NO_INTS, _NO_FLOATS, self._out)
         self._mean = None
 

@@ -1,6 +1,6 @@
-"""Prefill and decode instance chosen together at arrival, by what the transfer between them would cost; pure.
+"""Chooses prefill and decode instance together at arrival, by the cost of the transfer between them. It is pure.
 
-It refuses to bind the decode instance: that is chosen again when the prefill has ended and more is known.
+The decode instance is not booked: it is chosen again when the prefill has ended and more is known.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from kvroute.types import Candidates, Choice, FloatArray, NetworkCosts, Reject, 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """The decode side as one prefill instance would see it, its transfer starting when that prefill ends
-    (`sight.starts_s`: `pending_s + prefill_s`)."""
+    """The decode side for one prefill instance. The transfer starts when that prefill ends (in `sight.starts_s`)."""
 
     candidates: Candidates
     costs: NetworkCosts
@@ -31,7 +30,7 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A prefill instance (index into `PrefillCandidates`) with its decode instance, chosen at arrival."""
+    """A prefill instance (index into `PrefillCandidates`) and its decode instance, chosen at arrival."""
 
     prefill: Choice
     decode: Choice
@@ -39,22 +38,22 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class ForesightJoint:
-    """At arrival, the pair whose transfer would be over soonest, the delay imposed on others added."""
+    """Chooses at arrival the pair with the earliest end of the transfer, plus the delay imposed on others."""
 
     spec: ForesightSpec = field(default_factory=ForesightSpec)
     constraint: TopologyConstraint | None = None
-    """What the decode instance must be to the prefill instance."""
+    """Constraint on the decode instance relative to the prefill instance."""
 
     def choose(
         self, request: Request, prefill: PrefillCandidates, way_of: Callable[[int], Way | None], turn: int
     ) -> Pair | Reject:
-        """Choose among the n prefill instances that have a way (None: nobody to hand the KV to).
+        """Choose among the n prefill instances that have decode candidates (`way_of` returns None if there are none).
 
-        They are looked at in the order in which they would have prefilled, `spec.joint_reach` of them at most, until
-        one would only have prefilled when another one's transfer is over. The closed form ranks them; the best pair of
-        each of the first `spec.joint_width` is played through. The terms of the prefill choice hold `start_s` and, for
-        those looked at, `decode_s`, the cost of the best decode instance; who is not played keeps the closed form,
-        behind those who are.
+        Prefill instances are evaluated in order of their predicted prefill end, at most `spec.joint_reach` of them.
+        Evaluation stops at one whose prefill would end only after the transfer of another one. The closed form ranks
+        them; for the first `spec.joint_width` the fluid model simulates the best pair. The terms of the prefill choice
+        hold `start_s` and, for those evaluated, `decode_s`, the cost of the best decode instance. Those not simulated
+        keep the closed form and rank behind those simulated.
         """
         start_s = prefill.pending_s + prefill.prefill_s
         found, refused = self._closed(request, prefill, start_s, way_of, turn)
@@ -71,7 +70,7 @@ class ForesightJoint:
         way_of: Callable[[int], Way | None],
         turn: int,
     ) -> tuple[dict[int, tuple[Way, Choice]], Reject | None]:
-        """Ways and best decode instances by the closed form, by prefill instance; and why one was refused."""
+        """Decode candidates and best decode instance by the closed form, by prefill instance; and the first Reject."""
         policy = Foresight(msgspec.structs.replace(self.spec, width=0), at_arrival=True)
         found: dict[int, tuple[Way, Choice]] = {}
         refused: Reject | None = None

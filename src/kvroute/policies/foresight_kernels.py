@@ -1,7 +1,7 @@
 """foresight's arithmetic, compiled: the closed form of every candidate, and the fluid what-if of the best of them.
 
-Rates come from `flows.kernels`, never from a solver of its own. The functions refuse to know requests and instances;
-`kvroute.policies.foresight` says what the numbers mean.
+The rates come from `flows.kernels`; there is no second solver. The functions take only arrays and numbers;
+`kvroute.policies.foresight` explains their meaning.
 """
 
 from __future__ import annotations
@@ -27,42 +27,42 @@ from kvroute.types import (
 )
 
 TRANSFER_S, IMPOSED_S, WAIT_S, STEP_S, SLOT_S, PACE, PLAYED, BOUND, COST = range(9)
-"""Rows of `terms`; BOUND is what a candidate costs at least, for nobody to look at."""
+"""Rows of `terms`; BOUND is a lower bound of a candidate's cost, for internal use."""
 ROWS = COST + 1
 NOBODY = -1
 HOPS_MAX = 8
-"""Links of a path, the private one that holds the ceiling included."""
+"""Maximum number of links of a path, including the private link that holds the ceiling."""
 NIC_UP, NIC_DOWN, RACK_UP, RACK_DOWN, POD_UP, POD_DOWN, SITE = range(7)
-"""As in `foresight_links`: numba reads globals of its own file only when it compiles."""
+"""Same values as in `foresight_links`, defined again because numba reads a kernel's globals only at compile time."""
 TAIL = 1e-9
-"""Probability beyond which the number of rivals on a cable is not followed; and a share that is rounding."""
+"""Tail probability at which the number of rivals on a cable is cut off; also the tolerance for rounding."""
 
 
 class Fabric(NamedTuple):
-    """The aggregated links, and how they are taken: `LinkModel` after congestion, and the table of transfers."""
+    """The aggregated links and their load: `LinkModel` after congestion, and the table of transfers."""
 
     ways: IntArray
     wan: IntArray
     cable: FloatArray
-    """[m] what others leave of one cable, bytes per second."""
+    """Bandwidth of one cable that other traffic leaves free, bytes per second, [m]."""
     cables: IntArray
     crowd: IntArray
-    """[m] own transfers on each link."""
+    """Own transfers on each link, [m]."""
     hashed: int
     rivals: float
-    """Flows of another transfer, as far as they count."""
+    """Weighted number of flows of another transfer."""
     siblings: float
-    """Other flows of the same transfer, as far as they count."""
+    """Weighted number of other flows of the same transfer."""
     mean: float
     """Mean model rate of a hashed path."""
     factor: FloatArray
-    """Measured over promised, by tier."""
+    """Measured over nominal capacity, by tier."""
     tier_bytes_per_s: FloatArray
-    """What others leave of a tier."""
+    """Bandwidth of a tier that other traffic leaves free."""
 
 
 class Asked(NamedTuple):
-    """The candidates, and what the request needs of them (`Candidates`, and their places)."""
+    """The candidates and what the request needs of them (`Candidates`, and their positions in the network)."""
 
     kv_bytes: FloatArray
     batch: IntArray
@@ -72,7 +72,7 @@ class Asked(NamedTuple):
     per_request_s: FloatArray
     tier: TierArray
     latency_s: FloatArray
-    """[n]"""
+    """Latency of each candidate's tier, [n]."""
     source: int
     targets: IntArray
     starts_s: float
@@ -83,7 +83,7 @@ class Asked(NamedTuple):
 
 @compiled
 def path_of(source: int, target: int, tier: int, ways: IntArray, wan: IntArray, path: IntArray) -> int:
-    """Fill `path` with the links from `source` to `target`; how many. None inside a node."""
+    """Fill `path` with the links from `source` to `target` and return their number; 0 inside a node."""
     count = 0
     if tier > SAME_NODE:
         path[0], path[1] = ways[source, NIC_UP], ways[target, NIC_DOWN]
@@ -107,10 +107,11 @@ def path_of(source: int, target: int, tier: int, ways: IntArray, wan: IntArray, 
 
 @compiled
 def collided(cable_bytes_per_s: float, rivals: float, hashed_paths: int, mean_bytes_per_s: float) -> float:
-    """What a transfer of `hashed_paths` equal parts gets where each draws a cable, bytes per second.
+    """Rate of a transfer of `hashed_paths` equal parts if each part draws a cable at random, bytes per second.
 
-    `rivals` flows are expected on a cable, Poisson distributed; each leaves it a fair share or what it does not use, if
-    that is more. The part on the fullest cable sets the pace: h / E[1 / share(max of h draws)].
+    The number of other flows on a cable is Poisson distributed with mean `rivals`. Each part gets a fair share or, if
+    that is more, what the rivals do not use. The part on the fullest cable sets the pace: h / E[1 / share(max of h
+    draws)].
     """
     if rivals <= 0.0:
         alone: float = hashed_paths * cable_bytes_per_s
@@ -135,9 +136,9 @@ def collided(cable_bytes_per_s: float, rivals: float, hashed_paths: int, mean_by
 
 @compiled
 def _drawn(up: int, down: int, otherwise: float, fabric: Fabric) -> float:
-    """Capacity of the hashed paths over a group going up and one coming down; `otherwise` where both are unknown.
+    """Capacity of the hashed paths over one group up and one down; `otherwise` if both are unknown.
 
-    A transfer's other flows may draw the same cable, too; they take all that they can get.
+    Other flows of the same transfer may draw the same cable; they are assumed to use all that they can get.
     """
     width, rivals, siblings = np.inf, 0.0, 0.0
     for link in (up, down):
@@ -187,9 +188,10 @@ def ceiling_of(
     factor: FloatArray,
     tier_bytes_per_s: FloatArray,
 ) -> float:
-    """What the hashed paths of a tier allow one more transfer, as learned; inf in a rack, where the NICs decide.
+    """Rate limit of the hashed paths of a tier for one more transfer, with the learned factor; inf in a rack, where
+    only the NICs limit.
 
-    The arguments behind `tier` are those of `Fabric`.
+    The arguments after `tier` are those of `Fabric`.
     """
     fabric = Fabric(ways, wan, cable, cables, crowd, hashed, rivals, siblings, mean, factor, tier_bytes_per_s)
     return _ceiling(source, target, tier, fabric)
@@ -206,10 +208,10 @@ def pass_time(
     predicted: FloatArray,
     limited: FloatArray,
 ) -> float:
-    """Let the transfers in flight send until `now` at their rates; returns the sum of these.
+    """Move the transfers in flight at their rates until `now`; return the sum of the rates.
 
-    `predicted` and `limited` grow by the bytes that the model sends, in all and at the path's ceiling (void for one
-    without a ceiling). Nothing ends: that is observed, not predicted.
+    `predicted` grows by the bytes that the model sends, `limited` by those sent at the path's ceiling (ignored for a
+    transfer without a ceiling). No transfer ends here: ends are observed, not predicted.
     """
     first_private, total = link.shape[0] - flow.shape[0], 0.0
     for k in range(counts[flows.ACTIVE]):
@@ -259,10 +261,10 @@ def set_off(
     path: IntArray,
     out: IntArray,
 ) -> int:
-    """Start a transfer of so many bytes in a free slot of the live state, and make the rates max-min again.
+    """Start a transfer of `kv_bytes` in a free slot of the live state, and recompute the max-min fair rates.
 
-    It adds itself to `crowd` and fills `path` with its links, as many as it returns; the ceiling of its hashed paths,
-    as the others leave it, is the capacity of a private link behind them.
+    Adds the transfer to `crowd`, fills `path` with its links and returns their number. The ceiling of its hashed paths,
+    given the other transfers, becomes the capacity of a private link at the end of the path.
     """
     fabric = Fabric(ways, wan, cable, cables, crowd, hashed, rivals, siblings, mean, factor, tier_bytes_per_s)
     ceiling = _ceiling(source, target, tier, fabric)
@@ -287,9 +289,10 @@ def set_off(
 def _near(
     path: IntArray, near_max: int, live: State, links: IntArray, link_at: IntArray, slots: IntArray, slot_at: IntArray
 ) -> tuple[int, int]:
-    """The transfers nearest to a path by shared links, at most `near_max`, and all their links; how many of each.
+    """Find the transfers nearest to a path by shared links, at most `near_max`, and all their links; return both
+    counts.
 
-    `link_at` and `slot_at` give each one's position in `links` and `slots`; the path's own links come first.
+    `link_at` and `slot_at` give the position of each in `links` and `slots`; the path's own links come first.
     """
     longest = live.hop.shape[0] // live.flow.shape[0]
     n_links = n_slots = at = 0
@@ -316,7 +319,7 @@ def _near(
 
 @compiled
 def _room(link: int, slot_at: IntArray, live: State) -> float:
-    """What the transfers that are left out leave of a link, at their present rates."""
+    """Capacity of a link minus the present rates of the transfers that are not simulated."""
     capacity = live.link[link, flows.CAPACITY]
     room = capacity
     hop = live.link_int[link, flows.HEAD]
@@ -346,7 +349,7 @@ def _idle(slots: int, links: int) -> State:
 
 @compiled
 def _run(now: float, to: float, net: State, ints: IntArray, floats: FloatArray) -> None:
-    """Start the staged flows at `now` and let the network run; a flow that has ended keeps its finish time."""
+    """Start the staged flows at `now` and advance the network to `to`; a flow that has ended keeps its finish time."""
     out = np.empty(net.flow.shape[0], np.int64)
     flows.drive(
         now, to, net.flow, net.flow_int, net.link, net.link_int, net.hop, net.lists, net.counts, ints, floats, out
@@ -355,7 +358,7 @@ def _run(now: float, to: float, net: State, ints: IntArray, floats: FloatArray) 
 
 @compiled
 def _excerpt(path: IntArray, near_max: int, ceiling: float, live: State) -> State:
-    """A network of the nearest transfers and their links alone, with a free slot and, last, the newcomer's ceiling."""
+    """A network of only the nearest transfers and their links, with a free slot and, last, the newcomer's ceiling."""
     near_max = min(near_max, live.counts[flows.ACTIVE])
     links = np.empty(len(path) + near_max * HOPS_MAX, np.int64)
     link_at = np.full(live.link.shape[0], -1, np.int64)
@@ -398,10 +401,10 @@ def _copied(net: State) -> State:
 def played(
     kv_bytes: float, starts_s: float, path: IntArray, ceiling: float, near_max: int, imposed: bool, live: State
 ) -> tuple[float, float]:
-    """Play a transfer through that starts `starts_s` from now: its seconds, and those by which it delays the others.
+    """Simulate a transfer that starts `starts_s` from now; return its seconds and the total delay of the others.
 
-    The state is left alone, and must hold the bytes left now. Others come neither to start nor to speed up beyond the
-    `near_max` nearest.
+    The live state is not changed and must hold the remaining bytes at this time. The simulation starts no other
+    transfers, and only the `near_max` nearest ones change their rates.
     """
     net = _excerpt(path, near_max, ceiling, live)
     slot, own = net.flow.shape[0] - 1, net.link.shape[0] - 1
@@ -428,9 +431,9 @@ def played(
 
 @compiled
 def _price(i: int, transfer_s: float, imposed_s: float, asked: Asked, terms: FloatArray) -> float:
-    """Fill candidate i's terms and return its cost; everything but the transfer and what it imposes is its load's.
+    """Fill candidate i's terms and return its cost. All but the transfer and its imposed delay depend on the load.
 
-    Requests under way and waiting count as in the batch: by the time that this one decodes they are.
+    Queued requests count as part of the batch: they are in it by the time that this one decodes.
     """
     imposed_weight, wait_weight, slot_weight, landing, answers, transfers, load_weight, floor_s, output_tokens = (
         asked.numbers
@@ -441,7 +444,7 @@ def _price(i: int, transfer_s: float, imposed_s: float, asked: Asked, terms: Flo
     wait_s = max(max(load + 1 - batch_max, 0) * gap_s - asked.starts_s - transfer_s, 0.0)
     step_s = max(base_s + per_request_s * min(load + 1, batch_max), floor_s)
     taken = (load + 1) / batch_max
-    slowed_s = per_request_s * load  # what one more costs the others in each step, all together
+    slowed_s = per_request_s * load  # cost of one more request for all others together, per step
     answers_s = min(answers * slowed_s * output_tokens, transfers * transfer_s)
     slot_s = slot_weight * gap_s * taken * taken + landing * slowed_s + answers_s
     terms[TRANSFER_S, i], terms[IMPOSED_S, i], terms[WAIT_S, i] = transfer_s, imposed_s, wait_s
@@ -455,8 +458,8 @@ def _price(i: int, transfer_s: float, imposed_s: float, asked: Asked, terms: Flo
 def _shared(
     source: int, target: int, tier: int, fabric: Fabric, link: FloatArray, path: IntArray
 ) -> tuple[float, float, float]:
-    """Of the links that `target` shares with its rack: what their hashed paths allow one more transfer, the least of
-    that and the capacities, and the least of that and an even share of each link."""
+    """Limits of the links that `target` shares with its rack: the ceiling of the hashed paths for one more transfer,
+    the minimum of it and the link capacities, and the minimum of it and an even share of each link."""
     ceiling = _ceiling(source, target, tier, fabric)
     own = fabric.ways[target, NIC_DOWN]
     alone = pace = ceiling
@@ -470,9 +473,9 @@ def _shared(
 
 @compiled
 def _closed(asked: Asked, fabric: Fabric, link: FloatArray, ceilings: FloatArray, terms: FloatArray) -> None:
-    """The closed form: the path's ceiling, or its most crowded link shared evenly, whichever is slower.
+    """Price all candidates in closed form: the path's ceiling, or an even share of its most crowded link if slower.
 
-    What instances of a rack share is looked at once; the NIC is each one's own.
+    The links that instances of a rack share are evaluated once per rack; each instance has its own NIC.
     """
     path, known = np.empty(HOPS_MAX, np.int64), np.empty((len(fabric.crowd), 3))
     known_tier = np.full(len(fabric.crowd), -1, np.int64)
@@ -498,7 +501,7 @@ def _closed(asked: Asked, fabric: Fabric, link: FloatArray, ceilings: FloatArray
 
 @compiled
 def _play(i: int, asked: Asked, fabric: Fabric, ceiling: float, near_max: int, live: State, terms: FloatArray) -> float:
-    """Put the fluid what-if in the place of candidate i's closed form; its cost."""
+    """Replace candidate i's closed form by the result of the fluid simulation; return its cost."""
     path = np.empty(HOPS_MAX, np.int64)
     hops = path_of(asked.source, asked.targets[i], asked.tier[i], fabric.ways, fabric.wan, path)
     seconds, imposed_s = asked.kv_bytes[i] / ceiling, 0.0
@@ -531,10 +534,10 @@ def _play_best(
     feasible: BoolArray,
     terms: FloatArray,
 ) -> None:
-    """Play the best by the closed form; who is not played keeps its place behind them.
+    """Simulate the best candidates by the closed form; the others keep their order and rank behind them.
 
-    Passed over is who could not win alone on the network. Who is not played is put as far above its closed form as the
-    worst of those played, so that the order among the rest stays.
+    A candidate that could not win even alone on the network is skipped. The cost of each candidate that is not
+    simulated is raised by the largest increase among the simulated ones, which keeps the order of the rest.
     """
     going = feasible.copy()
     best_s, shift_s, runs = np.inf, 0.0, 0
@@ -593,9 +596,10 @@ def foresee(
     feasible: BoolArray,
     terms: FloatArray,
 ) -> int:
-    """Fill `feasible` [n] and `terms` [ROWS, n]; the feasible candidate of least cost, the first of equals, or NOBODY.
+    """Fill `feasible` [n] and `terms` [ROWS, n]. Return the feasible candidate of least cost, the first of equals, or
+    NOBODY.
 
-    Takes the arrays of `Asked`, `Fabric` and `State` one by one, which costs a call half as much as the tuples.
+    Takes the arrays of `Asked`, `Fabric` and `State` one by one: a call costs half as much as with tuples.
     """
     latency_s = tier_latency_s[tier]
     asked = Asked(
@@ -625,7 +629,7 @@ def price_all(
     numbers: FloatArray,
     terms: FloatArray,
 ) -> None:
-    """Fill `terms` [ROWS, n] where the transfers' seconds are known from elsewhere, [n]."""
+    """Fill `terms` [ROWS, n] for given transfer times, [n]."""
     nobody = np.empty(0, np.int64)
     asked = Asked(
         transfer_s, batch, queued, batch_max, base_s, per_request_s, tier, transfer_s, 0, nobody, starts_s, numbers

@@ -1,5 +1,7 @@
-"""What foresight learns from the ends of transfers and answers: each tier's capacity, and the mean answer; it has no
-clock."""
+"""What foresight learns from finished transfers and responses: each tier's capacity, and the mean response length.
+
+It has no clock of its own.
+"""
 
 from __future__ import annotations
 
@@ -14,25 +16,25 @@ from kvroute.types import SAME_POD, TIER_COUNT, CapacityLearned, FloatArray, Inp
 
 
 class TierLearned(msgspec.Struct, frozen=True, gc=False):
-    """What one tier has taught, as a decision would take it at that moment; for people to look at."""
+    """What foresight has learned about one tier, as a decision would use it at that moment; for displays."""
 
     factor: float
-    """Measured over promised capacity, as far as it is believed."""
+    """Measured over nominal capacity, including the effect of the priors."""
     weight: float
-    """How many recent transfers it counts, older ones fading; 0 where nothing was learned."""
+    """Number of recent transfers that it counts, older ones with less weight; 0: nothing was learned."""
     transfers: int
-    """That have taught since the start."""
+    """Number of transfers that taught the tier since the start."""
     age_s: float | None
-    """Since the last of them, in whole seconds; None: there was none."""
+    """Time since the last of them, in whole seconds; None: there was none."""
     bytes_per_s: float | None = None
-    """What a transfer gets by that where no other one is under way; None: no two instances are so far apart."""
+    """Resulting rate of a transfer without others in flight; None: no two instances are in this tier."""
 
 
 class Learned:
-    """Capacity of the tiers beyond the rack as measured by ended transfers: a factor on what the map promised.
+    """Capacity of the tiers beyond the rack as measured by finished transfers: a factor on the map's nominal capacity.
 
-    Each tier keeps a mean of log factors that fades with transfers and with time, drawn to the mean of all tiers, and
-    that one to 1, the map as given.
+    Each tier has a mean of log factors that fades with transfers and with time. A prior draws it to the mean of all
+    tiers, and that mean to a factor of 1, the map as given.
     """
 
     def __init__(self, spec: ForesightSpec) -> None:
@@ -42,11 +44,11 @@ class Learned:
         self.factor: FloatArray = np.ones(TIER_COUNT)
         self._transfers = [0] * TIER_COUNT
         self._last: list[int | None] = [None] * TIER_COUNT
-        """Second of the last transfer that taught."""
+        """Time of the last transfer that taught the tier, in whole seconds."""
         self._second = 0
 
     def grown_old(self, at: float) -> None:
-        """It is this late, seconds, never falling: what was learned counts less. Told once a second or more often."""
+        """Advance the time to `at`, never decreasing: older knowledge loses weight. Call it at least once a second."""
         passed_s = math.floor(at) - self._second
         if passed_s <= 0:
             return
@@ -60,15 +62,23 @@ class Learned:
     def ended(
         self, tier: int, kv_bytes: float, predicted_bytes: float, limited_bytes: float, believed: float = 1.0
     ) -> None:
-        """A transfer of `kv_bytes` has landed when the model had sent `predicted_bytes` of it (of any size: the model
-        goes on), `limited_bytes` of these at its path's ceiling, which was taken with the factor `believed`: with that
-        of now, transfers that were under way together would each add what they all have seen once."""
+        """Learn from a transfer of `kv_bytes` that is complete.
+
+        Args:
+            tier: of the transfer.
+            kv_bytes: its size.
+            predicted_bytes: bytes that the model had sent by then. The model does not stop, so they may exceed the
+                size.
+            limited_bytes: those of them sent at the path's ceiling.
+            believed: learned factor when the transfer started. The present factor would be wrong: transfers in
+                flight together would each add what they all observed once.
+        """
         spec = self._spec
         if tier < SAME_POD or not (kv_bytes > 0 and predicted_bytes > 0):
             return
         surprise = min(max(math.log(kv_bytes / predicted_bytes), -spec.surprise_max), spec.surprise_max)
         if limited_bytes <= spec.path_limited_share * predicted_bytes and surprise >= spec.late_log:
-            return  # a NIC or a crowded uplink set the pace: that says nothing of the paths
+            return  # a NIC or a crowded uplink limited the rate: this teaches nothing about the paths
         target = math.log(believed) + surprise
         self._log[tier] = spec.remembered * self._log[tier] + target
         self._weight[tier] = spec.remembered * self._weight[tier] + 1.0
@@ -84,10 +94,10 @@ class Learned:
             factor[each] = min(max(math.exp(log), spec.factor_min), spec.factor_max)
 
     def resume(self, at: float, known: CapacityLearned) -> None:
-        """Go on from what another one had learned by this time (`known_at`).
+        """Restore what another instance had learned by this time (`known_at`).
 
         Raises:
-            InputError: it is not of this many tiers, or holds what is no number.
+            InputError: the number of tiers does not match, or a number is not finite.
         """
         numbers = (*known.log_sums, *known.weights)
         shape = (len(known.log_sums), len(known.weights), len(known.transfers), len(known.ages_s))
@@ -101,7 +111,7 @@ class Learned:
         self._settle(self._log, self._weight, self.factor)
 
     def known_at(self, at: float, answers: tuple[float, ...]) -> CapacityLearned:
-        """What is known at a time, for another one to go on from; it changes nothing."""
+        """What is known at this time, for another instance to restore. Changes nothing."""
         passed_s = max(math.floor(at) - self._second, 0)
         share = math.exp(-passed_s / self._spec.fading_s)
         second = self._second + passed_s
@@ -115,8 +125,8 @@ class Learned:
         )
 
     def seen(self, at: float) -> tuple[TierLearned, ...]:
-        """[TIER_COUNT] what is believed at a time, without `bytes_per_s`; it changes nothing: how often somebody looks
-        must not show in a decision's last digit."""
+        """What is learned of each tier at this time, [TIER_COUNT], without `bytes_per_s`. Changes nothing: reading it
+        must not affect later decisions, not even in the last digit."""
         passed_s = max(math.floor(at) - self._second, 0)
         share = math.exp(-passed_s / self._spec.fading_s)
         weights, factor = self._weight * share, self.factor.copy()
@@ -129,7 +139,7 @@ class Learned:
 
 
 class Answers:
-    """Mean length of the last answers; the prior stands in for those not seen yet."""
+    """Mean length of the last responses; the prior fills the window at the start."""
 
     def __init__(self, spec: ForesightSpec) -> None:
         window = int(spec.output_window)
@@ -138,17 +148,17 @@ class Answers:
         self._seen = 0
 
     def finished(self, output_tokens: float) -> None:
-        """One more answer."""
+        """Add the length of one response."""
         self._sum += output_tokens - self._last[0]
         self._last.append(float(output_tokens))
         self._seen = min(self._seen + 1, len(self._last))
 
     @property
     def last(self) -> tuple[float, ...]:
-        """Lengths of the last answers, without those that the prior stands in for."""
+        """Lengths of the last responses, without those filled in by the prior."""
         return tuple(self._last)[len(self._last) - self._seen :]
 
     @property
     def mean_tokens(self) -> float:
-        """At least one token."""
+        """Mean length of a response, at least one token."""
         return max(self._sum / len(self._last), 1.0)

@@ -1,7 +1,8 @@
-"""The network as foresight sees it: one link for all uplinks of a rack or pod, and each instance's NIC both ways.
+"""The network in the foresight model: one link for all uplinks of a rack or pod, and one for each instance's NIC in
+each direction.
 
-It holds no traffic. Everything but the tier map may be unknown: an unknown uplink limits nobody, an unknown NIC has the
-speed of its rack's tier, which errs on the low side.
+It holds no traffic. Everything except the tier map may be unknown: an unknown uplink is no limit, and an unknown NIC is
+assumed to have the speed of its rack's tier, which errs on the low side.
 """
 
 from __future__ import annotations
@@ -33,30 +34,30 @@ UNKNOWN = -1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LinkModel:
-    """Aggregated links by number, and who crosses which; n instances, m links."""
+    """Aggregated links by number, and the links that each instance uses; n instances, m links."""
 
     tier: TierArray
-    """[n, n] tier of each ordered pair."""
+    """Tier of each ordered pair, [n, n]."""
     tier_bytes_per_s: FloatArray
-    """[TIER_COUNT] what a lone transfer gets."""
+    """Rate of a transfer alone in the tier, [TIER_COUNT]."""
     ways: IntArray
-    """[n, 7] an instance's links (UNKNOWN where there is none) and the number of its datacenter."""
+    """An instance's links (UNKNOWN if there is none) and the number of its datacenter, [n, 7]."""
     wan: IntArray
-    """[sites, sites] link of each ordered pair of datacenters, or UNKNOWN."""
+    """Link of each ordered pair of datacenters, or UNKNOWN, [sites, sites]."""
     capacity_bytes_per_s: FloatArray
-    """[m] all cables of the link together."""
+    """Capacity of all cables of the link together, [m]."""
     cable_bytes_per_s: FloatArray
-    """[m] one cable of it: what one hashed path can have."""
+    """Capacity of one cable: the limit of one hashed path, [m]."""
     cables: IntArray
-    """[m] equal cables that a path is hashed onto; 1 where there is no choice."""
+    """Number of equal cables that a path is hashed onto; 1 if there is no choice, [m]."""
     link_tier: IntArray
-    """[m] the tier whose congestion takes from it; SAME_RACK (the NICs): none does."""
+    """Tier whose congestion reduces the link's capacity; SAME_RACK (the NICs): none, [m]."""
     hashed_paths: int
-    """Flows of one transfer that are hashed on their own."""
+    """Number of flows of one transfer that are hashed separately."""
 
     @classmethod
     def of(cls, cluster: Cluster) -> LinkModel:
-        """The links of a loaded cluster; an instance over several nodes counts as being in its first GPU's rack."""
+        """The links of a loaded cluster. An instance over several nodes is assigned to the rack of its first GPU."""
         made = _Links()
         count = len(cluster.instances)
         ways = np.full((count, 7), UNKNOWN, dtype=np.int64)
@@ -88,9 +89,9 @@ class LinkModel:
     def of_tiers(
         cls, tier: TierArray, bytes_per_s: FloatArray, nic_bytes_per_s: float = 0.0, hashed_paths: int = 1
     ) -> LinkModel:
-        """What follows from a tier map alone: a NIC for each instance, and no uplinks.
+        """The links that follow from a tier map alone: a NIC for each instance, and no uplinks.
 
-        Raises InputError for a tier map that is not square, or numbers out of range.
+        Raises InputError if the tier map is not square or a number is out of range.
         """
         count = len(tier)
         if tier.shape != (count, count):
@@ -107,8 +108,8 @@ class LinkModel:
         return made.model(tier, bytes_per_s, ways, np.full((1, 1), UNKNOWN, dtype=np.int64), hashed_paths)
 
     def taken_for(self, source_nic: float, target_nic: float, uplinks: float) -> LinkModel:
-        """The same with factors on the speed of NICs up, NICs down, and on uplinks' cables together; 0: that kind
-        limits nobody."""
+        """A copy with factors on the speed of sending NICs, receiving NICs, and uplinks (all cables together). A factor
+        of 0 means that this kind is no limit."""
         if source_nic == target_nic == uplinks == 1.0:
             return self
         ways, capacity, cable = self.ways.copy(), self.capacity_bytes_per_s.copy(), self.cable_bytes_per_s.copy()
@@ -124,18 +125,19 @@ class LinkModel:
         return replace(self, ways=ways, capacity_bytes_per_s=capacity, cable_bytes_per_s=cable)
 
     def capacities(self, congestion: FloatArray) -> FloatArray:
-        """[m] bytes per second that others leave, given their share of each tier, [TIER_COUNT] in [0, 1)."""
+        """Bytes per second that other traffic leaves free, [m]. Args: `congestion`: its share of each tier,
+        [TIER_COUNT] in [0, 1)."""
         left: FloatArray = self.capacity_bytes_per_s * self.left(congestion)
         return left
 
     def left(self, congestion: FloatArray) -> FloatArray:
-        """[m] share of each link that others leave."""
+        """Share of each link that other traffic leaves free, [m]."""
         share: FloatArray = np.where(self.link_tier > SAME_RACK, 1.0 - congestion[self.link_tier], 1.0)
         return share
 
 
 class _Links:
-    """Links as they are found; one that several instances cross is entered once."""
+    """Collects links; a link that several instances share is entered once."""
 
     def __init__(self) -> None:
         self._rows: list[tuple[float, float, int, int]] = []
@@ -156,7 +158,7 @@ class _Links:
         return [self.link(cluster, cables, tier) if cables else UNKNOWN for cables in ways]
 
     def free(self, cluster: Cluster) -> int:
-        """For an instance that sends nothing through the network."""
+        """Add a link for an instance without NICs, which sends nothing through the network."""
         return self.add(float(cluster.tier_bytes_per_s[SAME_RACK]), float(cluster.tier_bytes_per_s[SAME_RACK]), 1, 1)
 
     def model(self, tier: TierArray, bytes_per_s: FloatArray, ways: IntArray, wan: IntArray, hashed: int) -> LinkModel:

@@ -1,4 +1,4 @@
-"""The numbers of foresight, each with what it means: how a decision is priced, and how the network is estimated."""
+"""The parameters of the foresight policy: for the price of a decision, and for the estimate of the network."""
 
 from __future__ import annotations
 
@@ -10,71 +10,73 @@ from kvroute.types import InputError
 
 
 class ForesightSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Weights are pure numbers. What is learned and how fast sits on a plateau: halving or doubling changes little;
-    `answer_weight` trades the time to the first token for the time between tokens, `answer_transfers` says how far."""
+    """Parameters of the foresight policy; weights are plain numbers.
+
+    The learning parameters are not sensitive: half or twice the value changes little. `answer_weight` trades time to
+    first token for time between tokens, `answer_transfers` bounds that trade.
+    """
 
     imposed_weight: float = 1.0
-    """Of the seconds by which a transfer delays those in flight (their sum)."""
+    """Weight of the delay that a transfer imposes on the transfers in flight (sum of their seconds)."""
     wait_weight: float = 1.0
-    """Of the seconds until a slot is free, beyond those in which the KV cache is on its way."""
+    """Weight of the wait for a free slot, beyond the time of the KV transfer."""
     slot_weight: float = 1.0
-    """Of a slot's price: the mean gap between two releases, times the squared share of slots taken."""
+    """Weight of a slot's price: the mean time between two releases, times the squared share of slots in use."""
     landing_weight: float = 3.0
-    """Of what one request more adds to a step, for each in the batch: about as many will land beside it while it
-    answers, and wait longer for the end of a step and for their own first one."""
+    """Weight of the time that one more request adds to a step, per request in the batch. About as many requests arrive
+    during its response, and each waits longer for the end of a step and for its own first step."""
     answer_weight: float = 0.2
-    """Of what one request more in the batch costs the others' tokens over a mean answer."""
+    """Weight of the time that one more request in the batch adds to the others' tokens over a mean response."""
     answer_transfers: float = 2.0
-    """That price is at most so many times the transfer itself: for the sake of others' tokens a near place is not left
-    for one that is farther than one more than that."""
+    """Upper bound of that price as a multiple of the transfer time: the policy does not leave a near instance for one
+    whose transfer takes longer by more than this multiple, only to speed up other requests' tokens."""
     arrival_load_weight: float = 0.0
-    """Of slot wait, first step and slot price while prefill and decode are chosen together: the load at arrival says
-    little of the load when the prefill ends, and the decode instance is chosen again then."""
+    """Weight of slot wait, first step and slot price while prefill and decode are chosen together at arrival. The load
+    at arrival says little about the load when the prefill ends, and the decode instance is chosen again then."""
     step_floor_s: float = 1e-6
-    """A decode step takes at least so long: load has a price where no timing is known, and ties go to the less
-    loaded."""
+    """Minimum time of a decode step, in seconds. It gives load a price if no timing is known, and favours lower load on
+    a tie."""
     output_tokens: float = 256.0
-    """Mean answer before any has been seen."""
+    """Assumed mean length of a response before any has finished."""
     output_window: int = 200
-    """Answers that the mean looks back on; those not seen yet count as `output_tokens`."""
+    """Number of responses in the mean; those not seen yet count as `output_tokens`."""
     width: int = 2
-    """Candidates, best by the closed form, whose transfer is played through in the fluid model; 0: none is."""
+    """Number of best candidates by the closed form whose transfers the fluid model simulates; 0: none."""
     joint_width: int = 3
-    """Prefill instances, best by the closed form, whose transfers are played through."""
+    """Number of best prefill instances by the closed form whose transfers the fluid model simulates."""
     joint_reach: int = 64
-    """Prefill instances that are looked at, those that would have prefilled soonest."""
+    """Maximum number of prefill instances that are evaluated, those with the earliest prefill end first."""
     near_max: int = 24
-    """Transfers that a what-if may move, the nearest ones by shared links; farther ones keep their rates. All are in
-    it where no more are in flight."""
+    """Number of transfers that a simulation may change, the nearest by shared links; the others keep their rates."""
     rival_weight: float = 1.0
-    """Of other transfers' flows as rivals on the cables that each draws."""
+    """Weight of other transfers' flows as rivals on a cable."""
     sibling_weight: float = 1.0
-    """Of a transfer's own flows as rivals on the cables that each draws; 0: only other transfers are rivals."""
+    """Weight of a transfer's own flows as rivals on a cable; 0: only other transfers are rivals."""
     source_nic_factor: float = 1.0
     target_nic_factor: float = 1.0
-    """On the speed that the map gives the NICs of those who send, and of those who receive; 0: they limit nobody."""
+    """Factors on the map's speed of sending and of receiving NICs; 0: NICs are no limit."""
     uplink_factor: float = 1.0
-    """On the capacity of all cables of a rack or pod together; 0: nothing is known of uplinks but their tier."""
+    """Factor on the capacity of all cables of a rack or pod together; 0: only the tier of an uplink is used."""
     left_floor_share: float = 0.03
-    """A transfer whose end has not been seen has at least this share of its bytes left."""
+    """Minimum share of its bytes that a transfer has left in the model while its end is not observed."""
     surprise_max: float = 1.5
-    """Bound of |ln(bytes sent / bytes predicted)| that one transfer may teach."""
+    """Upper bound of |ln(bytes sent / bytes predicted)| that one transfer may teach."""
     late_log: float = -0.2
-    """A transfer that is slower than this log ratio teaches its tier, whatever limited it in the model."""
+    """A transfer with a lower log ratio (slower than predicted) teaches its tier, whatever limited it in the model."""
     path_limited_share: float = 0.5
-    """One that its path limited in the model for more than this share of its bytes teaches its tier, too."""
+    """A transfer that its path limited in the model for more than this share of its bytes also teaches its tier."""
     remembered: float = 0.9
-    """Share of what a tier has learned that the next transfer leaves: the learning rate is one less this."""
+    """Share of a tier's knowledge that remains after the next transfer: 1 minus the learning rate."""
     fading_s: float = 120.0
-    """Time after which what a tier has learned counts 1/e. A tier that one bad moment made look slow is avoided, and
-    with nobody there to teach it better would be avoided for ever."""
+    """Time after which a tier's knowledge counts 1/e, in seconds. Without fading, a tier that once looked slow would be
+    avoided for ever, because no transfer would use it and correct the estimate."""
     prior_transfers: float = 2.0
-    """Transfers that the mean of all tiers counts as, beside a tier's own."""
+    """Weight of the mean of all tiers beside a tier's own transfers, as a number of transfers."""
     pooled_prior_transfers: float = 100.0
-    """Transfers that the map as given counts as, beside those of all tiers."""
+    """Weight of the map as given beside the transfers of all tiers, as a number of transfers."""
     factor_min: float = 0.05
     factor_max: float = 8.0
-    """Bounds of measured over promised capacity of a path."""
+    """Bounds of the factor of measured over nominal capacity of a path."""
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:

@@ -1,6 +1,6 @@
-"""NetKV's arithmetic, compiled: one pass over the candidates in place of thirty array operations on a dozen numbers.
+"""NetKV's arithmetic, compiled: one pass over the candidates replaces thirty array operations on a dozen numbers.
 
-The functions refuse to know requests and instances; `kvroute.policies.decode` says what the numbers mean.
+The functions take only arrays and numbers; `kvroute.policies.decode` explains their meaning.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ TRANSFER_S, QUEUE_S, DECODE_S, HIT_TOKENS, EFFECTIVE, TIER, CONGESTION, OWN_TRAN
 ROWS = COST + 1
 NOBODY = -1
 NO_PAIRS: FloatArray = np.empty(0)
-"""For `lone_bytes_per_s` where only the tiers' bandwidths are known."""
+"""Value of `lone_bytes_per_s` if only the tiers' bandwidths are known."""
 
 
 @compiled
 def earliest_finish(pending_s: FloatArray, prefill_s: FloatArray, allowed: BoolArray, finish_s: FloatArray) -> int:
-    """Fill `finish_s` [n]; the allowed candidate that is done first, the first of equals, or NOBODY."""
+    """Fill `finish_s` [n]. Return the allowed candidate that finishes first, the first of equals, or NOBODY."""
     best = NOBODY
     for i in range(len(finish_s)):
         finish_s[i] = pending_s[i] + prefill_s[i]
@@ -51,12 +51,13 @@ def netkv_terms(
     feasible: BoolArray,
     terms: FloatArray,
 ) -> int:
-    """Fill `feasible` [n] and `terms` [ROWS, n]; the feasible candidate of least cost, the first of equals, or NOBODY.
+    """Fill `feasible` [n] and `terms` [ROWS, n]. Return the feasible candidate of least cost, the first of equals, or
+    NOBODY.
 
     Args:
-        lone_bytes_per_s: measured bandwidth of a lone transfer to each candidate, [n], or NO_PAIRS.
+        lone_bytes_per_s: measured rate of a transfer alone to each candidate, [n], or NO_PAIRS.
         tier_bytes_per_s, tier_latency_s, tier_congestion, tier_in_flight: by tier.
-        sees_congestion, sees_in_flight: whether NetKV eq. 4 counts others' traffic and the router's own.
+        sees_congestion, sees_in_flight: whether NetKV eq. 4 counts other traffic and the router's own transfers.
         others: see `Candidates`.
     """
     best, best_s = NOBODY, np.inf

@@ -1,4 +1,4 @@
-"""The decode policies by the names that users give."""
+"""The decode policies by the names used in configuration and commands."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ DECODE_POLICIES: dict[str, Callable[..., DecodePolicy]] = {
 }
 
 DEFAULT_DECODE_POLICY = "foresight"
-"""In the simulator, the gateway and the testbed alike, where nothing else is said."""
+"""Default of the simulator, the gateway and the testbed."""
 
 
 def decode_policy(name: str, **parameters: float) -> DecodePolicy:
-    """The decode policy of that name; `cla` takes `cache_weight` and `load_weight`, the foresight policies take what
-    `ForesightSpec` has.
+    """Return the decode policy with this name.
+
+    `cla` takes `cache_weight` and `load_weight`; the foresight policies take the fields of `ForesightSpec`.
 
     Raises:
         InputError: unknown name or parameter, or a parameter out of bounds.

@@ -1,6 +1,6 @@
-"""Which datacenter prefills a request: the threshold routing of PrfaaS 3.4.3, scarce and abundant bandwidth apart.
+"""Chooses the datacenter that prefills a request: threshold routing of PrfaaS 3.4.3, for scarce and abundant bandwidth.
 
-It chooses a site; the instance within it, and the decode instance at home, are the other policies' business.
+It chooses only the site. Other policies choose the prefill instance within it and the decode instance at home.
 """
 
 from __future__ import annotations
@@ -20,33 +20,34 @@ HOME = 0
 """Position of the home among the sites: the datacenter where the request is decoded."""
 
 Reason = Literal["short", "long", "home_down", "away_down", "not_worth_it", "nobody_up"]
-"""Why a site was chosen: what is not cached is at most the threshold (`short`) or above it (`long`); the home has
-nobody up who prefills, or no other site has; the transfer would take far longer than to stay; nobody is up at all."""
+"""Reason for the choice of a site. `short`, `long`: the tokens not cached are at most, or above, the threshold.
+`home_down`, `away_down`: no prefill instance is up at home, or at any other site. `not_worth_it`: the transfer would
+take far longer than staying. `nobody_up`: no prefill instance is up at any site."""
 
 
 class OffloadSpec(msgspec.Struct, frozen=True, kw_only=True):
     """When a prefill leaves its home. Sites are datacenters: one with decode instances is a home (a PD cluster), one
-    with prefill instances alone is a PrfaaS site."""
+    with only prefill instances is a PrfaaS site."""
 
     threshold_tokens: float | None = None
     """Base of the routing threshold; None: searched from the observed traffic."""
     rule: Rule = "auto"
-    """Whether bandwidth counts as scarce; `auto`: by the utilisation of each link."""
+    """Whether bandwidth counts as scarce; `auto`: decided by the utilisation of each link."""
     scarce_above: float = 0.7
     """Utilisation above which a link's bandwidth becomes scarce."""
     abundant_below: float = 0.5
-    """Utilisation up to which it becomes abundant again."""
+    """Utilisation at or below which it becomes abundant again."""
     layerwise: bool = True
-    """KV leaves layer by layer while the prefill goes on: an estimated finish takes the longer of prefill and transfer,
-    else their sum."""
+    """Whether KV is sent layer by layer while the prefill runs. The estimated finish then uses the longer of prefill
+    and transfer, otherwise their sum."""
     stay_factor: float | None = None
-    """A site whose transfer would take more than so many times the whole prefill at home (its queue included) is
-    passed by. None: never, as in the publication."""
+    """A site is skipped if its transfer would take more than this multiple of the whole prefill at home (queue
+    included). None: no site is skipped, as in the publication."""
     copy_min_tokens: int = 1
-    """Cached prefixes cross to another site where they are longer than its own by so many tokens or more."""
+    """A cached prefix is copied to another site if it is longer than that site's own by at least this many tokens."""
     copy_asks: bool = False
-    """Who has a prefix is asked for it as for a prompt, as live engines are: its queue and the base of a prefill come
-    before the bytes. False: bytes leave at once, as in the publication."""
+    """Whether the instance that holds a prefix serves it like a prompt, as live engines do: its queue and the base time
+    of a prefill come before the bytes. False: the bytes leave at once, as in the publication."""
     short_term: ShortTerm = ShortTerm()
     long_term: LongTerm = LongTerm()
 
@@ -67,75 +68,74 @@ class OffloadSpec(msgspec.Struct, frozen=True, kw_only=True):
             raise InputError(what, where="offload.threshold_tokens", mend=mend)
 
     def threshold(self) -> Threshold:
-        """A fresh threshold for one PrfaaS site. Where none is given it starts at the upper bound, so that nothing
-        leaves before a search has seen `start_requests` of the traffic."""
+        """A new threshold for one PrfaaS site. If none is given, it starts at the upper bound: no request is offloaded
+        before a search has seen `start_requests` requests."""
         given = self.threshold_tokens
         return Threshold(self.short_term, self.short_term.threshold_max_tokens if given is None else given)
 
     def scarcity(self) -> Scarcity:
-        """A fresh view of one PrfaaS site's bandwidth."""
+        """A new scarcity state for one PrfaaS site's bandwidth."""
         return Scarcity(self.rule, self.scarce_above, self.abundant_below)
 
 
 @dataclass(frozen=True, slots=True)
 class SiteCandidates:
     """The datacenters that could prefill one request, as arrays of length n: the home first, then PrfaaS sites
-    ascending by name; a lower index wins a tie. All numbers are finite, also of sites that are down.
+    ascending by name; a lower index wins a tie. All numbers are finite, also those of sites that are down.
 
-    `warm_prefill_s` and `copy_s` tell of a copy of the prefix that `longest` names; nobody reads them where that
-    prefix is no longer than the site's own.
+    `warm_prefill_s` and `copy_s` refer to a copy of the prefix that `longest` returns. They are ignored if that prefix
+    is no longer than the site's own.
     """
 
     names: tuple[str, ...]
     up: BoolArray
-    """A prefill instance is up there, and the link to the home carries something."""
+    """Whether a prefill instance is up there and the link to the home works."""
     scarce: BoolArray
-    """Bandwidth of the link to the home is scarce (`Scarcity`); the home's own entry is not read."""
+    """Whether bandwidth of the link to the home is scarce (`Scarcity`); the home's own entry is ignored."""
     threshold_tokens: FloatArray
-    """Of each PrfaaS site (`Threshold`); the home's own entry is not read."""
+    """Threshold of each PrfaaS site (`Threshold`); the home's own entry is ignored."""
     utilisation: FloatArray
-    """Of each site's egress, for the record: it has moved the two fields above."""
+    """Utilisation of each site's egress, for the record only; it determined the two fields above."""
     cached_tokens: IntArray
     """Longest cached prefix of the request on any one instance there (l_prfaas, l_pd)."""
     queue_s: FloatArray
-    """Prefill work ahead of the request."""
+    """Prefill work ahead of the request, in seconds."""
     prefill_s: FloatArray
     """Time to compute the request with the site's own cached prefix."""
     warm_prefill_s: FloatArray
-    """The same with the longest prefix at hand."""
+    """Time to compute it with the longest available prefix."""
     transfer_s: FloatArray
-    """Time to bring home what it has not cached itself; 0 for the home."""
+    """Time to transfer to the home the KV that the home has not cached; 0 for the home."""
     copy_s: FloatArray
-    """Time to bring the longest prefix there."""
+    """Time to copy the longest available prefix there."""
 
 
 @dataclass(frozen=True, slots=True)
 class SiteChoice:
-    """A chosen site (index into `SiteCandidates`) and what led there."""
+    """The chosen site (index into `SiteCandidates`) and the reasons."""
 
     index: int
     reason: Reason
     decisive: int
-    """The site on whose link the decision hung: the chosen one, or the one that was next to be chosen; the home where
-    there is no other."""
+    """The site whose link decided the choice: the chosen one, else the one that was closest to being chosen; the home
+    if there is no other."""
     scarce: bool
-    """Which of the two rules held on that link."""
+    """Whether the rule for scarce bandwidth was applied on that link."""
     incremental_tokens: int
-    """What would have to be computed at home with the longest prefix at hand: this is compared with the threshold."""
+    """Tokens to compute at home with the longest available prefix; compared with the threshold."""
     threshold_tokens: float
-    """Of the decisive site; 0 where there is no site but the home."""
+    """Threshold of the decisive site; 0 if there is no site but the home."""
     cached_tokens: int
-    """Prefix that is there when the prefill starts, a copy included."""
+    """Tokens of the prefix that are cached when the prefill starts, a copy included."""
     copy_from: int | None
-    """Site whose longer cached prefix is copied to the chosen one; None: nothing is."""
+    """Site whose longer cached prefix is copied to the chosen one; None: no copy."""
     copied_tokens: int
-    """What of it crosses: the part that the chosen site lacks."""
+    """Tokens that are copied: the part of the prefix that the chosen site lacks."""
     terms: Terms
-    """Of every site; the cost is its estimated finish, seconds."""
+    """Terms of every site; the cost is its estimated finish, in seconds."""
 
     def offload(self) -> Offload:
-        """The record for log and `explain`: figures of the request, then of each site as `site.figure`, zeros left
-        out."""
+        """The record for log and `explain`: figures of the request, then of each site as `site.figure`, no zeros."""
         figures = {
             "incremental_tokens": float(self.incremental_tokens),
             "threshold_tokens": self.threshold_tokens,
@@ -150,8 +150,8 @@ class SiteChoice:
 
 
 def longest(up: BoolArray, scarce: BoolArray, cached_tokens: IntArray) -> tuple[int, int]:
-    """Where the longest prefix at hand is, and its tokens: at home, or at a site with bandwidth to spare (the
-    l_prefix of PrfaaS 3.4.3; with one link that is scarce, l_pd). Arrays as in `SiteCandidates`."""
+    """The site with the longest available prefix, and its tokens: the home, or a site with bandwidth to spare (l_prefix
+    of PrfaaS 3.4.3; l_pd with a single link that is scarce). Arrays as in `SiteCandidates`."""
     reach = _at_hand(up, scarce)
     held = np.where(reach, cached_tokens, 0)
     holder = int(held.argmax())
@@ -159,11 +159,12 @@ def longest(up: BoolArray, scarce: BoolArray, cached_tokens: IntArray) -> tuple[
 
 
 def choose_site(spec: OffloadSpec, total_tokens: int, sites: SiteCandidates) -> SiteChoice:
-    """The home if what is not cached is at most the threshold, else the PrfaaS site with the earliest finish.
+    """Choose the home if the tokens not cached are at most the threshold, else the PrfaaS site that finishes first.
 
-    PrfaaS 3.4.3. Scarce: l_total - l_pd <= t stays, and each site uses its own cache. Abundant: l_total - l_prefix <= t
-    stays, and the longer cache is copied to where the prefill is, if it is elsewhere. With several PrfaaS sites each
-    has its own threshold and its own bandwidth: prefixes are exchanged with those that have some to spare.
+    PrfaaS 3.4.3. Scarce: a request with l_total - l_pd <= t stays, and each site uses its own cache. Abundant: a
+    request with l_total - l_prefix <= t stays, and the longest prefix is copied to the site of the prefill if it is
+    elsewhere. With several PrfaaS sites, each has its own threshold and bandwidth; only those with bandwidth to spare
+    exchange prefixes.
     """
     holder, prefix_tokens = longest(sites.up, sites.scarce, sites.cached_tokens)
     incremental_tokens = max(total_tokens - prefix_tokens, 0)
@@ -190,14 +191,14 @@ def choose_site(spec: OffloadSpec, total_tokens: int, sites: SiteCandidates) -> 
 
 
 def _at_hand(up: BoolArray, scarce: BoolArray) -> BoolArray:
-    """Sites that exchange prefixes: the home, and those with bandwidth to spare."""
+    """Sites that exchange prefixes: the home, and the sites with bandwidth to spare."""
     reach: BoolArray = up & ~scarce
     reach[HOME] = up[HOME]
     return reach
 
 
 def _terms(spec: OffloadSpec, sites: SiteCandidates, copies: BoolArray) -> Terms:
-    """When each site would be done: the queue, during which a copy arrives, then prefill and transfer."""
+    """Estimated finish of each site: the queue, during which a copy arrives, then prefill and transfer."""
     start_s = np.where(copies, np.maximum(sites.queue_s, sites.copy_s), sites.queue_s)
     prefill_s = np.where(copies, sites.warm_prefill_s, sites.prefill_s)
     way_s = np.maximum(prefill_s, sites.transfer_s) if spec.layerwise else prefill_s + sites.transfer_s
@@ -234,7 +235,7 @@ def _earliest(terms: Terms, eligible: BoolArray) -> int:
 
 
 def _nearest(sites: SiteCandidates) -> int:
-    """The PrfaaS site with the lowest threshold, those that are up before others; the home where there is none."""
+    """The PrfaaS site with the lowest threshold, sites that are up first; the home if there is none."""
     if len(sites.names) == 1:
         return HOME
     return min(range(1, len(sites.names)), key=lambda index: (not sites.up[index], sites.threshold_tokens[index]))

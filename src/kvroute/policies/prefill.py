@@ -1,4 +1,4 @@
-"""Prefill policies: which instance computes the KV cache of a new request; pure, over arrays of candidates."""
+"""Prefill policies: choose the instance that computes the KV cache of a new request. They are pure."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from kvroute.types import Choice, FloatArray, IntArray, Reject, Request, Terms
 class PrefillCandidates(msgspec.Struct, frozen=True, gc=False):
     """Prefill instances, ascending by name, as arrays of length n: a lower index wins a tie.
 
-    They are of this request alone, so that a choice may keep them.
+    The arrays belong to this request alone, so a choice may keep them.
     """
 
     names: tuple[str, ...]
     pending_s: FloatArray
-    """Work ahead of a request that arrives now."""
+    """Work ahead of a request that arrives now, in seconds."""
     hit_tokens: IntArray
     """Longest cached prefix of the request, tokens."""
     prefill_s: FloatArray
-    """Time to compute this request there, its cached prefix counted."""
+    """Time to compute this request there, given its cached prefix."""
     allowed: BoolArray | None = None
-    """False for instances that a topology constraint rules out; None rules out nobody."""
+    """False for instances that a topology constraint excludes; None excludes none."""
 
 
 class PrefillPolicy(Protocol):
@@ -48,7 +48,7 @@ def _allowed(candidates: PrefillCandidates) -> BoolArray:
     if candidates.allowed is None:
         return _all(len(candidates.names))
     allowed = candidates.allowed.copy()
-    allowed.flags.writeable = False  # as `_all` is: another kind of array would be compiled for anew
+    allowed.flags.writeable = False  # like `_all`: numba would compile the kernel again for another array type
     return allowed
 
 
@@ -66,7 +66,7 @@ def _nobody(request: Request, candidates: PrefillCandidates) -> Reject:
 
 @dataclass(frozen=True, slots=True)
 class PrefillRoundRobin:
-    """Allowed candidates in turn, by name. The cost is how many turns a candidate still has to wait."""
+    """Allowed candidates in turn, by name. The cost is the number of turns that a candidate still has to wait."""
 
     def choose(self, request: Request, candidates: PrefillCandidates, turn: int) -> Choice | Reject:
         """See PrefillPolicy."""
@@ -77,7 +77,7 @@ class PrefillRoundRobin:
 
 @dataclass(frozen=True, slots=True)
 class LeastLoaded:
-    """The earliest start: the least work ahead, blind to the cache and to the request's own time."""
+    """Earliest start: the least work ahead. Ignores the cache and the request's own time."""
 
     def choose(self, request: Request, candidates: PrefillCandidates, turn: int) -> Choice | Reject:
         """See PrefillPolicy."""
@@ -88,7 +88,7 @@ class LeastLoaded:
 
 @dataclass(frozen=True, slots=True)
 class EarliestFinish:
-    """The earliest finish: work ahead plus the request's own time, shorter where its prefix is cached."""
+    """Earliest finish: work ahead plus the request's own time, which a cached prefix shortens."""
 
     def choose(self, request: Request, candidates: PrefillCandidates, turn: int) -> Choice | Reject:
         """See PrefillPolicy."""
@@ -113,7 +113,7 @@ PREFILL_POLICIES: dict[str, Callable[..., PrefillPolicy]] = {
 
 
 def prefill_policy(name: str) -> PrefillPolicy:
-    """The prefill policy of that name.
+    """Return the prefill policy with this name.
 
     Raises:
         InputError: unknown name.

@@ -1,6 +1,6 @@
-"""What is measured on a link between datacenters moves: the routing threshold and whether bandwidth is scarce.
+"""State that follows measurements of a link between datacenters: the routing threshold and the scarcity of bandwidth.
 
-The short-term half of PrfaaS 3.4.3: state machines that see a link's utilisation and its queues, and own no clock.
+The short-term part of PrfaaS 3.4.3: state machines without a clock, driven by a link's utilisation and queues.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ from kvroute.types import InputError
 Rule = Literal["auto", "scarce", "abundant"]
 
 _RESOLUTION = 1.02
-"""Thresholds nearer to each other than this factor route alike: too near for another step."""
+"""Thresholds that differ by less than this factor route alike, so no further step is made between them."""
 _PATIENCE_MAX = 16
-"""A mistake that repeats itself is remembered for so many times `remember_s` at most."""
+"""Maximum multiple of `remember_s` for which a repeated mistake is remembered."""
 
 
 class ShortTerm(msgspec.Struct, frozen=True, kw_only=True):
-    """How the routing threshold follows what is measured."""
+    """How the routing threshold follows measurements."""
 
     enabled: bool = True
     """False: the threshold stays at its base."""
     utilisation_high: float = 0.95
-    """Egress utilisation from which the threshold rises."""
+    """Egress utilisation at or above which the threshold rises."""
     utilisation_low: float = 0.8
-    """Egress utilisation up to which it may fall back."""
+    """Egress utilisation at or below which it may fall back."""
     queue_high_s: float = 5.0
-    """Seconds of work that wait at the PrfaaS site, for prefill or for egress, from which the threshold rises."""
+    """Seconds of queued work at the PrfaaS site, for prefill or for egress, at or above which the threshold rises."""
     queue_low_s: float = 1.0
-    """Seconds of work up to which it may fall back."""
+    """Seconds of queued work at or below which it may fall back."""
     step: float = 1.1
-    """Factor of one move."""
+    """Factor of one step."""
     dwell_s: float = 2.0
-    """Shortest time between two moves: what one move does must show in the measurements before the next."""
+    """Minimum time between two steps: the effect of one step must show in the measurements before the next."""
     remember_s: float = 60.0
-    """A fall that the high-water mark answers within this time was a mistake; it is not repeated for this time, twice
-    as long when it was a mistake again, and so on."""
+    """A step down is a mistake if the threshold has to rise again within this time. It is not repeated for this time,
+    which doubles with each further mistake."""
     threshold_min_tokens: float = 1_000.0
     threshold_max_tokens: float = 1_000_000.0
 
@@ -71,20 +71,20 @@ def check_band(where: str, low: float, high: float, most: float, *, unit: str = 
 
 
 class Threshold:
-    """The routing threshold of one PrfaaS site, tokens: requests with a longer uncached part may go there.
+    """The routing threshold of one PrfaaS site, in tokens: requests with a longer uncached part may be prefilled there.
 
     It rises by `step` when the link or the site's queue reaches a high-water mark, and falls back to its base when both
-    are at a low-water mark or below. In between it holds. Four rules beyond the publication keep it from doing harm:
+    are at a low-water mark or below. In between it does not change. Four rules beyond the publication:
 
-    - it does not rise where the home has a queue above its low-water mark, and falls when that surges: a long prompt
-      takes the home longest, so that an overload of everything would else be made worse (with `home_queue_s` left at
-      0 neither ever happens);
-    - while the home surges it falls on, below its base, and returns when the home is quiet: as far as it can where the
-      site is quiet, for a home has a backlog after an outage that only the site can take new work from; else as far as
-      `keep_tokens`, for in an overload of everything somebody will not be answered in time, better few than many;
-    - it rises no further than `limit` says: more would be more than the home keeps up with;
-    - where traffic is so lumpy that one step jumps over the whole band, a step down that proved wrong is taken back
-      and remembered: the gap is halved instead (in the logarithm), and at last left alone for a while.
+    - It does not rise while the home's queue is above its low-water mark, and falls when that queue reaches its
+      high-water mark (the home surges). A long prompt takes longest at home, so a rise would make a general overload
+      worse. With `home_queue_s` of 0 neither happens.
+    - While the home surges it falls further, below its base, and returns when the home is quiet. If the site is quiet,
+      it falls as far as it can: after an outage the home has a backlog, and only the site can take new work. Otherwise
+      it falls to `keep_tokens`: in a general overload some requests are late in any case, and this keeps them few.
+    - It rises no further than `limit`: above that, the home cannot keep up.
+    - If traffic is so uneven that one step jumps over the whole band, a step down that proved wrong is reversed and
+      remembered. The next steps halve the gap (in the logarithm), and then stop for a while.
     """
 
     __slots__ = (
@@ -105,20 +105,20 @@ class Threshold:
         self._spec = spec
         self._base = spec.clamp(base_tokens)
         self.tokens = self._base
-        """The threshold now. Read it; `observe`, `rebase` and `set_up` change it."""
+        """The present threshold. Read only; `observe`, `rebase` and `set_up` change it."""
         self.up = True
-        """Whether the link carries anything; while it does not, everything stays at home and nothing is learned."""
+        """Whether the link works. While it does not, all requests stay at home and the threshold does not change."""
         self._limit = math.inf
         self._moved_at: float | None = None
         self._fell_at: float | None = None
         self._fell_from = self._base
-        self._mistake = 0.0  # a threshold that proved too low; 0: none did
+        self._mistake = 0.0  # a threshold that proved too low; 0: none
         self._mistake_at = 0.0
         self._patience = 1
 
     @property
     def base_tokens(self) -> float:
-        """The searched threshold, where it returns when all is quiet."""
+        """The searched threshold, to which `tokens` returns when load is low."""
         return self._base
 
     def observe(
@@ -129,14 +129,14 @@ class Threshold:
         home_queue_s: float = 0.0,
         keep_tokens: float = math.inf,
     ) -> float:
-        """Take note of one measurement; the threshold from now on.
+        """Process one measurement and return the new threshold.
 
         Args:
-            at: seconds, never falling.
+            at: time in seconds, never decreasing.
             utilisation: of the site's egress, 0 to about 1.
-            queue_s: work that waits at the site, for prefill or for egress.
-            home_queue_s: prefill work that waits at home; 0 follows the publication.
-            keep_tokens: prompts up to here shall be answered in time even in an overload of everything.
+            queue_s: queued work at the site, for prefill or for egress.
+            home_queue_s: queued prefill work at home; 0 gives the behaviour of the publication.
+            keep_tokens: prompts up to this length are to be answered in time even in a general overload.
         """
         if self.up and self._spec.enabled and (self._moved_at is None or at - self._moved_at >= self._spec.dwell_s):
             surges, quiet = self._surges(utilisation, queue_s), self._quiet(utilisation, queue_s)
@@ -153,14 +153,14 @@ class Threshold:
         return self.tokens
 
     def limit(self, tokens: float) -> None:
-        """It rises no further from now on, but for its base; one that stands higher stays."""
+        """Set the maximum for further rises. The base and a threshold that is already higher are not limited."""
         self._limit = tokens
 
     def rebase(self, tokens: float) -> float:
-        """A new search has found this base; the threshold from now on.
+        """Set the base that a new search has found; return the new threshold.
 
-        A threshold that stood at its base follows it; one that had risen, or fallen below, stays where it is, but for
-        a base beyond it.
+        A threshold equal to the old base follows it. One that has risen above it, or fallen below, is kept unless the
+        new base is beyond it.
         """
         before, self._base = self._base, self._spec.clamp(tokens)
         if self.tokens == before:
@@ -172,13 +172,13 @@ class Threshold:
         return self.tokens
 
     def resume(self, tokens: float, base_tokens: float | None) -> None:
-        """Go on where another one was: at `tokens`, with its base or, None, with the own one."""
+        """Restore another instance's threshold `tokens`, with its base or, if None, with the own base."""
         if base_tokens is not None:
             self._base = self._spec.clamp(base_tokens)
         self.tokens = max(self._spec.clamp(tokens), self._base)
 
     def set_up(self, up: bool) -> None:
-        """The link or the site is down, or back: then it starts again from its base."""
+        """Set whether link and site are up. When they come back, the threshold starts again from its base."""
         if up and not self.up:
             self.tokens = self._base
             self._forget()
@@ -191,7 +191,7 @@ class Threshold:
         return utilisation <= self._spec.utilisation_low and queue_s <= self._spec.queue_low_s
 
     def _relieve(self, at: float, floor: float, surges: bool) -> None:
-        """The home surges: down to the base, on to `floor`, and back there where the site surges, too."""
+        """The home surges: fall to the base, then to `floor`; rise back to `floor` if the site surges too."""
         if self.tokens > self._base:
             self._fall(at)
         elif self.tokens > floor:
@@ -212,7 +212,7 @@ class Threshold:
     def _fall(self, at: float) -> None:
         target = max(self._base, self.tokens / self._spec.step)
         if self.tokens <= self._mistake:
-            self._mistake, self._patience = 0.0, 1  # times have changed: where it was a mistake to be, it is quiet
+            self._mistake, self._patience = 0.0, 1  # the former mistake is now quiet: traffic has changed
         if target <= self._mistake:
             if at - self._mistake_at >= self._spec.remember_s * self._patience:
                 target = max(self._base, self._mistake)
@@ -234,17 +234,17 @@ class Threshold:
 
 
 class Scarcity:
-    """Whether a link's bandwidth is scarce, with hysteresis; scarce until something is measured."""
+    """Whether a link's bandwidth is scarce, with hysteresis; scarce until the first measurement."""
 
     __slots__ = ("_abundant_below", "_rule", "_scarce_above", "scarce")
 
     def __init__(self, rule: Rule, scarce_above: float, abundant_below: float) -> None:
         self._rule, self._scarce_above, self._abundant_below = rule, scarce_above, abundant_below
         self.scarce = rule != "abundant"
-        """Read it; `observe` changes it."""
+        """Read only; `observe` changes it."""
 
     def observe(self, utilisation: float) -> bool:
-        """Take note of the link's utilisation, 0 to about 1; whether bandwidth is scarce from now on."""
+        """Process the link's utilisation, 0 to about 1; return whether bandwidth is scarce from now on."""
         if self._rule == "auto":
             mark = self._abundant_below if self.scarce else self._scarce_above
             self.scarce = utilisation > mark

@@ -1,7 +1,7 @@
 """Throughput of prefill across datacenters (PrfaaS 3.4): stage rates over routing thresholds and prefill/decode splits.
 
-Arithmetic only: the offline planner and the live scheduler of roles both call it. It knows no queue and no variance
-in time, so what it calls the most is what a real queue only approaches.
+Arithmetic only, used by the offline planner and by the live role switches. It has no queues and no variance in time, so
+its maximum rate is a limit that a real system only approaches.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from kvroute.timing import PrefillTime
 from kvroute.types import FloatArray, InputError, IntArray
 
 Curve: TypeAlias = Callable[[FloatArray], FloatArray]
-"""Seconds or bytes of prompts of these lengths (tokens, not always whole): an array in, one of the same shape out."""
+"""Seconds or bytes of prompts by length (tokens, not always whole): an array in, an array of the same shape out."""
 Reading: TypeAlias = Literal["representative", "exact"]
-"""What a stage's mean request costs. `representative`: the cost of the mean length, T(E[L | L > t]), as the paper
-has it. `exact`: the mean cost, E[T(L) | L > t], which is more where T bends upwards."""
+"""How the mean cost of a request at a stage is computed. `representative`: T(E[L | L > t]), the cost of the mean
+length, as in the paper. `exact`: E[T(L) | L > t], the mean cost, which is higher where T is convex."""
 Binding: TypeAlias = Literal["prfaas_compute", "prfaas_egress", "pd_p", "pd_d"]
 BINDINGS: tuple[Binding, ...] = get_args(Binding)
-"""What limits the system; `StageRates.binding` holds positions in this tuple."""
+"""Stages that can limit the system; `StageRates.binding` holds positions in this tuple."""
 PRFAAS_COMPUTE, PRFAAS_EGRESS, PD_P, PD_D = range(4)
 
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """Incremental prompt lengths (without the cached prefix), ascending, and the share of requests of each."""
+    """Incremental prompt lengths (without the cached prefix), ascending, and the share of requests with each."""
 
     tokens: FloatArray
     share: FloatArray
-    """Sums to 1."""
+    """Shares sum to 1."""
 
     @classmethod
     def of(cls, tokens: npt.ArrayLike, weights: npt.ArrayLike | None = None) -> Mix:
-        """From lengths in any order, each with a weight (1 without): equal lengths are merged, no weight is dropped.
+        """Build a mix from lengths in any order, each with a weight (default 1). Equal lengths are merged.
 
         Raises:
-            InputError: no request, a length that is negative or not finite, or a weight that is so.
+            InputError: no request, or a length or weight that is negative or not finite.
         """
         lengths = np.asarray(tokens, dtype=np.float64)
         mass = np.ones_like(lengths) if weights is None else np.asarray(weights, dtype=np.float64)
@@ -64,8 +64,8 @@ class Mix:
         return float(self.tokens @ self.share)
 
     def thresholds(self) -> FloatArray:
-        """Every threshold that makes a difference, ascending: 0 offloads everything (of more than 0 tokens), each
-        length offloads what is longer, the longest nothing."""
+        """All thresholds that give different results, ascending: 0 offloads every request (of more than 0 tokens), each
+        length offloads longer requests, the longest offloads none."""
         return np.unique(np.concatenate(([0.0], self.tokens)))
 
     def cut(self, thresholds: FloatArray) -> Cut:
@@ -80,36 +80,36 @@ class Cut:
 
     mix: Mix
     below: npt.NDArray[np.intp]
-    """[T] lengths of the mix that count as short."""
+    """Number of lengths of the mix that count as short, [T]."""
 
     @cached_property
     def long_share(self) -> FloatArray:
-        """[T] p = P(L > t); exactly 0 and 1 at the ends."""
+        """p = P(L > t), [T]; exactly 0 and 1 at the ends."""
         return np.where(self.below == 0, 1.0, self._long(np.ones_like(self.mix.tokens)))
 
     @cached_property
     def short_share(self) -> FloatArray:
-        """[T] 1 - p; exactly 0 and 1 at the ends."""
+        """1 - p, [T]; exactly 0 and 1 at the ends."""
         return np.where(self.below == len(self.mix.tokens), 1.0, self._short(np.ones_like(self.mix.tokens)))
 
     @cached_property
     def long_tokens(self) -> FloatArray:
-        """[T] E[L | L > t]; 0 where nothing is longer."""
+        """E[L | L > t], [T]; 0 if no length is longer."""
         return _ratio(self._long(self.mix.tokens), self.long_share)
 
     @cached_property
     def short_tokens(self) -> FloatArray:
-        """[T] E[L | L <= t]; 0 where nothing is as short."""
+        """E[L | L <= t], [T]; 0 if no length is that short."""
         return _ratio(self._short(self.mix.tokens), self.short_share)
 
     def long_mean(self, curve: Curve, reading: Reading) -> FloatArray:
-        """[T] what `curve` says of a long request, in one of the two readings; 0 where there is none."""
+        """Mean of `curve` over long requests, [T], in one of the two readings; 0 if there are none."""
         if reading == "representative":
             return np.where(self.long_share > 0, curve(self.long_tokens), 0.0)
         return _ratio(self._long(curve(self.mix.tokens)), self.long_share)
 
     def short_mean(self, curve: Curve, reading: Reading) -> FloatArray:
-        """[T] what `curve` says of a short request, in one of the two readings; 0 where there is none."""
+        """Mean of `curve` over short requests, [T], in one of the two readings; 0 if there are none."""
         if reading == "representative":
             return np.where(self.short_share > 0, curve(self.short_tokens), 0.0)
         return _ratio(self._short(curve(self.mix.tokens)), self.short_share)
@@ -118,13 +118,13 @@ class Cut:
         return np.asarray(np.concatenate(([0.0], np.cumsum(values * self.mix.share)))[self.below])
 
     def _long(self, values: FloatArray) -> FloatArray:
-        """Summed from the far end, so that the last long request is not a difference of two large sums."""
+        """Sum from the far end: the last long request must not be a difference of two large sums."""
         return np.asarray(np.concatenate(([0.0], np.cumsum((values * self.mix.share)[::-1])))[::-1][self.below])
 
 
 @dataclass(frozen=True, slots=True)
 class PrfaasCluster:
-    """Instances that only prefill, behind one egress."""
+    """Instances that only prefill, behind one egress link."""
 
     instances: int
     prefill_s: Curve
@@ -133,19 +133,19 @@ class PrfaasCluster:
 
 @dataclass(frozen=True, slots=True)
 class PdCluster:
-    """Instances that prefill or decode, joined by a network that is never the limit."""
+    """Instances that prefill or decode, in a network that is never the limit."""
 
     prefill_s: Curve
     decode_per_s: float
-    """Requests that one decode instance answers per second (`decode_per_s`)."""
+    """Requests that one decode instance completes per second (`decode_per_s`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class System:
     """Traffic, model and clusters.
 
-    Long requests are spread over PrfaaS clusters as their rates allow, each cluster getting the same mix of lengths.
-    A short request is decoded where it was prefilled; a long one in any PD cluster.
+    Long requests are distributed over PrfaaS clusters in proportion to their rates; each cluster gets the same mix of
+    lengths. A short request is decoded where it was prefilled, a long one in any PD cluster.
     """
 
     mix: Mix
@@ -157,78 +157,78 @@ class System:
 
 @dataclass(frozen=True)
 class StageRates:
-    """The model on a grid of T thresholds and S splits; a stage that gets no request has rate 0 and limits nothing."""
+    """The model on a grid of T thresholds and S splits. A stage without requests has rate 0 and is no limit."""
 
     thresholds: FloatArray
-    """[T] tokens."""
+    """Thresholds in tokens, [T]."""
     n_prefill: IntArray
-    """[S, PD clusters], and `n_decode` alike."""
+    """Instances by role, [S, PD clusters]; `n_decode` alike."""
     n_decode: IntArray
     cut: Cut
     long_kv_bytes: FloatArray
-    """[T] S_kv of a long request."""
+    """S_kv of a long request, [T]."""
     prfaas_each_per_s: FloatArray
-    """[PrfaaS clusters, T] eq. 3 of every cluster; in these proportions long requests are spread."""
+    """Eq. 3 of every cluster, [PrfaaS clusters, T]; long requests are distributed in these proportions."""
     prfaas_egress_binds: npt.NDArray[np.bool_]
-    """[T] more bandwidth for some PrfaaS cluster would raise `prfaas_per_s`."""
+    """Whether more bandwidth for some PrfaaS cluster would raise `prfaas_per_s`, [T]."""
     pd_p_each_per_s: FloatArray
-    """[PD clusters, T, S] eq. 4 of every cluster; with several, none counts beyond its own decode rate."""
+    """Eq. 4 of every cluster, [PD clusters, T, S]; with several clusters, each is limited to its own decode rate."""
     pd_d_each_per_s: FloatArray
-    """[PD clusters, S] eq. 5 of every cluster."""
+    """Eq. 5 of every cluster, [PD clusters, S]."""
 
     @cached_property
     def prfaas_per_s(self) -> FloatArray:
-        """[T] Theta_prfaas, the sum over clusters."""
+        """Theta_prfaas, [T], the sum over clusters."""
         return np.asarray(self.prfaas_each_per_s.sum(axis=0))
 
     @cached_property
     def pd_p_per_s(self) -> FloatArray:
-        """[T, S] Theta_pd-p, the sum over clusters."""
+        """Theta_pd-p, [T, S], the sum over clusters."""
         return np.asarray(self.pd_p_each_per_s.sum(axis=0))
 
     @cached_property
     def pd_d_per_s(self) -> FloatArray:
-        """[S] Theta_pd-d, the sum over clusters."""
+        """Theta_pd-d, [S], the sum over clusters."""
         return np.asarray(self.pd_d_each_per_s.sum(axis=0))
 
     @cached_property
     def prfaas_bound_per_s(self) -> FloatArray:
-        """[T] Theta_prfaas / p: what the system could serve if only PrfaaS limited it; inf where p = 0."""
+        """Theta_prfaas / p, [T]: rate of the system if only PrfaaS limited it; inf where p = 0."""
         return _bound(self.prfaas_per_s, self.cut.long_share)
 
     @cached_property
     def pd_p_bound_per_s(self) -> FloatArray:
-        """[T, S] Theta_pd-p / (1 - p); inf where p = 1."""
+        """Theta_pd-p / (1 - p), [T, S]; inf where p = 1."""
         return _bound(self.pd_p_per_s, self.cut.short_share[:, None])
 
     @cached_property
     def lambda_max_per_s(self) -> FloatArray:
-        """[T, S] eq. 6: requests per second of the slowest stage."""
+        """Eq. 6, [T, S]: requests per second of the slowest stage."""
         return np.minimum(self.prefill_bound_per_s, self.pd_d_per_s)
 
     @cached_property
     def binding(self) -> npt.NDArray[np.int8]:
-        """[T, S] positions in BINDINGS of what limits `lambda_max_per_s`; of equals, decode, then PD-P."""
+        """Positions in BINDINGS of the stage that limits `lambda_max_per_s`, [T, S]; on a tie decode, then PD-P."""
         prfaas = np.where(self.prfaas_egress_binds, PRFAAS_EGRESS, PRFAAS_COMPUTE)[:, None]
         prefill = np.where(self.pd_p_bound_per_s <= self.prfaas_bound_per_s[:, None], PD_P, prfaas)
         return np.where(self.pd_d_per_s <= self.prefill_bound_per_s, PD_D, prefill).astype(np.int8)
 
     @cached_property
     def egress_bytes_per_s(self) -> FloatArray:
-        """[T, S] KV bytes that leave the PrfaaS clusters at `lambda_max_per_s`."""
+        """KV bytes per second that leave the PrfaaS clusters at `lambda_max_per_s`, [T, S]."""
         return self.lambda_max_per_s * (self.cut.long_share * self.long_kv_bytes)[:, None]
 
     @cached_property
     def prefill_bound_per_s(self) -> FloatArray:
-        """[T, S] what the system could serve if decode never limited it."""
+        """Rate of the system if decode never limited it, [T, S]."""
         return np.minimum(self.prfaas_bound_per_s[:, None], self.pd_p_bound_per_s)
 
     def best(self) -> tuple[int, int]:
         """(threshold, split) positions of the highest rate.
 
-        Of equal rates the one with the most room in its prefill stages, then with the least egress, then the lower
-        split: where decode is the limit many thresholds serve the same, and the balanced one stays apart from both
-        cliffs.
+        Ties are broken by the most spare rate in the prefill stages, then the least egress, then the lower split. If
+        decode is the limit, many thresholds give the same rate; the balanced one is farthest from the limits of both
+        prefill stages.
         """
         rate = self.lambda_max_per_s
         room = np.where(rate == rate.max(), self.prefill_bound_per_s, -np.inf)
@@ -245,8 +245,8 @@ def stage_rates(system: System, thresholds: FloatArray, n_prefill: IntArray, n_d
         thresholds: [T] tokens, finite; requests with more go to PrfaaS.
         n_prefill, n_decode: [S, PD clusters] instances in each role.
 
-    With several PD clusters the closed form stays exact: short requests need prefill and decode in one cluster, at
-    most min(p_j, d_j) in cluster j; the long ones fill what decode is left anywhere.
+    With several PD clusters the closed form stays exact: short requests need prefill and decode in one cluster, at most
+    min(p_j, d_j) in cluster j; the long ones use the remaining decode rate of any cluster.
     """
     assert n_prefill.shape == n_decode.shape == (len(n_prefill), len(system.pd))
     cut = system.mix.cut(thresholds)
@@ -280,29 +280,29 @@ def stage_rates(system: System, thresholds: FloatArray, n_prefill: IntArray, n_d
 
 
 def splits(instances: Sequence[int]) -> tuple[IntArray, IntArray]:
-    """Every way to divide each PD cluster's instances: (n_prefill, n_decode), [S, PD clusters]; S is the product of
+    """All splits of each PD cluster's instances: (n_prefill, n_decode), [S, PD clusters]; S is the product of
     (instances + 1)."""
     n_prefill = np.indices([count + 1 for count in instances], dtype=np.int64).reshape(len(instances), -1).T
     return n_prefill, np.array(instances, dtype=np.int64) - n_prefill
 
 
 def prefill_curve(time: PrefillTime) -> Curve:
-    """Seconds of prompts with nothing cached."""
+    """Prefill seconds of prompts without a cached prefix."""
     return _between(lambda tokens: np.array([time.seconds(count) for count in tokens.tolist()]))
 
 
 def kv_curve(model: Model) -> Curve:
-    """KV bytes of prompts with nothing cached, the request-level state included."""
+    """KV bytes of prompts without a cached prefix, including the request-level state."""
     return _between(model.kv_bytes)
 
 
 def decode_per_s(batch_max: int, iteration_s: float, output_tokens: float) -> float:
-    """Requests that one decode instance answers per second (PrfaaS eq. 5): BS_max / (T_decode * L_out)."""
+    """Requests that one decode instance completes per second (PrfaaS eq. 5): BS_max / (T_decode * L_out)."""
     return batch_max / (iteration_s * output_tokens)
 
 
 def _between(each: Callable[[IntArray], FloatArray]) -> Curve:
-    """Mean lengths are not whole: straight lines between whole tokens."""
+    """Interpolate linearly between whole tokens, because mean lengths are not whole."""
 
     def curve(tokens: FloatArray) -> FloatArray:
         whole = np.floor(tokens).astype(np.int64)
@@ -314,13 +314,13 @@ def _between(each: Callable[[IntArray], FloatArray]) -> Curve:
 
 
 def _ratio(amount: FloatArray, per: FloatArray) -> FloatArray:
-    """amount / per, and 0 where per is 0."""
+    """amount / per, or 0 where per is 0."""
     return np.asarray(np.divide(amount, per, out=np.zeros_like(per), where=per > 0))
 
 
 def _rate(amount: npt.ArrayLike, each: FloatArray, share: FloatArray) -> FloatArray:
-    """Requests per second of a stage that spends `each` of an `amount` per second; 0 where it gets no request or has
-    nothing, inf where a request costs nothing."""
+    """Requests per second of a stage that uses `each` of an `amount` per second; 0 without requests or amount, inf if a
+    request costs nothing."""
     have = np.asarray(amount, dtype=np.float64)
     rate_per_s = np.where((share > 0) & (have > 0), np.inf, np.zeros(np.broadcast_shapes(have.shape, each.shape)))
     np.divide(have, each, out=rate_per_s, where=each > 0)
@@ -328,7 +328,7 @@ def _rate(amount: npt.ArrayLike, each: FloatArray, share: FloatArray) -> FloatAr
 
 
 def _bound(rate_per_s: FloatArray, share: FloatArray) -> FloatArray:
-    """rate / share, and inf where no request takes this way."""
+    """rate / share, or inf where no request uses the stage."""
     bound_per_s = np.full(np.broadcast_shapes(rate_per_s.shape, share.shape), np.inf)
     np.divide(rate_per_s, share, out=bound_per_s, where=share > 0)
     return bound_per_s

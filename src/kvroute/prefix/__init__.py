@@ -1,4 +1,4 @@
-"""Block hashes, and which instance holds which prefix, how deep; knows nothing of bytes, time or the network."""
+"""Block hashes, and an index of the prefixes that each instance holds. It handles no bytes, time or network."""
 
 from kvroute.prefix.hashing import block_hashes, salt_seed
 from kvroute.prefix.holdings import Evicted

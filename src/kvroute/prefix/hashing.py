@@ -1,4 +1,4 @@
-"""Chained hashes of a prompt's full blocks; the tokens after the last full block have none."""
+"""Chained hashes of a prompt's full blocks; tokens after the last full block are not hashed."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _MEND = "give signed 64-bit integers in one row"
 def block_hashes(tokens: Sequence[int] | IntArray, block_tokens: int = 16, seed: int = 0) -> tuple[int, ...]:
     """One unsigned 64-bit hash per full block of `block_tokens` tokens: equal hashes mean equal prefixes.
 
-    h[0] = XXH64(block 0, seed), h[k] = XXH64(block k, h[k-1]), over tokens as little-endian 64-bit integers: each
-    hash seeds the next, so it stands for its whole prefix. Raises InputError for tokens that are no integers,
-    a block of less than one token and a seed outside 0..2^64-1.
+    h[0] = XXH64(block 0, seed), h[k] = XXH64(block k, h[k-1]), over tokens as little-endian 64-bit integers. Each hash
+    is the seed of the next, so it stands for its whole prefix. Raises InputError for tokens that are not integers, a
+    block of less than one token and a seed outside 0..2^64-1.
     """
     if block_tokens < 1:
         raise InputError(f"a block of {block_tokens} tokens", where="block_tokens", mend="give 1 or more")
@@ -33,16 +33,16 @@ def block_hashes(tokens: Sequence[int] | IntArray, block_tokens: int = 16, seed:
 
 
 def salt_seed(salt: str) -> int:
-    """Seed of the block hashes of prompts with this cache salt, which keeps equal prompts of different salts apart.
+    """Seed of the block hashes of prompts with this cache salt: equal prompts with different salts get different ones.
 
-    An empty salt is none, and its seed is 0.
+    An empty salt means no salt and has the seed 0.
     """
     return xxhash.xxh64_intdigest(salt.encode("utf-8", "surrogatepass")) if salt else 0
 
 
 def _token_bytes(tokens: Sequence[int] | IntArray) -> bytes:
     try:
-        # array() is twice as fast as numpy on a list, but it would take bytes for numbers in memory.
+        # array() is twice as fast as numpy on a list, but would read bytes as raw memory.
         ids = tokens if isinstance(tokens, np.ndarray | bytes | bytearray) else array("q", tokens)
     except (OverflowError, TypeError) as error:
         raise InputError(f"no token ids ({error})", where="tokens", mend=_MEND) from error

@@ -1,7 +1,7 @@
-"""What one instance holds, within its capacity and in the order in which it would go.
+"""The blocks that one instance holds, its capacity and its order of eviction.
 
-A touch covers a chain from the root, so the blocks whose last touch is the same one form a single run towards a
-leaf (the preferred paths of a link-cut tree). Only the lower end of each run is kept here, the oldest touch first.
+A touch covers a chain from the root, so the blocks with the same last touch form a single run towards a leaf (the
+preferred paths of a link-cut tree). Only the lower end of each run is stored here, the oldest touch first.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kvroute.prefix.tree import Blocks, Node, agreement, join_upwards, shorten, 
 
 
 class Evicted(NamedTuple):
-    """`instance` has lost the blocks of this chain from position `keep` on: what KvEvicted carries."""
+    """The blocks that `instance` has lost: this chain from position `keep` on, as in KvEvicted."""
 
     instance: int
     blocks: Blocks
@@ -22,7 +22,7 @@ class Evicted(NamedTuple):
 
 
 class Holdings:
-    """One instance's share of the tree; it never changes what another one holds."""
+    """One instance's part of the tree; it never changes what other instances hold."""
 
     __slots__ = ("_ends", "_heap", "_parked", "capacity_blocks", "instance", "pinned_blocks", "used_blocks")
 
@@ -32,18 +32,18 @@ class Holdings:
         self.used_blocks = 0
         self.pinned_blocks = 0
         self._ends: dict[int, Node] = {}
-        """Touch -> lowest node whose last touch it is."""
+        """Touch -> lowest node with this last touch."""
         self._heap: list[int] = []
-        """Every touch that may have something to evict, and some that have not."""
+        """Every touch that may have something to evict; it may contain outdated ones."""
         self._parked: set[int] = set()
-        """Touches whose lower end is pinned, so that an eviction need not look at them again and again."""
+        """Touches whose lower end is pinned; an eviction skips them."""
 
     def room(self, wanted: int) -> int:
-        """Blocks of `wanted` that fit now."""
+        """How many of `wanted` blocks fit now."""
         return wanted if self.capacity_blocks is None else min(wanted, max(0, self.capacity_blocks - self.used_blocks))
 
     def path(self, root: Node, blocks: Blocks, cut: bool) -> list[Node]:
-        """The nodes held of this chain; a node that goes on after its last common block is cut there or left out."""
+        """The nodes held of this chain. A node that matches only in part is split there (`cut`) or left out."""
         instance = self.instance
         path: list[Node] = []
         node, pos, length = root, 0, len(blocks)
@@ -61,7 +61,7 @@ class Holdings:
         return path
 
     def touch(self, root: Node, blocks: Blocks, touch: int) -> Node:
-        """Put `touch` on what is held of this chain; the last such node. Call `finish_touch` afterwards."""
+        """Set the last touch of the held part of this chain; return its last node. Call `finish_touch` afterwards."""
         instance, ends = self.instance, self._ends
         node = root
         for node in self.path(root, blocks, cut=True):
@@ -72,7 +72,7 @@ class Holdings:
         return node
 
     def extend(self, node: Node, blocks: Blocks, more: int, touch: int) -> Node:
-        """Hold `more` blocks of this chain below `node`, which is the last one held of it; the new last one."""
+        """Hold `more` blocks of this chain below `node`, the last node held of it; return the new last node."""
         pos, limit = node.end, node.end + more
         self.used_blocks += more
         while pos < limit:
@@ -88,13 +88,13 @@ class Holdings:
         return node
 
     def finish_touch(self, touch: int, end: Node) -> None:
-        """The touch has ended at this node: until now nothing of it could be evicted, from now on it goes last."""
+        """End the touch at this node. Before this call nothing of it can be evicted; afterwards it is evicted last."""
         if end.parent is not None:
             self._end(touch, end)
             join_upwards(end)
 
     def pin(self, path: list[Node]) -> None:
-        """One pin more on these nodes, a path from the root; it ends at the last one."""
+        """Add one pin to these nodes, a path from the root; the pin ends at the last one."""
         instance = self.instance
         path[-1].marks[instance] = path[-1].marks.get(instance, 0) + 1
         for node in path:
@@ -103,7 +103,7 @@ class Holdings:
             self.pinned_blocks += 0 if before else len(node.blocks)
 
     def unpin(self, path: list[Node]) -> None:
-        """One pin less on these nodes, a path from the root; one must end at the last one."""
+        """Remove one pin from these nodes, a path from the root; a pin must end at the last one."""
         instance = self.instance
         _count_down(path[-1].marks, instance)
         for node in path:
@@ -116,7 +116,7 @@ class Holdings:
                     self._push(touch)
 
     def make_room(self, needed: int) -> list[Evicted]:
-        """Evict until `needed` more blocks fit, or all that may go."""
+        """Evict until `needed` more blocks fit, or until nothing more may be evicted."""
         if self.capacity_blocks is None:
             return []
         evicted: list[Evicted] = []
@@ -131,7 +131,7 @@ class Holdings:
         return evicted
 
     def _trim(self, node: Node, touch: int, excess: int) -> int:
-        """Evict up to `excess` blocks of one touch from its lower end; the depth where its chain ends now."""
+        """Evict up to `excess` blocks of one touch from its lower end; return the depth at which its chain ends now."""
         instance = self.instance
         while excess > 0 and node.held.get(instance) == touch and instance not in node.pins:
             if len(node.blocks) > excess:
@@ -152,11 +152,11 @@ class Holdings:
         return node.end
 
     def drop_below(self, above: Node, top: Node) -> None:
-        """Drop `top`, a child of `above`, and all that hangs below, pinned or not; the pins end at `above` now."""
+        """Drop `top`, a child of `above`, and everything below it, pinned or not; its pins now end at `above`."""
         instance = self.instance
         pins = top.pins.get(instance, 0)
         doomed = [top]
-        for node in doomed:  # grows as it goes: parents before children
+        for node in doomed:  # the list grows during the loop: parents before children
             doomed += [child for child in node.children.values() if instance in child.held]
         for node in reversed(doomed):
             self._drop(node)
@@ -169,13 +169,13 @@ class Holdings:
             self._end(touch, above)
 
     def chains(self) -> Iterator[Blocks]:
-        """Every run of one touch, from the root; the oldest touch first."""
+        """Every run of one touch, as a chain from the root; the oldest touch first."""
         for _, end in sorted(self._ends.items()):
             yield end.chain()
 
     def drop_all(self) -> None:
         """Drop everything, pinned or not."""
-        for touch, end in sorted(self._ends.items()):  # oldest first is leaves first
+        for touch, end in sorted(self._ends.items()):  # oldest first, which is leaves first
             node: Node | None = end
             while node is not None and node.held.get(self.instance) == touch:
                 above = node.parent
@@ -183,7 +183,7 @@ class Holdings:
                 node = above
 
     def _drop(self, node: Node) -> None:
-        """No longer hold this node; nothing below it may be held."""
+        """Stop holding this node; no node below it may be held."""
         instance = self.instance
         touch = node.held[instance]
         if self._ends.get(touch) is node:
@@ -196,7 +196,7 @@ class Holdings:
         node.release(instance)
 
     def _oldest(self) -> int | None:
-        """The least recent touch that may still have something to evict."""
+        """The least recent touch that may still have blocks to evict, or None."""
         heap = self._heap
         while heap and (heap[0] not in self._ends or heap[0] in self._parked):
             heappop(heap)
@@ -212,7 +212,7 @@ class Holdings:
 
     def _push(self, touch: int) -> None:
         heap = self._heap
-        # Forgotten touches stay in the heap; without this it would grow with every touch.
+        # Outdated touches stay in the heap; without this rebuild it would grow with every touch.
         if len(heap) > 2 * len(self._ends) + 64:
             heap[:] = sorted(self._ends)
         else:

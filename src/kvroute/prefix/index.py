@@ -1,6 +1,6 @@
-"""Which instance holds which prefix, how deep: one radix tree for all instances, LRU with capacity and pins for each.
+"""Index of the prefixes that each instance holds: one radix tree for all, with LRU order, capacity and pins for each.
 
-It holds block hashes only and decides nothing: what is stored, pinned or evicted by an engine, it is told.
+It holds only block hashes and makes no decisions: the caller reports what an engine stores, pins or evicts.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from kvroute.types import InputError, IntArray
 class PrefixIndex:
     """Longest common block prefix of a request against every instance at once.
 
-    Instances are 0..n-1. A chain is a tuple of chained hashes from the prompt's first block on; what an instance
-    holds is closed under prefixes. `match` and `match_one` trust the chaining (an equal hash at one place means an
-    equal prefix) and look at O(log) blocks of each run; all others compare every block, so a malformed chain, whose
-    hash stands under two parents, is kept as a chain of its own, and only its matches may come out too deep. A hash
-    may repeat within a chain: its place tells it apart.
+    Instances are 0..n-1. A chain is a tuple of chained hashes that starts with the prompt's first block; what an
+    instance holds is closed under prefixes. `match` and `match_one` rely on the chaining (an equal hash at the same
+    position means an equal prefix) and compare O(log) blocks of each run. All other methods compare every block, so a
+    malformed chain, with one hash under two parents, is stored as a chain of its own; only its matches may be too deep.
+    A hash may repeat within a chain: its position distinguishes it.
 
-    Order of eviction: least recently touched block first; within one touch, the deepest first. Every touch counts
-    for a chain from its root, so a block is never older than those below it. Pins cover a chain from its root too
-    and nest; a pinned block is never evicted but by `evict` and `clear`, which report what an engine has done.
+    Order of eviction: least recently touched block first; within one touch, the deepest first. Every touch covers a
+    chain from its root, so a block is never older than those below it. Pins also cover a chain from its root, and they
+    nest. A pinned block is evicted only by `evict` and `clear`, which report what an engine has done.
 
-    `capacity_blocks` is one limit for all instances, one for each, or None for none; an instance exceeds it only
-    where `set_capacity` has gone below what is pinned, and until the next `store` or `make_room` without those pins.
-    Every method raises InputError for an instance not in the index and for a negative number.
+    `capacity_blocks` is one limit for all instances, a list with one for each, or None for no limit. An instance
+    exceeds it only if `set_capacity` went below its pinned blocks, and only until the next `store` or `make_room`
+    without those pins. Every method raises InputError for an instance not in the index and for a negative number.
     """
 
     def __init__(self, instances: int, capacity_blocks: int | Sequence[int | None] | None = None) -> None:
@@ -54,30 +54,30 @@ class PrefixIndex:
         return len(self._instances)
 
     def add_instance(self, capacity_blocks: int | None = None) -> int:
-        """A new, empty instance; its number. Without a capacity it gets the one given for all, if there is one."""
+        """Add an empty instance and return its number. Its default capacity is the one given for all, if any."""
         capacity = self._uniform_capacity if capacity_blocks is None else _limit(capacity_blocks, "capacity_blocks")
         self._instances.append(Holdings(len(self._instances), capacity))
         return len(self._instances) - 1
 
     def used_blocks(self, instance: int) -> int:
-        """Blocks that `instance` holds; a block shared by several chains counts once."""
+        """Number of blocks that `instance` holds; a block shared by several chains counts once."""
         return self._of(instance).used_blocks
 
     def pinned_blocks(self, instance: int) -> int:
-        """Blocks of `instance` under at least one pin."""
+        """Number of blocks of `instance` with at least one pin."""
         return self._of(instance).pinned_blocks
 
     def capacity_blocks(self, instance: int) -> int | None:
-        """The limit of `instance`; None where there is none."""
+        """The limit of `instance`; None if there is none."""
         return self._of(instance).capacity_blocks
 
     def match(self, blocks: Blocks) -> IntArray:
-        """Depth in blocks to which each instance holds this chain, length n; leaves recency as it is."""
+        """Depth in blocks to which each instance holds this chain, length n; does not change the order of eviction."""
         depths = np.zeros(len(self._instances), np.int64)
         node, pos, length = self._root, 0, len(blocks)
         child: Node | None = None
         while pos < length and (child := node.children.get(blocks[pos])) is not None:
-            # Holders of a child hold its parent, so as many holders means the same ones, and they end deeper.
+            # Holders of a child hold its parent, so an equal count means the same holders, which end deeper.
             if pos and len(child.held) != len(node.held):
                 node.write_depth(depths, pos)
             end = child.end
@@ -104,10 +104,11 @@ class PrefixIndex:
         return pos
 
     def store(self, instance: int, blocks: Blocks, pin: bool = False) -> list[Evicted]:
-        """`instance` now holds this chain, touched as a whole, and pinned once if asked.
+        """Record that `instance` holds this chain. The whole chain is touched and, with `pin`, pinned once.
 
-        What is over capacity goes in the order of eviction, in that order in the result, but nothing of this chain.
-        If the chain does not fit even so, its front is stored and pinned as far as it does (`match_one` tells).
+        Blocks over capacity are evicted in the order of eviction and returned in that order; blocks of this chain are
+        not evicted. If the chain still does not fit, as much of its front as fits is stored and pinned (see
+        `match_one`).
         """
         own = self._of(instance)
         self._touch += 1
@@ -121,15 +122,15 @@ class PrefixIndex:
         return evicted
 
     def chains(self, instance: int) -> Iterator[Blocks]:
-        """What `instance` holds, as chains that make another index hold it too when they are stored there in turn:
-        in the order of their last touch, so that the order of eviction is the same. Nothing may change meanwhile."""
+        """What `instance` holds, as chains in the order of their last touch. Storing them in this order in another
+        index gives it the same content and order of eviction. The index must not change meanwhile."""
         return self._of(instance).chains()
 
     def dismantle(self) -> Iterator[int]:
-        """Free the index piece by piece, for callers that cannot wait for all of it: one run of blocks at each step,
-        whose length it yields. Nothing may be asked of the index from the first step on.
+        """Free the index piece by piece, for callers that cannot wait for all of it.
 
-        A run holds its parent and is held by it: without this, only the cyclic collector would free them.
+        Each step frees one run of blocks and yields its length. The index must not be used after the first step. A run
+        and its parent refer to each other, so without this only the cyclic garbage collector would free them.
         """
         self._instances.clear()
         doomed, self._root = [self._root], Node((), None, 0)
@@ -141,7 +142,7 @@ class PrefixIndex:
             yield len(node.blocks)
 
     def touch(self, instance: int, blocks: Blocks) -> int:
-        """What `instance` holds of this chain goes last from now on; how many blocks that is."""
+        """Make what `instance` holds of this chain the last in the order of eviction; return its number of blocks."""
         own = self._of(instance)
         self._touch += 1
         node = own.touch(self._root, blocks, self._touch)
@@ -149,7 +150,7 @@ class PrefixIndex:
         return node.end
 
     def pin(self, instance: int, blocks: Blocks, depth: int) -> int:
-        """Keep the first `depth` blocks of this chain, or as many as `instance` holds, until `unpin`; how many."""
+        """Pin the first `depth` blocks of this chain, or as many as `instance` holds; return their number."""
         own = self._of(instance)
         path = own.path(self._root, blocks[: _checked(depth, "depth")], cut=True)
         if path:
@@ -157,10 +158,10 @@ class PrefixIndex:
         return path[-1].end if path else 0
 
     def unpin(self, instance: int, blocks: Blocks, depth: int) -> bool:
-        """Give back one pin of this chain: the one that ends at `depth` or, if none does, the deepest one above.
+        """Remove one pin of this chain: the one that ends at `depth` or, if there is none, the deepest one above.
 
-        A pin ends above the depth it was asked for where the instance held less, or an engine has evicted the
-        rest since; it is gone with the last of its blocks. False: there was no such pin, and nothing has changed.
+        A pin ends above the requested depth if the instance held less, or if an engine has evicted the rest since; it
+        ends with the last of its blocks. Return False, without a change, if there was no such pin.
         """
         own = self._of(instance)
         path = own.path(self._root, blocks[: _checked(depth, "depth")], cut=False)
@@ -171,19 +172,19 @@ class PrefixIndex:
         return bool(path)
 
     def make_room(self, instance: int, blocks_needed: int) -> list[Evicted]:
-        """Evict until `blocks_needed` more blocks fit, as far as pins allow; what went, in that order."""
+        """Evict until `blocks_needed` more blocks fit, as far as pins allow; return what was evicted, in order."""
         return self._of(instance).make_room(_checked(blocks_needed, "blocks_needed"))
 
     def set_capacity(self, instance: int, blocks: int | None) -> list[Evicted]:
-        """A new limit, None for none; evicts down to it as far as pins allow; what went, in that order."""
+        """Set a new limit, None for no limit. Evict down to it as far as pins allow; return the evicted chains."""
         own = self._of(instance)
         own.capacity_blocks = _limit(blocks, "blocks")
         return own.make_room(0)
 
     def evict(self, instance: int, blocks: Blocks, keep: int) -> None:
-        """An engine has dropped this chain from position `keep` on, and with it all that hangs below on `instance`.
+        """Record that an engine has dropped this chain from position `keep` on, and everything below it on `instance`.
 
-        Pins of what is gone end at `keep` from now on. Nothing happens where the instance holds no more than that.
+        Pins of dropped blocks now end at `keep`. Does nothing if the instance does not hold the chain beyond `keep`.
         """
         own = self._of(instance)
         path = own.path(self._root, blocks[: _checked(keep, "keep")], cut=True)
@@ -193,7 +194,7 @@ class PrefixIndex:
             own.drop_below(above, top)
 
     def clear(self, instance: int) -> None:
-        """`instance` holds nothing any more, and no pins; its capacity stays."""
+        """Record that `instance` holds nothing any more and has no pins; its capacity does not change."""
         self._of(instance).drop_all()
 
     def _of(self, instance: int) -> Holdings:

@@ -1,4 +1,4 @@
-"""Where the request-level states of hybrid models are kept: of use at exactly the length at which they were kept."""
+"""Index of the request-level states of hybrid models; a state is usable only at its exact length."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from kvroute.types import IntArray
 
 
 class StateIndex:
-    """The ends of cached prompts by instance (PrfaaS 3.2). Chains are those of `PrefixIndex`, told in the same calls.
+    """The ends of cached prompts by instance (PrfaaS 3.2), with the same chains and calls as `PrefixIndex`.
 
-    A linear-attention layer keeps one state for a whole prefix: a prompt that shares only a part of it can reuse its
-    full-attention blocks and not the state, so nothing of it.
+    A linear-attention layer keeps one state for a whole prefix. A prompt that shares only a part of that prefix could
+    reuse its full-attention blocks but not the state, so it can reuse nothing of it.
     """
 
     def __init__(self, instances: int) -> None:
@@ -20,24 +20,24 @@ class StateIndex:
         self._ends: list[set[int]] = [set() for _ in range(instances)]
 
     def store(self, instance: int, blocks: Blocks) -> None:
-        """`instance` has the state at the end of this chain."""
+        """Record that `instance` has the state at the end of this chain."""
         if blocks:
             self._holders.setdefault(blocks[-1], set()).add(instance)
             self._ends[instance].add(blocks[-1])
 
     def evict(self, instance: int, blocks: Blocks, keep: int) -> None:
-        """`instance` has dropped the chain from position `keep` on, and the states there."""
+        """Record that `instance` has dropped the chain from position `keep` on, and the states there."""
         for block in self._ends[instance].intersection(blocks[keep:]):
             self._drop(instance, block)
 
     def clear(self, instance: int) -> None:
-        """`instance` holds nothing any more."""
+        """Record that `instance` holds no state any more."""
         for block in list(self._ends[instance]):
             self._drop(instance, block)
 
     def match(self, blocks: Blocks, depths: IntArray) -> IntArray:
-        """Of each instance: the deepest end of a chain in these blocks that is no deeper than `depths`, [n], in
-        blocks. O(blocks)."""
+        """For each instance, the deepest end of a stored chain in these blocks, in blocks and at most `depths`, [n]. It
+        takes O(blocks)."""
         found = np.zeros(len(depths), dtype=np.int64)
         for depth in range(int(depths.max(initial=0)), 0, -1):
             for instance in self._holders.get(blocks[depth - 1], ()):

@@ -1,6 +1,7 @@
-"""The radix tree under PrefixIndex: a node is a run of blocks that its holders hold as a whole.
+"""The radix tree of PrefixIndex: a node is a run of blocks, and each of its holders holds the whole run.
 
-Refuses to know order or capacity: it stores per instance what it is given, and keeps it right when runs split and join.
+It implements no order or capacity. It stores the values given per instance, and keeps them correct when runs split and
+join.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from kvroute.types import IntArray
 Blocks = tuple[int, ...]
 
 FLAGS_FROM = 17
-"""Holders from which a node keeps them as one array of flags too; fewer are written one by one just as fast."""
+"""Number of holders from which a node also stores them as an array of flags; for fewer, a loop is as fast."""
 
 
 class Node:
-    """A run of blocks below `parent`; whoever holds a node holds all nodes above it."""
+    """A run of blocks below `parent`; an instance that holds a node holds all nodes above it."""
 
     __slots__ = ("blocks", "children", "end", "flags", "held", "marks", "parent", "pins")
 
@@ -25,9 +26,9 @@ class Node:
         self.blocks = blocks
         self.parent = parent
         self.end = end
-        """Blocks from the root to the end of this run."""
+        """Number of blocks from the root to the end of this run."""
         self.children: dict[int, Node] = {}
-        """By the first block of the child's run."""
+        """Child nodes by the first block of their run."""
         self.held: dict[int, int] = {}
         """Instance -> number of its last touch of this run."""
         self.pins: dict[int, int] = {}
@@ -35,10 +36,10 @@ class Node:
         self.marks: dict[int, int] = {}
         """Instance -> pins that end exactly here."""
         self.flags: npt.NDArray[np.bool_] | None = None
-        """The keys of `held` as flags, possibly shorter than the number of instances."""
+        """The keys of `held` as flags; may be shorter than the number of instances."""
 
     def hold(self, instance: int, touch: int) -> None:
-        """`instance` holds this run from now on."""
+        """Record that `instance` holds this run."""
         held = self.held
         held[instance] = touch
         flags = self.flags
@@ -48,7 +49,7 @@ class Node:
             self._flag()
 
     def release(self, instance: int) -> None:
-        """`instance` no longer holds this run; a run without holders leaves the tree."""
+        """Record that `instance` no longer holds this run; a run without holders is removed from the tree."""
         held = self.held
         del held[instance]
         if not held:
@@ -61,7 +62,7 @@ class Node:
 
     def _flag(self) -> None:
         members = np.fromiter(self.held, np.int64, len(self.held))
-        # Half as much again: instances come in ascending order, and a new array for each would be quadratic.
+        # Half as much again: instances arrive in ascending order, and a new array for each would take quadratic time.
         flags = np.zeros(int(members.max()) * 3 // 2 + 1, np.bool_)
         flags[members] = True
         self.flags = flags
@@ -88,9 +89,9 @@ class Node:
 
 
 def split(node: Node, length: int) -> Node:
-    """Cut a run after its first `length` blocks; `node` stays the lower part, the new upper part is returned.
+    """Split a run after its first `length` blocks. `node` becomes the lower part; return the new upper part.
 
-    Pins end where they ended, hence in the lower part, and count for the upper one as well.
+    Pins keep their ends, so they end in the lower part and also count for the upper one.
     """
     assert 0 < length < len(node.blocks)
     assert node.parent is not None
@@ -105,7 +106,7 @@ def split(node: Node, length: int) -> Node:
 
 
 def shorten(node: Node, by: int) -> None:
-    """Take the last `by` blocks off a leaf's run, for all its holders."""
+    """Remove the last `by` blocks from a leaf's run, for all its holders."""
     assert 0 < by < len(node.blocks)
     assert not node.children
     node.blocks = node.blocks[:-by]
@@ -113,9 +114,9 @@ def shorten(node: Node, by: int) -> None:
 
 
 def join_upwards(node: Node) -> None:
-    """Undo splits that no longer tell anything apart, from `node` to the root; `node` absorbs what lies above it.
+    """Undo splits that no longer separate anything, from `node` to the root; `node` absorbs the runs above it.
 
-    Only among few holders: to compare many would cost more than a longer path does.
+    Only if there are few holders: comparing many would cost more than a longer path.
     """
     while (upper := node.parent) is not None and upper.parent is not None:
         few = len(upper.children) == 1 and len(upper.held) < FLAGS_FROM
@@ -127,7 +128,7 @@ def join_upwards(node: Node) -> None:
 
 
 def agreement(run: Blocks, blocks: Blocks, start: int) -> int:
-    """How many blocks of `run` equal `blocks[start:]` from the front; compares every one of them, once or twice."""
+    """Number of blocks at the front of `run` that equal `blocks[start:]`; compares every one of them, once or twice."""
     low, high = 0, min(len(run), len(blocks) - start)
     if run[:high] == blocks[start : start + high]:
         return high
@@ -141,7 +142,7 @@ def agreement(run: Blocks, blocks: Blocks, start: int) -> int:
 
 
 def chained_agreement(run: Blocks, blocks: Blocks, start: int) -> int:
-    """As `agreement`, from O(log n) comparisons: equal chained hashes at one place mean equal blocks before it."""
+    """Like `agreement`, with O(log n) comparisons: equal chained hashes at one position mean equal blocks before it."""
     low, high = 0, min(len(run), len(blocks) - start)
     if high and run[high - 1] == blocks[start + high - 1]:
         return high

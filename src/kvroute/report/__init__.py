@@ -1,1 +1,1 @@
-"""Results to tables, plots, JSON and one HTML page."""
+"""Results as tables, plots, JSON and one HTML page."""

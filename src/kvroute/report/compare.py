@@ -1,4 +1,4 @@
-"""Which policy wins, by how much, and whether that is more than noise: paired over seeds, Student's t."""
+"""The best policy of a comparison, its lead, and the significance of the lead: paired over seeds, Student's t."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from kvroute.report.estimate import estimate
 from kvroute.sim.metrics import Summary
 
 PREFILL_BOUND = 0.5
-"""From this share of TTFT on, the wait for prefill is worth a remark."""
+"""Share of TTFT from which on the wait for prefill is reported."""
 Metric = Callable[[Summary], float | None]
 
 
 def mean_ttft_s(summary: Summary) -> float | None:
-    """The metric that decides unless another is asked for."""
+    """Return the mean TTFT, the default metric of comparisons."""
     return summary.ttft_s.mean
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
-    """`first` minus `second` in a metric, paired by seed; negative: the first is lower."""
+    """`first` minus `second` in a metric, paired by seed; a negative value means that the first is lower."""
 
     first: str
     second: str
@@ -30,11 +30,11 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
     half_width: float | None
     """Half of the 95 % confidence interval; None with fewer than two seeds."""
     relative: float
-    """The mean difference as a share of the second's mean."""
+    """The mean difference as a share of the mean of `second`."""
 
     @property
     def is_noise(self) -> bool:
-        """Whether zero lies inside the interval, or no interval exists."""
+        """True if zero lies inside the interval, or if there is no interval."""
         return self.half_width is None or abs(self.mean) <= self.half_width
 
 
@@ -43,14 +43,14 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
     winner: str | None
     leads: tuple[Difference, ...]
-    """Winner minus each other policy, nearest rival first."""
+    """Winner minus each other policy, closest policy first."""
     sentence: str
     remarks: tuple[str, ...] = ()
-    """What to know before believing the sentence: requests refused, a bottleneck that no decode policy moves."""
+    """Reservations about the result, such as rejected requests or a bottleneck that no decode policy changes."""
 
 
 def difference(runs: Sequence[Summary], first: str, second: str, metric: Metric = mean_ttft_s) -> Difference | None:
-    """Compare two policies on the seeds that both have; None where they share none."""
+    """Compare two policies on the seeds that both have; None if they share none."""
     a, b = (
         {run.seed: value for run in runs if run.policy == name and (value := metric(run)) is not None}
         for name in (first, second)
@@ -72,7 +72,7 @@ def difference(runs: Sequence[Summary], first: str, second: str, metric: Metric 
 
 
 def verdict(runs: Sequence[Summary], metric: Metric = mean_ttft_s) -> Verdict:
-    """The policy with the lowest mean of `metric` over seeds, and what the lead is worth."""
+    """Return the policy with the lowest mean of `metric` over seeds, and the significance of its lead."""
     values: dict[str, list[float]] = {}
     for run in runs:
         value = metric(run)

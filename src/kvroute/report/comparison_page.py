@@ -1,4 +1,4 @@
-"""The page of a comparison: who wins and by how much first, then where the time goes; it runs nothing itself."""
+"""The page of a comparison: the winner and its lead first, then the parts of the time."""
 
 from __future__ import annotations
 
@@ -45,9 +45,10 @@ def write_report(records: Sequence[Record], out: Path, title: str, *, command: s
 
     Args:
         records: runs of one question, one per policy and seed.
-        out: folder, made if need be.
+        out: folder, created if needed.
         title: the page's heading.
-        command: how to run this again; empty: told from the records, with the cluster left to fill in.
+        command: the command that repeats the comparison; empty: derived from the records, with a placeholder for the
+            cluster.
 
     Returns:
         The path of the page.
@@ -91,7 +92,7 @@ def write_report(records: Sequence[Record], out: Path, title: str, *, command: s
 
 
 def _parameters(records: Sequence[Record]) -> list[tuple[str, str]]:
-    """The settings of all runs, every policy's parameters among them."""
+    """Return the settings of all runs, including every policy's parameters."""
     found: dict[str, str] = {}
     for record in records:
         for name, text in parameters(record.config):
@@ -107,7 +108,7 @@ def _slo_ttft_s(record: Record) -> float | None:
 
 
 def _changes(record: Record) -> list[tuple[float, str]]:
-    """When links changed in a run, and to what share of their capacity."""
+    """Return the times of a run's link changes, each with the new share of the link's capacity in words."""
     words = {0.0: "cut", 1.0: "whole again"}
     settings: Mapping[str, Any] = record.config.get("settings", {})
     return [
@@ -117,7 +118,7 @@ def _changes(record: Record) -> list[tuple[float, str]]:
 
 
 def differences_grid(runs: Sequence[Summary]) -> Grid:
-    """The winner against every other policy: differences paired over seeds and what they are worth in plain words."""
+    """Compare the winner with every other policy: differences paired over seeds, and their significance in words."""
     found = verdict(runs)
     rows = []
     for lead in found.leads:
@@ -140,7 +141,7 @@ def _gap(found: Difference | None) -> Entry:
 
 
 def in_words(found: Difference) -> str:
-    """Whether a difference counts, in a sentence."""
+    """Return a sentence on the significance of a difference."""
     if found.half_width is None:
         return "Unknown: one seed cannot tell a difference from noise; run with --seeds 5."
     if found.mean == 0:
@@ -154,7 +155,7 @@ def in_words(found: Difference) -> str:
 
 
 def _timelines(records: Sequence[Record]) -> tuple[dict[str, Timeline], int]:
-    """By policy, all of the first seed that has any."""
+    """Return timelines by policy, all of the first seed that has any, with the seed."""
     seed = min((record.cell.seed for record in records if record.timeline is not None), default=0)
     some = {r.summary.policy: r.timeline for r in records if r.timeline is not None and r.cell.seed == seed}
     return some, seed

@@ -1,4 +1,4 @@
-"""What `prefix-copies` gave: one table for the terminal and the page, one figure; it runs nothing."""
+"""The results of `prefix-copies`: one table for the terminal and the page, and one figure."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ _COLUMNS: tuple[tuple[Heading, Number, int], ...] = (
     (Heading("ahead GB", "Prefixes that nobody waited for"), lambda record: record.figures["ahead_gb"], 0),
 )
 _BASE = {"exchange+ahead": "exchange", "exchange+pool+ahead": "exchange+pool"}
-"""What a policy with copies ahead is compared with: the same without; all others with own caches."""
+"""Baseline of a policy with copies ahead: the same policy without them; for all others, own caches."""
 _PAIRS = (("exchange", OWN), ("exchange+pool", "exchange"), ("exchange+ahead", "exchange"))
-"""Whose mean TTFT should be lower than whose."""
+"""Pairs of policies; the first should have the lower mean TTFT."""
 _COLOURS = {"ttft": "#5b7fa6", "out": "#d55e00"}
 
 
 def copies_grid(records: Sequence[Record]) -> Grid:
-    """Means over seeds with 95 % intervals; the last column pairs runs of the same requests."""
+    """Return means over seeds with 95 % intervals; the last column pairs runs of the same requests."""
     headings = (
         Heading("requests"),
         Heading("caches"),
@@ -66,7 +66,7 @@ def copies_grid(records: Sequence[Record]) -> Grid:
 
 
 def gain(records: Sequence[Record], policy: str) -> Estimate | None:
-    """Goodput gained over what a policy is compared with, by seed; None where either is missing."""
+    """Return the goodput gained over a policy's baseline, paired by seed; None if either is missing."""
     if policy == OWN:
         return None
     goodput = {(record.cell.policy, record.cell.seed): record.summary.goodput_per_s or 0.0 for record in records}
@@ -76,7 +76,7 @@ def gain(records: Sequence[Record], policy: str) -> Estimate | None:
 
 
 def copies_findings(records: Sequence[Record]) -> list[Finding]:
-    """Who is faster, and whether copies that nobody waits for cost goodput, by kind of requests."""
+    """Return which policy is faster, and whether copies ahead of demand cost goodput, by kind of requests."""
     found = []
     for profile in profiles_of(records):
         some = of_profile(records, profile)
@@ -94,7 +94,7 @@ def _harmless(records: Sequence[Record], policy: str) -> tuple[str, Holds, str]:
 
 
 def copies_bars(records: Sequence[Record]) -> Figure:
-    """Mean TTFT and bytes between the sites, by policy, a row for each kind of requests."""
+    """Draw mean TTFT and bytes between the sites by policy, one row for each kind of requests."""
     profiles = profiles_of(records)
     with style():
         figure, rows = panels(len(profiles), 2, width=3.6, height=1.9, sharey="row")
@@ -120,7 +120,7 @@ def copies_bars(records: Sequence[Record]) -> Figure:
 
 
 def write_copies(experiment: Experiment, records: Sequence[Record], out: Path) -> Path:
-    """Write `out`/report.html and the figure; the path of the page. Raises InputError for an unusable folder."""
+    """Write `out`/report.html and the figure; return the path of the page. Raises InputError for an unusable folder."""
     command = f"kvroute experiment {shlex.quote(experiment.name)}"
     cells, found = [record.cell for record in records], copies_findings(records)
     return write_page(

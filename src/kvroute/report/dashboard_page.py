@@ -1,4 +1,4 @@
-"""The gateway's dashboard as one file to keep: a saved state in place of the live stream, and no other files needed."""
+"""The gateway's dashboard as one self-contained file, with a saved state instead of the live stream."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from importlib.resources import files
 
 
 def dashboard_page(state: bytes, others: Sequence[bytes] = ()) -> str:
-    """A whole HTML page.
+    """Return a complete HTML page.
 
     Args:
-        state: what the admin port answers at `/state`.
-        others: states of other runs on the same cluster; theirs are the figures of policies, in their order.
+        state: the response of the admin port at `/state`.
+        others: states of other runs on the same cluster; the page shows their figures by policy, in their order.
     """
     assets = files("kvroute.gateway").joinpath("dashboard")
     texts = {entry.name: entry.read_text(encoding="utf-8") for entry in assets.iterdir() if entry.is_file()}
     page = texts["index.html"]
     scripts = {name: text for name, text in texts.items() if name.endswith(".js")}
-    # Modules inside data: URLs cannot import by relative name, so names become bare ones that a map resolves.
+    # Modules in data: URLs cannot import by relative name, so imports use bare names that an import map resolves.
     bare = {name: re.sub(r'(from\s+)"\./', r'\1"kvroute/', text) for name, text in scripts.items()}
     imports = {f"kvroute/{name}": _data_url(text) for name, text in bare.items()}
     head = f'<script type="importmap">{json.dumps({"imports": imports})}</script>'

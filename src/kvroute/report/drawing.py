@@ -1,4 +1,4 @@
-"""The look of every figure: colours by policy name, type sizes, scales, and files with the same bytes every time."""
+"""Style of all figures: colours by policy name, type sizes, scales, and files that are byte-identical on every run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from kvroute.types import InputError
 
 INK, PAPER, FAINT, GRID = "#26323d", "#ffffff", "#7b8894", "#d5dce2"
 TIER_COLOURS = ("#1a4a7a", "#3b86b8", "#86bcd8", "#f0a860", "#b5472f")
-"""Near is blue, far is red; lightness rises to the middle, so that neighbours differ in grey print too."""
+"""Blue is near, red is far. Lightness increases towards the middle, so neighbours also differ in grey print."""
 PART_COLOURS = ("#c9cfd5", "#5b7fa6", "#d55e00", "#f2c14e", "#3f9c7a")
 NO_TOKEN = "no request got a first token"
 _MEND = "choose another folder"
@@ -73,7 +73,7 @@ _STYLE: Any = {
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """How a policy is drawn everywhere: colour (colour-blind safe), marker and dashes tell the same in grey."""
+    """Style of a policy in all figures: a colour-blind-safe colour, and marker and dashes for grey print."""
 
     colour: str
     marker: str = "o"
@@ -95,7 +95,7 @@ _LOOKS = {
 
 
 def look(policy: str) -> Look:
-    """Fixed by the name; a policy that is not kvroute's own gets a colour from a checksum of it."""
+    """Return the style fixed by the name; an unknown policy gets a colour from a checksum of its name."""
     if policy in _LOOKS:
         return _LOOKS[policy]
     sum32 = crc32(policy.encode())
@@ -104,26 +104,26 @@ def look(policy: str) -> Look:
 
 
 def style() -> AbstractContextManager[None]:
-    """Figures are made and written inside this."""
+    """Return the context in which figures are created and written."""
     return mpl.rc_context(_STYLE)
 
 
 def panels(
     rows: int, columns: int, *, width: float, height: float, sharey: bool | str = False
 ) -> tuple[Figure, list[list[Axes]]]:
-    """A figure of rows x columns axes; sizes in inches per panel."""
+    """Return a figure of rows x columns axes; sizes in inches per panel."""
     figure = Figure(figsize=(width * columns, height * rows + 0.35), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False, sharey=sharey)  # type: ignore[arg-type]  # stubs want a literal
     return figure, [list(row) for row in axes]
 
 
 def grid(axes: Axes, direction: str = "y") -> None:
-    """Faint lines across the direction of reading."""
+    """Draw faint grid lines for one direction."""
     axes.grid(True, axis=direction)  # type: ignore[arg-type]  # "x" or "y"
 
 
 def policy_legend(figure: Figure, policies: Sequence[str], *, plain_lines: bool = False) -> None:
-    """One legend above all panels; plain lines have neither markers nor dashes."""
+    """Add one legend above all panels; with `plain_lines` it has neither markers nor dashes."""
     looks = [look(policy) for policy in policies]
     handles = [
         Line2D([], [], color=each.colour, linewidth=2.5)
@@ -138,12 +138,12 @@ def policy_legend(figure: Figure, policies: Sequence[str], *, plain_lines: bool 
 
 
 def plain(text: str) -> str:
-    """The text with `$` escaped, which would start a formula."""
+    """Return the text with `$` escaped, which would start a formula."""
     return text.replace("$", r"\$")
 
 
 def scale_axis(axes: Axes, values: Sequence[float]) -> None:
-    """Ticks at the swept values; logarithmic where they span a decade or more."""
+    """Set ticks at the swept values; the axis is logarithmic if they span a decade or more."""
     low, high = min(values), max(values)
     logarithmic = low > 0 and high / low >= 10
     if logarithmic:
@@ -158,7 +158,7 @@ def scale_axis(axes: Axes, values: Sequence[float]) -> None:
 
 
 def _apart(values: Sequence[float], logarithmic: bool) -> list[float]:
-    """Values whose labels do not touch; the last one always stays."""
+    """Return the values whose labels do not touch; the last one is always kept."""
     place = np.log(values) if logarithmic else np.asarray(values, dtype=float)
     span = float(place.max() - place.min()) or 1.0
     kept = [len(values) - 1]
@@ -169,24 +169,24 @@ def _apart(values: Sequence[float], logarithmic: bool) -> list[float]:
 
 
 def tick_text(value: float) -> str:
-    """Short: 65536 is "64k", 0.5 is "0.5"."""
+    """Format a tick briefly: 65536 is "64k", 0.5 is "0.5"."""
     if value >= 1024 and value % 1024 == 0:
         return f"{value / 1024:g}k"
     return f"{value:,g}"
 
 
 def thousands(axis: Axis) -> None:
-    """Numbers as 1,200."""
+    """Format numbers as 1,200."""
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}".replace("-", "−")))
 
 
 def percent(axis: Axis) -> None:
-    """Shares as percentages, without idle decimals."""
+    """Format shares as percentages, without unneeded decimals."""
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value * 100:.6g}%".replace("-", "−")))
 
 
 def policy_rows(axes: Axes, policies: Sequence[str]) -> None:
-    """Policies as rows of horizontal bars, the first on top."""
+    """Label the rows of horizontal bars with policies, the first on top."""
     axes.set_yticks(range(len(policies)), [plain(policy) for policy in policies])
     axes.set_ylim(len(policies) - 0.4, -0.6)
     axes.tick_params(axis="y", length=0)
@@ -195,7 +195,7 @@ def policy_rows(axes: Axes, policies: Sequence[str]) -> None:
 
 
 def log_if_wide(axes: Axes, values: Sequence[float]) -> None:
-    """A logarithmic y axis where the values span 1.5 decades, else one that starts at 0; values above 0."""
+    """Use a logarithmic y axis if the values (above 0) span 1.5 decades, otherwise a linear one that starts at 0."""
     if not values:
         return
     if min(values) > 0 and max(values) / min(values) >= 30:
@@ -207,13 +207,13 @@ def log_if_wide(axes: Axes, values: Sequence[float]) -> None:
 
 
 def nothing(figure: Figure, text: str) -> Figure:
-    """A figure that says why it is empty."""
+    """Write in an empty figure why it is empty."""
     figure.text(0.5, 0.5, text, ha="center", va="center", color=FAINT)
     return figure
 
 
 def svg(figure: Figure) -> str:
-    """The figure as SVG text, the same bytes for the same figure."""
+    """Return the figure as SVG text, byte-identical for the same figure."""
     buffer = io.BytesIO()
     with style():
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
@@ -221,9 +221,9 @@ def svg(figure: Figure) -> str:
 
 
 def inline(text: str, name: str, label: str) -> str:
-    """SVG text for a page: ids made unique by `name`, ink and paper taken from the page's theme, `label` read aloud.
+    """Adapt SVG text to a page: ids made unique by `name`, colours from the page's theme, `label` for screen readers.
 
-    `name` is letters, digits and hyphens; `label` is HTML-escaped already.
+    `name` consists of letters, digits and hyphens; `label` is already HTML-escaped.
     """
     body = text[text.index("<svg") :]
     body = re.sub(r"<metadata>.*?</metadata>", "", body, flags=re.DOTALL)
@@ -235,18 +235,18 @@ def inline(text: str, name: str, label: str) -> str:
 
 
 def _wide(match: re.Match[str]) -> str:
-    """A third larger than on paper, and never wider than the page."""
+    """Set the SVG's width to 1.35 times that on paper, limited to the width of the page."""
     return f'<svg {match[1]}style="width: min(100%, {float(match[2]) * 1.35:.0f}pt)"'
 
 
 def save(figure: Figure, folder: Path, name: str) -> str:
-    """Write `name`.svg and `name`.png (200 dots per inch) into the folder, each whole; returns the SVG text.
+    """Write `name`.svg and `name`.png (200 dots per inch) into the folder, each atomically; return the SVG text.
 
     Raises:
         InputError: the folder or a file in it cannot be written.
     """
     text = svg(figure)
-    figure.set_layout_engine("none")  # as laid out for the SVG; to do it again costs time and changes nothing
+    figure.set_layout_engine("none")  # keep the layout of the SVG; another pass changes nothing
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The mean of a few measurements and how sure it is: Student's t, 95 %."""
+"""The mean of a few measurements and its confidence interval: Student's t, 95 %."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class Estimate:
 
 
 def estimate(values: Iterable[float | None]) -> Estimate | None:
-    """Mean and spread of the values that were measured; None where none was."""
+    """Return mean and spread of the measured values; None if there are none."""
     known = np.array([value for value in values if value is not None], dtype=np.float64)
     if not known.size:
         return None
     mean, count = float(known.mean()), int(known.size)
     if count == 1:
         return Estimate(mean, 0.0, None, 1)
-    from scipy.special import stdtrit  # half a second to import
+    from scipy.special import stdtrit  # its import takes half a second
 
     std = float(known.std(ddof=1))
     return Estimate(mean, std, float(stdtrit(count - 1, 0.975)) * std / float(np.sqrt(count)), count)

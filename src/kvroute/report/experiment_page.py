@@ -1,4 +1,4 @@
-"""The page of a published experiment: what was expected, what came out where, and every number; it runs nothing."""
+"""The page of a published experiment: the expectation, the findings by profile, and every number."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def write_experiment(experiment: Experiment, records: Sequence[Record], out: Pat
     """Write `out`/report.html and the figures as PNG and SVG in `out`/figures.
 
     Args:
-        experiment: what was swept, and the expected direction.
-        records: its cells as far as they ran; a part of the sweep will do.
-        out: folder, made if need be.
-        notes: sentences to print beside the parameters.
+        experiment: the sweep and its expected direction.
+        records: the cells that ran; a part of the sweep is enough.
+        out: folder, created if needed.
+        notes: sentences printed beside the parameters.
 
     Returns:
         The path of the page.
@@ -65,7 +65,7 @@ def write_index(pages: Mapping[str, Path], path: Path, title: str = "Experiments
 
 
 def headline(found: Sequence[Finding]) -> str:
-    """One sentence over all profiles and claims."""
+    """Summarize all profiles and claims in one sentence."""
     claims: dict[str, dict[str, list[str]]] = {}
     for each in found:
         claims.setdefault(each.claim, {}).setdefault(each.holds, []).append(each.profile)
@@ -109,7 +109,7 @@ def _pictures(experiment: Experiment, records: Sequence[Record], out: Path) -> l
 
 
 def shared_parameters(records: Sequence[Record]) -> list[tuple[str, str]]:
-    """The configuration as (name, text); what differs between cells says so."""
+    """Return the configuration as (name, text); values that differ between cells are marked as such."""
     texts: dict[str, dict[str, None]] = {}
     for record in records:
         for name, text in parameters(record.config):
@@ -128,7 +128,7 @@ def _variety(texts: Sequence[str]) -> str:
 
 
 def _commands(experiment: Experiment, records: Sequence[Record]) -> list[str]:
-    """The whole sweep, then its first cell alone."""
+    """Return the command for the whole sweep, and the one for its first cell."""
     cells, trace = [record.cell for record in records], str(records[0].config.get("trace", ""))
     start = f"kvroute experiment {shlex.quote(experiment.name)}{reading_options(cells[0], named=True)}"
     if trace and not trace.startswith("generated"):

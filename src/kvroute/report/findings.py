@@ -1,4 +1,4 @@
-"""What a sweep says about its publication's expectation, profile by profile, in sentences; noise is called noise."""
+"""Compares a sweep with the publication's expectation by profile, in sentences; insignificant differences are noise."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ Holds = Literal["holds", "holds in part", "does not hold", "unclear"]
 SAME_WITHIN = 0.02
 """A change of two percentage points or less counts as none."""
 UNCLEAR_ABOVE = 0.05
-"""An interval wider than ± five percentage points cannot show that nothing changes."""
+"""An interval wider than ± five percentage points cannot show the absence of a change."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One expected direction in one profile, and what came out."""
+    """One expected direction in one profile, and the result."""
 
     profile: str
     claim: str
@@ -46,7 +46,7 @@ _PerSeed = Callable[[Sequence[Summary]], float | None]
 
 
 def findings(experiment: Experiment, records: Sequence[Record]) -> list[Finding]:
-    """Every claim of the experiment in every profile that has records, in that order.
+    """Return every claim of the experiment for every profile with records, in that order.
 
     All experiments claim that the first policy of `versus` has the lower mean TTFT; trends are added by name.
     """
@@ -59,7 +59,7 @@ def findings(experiment: Experiment, records: Sequence[Record]) -> list[Finding]
 
 
 def below(experiment: Experiment, records: Sequence[Record], pair: tuple[str, str]) -> tuple[str, Holds, str]:
-    """Is the pair's first policy below the second at every point?"""
+    """Check whether the pair's first policy is below the second at every point."""
     axes = tuple(experiment.axes)
     found = [(place(axes, point), gap(runs, pair)) for point, runs in by_point(records).items()]
     gaps = [(where, each) for where, each in found if each is not None]
@@ -96,7 +96,7 @@ def _below_holds(gaps: Sequence[Difference], clear_wins: int) -> Holds:
 
 
 def worth(found: Difference) -> str:
-    """The relative difference with its interval: "-12.3% ±2.1%", and whether that is noise."""
+    """Return the relative difference with its interval, such as "-12.3% ±2.1%", and whether it is noise."""
     half_width = relative_half_width(found)
     if half_width is None:
         return f"{found.relative:+.1%} (one seed)"
@@ -104,14 +104,14 @@ def worth(found: Difference) -> str:
 
 
 def place(axes: Sequence[str], point: Sequence[float]) -> str:
-    """ " at load=1, background=0.1", or nothing where there is no axis."""
+    """Return a text such as " at load=1, background=0.1", or "" without axes."""
     return f" at {', '.join(f'{axis}={value:g}' for axis, value in zip(axes, point, strict=False))}" if axes else ""
 
 
 def gain_trend(
     experiment: Experiment, records: Sequence[Record], axis: str, expected: Literal["grows", "same"]
 ) -> tuple[str, Holds, str]:
-    """Does the gain of `versus` grow along an axis, or stay? First value against last, paired over seeds."""
+    """Check whether the gain of `versus` grows along an axis or is constant: first against last value, by seed."""
     first, second = experiment.versus
 
     def gain(runs: Sequence[Summary]) -> float | None:
@@ -123,7 +123,7 @@ def gain_trend(
 
 
 def steady(experiment: Experiment, records: Sequence[Record], axis: str) -> tuple[str, Holds, str]:
-    """Does the mean TTFT of the first policy of `versus` stay the same along an axis?"""
+    """Check whether the mean TTFT of the first policy of `versus` stays the same along an axis."""
     policy = experiment.versus[0]
     start = values_of(records, axis)[:1]
     at_start = [record.summary for record in records if record.cell.settings.get(axis) in start]
@@ -172,7 +172,7 @@ def _trend(
 
 
 def _by_seed(records: Sequence[Record], axis: str, value: float, per_seed: _PerSeed) -> dict[int, float]:
-    """The quantity for each seed: its mean over the points with that value of the axis."""
+    """Return the quantity for each seed: its mean over the points with that value of the axis."""
     here = [record for record in records if record.cell.settings.get(axis) == value]
     result = {}
     for seed in sorted({record.cell.seed for record in here}):
@@ -197,7 +197,7 @@ def _trend_holds(change: Estimate, expected: str) -> Holds:
 
 
 def ladder(experiment: Experiment, records: Sequence[Record]) -> tuple[str, Holds, str]:
-    """Does the first step of the ladder bring most of the gain, and every further one a little more?"""
+    """Check whether the first step of the ladder brings most of the gain, and every further step a little more."""
     claim = "the first step brings most of the gain, each further one more"
     runs = summaries(records)
     steps = [

@@ -1,4 +1,4 @@
-"""A grid of texts, and its drawing in a terminal: columns give way until the table fits, and the caption names them."""
+"""A grid of texts and its rendering in a terminal; columns are dropped until it fits and listed in the caption."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from rich.text import Text
 
 UNKNOWN = "-"
 _PROSE_WIDTH = 24
-"""Narrower columns of sentences cannot be read."""
+"""Minimum width of a column of sentences, in characters."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One field of a grid: its text, a smaller second line, and whether it is the best of its column."""
+    """One cell of a grid: its text, a smaller second line, and a mark for the best of its column."""
 
     text: str
     detail: str = ""
@@ -26,14 +26,14 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Heading:
-    """A column's title and what it means."""
+    """A column's title and description."""
 
     title: str
     about: str = ""
     drop: int = 0
-    """Where the table is too wide, columns go in ascending order of this; 0 stays."""
+    """Order in which columns are dropped from a table that is too wide, ascending; 0 is dropped last."""
     prose: bool = False
-    """Sentences rather than numbers."""
+    """True for sentences instead of numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +46,14 @@ class Grid:
     caption: str = ""
     labels: int = 1
     bold: str = ""
-    """What bold means; told where there is bold type."""
+    """Meaning of bold type; printed only if the table has some."""
 
 
 def rich_table(grid: Grid, width: int | None = None) -> Table:
-    """The grid for a terminal of `width` characters, None for this one's; columns give way until it fits.
+    """Render the grid for a terminal of `width` characters (None: the current one); drop columns until it fits.
 
-    Headings are set in more lines first. Then columns go: those with a `drop`, in ascending order, then the others
-    from the right. Columns that name the row stay, and so does one more.
+    Headings are first broken into more lines. Then columns are dropped: those with a `drop` in ascending order, then
+    the others from the right. Columns that label the row stay, and at least one more.
     """
     width = width or Console().width
     kept = list(range(len(grid.headings)))
@@ -69,7 +69,7 @@ def rich_table(grid: Grid, width: int | None = None) -> Table:
 
 
 def _fits(grid: Grid, kept: Sequence[int], width: int, *, narrow: bool) -> bool:
-    """Whether no cell has to be cut or wrapped, but for sentences, which get `_PROSE_WIDTH` at least."""
+    """Return whether all cells fit uncut and unwrapped; sentences may wrap, but get at least `_PROSE_WIDTH`."""
     prose = [index for index in kept if grid.headings[index].prose]
     numbers = _draw(grid, [index for index in kept if index not in prose], narrow=narrow)
     needed = Console(width=10_000).measure(numbers).maximum
@@ -101,7 +101,7 @@ def _draw(grid: Grid, kept: Sequence[int], *, narrow: bool) -> Table:
 
 
 def _stacked(title: str, cells: Sequence[Entry]) -> str:
-    """A heading in as many lines as keep it no wider than its column, or its longest word."""
+    """Break a heading into as many lines as needed to be no wider than its column, or its longest word."""
     words = title.split(" ")
     texts = [part for cell in cells for part in (cell.text, cell.detail)]
     most = max(map(len, [*words, *texts]))

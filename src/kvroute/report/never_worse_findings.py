@@ -1,6 +1,6 @@
-"""What the matrix says of foresight: where it loses, by how much it leads, and what each term is worth; in numbers.
+"""Findings of the matrix in numbers: the cells that foresight loses, its leads, and the contribution of each term.
 
-A policy loses a cell where the paired difference over seeds is above zero by more than two standard errors.
+A policy loses a cell if the paired difference over seeds is above zero by more than two standard errors.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from kvroute.sim.metrics import Summary
 
 OURS = "foresight"
 ERRORS = 2.0
-"""Standard errors of the paired difference beyond which it counts."""
+"""Number of standard errors above which a paired difference is significant."""
 LEADS = {"netkv": 0.08, "cla": 0.12}
-"""What the geometric mean is to be below, at least."""
+"""Minimum lead over each rival: one minus the geometric mean of the ratios."""
 P99_SHARE, TBT_WITHIN_S, SEEN_WITHIN = 0.02, 1e-3, 0.05
 _ROUNDING = 1e-9
-"""Relative differences below this are none."""
+"""Relative differences below this count as zero."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +45,17 @@ class Pairing:
 
     @property
     def ratio(self) -> float:
-        """First over second."""
+        """`first` divided by `second`."""
         return self.ours / self.theirs if self.theirs else 1.0
 
     @property
     def is_higher(self) -> bool:
-        """The first is above the second by more than chance."""
+        """True if the first is significantly above the second."""
         return self._beyond(self.difference)
 
     @property
     def is_lower(self) -> bool:
-        """The first is below the second by more than chance."""
+        """True if the first is significantly below the second."""
         return self._beyond(-self.difference)
 
     def _beyond(self, difference: float) -> bool:
@@ -65,27 +65,27 @@ class Pairing:
 
 
 def p99_s(run: Summary) -> float | None:
-    """The 99th percentile of TTFT."""
+    """Return the 99th percentile of TTFT."""
     return run.ttft_s.p99
 
 
 def tbt_s(run: Summary) -> float | None:
-    """NetKV's time between tokens."""
+    """Return the mean time between tokens as NetKV defines it."""
     return run.tbt_s.mean
 
 
 def refused_share(run: Summary) -> float | None:
-    """Of the run's requests, those that nobody had room for; every time is of the others."""
+    """Return the share of requests that were rejected for lack of room; all times are of the other requests."""
     return run.requests.rejected / run.requests.arrived if run.requests.arrived else None
 
 
 def goodput_per_s(run: Summary) -> float | None:
-    """Requests in time."""
+    """Return the requests per second that met the SLO."""
     return run.goodput_per_s
 
 
 def pair(records: Sequence[Record], case: str, first: str, second: str, metric: Metric = mean_ttft_s) -> Pairing | None:
-    """The two in a cell; None where they have no seed in common."""
+    """Pair the two policies in a cell; None if they have no seed in common."""
     a, b = (
         {
             record.cell.seed: value
@@ -104,31 +104,31 @@ def pair(records: Sequence[Record], case: str, first: str, second: str, metric: 
 
 
 def pairs(records: Sequence[Record], second: str, metric: Metric = mean_ttft_s, first: str = OURS) -> list[Pairing]:
-    """One policy against another in every cell that has both."""
+    """Pair one policy with another in every cell that has both."""
     found = (pair(of_profile(records, case), case, first, second, metric) for case in profiles_of(records))
     return [each for each in found if each is not None]
 
 
 def honest(found: Iterable[Pairing]) -> list[Pairing]:
-    """Those of cells whose oracle does not lie."""
+    """Return the pairings of cells whose oracle does not lie."""
     return [each for each in found if CASES[each.case].oracle != "lying"]
 
 
 def losses(records: Sequence[Record]) -> list[Pairing]:
-    """Cells where foresight's mean TTFT is above a rival's beyond chance, the worst first; lying oracles included."""
+    """Return the cells where foresight's mean TTFT is significantly above a rival's, the worst first."""
     found = [each for rival in RIVALS for each in pairs(records, rival) if each.is_higher]
     return sorted(found, key=lambda each: (-each.ratio, each.case, each.second))
 
 
 def geometric_mean(ratios: Iterable[float]) -> float | None:
-    """Of positive numbers; None of none."""
+    """Return the geometric mean of positive numbers; None if there are none."""
     logs = [log(ratio) for ratio in ratios]
     return exp(float(np.mean(logs))) if logs else None
 
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """What foresight is without a term, against the better of its rivals in each cell."""
+    """The result of foresight without a term, compared with the better of its rivals in each cell."""
 
     variant: str
     mean: float
@@ -137,13 +137,13 @@ class Term:
     worst_case: str
     cells: int
     beside: float | None
-    """Geometric mean of the ratios to the whole policy."""
+    """Geometric mean of the ratios to foresight with all terms."""
     tbt_s: float
-    """Mean of what its TBT is above CLA*'s."""
+    """Mean of its TBT minus CLA*'s TBT, in seconds."""
 
 
 def terms(ablation: Sequence[Record], matrix: Sequence[Record]) -> list[Term]:
-    """Every variant over the cells where it and both rivals were run, in the order of their first record."""
+    """Evaluate every variant on the cells that have it and both rivals, in the order of their first record."""
     found = []
     for variant in dict.fromkeys(record.cell.policy for record in ablation):
         ratios: dict[str, float] = {}
@@ -166,7 +166,7 @@ def terms(ablation: Sequence[Record], matrix: Sequence[Record]) -> list[Term]:
 
 
 def matrix_findings(matrix: Sequence[Record], seen: Sequence[Record]) -> list[Finding]:
-    """Every claim on the matrix, and on the cells whose future is known."""
+    """Return every claim on the matrix, and on the cells compared with the clairvoyant search."""
     return [*_nowhere_worse(matrix), *_leads(matrix), _p99(matrix), _tbt(matrix), *_goodput(matrix), *_seen(seen)]
 
 

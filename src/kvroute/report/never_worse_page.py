@@ -1,4 +1,4 @@
-"""The page of the matrix: what foresight loses and why, then what it leads by, and every number; it runs nothing."""
+"""The page of the matrix: the cells that foresight loses and why, then its leads, and every number."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def write_never_worse(
     """Write `out`/report.html and the figures as PNG and SVG in `out`/figures.
 
     Args:
-        matrix: its runs as far as there are any, at least one.
+        matrix: its finished runs, at least one.
         ablation, seen: runs of the two other sweeps; may be empty.
-        out: folder, made if need be.
-        missing: cases that were not run, and why.
+        out: folder, created if needed.
+        missing: cases that were not run, and the reason.
 
     Returns:
         The path of the page.
@@ -68,7 +68,7 @@ def write_never_worse(
 
 
 def verdict(matrix: Sequence[Record]) -> str:
-    """One sentence over all cells."""
+    """Summarize all cells in one sentence."""
     lost = {each.case for each in losses(matrix)}
     told = []
     for rival in ("netkv", "cla"):
@@ -97,7 +97,7 @@ def _pictures(matrix: Sequence[Record], ablation: Sequence[Record], out: Path) -
 
 
 def _unsigned(records: Sequence[Record]) -> list[str]:
-    """What is not known of the code that results come from."""
+    """Return a note on results that do not record their code."""
     count = sum(not record.code for record in records)
     return [f"{count:,} of {len(records):,} results do not say which code they come from"] if count else []
 

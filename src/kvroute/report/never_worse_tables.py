@@ -1,4 +1,4 @@
-"""The matrix as grids of texts: what is lost and why, every cell, every term, and those who know the future."""
+"""The matrix as grids of texts: the losses and their reasons, every cell, every term, and the clairvoyant search."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ WHY: dict[str, str] = {
     "the last to empty. CLA*, which looks at no path, keeps a third near all along. A price for near memory would have "
     "to know that the overload lasts.",
 }
-"""What a loss comes from, by case; by its axis where all of an axis have one reason."""
+"""Reason for a loss by case, or by axis if all cases of the axis have the same reason."""
 UNEXPLAINED = "no reason found"
 
 
 def losses_grid(matrix: Sequence[Record]) -> Grid:
-    """Every cell where foresight's mean TTFT is above a rival's by more than two standard errors, with the reason."""
+    """List the cells where foresight's mean TTFT is above a rival's by more than two standard errors, with reasons."""
     headings = (
         Heading("cell"),
         Heading("against"),
@@ -80,7 +80,7 @@ def losses_grid(matrix: Sequence[Record]) -> Grid:
 
 
 def cells_grid(matrix: Sequence[Record], missing: Mapping[str, str]) -> Grid:
-    """Every cell: foresight's mean TTFT, and its ratio to every other policy's."""
+    """List every cell with foresight's mean TTFT and its ratio to every other policy's."""
     present = {record.cell.policy for record in matrix}
     others = [name for name in (*BASELINES, "foresight-closed", "foresight-joint") if name in present]
     headings = (
@@ -144,7 +144,7 @@ def _ratio(found: Pairing | None) -> Entry:
 
 
 def terms_grid(ablation: Sequence[Record], matrix: Sequence[Record]) -> Grid:
-    """What foresight is without each term: against the better of CLA* and NetKV, and against the whole."""
+    """Compare foresight without each term with the better of CLA* and NetKV, and with all terms."""
     headings = (
         Heading("foresight with"),
         Heading("geometric mean", "Of mean TTFT over the better of CLA*'s and NetKV's"),
@@ -169,7 +169,7 @@ def terms_grid(ablation: Sequence[Record], matrix: Sequence[Record]) -> Grid:
 
 
 def seen_grid(seen: Sequence[Record]) -> Grid:
-    """Everybody over the descent that knows draws and future."""
+    """Compare every policy with the clairvoyant search."""
     names = [name for name in SEEN if name != CLAIRVOYANT]
     headings = (Heading("cell"), Heading("descent ms", "Mean TTFT"), *(Heading(f"{name} / descent") for name in names))
     rows = []
@@ -187,7 +187,7 @@ def seen_grid(seen: Sequence[Record]) -> Grid:
 
 
 def headline_grid(matrix: Sequence[Record]) -> Grid:
-    """Geometric means against every policy, for the terminal."""
+    """Return the geometric means against every policy, for the terminal."""
     headings = (
         Heading("against"),
         Heading("cells"),

@@ -1,4 +1,4 @@
-"""Fills the HTML templates: one file per page, figures inline, nothing fetched, nothing scripted, text escaped."""
+"""Renders the HTML templates: one file per page, inline figures, escaped text, no scripts, no external files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvroute.types import InputError
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A figure on a page: its file name, what it shows, and the inline SVG."""
+    """A figure on a page: its file name, its caption, and the inline SVG."""
 
     name: str
     caption: str
@@ -28,9 +28,9 @@ class Picture:
 
 
 def picture(figure: Figure, out: Path, name: str, caption: str) -> Picture:
-    """Save the figure as PNG and SVG in `out`/figures and keep it for the page."""
+    """Save the figure as PNG and SVG in `out`/figures and return it for the page."""
     text = save(figure, out / "figures", name)
-    return Picture(name, caption, Markup(inline(text, name, escape(caption))))  # our own SVG, label escaped
+    return Picture(name, caption, Markup(inline(text, name, escape(caption))))  # our own SVG with an escaped label
 
 
 def write_page(template: str, path: Path, **values: Any) -> Path:
@@ -60,7 +60,7 @@ def write_page(template: str, path: Path, **values: Any) -> Path:
 
 
 def parameters(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """A nested configuration as (dotted name, text), in its own order."""
+    """Flatten a nested configuration to (dotted name, text), in its own order."""
     rows: list[tuple[str, str]] = []
     for name, value in config.items():
         if isinstance(value, Mapping) and value:

@@ -1,4 +1,4 @@
-"""The page of a plan: the optimum, what binds it, what moves it, and every number; it searches nothing."""
+"""The page of a plan: the optimum, its limiting stage, its sensitivity, and every number."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def write_plan(plan: Plan, out: Path, command: str) -> Path:
     """Write `out`/report.html, `out`/plan.json and the figures as PNG and SVG in `out`/figures.
 
     Args:
-        plan: what to show.
-        out: folder, made if need be.
-        command: how to run this again.
+        plan: the plan to show.
+        out: folder, created if needed.
+        command: the command that repeats the plan.
 
     Returns:
         The path of the page.

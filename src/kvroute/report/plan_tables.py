@@ -1,4 +1,4 @@
-"""A plan as grids of texts, for the terminal and the page: deployments, what moves the optimum, egress need."""
+"""A plan as grids of texts, for the terminal and the page: deployments, sensitivity of the optimum, egress need."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TITLES: dict[Kind, str] = {
     "home": "home GPUs alone",
 }
 _WORTH = 0.005
-"""A gain below this is none."""
+"""Gains below this share count as zero."""
 BINDING_TEXTS: dict[Binding, str] = {
     "prfaas_compute": "PrfaaS compute",
     "prfaas_egress": "PrfaaS egress",
@@ -30,7 +30,7 @@ STAGE_TEXTS = {"prfaas": "PrfaaS", "pd_p": "PD prefill", "pd_d": "PD decode"}
 
 
 def verdict(report: PlanReport) -> str:
-    """Whether to offload, what that serves against the alternatives, and what binds it, in sentences."""
+    """Say in sentences whether to offload, the throughput compared with the alternatives, and the limiting stage."""
     home = report.deployments.get("home")
     if home is not None and report.gain_over["home"] < _WORTH:
         remote = report.deployments["prfaas"].n_prfaas
@@ -63,13 +63,13 @@ def _served(found: Deployment) -> str:
 
 
 def _alternative(report: PlanReport, kind: Kind) -> str:
-    """Its name and its GPUs."""
+    """Return the alternative's name and its GPUs."""
     about = {"naive": "every prompt prefilled remotely"}.get(kind, report.costs[kind].made_of)
     return f"{TITLES[kind]} ({about})"
 
 
 def _link(report: PlanReport) -> str:
-    """The KV traffic of the plan, and why it is not what the remote GPUs could send."""
+    """Describe the KV traffic of the plan, and why it is below the rate that the remote GPUs could send."""
     used_gbps = report.deployments["prfaas"].egress_gbps
     available_gbps = sum(each.available_gbps for each in report.egress_need)
     needed_gbps = sum(each.offloaded_gbps for each in report.egress_need)
@@ -91,7 +91,7 @@ def _what(best: Deployment) -> str:
 
 
 def _room(report: PlanReport) -> str:
-    """How far the stages are that do not bind."""
+    """Describe the spare capacity of the stages that do not limit the plan."""
     best = report.deployments["prfaas"]
     above = [
         f"{STAGE_TEXTS[stage]} {bound / best.lambda_max_per_s - 1:.1%}"
@@ -102,7 +102,7 @@ def _room(report: PlanReport) -> str:
 
 
 def deployment_grid(report: PlanReport) -> Grid:
-    """One row per deployment."""
+    """Return one row per deployment."""
     headings = (
         Heading("deployment"),
         Heading("instances PrfaaS/P/D", "Prefill only, prefill and decode of the PD clusters"),
@@ -152,7 +152,7 @@ def _deployment_entries(each: Deployment, highest: float) -> list[Entry]:
 
 
 def egress_grid(found: Sensitivity) -> Grid:
-    """The optimum over bandwidth."""
+    """Return the optimum over bandwidth."""
     rows = tuple(
         (
             Entry(f"{point.available_gbps:,.4g}"),
@@ -175,13 +175,13 @@ def egress_grid(found: Sensitivity) -> Grid:
 
 
 def length_grid(found: Sensitivity) -> Grid:
-    """The optimum over the length of prompts."""
+    """Return the optimum over the length of prompts."""
     about = "Every prompt longer by a factor. Homogeneous: split anew for each."
     return _length_grid("Length of prompts", "lengths times", found.lengths, len(LENGTH_FACTORS), about)
 
 
 def spread_grid(found: Sensitivity) -> Grid:
-    """The optimum over how far lengths lie apart."""
+    """Return the optimum over the spread of lengths."""
     about = (
         "Logarithms of lengths so many times as far from their mean (sigma of a log-normal mix), the mean length kept."
     )
@@ -214,7 +214,7 @@ def _length_grid(title: str, factor: str, points: Sequence[LengthPoint], tried: 
 
 
 def price_grid(found: Sensitivity) -> Grid:
-    """Requests per unit of price over the price of PrfaaS GPUs."""
+    """Return requests per unit of price over the price of PrfaaS GPUs."""
     kinds = [kind for kind in TITLES if kind in found.price[0].requests_per_price]
     rows = tuple(
         (
@@ -233,7 +233,7 @@ def price_grid(found: Sensitivity) -> Grid:
 
 
 def need_grid(report: PlanReport) -> Grid:
-    """Eq. 2 for every PrfaaS cluster."""
+    """Return eq. 2 for every PrfaaS cluster."""
     rows = tuple(
         (
             Entry(each.cluster),
@@ -261,7 +261,7 @@ def _dearest(requests_per_price: dict[Kind, float], kind: Kind) -> bool:
 
 
 def grids(report: PlanReport) -> Sequence[Grid]:
-    """All of them, in the order of reading."""
+    """Return all grids in reading order."""
     found = report.sensitivity
     return (
         deployment_grid(report),

@@ -1,4 +1,4 @@
-"""What PrfaaS's experiments say about the publication's expectations, in sentences with their numbers."""
+"""Compares the results of PrfaaS's experiments with the publication's expectations, in sentences with numbers."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from kvroute.report.series import of_profile, profiles_of, summaries
 from kvroute.sim.metrics import Summary
 
 AGREES_WITHIN = 0.05
-"""Of formula and queues, where nothing varies."""
+"""Largest relative difference between formula and simulation, in the profile without variance."""
 WORSE_BY_MOST = 0.03
-"""What the scheduler may lose against the best threshold in hindsight."""
+"""Largest share of goodput that the scheduler may lose against the best threshold in hindsight."""
 ALIKE = 0.005
 """Thresholds whose goodput differs by less than this share are equally good."""
 CALM = "calm"
@@ -29,7 +29,7 @@ STAGES = {"prfaas_wait_s": "PrfaaS", "pd_p_wait_s": "PD prefill", "pd_d_wait_s":
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """A deployment's saturation throughput beside the formula's."""
+    """A deployment's simulated saturation throughput and the formula's."""
 
     policy: str
     formula_per_s: float
@@ -38,32 +38,32 @@ class Gap:
 
     @property
     def off(self) -> float:
-        """How far queues fall short of the formula, as a share of it; negative: below."""
+        """Relative difference of the simulation from the formula; negative: the simulation is lower."""
         return self.saturation.mean / self.formula_per_s - 1.0
 
     @property
     def off_exact(self) -> float:
-        """The same against the formula with E[T(L)]."""
+        """Relative difference of the simulation from the formula with E[T(L)]."""
         return self.saturation.mean / self.exact_per_s - 1.0
 
 
 def figure(records: Sequence[Record], name: str) -> Estimate | None:
-    """A figure over seeds."""
+    """Return a figure over seeds."""
     return estimate(record.figures.get(name) for record in records)
 
 
 def at(records: Sequence[Record], policy: str, **settings: float) -> list[Record]:
-    """Records of one policy with these axis values."""
+    """Return the records of one policy with these axis values."""
     return [r for r in records if r.cell.policy == policy and settings.items() <= r.cell.settings.items()]
 
 
 def policies_of(records: Sequence[Record]) -> list[str]:
-    """Names in the order of their first record."""
+    """Return the names in the order of their first record."""
     return list(dict.fromkeys(record.cell.policy for record in records))
 
 
 def saturations(records: Sequence[Record]) -> list[Gap]:
-    """Of one profile: every deployment at its highest load, if that is above what the formula promises."""
+    """Return every deployment of one profile at its highest load, if that is above the formula's throughput."""
     found = []
     for policy in policies_of(records):
         load = max(record.cell.settings["load"] for record in records if record.cell.policy == policy)
@@ -76,36 +76,36 @@ def saturations(records: Sequence[Record]) -> list[Gap]:
 
 
 def goodput_per_s(summary: Summary) -> float | None:
-    """Of the measured window."""
+    """Return the goodput in the measured window."""
     return summary.goodput_per_s
 
 
 def statics(records: Sequence[Record]) -> list[str]:
-    """Policies whose threshold stays, ascending by it."""
+    """Return the policies with a static threshold, ascending by threshold."""
     return [policy for policy in policies_of(records) if policy != DUAL]
 
 
 def best_static(records: Sequence[Record]) -> str | None:
-    """Of one profile: the threshold with the highest mean goodput; of equals the one with the lower mean TTFT."""
+    """Return the static policy of one profile with the highest mean goodput; on a tie, with the lower mean TTFT."""
     ranked = [(-good_per_s, ttft_s, policy) for good_per_s, ttft_s, policy in _levels(records)]
     return min(ranked)[2] if ranked else None
 
 
 def old_static(records: Sequence[Record]) -> str | None:
-    """The threshold for the traffic before the disturbance: the fastest of those that are as good as the best one."""
+    """Return the policy for the traffic before the disturbance: the fastest of those as good as the best."""
     calm = of_profile(records, CALM)
     good = [(ttft_s, policy) for _, ttft_s, policy in _levels(calm) if is_as_good(calm, policy)]
     return min(good)[1] if good else None
 
 
 def is_as_good(records: Sequence[Record], policy: str | None) -> bool:
-    """Whether a threshold's mean goodput is within ALIKE of the best one's, of one profile."""
+    """Return whether a policy's mean goodput is within ALIKE of the best one's, in one profile."""
     levels = {known: good_per_s for good_per_s, _, known in _levels(records)}
     return policy in levels and levels[policy] >= (1.0 - ALIKE) * max(levels.values())
 
 
 def _levels(records: Sequence[Record]) -> list[tuple[float, float, str]]:
-    """Mean goodput, mean TTFT and name of every threshold that stays."""
+    """Return mean goodput, mean TTFT and name of every policy with a static threshold."""
     found = []
     for policy in statics(records):
         runs = [record.summary for record in records if record.cell.policy == policy]
@@ -116,12 +116,13 @@ def _levels(records: Sequence[Record]) -> list[tuple[float, float, str]]:
 
 
 def lead(records: Sequence[Record], over: str | None) -> Difference | None:
-    """The scheduler's goodput less that of a static threshold, paired over seeds."""
+    """Return the scheduler's goodput minus that of a static threshold, paired over seeds."""
     return None if over is None else difference(summaries(records), DUAL, over, goodput_per_s)
 
 
 def standard_error(found: Difference, records: Sequence[Record]) -> float | None:
-    """Of the mean difference in goodput, as a share of the second policy's mean; None with one seed."""
+    """Return the standard error of the mean difference in goodput, as a share of the second policy's mean; None with
+    one seed."""
     first, second = (_by_seed(records, policy) for policy in (found.first, found.second))
     each = estimate(first[seed] - second[seed] for seed in sorted(first.keys() & second.keys()))
     level = estimate(second.values())
@@ -135,7 +136,7 @@ def _by_seed(records: Sequence[Record], policy: str) -> dict[int, float]:
 
 
 def prfaas_findings(experiment: Experiment, records: Sequence[Record], points: Sequence[Computed]) -> list[Finding]:
-    """Every claim in every profile that has records."""
+    """Return every claim for every profile with records."""
     if experiment.name == CASE_STUDY.name:
         return [each for name in profiles_of(records) for each in _case(name, of_profile(records, name))]
     if experiment.name == BURST.name:
@@ -153,8 +154,8 @@ def _case(profile: str, records: Sequence[Record]) -> list[Finding]:
 
 
 def _agreement(profile: str, gaps: Sequence[Gap], records: Sequence[Record]) -> Finding:
-    """Where lengths vary, a convex prefill time makes the mean request dearer than the request of mean length; with
-    prefixes, the formula has one cache without limit and every instance its own."""
+    """Compare formula and simulation. If lengths vary, a convex prefill time makes the mean cost of a request higher
+    than the cost of the mean length. With prefixes, the formula has one unlimited cache, not one per instance."""
     certain = profile == "no-variance"
     told = "; ".join(
         f"{gap.policy} {gap.saturation.mean:.2f}/s against {gap.formula_per_s:.2f} ({gap.off:+.1%}"
@@ -192,7 +193,7 @@ def _order(profile: str, gaps: Sequence[Gap]) -> Finding:
 
 
 def _waiting(profile: str, records: Sequence[Record], load: float = 0.9) -> list[Finding]:
-    """Where time goes at 90 % of what the formula promises."""
+    """Describe the parts of TTFT at 90 % of the formula's throughput."""
     there = at(records, "prfaas", load=load)
     ttft, service, p90 = (
         estimate(record.summary.ttft_s.mean for record in there),
@@ -229,7 +230,8 @@ def _burst(profile: str, records: Sequence[Record], old: str | None, planned: st
 def _against(
     profile: str, records: Sequence[Record], other: str | None, claim: str, least: float | None = None
 ) -> Finding:
-    """`least`: the relative difference from which the claim holds; None: it holds if it is above zero beyond noise."""
+    """Compare the scheduler with a policy. The claim holds from the relative difference `least` on; if `least` is None,
+    it holds for a significant difference above zero."""
     found = lead(records, other)
     if found is None:
         return Finding(
@@ -252,7 +254,7 @@ def _against(
 
 
 def _not_worse(profile: str, records: Sequence[Record], old: str) -> Finding:
-    """No threshold does better than the old one in this scenario: not to be worse beyond noise is all that can be."""
+    """Check that the scheduler is not significantly worse: in this scenario no threshold is better than the old one."""
     claim = "not below the static threshold of the old traffic, which is the best one here, too"
     found = _against(profile, records, old, claim)
     if found.holds == "unclear" and lead(records, old) is not None:

@@ -1,4 +1,4 @@
-"""The page of one of PrfaaS's experiments: what was expected, what came out, and every number; it runs nothing."""
+"""The page of one of PrfaaS's experiments: the expectation, the result, and every number."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def write_prfaas(experiment: Experiment, records: Sequence[Record], points: Sequ
     """Write `out`/report.html and the figures as PNG and SVG in `out`/figures.
 
     Args:
-        experiment: what was swept.
-        records: its runs as far as there are any.
-        points: its arithmetic, for `prfaas-kv-throughput`.
-        out: folder, made if need be.
+        experiment: the sweep.
+        records: its finished runs.
+        points: its computed cells, for `prfaas-kv-throughput`.
+        out: folder, created if needed.
 
     Returns:
         The path of the page.
@@ -106,7 +106,7 @@ def _pictures(
 
 
 def _commands(experiment: Experiment, cells: Sequence[Cell], trace: str) -> list[str]:
-    """The whole sweep, then its first cell alone."""
+    """Return the command for the whole sweep, and the one for its first cell."""
     start = f"kvroute experiment {shlex.quote(experiment.name)}{reading_options(cells[0], named=False)}"
     if not trace.startswith("generated"):
         start += f" --trace {shlex.quote(trace.split(',')[0])}"

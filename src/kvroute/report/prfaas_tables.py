@@ -34,7 +34,7 @@ _WAIT_KEYS = ("prfaas_wait_s", "pd_p_wait_s", "pd_d_wait_s", "ethernet_s")
 
 
 def prfaas_grids(experiment: Experiment, records: Sequence[Record], points: Sequence[Computed]) -> list[Grid]:
-    """The tables of one experiment, the one to read first in front."""
+    """Return the tables of one experiment, the most important first."""
     if experiment.name == CASE_STUDY.name:
         return [grid for grid in (_throughput(records), _times(records)) if grid.rows]
     if experiment.name == BURST.name:

@@ -1,4 +1,4 @@
-"""The command that gives an experiment's results again, told from the results: reading, profiles and seeds."""
+"""The command that repeats an experiment, derived from its results: reading, profiles and seeds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvroute.experiments.cells import Cell, Experiment
 
 
 def sweep_options(experiment: Experiment, cells: Sequence[Cell]) -> str:
-    """Profiles, where not all ran, and seeds, as options; begins with a blank."""
+    """Return profiles (unless all ran) and seeds as options, with a leading blank."""
     ran = {cell.profile for cell in cells}
     profiles = [name for name in experiment.profiles if name in ran]
     told = (
@@ -19,18 +19,18 @@ def sweep_options(experiment: Experiment, cells: Sequence[Cell]) -> str:
 
 
 def seed_options(cells: Sequence[Cell]) -> str:
-    """From the first seed to the last."""
+    """Return the option for the range from the first to the last seed."""
     first, last = min(cell.seed for cell in cells), max(cell.seed for cell in cells)
     return f"{f' --seed {first}' if first else ''} --seeds {last - first + 1}"
 
 
 def cell_options(cell: Cell) -> str:
-    """One cell alone."""
+    """Return the options for one cell."""
     point = ",".join((cell.profile, *(f"{value:g}" for value in cell.settings.values()), cell.policy))
     return f" --cell {shlex.quote(point)} --seed {cell.seed}"
 
 
 def reading_options(cell: Cell, *, named: bool) -> str:
-    """The reading and the assumptions that were changed; `named`: whether the experiment has several readings."""
+    """Return options for the reading and the changed assumptions; `named`: the experiment has several readings."""
     name, *changes = cell.reading.split("+")
     return (f" --reading {shlex.quote(name)}" if named else "") + "".join(f" --set {shlex.quote(c)}" for c in changes)

@@ -1,4 +1,4 @@
-"""Runs to grids of texts, one row per policy or point; it computes no metric itself."""
+"""Runs as grids of texts, one row per policy or point."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class _Column:
     scale: float = 1.0
     least_wins: bool | None = None
     digits: int | None = None
-    """None: by the size of the column's largest value."""
+    """Number of decimals; None: derived from the column's largest value."""
 
 
 _IN_TIME = "SLO %"
@@ -87,28 +87,28 @@ _BETWEEN_SITES = (
         digits=0,
     ),
 )
-"""Shown where something goes between datacenters."""
+"""Columns shown if KV cache is sent between datacenters."""
 _TIERS_AFTER = "good /s"
 
 
 def comparison_table(runs: Sequence[Summary], *, width: int | None = None, slo_ttft_s: float | None = None) -> Table:
-    """One row per policy: the mean over seeds and, below it, ± half of the 95 % confidence interval.
+    """Return one row per policy: the mean over seeds and, below it, ± half of the 95 % confidence interval.
 
     Args:
         runs: one summary per policy and seed.
-        width: characters to fit in, None for those of the terminal; less important columns give way.
-        slo_ttft_s: within which a first token is in time, for the heading; None: not known.
+        width: maximum width in characters, None for the terminal's; less important columns are dropped.
+        slo_ttft_s: TTFT limit of the SLO for the heading, in seconds; None: unknown.
     """
     return rich_table(comparison_grid(runs, slo_ttft_s), width)
 
 
 def experiment_table(experiment: Experiment, records: Sequence[Record], *, width: int | None = None) -> Table:
-    """Axis values by policies: mean TTFT ± standard deviation of seeds, SLO attainment, and the `versus` pair's gap."""
+    """Return axis values by policies: mean TTFT ± standard deviation of seeds, SLO attainment, gap of `versus`."""
     return rich_table(experiment_grid(experiment, records), width)
 
 
 def comparison_grid(runs: Sequence[Summary], slo_ttft_s: float | None = None) -> Grid:
-    """The comparison as texts; what was not measured is "-"."""
+    """Return the comparison as texts; "-" marks unmeasured values."""
     policies = policies_of(runs)
     columns = [[Entry(policy) for policy in policies]]
     headings = [Heading("policy")]
@@ -127,7 +127,7 @@ def comparison_grid(runs: Sequence[Summary], slo_ttft_s: float | None = None) ->
 
 
 def _with_slo(heading: Heading, slo_ttft_s: float | None) -> Heading:
-    """The column of requests in time says within how many seconds."""
+    """Add the TTFT limit in seconds to the heading of the column of requests within the SLO."""
     if heading.title != _IN_TIME or slo_ttft_s is None:
         return heading
     seconds = about_duration(slo_ttft_s).replace(" ", "")
@@ -164,14 +164,14 @@ def _entry(known: Estimate | None, scale: float, digits: int, best: float | None
 
 
 def digits_for(largest: float) -> int:
-    """Decimals that show three figures or more of the largest number of a column, four at most."""
+    """Return the decimals that show at least three digits of the largest number of a column, at most four."""
     if largest >= 100:
         return 0
     return int(np.clip(2 - np.floor(np.log10(max(largest, 1e-9))), 1, 4))
 
 
 def tier_means(runs: Sequence[Summary]) -> dict[str, float]:
-    """Mean share of transfers per tier over the runs that had any; empty where none had."""
+    """Return the mean share of transfers per tier over the runs with transfers; empty if there are none."""
     sent = [run.tier_share for run in runs if sum(run.tier_share.values()) > 0]
     names = sorted({name for share in sent for name in share})
     return {name: float(np.mean([share.get(name, 0.0) for share in sent])) for name in names}
@@ -187,7 +187,7 @@ def _tiers(runs: Sequence[Summary]) -> str:
 
 
 def experiment_grid(experiment: Experiment, records: Sequence[Record]) -> Grid:
-    """The sweep as texts, a row per profile and point; the last column is the gap of the `versus` pair."""
+    """Return the sweep as texts, a row per profile and point; the last column is the gap of the `versus` pair."""
     axes = axes_of(records)
     present = {record.cell.policy for record in records}
     policies = [name for name in experiment.policies if name in present]
@@ -230,7 +230,7 @@ def _point_entries(runs: Sequence[Summary], policies: Sequence[str]) -> list[Ent
 
 
 def gap_entry(gap: Difference | None) -> Entry:
-    """A paired difference as a percentage with its interval, and whether that is noise."""
+    """Return a paired difference as a percentage with its interval, and whether it is noise."""
     if gap is None:
         return Entry(UNKNOWN)
     half_width = relative_half_width(gap)

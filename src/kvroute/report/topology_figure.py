@@ -22,12 +22,12 @@ _FILL = {"datacenter": "#ffffff", "pod": "#eef2f6", "rack": "#dfe6ed", "node": "
 _EDGE = {"datacenter": "#8796a5", "pod": "#a9b6c3", "rack": "#a9b6c3", "node": "#b9c4cf"}
 _INK, _WIRE = "#26323d", "#5b6b7a"
 _LABELLED_MOST = 64
-"""With more instances than that, cells bear no names."""
+"""Maximum number of instances for which cells show names."""
 _CELL = (1.5, 0.62)
 _SMALL_CELL = (0.55, 0.42)
 _GAP, _HEAD, _WIRES = 0.22, 0.5, 0.95
 _STOPS = (0.0, 3.0, 5.2, 6.9)
-"""Columns of the table below the picture."""
+"""Column positions of the table below the picture."""
 _MOST = 20_000
 
 
@@ -40,14 +40,14 @@ class _Box:
     height: float
     children: tuple[tuple[float, float, _Box], ...] = ()
     rails: tuple[float, ...] = ()
-    """Heights of the bars that children's uplinks reach, one per row of children."""
+    """Heights of the bars where the children's uplinks end, one per row of children."""
 
 
 def draw_topology(cluster: Cluster, path: Path | str) -> None:
-    """Write the picture to `path`; the ending (.png, .svg, .pdf) is the format.
+    """Write the picture to `path`; the extension (.png, .svg, .pdf) selects the format.
 
     Raises:
-        InputError: an ending that is none of these, an unwritable path, or too many instances to draw.
+        InputError: the extension is not supported, the path cannot be written, or there are too many instances to draw.
     """
     path = Path(path)
     if path.suffix not in (".png", ".svg", ".pdf"):
@@ -64,7 +64,7 @@ def draw_topology(cluster: Cluster, path: Path | str) -> None:
 
 
 def topology_figure(cluster: Cluster) -> Figure:
-    """The picture of a cluster; InputError above 20000 instances."""
+    """Draw a cluster; raises InputError above 20000 instances."""
     count = len(cluster.instances)
     if count > _MOST:
         raise InputError(
@@ -127,7 +127,7 @@ def _layout(domain: Domain, labelled: bool) -> _Box:
 
 
 def _least_width(domain: Domain) -> float:
-    """Room for the name, and right of the middle for the text of the uplinks."""
+    """Return the width needed for the name, and for the text of the uplinks to the right of the middle."""
     lines = _wire_text(domain.uplinks, 0.0).split("\n") if domain.uplinks else [""]
     return max(0.17 * len(domain.name) + 0.5, 2 * max(map(_text_width, lines)))
 
@@ -137,18 +137,18 @@ def _text_width(text: str) -> float:
 
 
 def _wire_text(uplinks: Uplinks, room: float) -> str:
-    """The uplinks on one line if `room` suffices, else on two."""
+    """Return the uplinks on one line if `room` is enough, otherwise on two."""
     text = uplinks_text(uplinks)
     return text if _text_width(text) <= room else text.replace("\N{MULTIPLICATION SIGN} ", "\N{MULTIPLICATION SIGN}\n")
 
 
 def _exits(domain: Domain) -> list[Domain]:
-    """What hangs on the domain's switch: its children, or theirs where a level is left out."""
+    """Return the domains below the domain's switch: its children, or theirs if a level is left out."""
     return [exit_ for child in domain.children for exit_ in ([child] if child.name else _exits(child))]
 
 
 def _columns(domain: Domain, boxes: list[_Box]) -> int:
-    """Nodes fill columns, racks and pods rows, so that a domain is about as wide as a page."""
+    """Return the number of columns: nodes fill columns, racks and pods rows, so a domain is about as wide as a page."""
     if len(boxes) <= (4 if domain.kind == "rack" else 2):
         return 1 if domain.kind == "rack" else len(boxes)
     widest, tallest = max(box.width for box in boxes), max(box.height for box in boxes)
@@ -201,7 +201,7 @@ def _frame(axes: Axes, left: float, bottom: float, width: float, height: float, 
 
 
 def _draw_rails(axes: Axes, box: _Box, left: float, bottom: float, size: float) -> None:
-    """The switch of a domain as a bar above each row, the bars joined, with the children's uplinks rising to it."""
+    """Draw the switch of a domain as connected bars above the rows, each with the uplinks of the row's children."""
     for rail in box.rails:
         rising = [(x, y, child) for x, y, child in box.children if y < rail and y + child.height > rail - _WIRES - 0.05]
         ends = [x + child.width / 2 for x, _, child in rising]
@@ -242,7 +242,7 @@ def _draw_instance(axes: Axes, instance: Instance, x: float, y: float, cell: tup
 
 
 def _draw_wan(axes: Axes, cluster: Cluster, sites: list[_Box], height: float, size: float) -> None:
-    """Links between datacenters at the height of their names, one below the other."""
+    """Draw links between datacenters at the height of their names, one below the other."""
     lefts = np.cumsum([0.0] + [site.width + _site_gap(cluster) for site in sites])
     position = {site.domain.name: number for number, site in enumerate(sites)}
     for row, wan in enumerate(cluster.file.wan):
@@ -262,7 +262,7 @@ def _draw_wan(axes: Axes, cluster: Cluster, sites: list[_Box], height: float, si
 
 
 def _draw_foot(axes: Axes, cluster: Cluster, size: float) -> None:
-    """Roles, and what each tier offers between prefill and decode."""
+    """Draw the roles, and the bandwidth of each tier between prefill and decode."""
     roles = Counter(instance.role for instance in cluster.instances)
     left = 0.0
     for role, colour in ROLE_COLOURS.items():

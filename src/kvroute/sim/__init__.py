@@ -1,1 +1,1 @@
-"""Virtual time: the loop, prefill and decode instances, workloads and a run."""
+"""Discrete-event simulator: the event loop, prefill and decode instances, workloads and one run."""

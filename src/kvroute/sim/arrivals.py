@@ -1,4 +1,4 @@
-"""Which request of a trace comes next: at its time, or once those that it waits for have been answered."""
+"""Order of arrivals of a trace: each request at its own time, or after the requests that it waits for have ended."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from kvroute.sim.workload import Trace
 
 
 class Arrivals:
-    """Every request once, unless it would come too late; those of one time in the trace's order."""
+    """Yields every request once, except those that would arrive after their deadline; equal times in the trace's
+    order."""
 
     def __init__(self, trace: Trace) -> None:
         self._at_s, self._loop = [request.at_s for request in trace.requests], trace.loop
@@ -18,12 +19,12 @@ class Arrivals:
         self._waits_for: list[int] = []
         self._followers: dict[int, list[int]] = {}
         self.next_s = self._at_s[0] if self._at_s else FOREVER
-        """When the next one comes, as far as that is known; read it."""
+        """Time of the next known arrival; infinity where none is known. Read-only for callers."""
         if trace.loop is not None:
             self._begin(trace.loop.after)
 
     def take(self) -> int:
-        """The next request: it comes now, at `next_s`."""
+        """Return the next request and remove it; it arrives at `next_s`."""
         if self._loop is not None:
             _, request = heappop(self._due)
             self.next_s = self._due[0][0] if self._due else FOREVER
@@ -34,7 +35,7 @@ class Arrivals:
         return request
 
     def ended(self, at: float, request: int) -> None:
-        """A request has been answered or refused."""
+        """Record that a request has finished or was rejected, and schedule the requests that waited for it."""
         for follower in self._followers.pop(request, ()):
             self._waits_for[follower] -= 1
             if not self._waits_for[follower]:

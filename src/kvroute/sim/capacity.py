@@ -1,6 +1,6 @@
-"""What own transfers may use of each link over time: nominal capacity less others' traffic, cuts and fluctuation.
+"""Capacity of each link for kvroute's own transfers over time: nominal less other traffic, cuts and fluctuation.
 
-It moves no bytes: `next_s` says when something changes, `step` makes that change.
+It moves no bytes: `next_s` is the time of the next change, and `step` applies it.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from kvroute.topology import Cluster
 from kvroute.types import CROSS_DATACENTER, TIER_COUNT, FloatArray, InputError, IntArray
 
 _BURST = -1
-"""In the schedule: a burst starts or ends; fluctuations and changes have the numbers from 0."""
+"""Entry of the schedule: a burst starts or ends. Fluctuations and changes are numbered from 0."""
 
 
 class Capacity:
-    """Every link's capacity now, and what changes it. A burst takes its share of what a cut has left."""
+    """Current capacity of every link. A burst takes its share of the capacity that remains after cuts."""
 
     def __init__(
         self,
@@ -31,10 +31,10 @@ class Capacity:
         changes: Sequence[CapacityChange] = (),
         fluctuations: Sequence[Fluctuation] = (),
     ) -> None:
-        """All capacity is there, less steady background. Random times and shares are drawn from `seed`.
+        """Start with nominal capacity less the steady background. Random times and shares are drawn from `seed`.
 
         Raises:
-            InputError: a change or fluctuation of a link that the cluster does not have.
+            InputError: a change or fluctuation names a link that the cluster does not have.
         """
         self._background, self._bursting = background, False
         self._whole = cluster.capacity_bytes_per_s
@@ -60,11 +60,11 @@ class Capacity:
 
     @property
     def next_s(self) -> float:
-        """When the next change is due; inf if there is none."""
+        """Time of the next change; infinity if there is none."""
         return self._schedule[0][0] if self._schedule else float("inf")
 
     def step(self) -> None:
-        """Make the change that is due at `next_s`."""
+        """Apply the change that is due at `next_s`."""
         at_s, number = heappop(self._schedule)
         if number == _BURST:
             self._bursting = not self._bursting
@@ -84,17 +84,17 @@ class Capacity:
 
     @property
     def bytes_per_s(self) -> FloatArray:
-        """[link] what own transfers may use now."""
+        """Capacity for own transfers now, [link]."""
         left: FloatArray = self._whole * (1.0 - np.append(self.background_share(), 0.0)[self._tier])
         return left if self._is_whole() else left * self._changed * self._fluctuating
 
     def background_share(self) -> FloatArray:
-        """[TIER_COUNT] what others take of each tier now."""
+        """Share of each tier's capacity that other traffic takes now, [TIER_COUNT]."""
         share = np.array(self._background.per_tier)
         return share + np.array(self._background.burst_per_tier) if self._bursting else share
 
     def missing_per_tier(self) -> FloatArray:
-        """[TIER_COUNT] share of each tier's nominal capacity that is not there for own transfers."""
+        """Share of each tier's nominal capacity that own transfers cannot use now, [TIER_COUNT]."""
         share = self.background_share()
         if self._is_whole():
             return share
@@ -105,12 +105,12 @@ class Capacity:
         return missing
 
     def missing_per_link(self) -> FloatArray:
-        """[link] the same for each link."""
+        """Share of each link's nominal capacity that own transfers cannot use now, [link]."""
         share: FloatArray = np.append(self.background_share(), 0.0)[self._tier]
         return share if self._is_whole() else share + (1.0 - share) * (1.0 - self._changed * self._fluctuating)
 
     def cut_for_good(self) -> IntArray:
-        """Links that have no capacity once all changes are over."""
+        """Ids of the links that have no capacity after the last change."""
         last = np.ones(len(self._whole))
         for number, change in enumerate(self._changes):
             last[self._links[len(self._fluctuations) + number]] = change.share
@@ -121,7 +121,11 @@ class Capacity:
 
 
 def links_named(cluster: Cluster, name: str) -> IntArray:
-    """Ids of the links that a change names: one by its own name, `A to B`, or `wan`. Raises InputError for none."""
+    """Ids of the links that `name` selects: a link's own name, `A to B`, or `wan`.
+
+    Raises:
+        InputError: no link matches.
+    """
     if name == "wan":
         found = cluster.links_of_tier(CROSS_DATACENTER)
     else:

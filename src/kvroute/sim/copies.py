@@ -1,6 +1,7 @@
-"""Cached prefixes on their way to another instance: blocks held at both ends until all bytes are there, or none is.
+"""Copies of cached prefixes to another instance. Blocks are held at both ends until the whole copy has arrived or
+failed.
 
-It knows what is true of memory and tells the router; which prefixes move, and when, is decided elsewhere.
+This module updates KV memory and reports to the router. It does not decide which prefixes to copy, or when.
 """
 
 from __future__ import annotations
@@ -17,25 +18,25 @@ from kvroute.types import CopyFinished, CopyPrefix
 
 Begun = Literal["held", "joined", "refused"]
 _AHEAD = 1 << 40
-"""Copies ahead of demand go by this and their number: requests have lower numbers, and their own luck with paths."""
+"""Offset of the numbers of copies ahead of demand. Requests have lower numbers, so their ECMP draws do not collide."""
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A prefix that is read at its source and has room at its target."""
+    """A copy in progress: the prefix is pinned at its source and has reserved memory at its target."""
 
     copy_id: int
     source: int
     target: int
     blocks: tuple[int, ...]
     hit: int
-    """Blocks of it that the target had."""
+    """Number of its blocks that the target already had."""
     joined: list[tuple[int, int]] = field(default_factory=list)
-    """Other requests that wait for the same prefix at the same place, and the numbers of their copies."""
+    """Other requests that wait for the same prefix at the same target: (request number, copy id)."""
 
 
 class Copies:
-    """Copies for requests, by the request's number, and ahead of demand, by one of their own."""
+    """Copies for requests, keyed by the request's number, and copies ahead of demand, keyed by their own number."""
 
     def __init__(self, cluster: Cluster, fleet: Fleet, delivery: Delivery, router: Router, agenda: Agenda) -> None:
         self._cluster, self._fleet, self._delivery = cluster, fleet, delivery
@@ -43,19 +44,24 @@ class Copies:
         self._held: dict[int, Held] = {}
 
     def landed_ahead(self, number: int, _: int) -> None:
-        """One that nobody waited for is there."""
+        """Complete a copy that no request waited for."""
         self.landed(number)
 
     def start(self, order: CopyPrefix) -> None:
-        """A copy ahead of demand leaves now, behind all requests' bytes; bytes have been moved up to now."""
+        """Start a copy ahead of demand now, at lower priority than all requests. The caller has moved bytes up to
+        now."""
         source, target = self._cluster.index(order.source), self._cluster.index(order.target)
         number = _AHEAD + order.copy_id
         if self.hold(number, order.copy_id, source, target, order.blocks) == "held":
             self._delivery.copy(number, source, target, order.kv_bytes, ahead=True)
 
     def hold(self, number: int, copy_id: int, source: int, target: int, blocks: tuple[int, ...]) -> Begun:
-        """Hold a prefix at both ends; or wait for a request's copy of the same that is on its way there; or tell that
-        it will not come: its source has lost it, its target has no room."""
+        """Pin a prefix at its source and reserve memory at its target.
+
+        Return "joined" if a request's copy of the same prefix to the same target is in progress: this one then waits
+        for it.
+        Return "refused" if the source has evicted the prefix or the target has no memory for it.
+        """
         for leader, held in self._held.items():
             if max(leader, number) < _AHEAD and held.target == target and held.blocks == blocks:
                 held.joined.append((number, copy_id))
@@ -73,7 +79,7 @@ class Copies:
         return "held"
 
     def landed(self, number: int) -> list[int]:
-        """All bytes are there: the prefix is cached from now on. Who waited for it."""
+        """Complete a copy: the prefix is cached at its target from now on. Return the requests that waited for it."""
         del self._delivery.transfers[number]
         held, memory = self._held.pop(number), self._fleet.memory
         memory.index.unpin(held.source, held.blocks, len(held.blocks))
@@ -83,7 +89,8 @@ class Copies:
         return self._end(number, held, landed=True)
 
     def fail(self, number: int) -> list[int]:
-        """It will not come: nothing of it is cached, and its room is free. Who waited for it."""
+        """Fail a copy: nothing of it is cached, and its memory is free again. Return the requests that waited for
+        it."""
         self._delivery.stop(number)
         held, memory = self._held.pop(number), self._fleet.memory
         memory.index.unpin(held.source, held.blocks, len(held.blocks))
@@ -91,7 +98,7 @@ class Copies:
         return self._end(number, held, landed=False)
 
     def stop(self) -> None:
-        """The run is over: what has left of copies that nobody waits for is accounted."""
+        """End the run: count the bytes already sent by unfinished copies."""
         for number in self._held:
             self._delivery.stop(number)
 

@@ -1,6 +1,6 @@
-"""KV caches on their way from prefill to decode: room booked at the target, bytes sent, and transfers that fail.
+"""KV transfers from prefill to decode: memory reserved at the target, bytes sent, and failed transfers.
 
-It knows what is true of memory and links and tells nobody: what had to be evicted for it is returned.
+This module updates KV memory and links and does not call the router: it returns the blocks that it had to evict.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from kvroute.types import Decode
 
 
 class Delivery:
-    """A request is booked, sent, landed and released, in this order; or given up once it is booked."""
+    """Every request is booked, sent, completed (`land`) and released, in this order, or given up after it was
+    booked."""
 
     def __init__(
         self,
@@ -37,19 +38,19 @@ class Delivery:
         self._total_blocks = [0] * len(trace)
         self._pinned_hit = [0] * len(trace)
         self.next_s = UNBOUNDED
-        """When the next flow ends if nothing changes."""
+        """Time at which the next flow ends if nothing changes."""
         self.transfers: dict[int, Transfer] = {}
-        """Started and not landed, by request; a request's copy of a cached prefix comes before its KV cache. Copies
+        """Transfers in progress, by request. A request's copy of a cached prefix comes before its KV transfer. Copies
         ahead of demand have numbers of their own."""
         self.streaming: set[int] = set()
         """Requests whose KV cache is being sent while it is computed."""
 
     def cached(self, request: int) -> tuple[int, ...]:
-        """The blocks of a request that a decode instance keeps."""
+        """Blocks of a request that the decode instance keeps after the request has finished."""
         return self._trace[request].blocks if self._decode_cache else ()
 
     def book(self, request: int, decision: Decode) -> list[Evicted]:
-        """Hold room at the target from now on; what had to go for it."""
+        """Reserve memory at the target; return the blocks evicted for it."""
         outcomes, target = self._outcomes, self._cluster.index(decision.target)
         outcomes.target[request], outcomes.tier[request] = target, decision.tier
         outcomes.hit_tokens[request], outcomes.kv_bytes[request] = decision.hit_tokens, decision.kv_bytes
@@ -61,7 +62,8 @@ class Delivery:
         return self._fleet.memory.reserve(target, blocks, hit, total)
 
     def send(self, request: int, *, produced_bytes_per_s: float = UNBOUNDED) -> None:
-        """Start a booked transfer now; below an unbounded rate of production it streams until `complete`."""
+        """Start a booked transfer now. With a finite `produced_bytes_per_s` it streams at this rate until
+        `complete`."""
         outcomes = self._outcomes
         source, target = int(outcomes.source[request]), int(outcomes.target[request])
         if produced_bytes_per_s < UNBOUNDED:
@@ -72,32 +74,33 @@ class Delivery:
         self.next_s = self.fabric.next_finish_s()
 
     def complete(self, request: int) -> None:
-        """The prefill of a streaming request has ended."""
+        """End the streaming phase of a request: its prefill has ended."""
         self.streaming.remove(request)
         self.fabric.release(self.transfers[request])
         self.next_s = self.fabric.next_finish_s()
 
     def copy(self, number: int, source: int, target: int, nbytes: float, *, ahead: bool = False) -> None:
-        """Start to copy a cached prefix now: for the request of that number, or `ahead` of any."""
+        """Start to copy a cached prefix now, for the request `number` or `ahead` of demand."""
         self.transfers[number] = self.fabric.send(number, source, target, nbytes, is_copy=True, ahead=ahead)
         self.next_s = self.fabric.next_finish_s()
 
     def look_ahead(self) -> None:
-        """Note when the next flow ends, after bytes have moved or capacities changed."""
+        """Update `next_s` after bytes have moved or capacities have changed."""
         self.next_s = self.fabric.next_finish_s()
 
     def land(self, request: int) -> list[Evicted]:
-        """All bytes of a KV cache are there."""
+        """Complete a KV transfer; return the blocks evicted for it."""
         target = int(self._outcomes.target[request])
         return self._fleet.memory.land(target, self.cached(request), self._pinned_hit[request])
 
     def release(self, request: int) -> list[Evicted]:
-        """The request is answered."""
+        """Release the memory of a finished request; return the evicted blocks."""
         target = int(self._outcomes.target[request])
         return self._fleet.memory.release(target, self.cached(request), self._total_blocks[request])
 
     def give_up(self, request: int) -> list[Evicted]:
-        """Stop the transfer, if it has started, and free what was booked; the row says nothing of it any more."""
+        """Stop the transfer if it has started, free its memory and reset the request's row; return the evicted
+        blocks."""
         outcomes = self._outcomes
         self.stop(request)
         target, hit = int(outcomes.target[request]), self._pinned_hit[request]
@@ -107,7 +110,7 @@ class Delivery:
         return evicted
 
     def stop(self, request: int) -> None:
-        """Stop a request's transfer or copy, if there is one; what has left of it is accounted apart."""
+        """Stop a request's transfer or copy if there is one; the bytes that it has sent are counted separately."""
         transfer = self.transfers.pop(request, None)
         self.streaming.discard(request)
         if transfer is not None and transfer.flows_left:

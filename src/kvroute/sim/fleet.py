@@ -1,6 +1,6 @@
-"""The engines of a run: which of them prefill and which decode now, their KV memory, and the change of role.
+"""The engines of a run: their current roles, their KV memory and their role switches.
 
-It has no clock: the run says when something is over, and is told when an instance has nothing left to do.
+It has no clock: the caller reports when a request has ended on an instance.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from kvroute.types import InputError, Role
 
 
 class Fleet:
-    """Instances by index in the cluster. `take` and `give_back` count the requests that each is busy with: computes,
-    keeps the KV of until it has left, expects or decodes."""
+    """Instances by index in the cluster. `take` and `give_back` count the requests that occupy an instance: requests in
+    prefill or decode there, and requests with a KV transfer from or to it that has not finished."""
 
     def __init__(self, cluster: Cluster, *, block_tokens: int, prefill_queueing: bool) -> None:
-        """All idle and empty.
+        """Start with idle instances and empty memory.
 
         Args:
             block_tokens: tokens of one block of KV memory.
@@ -36,7 +36,8 @@ class Fleet:
         self.block_tokens = block_tokens
         self.prefill: dict[int, PrefillInstance] = {}
         self.decode: dict[int, DecodeInstance] = {}
-        """Those that have prefilled or decoded ever: an instance keeps its other half for when it changes back."""
+        """Instances that have or had the role decode. An instance keeps its `prefill` and `decode` entries over role
+        switches."""
         for index, instance in enumerate(cluster.instances):
             if instance.role == "both":
                 raise InputError(
@@ -47,8 +48,9 @@ class Fleet:
         models_of = [llm.model(instance.model) for instance in cluster.instances]
         self.layers = [sum(group.count for group in model.layers) for model in models_of]
         self.keeps_states = [bool(model.request_state_bytes) for model in models_of]
-        """Whether the instance's model has layers that keep a state per request."""
-        # A model of sliding windows alone keeps nothing per token in the long run: its first block is the measure.
+        """True for instances whose model has layers that keep a state per request."""
+        # A model with sliding windows only keeps no KV per token in the long run: the size of its first block is used
+        # instead.
         self.block_bytes = [m.kv_bytes_per_token * block_tokens or float(m.kv_bytes(block_tokens)) for m in models_of]
         capacity = [
             int(instance.kv_capacity_bytes // size)
@@ -60,27 +62,27 @@ class Fleet:
         self.conversions = 0
 
     def free_bytes(self, index: int) -> float:
-        """KV memory that a new request could have there."""
+        """KV memory available to a new request, in bytes."""
         return self.memory.free_blocks(index) * self.block_bytes[index]
 
     def take(self, index: int) -> None:
-        """One more request has to do with this instance."""
+        """Add one request to an instance."""
         self._busy[index] += 1
 
     def give_back(self, index: int) -> bool:
-        """One less; whether this ends the draining of an instance that changes its role."""
+        """Remove one request; return True if this ends the draining of an instance that switches its role."""
         self._busy[index] -= 1
         return index in self._becoming and not self._busy[index]
 
     def drain(self, index: int, role: Role) -> bool:
-        """Serve `role` once nothing is left to do; whether that is so already."""
+        """Drain an instance before it switches to `role`; return True if it is idle already."""
         assert role != "both", "an instance that does both is not modelled"
         fresh = index not in self._becoming
         self._becoming[index] = role
         return fresh and not self._busy[index]
 
     def convert(self, index: int) -> Role:
-        """It starts afresh in its new role, which is returned."""
+        """Switch an idle instance to its new role, with an empty cache; return the role."""
         assert not self._busy[index], "the instance still has work"
         role = self._becoming.pop(index)
         self.memory.index.clear(index)

@@ -1,4 +1,5 @@
-"""Prefill and decode instances in virtual time; iterations between changes of membership are skipped, not stepped."""
+"""Prefill and decode instances in virtual time. Iterations between two changes of the batch are computed in one
+step."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from kvroute.timing import IterationTime, PrefillTime
 
 @dataclass(slots=True)
 class PrefillInstance:
-    """One prompt after the other, first in first out; without queueing every prompt starts at once (a pure delay)."""
+    """FIFO prefill, one prompt at a time; without queueing every prompt starts at once (a pure delay)."""
 
     index: int
     time: PrefillTime
@@ -21,7 +22,7 @@ class PrefillInstance:
     busy_s: float = 0.0
 
     def submit(self, at: float, tokens: int, cached_tokens: int) -> tuple[float, float]:
-        """Take a prompt; returns (start, finish) in seconds."""
+        """Add a prompt; return its (start, finish) in seconds."""
         start = max(at, self.free_at_s) if self.queueing else at
         finish = start + self.time.seconds(tokens, cached_tokens)
         self.free_at_s = max(finish, self.free_at_s)
@@ -31,22 +32,23 @@ class PrefillInstance:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What happened at one iteration boundary of a decode instance."""
+    """Changes at one iteration boundary of a decode instance."""
 
     finished: tuple[int, ...]
     admitted: tuple[int, ...]
     first_token_s: float
-    """When the admitted ones have their first token."""
+    """Time at which the admitted requests have their first token."""
     iteration_s: float
-    """Length of the iteration that starts now; 0 for an idle instance."""
+    """Duration of the iteration that starts now; 0 for an idle instance."""
 
 
 @dataclass(slots=True)
 class DecodeInstance:
     """Continuous batching: requests join and leave at iteration boundaries.
 
-    Between two changes of membership the batch is constant and the context grows by `batch` tokens an iteration, so the
-    time of any later boundary has a closed form (`IterationTime.span_s`), and so has the boundary at or after a time.
+    Between two changes of membership the batch is constant and the context grows by `batch` tokens per iteration. The
+    time of any later boundary, and the first boundary at or after a given time, have a closed form
+    (`IterationTime.span_s`).
     """
 
     index: int
@@ -57,9 +59,9 @@ class DecodeInstance:
     batch: int = 0
     context_tokens: int = 0
     version: int = 0
-    """Changes with every new plan: a wake-up of an older version is void."""
+    """Version of the plan: it changes with every new plan, and a wake-up of an older version is ignored."""
     planned_steps: int = 0
-    """Iterations from the last boundary to the planned one."""
+    """Number of iterations from the last boundary to the planned one."""
     _active: list[tuple[int, int, int, int]] = field(default_factory=list)
     """Heap of (last iteration, sequence, request, tokens at its end)."""
     _waiting: deque[tuple[int, int, int]] = field(default_factory=deque)
@@ -67,27 +69,27 @@ class DecodeInstance:
 
     @property
     def waiting(self) -> int:
-        """Requests that have landed and have no slot yet."""
+        """Number of requests whose KV has arrived and that have no slot yet."""
         return len(self._waiting)
 
     def land(self, at: float, request: int, input_tokens: int, output_tokens: int) -> float | None:
-        """A request's KV is here. Returns when to `step` next if that has changed, else None."""
+        """Add a request whose KV has arrived. Return the time of the next `step` if it has changed, else None."""
         self._waiting.append((request, input_tokens, output_tokens))
         if self.batch == 0:
             self.boundary_s, self.planned_steps = at, 0
             self.version += 1
             return at
         if self.batch >= self.batch_max or len(self._waiting) > 1:
-            return None  # no slot before somebody leaves, or the next boundary is planned already
+            return None  # no slot before a request leaves, or the next boundary is planned already
         steps = self.time.steps_until(at - self.boundary_s, self.batch, self.context_tokens)
         self.planned_steps = min(max(steps, 0), self._active[0][0] - self.iteration)
         self.version += 1
         return max(at, self.boundary_s + self.time.span_s(self.planned_steps, self.batch, self.context_tokens))
 
     def leave(self, at: float, request: int) -> float | None:
-        """A request goes before its answer is complete, at the next boundary; a waiting one at once.
+        """Remove a request before its output is complete: at the next boundary, or at once if it is waiting.
 
-        Returns when to `step` next if that has changed, else None; unknown requests are left alone.
+        Return the time of the next `step` if it has changed, else None. Unknown requests are ignored.
         """
         self._waiting = deque(entry for entry in self._waiting if entry[0] != request)
         place = next((place for place, entry in enumerate(self._active) if entry[2] == request), None)
@@ -105,7 +107,8 @@ class DecodeInstance:
         return max(at, self.boundary_s + self.time.span_s(self.planned_steps, self.batch, self.context_tokens))
 
     def step(self, at: float) -> tuple[Step, float | None]:
-        """The planned boundary, at `at`: some leave, some join. Returns that and when to step next, None if idle."""
+        """Process the planned boundary at `at`: requests leave and join. Return the changes and the time of the next
+        step (None if idle)."""
         self.iteration += self.planned_steps
         self.context_tokens += self.planned_steps * self.batch
         self.boundary_s = at
@@ -136,11 +139,11 @@ class DecodeInstance:
 
 @dataclass(slots=True)
 class KvMemory:
-    """The KV memory of every instance: live requests reserve, cached prefixes fill the rest and are dropped first.
+    """KV memory of every instance. Live requests reserve blocks; cached prefixes use the rest and are evicted first.
 
-    What is used is the cached blocks (pinned while a live request needs them) and the reserved blocks that are in no
-    cache: KV on its way and room for the answers. The sum stays within the capacity, but for less than one block per
-    request on its way: the router counts bytes, and memory comes in whole blocks.
+    Used memory is the cached blocks (pinned while a live request needs them) plus the reserved blocks that are in no
+    cache: KV in transfer and space for the output. The sum can exceed the capacity by less than one block per request
+    in transfer, because the router counts bytes and memory is allocated in whole blocks.
     """
 
     index: PrefixIndex
@@ -148,22 +151,23 @@ class KvMemory:
     reserved_blocks: list[int]
 
     def free_blocks(self, instance: int) -> int:
-        """What a new request could have, cached prefixes dropped."""
+        """Number of blocks available to a new request if all unpinned cached prefixes are evicted."""
         return self.capacity_blocks[instance] - self.reserved_blocks[instance] - self.index.pinned_blocks(instance)
 
     def store(self, instance: int, blocks: tuple[int, ...]) -> list[Evicted]:
-        """A prompt was computed here and is cached, as far as it fits beside what is reserved; what went."""
+        """Cache a computed prompt as far as it fits beside the reserved blocks; return the evicted blocks."""
         return self.index.store(instance, blocks) + self._fit(instance)
 
     def has_room(self, instance: int, blocks: tuple[int, ...], hit: int) -> bool:
-        """Whether this chain could be reserved, with the `hit` blocks of it that are cached."""
+        """Return True if this chain can be reserved, given that `hit` of its blocks are cached."""
         self.index.pin(instance, blocks, hit)
         room = self.free_blocks(instance) >= len(blocks) - hit
         self.index.unpin(instance, blocks, hit)
         return room
 
     def reserve(self, instance: int, blocks: tuple[int, ...], hit: int, total: int) -> list[Evicted]:
-        """At dispatch: pin the `hit` cached blocks, hold room for the other `total - hit`."""
+        """Pin the `hit` cached blocks and reserve the other `total - hit`; return the evicted blocks. Called at
+        dispatch."""
         if hit:
             pinned = self.index.pin(instance, blocks, hit)
             assert pinned == hit, "the router counted on blocks that are not there"
@@ -171,22 +175,23 @@ class KvMemory:
         return self._fit(instance)
 
     def land(self, instance: int, blocks: tuple[int, ...], hit: int) -> list[Evicted]:
-        """The KV is here: reserved room becomes cached, pinned blocks."""
+        """Turn reserved blocks into cached, pinned blocks: the KV has arrived. Return the evicted blocks."""
         self.reserved_blocks[instance] -= len(blocks) - hit
         evicted = self.index.store(instance, blocks, pin=True)
         if hit:
-            self.index.unpin(instance, blocks, hit)  # the whole chain has its own pin now
+            self.index.unpin(instance, blocks, hit)  # the whole chain is pinned now
         return evicted + self._fit(instance)
 
     def give_up(self, instance: int, blocks: tuple[int, ...], hit: int, total: int) -> list[Evicted]:
-        """The KV will not come: what was reserved is free, and the cached blocks may go."""
+        """Free the reserved blocks and unpin the cached ones: the KV will not arrive. Return the evicted blocks."""
         if hit:
             self.index.unpin(instance, blocks, hit)
         self.reserved_blocks[instance] -= total - hit
         return self._fit(instance)
 
     def release(self, instance: int, blocks: tuple[int, ...], total: int) -> list[Evicted]:
-        """The request is answered: its prefix stays cached, the room for its answer is free."""
+        """Release a finished request: its prefix stays cached, and its output blocks are free. Return the evicted
+        blocks."""
         self.index.unpin(instance, blocks, len(blocks))
         self.reserved_blocks[instance] -= total - len(blocks)
         return self._fit(instance)

@@ -1,4 +1,4 @@
-"""The way of every request through the engines: prefill, handing over, decode; and again where a transfer fails."""
+"""Lifecycle of every request: prefill, KV transfer, decode, and a restart after a failed transfer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from kvroute.types import (
 
 
 class Journeys:
-    """Each step is due at its time on the agenda; what a step costs is the engines' and the network's truth."""
+    """Runs each step at its time on the agenda; the engine and network models give the cost of a step."""
 
     def __init__(
         self,
@@ -50,25 +50,26 @@ class Journeys:
         prefill_cache: bool,
         copy_asks: bool = False,
     ) -> None:
-        """`prefill_cache`: prefill instances keep the KV of their prompts. `copy_asks`: they are asked for a cached
-        prefix as for a prompt, which takes its turn there."""
+        """`prefill_cache`: prefill instances keep the KV of their prompts. `copy_asks`: a request for a cached prefix
+        takes a place in the prefill queue of the instance that has it, as a prompt does."""
         self._cluster, self._trace, self._settings = cluster, trace.requests, settings
         self._agenda, self._router, self._fleet = agenda, router, fleet
         self._delivery, self._copies = delivery, copies
         self._telemetry, self._outcomes = telemetry, outcomes
         self._arrivals, self._prefill_cache, self._copy_asks = arrivals, prefill_cache, copy_asks
         self._booked: set[int] = set()
-        """Requests whose target is known while they are prefilled."""
+        """Requests whose target is already known while they are in prefill."""
         self._produced_bytes_per_s: dict[int, float] = {}
-        """Of requests whose KV will be sent while it is computed, until the first layer is there."""
+        """Production rate of requests whose KV will be sent while it is computed, until their first layer is
+        computed."""
         self._awaiting_copy: dict[int, Prefill] = {}
         self.reject_reason: str | None = None
-        """Why the first rejected request was rejected."""
+        """Reason for the first rejection of the run."""
         self.decisions_s: list[float] = []
-        """Wall time of every decode decision."""
+        """Wall time of every decode decision, in seconds."""
 
     def arrive(self, request: int) -> None:
-        """A request of the trace is at the door now."""
+        """Process the arrival of a request now."""
         traced = self._trace[request]
         self._outcomes.state[request], self._outcomes.arrived_s[request] = IN_FLIGHT, self._agenda.now
         arrived = Request(
@@ -81,7 +82,7 @@ class Journeys:
         self._begin(request, self._router.tell(Arrived(self._agenda.now, arrived)))
 
     def advance(self) -> None:
-        """Move bytes up to now; the caller looks ahead, or changes what flows."""
+        """Move bytes up to now. The caller then updates the next finish time or changes the flows."""
         now = self._agenda.now
         for transfer in self._delivery.fabric.advance(now):
             copied = self._copies.landed_ahead if transfer.ahead else self._copied
@@ -89,13 +90,13 @@ class Journeys:
             self._agenda.at(now + transfer.latency_s, step, transfer.request)
 
     def watch_stalls(self) -> None:
-        """Note which transfers have no way through from now on."""
+        """Schedule the stall timeout of the transfers that have no usable path from now on."""
         if self._settings.stall_s is not None:
             for transfer in self._delivery.fabric.stalled(self._agenda.now):
                 self._agenda.at(self._agenda.now + self._settings.stall_s, self._stalled, transfer.request)
 
     def _begin(self, request: int, decisions: tuple[Decision, ...]) -> None:
-        """What was decided for a request that has arrived, or starts again: its prefill, perhaps its target too."""
+        """Apply the decisions for a new or restarted request: its prefill and, in some cases, its target."""
         prefill, *others = decisions
         if not isinstance(prefill, Prefill):
             self._reject(request, prefill)
@@ -124,7 +125,7 @@ class Journeys:
             self._held_out(request, 0)
 
     def _held_out(self, request: int, _: int) -> None:
-        """The prefix may leave its source."""
+        """Start the transfer of a prefix from its source."""
         prefill = self._awaiting_copy[request]
         ends = self._cluster.index(prefill.copy_from), self._cluster.index(prefill.instance)
         self.advance()
@@ -132,18 +133,18 @@ class Journeys:
         self.watch_stalls()
 
     def _copied(self, request: int, _: int) -> None:
-        """The prefix is there: it is cached, and the prompt's rest can be computed."""
+        """Complete a prefix copy: the prefix is cached, and the rest of the prompt can be computed."""
         for each in self._copies.landed(request):
             del self._awaiting_copy[each]
             self._submit(each)
 
     def _go_without(self, request: int) -> None:
-        """Compute what would have been copied."""
+        """Compute the tokens that would have been copied."""
         self._outcomes.cached_tokens[request] -= self._awaiting_copy.pop(request).copy_tokens
         self._submit(request)
 
     def _submit(self, request: int) -> None:
-        """Into the queue of its prefill instance."""
+        """Add the request to the queue of its prefill instance."""
         traced, outcomes, source = self._trace[request], self._outcomes, int(self._outcomes.source[request])
         cached_tokens = int(outcomes.cached_tokens[request])
         start, finish = self._fleet.prefill[source].submit(self._agenda.now, traced.input_tokens, cached_tokens)
@@ -153,14 +154,15 @@ class Journeys:
         self._agenda.at(finish, self._prefilled, request)
 
     def _plan_stream(self, request: int, start: float, finish: float, layers: int) -> None:
-        """Bytes will leave from the end of the first layer on, where there are several and something to send."""
+        """Schedule the streamed transfer from the end of the first layer on, if there are several layers and bytes to
+        send."""
         kv_bytes = float(self._outcomes.kv_bytes[request])
         if layers > 1 and finish > start and kv_bytes > 0:
             self._produced_bytes_per_s[request] = kv_bytes / (finish - start)
             self._agenda.at(start + (finish - start) / layers, self._stream, request)
 
     def _stream(self, request: int, _: int) -> None:
-        """The first layer's KV is there, and the others follow at an even rate."""
+        """Start to stream: the first layer's KV is complete, and the others follow at an even rate."""
         self.advance()
         self._delivery.send(request, produced_bytes_per_s=self._produced_bytes_per_s.pop(request))
         self.watch_stalls()
@@ -171,7 +173,7 @@ class Journeys:
         source = int(outcomes.source[request])
         if self._prefill_cache and traced.blocks:
             self._cache_prompt(source, traced)
-        if not traced.output_tokens:  # a prompt that wants no tokens needs no decoder and has no first token
+        if not traced.output_tokens:  # without output tokens there is no decode leg and no first token
             self._end_unanswered(request, source)
             return
         started_s = time.perf_counter()
@@ -191,8 +193,11 @@ class Journeys:
         self._hand_over(request)
 
     def _cache_prompt(self, source: int, traced: TracedRequest) -> None:
-        """The blocks of a prompt; a hybrid model also keeps its state at the last full one, where a longer prompt that
-        begins alike goes on: nobody else's chain has the partial block."""
+        """Cache the blocks of a prompt.
+
+        A hybrid model also keeps its state at the last full block, from which a longer prompt with the same beginning
+        continues: the partial block belongs to this request's chain only.
+        """
         full = traced.input_tokens // traced.block_tokens
         if self._fleet.keeps_states[source] and 0 < full < len(traced.blocks):
             whole = traced.blocks[:full]
@@ -209,7 +214,7 @@ class Journeys:
         self._router.give_back(source)
 
     def _hand_over(self, request: int) -> None:
-        """The KV cache is complete: all of it leaves now, or the rest of it as fast as it can."""
+        """Send the complete KV cache now, or remove the rate limit of a transfer that already streams."""
         self.advance()
         if request in self._delivery.streaming:
             self._delivery.complete(request)
@@ -235,8 +240,11 @@ class Journeys:
             self._agenda.at(wake_s, self._step, target, decode.version)
 
     def _stalled(self, request: int, _: int) -> None:
-        """A transfer that has had no way through for so long has failed: its request starts again; one that waits for
-        a copy does without. What still streams is looked at again when its prefill has ended."""
+        """Fail a transfer that has had no usable path for `stall_s`: its request starts again.
+
+        A request that waits for a failed copy computes its prompt without it. A transfer that still streams is checked
+        again when its prefill has ended.
+        """
         transfer, stall_s = self._delivery.transfers.get(request), self._settings.stall_s
         if stall_s is None or transfer is None or transfer.stalled_s is None or request in self._delivery.streaming:
             return

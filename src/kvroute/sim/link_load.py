@@ -1,4 +1,4 @@
-"""What links carried over a run, as a share of what they could have carried."""
+"""Traffic of the links over a run, as a share of their capacity."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BUSIEST_SHOWN = 10
 
 
 class LinkLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """Own traffic on the links of a tier, as a share of their whole capacity over the run."""
+    """Own traffic on the links of a tier, as a share of their nominal capacity over the run."""
 
     mean: float
     busiest: float
@@ -22,7 +22,7 @@ class LinkLoad(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LinkShare(msgspec.Struct, frozen=True, kw_only=True):
-    """Own traffic on one link as a share of its whole capacity over the run."""
+    """Own traffic on one link, as a share of its nominal capacity over the run."""
 
     link: str
     share: float
@@ -31,7 +31,8 @@ class LinkShare(msgspec.Struct, frozen=True, kw_only=True):
 def link_load(
     cluster: Cluster, tier_links: Sequence[IntArray], carried_bytes: FloatArray, end_s: float
 ) -> dict[str, LinkLoad]:
-    """By tier that has links; `carried_bytes` is by link, `end_s` the length of the run."""
+    """Return the load of each tier that has links; `carried_bytes` is indexed by link, `end_s` is the length of the
+    run."""
     loads = {}
     whole = cluster.capacity_bytes_per_s * max(end_s, 1e-9)
     for tier, links in enumerate(tier_links):
@@ -47,7 +48,7 @@ def link_load(
 
 
 def busiest_links(cluster: Cluster, carried_bytes: FloatArray, end_s: float) -> tuple[LinkShare, ...]:
-    """The links that carried most of what they could, the first of equals in the cluster's order."""
+    """Return the links with the highest share; ties in the cluster's order."""
     shares = carried_bytes / (cluster.capacity_bytes_per_s * max(end_s, 1e-9))
     order = np.lexsort((np.arange(len(shares)), -shares))[:BUSIEST_SHOWN]
     return tuple(LinkShare(link=cluster.links[index].name, share=float(shares[index])) for index in order.tolist())

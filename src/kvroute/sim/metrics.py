@@ -1,4 +1,4 @@
-"""What a run measured: one row per request, and the summary that tables, figures and JSON are made from."""
+"""Results of a run: one row per request, and the summary behind tables, figures and JSON."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NOTHING = Moved()
 
 @dataclass(frozen=True, slots=True)
 class Outcomes:
-    """Columns of length n in the trace's order; times are absolute seconds, NaN where it did not come to that."""
+    """Columns of length n in the trace's order. Times are absolute seconds, NaN where the step was not reached."""
 
     arrived_s: FloatArray
     prefill_started_s: FloatArray
@@ -31,7 +31,7 @@ class Outcomes:
     first_token_s: FloatArray
     finished_s: FloatArray
     entry_iteration_s: FloatArray
-    """Length of the iteration in which the request joined the batch: NetKV's TBT."""
+    """Duration of the iteration in which the request joined the batch: NetKV's TBT."""
     kv_bytes: FloatArray
     state: IntArray
     tier: IntArray
@@ -46,7 +46,7 @@ class Outcomes:
 
     @classmethod
     def empty(cls, count: int) -> Outcomes:
-        """Rows for `count` requests that have not arrived."""
+        """Return rows for `count` requests that have not arrived."""
         whole = {"state", "tier", "source", "target", "hit_tokens", "cached_tokens", "input_tokens", "output_tokens"}
         columns = {
             field.name: np.zeros(count, dtype=np.int64) if field.name in whole else np.full(count, np.nan)
@@ -59,7 +59,7 @@ class Outcomes:
 
     @property
     def ttft_s(self) -> FloatArray:
-        """Arrival to first token, transfer included."""
+        """Time from arrival to first token, transfer included."""
         ttft: FloatArray = self.first_token_s - self.arrived_s
         return ttft
 
@@ -74,7 +74,7 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, values: FloatArray) -> Spread:
-        """Of the finite values."""
+        """Summarise the finite values."""
         values = values[np.isfinite(values)]
         if not values.size:
             return cls()
@@ -83,7 +83,7 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Counts(msgspec.Struct, frozen=True, kw_only=True):
-    """Every request of the whole run, exactly once: arrived = finished + rejected + in_flight."""
+    """Number of requests of the whole run, each counted once: arrived = finished + rejected + in_flight."""
 
     arrived: int
     finished: int
@@ -102,16 +102,16 @@ class TtftParts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Timeline(msgspec.Struct, frozen=True, kw_only=True):
-    """Own traffic per tier over time: mean share of a tier's capacity in use since the refresh before."""
+    """Own traffic per tier over time: mean share of the tier's capacity used since the previous refresh."""
 
     at_s: tuple[float, ...]
     tier: dict[str, tuple[float, ...]]
     threshold_tokens: tuple[float, ...] = ()
-    """The lowest routing threshold at each; empty: nothing is offloaded."""
+    """Lowest routing threshold at each refresh; empty if nothing is offloaded."""
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """One run in numbers; counts are of the whole run, all else of the measurement window."""
+    """Summary of one run. Counts cover the whole run, all other values the measurement window."""
 
     policy: str
     seed: int
@@ -123,11 +123,11 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     tbt_s: Spread
     tpot_s: Spread
     slo_attainment: float | None
-    """Share of the requests that want tokens and got the first in time; a rejected one did not."""
+    """Share of the requests for output tokens that got the first token in time; a rejected request did not."""
     goodput_per_s: float | None
     throughput_per_s: float | None
     reject_reason: str | None = None
-    """Why the first rejected request of the run was rejected."""
+    """Reason for the first rejection of the run."""
     tier_share: dict[str, float]
     cache_hit: float | None
     """Share of prompt tokens found on the chosen decode instance."""
@@ -135,17 +135,17 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     kv_bytes: float
     link_load: dict[str, LinkLoad]
     busiest_links: tuple[LinkShare, ...] = ()
-    """The ten links that carried most of what they could."""
+    """The ten links with the highest share of capacity used."""
     failed_transfers: Moved = NOTHING
-    """Of the whole run: what had left when a transfer came to nothing; its request started again."""
+    """Bytes sent by failed transfers in the whole run; their requests started again."""
     copied_prefixes: Moved = NOTHING
-    """Of the whole run: cached prefixes that went from one instance to another ahead of a prefill."""
+    """Cached prefixes copied between instances for a prefill in the whole run."""
     copied_ahead: Moved = NOTHING
-    """Of the whole run: cached prefixes that went to another instance before any request wanted them there."""
+    """Cached prefixes copied in the whole run before a request needed them at the target."""
     conversions: int = 0
-    """Of the whole run: changes of role that were completed."""
+    """Completed role switches in the whole run."""
     threshold_tokens: float | None = None
-    """Of the whole run: median of the lowest routing threshold; None: nothing is offloaded."""
+    """Median of the lowest routing threshold over the whole run; None if nothing is offloaded."""
     decision_s: float | None = None
     """Median wall time of one decode decision."""
     wall_s: float
@@ -153,7 +153,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def window(outcomes: Outcomes, settings: SimSettings) -> npt.NDArray[np.bool_]:
-    """Which requests count: those that arrived inside the measurement window."""
+    """Return the mask of the requests that count: those that arrived inside the measurement window."""
     inside = outcomes.arrived_s >= settings.warmup_s
     if settings.measure_s is not None:
         inside &= outcomes.arrived_s < settings.warmup_s + settings.measure_s
@@ -179,7 +179,7 @@ def summarise(
     wall_s: float,
     cpu_s: float,
 ) -> Summary:
-    """Reduce a run to its summary."""
+    """Compute the summary of a run."""
     inside = window(outcomes, settings)
     measured = int(inside.sum())
     seconds = _window_s(outcomes, settings, inside)
@@ -232,7 +232,7 @@ def _counts(outcomes: Outcomes) -> Counts:
 
 
 def _window_s(outcomes: Outcomes, settings: SimSettings, inside: npt.NDArray[np.bool_]) -> float:
-    """Length of the measurement window; without one, first arrival to last finish."""
+    """Length of the measurement window in seconds; without one, the time from first arrival to last finish."""
     if settings.measure_s is not None:
         return settings.measure_s
     finished = outcomes.finished_s[inside & np.isfinite(outcomes.finished_s)]
@@ -240,7 +240,7 @@ def _window_s(outcomes: Outcomes, settings: SimSettings, inside: npt.NDArray[np.
 
 
 def _good(outcomes: Outcomes, settings: SimSettings) -> npt.NDArray[np.bool_]:
-    good: npt.NDArray[np.bool_] = outcomes.ttft_s <= settings.slo.ttft_s  # NaN, no first token, is not good
+    good: npt.NDArray[np.bool_] = outcomes.ttft_s <= settings.slo.ttft_s  # NaN (no first token) counts as not good
     if settings.slo.tpot_s is not None:
         steps = np.maximum(outcomes.output_tokens - 1, 1)
         good &= (outcomes.finished_s - outcomes.first_token_s) / steps <= settings.slo.tpot_s

@@ -1,4 +1,4 @@
-"""KV transfers and copies of cached prefixes as flows on drawn paths, and the operator's view of the links."""
+"""KV transfers and copies of cached prefixes as flows on randomly chosen paths, and the telemetry of the links."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from kvroute.types import CROSS_DATACENTER, TIER_COUNT, FloatArray, IntArray
 CONGESTION_MAX = 0.99
 UNBOUNDED = float("inf")
 _KV, _AHEAD = "kv", "ahead"
-"""Traffic classes; a flow that is ahead of demand takes a thousandth of what a request's takes beside it."""
+"""Traffic classes. A flow ahead of demand has a thousandth of the weight of a request's flow."""
 
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """The flows of one request's KV cache, or of a prefix copied for it, that are still under way."""
+    """The unfinished flows of one request's KV transfer, or of one prefix copy."""
 
     request: int
     latency_s: float
@@ -32,25 +32,25 @@ class Transfer:
     first_flow: int
     paths: list[list[int]]
     ceiling_bytes_per_s: float
-    """Of each flow, by its connection alone."""
+    """Upper bound on the rate of each flow, set by its TCP connection."""
     is_copy: bool
     ahead: bool
-    """A copy that no request waits for."""
+    """True for a copy that no request waits for."""
     sent_s: float
-    """When its first byte could leave."""
+    """Time at which its first byte could be sent."""
     stalled_s: float | None = None
-    """Since when one of its flows has had no way through."""
+    """Time since which one of its flows has had no usable path; None if all flows have one."""
 
 
 class Moved(msgspec.Struct, frozen=True, kw_only=True):
-    """Transfers that count apart: `kv_bytes` of them went, over all hops `network_bytes`."""
+    """Totals of a group of transfers: `kv_bytes` is their payload, `network_bytes` the sum over all hops."""
 
     transfers: int = 0
     kv_bytes: float = 0.0
     network_bytes: float = 0.0
 
     def plus(self, kv_bytes: float, network_bytes: float) -> Moved:
-        """One more."""
+        """Return these totals with one more transfer."""
         return Moved(
             transfers=self.transfers + 1,
             kv_bytes=self.kv_bytes + kv_bytes,
@@ -60,10 +60,11 @@ class Moved(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True)
 class Fabric:
-    """The cluster's links in virtual time. One transfer is `flows_per_transfer` flows of equal size; between
-    datacenters it is the connections that `wan` says, each under its ceiling.
+    """The cluster's links in virtual time.
 
-    ECMP draws belong to the request, so that every policy sees the same luck for the same request.
+    One transfer is `flows_per_transfer` flows of equal size. Between datacenters it uses the TCP connections of `wan`,
+    each with its own rate limit. ECMP draws depend on the request only, so that every policy gets the same draws for
+    the same request.
     """
 
     cluster: Cluster
@@ -72,19 +73,19 @@ class Fabric:
     wan: WanTransport | None = None
     network: FlowNetwork = field(init=False)
     failed: Moved = field(default_factory=Moved)
-    """What had left of transfers that came to nothing."""
+    """Totals of the bytes sent by failed transfers."""
     copied: Moved = field(default_factory=Moved)
-    """Copies of cached prefixes for requests, whole or given up."""
+    """Totals of the copies of cached prefixes for requests, complete or given up."""
     copied_ahead: Moved = field(default_factory=Moved)
-    """The same of copies that no request waited for."""
+    """Totals of the copies that no request waited for."""
     tier_links: list[IntArray] = field(default_factory=list)
     _transfers: dict[int, Transfer] = field(default_factory=dict)
-    """By flow."""
+    """The transfer of each flow."""
     _next_flow: int = 0
     _dead: frozenset[int] = frozenset()
-    """Links without any capacity now."""
+    """Links that have no capacity now."""
     _link_bin: IntArray = field(init=False)
-    """Tier by link; storage links, which carry no KV between instances, go to one bin more."""
+    """Tier of each link; storage links, which carry no KV between instances, have one extra bin."""
     _tier_bytes_per_s: FloatArray = field(init=False)
     _paths: EcmpPaths = field(init=False)
 
@@ -110,12 +111,12 @@ class Fabric:
         is_copy: bool = False,
         ahead: bool = False,
     ) -> Transfer:
-        """Start a transfer now; nothing to send is a transfer that ends at once.
+        """Start a transfer now; a transfer of zero bytes ends at once.
 
         Args:
-            produced_bytes_per_s: no faster than this until `release`: the KV cache is still being computed.
-            is_copy: of a cached prefix; counted apart.
-            ahead: a copy that no request waits for: what others leave of a link is for it.
+            produced_bytes_per_s: upper bound on the rate until `release`, because the KV cache is still being computed.
+            is_copy: the transfer copies a cached prefix; it is counted separately.
+            ahead: a copy that no request waits for; it uses the capacity that other flows leave.
         """
         latency_s = self.cluster.latency_s(source, target)
         flows, ceiling = self.cluster.flows_per_transfer(source, target), UNBOUNDED
@@ -134,12 +135,12 @@ class Fabric:
         return transfer
 
     def release(self, transfer: Transfer) -> None:
-        """The KV cache is complete: its rest goes as fast as the network lets it."""
+        """Remove the production limit: the KV cache is complete."""
         for flow in self._under_way(transfer):
             self.network.set_ceiling(flow, transfer.ceiling_bytes_per_s)
 
     def give_up(self, transfer: Transfer) -> None:
-        """Stop a transfer now; what has left of it is accounted apart."""
+        """Stop a transfer now; the bytes that it has sent are counted separately."""
         sent_bytes = network_bytes = 0.0
         for position, path in enumerate(transfer.paths):
             flow = transfer.first_flow + position
@@ -158,7 +159,7 @@ class Fabric:
             self.copied = self.copied.plus(kv_bytes, network_bytes)
 
     def advance(self, to: float) -> list[Transfer]:
-        """Move bytes up to `to`; returns the transfers whose last flow has ended, in order."""
+        """Move bytes up to `to`; return the transfers whose last flow has ended, in order."""
         ended = []
         for flow in self.network.advance(to):
             transfer = self._transfers.pop(flow)
@@ -172,18 +173,18 @@ class Fabric:
         return ended
 
     def next_finish_s(self) -> float:
-        """When the next flow ends if nothing changes; infinity if none will."""
+        """Time at which the next flow ends if nothing changes; infinity if none will."""
         finish = self.network.next_finish()
         return finish[0] if finish else float("inf")
 
     def change(self) -> None:
-        """Make the change of capacity that is due; the caller has moved bytes up to it."""
+        """Apply the capacity change that is due; the caller has moved bytes up to it."""
         self.capacity.step()
         self._apply_capacity()
 
     def stalled(self, at: float) -> list[Transfer]:
-        """Those in flight that have no way through from now on, and had until now; marks them, and whoever has one
-        again."""
+        """Return the transfers that have lost their usable path since the last call, and mark them as stalled from
+        `at`. Clear the mark of transfers that have a path again."""
         fresh = []
         for transfer in dict.fromkeys(self._transfers.values()):
             if not self._stuck(transfer):
@@ -203,28 +204,30 @@ class Fabric:
         return [flow for flow in flows if flow in self._transfers]
 
     def own_bytes(self) -> FloatArray:
-        """What own transfers have sent over each tier's links so far, length TIER_COUNT."""
+        """Bytes that own transfers have sent over each tier's links so far, [TIER_COUNT]."""
         carried = np.bincount(self._link_bin, self.network.link_bytes, TIER_COUNT + 1)
         return np.asarray(carried[:TIER_COUNT], dtype=np.float64)
 
     def mean_share(self, before: FloatArray, seconds: float) -> FloatArray:
-        """What own transfers took of each tier's capacity over the last `seconds`; `before`: `own_bytes` then."""
+        """Mean share of each tier's capacity that own transfers used over the last `seconds`; `before` is `own_bytes`
+        at the start of that time."""
         return (self.own_bytes() - before) / (self._tier_bytes_per_s * seconds)
 
     def own_share(self) -> FloatArray:
-        """What own transfers take of each tier's capacity now, length TIER_COUNT."""
+        """Share of each tier's capacity that own transfers use now, [TIER_COUNT]."""
         carried = np.bincount(self._link_bin, self.network.link_rate_bytes_per_s, TIER_COUNT + 1)
         return carried[:TIER_COUNT] / self._tier_bytes_per_s
 
     def congestion(self, separates_own_traffic: bool) -> tuple[float, ...]:
-        """The operator's telemetry per tier: what is missing, or that and own transfers together."""
+        """Telemetry per tier: the share that is not available, plus own transfers unless telemetry separates them."""
         share = self.capacity.missing_per_tier()
         if not separates_own_traffic:
             share = share + self.own_share()
         return tuple(np.minimum(share, CONGESTION_MAX).tolist())
 
     def utilisation(self, separates_own_traffic: bool) -> tuple[float, ...]:
-        """The operator's telemetry per link, in the cluster's order: what is missing, or that and own transfers."""
+        """Telemetry per link, in the cluster's order: the share that is not available, plus own transfers unless
+        telemetry separates them."""
         share = self.capacity.missing_per_link()
         if not separates_own_traffic:
             share = share + self.network.link_rate_bytes_per_s / self.cluster.capacity_bytes_per_s

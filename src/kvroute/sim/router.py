@@ -1,4 +1,4 @@
-"""The control core as a run talks to it: events told and logged, caches reported, changes of role carried out."""
+"""Interface of a run to the control core: sends and logs events, reports cache changes, carries out role switches."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvroute.types import Convert, Decision, Event, InstanceConverted, KvCleared
 
 
 class Router:
-    """Tells Control what is true; hands back what it decides for requests."""
+    """Sends events to Control and returns its decisions for requests."""
 
     def __init__(
         self,
@@ -23,24 +23,25 @@ class Router:
         *,
         convert_s: float,
     ) -> None:
-        """`convert_s`: from the end of an instance's last request to its new role."""
+        """`convert_s`: time from the end of an instance's last request to its new role."""
         self._control, self._cluster, self._fleet, self._agenda = control, cluster, fleet, agenda
         self._log, self._convert_s = log, convert_s
 
     @property
     def in_flight(self) -> int:
-        """Requests that have arrived and not left."""
+        """Number of requests that have arrived and have not ended."""
         return self._control.in_flight
 
     def threshold_tokens(self) -> float | None:
-        """The lowest routing threshold of all sites now; None: nothing is offloaded."""
+        """Lowest current routing threshold of all sites; None if nothing is offloaded."""
         offloading = self._control.offloading
         return (
             None if offloading is None else min((each.tokens for each in offloading.thresholds.values()), default=None)
         )
 
     def tell(self, event: Event) -> tuple[Decision, ...]:
-        """What is decided for requests; instances that are to change their role begin to drain at once."""
+        """Send an event and return the decisions for requests. Instances that switch their role start to drain at
+        once."""
         decisions = self._control.handle(event)
         if self._log is not None:
             self._log.write(event, decisions)
@@ -50,7 +51,7 @@ class Router:
         return decisions
 
     def _drained(self, decisions: tuple[Decision, ...]) -> tuple[Decision, ...]:
-        """Begin to drain whoever is to change its role; the other decisions."""
+        """Start to drain the instances that switch their role; return the other decisions."""
         for decision in decisions:
             if isinstance(decision, Convert):
                 index = self._cluster.index(decision.instance)
@@ -59,7 +60,7 @@ class Router:
         return tuple(decision for decision in decisions if not isinstance(decision, Convert))
 
     def give_back(self, index: int) -> None:
-        """An instance has one request less to do with."""
+        """Remove one request from an instance; if a drain ends, schedule the role switch."""
         if self._fleet.give_back(index):
             self._agenda.at(self._agenda.now + self._convert_s, self._converted, index)
 
@@ -69,18 +70,18 @@ class Router:
         self.tell(InstanceConverted(now, name, role))
 
     def stored(self, index: int, blocks: tuple[int, ...], evicted: list[Evicted]) -> None:
-        """Tell of a chain that is now cached, as far as it fits, and of what had to go for it."""
+        """Report a chain that is now cached, as far as it fits, and the blocks evicted for it."""
         memory, kept = self._fleet.memory, blocks
         if evicted or memory.index.used_blocks(index) >= memory.capacity_blocks[index]:
-            # A full instance may have kept the front alone: a router that counts on the rest would be wrong.
+            # A full instance may have kept only the first blocks of the chain: the router must not count on the rest.
             kept = blocks[: memory.index.match_one(index, blocks)]
-        # Where a chain is cut, a hybrid model has no state to go on from: a KvStored would claim one.
+        # A hybrid model has no state at the point where a chain was cut, and a KvStored event would claim one.
         if kept == blocks or not self._fleet.keeps_states[index]:
             name = self._cluster.instances[index].name
             self.tell(KvStored(self._agenda.now, name, kept, self._fleet.block_tokens))
         self.evicted(evicted)
 
     def evicted(self, evicted: list[Evicted]) -> None:
-        """Tell of blocks that are gone."""
+        """Report evicted blocks."""
         for instance, blocks, keep in evicted:
             self.tell(KvEvicted(self._agenda.now, self._cluster.instances[instance].name, blocks, keep))

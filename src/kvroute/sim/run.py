@@ -1,4 +1,4 @@
-"""One run: a trace through a cluster in virtual time, decided by the same `Control` that serves live traffic."""
+"""One simulation run: plays a trace on a cluster in virtual time with the same `Control` that the gateway uses."""
 
 from __future__ import annotations
 
@@ -28,16 +28,15 @@ from kvroute.types import CopyPrefix, FloatArray, InputError, ReviewDue
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A finished run: its summary, and all that it was made from."""
+    """A finished run: its summary and the data behind it."""
 
     summary: Summary
     outcomes: Outcomes
     timeline: Timeline
     link_bytes: FloatArray
-    """Bytes that each link carried, in the cluster's order of links."""
+    """Bytes carried by each link, in the cluster's order of links."""
     network_bytes: float
-    """Bytes that crossed the network, from the sum over flows that the network itself kept; failed transfers and
-    copies included."""
+    """Bytes carried by the network, from the flow network's own totals; failed transfers and copies included."""
     end_s: float
 
 
@@ -50,17 +49,17 @@ def simulate(
     seed: int = 0,
     log: EventLog | None = None,
 ) -> Run:
-    """Play `trace` through `cluster`; the same arguments give the same run, bit for bit.
+    """Run `trace` on `cluster`. The same arguments give the same run, bit for bit.
 
     Raises:
         InputError: a policy or parameter that does not exist, instances of role `both` or of several models, a trace
-            whose prefix blocks differ in size, a change of a link that does not exist, a cut that never ends.
+            whose prefix blocks differ in size, a change of a link that does not exist, or a cut that never ends.
     """
     return Simulation(cluster, trace, spec, settings, seed=seed, log=log).run()
 
 
 def _block_tokens(trace: Trace) -> int:
-    """Tokens of the trace's prefix blocks; where none has any, the size of what its requests are counted in."""
+    """Tokens per prefix block of the trace; without prefix blocks, the largest block size that a request states."""
     sizes = sorted({request.block_tokens for request in trace.requests if request.blocks})
     if len(sizes) > 1:
         what = f"prefix blocks of {' and '.join(map(str, sizes))} tokens stand in one trace"
@@ -69,7 +68,7 @@ def _block_tokens(trace: Trace) -> int:
 
 
 def _outcomes(trace: Trace) -> Outcomes:
-    """Rows of requests that have not arrived; in a closed loop it is not known yet when they will."""
+    """Rows of requests that have not arrived; in a closed loop their arrival times are still unknown."""
     rows = Outcomes.empty(len(trace.requests))
     rows.arrived_s[:] = [request.at_s for request in trace.requests]
     rows.input_tokens[:] = [request.input_tokens for request in trace.requests]
@@ -88,7 +87,7 @@ def _fabric(cluster: Cluster, settings: SimSettings, seed: int) -> Fabric:
 
 
 class Simulation:
-    """The loop and the truth: queues, batches, memory and bytes. Control sees only the events it is told."""
+    """Event loop and ground truth: queues, batches, memory and bytes. Control sees only the events that it receives."""
 
     def __init__(
         self,
@@ -129,7 +128,7 @@ class Simulation:
         )
 
     def run(self) -> Run:
-        """Run to the end."""
+        """Run until the last request has ended or `until_s` is reached."""
         wall_s, cpu_s = time.perf_counter(), time.process_time()
         if self._trace:
             self._start()
@@ -172,7 +171,8 @@ class Simulation:
         self._agenda.at(self._next_refresh_s(), self._refresh)
 
     def _next_refresh_s(self) -> float:
-        """The next tick; with nothing in flight the last one before the next arrival, since nobody asks earlier."""
+        """Time of the next refresh. With no request in flight, it is the last refresh before the next arrival: no
+        decision needs an earlier one."""
         period_s = self._settings.oracle_refresh_s
         ticks = 1.0
         if not self._router.in_flight and self._arrivals.next_s < FOREVER:

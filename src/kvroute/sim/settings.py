@@ -1,4 +1,4 @@
-"""What a run assumes beyond the cluster and the trace; every choice that a publication leaves open is a field here."""
+"""Settings of a run beyond the cluster and the trace; every choice that the publications leave open is a field here."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ TransferMode: TypeAlias = Literal["serial", "layerwise"]
 
 
 class Background(msgspec.Struct, frozen=True, kw_only=True):
-    """Traffic of others: a share of the capacity of every link of a tier, steady or switching on and off."""
+    """Background traffic: a share of the capacity of every link of a tier, steady or in bursts."""
 
     per_tier: tuple[float, ...] = (0.0,) * TIER_COUNT
     """Share in [0, 1) for tiers 0 to 4."""
     burst_per_tier: tuple[float, ...] = (0.0,) * TIER_COUNT
-    """Added while a burst lasts."""
+    """Share added during a burst."""
     burst_every_s: float = 0.0
-    """Mean time between changes (exponential, seeded); 0: no bursts."""
+    """Mean time between start and end of bursts (exponential, seeded); 0: no bursts."""
 
     def __post_init__(self) -> None:
         for name, shares in (("per_tier", self.per_tier), ("burst_per_tier", self.burst_per_tier)):
@@ -34,18 +34,20 @@ class Background(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def uniform(cls, share: float) -> Background:
-        """The same share on every network tier (1 and up); NVLink inside a node is nobody else's."""
+        """Return the same share for every network tier (1 and up); NVLink inside a node carries no background
+        traffic."""
         return cls(per_tier=(0.0,) + (share,) * (TIER_COUNT - 1))
 
 
 class CapacityChange(msgspec.Struct, frozen=True, kw_only=True):
-    """From `at_s` on a link has this share of its nominal capacity, until its next change."""
+    """A change of a link's capacity: from `at_s` until its next change it has this share of its nominal capacity."""
 
     at_s: float
     link: str
-    """A link's name; `A to B` for all links from A to B, one direction; `wan` for every link between datacenters."""
+    """A link's name, `A to B` for all links from A to B in one direction, or `wan` for every link between
+    datacenters."""
     share: float
-    """0: cut."""
+    """Share of the nominal capacity, 0 to 1; 0 cuts the link."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.at_s < float("inf"):
@@ -55,12 +57,13 @@ class CapacityChange(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Fluctuation(msgspec.Struct, frozen=True, kw_only=True):
-    """A link's capacity moves at random times to a random share of what it would be, uniform between two bounds."""
+    """A random fluctuation: at random times the link's capacity changes to a random share, uniform between two
+    bounds."""
 
     link: str
-    """As in `CapacityChange`; all links so named move together."""
+    """Link name as in `CapacityChange`; all links that it selects change together."""
     every_s: float
-    """Mean time between moves (exponential, seeded)."""
+    """Mean time between changes (exponential, seeded)."""
     share_min: float
     share_max: float = 1.0
 
@@ -73,13 +76,13 @@ class Fluctuation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WanTransport(msgspec.Struct, frozen=True, kw_only=True):
-    """A transfer between datacenters is so many TCP connections, each bounded by its window and its losses."""
+    """TCP connections of a transfer between datacenters; each is limited by its window and its packet loss."""
 
     connections: int = 8
     window_bytes: float = 4 * 2**20
-    """The lesser of the sender's and the receiver's buffer."""
+    """TCP window in bytes: the smaller of the send and receive buffers."""
     loss: float = 0.0
-    """Share of segments lost on the way, in [0, 1)."""
+    """Share of segments lost on the path, in [0, 1)."""
     mss_bytes: float = 1460.0
 
     def __post_init__(self) -> None:
@@ -92,12 +95,14 @@ class WanTransport(msgspec.Struct, frozen=True, kw_only=True):
             raise InputError(f"wan.loss is {self.loss}", mend="give a share of segments in [0, 1)")
 
     def ceiling_bytes_per_s(self, latency_s: float) -> float:
-        """What one connection carries at most over a way of this one-way latency; inf where nothing bounds it."""
+        """Return the maximum rate of one connection on a path with this one-way latency; infinity if nothing limits
+        it."""
         return connection_bytes_per_s(2 * latency_s, self.window_bytes, self.loss, self.mss_bytes)
 
 
 class Slo(msgspec.Struct, frozen=True, kw_only=True):
-    """A request is good when its first token is in time and, if asked, its tokens come fast enough."""
+    """Service level objective: a request is good when its first token and, if set, its time per output token are in
+    time."""
 
     ttft_s: float = 5.0
     tpot_s: float | None = None
@@ -109,44 +114,47 @@ class Slo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SimSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """One run's assumptions."""
+    """Settings of one run."""
 
     prefill_queueing: bool = True
-    """FIFO prefill, one prompt at a time; off: prefill is a pure delay (NetKV's Table II has no queue)."""
+    """FIFO prefill, one prompt at a time; False: prefill is a pure delay (NetKV's Table II has no queue)."""
     decode_cache: bool = True
     """Decode instances keep the KV of finished requests and match it block by block."""
     background: Background = Background()
     oracle_refresh_s: float = 1.0
-    """The operator's telemetry reaches the router so often (NetKV's Delta_oracle)."""
+    """Period at which the router receives link telemetry (NetKV's Delta_oracle)."""
     separates_own_traffic: bool = True
-    """Telemetry leaves out the router's own transfers (marked DSCP class); else it reports the sum."""
+    """Telemetry excludes the router's own transfers (marked by a DSCP class); False: it reports the sum."""
     telemetry: Telemetry = "tier"
-    """What the operator reports: utilisation by tier, by link, or nothing (the background is there all the same)."""
+    """Telemetry that the router receives: utilisation by tier, by link, or none. The background traffic exists in all
+    cases."""
     reported: tuple[float, ...] | None = None
-    """What the operator reports of others' traffic, by tier, whatever is true; None: the truth."""
+    """Fixed report of the background traffic by tier, independent of the real traffic; None: the real values."""
     measures_transfers: bool = False
-    """At every refresh the router also hears what its own transfers took, as a gateway does from engines' counters."""
+    """At every refresh the router also receives the durations of its own transfers, as a gateway does from engine
+    counters."""
     transfer: TransferMode = "serial"
-    """A KV cache leaves when its prefill has ended; or layer by layer while it runs, where the target is known then."""
+    """"serial": a KV cache is sent after its prefill; "layerwise": layer by layer during prefill, if the target is
+    known."""
     wan: WanTransport | None = None
-    """How transfers between datacenters are carried; None: like any other."""
+    """Transport of transfers between datacenters; None: like any other transfer."""
     changes: tuple[CapacityChange, ...] = ()
-    """Cuts, degradations and their ends; in any order."""
+    """Cuts, degradations and recoveries, in any order."""
     fluctuations: tuple[Fluctuation, ...] = ()
     stall_s: float | None = None
-    """A transfer without progress for so long has failed, and its request starts again; None: it waits."""
+    """Time after which a transfer without progress fails and its request starts again; None: it waits."""
     convert_s: float = 30.0
-    """From the last request of an instance that changes its role to the first of the new one: it starts afresh, with
-    nothing cached."""
+    """Time from an instance's last request in its old role to its first in the new one; it restarts with an empty
+    cache."""
     review_s: float | None = None
-    """The router is asked so often how instances should be split between prefill and decode; None: never."""
+    """Period at which the router reviews the split between prefill and decode; None: never."""
     slo: Slo = Slo()
     warmup_s: float = 0.0
-    """Requests that arrive earlier are simulated and not counted."""
+    """Requests that arrive before this time are simulated and not counted."""
     measure_s: float | None = None
     """Requests that arrive later than warmup_s + measure_s are simulated and not counted; None: all count."""
     until_s: float | None = None
-    """Stop the clock here, whatever is still in flight; None: run until the last request has left."""
+    """End of the run, even with requests in flight; None: run until the last request has ended."""
 
     def __post_init__(self) -> None:
         if not self.oracle_refresh_s > 0:

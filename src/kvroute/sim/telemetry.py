@@ -1,4 +1,4 @@
-"""What the router hears of the network at every refresh, and what the run's timeline keeps of it."""
+"""Network telemetry that the router receives at every refresh, and the samples for the run's timeline."""
 
 from __future__ import annotations
 
@@ -18,25 +18,26 @@ class Telemetry:
     def __init__(
         self, fabric: Fabric, settings: SimSettings, outcomes: Outcomes, threshold_tokens: Callable[[], float | None]
     ) -> None:
-        """`threshold_tokens` tells the router's routing threshold now; None: nothing is offloaded."""
+        """`threshold_tokens` returns the router's current routing threshold; None if nothing is offloaded."""
         self._fabric, self._settings, self._outcomes = fabric, settings, outcomes
         self._threshold_tokens, self._thresholds = threshold_tokens, list[float]()
         self._names = [instance.name for instance in fabric.cluster.instances]
         self._samples: list[tuple[float, list[float]]] = []
         self._last_s, self._sent = 0.0, fabric.own_bytes()
-        """Time of the last refresh, and the bytes by tier until then."""
+        """Time of the last refresh, and the bytes sent by tier until then."""
         self._unmeasured: dict[tuple[int, int], list[tuple[int, float]]] = {}
-        """Requests whose KV has landed since the last refresh, and when it set out, by source and target."""
+        """Requests whose KV has arrived since the last refresh, with the start time of the transfer, by (source,
+        target)."""
 
     def landed(self, request: int, sent_s: float) -> None:
-        """A KV cache that set out at `sent_s` is there."""
+        """Record that a KV transfer that started at `sent_s` has arrived."""
         outcomes = self._outcomes
         if self._settings.measures_transfers and outcomes.kv_bytes[request] > 0:
             pair = int(outcomes.source[request]), int(outcomes.target[request])
             self._unmeasured.setdefault(pair, []).append((request, sent_s))
 
     def refresh(self, at: float) -> Iterator[Event]:
-        """What the router is told now. Bytes have been moved up to `at`."""
+        """Yield the events that the router receives now. The caller has moved bytes up to `at`."""
         separate = self._settings.separates_own_traffic
         if self._settings.reported is not None:
             yield CongestionMeasured(at, self._settings.reported)
@@ -50,7 +51,7 @@ class Telemetry:
             self._thresholds.append(threshold)
 
     def _sample(self, at: float) -> None:
-        """Means since the last refresh: transfers are shorter than the time between two."""
+        """Store the mean shares since the last refresh: transfers are shorter than one period."""
         if at > self._last_s:
             shares = np.clip(self._fabric.mean_share(self._sent, at - self._last_s), 0.0, 1.0)
             self._last_s, self._sent = at, self._fabric.own_bytes()
@@ -68,7 +69,7 @@ class Telemetry:
         self._unmeasured.clear()
 
     def timeline(self) -> Timeline:
-        """Own traffic between refreshes, and the threshold at each, so far."""
+        """Return own traffic between refreshes, and the threshold at each refresh, so far."""
         at_s, shares = tuple(at for at, _ in self._samples), [share for _, share in self._samples]
         tier = {str(tier): tuple(s[tier] for s in shares) for tier in range(TIER_COUNT)}
         return Timeline(at_s=at_s, tier=tier, threshold_tokens=tuple(self._thresholds))

@@ -1,4 +1,4 @@
-"""A cluster in miniature on one machine: the kernel's own network between emulated engines, a gateway in front."""
+"""A miniature cluster on one machine: the kernel's own network between emulated engines, with a gateway in front."""
 
 from kvroute.testbed.network import Build
 from kvroute.testbed.runs import Run, State, known

@@ -1,7 +1,8 @@
-"""Delay lines: what is routed into one of these devices comes out of it again some time later, in order.
+"""Delay lines: TUN devices that return every packet routed into them after a fixed time, in order.
 
 `python -m kvroute.testbed.delay PLAN READY`: for kernels without netem, one process for all hosts. A host's own packets
-to a far one go through a device of theirs before they leave, so every way is delayed once, the acknowledgements' too.
+to a far host pass through a device of the host before they leave it. So every direction is delayed once, and
+acknowledgements are delayed, too.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import msgspec
 from kvroute.testbed.namespaces import inside
 
 LEAST_S = 5e-4
-"""Shorter ways are as the kernel has them: a line's own timing is no better."""
+"""Minimum delay of a line, in seconds. The timing of a line is not exact enough for shorter ones."""
 _TUNSETIFF = 0x4004_54CA
 _TUN, _NO_PACKET_INFO = 0x0001, 0x1000
 _PACKET_BYTES = 2048
@@ -29,14 +30,14 @@ _PACKET_BYTES = 2048
 
 @dataclass(slots=True)
 class Line:
-    """One device, and the packets in it with the time at which they leave."""
+    """One device, and the packets in it with the times at which they leave."""
 
     device: int
     delay_s: float
     held: deque[tuple[float, bytes]] = field(default_factory=deque)
 
     def take(self, now: float) -> None:
-        """Whatever has come."""
+        """Read all packets that have arrived."""
         try:
             while True:
                 self.held.append((now + self.delay_s, os.read(self.device, _PACKET_BYTES)))
@@ -44,13 +45,13 @@ class Line:
             pass
 
     def give(self, now: float) -> None:
-        """Whatever is due."""
+        """Write all packets that are due."""
         while self.held and self.held[0][0] <= now:
             os.write(self.device, self.held.popleft()[1])
 
 
 def line(namespace: str, name: str, delay_s: float) -> Line:
-    """A new device in a namespace; it goes with this process."""
+    """Create a device in a namespace. It is removed when this process ends."""
     with inside(namespace):
         device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
         fcntl.ioctl(device, _TUNSETIFF, struct.pack("16sH14x", name.encode(), _TUN | _NO_PACKET_INFO))
@@ -58,7 +59,7 @@ def line(namespace: str, name: str, delay_s: float) -> Line:
 
 
 def run(lines: list[Line]) -> None:
-    """For ever. `select` counts in microseconds, where epoll's timeout has milliseconds."""
+    """Run forever. `select` counts in microseconds, epoll's timeout in milliseconds."""
     devices = {each.device: each for each in lines}
     while True:
         due_s = min((each.held[0][0] for each in lines if each.held), default=None)
@@ -72,7 +73,7 @@ def run(lines: list[Line]) -> None:
 
 
 def main() -> None:
-    """Until it is ended."""
+    """Run until the process is terminated."""
     plan = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=list[tuple[str, str, float]])
     lines = [line(*each) for each in plan]
     Path(sys.argv[2]).write_bytes(b"{}")

@@ -1,5 +1,5 @@
-"""The cluster files that a testbed's programs read: one for the engines, which leaves the pace to the kernel, and one
-for the gateway, which has the true rates and the engines' addresses."""
+"""Cluster files for the programs of a testbed. The engines' file has no link limits, because the kernel sets the pace.
+The gateway's file has the true rates and the engines' addresses."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from kvroute.topology.units import Bandwidth, Latency
 from kvroute.types import Endpoint
 
 UNBOUND = Bandwidth(12.5e12)
-"""The fastest link that a cluster file may have, 100 Tbps: emulated engines hand over all bytes at once."""
+"""The fastest link that a cluster file may have, 100 Tbps: emulated engines then send all bytes at once."""
 
 
 def unpaced(cluster: Cluster) -> ClusterFile:
-    """The same instances on the same GPUs behind links that hold nothing back: neither rates nor latency."""
+    """Return the same instances on the same GPUs behind unlimited links, without latency."""
     file = cluster.file
     none = Latency(0.0)
     cards = Nics(compute=Nic(bytes_per_s=UNBOUND, scope="server"))
@@ -50,9 +50,10 @@ def unpaced(cluster: Cluster) -> ClusterFile:
 
 
 def served(cluster: Cluster, endpoints: Mapping[str, Endpoint]) -> ClusterFile:
-    """The cluster's own file, without shorthands, with every engine's address.
+    """Return the cluster's own file, without shorthands, with the address of every engine.
 
-    Engines count their transfers; timed by first bytes too, the first ones would count twice.
+    It sets `measure: engine`, because engines count their transfers. With timing by first bytes, too, the first
+    transfers would count twice.
     """
     entries = cluster.file.instances
     assert isinstance(entries, list), "a Cluster keeps its file without shorthands"

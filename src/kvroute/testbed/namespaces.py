@@ -1,6 +1,7 @@
-"""Network namespaces with names: made, entered, filled by `ip` and `tc`; the room's one way into the kernel.
+"""Named network namespaces: created, entered, and configured with `ip` and `tc`. All kernel configuration goes through
+it.
 
-Root only, Linux only. Whatever it makes carries the prefix that the caller gives.
+Requires root and Linux. All names that it creates have the prefix that the caller gives.
 """
 
 from __future__ import annotations
@@ -28,18 +29,23 @@ _SYSCTLS = {
     "fib_multipath_hash_fields": "55",
     "tcp_no_metrics_save": "1",
 }
-"""Multipath by addresses, protocol and ports (0x37): policy 1 would use a number of the socket's own, which no
-`ip route get` tells. Without `tcp_no_metrics_save` a connection would begin with what an earlier one has learned."""
+"""Multipath uses addresses, protocol and ports (0x37): policy 1 would use a number internal to the socket, which `ip
+route get` does not show. Without `tcp_no_metrics_save` a connection would start with metrics of an earlier one."""
 _OPTIONAL = {"tcp_rto_min_us": "10000"}
-"""Not in older kernels: 200 ms of silence after a lost tail would be the machine's, not the network's."""
+"""Not in older kernels. Otherwise 200 ms of silence after a lost tail would come from the machine, not from the
+network."""
 
 
 class Unavailable(InputError):
-    """This machine cannot have such a network; the message says what is missing."""
+    """This machine cannot have such a network. The message says what is missing."""
 
 
 def run(*command: str, text: str | None = None) -> str:
-    """A command's output. Raises Unavailable with what it said if it fails."""
+    """Run a command and return its output.
+
+    Raises:
+        Unavailable: the command failed; contains its error output.
+    """
     done = subprocess.run(command, input=text, capture_output=True, text=True)
     if done.returncode:
         said = [line for line in done.stderr.splitlines() if not line.startswith("Warning")] or ["no word"]
@@ -48,7 +54,11 @@ def run(*command: str, text: str | None = None) -> str:
 
 
 def check_tools() -> None:
-    """Raises Unavailable where nothing can be done at all: not root, or no iproute2."""
+    """Check the minimum requirements: root and iproute2.
+
+    Raises:
+        Unavailable: one of them is missing.
+    """
     if os.geteuid():
         raise Unavailable("network namespaces need root", mend="run it with sudo")
     for tool in ("ip", "tc"):
@@ -57,7 +67,7 @@ def check_tools() -> None:
 
 
 def check() -> None:
-    """Whether this machine can have a testbed at all; tries what it takes, in a namespace without a name.
+    """Check whether this machine supports a testbed. It tries all required features in a namespace without a name.
 
     Raises:
         Unavailable: not root, or a tool or a part of the kernel is missing.
@@ -81,7 +91,7 @@ def check() -> None:
 
 @contextmanager
 def nameless() -> Iterator[None]:
-    """The calling thread is in a network namespace that is gone afterwards."""
+    """Move the calling thread into a new network namespace for the block. The namespace is removed afterwards."""
     home = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
     try:
         if _LIBC.unshare(_NEWNET):
@@ -95,7 +105,7 @@ def nameless() -> Iterator[None]:
 
 @contextmanager
 def inside(name: str) -> Iterator[None]:
-    """The calling thread is in a namespace; a socket that is made there stays there."""
+    """Move the calling thread into a namespace for the block. A socket that is created there stays there."""
     home = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
     try:
         there = os.open(FOLDER / name, os.O_RDONLY)
@@ -115,13 +125,15 @@ def _enter(namespace: int) -> None:
 
 
 def named(prefix: str) -> list[str]:
-    """Namespaces whose names begin so, ascending."""
+    """Return the namespaces whose names begin with `prefix`, ascending."""
     return sorted(path.name for path in FOLDER.glob(f"{prefix}*")) if FOLDER.is_dir() else []
 
 
 def make(name: str, seed: int, window_bytes: float) -> None:
-    """A namespace that forwards; `seed` is of its draws among equal links, 1 or more. Connections into it take no more
-    than `window_bytes` at once."""
+    """Create a namespace that forwards packets.
+
+    `seed` (1 or more) is for its choices among equal links. Connections into it accept at most `window_bytes` at once.
+    """
     run("ip", "netns", "add", name)
     least = min(131_072, round(window_bytes))
     own = {"fib_multipath_hash_seed": str(seed), "tcp_rmem": f"4096 {least} {round(window_bytes)}"}
@@ -138,7 +150,7 @@ def make(name: str, seed: int, window_bytes: float) -> None:
 
 
 def accept_own(name: str, device: str) -> None:
-    """Let a namespace's own packets come back in by a device: they have been outside on their way out."""
+    """Let a namespace accept its own packets from a device: they passed through the device on their way out."""
     with inside(name):
         Path("/proc/sys/net/ipv4/conf", device, "accept_local").write_text("1", encoding="ascii")
 
@@ -150,7 +162,7 @@ def batch(name: str, tool: str, lines: Iterable[str]) -> None:
 
 
 def links(prefix: str) -> dict[str, tuple[str, ...]]:
-    """Devices outside of all namespaces whose names begin so, with their IPv4 addresses."""
+    """Return the devices outside all namespaces whose names begin with `prefix`, with their IPv4 addresses."""
     told: list[Mapping[str, object]] = json.loads(run("ip", "-json", "address", "show") or "[]")
     found = {}
     for device in told:

@@ -1,4 +1,4 @@
-"""A cluster's network laid on this machine: namespaces, cables, routes, queues, delay lines and others' traffic."""
+"""A cluster's network on this machine: namespaces, cables, routes, queues, delay lines and background traffic."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from kvroute.topology import Cluster
 from kvroute.types import SAME_NODE, TIER_COUNT, InputError
 
 CONTROL = "cubic"
-"""TCP's congestion control between hosts, whatever the machine's own is: bbr measures ways, and these have microseconds
-of round trip behind queues of many milliseconds."""
+"""TCP congestion control between hosts, whatever the machine's own is. BBR is not suitable: it measures paths, and
+these have round trips of microseconds behind queues of many milliseconds."""
 _LATER = 200
-"""Routing table of packets that have been held back."""
+"""Routing table of packets that have passed a delay line."""
 _OUTSIDE, _HUB = 1, 2
-"""Addresses of the two ends of the device outside."""
+"""Indices of the addresses at the two ends of the device that leads outside."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Build:
-    """How a cluster becomes a testbed."""
+    """How a cluster is built as a testbed."""
 
     scale: float = 1e-3
-    """Of rates and of KV bytes alike, so that seconds are true."""
+    """Factor for rates and for KV bytes alike, so that durations are true."""
     queues: Discipline = "fair"
     background: tuple[float, ...] = (0.0,) * TIER_COUNT
-    """Share of every link of a tier that others really send."""
+    """Share of every link of a tier that real background traffic uses."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -47,10 +47,10 @@ class Build:
 
 @dataclass(slots=True)
 class Network:
-    """See the module; it is taken away by `Run.remove`.
+    """Network of one testbed. `Run.remove` removes it.
 
     Raises:
-        InputError: by every method: no root, no such tool or kernel, a cluster that cannot be wired.
+        InputError: by every method: no root, a missing tool or kernel feature, a cluster that cannot be wired.
     """
 
     run: Run
@@ -61,7 +61,11 @@ class Network:
     addresses: IPv4Network = field(init=False)
 
     def check(self) -> None:
-        """That it can be had, before anything is made. Raises InputError also where one of its name is there."""
+        """Check that the network can be built, before anything is created.
+
+        Raises:
+            InputError: also if a testbed of this name exists.
+        """
         namespaces.check()
         if remains := self.run.remains():
             mend = f"`kvroute testbed down --name {self.run.name}` first"
@@ -69,12 +73,12 @@ class Network:
         self.check_wiring()
 
     def check_wiring(self) -> None:
-        """The cluster's side of `check`, which makes `wiring` known."""
+        """Check only the cluster, and set `wiring`."""
         self.wiring = wire(self.cluster, ADDRESSES)
         dict(self._limits())
 
     def lay(self) -> None:
-        """Namespaces, cables, routes, queues, and others' traffic; `check` comes before it."""
+        """Create namespaces, cables, routes, queues and background traffic. Call `check` first."""
         with addresses(self.run) as found:
             self.addresses, self.wiring = found, wire(self.cluster, found)
             limits = dict(self._limits())
@@ -97,8 +101,11 @@ class Network:
         self._others()
 
     def _window_bytes(self) -> float:
-        """What a connection may have under way: it keeps the longest way busy, and no queue of its own overflows. KV
-        caches go over networks that lose nothing, and what a short transfer loses by a loss is more than it takes."""
+        """Return the maximum bytes in flight of a connection.
+
+        They keep the longest path busy and do not overflow the connection's own queue. Networks for KV caches lose no
+        packets, and a loss would cost a short transfer more time than the transfer itself takes.
+        """
         rates = [end.bytes_per_s for end in self.wiring.ends if end.tier > SAME_NODE]
         rtt_s = 2 * max(self.wiring.latency_s.values(), default=0.0)
         return max(QUEUE_BYTES, 4 * rtt_s * max(rates, default=0.0) * self.build.scale)
@@ -109,7 +116,7 @@ class Network:
             yield end.link, (end.device, limit, self.build.queues)
 
     def _join_outside(self) -> None:
-        """One device leads from outside to the hub."""
+        """Create the device that leads from outside to the hub."""
         hub, device = self.run.namespace(HUB), self.run.device
         here, there = self.addresses[_OUTSIDE], self.addresses[_HUB]
         namespaces.run("ip", "link", "add", device, "type", "veth", "peer", "name", "out", "netns", hub)
@@ -120,7 +127,7 @@ class Network:
         namespaces.batch(hub, "ip", up)
 
     def _join(self) -> None:
-        """Cables between places, and one from the hub to every host."""
+        """Create the cables between places, and one from the hub to every host."""
         pairs = [(cable.up.device, cable.up.place, cable.down.device, cable.down.place) for cable in self.wiring.cables]
         pairs += [(f"h{n}", HUB, "hub", host.name) for n, host in enumerate(self.wiring.hosts)]
         namespace = self.run.namespace
@@ -139,18 +146,18 @@ class Network:
         namespaces.batch(namespace(HUB), "ip", hub)
 
     def _inside(self, place: str) -> Iterator[str]:
-        """A place's devices, addresses and routes."""
+        """Yield the `ip` commands for a place's devices, addresses and routes."""
         wiring = self.wiring
         yield "link set lo up"
         ends = {end.link: end for end in wiring.ends_at(place)}
         for end in ends.values():
             yield f"address add {end.address}/31 dev {end.device}"
-            # Bundles of segments would be taken for one packet by queues that count packets' turns.
+            # Queues that take turns by packets would count a bundle of segments as one packet.
             yield f"link set {end.device} gso_max_segs 1 txqueuelen {packets(self._window_bytes())} up"
         host = next((host for host in wiring.hosts if host.name == place), None)
         source = ""
         if host is not None:
-            # By route: a namespace may not choose for itself what the machine has not set free for everybody.
+            # Set by route: a namespace may not choose a congestion control that the machine does not allow to all.
             source = f" src {host.address} congctl {CONTROL}"
             yield f"address add {host.address}/32 dev lo"
             yield "link set hub up"
@@ -168,12 +175,12 @@ class Network:
                 yield f"route add {far.address}/32{source} {out}"
 
     def delay_s(self, source: str, target: str) -> float:
-        """What a delay line adds to one way between two hosts; what the kernel takes by itself is left out."""
+        """Return the delay that a line adds in one direction between two hosts, in seconds; 0 if it needs no line."""
         latency_s = self.wiring.latency_s[source, target]
         return latency_s if latency_s >= LEAST_S else 0.0
 
     def _delays(self) -> dict[tuple[str, float], str]:
-        """Device of each host and delay, numbered within the host."""
+        """Return the device of each host and delay, numbered within the host."""
         found: dict[tuple[str, float], str] = {}
         for source, target in self.wiring.latency_s:
             key = source, self.delay_s(source, target)
@@ -182,7 +189,7 @@ class Network:
         return found
 
     def _delay(self) -> None:
-        """Lines for hosts that are far from others, and what comes out of them leaves as it would have without."""
+        """Create delay lines for hosts that are far from others. Packets that leave a line take the normal route."""
         delays = self._delays()
         if not delays:
             return
@@ -199,7 +206,7 @@ class Network:
             namespaces.batch(namespace, "ip", up)
 
     def _others(self) -> None:
-        """Somebody who loads the links, if asked for."""
+        """Start the background traffic, if requested."""
         loaded = background_ends(self.wiring, self.build.background)
         if loaded:
             limits = dict(self._limits())

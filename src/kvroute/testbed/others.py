@@ -1,7 +1,7 @@
-"""Others' traffic: a process that keeps links busy with a steady share of UDP, each from its own end to the next place.
+"""Background traffic: a process that loads links with a constant share of UDP, from each link's end to the next place.
 
-`python -m kvroute.testbed.others FILE`: the file says where, whither, and how fast. Packets go in bundles, which the
-kernel cuts: one call per packet would cost more than the links themselves.
+`python -m kvroute.testbed.others FILE`: the file gives sources, targets and rates. Packets are sent in bundles that the
+kernel splits, because one call per packet would cost more than the links themselves.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ import msgspec
 from kvroute.testbed.namespaces import inside
 
 PORT = 9
-"""Discard (RFC 863)."""
+"""Discard port (RFC 863)."""
 PAYLOAD_BYTES, WIRE_BYTES = 1472, 1514
 BUNDLE_MAX = 8
 _TICK_S = 2e-3
 _UDP_SEGMENT = 103
-"""setsockopt of linux/udp.h: the kernel cuts what is sent into pieces of so many bytes."""
+"""setsockopt of linux/udp.h: the kernel splits what is sent into datagrams of this many bytes."""
 
 
 @dataclass(slots=True)
 class Stream:
-    """One link's."""
+    """Background traffic of one link."""
 
     socket: socket.socket
     bytes_per_s: float
-    """On the wire."""
+    """Rate on the wire."""
     sent_bytes: float = 0.0
 
     def send(self, elapsed_s: float) -> None:
-        """What is due, once it is a bundle; what does not fit into the queue is lost, as others' packets are."""
+        """Send what is due, once it is a bundle. Packets that do not fit into the queue are lost."""
         due = int((elapsed_s * self.bytes_per_s - self.sent_bytes) // WIRE_BYTES)
         if due >= min(BUNDLE_MAX, 1 + self.bytes_per_s * 1e-2 // WIRE_BYTES):
             count = min(due, BUNDLE_MAX)
@@ -49,7 +49,7 @@ _ZEROS = memoryview(bytes(BUNDLE_MAX * PAYLOAD_BYTES))
 
 
 def stream(namespace: str, target: str, bytes_per_s: float) -> Stream:
-    """From a namespace to an address."""
+    """Open a stream from a namespace to an address."""
     with inside(namespace):
         made = socket.socket(socket.AF_INET, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
     made.setsockopt(socket.SOL_UDP, _UDP_SEGMENT, PAYLOAD_BYTES)
@@ -58,7 +58,7 @@ def stream(namespace: str, target: str, bytes_per_s: float) -> Stream:
 
 
 def sink(namespace: str) -> socket.socket:
-    """Takes packets without anybody reading them: the kernel drops what does not fit into the least buffer."""
+    """Open a socket that is never read: the kernel drops packets that do not fit into the minimum buffer."""
     with inside(namespace):
         made = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 0)
@@ -67,7 +67,7 @@ def sink(namespace: str) -> socket.socket:
 
 
 def main() -> None:
-    """Until it is ended."""
+    """Run until the process is terminated."""
     plan, sinks = msgspec.json.decode(
         Path(sys.argv[1]).read_bytes(), type=tuple[list[tuple[str, str, float]], list[str]]
     )

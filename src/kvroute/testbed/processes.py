@@ -1,7 +1,8 @@
-"""Processes of a testbed: begun with a mark in their environment, found by it whatever became of who began them, ended.
+"""Processes of a testbed. Each is started with a mark in its environment, by which it is found and ended even if its
+parent has died.
 
-The mark is set before a process runs its first instruction, so there is no moment at which one could be lost; a list of
-ids written afterwards would have one.
+The mark is set before a process runs its first instruction, so no process is ever missed. A list of ids that is written
+afterwards could miss one.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from pathlib import Path
 
 MARK = "KVROUTE_TESTBED"
 END_S = 5.0
-"""From SIGTERM to SIGKILL."""
+"""Time from SIGTERM to SIGKILL, in seconds."""
 
 
 def begin(command: Sequence[str], mark: str, log: Path) -> subprocess.Popen[bytes]:
-    """Start a process that outlives this one; what it says goes to `log`."""
+    """Start a process that outlives this one. Its output goes to `log`."""
     with log.open("ab") as said:
         return subprocess.Popen(
             command,
@@ -33,7 +34,7 @@ def begin(command: Sequence[str], mark: str, log: Path) -> subprocess.Popen[byte
 
 
 def marked(mark: str) -> list[int]:
-    """Ids of the processes that carry a mark, their children included; never this one or its parents."""
+    """Return the ids of the processes with a mark, their children included, but never this one or its parents."""
     ours = _line_of_descent()
     return [
         int(folder.name)
@@ -43,7 +44,7 @@ def marked(mark: str) -> list[int]:
 
 
 def end(mark: str, patience_s: float = END_S) -> int:
-    """Ask every process with the mark to end, make those that do not in time, and wait; how many there were."""
+    """Terminate every process with the mark, kill those that do not end in time, and wait. Return their number."""
     ended: set[int] = set()
     for number in (signal.SIGTERM, signal.SIGKILL):
         handles = dict(filter(None, (_handle(pid, mark) for pid in marked(mark))))
@@ -58,7 +59,7 @@ def end(mark: str, patience_s: float = END_S) -> int:
 
 
 def cpu_s(mark: str) -> float:
-    """CPU seconds that the processes with the mark have used so far."""
+    """Return the CPU seconds that the processes with the mark have used so far."""
     ticks = 0
     for pid in marked(mark):
         with contextlib.suppress(OSError):
@@ -70,13 +71,13 @@ def cpu_s(mark: str) -> float:
 def _carries(pid: int, mark: str) -> bool:
     try:
         environment = Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:  # it has ended, or is nobody's business
+    except OSError:  # it has ended, or access is denied
         return False
     return f"{MARK}={mark}".encode() in environment.split(b"\0")
 
 
 def _handle(pid: int, mark: str) -> tuple[int, int] | None:
-    """(id, descriptor of the process): looked at again once it is held, since an id may have gone to another."""
+    """Return (id, descriptor). The mark is checked once the descriptor is open: an id may have been reused."""
     try:
         handle = os.pidfd_open(pid)
     except OSError:

@@ -1,4 +1,4 @@
-"""The programs of one testbed, as their parent has them: begun, heard from, ended."""
+"""The programs of one testbed, as children of this process: started, awaited, ended."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from kvroute.testbed.runs import Run
 from kvroute.types import InputError
 
 READY_S = 120.0
-"""Until a program's first word: several start at once on few cores."""
+"""Time limit until a program is ready, in seconds; several start at once on few cores."""
 
 
 @dataclass(slots=True)
 class Programs:
-    """Each with a log in the testbed's folder."""
+    """Programs of a testbed, each with a log in its folder."""
 
     run: Run
     _children: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def begin(self, command: Sequence[str], name: str) -> subprocess.Popen[bytes]:
-        """Start one; it outlives this process."""
+        """Start a program. It outlives this process."""
         child = processes.begin(command, self.run.name, self.run.folder / f"{name}.log")
         self._children.append(child)
         return child
 
     def heard(self, child: subprocess.Popen[bytes], ready: Path) -> bytes:
-        """Its first word, a JSON object in the file `ready`, named as its log is.
+        """Wait until a program is ready. Return the JSON object in the file `ready`, which is named like its log.
 
         Raises:
-            InputError: it has ended, or says nothing.
+            InputError: the program has ended, or is not ready in time.
         """
         deadline = time.monotonic() + READY_S
         while time.monotonic() < deadline and child.poll() is None:
@@ -46,7 +46,7 @@ class Programs:
         raise InputError(f"{ready.stem} of testbed {self.run.name} did not get ready: {why}")
 
     def end(self, child: subprocess.Popen[bytes]) -> None:
-        """Ask it to end, then make it."""
+        """Terminate a program, and kill it if it does not end in time."""
         child.terminate()
         try:
             child.wait(processes.END_S)
@@ -56,10 +56,10 @@ class Programs:
         self._children.remove(child)
 
     def forget(self, *, wait: bool = True) -> None:
-        """All of them: they have been ended, or (`wait` off) are to go on without a parent."""
+        """Forget all programs: they have been ended, or (`wait` is False) they continue without a parent."""
         for child in self._children:
             if wait:
                 child.wait()
             else:
-                child.returncode = 0  # or its object would warn that it still runs
+                child.returncode = 0  # otherwise its object would warn that it still runs
         self._children.clear()

@@ -1,8 +1,8 @@
-"""What stands before a link: its rate, and who goes first when several want to; `tc` commands as text.
+"""Queues in front of a link: they set its rate and the order of its connections. `tc` commands as text.
 
-`fair` gives every connection its turn (max-min over a path, as the cost model has it): deficit round-robin among the
-leaves of an htb tree, among which a classic BPF program spreads connections by addresses and ports. It needs nothing
-but htb and cls_bpf, since many kernels have neither fq nor fq_codel. `fifo` is one queue, first come, first served.
+`fair` serves all connections in turn (max-min over a path, as in the cost model): deficit round-robin among the leaves
+of an htb tree, to which a classic BPF program assigns connections by addresses and ports. It requires only htb and
+cls_bpf, because many kernels have neither fq nor fq_codel. `fifo` is one queue, first come, first served.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from kvroute.types import InputError
 
 Discipline: TypeAlias = Literal["fair", "fifo"]
 SEGMENT_BYTES, FRAME_BYTES = 1448, 1514
-"""Payload of a full segment (MTU 1500, timestamps), and what a queue counts for it."""
+"""Payload of a full segment (MTU 1500, timestamps), and the bytes that a queue counts for it."""
 LEAVES_MAX, LEAVES_MIN = 256, 32
-"""More of them keep more connections apart; the kernel takes time for each that grows with the number of all."""
+"""More leaves separate more connections, but the kernel's time for each leaf grows with their number."""
 QUEUE_BYTES = 256 << 10
-"""Before a link, at least: for a connection where queues are fair, for all where not."""
+"""Minimum queue in front of a link, in bytes: per connection if queues are fair, otherwise for all connections."""
 RATE_MIN_BITS_PER_S, RATE_MAX_BITS_PER_S = 1e6, 1e9
 _BURST_BYTES = 16 << 10
 _BURST_S = 1e-3
@@ -29,23 +29,25 @@ _OTHERS = 0x2
 _ELSE = 0x3
 _UDP = 17
 _GOLDEN = 2_654_435_761
-"""2^32 over the golden ratio: multiplying by it spreads small differences over the upper bits (Knuth, TAOCP 6.4)."""
+"""2^32 divided by the golden ratio. Multiplying by it spreads small differences over the upper bits (Knuth, TAOCP
+6.4)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """One link's rate on the wire and what others take of it."""
+    """Rate of one link on the wire, and the share of it that background traffic uses."""
 
     bits_per_s: float
     others: float = 0.0
-    """Share in [0, 1) for UDP, which is not asked to wait for its turn."""
+    """Share in [0, 1) of background UDP, which does not wait for its turn."""
 
     @classmethod
     def of(cls, bytes_per_s: float, scale: float, others: float = 0.0) -> Limit:
-        """That carries `scale` times `bytes_per_s` of TCP's payload: headers are ours, not the model's.
+        """Return a limit that carries `scale` times `bytes_per_s` of TCP payload. The model's rates do not include
+        headers.
 
         Raises:
-            InputError: too slow or too fast for one machine to shape.
+            InputError: the link is too slow or too fast for one machine to shape.
         """
         bits = bytes_per_s * scale * 8 * FRAME_BYTES / SEGMENT_BYTES
         if not RATE_MIN_BITS_PER_S <= bits <= RATE_MAX_BITS_PER_S:
@@ -55,12 +57,12 @@ class Limit:
 
 
 def packets(queue_bytes: float) -> int:
-    """A queue's length as a device has it (`txqueuelen`), which is that of every leaf without a queue of its own."""
+    """Return the length of a queue in packets, for `txqueuelen`. Leaves without a queue of their own use it."""
     return math.ceil(queue_bytes / FRAME_BYTES)
 
 
 def leaves_of(equal_links: int) -> int:
-    """Leaves of each of so many links that share their connections: a power of two."""
+    """Return the number of leaves of each of `equal_links` links that share their connections: a power of two."""
     return max(LEAVES_MIN, 1 << (LEAVES_MAX // equal_links).bit_length() - 1)
 
 
@@ -71,7 +73,7 @@ def lines(
     queue_bytes: float = QUEUE_BYTES,
     leaves: int = LEAVES_MAX,
 ) -> Iterator[str]:
-    """For `tc -batch` inside the link's namespace; where queues are fair, the device's length is each one's."""
+    """Yield lines for `tc -batch` in the link's namespace. With fair queues, the device's length applies to each."""
     rate, burst = f"{round(limit.bits_per_s)}bit", max(_BURST_BYTES, math.ceil(limit.bits_per_s / 8 * _BURST_S))
     whole = f"rate {rate} ceil {rate} burst {burst} cburst {burst} quantum 60000"
     yield f"qdisc add dev {device} root handle 1: htb default {_ELSE:x}"
@@ -91,13 +93,14 @@ def lines(
 
 
 def leaf_of(source: int, target: int, ports: int, leaves: int = LEAVES_MAX) -> int:
-    """The leaf of a connection: addresses as numbers, both ports as one (source in the upper half)."""
+    """Return the leaf of a connection. Addresses are numbers; `ports` is both ports as one, source in the upper
+    half."""
     mixed = (source ^ ports) * _GOLDEN & 0xFFFF_FFFF
     return ((target ^ mixed) * _GOLDEN & 0xFFFF_FFFF) >> (33 - leaves.bit_length())
 
 
 def classifier(leaves: int = LEAVES_MAX) -> str:
-    """`leaf_of` in classic BPF over an Ethernet frame with IPv4 without options; UDP is others'."""
+    """Return `leaf_of` as classic BPF over an Ethernet frame with IPv4 without options. UDP is background traffic."""
     code = [
         (0x30, 0, 0, 23),  # ldb [23]: protocol
         (0x15, 0, 1, _UDP),  # jeq

@@ -1,4 +1,4 @@
-"""Testbeds by name: what belongs to one, where it keeps its files, and how all of it is found and taken away."""
+"""Testbeds by name: what belongs to one, where its files are, and how all of it is found and removed."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ from kvroute.types import InputError
 
 FOLDER = Path("/run/kvroute-testbed")
 ADDRESSES = IPv4Network("198.18.0.0/15")
-"""Set aside for measurements (RFC 2544), so nobody's own; every testbed takes 256 of them."""
+"""Reserved for measurements (RFC 2544), so no network uses them. Every testbed takes 256 of them."""
 PASSES = 3
 _PREFIX = "kvt-"
 _NAME = re.compile(r"[a-z0-9]{1,8}", re.ASCII)
-"""A device's name has 15 letters at most."""
+"""A device's name has at most 15 characters."""
 
 
 class State(msgspec.Struct, frozen=True, kw_only=True):
-    """What a testbed says of itself once it is up."""
+    """State of a testbed that is up."""
 
     run: str
     url: str
-    """For clients."""
+    """URL for clients."""
     admin: str
-    """Dashboard, metrics."""
+    """URL of dashboard and metrics."""
     cluster: str
-    """The file that the gateway serves: true rates, the engines' endpoints."""
+    """The file that the gateway serves, with true rates and the engines' endpoints."""
     hosts: dict[str, str]
-    """Address by instance."""
+    """Address by name of the instance."""
     scale: float
     queues: str
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A testbed by its name; it may be there or not."""
+    """A testbed by its name, whether it exists or not."""
 
     name: str
 
@@ -55,37 +55,37 @@ class Run:
 
     @classmethod
     def of(cls, cluster: str) -> Run:
-        """That of a cluster's name, where none is given."""
+        """Return the testbed with the default name for a cluster."""
         return cls(f"{xxhash.xxh32_intdigest(cluster.encode()):08x}")
 
     @property
     def prefix(self) -> str:
-        """Of its namespaces' and devices' names."""
+        """Prefix of the names of its namespaces."""
         return f"{_PREFIX}{self.name}-"
 
     @property
     def device(self) -> str:
-        """The one device outside of the namespaces."""
+        """Name of its only device outside the namespaces."""
         return f"{_PREFIX}{self.name}"
 
     @property
     def folder(self) -> Path:
-        """Its files."""
+        """Folder of its files."""
         return FOLDER / self.name
 
     def namespace(self, place: str) -> str:
-        """Of a host or a switch."""
+        """Return the namespace of a host or a switch."""
         return f"{self.prefix}{place}"
 
     def remains(self) -> list[str]:
-        """Whatever is there of it, in words; empty: nothing."""
+        """Describe what exists of it; empty: nothing."""
         found = [f"namespace {name}" for name in namespaces.named(self.prefix)]
         found += [f"device {name}" for name in namespaces.links(self.device) if name == self.device]
         found += [f"process {pid}" for pid in processes.marked(self.name)]
         return found + ([f"folder {self.folder}"] if self.folder.exists() else [])
 
     def remove(self) -> None:
-        """Take all of it away, in whatever state it is; what a dying parent was about to make may come in between."""
+        """Remove all of it, in any state. It repeats, because a dying parent may still create something."""
         for _ in range(PASSES):
             processes.end(self.name)
             if self.device in namespaces.links(self.device):
@@ -98,7 +98,7 @@ class Run:
 
 
 def known() -> list[Run]:
-    """Every testbed of which anything is there, by namespaces, devices and folders."""
+    """Return every testbed of which anything exists, found by namespaces, devices and folders."""
     names = {name.removeprefix(_PREFIX).partition("-")[0] for name in namespaces.named(_PREFIX)}
     names |= {name.removeprefix(_PREFIX) for name in namespaces.links(_PREFIX)}
     if FOLDER.is_dir():
@@ -108,8 +108,10 @@ def known() -> list[Run]:
 
 @contextmanager
 def addresses(run: Run) -> Iterator[IPv4Network]:
-    """256 addresses that no other testbed has; nobody else looks for some until the block ends, by which time the
-    first one of them must be on the run's device."""
+    """Reserve 256 addresses that no other testbed has.
+
+    Other testbeds wait until the block ends. By then the first address must be on the run's device.
+    """
     FOLDER.mkdir(mode=0o755, exist_ok=True)
     with (FOLDER / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -1,7 +1,6 @@
-"""A testbed put up and taken down: a network, engines inside, a gateway outside that reaches them all.
+"""A testbed: a network, engines inside it, and a gateway outside that reaches all of them.
 
-The gateway's way to the engines is beside the cluster's network, and without limits: what the links carry is KV caches
-alone.
+The gateway reaches the engines over a separate network without limits, so the links carry only KV caches.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from kvroute.types import Endpoint
 
 @dataclass(slots=True)
 class Testbed:
-    """One cluster's. Whoever makes it calls `remove`; after a death in between, `Run.remove` does.
+    """Testbed of one cluster. Its creator calls `remove`; if the creator dies before, `Run.remove` removes it.
 
     Raises:
-        InputError: by every method: no root, no such tool or kernel, a cluster that cannot be wired, a
-            program that says nothing.
+        InputError: by every method: no root, a missing tool or kernel feature, a cluster that cannot be wired, a
+            program that does not get ready.
     """
 
     run: Run
@@ -45,19 +44,19 @@ class Testbed:
 
     @property
     def wiring(self) -> Wiring:
-        """Of its network, once that is checked."""
+        """Wiring of its network, available after `check`."""
         return self.network.wiring
 
     def check(self) -> None:
-        """That it can be had, before anything is made."""
+        """Check that the testbed can be built, before anything is created."""
         self.network.check()
 
     def lay(self) -> None:
-        """The network alone; `check` comes before it."""
+        """Create only the network. Call `check` first."""
         self.network.lay()
 
     def start_engines(self, more: Sequence[str] = ()) -> dict[str, Endpoint]:
-        """One process of emulated engines in every host; `more`: further options of `kvroute emulate`."""
+        """Start one process of emulated engines in every host. `more` are further options of `kvroute emulate`."""
         file = self.run.folder / "engines.yaml"
         file.write_text(unpaced(self.cluster).to_yaml(), encoding="utf-8")
         waits: dict[Path, subprocess.Popen[bytes]] = {}
@@ -75,7 +74,7 @@ class Testbed:
         return found
 
     def start_gateway(self, endpoints: Mapping[str, Endpoint], options: Sequence[str] = ()) -> State:
-        """`kvroute serve` with these options, outside; writes down that the testbed is up."""
+        """Start `kvroute serve` with these options, outside the network, and record that the testbed is up."""
         file, ready = self.run.folder / "cluster.yaml", self.run.folder / "gateway.json"
         file.write_text(served(self.cluster, endpoints).to_yaml(), encoding="utf-8")
         ports = ["--host", "127.0.0.1", "--port", "0", "--admin-port", "0", "--ready-file", str(ready)]
@@ -95,19 +94,19 @@ class Testbed:
         return state
 
     def stop_gateway(self) -> None:
-        """Another one may come."""
+        """Stop the gateway. Another one can be started."""
         gateway, self._gateway = self._gateway, None
         assert gateway is not None, "it has been started"
         self._programs.end(gateway)
         (self.run.folder / "gateway.json").unlink()
 
     def remove(self) -> None:
-        """Take everything away."""
+        """Remove everything."""
         self.run.remove()
         self._programs.forget()
 
     def leave(self) -> None:
-        """Let everything stand when this process ends: it is `Run.remove` that takes it away."""
+        """Keep everything when this process ends. `Run.remove` can remove it later."""
         self._programs.forget(wait=False)
 
 

@@ -1,7 +1,8 @@
-"""A cluster as network namespaces: which ones there are, what joins them, and which way packets go; it touches nothing.
+"""A cluster as network namespaces: which ones exist, how they are connected, and how packets are routed. No side
+effects.
 
-Every compute card that an instance uses is a host, every rack, pod and datacenter a switch, every cable of the cluster
-file one pair of devices. Two hosts of one node meet at the hub, as GPUs do over NVLink, without a limit.
+Every compute card that an instance uses is a host; every rack, pod and datacenter is a switch; every cable of the
+cluster file is one pair of devices. Two hosts of one node are connected by the hub without a limit, as GPUs by NVLink.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from kvroute.topology.place import card_of
 from kvroute.types import SAME_NODE, TIER_COUNT, InputError
 
 HUB = "hub"
-"""The switch beside the cluster's own network, without limits: from the gateway to every host."""
+"""Switch beside the cluster's own network, without limits, from the gateway to every host."""
 CABLES = IPv4Network("172.16.0.0/12")
-"""Ends of cables; nothing outside the namespaces sees them."""
+"""Addresses of the ends of cables. They are not visible outside the namespaces."""
 _FIRST_HOST = 3
 _MOST_HOSTS = 240
 
@@ -34,34 +35,34 @@ class Host:
 
     @property
     def program(self) -> str:
-        """Name of its engines' process and files; the prefix tells them from the gateway's and other programs."""
+        """Name of its engines' process and files. The prefix distinguishes them from the gateway and other programs."""
         return f"engines-{self.name}"
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """A device at the source of one directed link: what leaves by it is on that link."""
+    """A device at the source of one directed link. Packets that leave by it use that link."""
 
     link: int
     place: str
     address: IPv4Address
     beyond: IPv4Address
-    """The other end's."""
+    """Address of the other end."""
     bytes_per_s: float
-    """As in the cluster file, before any scale."""
+    """Rate in the cluster file, before scaling."""
     tier: int
     equal: int
-    """Links among which connections are spread, this one included."""
+    """Number of links among which connections are spread, this one included."""
 
     @property
     def device(self) -> str:
-        """Its name inside its namespace."""
+        """Name of the device inside its namespace."""
         return f"l{self.link}"
 
 
 @dataclass(frozen=True, slots=True)
 class Cable:
-    """Both directions."""
+    """Both directions of a cable."""
 
     up: End
     down: End
@@ -69,7 +70,7 @@ class Cable:
 
 @dataclass(frozen=True, slots=True)
 class Wiring:
-    """All of it; `ways[place, host]` are the links among which a packet to that host is spread at that place."""
+    """All places and routes. `ways[place, host]`: links among which packets to that host are spread at that place."""
 
     hosts: tuple[Host, ...]
     switches: tuple[str, ...]
@@ -78,35 +79,35 @@ class Wiring:
     neighbours: tuple[tuple[str, str], ...]
     """Ordered pairs of hosts of one node."""
     latency_s: dict[tuple[str, str], float]
-    """One way between two hosts, ordered."""
+    """One-way latency between two hosts, by ordered pair."""
 
     @property
     def places(self) -> tuple[str, ...]:
-        """Every namespace's name but the hub's."""
+        """Names of all namespaces but the hub's."""
         return (*(host.name for host in self.hosts), *self.switches)
 
     @property
     def ends(self) -> Iterator[End]:
-        """Of all cables."""
+        """Ends of all cables."""
         for cable in self.cables:
             yield cable.up
             yield cable.down
 
     def host_of(self, instance: str) -> Host:
-        """Where an instance lives."""
+        """Return the host of an instance."""
         return next(host for host in self.hosts if instance in host.instances)
 
     def ends_at(self, place: str) -> Iterator[End]:
-        """Devices of one namespace."""
+        """Return the devices of one namespace."""
         return (end for end in self.ends if end.place == place)
 
 
 def wire(cluster: Cluster, addresses: IPv4Network) -> Wiring:
-    """The namespaces of a cluster; its hosts take their addresses from `addresses`, from the third on.
+    """Return the namespaces of a cluster. Its hosts take their addresses from `addresses`, from index 3 on.
 
     Raises:
-        InputError: what one connection per transfer cannot be (several flows), names that two places share, too many
-            hosts, or instances without a compute card.
+        InputError: several flows per transfer, which one connection cannot have; names that two places share; too many
+            hosts; or instances without a compute card.
     """
     _check(cluster)
     hosts = _hosts(cluster, addresses)
@@ -158,7 +159,7 @@ def _check(cluster: Cluster) -> None:
 
 
 def _hosts(cluster: Cluster, addresses: IPv4Network) -> tuple[Host, ...]:
-    """One per card, ascending by (node, card)."""
+    """Return one host per card, ascending by (node, card)."""
     cards: dict[tuple[int, int], list[str]] = {}
     for instance, gpus in zip(cluster.instances, cluster.shards, strict=True):
         node = gpus[0][0]
@@ -181,7 +182,7 @@ def _hosts(cluster: Cluster, addresses: IPv4Network) -> tuple[Host, ...]:
 
 
 def _cables(cluster: Cluster, hosts: Iterable[Host]) -> Iterator[Cable]:
-    """Cards of hosts, and all uplinks; of `wan` too."""
+    """Yield the cables of the hosts' cards and of all uplinks, `wan` included."""
     index = {instance.name: gpus for instance, gpus in zip(cluster.instances, cluster.shards, strict=True)}
     pairs: list[tuple[int, int, str, int]] = []
     for host in hosts:
@@ -199,6 +200,6 @@ def _cables(cluster: Cluster, hosts: Iterable[Host]) -> Iterator[Cable]:
 
 
 def background_ends(wiring: Wiring, shares: tuple[float, ...]) -> list[tuple[End, float]]:
-    """Links that others load, with their share of each; `shares` by tier, [TIER_COUNT]."""
+    """Return the links with background traffic, with its share of each. `shares` is by tier, [TIER_COUNT]."""
     assert len(shares) == TIER_COUNT
     return [(end, shares[end.tier]) for end in wiring.ends if shares[end.tier] > 0.0]

@@ -1,4 +1,4 @@
-"""Prefill and decode time: functions from a `TimingSpec`, and specs fitted to measured profiles."""
+"""Prefill and decode times: functions from a `TimingSpec`, and specs fitted to measured profiles."""
 
 from kvroute.timing.fit import Fit, FitError, fit_decode, fit_prefill, fit_profile
 from kvroute.timing.formulas import TIMINGS, IterationTime, PrefillTime, prefill_each_s, prefill_time

@@ -27,18 +27,18 @@ Spec = TypeVar("Spec", bound=PrefillSpec | DecodeSpec)
 
 @dataclass(frozen=True, slots=True)
 class FitError:
-    """How far a spec is from its `n` measurements; errors are relative to the measured time."""
+    """Error of a spec against its `n` measurements; errors are relative to the measured time."""
 
     n: int
     mean_abs_relative: float
     max_abs_relative: float
     r2: float
-    """1 - residual / total sum of squares of the seconds; 0 where all measurements are equal and the fit is not."""
+    """1 - residual / total sum of squares of the seconds; 0 if all measurements are equal and the fit is not exact."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fit(Generic[Spec]):
-    """A spec, its error, and remarks such as a coefficient held at 0."""
+    """A spec, its error, and remarks such as a coefficient fixed at 0."""
 
     spec: Spec
     error: FitError
@@ -46,13 +46,13 @@ class Fit(Generic[Spec]):
 
 
 def fit_prefill(tokens: npt.ArrayLike, seconds: npt.ArrayLike, kind: PrefillKind = "linear") -> Fit[PrefillSpec]:
-    """Fit the seconds of whole prompts (nothing cached) of `tokens` tokens, arrays of one length.
+    """Fit the seconds of whole prompts (nothing cached) of `tokens` tokens; both arrays have the same length.
 
-    Relative errors are minimised, because one profile spans prompts from hundreds to many thousands of tokens.
+    Relative errors are minimised, because one profile covers prompts from hundreds to many thousands of tokens.
     Piecewise takes the median at each length and pools neighbours where the time would fall.
 
     Raises:
-        InputError: arrays of different length, a number that is not above 0, or too few different lengths.
+        InputError: arrays of different length, a number that is not above 0, or too few distinct lengths.
     """
     lengths, times_s = _positive("tokens", tokens), _positive("seconds", seconds)
     _check_lengths(lengths, times_s)
@@ -81,9 +81,9 @@ def fit_prefill(tokens: npt.ArrayLike, seconds: npt.ArrayLike, kind: PrefillKind
 def fit_decode(
     batch: npt.ArrayLike, seconds: npt.ArrayLike, context_tokens: npt.ArrayLike | None = None
 ) -> Fit[DecodeSpec]:
-    """Fit the seconds of iterations of `batch` requests with `context_tokens` in all (the sum over the batch).
+    """Fit the seconds of iterations of `batch` requests with `context_tokens` in total (the sum over the batch).
 
-    Without contexts, or where they cannot be told apart from the batch, the context's term is 0.
+    Without contexts, or if they are linearly dependent on the batch, the context's term is 0.
 
     Raises:
         InputError: arrays of different length, a number that is not above 0, or one batch size only.
@@ -114,10 +114,10 @@ def fit_decode(
 def fit_profile(
     profile: Profile, kind: PrefillKind = "linear"
 ) -> tuple[Fit[PrefillSpec] | None, Fit[DecodeSpec] | None]:
-    """Fit what a profile has measured; None for what it has not. The profile's remarks are kept with each fit.
+    """Fit the measured parts of a profile; None for a part without measurements. Each fit keeps the profile's remarks.
 
     Raises:
-        InputError: see `fit_prefill` and `fit_decode`, with the profile's file in front.
+        InputError: see `fit_prefill` and `fit_decode`, preceded by the profile's file.
     """
     prefill, decode = None, None
     try:
@@ -135,7 +135,7 @@ def fit_profile(
 
 
 def _least_squares(columns: dict[str, FloatArray], seconds: FloatArray) -> tuple[dict[str, float], tuple[str, ...]]:
-    """Non-negative coefficients with the least sum of squared relative errors.
+    """Return non-negative coefficients with the least sum of squared relative errors.
 
     With at most three columns every subset of them is tried: the optimum is an unconstrained one on its own support.
     """
@@ -174,7 +174,7 @@ def _fit_piecewise(lengths: FloatArray, seconds: FloatArray) -> tuple[PiecewiseP
 
 
 def _never_falling(values: list[float]) -> list[float]:
-    """The nearest sequence that never falls: pool adjacent violators."""
+    """Return the nearest sequence that never falls: pool adjacent violators."""
     pools: list[tuple[float, int]] = []
     for value in values:
         pools.append((value, 1))

@@ -1,4 +1,4 @@
-"""Seconds of a prefill and of decode iterations, from a spec; plain floats, because simulators ask very often."""
+"""Duration of prefills and decode iterations from a spec, as plain floats, because simulators call it very often."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ TIMINGS: dict[str, TimingSpec] = {
         decode=DecodeSpec(base_s=12.5e-3, per_request_s=0.1e-3),
     ),
 }
-"""Defaults to start with, in the range that NetKV VI-A fits for Llama-3-70B on four H100; profile your own engine."""
+"""Default timings, in the range that NetKV VI-A fits for Llama-3-70B on four H100; profile your own engine."""
 
 
 class PrefillTime(Protocol):
-    """How long one prompt takes on an instance that computes nothing else."""
+    """Duration of one prompt on an instance that computes nothing else."""
 
     def seconds(self, tokens: int, cached_tokens: int = 0) -> float:
-        """Seconds to compute the tokens after the first `cached_tokens`; the base is paid whatever is cached."""
+        """Return the seconds to compute the tokens after the first `cached_tokens`; the base is paid in all cases."""
         ...
 
 
@@ -82,26 +82,27 @@ class _Piecewise:
 
 
 def prefill_each_s(time: PrefillTime, tokens: int, cached_tokens: IntArray) -> FloatArray:
-    """`time.seconds` of one prompt with each of several caches, [n]; equal to the last bit."""
+    """Return `time.seconds` of one prompt for each of several cache sizes, [n]; bit-identical to single calls."""
     if isinstance(time, _Linear):
         seconds: FloatArray = np.empty(len(cached_tokens))
         linear_each_s(time.base_s, time.per_token_s, tokens, cached_tokens, seconds)
         return seconds
-    # Few instances have cached anything, and many of them the same.
+    # Few instances have cached anything, and many of them have cached the same.
     cached = cached_tokens.tolist()
     known = {count: time.seconds(tokens, count) for count in set(cached)}
     return np.array([known[count] for count in cached])
 
 
 def prefill_time(spec: PrefillSpec) -> PrefillTime:
-    """The function of a spec.
+    """Return the function of a spec.
 
-    With l tokens of which c are cached: linear gives base + per_token * (l - c). Quadratic and piecewise give
-    T(l) - T(c) + T(0): the new tokens also attend to the cached ones, so they cost what they cost at the end of a full
-    prompt. A piecewise T is prolonged with its first and last slope and never negative.
+    With l tokens of which c are cached: linear gives base + per_token * (l - c). Quadratic and piecewise give T(l) -
+    T(c) + T(0): the new tokens also attend to the cached ones, so they cost as much as at the end of a full prompt. A
+    piecewise T is extrapolated with its first and last slope and is never negative.
 
     Raises:
-        InputError: a coefficient is negative or not finite; points are fewer than 2, do not ascend, or fall in time.
+        InputError: a coefficient is negative or not finite; there are fewer than 2 points, tokens do not ascend, or
+            times fall.
     """
     match spec:
         case LinearPrefill(per_token_s=per_token_s, base_s=base_s):
@@ -141,7 +142,7 @@ def _check(where: str, **coefficients: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class IterationTime:
-    """Decode iterations of a batch: t = base_s + per_request_s * batch + per_context_token_s * context_tokens.
+    """Duration of decode iterations: t = base_s + per_request_s * batch + per_context_token_s * context_tokens.
 
     `context_tokens` is the sum over the batch. `IterationTime.of` checks the numbers; the constructor does not.
     """
@@ -152,30 +153,32 @@ class IterationTime:
 
     @classmethod
     def of(cls, spec: DecodeSpec) -> IterationTime:
-        """From a spec; InputError where a number is negative or not finite, or an iteration would take no time."""
+        """Create from a spec. Raises InputError if a number is negative or not finite, or an iteration would take no
+        time."""
         _check("decode", base=spec.base_s, per_request=spec.per_request_s, per_context_token=spec.per_context_token_s)
         if spec.base_s + spec.per_request_s <= 0:
             raise InputError("an iteration takes no time", where="decode", mend="give `base` or `per_request`")
         return cls(spec.base_s, spec.per_request_s, spec.per_context_token_s)
 
     def seconds(self, batch: int, context_tokens: float = 0.0) -> float:
-        """One iteration."""
+        """Return the seconds of one iteration."""
         return self.base_s + self.per_request_s * batch + self.per_context_token_s * context_tokens
 
     def span_s(self, steps: int, batch: int, context_tokens: float) -> float:
-        """`steps` iterations of a constant batch whose context grows by `batch` tokens in each: a closed sum."""
+        """Return the seconds of `steps` iterations of a constant batch whose context grows by `batch` tokens in each
+        (closed form)."""
         growth_s = 0.5 * self.per_context_token_s * batch
         return steps * self.seconds(batch, context_tokens) + growth_s * (steps * (steps - 1))
 
     def steps_until(self, elapsed_s: float, batch: int, context_tokens: float) -> int:
-        """The least number of iterations, 0 or more, whose `span_s` is at least `elapsed_s` (finite)."""
+        """Return the least number of iterations, 0 or more, whose `span_s` is at least `elapsed_s` (finite)."""
         if elapsed_s <= 0:
             return 0
         first_s = self.seconds(batch, context_tokens)
         growth_s = 0.5 * self.per_context_token_s * batch
         assert first_s > 0, "an iteration takes time"
         slope_s = first_s - growth_s
-        if growth_s > 0:  # the root of growth * n^2 + slope * n = elapsed, in the form that does not cancel
+        if growth_s > 0:  # the root of growth * n^2 + slope * n = elapsed, in the form without cancellation
             root = math.sqrt(slope_s * slope_s + 4 * growth_s * elapsed_s)
             guess = 2 * elapsed_s / (slope_s + root) if slope_s >= 0 else (root - slope_s) / (2 * growth_s)
         else:

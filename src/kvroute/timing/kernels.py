@@ -1,4 +1,4 @@
-"""Prefill times of many caches at once, compiled; `kvroute.timing.formulas` says which formula is whose."""
+"""Compiled prefill times for many cache sizes at once; `kvroute.timing.formulas` has the formulas and their sources."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from kvroute.types import FloatArray, IntArray
 
 @compiled
 def linear_each_s(base_s: float, per_token_s: float, tokens: int, cached_tokens: IntArray, seconds: FloatArray) -> None:
-    """Fill `seconds` [n] for a prompt of `tokens` of which so many are cached, [n]."""
+    """Fill `seconds` [n] for a prompt of `tokens` with `cached_tokens` [n] of them cached."""
     for i in range(len(seconds)):
         seconds[i] = base_s + per_token_s * max(tokens - cached_tokens[i], 0)

@@ -1,7 +1,7 @@
-"""Reads measured profiles: plain CSV, splitwise-sim's CSV, DistServe's JSON; refuses to mix configurations.
+"""Reads measured profiles (plain CSV, splitwise-sim's CSV, DistServe's JSON) and refuses to mix configurations.
 
-Plain CSV has a header and either `tokens,seconds` (one whole prompt each) or `batch,seconds` with an optional
-`context_tokens` (the sum over the batch): one decode iteration each. Further columns are ignored.
+Plain CSV has a header and either `tokens,seconds` (one whole prompt per row) or `batch,seconds` with an optional
+`context_tokens` (the sum over the batch; one decode iteration per row). Further columns are ignored.
 """
 
 from __future__ import annotations
@@ -31,33 +31,33 @@ _SPLITWISE = (
     "tensor_parallel",
 )
 _DISTSERVE_TOKENS = tuple(range(64, 2049, 64))
-"""DistServe's OPT models have a context of 2,048 tokens."""
+"""Prompt lengths: DistServe's OPT models have a context of 2,048 tokens."""
 _DISTSERVE_BATCHES = (1, 2, 4, 8, 16, 32, 64, 94)
-"""Below the 95 requests where DistServe changes to other coefficients."""
+"""Batch sizes below 95 requests, from which on DistServe uses other coefficients."""
 _DISTSERVE_CONTEXTS = (128, 512, 2048)
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Measurements of one model on one kind of instance; arrays are empty where nothing was measured."""
+    """Measurements of one model on one kind of instance; arrays are empty if nothing was measured."""
 
     where: str
     tokens: FloatArray
-    """Prompt lengths, and `prefill_s` of the same length."""
+    """Prompt lengths in tokens; `prefill_s` has the same length."""
     prefill_s: FloatArray
     batch: FloatArray
-    """Requests per iteration, and `iteration_s` and `context_tokens` of the same length."""
+    """Requests per iteration; `iteration_s` and `context_tokens` have the same length."""
     iteration_s: FloatArray
     context_tokens: FloatArray | None
-    """Sum over the batch; None where it was not measured."""
+    """Sum over the batch; None if not measured."""
     prefill_remarks: tuple[str, ...] = ()
     decode_remarks: tuple[str, ...] = ()
     times: str = "column seconds"
-    """Where the file holds the times."""
+    """Place of the times in the file, for messages."""
 
     @property
     def doubts(self) -> tuple[str, ...]:
-        """What is possible and hardly meant, in sentences for the user."""
+        """Implausible values, in sentences for the user."""
         points = list(zip(self.tokens.tolist(), self.prefill_s.tolist(), strict=True))
         found = (plausibility.of_prefill(points), plausibility.of_decode(self.iteration_s.tolist()))
         return tuple(f"{self.where}: {self.times}: {doubt.what}; {doubt.cause}" for doubt in found if doubt)
@@ -65,7 +65,7 @@ class Profile:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """One line of a CSV file; a field that is wrong is named by file, line and column."""
+    """One line of a CSV file; errors give file, line and column."""
 
     where: str
     line: int
@@ -94,13 +94,13 @@ class _Row:
 def read_profile(
     path: Path, *, model: str | None = None, hardware: str | None = None, tp: int | None = None
 ) -> Profile:
-    """Read a profile; `model`, `hardware` and `tp` choose among several configurations in one file.
+    """Read a profile; `model`, `hardware` and `tp` select one of several configurations in a file.
 
     splitwise-sim: prompts of batch 1 give the prefill; every row gives an iteration, whose context is the prompt and
-    half of the answer. DistServe: its published coefficients, as points from 64 to 2,048 tokens and below 95 requests.
+    half of the output. DistServe: its published coefficients, as points from 64 to 2,048 tokens and below 95 requests.
 
     Raises:
-        InputError: an unreadable file, a missing column, a bad number (with line and column), or a choice that is
+        InputError: an unreadable file, a missing column, a bad number (with line and column), or a selection that is
             missing or matches nothing.
     """
     try:
@@ -213,7 +213,7 @@ def _entry(entries: Any, option: str, wanted: str | None, where: str) -> Mapping
 
 
 def _coefficients(entry: Mapping[str, Any], name: str, where: str) -> tuple[float, float, float]:
-    """Three coefficients, from milliseconds to seconds."""
+    """Return three coefficients, converted from milliseconds to seconds."""
     values = entry.get(name)
     sound = isinstance(values, list) and len(values) == 3
     if not sound or not all(isinstance(value, int | float) and not isinstance(value, bool) for value in values or ()):
@@ -223,7 +223,7 @@ def _coefficients(entry: Mapping[str, Any], name: str, where: str) -> tuple[floa
 
 
 def _pick(option: str, wanted: str | None, have: Sequence[str], where: str) -> str:
-    """The one entry that is meant; upper case and an organisation before a model's name do not matter."""
+    """Return the one matching entry; case, and an organisation before a model's name, do not matter."""
     if wanted is None:
         if len(have) == 1:
             return have[0]

@@ -1,4 +1,4 @@
-"""Nodes, links, paths and tiers of a cluster, from a checked cluster file or a builder; it moves no bytes itself."""
+"""Nodes, links, paths and tiers of a cluster, from a checked cluster file or a builder. It simulates no transfers."""
 
 from kvroute.topology.assembly import build, load, parse
 from kvroute.topology.builders import H100_LLAMA_70B_TP4, LLAMA_70B_TP4, fat_tree, superpod, two_datacenters

@@ -1,4 +1,5 @@
-"""A cluster file into a Cluster: reads, expands, checks, lays the links; raises every fault it finds at once."""
+"""Builds a Cluster from a cluster file: reads, expands and checks it, creates the links, and raises all faults at
+once."""
 
 from __future__ import annotations
 
@@ -38,11 +39,11 @@ from kvroute.types import (
 )
 
 _NEEDED = ("datacenters", "nodes", "wan", "timing", "defaults", "instances")
-"""Sections without placeholders, if the gateway's section is to be held against them."""
+"""Sections that must be free of placeholders before the gateway's section is checked against them."""
 
 
 def load(path: Path | str) -> Cluster:
-    """The cluster of a file.
+    """Return the cluster of a file.
 
     Raises:
         InputErrors: every fault of the file, each with its line and field.
@@ -52,7 +53,7 @@ def load(path: Path | str) -> Cluster:
 
 
 def read_text(path: Path | str) -> str:
-    """The file's text; InputError if there is none."""
+    """Return the file's text; raise InputError if it cannot be read."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -63,7 +64,7 @@ def read_text(path: Path | str) -> str:
 
 
 def parse(text: str, where: str = "<text>") -> Cluster:
-    """The cluster of a file's text; `where` names it in errors.
+    """Return the cluster of a file's text; `where` is its name in errors.
 
     Raises:
         InputErrors: every fault, each with its line and field.
@@ -75,17 +76,18 @@ def parse(text: str, where: str = "<text>") -> Cluster:
 
 
 def examine(text: str, where: str = "<text>") -> tuple[Cluster | None, list[FileError]]:
-    """The cluster of a file's text and every fault in the file's order; None where it cannot be assembled. Where there
-    are faults, some of its values may be placeholders.
+    """Return the cluster of a file's text and every fault in the file's order; None if it cannot be assembled.
+
+    If there are faults, some values of the cluster may be placeholders.
 
     Raises:
-        InputErrors: the text is no YAML mapping, or some other file.
+        InputErrors: the text is no YAML mapping, or a file of another kind.
     """
     return _assembled(*read_document(text, where))
 
 
 def build(file: ClusterFile) -> Cluster:
-    """The cluster of a ClusterFile made in Python.
+    """Return the cluster of a ClusterFile made in Python.
 
     Raises:
         InputErrors: every fault, each with its field.
@@ -173,7 +175,7 @@ def _instances(file: ClusterFile, places: Places, shards: tuple[Shards, ...]) ->
 
 
 def _lay(file: ClusterFile, places: Places, links: list[Link]) -> Cables:
-    """Append every link, nodes first, and say which is where."""
+    """Append every link, nodes first, and return the ids by kind."""
     nvlink, nic, storage = [], [], []
     for position, node in enumerate(places.nodes):
         rack, pod = places.racks[position], places.pods[position]
@@ -200,12 +202,12 @@ def _lay(file: ClusterFile, places: Places, links: list[Link]) -> Cables:
 
 
 def _core(file: ClusterFile) -> str:
-    """The datacenter of whatever names none."""
+    """Return the datacenter of entries that name none."""
     return file.datacenters[0].name if file.datacenters else "dc0"
 
 
 def _pair(links: list[Link], low: str, high: str, kind: str, bytes_per_s: float, tier: int) -> tuple[int, int]:
-    """Two opposite links between `low` and `high`: ids of the one up and the one down."""
+    """Append two opposite links between `low` and `high`; return the ids of the one up and the one down."""
     links.append(Link(f"{low} {kind} up", low, high, bytes_per_s, tier))
     links.append(Link(f"{low} {kind} down", high, low, bytes_per_s, tier))
     return len(links) - 2, len(links) - 1

@@ -1,4 +1,5 @@
-"""What the oracle reports per tier: declared in the file, or what a lone transfer can get at most, from the links."""
+"""Bandwidth per tier for the oracle: declared in the file, or the best rate of a single transfer, derived from the
+links."""
 
 from __future__ import annotations
 
@@ -17,13 +18,13 @@ from kvroute.types import SAME_NODE, TIER_COUNT, FloatArray
 def tier_bytes_per_s(
     file: ClusterFile, places: Places, routes: dict[tuple[str, str], Route], shards: Sequence[Shards]
 ) -> FloatArray:
-    """[TIER_COUNT] bytes per second of one transfer alone on its path, all its flows together.
+    """Return the bytes per second of a single transfer on its path, all its flows together, [TIER_COUNT].
 
-    A transfer's flows carry equal parts and it ends with its slowest flow, so a stage gives it (flows) times (what the
-    slowest flow gets there). At a group of `count` equal links the best draw counts: one link for all flows where a
-    transfer draws once, else flows / count on each, rounded up. A path gives what its narrowest stage gives. The least
-    value is reported of all instances with a peer in the tier, each taken with an equal peer. Declared values win; a
-    tier without pairs takes the value of the next nearer tier that has one, else of the next farther.
+    A transfer's flows carry equal parts and it ends with its slowest flow, so a stage gives it (flows) times (the rate
+    of the slowest flow). At a group of `count` equal links the best draw counts: one link for all flows if a transfer
+    draws once, else flows / count on each, rounded up. A path gives the rate of its narrowest stage. The result is the
+    least value over all instances with a peer in the tier, each paired with an equal peer. Declared values take
+    precedence; a tier without pairs takes the value of the next nearer tier that has one, else of the next farther.
     """
     derived: list[float | None] = [None] * TIER_COUNT
     occurs = _occurring(places, [gpus[0][0] for gpus in shards])
@@ -45,7 +46,7 @@ def tier_bytes_per_s(
 
 
 def _occurring(places: Places, first_nodes: Sequence[int]) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
-    """[TIER_COUNT, n]: has the instance a peer in that tier?"""
+    """Return True where the instance has a peer in that tier, [TIER_COUNT, n]."""
     codes = places.code[:, np.array(first_nodes)]
     sizes = [np.ones(len(first_nodes), dtype=np.int64)]
     for code in codes:
@@ -61,7 +62,7 @@ def _flows(file: ClusterFile, gpus: int) -> int:
 
 
 def _ceilings(file: ClusterFile, places: Places, gpus: Shards) -> list[float]:
-    """What one side allows in tiers 0 to 3; 0 where it cannot go."""
+    """Return the limits of one side in tiers 0 to 3; 0 where it has no link."""
     nodes = [places.nodes[node] for node, _ in gpus]
     node = gpus[0][0]
     rack, pod = places.racks[node], places.pods[node]
@@ -76,7 +77,7 @@ def _ceilings(file: ClusterFile, places: Places, gpus: Shards) -> list[float]:
 
 
 def _card(places: Places, gpus: Shards, position: int) -> tuple[int, int, float]:
-    """Node, card and its bytes per second of one shard; zero without compute NIC."""
+    """Return node, card and bytes per second of one shard's card; rate 0 without compute NIC."""
     node = gpus[position][0]
     nic = places.nodes[node].nics.compute
     if nic is None:
@@ -87,7 +88,7 @@ def _card(places: Places, gpus: Shards, position: int) -> tuple[int, int, float]
 
 @lru_cache(maxsize=4096)
 def _slowest_card(cards: tuple[tuple[int, int, float], ...], flows: int) -> float:
-    """Flow i takes card i modulo the shards; a card's flows share it equally."""
+    """Return the rate that the cards allow. Flow i takes card i modulo the shards; a card's flows share it equally."""
     load = Counter(cards[flow % len(cards)] for flow in range(flows))
     return min(flows * card[2] / count for card, count in load.items())
 
@@ -103,7 +104,7 @@ def _draw_ceiling(bytes_per_s: float, count: int, flows: int, ecmp: Ecmp) -> flo
 
 
 def _wan_ceiling(file: ClusterFile, routes: dict[tuple[str, str], Route], site: str, gpus: int) -> float:
-    """The narrowest link on the way from `site` to any other datacenter."""
+    """Return the limit of the narrowest link on the routes from `site` to all other datacenters."""
     flows = _flows(file, gpus)
     entries = {entry for (start, _), route in routes.items() if start == site for entry, _ in route}
     stages = [
@@ -113,7 +114,7 @@ def _wan_ceiling(file: ClusterFile, routes: dict[tuple[str, str], Route], site: 
 
 
 def _filled(values: Sequence[float | None]) -> FloatArray:
-    """Zero and None take the nearest nearer tier's value, else the nearest farther one's."""
+    """Replace zero and None by the nearest nearer tier's value, else the nearest farther one's."""
     known = {tier: value for tier, value in enumerate(values) if value}
     assert known, "two instances have at least one tier between them"
     result = []

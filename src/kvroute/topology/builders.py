@@ -1,4 +1,5 @@
-"""Regular clusters as ClusterFiles: fat trees, SuperPODs, two datacenters; it writes shorthands where there are any."""
+"""Builders of regular clusters as ClusterFiles: fat trees, SuperPODs, two datacenters. They use shorthands if
+possible."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ H100_LLAMA_70B_TP4 = TimingEntry(
     prefill=LinearPrefillEntry(per_token_s=Duration(90e-6), base_s=Duration(20e-3)),
     decode=DecodeEntry(base_s=Duration(12.5e-3), per_request_s=Duration(0.1e-3)),
 )
-"""Llama-3-70B on four H100, within the range of the sources that NetKV VI-A fits; profile your own engine."""
+"""Llama-3-70B on four H100, in the range of the sources that NetKV VI-A fits; profile your own engine."""
 
 LLAMA_70B_TP4 = InstanceDefaults(model="llama-3-70b", tp=4, kv_capacity_bytes=Size(180e9))
 """45 GB of free memory on each of four GPUs (NetKV VI-A)."""
@@ -58,7 +59,8 @@ def fat_tree(
     timing: dict[str, TimingEntry] | None = None,
     defaults: InstanceDefaults = LLAMA_70B_TP4,
 ) -> ClusterFile:
-    """A fat tree; uplinks are (count, bytes/s each), else one per NIC slowed by `oversubscription` (rack, pod)."""
+    """Return a fat tree; uplinks are (count, bytes/s each), else one per NIC divided by `oversubscription` (rack,
+    pod)."""
     nic = Nic(count=nics_per_node or gpus_per_node, bytes_per_s=Bandwidth(nic_bytes_per_s), scope=nic_scope)
     fabric = FatTree(
         pods=pods,
@@ -88,7 +90,7 @@ def superpod(
     timing: dict[str, TimingEntry] | None = None,
     defaults: InstanceDefaults = LLAMA_70B_TP4,
 ) -> ClusterFile:
-    """Scalable units with one compute NIC per GPU and one storage NIC per node, 400 Gbps each by default."""
+    """Return scalable units with one compute NIC per GPU and one storage NIC per node, 400 Gbps each by default."""
     fabric = SuperPod(
         units=units,
         nodes_per_unit=nodes_per_unit,
@@ -113,9 +115,9 @@ def two_datacenters(
     timing: dict[str, TimingEntry] | None = None,
     defaults: InstanceDefaults = LLAMA_70B_TP4,
 ) -> ClusterFile:
-    """A site that only prefills beside one that prefills and decodes, one slow link between (PrfaaS 4.1).
+    """Return a prefill-only site and a site with prefill and decode, joined by one slow link (PrfaaS 4.1).
 
-    Each instance has a node of its own; the prefill site computes by the timing `prefill-site` if there is one.
+    Each instance has its own node; the prefill site uses the timing `prefill-site` if there is one.
     """
     sites = {"prefill-site": prefill_nodes, "local-site": local_prefill_nodes + decode_nodes}
     nics = Nics(compute=Nic(count=gpus_per_node, bytes_per_s=Bandwidth(nic_bytes_per_s)))

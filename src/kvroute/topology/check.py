@@ -1,4 +1,4 @@
-"""What is wrong with a cluster file whose form is right: names, GPUs, limits and pairs that cannot reach each other."""
+"""Checks of a cluster file whose form is valid: names, GPUs, limits, and pairs that cannot reach each other."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kvroute.types import CROSS_DATACENTER, InputError
 
 
 def shorthand_faults(file: ClusterFile, lines: Lines) -> Iterator[FileError]:
-    """What keeps shorthands from being expanded."""
+    """Yield the faults that prevent the expansion of shorthands."""
     if file.fabric is not None:
         for key, entries in (("pods", file.pods), ("racks", file.racks), ("nodes", file.nodes)):
             if entries:
@@ -47,7 +47,7 @@ def _fat_tree_faults(tree: FatTree, lines: Lines) -> Iterator[FileError]:
 
 
 def can_expand(file: ClusterFile, lines: Lines) -> bool:
-    """Whether what the shorthands stand for is known."""
+    """Return True if all values that the shorthands need are known."""
     sizes = ("kind", "pods", "racks_per_pod", "nodes_per_rack", "gpus_per_node", "units", "nodes_per_unit")
     known = all(lines.sure("fabric", key) for key in sizes)
     if isinstance(file.instances, InstanceCounts):
@@ -58,13 +58,14 @@ def can_expand(file: ClusterFile, lines: Lines) -> bool:
 
 
 def setting_faults(written: ClusterFile, lines: Lines) -> Iterator[FileError]:
-    """Wrong timings, models and memory of a file as it is written."""
+    """Yield faults of timings, models and memory of a file before expansion."""
     yield from _timing_faults(written, lines)
     yield from _setting_faults(written, lines)
 
 
 def place_faults(file: ClusterFile, lines: Lines) -> Iterator[FileError]:
-    """Wrong names, parents, links between datacenters and GPUs; of a file that is not expanded, what can be told."""
+    """Yield faults of names, parents, links between datacenters and GPUs; for an unexpanded file, those that can be
+    found."""
     yield from _duplicates(file, lines)
     yield from _parent_faults(file, lines)
     yield from _wan_faults(file, lines)
@@ -73,7 +74,7 @@ def place_faults(file: ClusterFile, lines: Lines) -> Iterator[FileError]:
 
 
 def port_faults(file: ClusterFile, lines: Lines) -> Iterator[FileError]:
-    """Endpoints without a port."""
+    """Yield endpoints without a valid port."""
     for index, entry in enumerate(file.instances if isinstance(file.instances, list) else []):
         key = ("instances", index, "endpoint", "url")
         if entry.endpoint is not None and lines.sure(*key) and (fault := port_fault(entry.endpoint.url)):
@@ -99,7 +100,7 @@ def _duplicates(file: ClusterFile, lines: Lines) -> Iterator[FileError]:
 
 
 def entries_of(file: ClusterFile) -> list[InstanceEntry]:
-    """The instances of an expanded file."""
+    """Return the instances of an expanded file."""
     assert isinstance(file.instances, list), "expand first"
     return file.instances
 
@@ -135,7 +136,7 @@ def _parent_faults(file: ClusterFile, lines: Lines) -> Iterator[FileError]:
 
 
 def _listed(section: str, lines: Lines) -> bool:
-    """Whether all names of a section are known."""
+    """Return True if all names of a section are known."""
     return lines.sure(section, "*", "name") and (section not in ("pods", "racks", "nodes") or lines.sure("fabric"))
 
 
@@ -185,7 +186,7 @@ def _instance_faults(file: ClusterFile, lines: Lines) -> Iterator[FileError]:
 
 
 def _setting_faults(file: ClusterFile, lines: Lines) -> Iterator[FileError]:
-    """Models, timings and memory as written; what `defaults` says wrongly or leaves out is told once."""
+    """Yield faults of models, timings and memory; a wrong or missing value in `defaults` is reported once."""
     told: set[Key] = set()
     written = file.instances
     entries: Sequence[tuple[Key, InstanceEntry | InstanceCounts]] = (
@@ -260,7 +261,7 @@ def _gpu_faults(
 
 
 def can_place(lines: Lines) -> bool:
-    """Whether it is known where every instance stands and which links there are."""
+    """Return True if the locations of all instances and the existing links are known."""
     presence = {
         "nodes": ("name", "rack", "pod", "datacenter", "nics"),
         "racks": ("name", "pod", "datacenter", "uplinks"),
@@ -276,7 +277,7 @@ def can_place(lines: Lines) -> bool:
 
 
 def reach_faults(file: ClusterFile, places: Places, lines: Lines) -> Iterator[FileError]:
-    """One fault per missing link between a node that prefills and one that decodes, with an example pair."""
+    """Yield one fault per missing link between a prefill node and a decode node, with an example pair."""
     sources, targets = _hosts(file, places, "prefill"), _hosts(file, places, "decode")
     if not sources or not targets:
         return
@@ -304,7 +305,7 @@ def reach_faults(file: ClusterFile, places: Places, lines: Lines) -> Iterator[Fi
 
 
 def _hosts(file: ClusterFile, places: Places, role: str) -> dict[int, str]:
-    """Node number to the first instance of that role with a GPU there."""
+    """Return by node number the first instance of that role with a GPU on the node."""
     hosts: dict[int, str] = {}
     for entry in entries_of(file):
         if entry.role in (role, "both"):
@@ -314,7 +315,7 @@ def _hosts(file: ClusterFile, places: Places, role: str) -> dict[int, str]:
 
 
 def _missing_link(file: ClusterFile, places: Places, node: int) -> tuple[Key, str, str]:
-    """Key, fault and mend of what keeps a node from reaching further."""
+    """Return key, fault and fix of the missing link that limits a node's reach."""
     entry, rack, pod = places.nodes[node], places.racks[node], places.pods[node]
     add = "add `uplinks: {count: 8, capacity: 100 Gbps}`"
     if entry.nics.compute is None:

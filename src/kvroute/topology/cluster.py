@@ -1,6 +1,6 @@
-"""The cluster as the other rooms see it: instances, directed links, tiers, and the path between any two shards.
+"""The cluster as other packages use it: instances, directed links, tiers, and the path between any two shards.
 
-Drawing one of several equal links is left to whoever starts a flow; what the links carry, to `flows`.
+The caller that starts a flow chooses one of several equal links; `flows` computes the load of the links.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvroute.types import (
 Group: TypeAlias = tuple[int, ...]
 Path: TypeAlias = tuple[Group, ...]
 STORAGE = -1
-"""Tier of a storage NIC's links: a network of its own, which no KV transfer between instances takes."""
+"""Tier of the links of storage NICs: a separate network, which no KV transfer between instances uses."""
 _MEMO_MOST = 2_000_000
 _NOTHING: tuple[Group, Group] = ((), ())
 
@@ -46,15 +46,15 @@ class Link(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class Cables:
-    """Link ids by what they are; one tuple is one ECMP group."""
+    """Link ids by kind; one tuple is one ECMP group."""
 
     nvlink: tuple[tuple[tuple[int, int], ...], ...]
     """[node][GPU]: out, in."""
     nic: tuple[tuple[tuple[int, int], ...], ...]
-    """[node][card]: up, down. One card where the scope is `server`."""
+    """[node][card]: up, down. One card if the scope is `server`."""
     storage: tuple[tuple[tuple[int, int], ...], ...]
     rack: dict[str, tuple[Group, Group]]
-    """Up, down."""
+    """By rack name: up, down."""
     pod: dict[str, tuple[Group, Group]]
     wan: tuple[tuple[Group, Group], ...]
     """[entry of `wan`]: forward, backward."""
@@ -68,31 +68,31 @@ class Cluster:
     instances: tuple[Instance, ...]
     links: tuple[Link, ...]
     capacity_bytes_per_s: FloatArray
-    """By link id."""
+    """Capacity by link id."""
     tier: TierArray
-    """[n, n]: 0 same node, 1 rack, 2 pod, 3 datacenter, 4 across. A missing rack or pod is shared with nobody. An
-    instance over several nodes counts as being where its first GPU is."""
+    """[n, n]: 0 same node, 1 rack, 2 pod, 3 datacenter, 4 across. A missing rack or pod is shared with no other
+    instance. An instance over several nodes has the location of its first GPU."""
     tier_latency_s: FloatArray
-    """[TIER_COUNT]; across datacenters: that of the slowest route."""
+    """[TIER_COUNT]; across datacenters: the latency of the slowest route."""
     tier_bytes_per_s: FloatArray
     """[TIER_COUNT]: declared in the file, else derived (`bandwidth.tier_bytes_per_s`); always finite and positive."""
     timing: dict[str, TimingSpec]
     ecmp: Ecmp
     file: ClusterFile
-    """What the cluster was built from, without shorthands."""
+    """Expanded file from which the cluster was built."""
     places: Places
     cables: Cables
     routes: dict[tuple[str, str], Route]
     shards: tuple[Shards, ...]
     """[instance][shard]: node number and GPU index."""
     remarks: tuple[str, ...] = ()
-    """What is possible and hardly meant in the file, in sentences for the user."""
+    """Implausible values in the file, in sentences for the user."""
     _positions: dict[str, int] = field(default_factory=dict, repr=False)
     _climbs: dict[tuple[int, int], tuple[tuple[Path, Path], ...]] = field(default_factory=dict, repr=False)
     _paths: dict[tuple[int, int, int], Path] = field(default_factory=dict, repr=False)
 
     def index(self, name: str) -> int:
-        """Position of the instance `name`; InputError if there is none."""
+        """Return the position of the instance `name`; raise InputError if there is none."""
         if not self._positions:
             self._positions.update((instance.name, position) for position, instance in enumerate(self.instances))
         if name not in self._positions:
@@ -100,12 +100,13 @@ class Cluster:
         return self._positions[name]
 
     def flows_per_transfer(self, source: int, target: int) -> int:
-        """Flows that carry one KV cache: as the file says, else one per shard of the side with more shards."""
+        """Return the number of flows of one KV transfer: as set in the file, else one per shard of the side with more
+        shards."""
         flows = self.file.network.flows_per_transfer
         return flows if isinstance(flows, int) else max(len(self.shards[source]), len(self.shards[target]))
 
     def latency_s(self, source: int, target: int) -> float:
-        """One-way latency of the pair, the links between datacenters included."""
+        """Return the one-way latency of the pair, including links between datacenters."""
         tier = int(self.tier[source, target])
         if tier < CROSS_DATACENTER:
             return float(self.tier_latency_s[tier])
@@ -114,20 +115,22 @@ class Cluster:
         return float(self.file.network.latency.datacenter_s) + _route_latency_s(self.file, route)
 
     def links_of_tier(self, tier: int) -> Group:
-        """Ids of the links that `tier` adds (see `Link.tier`), ascending: those that its background traffic loads."""
+        """Return the ids of the links that `tier` adds (see `Link.tier`), ascending. Background traffic of the tier
+        uses them."""
         return tuple(link for link, entry in enumerate(self.links) if entry.tier == tier)
 
     def storage_links(self, instance: int) -> tuple[tuple[int, int], ...]:
-        """(out, in) link ids of each storage NIC of the instance's first node; empty without one."""
+        """Return (out, in) link ids of each storage NIC of the instance's first node; empty without one."""
         return self.cables.storage[self.shards[instance][0][0]]
 
     def hops(self, source: int, target: int, shard: int) -> Path:
-        """The path of one shard's flow as ECMP groups of link ids, in order; each group is drawn from on its own.
+        """Return the path of one shard's flow as ECMP groups of link ids, in order; each group is drawn from
+        separately.
 
         Shard i leaves from GPU i modulo the source's GPUs and enters GPU i modulo the target's.
 
         Raises:
-            InputError: the two cannot reach each other (`check` lets that pass only where no KV cache goes).
+            InputError: the two cannot reach each other (`check` accepts this only for pairs without KV transfers).
         """
         path = self._paths.get((source, target, shard))
         if path is None:
@@ -156,7 +159,8 @@ class Cluster:
         return self._climb(source, first)[level][0] + across + self._climb(target, last)[level][1]
 
     def _climb(self, instance: int, position: int) -> tuple[tuple[Path, Path], ...]:
-        """[tier]: groups from one shard's NIC up to the switch that joins the tier, and from there down to the NIC."""
+        """Return by tier the groups from one shard's NIC up to the switch that joins the tier, and from there down to
+        the NIC."""
         climbs = self._climbs.get((instance, position))
         if climbs is None:
             node = self.shards[instance][position][0]
@@ -184,7 +188,7 @@ def _route_latency_s(file: ClusterFile, route: Route) -> float:
 
 
 def tier_matrix(places: Places, first_nodes: Sequence[int]) -> TierArray:
-    """[n, n] tiers of instances whose first GPU is on these nodes."""
+    """Return the tiers of instances whose first GPU is on these nodes, [n, n]."""
     codes = places.code[:, np.array(first_nodes, dtype=np.int64)]
     tier = np.full((len(first_nodes), len(first_nodes)), CROSS_DATACENTER, dtype=np.int8)
     for code in codes:
@@ -193,7 +197,7 @@ def tier_matrix(places: Places, first_nodes: Sequence[int]) -> TierArray:
 
 
 def tier_latency_s(file: ClusterFile, routes: dict[tuple[str, str], Route]) -> FloatArray:
-    """[TIER_COUNT] declared latencies; tier 4 adds the slowest route's."""
+    """Return the declared latencies, [TIER_COUNT]; tier 4 adds the latency of the slowest route."""
     latency = file.network.latency
     slowest_s = max((_route_latency_s(file, route) for route in routes.values()), default=0.0)
     across_s = latency.datacenter_s + slowest_s

@@ -1,6 +1,6 @@
-"""YAML text to Structs with the line of every key: finds all faults of form at once, refuses aliases and tags.
+"""Parses YAML text to Structs with the line of every key: finds all faults of form at once, rejects aliases and tags.
 
-What the values mean together (unknown parents, GPUs used twice, unreachable pairs) is for `check`.
+`check` tests the values against each other (unknown parents, GPUs used twice, unreachable pairs).
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ _KINDS = (
     ("transfers over links", "kvroute flows FILE", {"links", "flows", "classes"}),
     ("a scenario", "kvroute simulate CLUSTER --scenario FILE", {"changes", "fluctuations", "transfer", "copies"}),
 )
-"""Files that kvroute reads: what tells them apart, and the command for each."""
+"""Files that kvroute reads: name, command and the keys that identify the kind."""
 _CLUSTER_BEGINS = "begin with `name: my-cluster`, `nodes:` and `instances:`"
 
 
 def read_document(text: str, source: str) -> tuple[ClusterFile, Lines, list[FileError]]:
-    """A cluster file as far as it can be read, with every fault of form, each with its line and field; the lines say
-    which values are placeholders.
+    """Read a cluster file as far as possible; return it with its lines and every fault of form, each with line and
+    field. The lines record which values are placeholders.
 
     Raises:
-        InputErrors: the text is no YAML mapping, or some other file.
+        InputErrors: the text is no YAML mapping, or a file of another kind.
     """
     value, lines, found = _read_yaml(text, source, _CLUSTER_BEGINS)
     return _salvaged(value, ClusterFile, (), lines, found)
 
 
 def read_section(text: str, source: str, key: str, kind: type[T]) -> tuple[T, Lines]:
-    """One top-level mapping of a cluster file as a `kind` (a Struct whose fields all have defaults), and the lines of
-    the whole file; an absent section is `kind()`. The rest of the file is not looked at.
+    """Read one top-level mapping of a cluster file as a `kind` (a Struct whose fields all have defaults), and the lines
+    of the whole file. An absent section is `kind()`. The rest of the file is not checked.
 
     Raises:
         InputErrors: every fault of the section's form, each with its line and field; or the text is no YAML mapping.
@@ -55,7 +55,7 @@ def read_section(text: str, source: str, key: str, kind: type[T]) -> tuple[T, Li
 
 
 def salvage_section(text: str, source: str, key: str, kind: type[T]) -> tuple[T, Lines, list[FileError]]:
-    """As `read_section`, as far as the section can be read, with every fault of its form.
+    """Read as `read_section` does, as far as possible; return also every fault of the section's form.
 
     Raises:
         InputErrors: the text is no YAML mapping.
@@ -68,7 +68,7 @@ def salvage_section(text: str, source: str, key: str, kind: type[T]) -> tuple[T,
 
 
 def read_mapping(text: str, source: str, kind: type[T], begin: str) -> tuple[T, Lines]:
-    """A whole file that is one mapping, as a `kind`; `begin` says how such a file begins.
+    """Read a whole file that is one mapping, as a `kind`; `begin` describes the start of such a file.
 
     Raises:
         InputErrors: every fault of form, each with its line and field.
@@ -81,10 +81,10 @@ def read_mapping(text: str, source: str, kind: type[T], begin: str) -> tuple[T, 
 
 
 def read_plain(text: str, source: str) -> dict[str, object]:
-    """A cluster file as plain values; their form is not looked at.
+    """Read a cluster file as plain values, without checks of their form.
 
     Raises:
-        InputErrors: the text is no YAML mapping, or has what is not read here.
+        InputErrors: the text is no YAML mapping, or uses YAML features that are not supported.
     """
     value, _, found = _read_yaml(text, source, _CLUSTER_BEGINS)
     if found:
@@ -93,7 +93,8 @@ def read_plain(text: str, source: str) -> dict[str, object]:
 
 
 def other_kind(text: str, kind: type[msgspec.Struct]) -> tuple[str, str] | None:
-    """What a YAML file looks like that is none of `kind`, and who reads it; None: nothing that is known better.
+    """Return which other kind of file a YAML text looks like, and the command that reads it; None if no kind fits
+    better.
 
     Raises:
         InputErrors: the text is no YAML mapping.
@@ -104,7 +105,7 @@ def other_kind(text: str, kind: type[msgspec.Struct]) -> tuple[str, str] | None:
 def _salvaged(
     value: object, kind: type[T], key: Key, lines: Lines, found: list[FileError]
 ) -> tuple[T, Lines, list[FileError]]:
-    """`value`, which stands at `key`, as a `kind`; what was `found` before and all that is wrong, in file order."""
+    """Convert `value`, located at `key`, to a `kind`; return all faults, including those in `found`, in file order."""
     try:
         result, doubts = msgspec.convert(value, kind, dec_hook=read_quantity), frozenset[Key]()
     except msgspec.ValidationError as error:
@@ -119,7 +120,8 @@ def _salvaged(
 
 
 def _other_kind(value: object, kind: type) -> tuple[str, str] | None:
-    """What a file looks like that is none of `kind`, and who reads it; None: nothing that is known better."""
+    """Return which other kind of file `value` looks like, and the command that reads it; None if no kind fits
+    better."""
     if not (isinstance(kind, type) and issubclass(kind, msgspec.Struct)):
         return None
     keys = set(value) if isinstance(value, dict) else set()
@@ -131,7 +133,8 @@ def _other_kind(value: object, kind: type) -> tuple[str, str] | None:
 
 
 def _read_yaml(text: str, source: str, begin: str) -> tuple[dict[str, object], Lines, list[FileError]]:
-    """Plain values, the line of every key, and what YAML allows but is not read here; `begin` mends an empty file."""
+    """Return plain values, the line of every key, and unsupported YAML features; `begin` is the advice for an empty
+    file."""
     if len(text) > _LONGEST_FILE:
         raise InputErrors([FileError("the file is larger than 64 MiB", source=source, line=1, field="")])
     try:
@@ -154,7 +157,8 @@ def _syntax_error(error: Exception, source: str) -> FileError:
 
 
 class _Reader:
-    """Turns YAML events into plain values and remembers lines; events, because composing nodes has no depth limit."""
+    """Converts YAML events to plain values and records lines. It uses events because composing nodes has no depth
+    limit."""
 
     def __init__(self, text: str, source: str) -> None:
         self.lines: dict[Key, int] = {(): 1}
@@ -164,7 +168,7 @@ class _Reader:
         self._scalars = yaml.constructor.SafeConstructor()
 
     def document(self) -> object:
-        """The value of the only document; None if there is none."""
+        """Return the value of the only document; None if there is none."""
         self._next()
         if isinstance(self._next(), yaml.StreamEndEvent):
             return None

@@ -1,4 +1,4 @@
-"""Values of a cluster file that are possible and hardly meant, each with its line: warnings, not faults."""
+"""Implausible values of a cluster file, each with its line: warnings, not faults."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvroute.topology.schema import (
 
 
 def unit_doubts(file: ClusterFile, written: ClusterFile, lines: Lines) -> Iterator[FileError]:
-    """Of an expanded, checked file; `written` is the same before its shorthands were expanded."""
+    """Yield warnings of an expanded, checked file; `written` is the file before its shorthands were expanded."""
     yield from _memory_doubts(file, written, lines)
     for name, timing in file.timing.items():
         if doubt := plausibility.of_prefill(_points(timing.prefill)):
@@ -52,7 +52,7 @@ def _memory_doubts(file: ClusterFile, written: ClusterFile, lines: Lines) -> Ite
 def _points(
     prefill: LinearPrefillEntry | QuadraticPrefillEntry | PiecewisePrefillEntry,
 ) -> Sequence[tuple[float, float]]:
-    """(tokens, seconds)."""
+    """Return points (tokens, seconds) of the curve."""
     match prefill:
         case LinearPrefillEntry(per_token_s=per_token_s, base_s=base_s):
             return [(TYPICAL_TOKENS, base_s + per_token_s * TYPICAL_TOKENS)]

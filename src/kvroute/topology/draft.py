@@ -1,4 +1,5 @@
-"""A first cluster file from engines' addresses: who runs where is known, what joins them is a guess to be mended."""
+"""First draft of a cluster file from engine addresses: engines and hosts are given, the network is a guess to
+correct."""
 
 from __future__ import annotations
 
@@ -47,12 +48,12 @@ def draft(
     gpus_per_node: int = 8,
     nic_bytes_per_s: float = 12.5e9,
 ) -> str:
-    """A cluster file's text: one instance for each URL, one node for each host, all below one switch.
+    """Return a cluster file's text: one instance for each URL, one node for each host, all below one switch.
 
     KV memory and times are guesses that scale with the GPUs of an instance.
 
     Raises:
-        InputError: no address, one without a host, one named twice, or more engines on a host than its GPUs carry.
+        InputError: no address, one without a host, one named twice, or more engines on a host than its GPUs allow.
     """
     addresses: list[tuple[Role, str]] = [
         *(("prefill", url) for url in prefill),
@@ -87,7 +88,7 @@ def draft(
 
 
 def _scaled(tp: int) -> TimingEntry:
-    """Prefill and the weights' part of a decode step take as much longer as there are fewer GPUs than measured."""
+    """Scale prefill time and the weights' part of a decode step inversely to the number of GPUs."""
     prefill, decode = H100_LLAMA_70B_TP4.prefill, H100_LLAMA_70B_TP4.decode
     assert isinstance(prefill, LinearPrefillEntry)
     share = _MEASURED_TP / tp
@@ -118,7 +119,7 @@ def _host(url: str) -> str:
 
 
 def _instances(places: dict[str, list[tuple[Role, str]]], protocol: KvProtocol, tp: int) -> list[InstanceEntry]:
-    """In the order of roles as given, each on the next free GPUs of its host."""
+    """Return instances in the given order of roles, each on the next free GPUs of its host."""
     counts: dict[Role, int] = {}
     entries: list[InstanceEntry] = []
     for node, engines in enumerate(places.values()):

@@ -1,4 +1,4 @@
-"""Which of several equal links a transfer takes: drawn from a seed and the request's number, the same on any clock."""
+"""ECMP choice of a transfer: drawn from a seed and the request's number, identical in simulated and real time."""
 
 from __future__ import annotations
 
@@ -8,27 +8,28 @@ from kvroute.topology.cluster import Cluster
 from kvroute.types import FloatArray
 
 DRAWN_HOPS = 16
-"""Draws per flow; a path over many WAN hops uses them again from the start."""
+"""Draws per flow; a path over many WAN hops reuses them from the start."""
 CHUNK = 4096
-"""Draws are made for so many requests at a time."""
+"""Number of requests for which draws are made at a time."""
 CHUNKS_KEPT = 8
 
 
 class EcmpPaths:
-    """Paths of a cluster's transfers. Draws belong to the request, so that every policy sees the same luck for the same
-    request, simulated or live."""
+    """Paths of a cluster's transfers. Draws depend on the request only, so that every policy gets the same draws for
+    the same request, simulated or live."""
 
     def __init__(self, cluster: Cluster, seed: int, *, flows_max: int = 1) -> None:
-        """`flows_max`: flows that a transfer may ask for beyond the cluster's own number."""
+        """`flows_max`: maximum number of flows that a transfer may use beyond the cluster's own number."""
         self._cluster, self._seed = cluster, seed
         instances = range(len(cluster.instances))
         flows = max((cluster.flows_per_transfer(index, index) for index in instances), default=1)
         self._drawn_flows = 1 if cluster.ecmp == "transfer" else max(flows, flows_max)
         self._draws: dict[int, FloatArray] = {}
-        """The chunks drawn last: [CHUNK, flows, hops] in [0, 1)."""
+        """Most recent chunks of draws: [CHUNK, flows, hops] in [0, 1)."""
 
     def of(self, request: int, source: int, target: int, flows: int = 0) -> list[list[int]]:
-        """Links of each flow of a transfer between two instances (indices), `flows_per_transfer` of them by default.
+        """Return the links of each flow of a transfer between two instances (indices); default: `flows_per_transfer`
+        flows.
 
         Raises:
             InputError: the two cannot reach each other.
@@ -46,7 +47,7 @@ class EcmpPaths:
         return paths
 
     def _drawn(self, request: int) -> list[list[float]]:
-        """The request's own draws, [flows][hops]: the same whenever and in whatever order they are asked for."""
+        """Return the request's own draws, [flows][hops]; they do not depend on the time or order of calls."""
         chunk, row = divmod(request, CHUNK)
         if chunk not in self._draws:
             if len(self._draws) == CHUNKS_KEPT:

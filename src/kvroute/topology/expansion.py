@@ -1,4 +1,4 @@
-"""What a cluster file's shorthands stand for: a fabric as pods, racks and nodes, counts as placed instances."""
+"""Expands a cluster file's shorthands: a fabric to pods, racks and nodes, counts to placed instances."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from kvroute.types import InputError, KvProtocol, Role
 
 
 def expand(file: ClusterFile) -> ClusterFile:
-    """The same cluster without shorthands: fabric as pods, racks and nodes, counts as instances.
+    """Return the same cluster without shorthands: fabric as pods, racks and nodes, counts as instances.
 
     Raises:
-        InputError: the counts do not fit the nodes (`what` says by how much).
+        InputError: the counts do not fit the nodes (`what` has the numbers).
     """
     match file.fabric:
         case FatTree() as tree:
@@ -47,15 +47,15 @@ def expand(file: ClusterFile) -> ClusterFile:
 
 
 def with_endpoints(file: ClusterFile, addresses: Sequence[str], protocol: KvProtocol) -> ClusterFile:
-    """The expanded cluster with where its engines are reached; instances that are not named keep what they have.
+    """Return the expanded cluster with engine endpoints; instances that are not named keep theirs.
 
     Args:
         file: a cluster with or without shorthands.
         addresses: a URL for each instance, in the file's order, or `NAME=URL` for some.
-        protocol: how all of these engines hand over KV.
+        protocol: KV transfer protocol of all these engines.
 
     Raises:
-        InputError: another number of URLs than of instances, an unknown name, or an address that is given twice.
+        InputError: the numbers of URLs and instances differ, a name is unknown, or an address is given twice.
     """
     flat = expand(file)
     assert isinstance(flat.instances, list)
@@ -87,13 +87,13 @@ def _is_name(text: str, equals: str) -> bool:
 
 
 def numbered(stem: str, count: int) -> list[str]:
-    """`stem0`, ... with leading zeros, so that the order of names is the order of numbers."""
+    """Return `stem0`, ... with leading zeros, so that the order of names is the order of numbers."""
     width = len(str(count - 1))
     return [f"{stem}{index:0{width}}" for index in range(count)]
 
 
 def fabric_uplinks(nodes: int, nics: Nics, ratio: float = 1.0) -> Uplinks | None:
-    """As many uplinks as NICs below, each slower by `ratio`."""
+    """Return as many uplinks as NICs below, with their capacity divided by `ratio`."""
     nic = nics.compute
     if nic is None:
         return None
@@ -163,7 +163,7 @@ def _placed(counts: InstanceCounts, defaults: InstanceDefaults, nodes: Sequence[
 
 
 def _slots(nodes: Sequence[Node], size: int) -> Iterator[str]:
-    """Room for instances of `size` GPUs in one rack: several in a node, or one over neighbouring whole nodes."""
+    """Yield slots for instances of `size` GPUs in one rack: several in a node, or one over whole neighbouring nodes."""
     pending: list[Node] = []
     for node in nodes:
         if size <= node.gpus:

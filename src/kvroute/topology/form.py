@@ -1,4 +1,4 @@
-"""What is wrong with a value's form: every fault against a type of the schema, with its place and how to mend it."""
+"""Checks of a value's form: every fault against a type of the schema, with its place and the fix."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ class FileError(InputError):
 
 @dataclass(frozen=True, slots=True)
 class Lines:
-    """Where each key of a file stands, to name a place in an error; empty for a ClusterFile that was never text."""
+    """Line of each key of a file, used in errors; empty for a ClusterFile that was not read from text."""
 
     source: str
     of: Mapping[Key, int] = field(default_factory=dict)
     doubts: Set[Key] = frozenset()
-    """Keys whose values could not be read; what depends on them is not checked."""
+    """Keys whose values could not be read; checks that depend on them are skipped."""
 
     def sure(self, *pattern: str | int, whole: bool = False) -> bool:
-        """Whether the value at a key (`*`: any index or name) was read; `whole`: with everything below it."""
+        """Return True if the value at a key (`*`: any index or name) was read; `whole`: with everything below it."""
         return not any(
             (whole or len(doubt) <= len(pattern))
             and all(part in ("*", at) for part, at in zip(pattern, doubt, strict=False))
@@ -46,7 +46,7 @@ class Lines:
         )
 
     def error(self, what: str, key: Key = (), mend: str = "") -> FileError:
-        """A fault at `key`; what a shorthand made is placed at the shorthand."""
+        """Return a fault at `key`; a fault of an expanded entry is reported at its shorthand."""
         if key and key not in self.of and self.of:
             shorthand = {"pods": "fabric", "racks": "fabric", "nodes": "fabric", "datacenters": "fabric"}
             owner = shorthand.get(str(key[0]), str(key[0]))
@@ -60,7 +60,7 @@ class Lines:
 
 
 def field_text(key: Key) -> str:
-    """`("nodes", 3, "nics")` as people write it: `nodes[3].nics`. One line, whatever a key is."""
+    """Return a key as text: `("nodes", 3, "nics")` is `nodes[3].nics`. The text has one line for any key."""
     return "".join(f"[{part}]" if isinstance(part, int) else f".{_printable(part)}" for part in key).lstrip(".")
 
 
@@ -69,12 +69,13 @@ def _printable(name: str) -> str:
 
 
 def _on_one_line(text: str) -> str:
-    """Line ends and other control characters as escape sequences; names in a file may hold any."""
+    """Return the text with control characters, line ends included, as escape sequences; names in a file may contain
+    any."""
     return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def form_faults(value: object, kind: Any, key: Key, lines: Lines) -> Iterator[FileError]:
-    """Every fault of `value` against a type of the schema, each at its own key; none where msgspec accepts it."""
+    """Yield every fault of `value` against a type of the schema, each at its own key; none if msgspec accepts it."""
     options = kind_options(kind)
     if value is None and type(None) in options:
         return
@@ -100,21 +101,21 @@ def form_faults(value: object, kind: Any, key: Key, lines: Lines) -> Iterator[Fi
 
 
 def kind_options(kind: Any) -> Sequence[Any]:
-    """The alternatives of a type: `A | None` gives [A, None]."""
+    """Return the alternatives of a type: `A | None` gives [A, None]."""
     if get_origin(kind) in (Union, types.UnionType):
         return [part for option in get_args(kind) for part in kind_options(option)]
     return [kind]
 
 
 def entry_kinds(options: Sequence[Any]) -> tuple[list[type[msgspec.Struct]], Any, Any]:
-    """Of the alternatives the Structs, the list and the dict (None: there is none)."""
+    """Return the Structs, the list and the dict among the alternatives (None: there is none)."""
     structs = [option for option in options if isinstance(option, type) and issubclass(option, msgspec.Struct)]
     array = next((option for option in options if get_origin(option) is list), None)
     return structs, array, next((option for option in options if get_origin(option) is dict), None)
 
 
 def struct_of(value: Mapping[str, object], structs: Sequence[type[msgspec.Struct]]) -> type[msgspec.Struct]:
-    """The Struct that a mapping names by its tag, else the one that knows most of its keys."""
+    """Return the Struct that matches the mapping's tag, else the one with most of its keys."""
 
     def known(struct: type[msgspec.Struct]) -> tuple[bool, int]:
         config = struct.__struct_config__
@@ -125,7 +126,7 @@ def struct_of(value: Mapping[str, object], structs: Sequence[type[msgspec.Struct
 
 
 def meant_keys(value: Iterable[str], known: Collection[str]) -> dict[str, str]:
-    """Unknown keys that are nearly the name of a key which is not there, and that name."""
+    """Return unknown keys that resemble an absent key, and that key."""
     absent = sorted(set(known).difference(value))
     meant: dict[str, str] = {}
     for name in value:
@@ -175,7 +176,8 @@ def _leaf_faults(value: object, kind: Any, options: Sequence[Any], key: Key, lin
 
 
 def _is_secret(option: Any) -> bool:
-    """Marked `Meta(extra={"secret": True})`: what a user wrote there by mistake may be a key, so no error shows it."""
+    """Return True for types marked `Meta(extra={"secret": True})`: a mistaken value may be a key, so no error shows
+    it."""
     return get_origin(option) is Annotated and bool((get_args(option)[1].extra or {}).get("secret"))
 
 
@@ -208,7 +210,7 @@ def _close(name: str, known: Sequence[str]) -> str | None:
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
-    """How to mend an unknown name: the nearest known one, else all of them if they are few."""
+    """Return the fix for an unknown name: the nearest known one, else all of them if they are few."""
     close = _close(name, known)
     if close is not None:
         return f"did you mean {close!r}?"

@@ -1,6 +1,6 @@
-"""The JSON Schema of a cluster file, for editors that complete keys and mark errors while a file is written.
+"""JSON Schema of a cluster file, for editors that complete keys and mark errors.
 
-msgspec's own generator cannot write defaults that have a unit, hence this one.
+msgspec's own generator cannot write defaults that have a unit.
 """
 
 from __future__ import annotations
@@ -25,8 +25,11 @@ _LENGTHS = {"min_length": ("minLength", "minItems"), "max_length": ("maxLength",
 
 
 def cluster_json_schema(sections: Mapping[str, type[msgspec.Struct]]) -> Schema:
-    """The schema as plain values. `sections` are the types of top-level mappings that the cluster file leaves open, by
-    key (`gateway`); one that is not named may hold anything."""
+    """Return the schema as plain values.
+
+    `sections` has the types of top-level mappings that the cluster file leaves open, by key (`gateway`). Other open
+    mappings may hold any value.
+    """
     definitions: dict[str, Schema] = {}
     root = _schema(types.type_info(ClusterFile), definitions)
     name = root["$ref"].rpartition("/")[2]
@@ -121,7 +124,7 @@ def _limits(kind: types.IntType | types.FloatType | types.StrType | types.ListTy
 
 
 def _attribute_docstrings(kind: type) -> dict[str, str]:
-    """The string below each attribute of a class, which Python itself does not keep."""
+    """Return the string below each attribute of a class; Python itself does not store it."""
     body = ast.parse(inspect.getsource(kind)).body[0]
     assert isinstance(body, ast.ClassDef)
     texts = {}

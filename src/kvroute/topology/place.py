@@ -1,4 +1,4 @@
-"""Where every node stands (rack, pod, datacenter), how far it reaches, and the routes between datacenters."""
+"""Location of every node (rack, pod, datacenter), its reach, and the routes between datacenters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvroute.topology.schema import ClusterFile, Node, Pod, Rack
 from kvroute.types import CROSS_DATACENTER, SAME_DATACENTER, SAME_NODE, SAME_POD, SAME_RACK, InputError, IntArray
 
 Route = tuple[tuple[int, bool], ...]
-"""Entries of `wan` in order, each with whether it is taken from `from` to `to`."""
+"""Entries of `wan` in order, each with True if it is used in the direction from `from` to `to`."""
 DomainKey = str | tuple[str, str]
 Shards = tuple[tuple[int, int], ...]
 """Node number and GPU index of every shard of an instance."""
@@ -24,7 +24,7 @@ _MOST_GPUS = 65_536
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """The domains of each node; the arrays have the file's order of nodes."""
+    """Domains of each node; arrays are in the file's order of nodes."""
 
     nodes: tuple[Node, ...]
     index: dict[str, int]
@@ -32,14 +32,14 @@ class Places:
     pods: tuple[Pod | None, ...]
     datacenters: tuple[str, ...]
     code: IntArray
-    """[4, nodes]: number of the node, rack, pod and datacenter; a missing rack or pod has a number of its own."""
+    """[4, nodes]: number of the node, rack, pod and datacenter; a missing rack or pod has its own number."""
     domains: tuple[tuple[int, ...], ...]
     """The columns of `code`."""
     reach: IntArray
-    """[nodes]: highest tier whose links the node can take: 0 without compute NIC, 1 in a rack without uplinks, ..."""
+    """[nodes]: highest tier whose links the node can use: 0 without compute NIC, 1 in a rack without uplinks, ..."""
 
     def level(self, source: int, target: int) -> int:
-        """Tier of two nodes: their nearest common domain."""
+        """Return the tier of two nodes: their nearest common domain."""
         for tier, (here, there) in enumerate(zip(self.domains[source], self.domains[target], strict=True)):
             if here == there:
                 return tier
@@ -96,7 +96,7 @@ def _numbers(keys: tuple[DomainKey, ...]) -> list[int]:
 
 
 def port_fault(url: str) -> str:
-    """What is wrong with the port of `http://host:port`; empty: nothing, or there is none."""
+    """Return the fault of the port of `http://host:port`; empty if it is valid or absent."""
     address = url.partition("://")[2].partition("/")[0]
     _, colon, port = address.rpartition("]")[2].rpartition(":")
     if not colon or (port.isascii() and port.isdecimal() and 0 < int(port[:6]) < 2**16):
@@ -105,7 +105,8 @@ def port_fault(url: str) -> str:
 
 
 def wan_routes(file: ClusterFile) -> dict[tuple[str, str], Route]:
-    """The quickest route of each ordered pair of datacenters that has one; ties: fewer links, then the file's order."""
+    """Return the route with the lowest latency for each connected ordered pair of datacenters; ties: fewer links, then
+    the file's order."""
     links: dict[str, list[tuple[str, int, bool]]] = {}
     for index, wan in enumerate(file.wan):
         links.setdefault(wan.source, []).append((wan.target, index, True))
@@ -127,7 +128,7 @@ def wan_routes(file: ClusterFile) -> dict[tuple[str, str], Route]:
 
 
 def card_of(places: Places, gpus: Shards, position: int) -> int:
-    """Which compute NIC of its node the shard at `position` uses, by the scope of the node's NICs."""
+    """Return the compute NIC of its node that the shard at `position` uses, by the scope of the node's NICs."""
     node, gpu = gpus[position]
     entry = places.nodes[node]
     nic = entry.nics.compute
@@ -138,7 +139,8 @@ def card_of(places: Places, gpus: Shards, position: int) -> int:
 
 
 def gpu_list(text: str) -> list[tuple[str, int]]:
-    """(node, index) of every GPU of "node0:0-3,6,node1:0-3", in the order written; InputError if it cannot be read."""
+    """Return (node, index) of every GPU of "node0:0-3,6,node1:0-3", in the written order; raise InputError if it is
+    invalid."""
     gpus: list[tuple[str, int]] = []
     node = ""
     for part in text.split(","):

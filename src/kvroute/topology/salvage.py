@@ -1,6 +1,6 @@
-"""Reads what can be read of a value with faults of form, so that its other faults can be told in the same answer.
+"""Reads the valid parts of a value with faults of form, so that its other faults can be reported at the same time.
 
-A part that cannot be read becomes a placeholder, and its key a doubt: a check that depends on it has no finding.
+A part that cannot be read is replaced by a placeholder, and its key is recorded: checks that depend on it are skipped.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ T = TypeVar("T")
 
 
 def salvaged(value: object, kind: type[T], key: Key) -> tuple[T, frozenset[Key]]:
-    """`value`, which stands at `key`, as a `kind`, and the keys at which it holds a placeholder, or a default where the
-    file may mean something else."""
+    """Convert `value`, located at `key`, to a `kind` as far as possible.
+
+    Return also the keys at which it holds a placeholder, or a default where the file may mean another value.
+    """
     reader = _Salvage()
     return cast(T, reader.read(value, kind, key)), frozenset(reader.doubts)
 
@@ -31,7 +33,7 @@ class _Salvage:
         self._names = count()
 
     def read(self, value: object, kind: Any, key: Key) -> object:
-        """The value; parts of it where the whole does not fit."""
+        """Return the value, or its valid parts if the whole does not fit."""
         try:
             return msgspec.convert(value, kind, dec_hook=read_quantity)
         except msgspec.ValidationError:
@@ -56,7 +58,8 @@ class _Salvage:
         meant = meant_keys(value, own)
         written = {meant.get(name, name): name for name in value}
         missing = sum(entry.required and name not in written for name, entry in entries.items())
-        # Unknown keys are taken for the required ones that are missing; any further one may be any absent key.
+        # Each unknown key is assumed to be a missing required key; any further unknown key may be a misspelling of any
+        # absent key.
         puzzles = sum(name not in own and name not in meant for name in value) > missing
         fields = {}
         for name, entry in entries.items():
@@ -74,7 +77,7 @@ class _Salvage:
         return struct(**fields)
 
     def _placeholder(self, options: Sequence[Any]) -> object:
-        """A value that fits the kind; text is unlike any other."""
+        """Return a value that fits the type; texts are unique."""
         if type(None) in options:
             return None
         kind = options[0]

@@ -1,6 +1,6 @@
-"""The cluster file as msgspec Structs, and back to YAML; it holds what a user wrote and refuses to interpret it.
+"""The cluster file as msgspec Structs, and back to YAML. It holds the values as written and does not interpret them.
 
-Attributes end in their unit; the file's own keys (`capacity`, `per_token`, ...) take text with a unit.
+Attribute names end in their unit; the file's own keys (`capacity`, `per_token`, ...) take text with a unit.
 """
 
 from __future__ import annotations
@@ -53,25 +53,26 @@ class Nic(Entry, frozen=True, kw_only=True):
     count: Count = 1
     bytes_per_s: Bandwidth = field(name="capacity")
     scope: NicScope = "gpu"
-    """Whose flows share a card: `gpu` g takes card g * count // gpus, an `instance` the card of its first GPU on the
-    node, a `server` joins its cards into one."""
+    """Use of the cards: with `gpu`, GPU g uses card g * count // gpus; with `instance`, an instance uses the card of
+    its first GPU on the node; `server` combines the cards into one."""
 
 
 class Nics(Entry, frozen=True, kw_only=True):
-    """The cards of a node: the compute network carries KV caches, the storage network reads and writes stored ones."""
+    """The network cards of a node: the compute network carries KV caches, the storage network reads and writes stored
+    ones."""
 
     compute: Nic | None = None
     storage: Nic | None = None
 
 
 class Datacenter(Entry, frozen=True, kw_only=True):
-    """A site; its core joins all its pods without loss."""
+    """A site. Its core connects all its pods without oversubscription."""
 
     name: Name
 
 
 class Pod(Entry, frozen=True, kw_only=True):
-    """Racks below one aggregation layer. Without uplinks nothing leaves it."""
+    """Racks below one aggregation layer. Without uplinks no traffic leaves it."""
 
     name: Name
     datacenter: Name | None = None
@@ -79,17 +80,17 @@ class Pod(Entry, frozen=True, kw_only=True):
 
 
 class Rack(Entry, frozen=True, kw_only=True):
-    """Nodes below one top-of-rack switch. Without uplinks nothing leaves it."""
+    """Nodes below one top-of-rack switch. Without uplinks no traffic leaves it."""
 
     name: Name
     pod: Name | None = None
     datacenter: Name | None = None
-    """Only where `pod` is absent: the uplinks then lead straight to the core."""
+    """Only without `pod`: the uplinks then lead directly to the core."""
     uplinks: Uplinks | None = None
 
 
 class Node(Entry, frozen=True, kw_only=True):
-    """One server. Its nearest parent is given, no other; without rack and pod its cards lead straight to the core."""
+    """One server. Only its nearest parent is given; without rack and pod its cards lead directly to the core."""
 
     name: Name
     rack: Name | None = None
@@ -112,7 +113,7 @@ class Wan(Entry, frozen=True, kw_only=True):
 
 
 class TierLatency(Entry, frozen=True, kw_only=True):
-    """One-way latency between two instances whose nearest common domain is the key (defaults: NetKV VI-A)."""
+    """One-way latency between two instances, by their nearest common domain (defaults: NetKV VI-A)."""
 
     node_s: Latency = field(name="node", default=Latency(1e-6))
     rack_s: Latency = field(name="rack", default=Latency(3e-6))
@@ -121,7 +122,7 @@ class TierLatency(Entry, frozen=True, kw_only=True):
 
 
 class TierBandwidth(Entry, frozen=True, kw_only=True):
-    """What the operator tells the scheduler about each tier; an absent one is derived from the links."""
+    """Bandwidth per tier that the scheduler uses; an absent one is derived from the links."""
 
     node_bytes_per_s: Bandwidth | None = field(name="node", default=None)
     rack_bytes_per_s: Bandwidth | None = field(name="rack", default=None)
@@ -131,13 +132,13 @@ class TierBandwidth(Entry, frozen=True, kw_only=True):
 
 
 class Network(Entry, frozen=True, kw_only=True):
-    """What holds for all transfers."""
+    """Settings of all transfers."""
 
     latency: TierLatency = TierLatency()
     ecmp: Ecmp = "flow"
-    """Who draws one of several equal links: every `flow`, or a `transfer` once for all its flows."""
+    """Choice among equal links: every `flow` draws, or a `transfer` draws once for all its flows."""
     flows_per_transfer: Count | Literal["tp"] = "tp"
-    """`tp`: one flow per shard of whichever side has more shards."""
+    """Number of flows of one transfer; `tp`: one per shard of the side with more shards."""
     tier_bandwidth: TierBandwidth = TierBandwidth()
 
 
@@ -172,13 +173,13 @@ class DecodeEntry(Entry, frozen=True, kw_only=True):
 
 
 class TimingEntry(Entry, frozen=True, kw_only=True):
-    """How long an instance computes."""
+    """Computing times of an instance."""
 
     prefill: LinearPrefillEntry | QuadraticPrefillEntry | PiecewisePrefillEntry
     decode: DecodeEntry
 
     def spec(self) -> TimingSpec:
-        """The same in seconds, without the file's form."""
+        """Return the same in seconds, as a `TimingSpec`."""
         decode = DecodeSpec(
             base_s=float(self.decode.base_s),
             per_request_s=float(self.decode.per_request_s),
@@ -198,7 +199,7 @@ class TimingEntry(Entry, frozen=True, kw_only=True):
 
 
 class InstanceDefaults(Entry, frozen=True, kw_only=True):
-    """What an instance takes where it says nothing itself."""
+    """Values for instances that do not set them."""
 
     model: str | None = None
     tp: Count = 1
@@ -209,17 +210,17 @@ class InstanceDefaults(Entry, frozen=True, kw_only=True):
 
 
 class EndpointEntry(Entry, frozen=True, kw_only=True):
-    """Where the live engine is reached; needed by `kvroute serve` alone."""
+    """Addresses of the live engine; only `kvroute serve` needs them."""
 
     url: Annotated[str, Meta(pattern=r"^https?://[^/?#@\s]+\Z", examples=["http://10.0.0.1:8000"])]
-    """Without a path."""
+    """URL of the engine, without a path."""
     protocol: KvProtocol = "vllm"
     bootstrap: Annotated[str, Meta(pattern=rf"^({_HOST_PORT})?\Z", examples=["10.0.0.1:8998"])] = ""
     kv_events: ZmqEndpoint = ""
     kv_replay: ZmqEndpoint = ""
 
     def endpoint(self) -> Endpoint:
-        """The same without the file's form."""
+        """Return the same as an `Endpoint`."""
         return Endpoint(
             url=self.url,
             protocol=self.protocol,
@@ -230,7 +231,7 @@ class EndpointEntry(Entry, frozen=True, kw_only=True):
 
 
 class InstanceEntry(Entry, frozen=True, kw_only=True):
-    """One serving engine; `gpus` reads "node0:0-3" or "node0:0-7,node1:0-7", shard by shard."""
+    """One serving engine; `gpus` is "node0:0-3" or "node0:0-7,node1:0-7", shard by shard."""
 
     name: Name
     role: Role
@@ -245,7 +246,7 @@ class InstanceEntry(Entry, frozen=True, kw_only=True):
 
 
 class InstanceCounts(Entry, frozen=True, kw_only=True):
-    """Shorthand: so many instances, placed by a rule.
+    """Shorthand: numbers of instances, placed by a rule.
 
     `packed`: in node order, prefill first. `spread`: round-robin over racks, prefill first. `rack`: prefill fills whole
     racks, decode takes the other racks, so that no transfer stays inside a rack.
@@ -263,14 +264,15 @@ class InstanceCounts(Entry, frozen=True, kw_only=True):
 
 
 class Oversubscription(Entry, frozen=True, kw_only=True):
-    """NIC bandwidth below a domain over its uplink bandwidth: as many uplinks as NICs, each slower by this ratio."""
+    """Ratio of the NIC bandwidth below a domain to its uplink bandwidth: as many uplinks as NICs, each slower by this
+    ratio."""
 
     rack: Ratio = 1.0
     pod: Ratio = 1.0
 
 
 class FatTree(Entry, frozen=True, kw_only=True, tag="fat-tree", tag_field="kind"):
-    """Equal pods of equal racks of equal nodes; uplinks as given, else as many as NICs, divided by oversubscription."""
+    """Equal pods of equal racks of equal nodes. Without given uplinks: as many as NICs, divided by oversubscription."""
 
     pods: Count
     racks_per_pod: Count
@@ -286,7 +288,8 @@ class FatTree(Entry, frozen=True, kw_only=True, tag="fat-tree", tag_field="kind"
 class SuperPod(Entry, frozen=True, kw_only=True, tag="superpod", tag_field="kind"):
     """Scalable units of nodes with one compute NIC per GPU and one storage NIC per node (DualPath 2.2).
 
-    The rail switches of a unit let all its nodes meet after one hop, so a unit is a rack; a lossless spine joins units.
+    Rail switches connect all nodes of a unit in one hop, so a unit is a rack; a spine without oversubscription connects
+    units.
     """
 
     units: Count = 1
@@ -313,19 +316,19 @@ class ClusterFile(Entry, frozen=True, kw_only=True):
     defaults: InstanceDefaults = InstanceDefaults()
     instances: list[InstanceEntry] | InstanceCounts
     gateway: dict[str, Any] = {}
-    """For `kvroute serve`, which reads and checks it (`read_section`)."""
+    """Settings of `kvroute serve`, which reads and checks them (`read_section`)."""
 
     def to_yaml(self) -> str:
-        """The file's text; reading it gives an equal ClusterFile."""
+        """Return the file's text; reading it gives an equal ClusterFile."""
         return yaml_text(msgspec.to_builtins(self, enc_hook=quantity_text))
 
 
 def yaml_text(plain: Any) -> str:
-    """Plain values as YAML, in their order."""
+    """Return plain values as YAML, in their order."""
     text: str = yaml.dump(plain, Dumper=yaml.CSafeDumper, sort_keys=False, default_flow_style=None, width=160)
     return text
 
 
 def read_quantity(kind: type[Any], value: object) -> object:
-    """msgspec's hook for the kinds of `units`."""
+    """Decode hook of msgspec for the types of `units`."""
     return quantity(kind, value)

@@ -1,4 +1,4 @@
-"""The cluster for people to look at: a tree of domains and a table of tiers; routing does not use it."""
+"""Views of the cluster for people: a tree of domains and a table of tiers. Routing does not use them."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ _KINDS: tuple[Kind, ...] = ("node", "rack", "pod", "datacenter")
 
 
 def uplinks_text(uplinks: Uplinks) -> str:
-    """`32 x 50 Gbps`."""
+    """Return text such as `32 x 50 Gbps`."""
     capacity = bandwidth_text(uplinks.bytes_per_s)
     return capacity if uplinks.count == 1 else f"{uplinks.count} \N{MULTIPLICATION SIGN} {capacity}"
 
 
 @dataclass(frozen=True, slots=True)
 class Domain:
-    """A domain with its children in the file's order; a level that the file leaves out has an empty name."""
+    """A domain with its children in the file's order; a level that is missing in the file has an empty name."""
 
     kind: Kind
     name: str
     uplinks: Uplinks | None
     children: tuple[Domain, ...]
     instances: tuple[Instance, ...]
-    """Of a node: those whose first GPU is there."""
+    """Instances of a node: those whose first GPU is there."""
 
     def all_instances(self) -> Iterator[Instance]:
-        """Those of the whole subtree."""
+        """Yield the instances of the whole subtree."""
         yield from self.instances
         for child in self.children:
             yield from child.all_instances()
 
     def nodes(self) -> Iterator[Domain]:
-        """The nodes of the whole subtree."""
+        """Yield the nodes of the whole subtree."""
         if self.kind == "node":
             yield self
         for child in self.children:
@@ -51,7 +51,7 @@ class Domain:
 
 
 def domain_tree(cluster: Cluster) -> Domain:
-    """Datacenters, pods, racks and nodes of a cluster, below one root."""
+    """Return the datacenters, pods, racks and nodes of a cluster, below one root."""
     places = cluster.places
     hosted: dict[int, list[Instance]] = {}
     for instance, gpus in zip(cluster.instances, cluster.shards, strict=True):
@@ -81,7 +81,7 @@ def _labels(cluster: Cluster, kind: Kind, node: int) -> tuple[str, Uplinks | Non
 
 
 def tier_rows(cluster: Cluster) -> list[tuple[str, int, float, float]]:
-    """Per tier: name, pairs of a prefill and another decode instance, bytes per second, latency in seconds."""
+    """Return per tier: name, pairs of a prefill and another decode instance, bytes per second, latency in seconds."""
     pairs = pair_counts(cluster)
     return [
         (TIER_NAMES[tier], pairs[tier], float(cluster.tier_bytes_per_s[tier]), float(cluster.tier_latency_s[tier]))
@@ -90,7 +90,8 @@ def tier_rows(cluster: Cluster) -> list[tuple[str, int, float, float]]:
 
 
 def pair_counts(cluster: Cluster) -> list[int]:
-    """Ordered pairs (prefill instance, other decode instance) per tier; role `both` counts on each side."""
+    """Return the number of ordered pairs (prefill instance, other decode instance) per tier; role `both` counts on each
+    side."""
     prefill = [i for i, instance in enumerate(cluster.instances) if instance.role != "decode"]
     decode = [i for i, instance in enumerate(cluster.instances) if instance.role != "prefill"]
     counts = np.bincount(cluster.tier[np.ix_(prefill, decode)].ravel(), minlength=TIER_COUNT)

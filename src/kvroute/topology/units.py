@@ -1,4 +1,5 @@
-"""Text such as "100 Gbps", "3 us" or "160 GiB" to bytes and seconds and back; refuses a number without a unit."""
+"""Converts text such as "100 Gbps", "3 us" or "160 GiB" to bytes and seconds and back; rejects numbers without a
+unit."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from kvroute.types import InputError
 _QUANTITY = re.compile(r"\s*([+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{1,3})?)\s*(\S*)\s*", re.ASCII)
 _LONGEST_TEXT = 60
 _LONGEST_NUMBER = 30
-"""Longer ones are written with an exponent."""
+"""Maximum length of a number; longer ones are written with an exponent."""
 
 _DECIMAL = {"": 0, "K": 3, "M": 6, "G": 9, "T": 12}
 _BINARY = {"Ki": 10, "Mi": 20, "Gi": 30, "Ti": 40}
@@ -25,7 +26,7 @@ _SECONDS = {"s": Decimal(1), "ms": Decimal("1e-3"), "us": Decimal("1e-6"), "ns":
 
 
 class Quantity(float):
-    """A number in SI units that is text in a file; the subclass says which units and which range are accepted."""
+    """A number in SI units that is text in a file; the subclass defines the accepted units and range."""
 
     __slots__ = ()
     noun: ClassVar[str]
@@ -37,7 +38,7 @@ class Quantity(float):
     range_text: ClassVar[str]
 
     def __new__(cls, value: float) -> Quantity:
-        """Wrap `value`, already in bytes or seconds; InputError outside of the range, NaN and infinities included."""
+        """Wrap `value`, already in bytes or seconds; raise InputError if it is out of range, NaN or infinite."""
         number = float.__new__(cls, value)
         if not cls.least <= number <= cls.most:
             raise InputError(
@@ -58,7 +59,7 @@ class Bandwidth(Quantity):
 
 
 class Duration(Quantity):
-    """Seconds of computing."""
+    """Computing time in seconds."""
 
     noun = "duration"
     example = "12.5 ms"
@@ -69,7 +70,7 @@ class Duration(Quantity):
 
 
 class Latency(Duration):
-    """Seconds that a byte needs from end to end of an idle path."""
+    """End-to-end latency of an idle path in seconds."""
 
     noun = "latency"
     example = "3 us"
@@ -92,7 +93,7 @@ Q = TypeVar("Q", bound=Quantity)
 
 
 def quantity(kind: type[Q], value: object) -> Q:
-    """`value` as a `kind`: text with a unit, or a number already in bytes or seconds wrapped as a `kind`.
+    """Convert `value` to a `kind`: text with a unit, or a number already in bytes or seconds wrapped as a `kind`.
 
     Raises:
         InputError: no text, no number, no unit or a wrong one, or out of the kind's range.
@@ -116,52 +117,53 @@ def quantity(kind: type[Q], value: object) -> Q:
 
 
 def bandwidth_bytes_per_s(text: str) -> float:
-    """Bytes per second of "100 Gbps" (bits) or "450 GB/s" (bytes); InputError on anything else."""
+    """Return the bytes per second of "100 Gbps" (bits) or "450 GB/s" (bytes); raise InputError for other text."""
     return float(quantity(Bandwidth, text))
 
 
 def duration_s(text: str) -> float:
-    """Seconds of "3 us", "12.5 ms", "1 min"; never negative; InputError on anything else."""
+    """Return the seconds of "3 us", "12.5 ms", "1 min"; never negative; raise InputError for other text."""
     return float(quantity(Duration, text))
 
 
 def size_bytes(text: str) -> float:
-    """Bytes of "80 GB" or "160 GiB"; InputError on anything else."""
+    """Return the bytes of "80 GB" or "160 GiB"; raise InputError for other text."""
     return float(quantity(Size, text))
 
 
 def bandwidth_text(bytes_per_s: float) -> str:
-    """The shortest exact text: bits up to 1.6 Tbps as networks are sold, bytes above as NVLink is."""
+    """Return the shortest exact text: bits up to 1.6 Tbps as usual for networks, bytes above as for NVLink."""
     return _text(bytes_per_s, _BITS if bytes_per_s <= 200e9 else _BYTE_RATES)
 
 
 def duration_text(seconds: float) -> str:
-    """The shortest exact text of seconds, in ns, us, ms or s."""
+    """Return the shortest exact text of seconds, in ns, us, ms or s."""
     return _text(seconds, _SECONDS)
 
 
 def size_text(nbytes: float) -> str:
-    """The shortest exact text of bytes, with decimal or binary units."""
+    """Return the shortest exact text of bytes, with decimal or binary units."""
     return _text(nbytes, _BYTES | _BINARY_BYTES)
 
 
 def about_bandwidth(bytes_per_s: float) -> str:
-    """Three figures of a measured bandwidth, for people: "91.1 Gbps"; always bits, so that values compare."""
+    """Return a measured bandwidth with three digits, for people: "91.1 Gbps"; always in bits, so that values are
+    comparable."""
     return _about(bytes_per_s * 8, {"bps": 1, "Kbps": 1e3, "Mbps": 1e6, "Gbps": 1e9, "Tbps": 1e12})
 
 
 def about_duration(seconds: float) -> str:
-    """Three figures of a measured time, for people: "12.3 ms", "145 s"."""
+    """Return a measured time with three digits, for people: "12.3 ms", "145 s"."""
     return _about(seconds, {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1})
 
 
 def about_size(nbytes: float) -> str:
-    """Three figures of an amount of bytes, for people: "16.8 MB"."""
+    """Return an amount of bytes with three digits, for people: "16.8 MB"."""
     return _about(nbytes, {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12})
 
 
 def _about(value: float, units: dict[str, float]) -> str:
-    """In the largest unit that leaves 1 or more in front of the point, once rounded."""
+    """Use the largest unit in which the rounded value is 1 or more."""
     rounded = float(f"{value:.3g}")
     fitting = [(factor, unit) for unit, factor in units.items() if abs(rounded) >= factor]
     factor, unit = max(fitting) if fitting else (min(units.values()), next(iter(units)))
@@ -171,14 +173,14 @@ def _about(value: float, units: dict[str, float]) -> str:
 
 
 def quantity_text(value: Quantity) -> str:
-    """Text that `quantity` reads back to exactly `value`."""
+    """Return text that `quantity` converts back to exactly `value`."""
     if isinstance(value, Bandwidth):
         return bandwidth_text(value)
     return size_text(value) if isinstance(value, Size) else duration_text(value)
 
 
 def _text(si: float, units: dict[str, Decimal]) -> str:
-    """`number unit` that stands for exactly `si`: a number from 1 to 1000 if any, then the shortest."""
+    """Return `number unit` that is exactly `si`: a number from 1 to 1000 if possible, then the shortest."""
     texts = []
     for unit, factor in units.items():
         number = _plain(Decimal(repr(float(si))) / factor)

@@ -1,6 +1,6 @@
-"""Request, instance, snapshots, events, decisions and errors: what the rooms say to each other; no behaviour.
+"""Shared types: request, instance, snapshots, events, decisions and errors. They have no behaviour.
 
-Units are seconds and bytes. msgspec Structs are sent, logged or read from a file; frozen dataclasses stay inside.
+Units are seconds and bytes. msgspec Structs are sent, logged or read from a file; frozen dataclasses are internal.
 """
 
 from kvroute.types.arrays import BoolArray, FloatArray, IntArray, TierArray

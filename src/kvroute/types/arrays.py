@@ -1,4 +1,4 @@
-"""Arrays by what they hold."""
+"""Array types by element."""
 
 from __future__ import annotations
 

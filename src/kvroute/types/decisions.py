@@ -1,4 +1,4 @@
-"""What the control core orders."""
+"""Decisions: outputs of the control core."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvroute.types.snapshots import Terms
 
 
 class Reject(msgspec.Struct, frozen=True, tag="reject"):
-    """No instance can take the request now: normal in operation, hence a value."""
+    """No instance can take the request now. This is normal in operation and therefore a value, not an exception."""
 
     request_id: int
     reason: str
@@ -19,43 +19,45 @@ class Reject(msgspec.Struct, frozen=True, tag="reject"):
 
 
 class Offload(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Why a prefill is sent to another datacenter or kept at home (PrfaaS 3.4.3)."""
+    """Reason for sending a prefill to another datacenter or keeping it in its own (PrfaaS 3.4.3)."""
 
     site: str
-    """The datacenter that prefills."""
+    """Datacenter that computes the prefill."""
     reason: str
-    """short, long, home_down, away_down, not_worth_it or nobody_up (`policies.offload.Reason`)."""
+    """Reason: short, long, home_down, away_down, not_worth_it or nobody_up (`policies.offload.Reason`)."""
     terms: dict[str, float] = {}
-    """The figures it followed from: tokens, seconds and shares, by name."""
+    """Values behind the decision, by name: tokens, seconds and shares."""
 
 
 class Prefill(msgspec.Struct, frozen=True, tag="prefill", omit_defaults=True):
-    """Compute the request's KV cache on `instance`; `cached_tokens` of it are there already, or will be once
-    `copy_tokens` of them have been copied from another site."""
+    """Compute the request's KV cache on `instance`.
+
+    `cached_tokens` of it are cached there, including the `copy_tokens` that are first copied from another instance.
+    """
 
     request_id: int
     instance: str
     cached_tokens: int = 0
     terms: Terms | None = None
     copy_from: str = ""
-    """The instance whose cached prefix is copied to this one before the prefill; empty: none is."""
+    """Instance whose cached prefix is copied to this one before the prefill; empty: no copy."""
     copy_tokens: int = 0
     copy_bytes: float = 0.0
     copy_id: int = 0
-    """Number of that copy, 1 and up; the driver reports CopyFinished, and computes all if it has not landed."""
+    """Id of that copy, from 1; the driver reports CopyFinished, and computes all tokens if the copy failed."""
     offload: Offload | None = None
-    """Why it is prefilled in this datacenter, where there is a choice."""
+    """Reason for the datacenter of the prefill, if there is a choice."""
 
 
 class Shadowed(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What the policy in the shadow would have chosen in place of a decode decision."""
+    """Decode target that the shadow policy would have chosen for the same request."""
 
     target: str
-    """Empty: it would have refused the request."""
+    """Target instance; empty: the shadow policy would have rejected the request."""
     loss_s: float | None = None
-    """Seconds that its target costs more by the acting policy's terms; None where those are not in seconds."""
+    """Seconds by which its target costs more in the acting policy's terms; None if those are not in seconds."""
     gain_s: float | None = None
-    """Seconds that its target costs less by its own."""
+    """Seconds by which its target costs less in the shadow policy's terms."""
 
 
 class Decode(msgspec.Struct, frozen=True, tag="decode", omit_defaults=True):
@@ -73,7 +75,7 @@ class Decode(msgspec.Struct, frozen=True, tag="decode", omit_defaults=True):
 
 
 class Convert(msgspec.Struct, frozen=True, tag="convert"):
-    """Drain `instance`, then let it serve `role`; the driver reports InstanceConverted when it does."""
+    """Drain `instance`, then switch it to `role`; the driver reports InstanceConverted when it serves the new role."""
 
     instance: str
     role: Role
@@ -81,20 +83,22 @@ class Convert(msgspec.Struct, frozen=True, tag="convert"):
 
 
 class CopyPrefix(msgspec.Struct, frozen=True, tag="copy"):
-    """Send a cached prefix from `source` to `target` as well, ahead of any request and behind every request's bytes;
-    the driver reports CopyFinished. Nothing of it counts as cached at the target before all of it is there."""
+    """Copy a cached prefix from `source` to `target` ahead of any request, with lower priority than requests.
+
+    The driver reports CopyFinished. Until the copy is complete, nothing of it counts as cached at the target.
+    """
 
     copy_id: int
-    """1 and up, from one count with the copies of `Prefill`."""
+    """Id, from 1; counted together with the copies of `Prefill`."""
     source: str
     target: str
     blocks: tuple[int, ...]
-    """The chain that ends the prefix."""
+    """Chain of blocks of the prefix."""
     block_tokens: int
     kv_bytes: float
-    """What the target lacks of it."""
+    """Bytes of the prefix that the target lacks."""
     terms: Terms | None = None
-    """Tokens of cached prefixes that were read at each place of late."""
+    """Tokens of cached prefixes read recently, by instance."""
 
 
 Decision: TypeAlias = Prefill | Decode | Reject | Convert | CopyPrefix

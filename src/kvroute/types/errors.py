@@ -1,4 +1,4 @@
-"""Wrong input: the only exceptions that a user sees."""
+"""Input errors: the only exceptions shown to a user."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 class InputError(ValueError):
-    """Wrong input in one sentence: where it is, what is wrong, how to mend it. A command exits with 2."""
+    """Invalid input in one sentence: where it is, what is wrong, how to fix it. A command exits with status 2."""
 
     def __init__(self, what: str, *, where: str = "", mend: str = "") -> None:
         self.what, self.where, self.mend = what, where, mend
@@ -15,7 +15,8 @@ class InputError(ValueError):
 
 
 class InputErrors(InputError):
-    """Several faults of one file, so that all can be mended in one go; `problems` keeps them in file order."""
+    """Several faults of one file, reported together so that the user can fix all of them; `problems` is in file
+    order."""
 
     def __init__(self, problems: Sequence[InputError]) -> None:
         assert problems
@@ -27,7 +28,7 @@ class InputErrors(InputError):
 
 
 def cannot_listen(place: str, number: int | None, why: str, *, where: str = "") -> InputError:
-    """What to say of an address that the system refuses, by the system's error number and words."""
+    """Return the error for a listening address that the system rejects, with the system's error number and message."""
     mends = {errno.EADDRINUSE: "choose another port, or free this one", errno.EACCES: "choose a port above 1023"}
     mend = mends.get(number or 0, "give an address of this machine")
     return InputError(f"cannot listen on {place} ({why})", where=where, mend=mend)

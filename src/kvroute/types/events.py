@@ -1,4 +1,4 @@
-"""What the control core is told."""
+"""Events: inputs of the control core."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvroute.types.requests import Request
 
 
 class Arrived(msgspec.Struct, frozen=True, tag="arrived"):
-    """A request is at the door."""
+    """A request has arrived."""
 
     at: float
     request: Request
@@ -25,12 +25,12 @@ class PrefillFinished(msgspec.Struct, frozen=True, tag="prefill_finished"):
 
 
 class TransferFinished(msgspec.Struct, frozen=True, tag="transfer_finished"):
-    """All bytes have landed; the request waits for a slot of the decode batch."""
+    """All KV bytes have arrived; the request waits for a slot of the decode batch."""
 
     at: float
     request_id: int
     free_kv_bytes: float | None = None
-    """The target's own report of its memory, if it gives one."""
+    """Free KV memory that the target reports; None if it does not."""
 
 
 class Admitted(msgspec.Struct, frozen=True, tag="admitted"):
@@ -41,25 +41,25 @@ class Admitted(msgspec.Struct, frozen=True, tag="admitted"):
 
 
 class Finished(msgspec.Struct, frozen=True, tag="finished", omit_defaults=True):
-    """The request is gone: answered, failed or cancelled; whatever it held is free again."""
+    """The request has ended: completed, failed or cancelled. Its resources are free again."""
 
     at: float
     request_id: int
     free_kv_bytes: float | None = None
     output_tokens: int | None = None
-    """Length of the answer, if it was counted; no decision depends on it."""
+    """Number of output tokens, if counted; no decision depends on it."""
 
 
 class PrefillFailed(msgspec.Struct, frozen=True, tag="prefill_failed"):
-    """The prefill leg came to nothing; what was booked there is free, and another instance is chosen."""
+    """The prefill leg has failed. Its booking is released, and another instance is chosen."""
 
     at: float
     request_id: int
 
 
 class DecodeFailed(msgspec.Struct, frozen=True, tag="decode_failed"):
-    """The decode leg came to nothing before the first token; another decode instance is chosen, or, where the KV
-    cache is gone from its source (`kv_lost`), another prefill."""
+    """The decode leg has failed before the first token. Another decode instance is chosen, or another prefill instance
+    if the KV cache at the source is lost (`kv_lost`)."""
 
     at: float
     request_id: int
@@ -67,19 +67,19 @@ class DecodeFailed(msgspec.Struct, frozen=True, tag="decode_failed"):
 
 
 class InstanceDown(msgspec.Struct, frozen=True, tag="instance_down"):
-    """Give `instance` nothing new: it is dead, ill or being drained."""
+    """`instance` takes no new requests: it is dead, unhealthy or draining."""
 
     at: float
     instance: str
 
 
 class InstanceUp(msgspec.Struct, frozen=True, tag="instance_up", omit_defaults=True):
-    """`instance` takes requests (again). All are up at the start."""
+    """`instance` takes requests (again). All instances are up at the start."""
 
     at: float
     instance: str
     returned: bool = False
-    """It has been ill or away: its share of the requests rises over the slow-start window."""
+    """True if it was unhealthy or unreachable: its share of requests rises over the slow-start window."""
 
 
 class InstanceConverted(msgspec.Struct, frozen=True, tag="instance_converted"):
@@ -91,7 +91,7 @@ class InstanceConverted(msgspec.Struct, frozen=True, tag="instance_converted"):
 
 
 class CopyFinished(msgspec.Struct, frozen=True, tag="copy_finished"):
-    """A copy of a cached prefix is there, as a KvStored before this says; or will not come (`landed`)."""
+    """The copy of a cached prefix has ended: complete (`landed`; a KvStored came before) or failed."""
 
     at: float
     copy_id: int
@@ -99,14 +99,14 @@ class CopyFinished(msgspec.Struct, frozen=True, tag="copy_finished"):
 
 
 class ReviewDue(msgspec.Struct, frozen=True, tag="review_due"):
-    """Time to look at how the instances are split between prefill and decode, and at which cached prefixes should be
-    elsewhere too; drivers send it now and then."""
+    """Periodic request of the driver to review the split between prefill and decode, and which cached prefixes to
+    copy."""
 
     at: float
 
 
 class ThresholdKnown(msgspec.Struct, frozen=True, tag="threshold_known"):
-    """Another core's routing threshold for a PrfaaS site: this one goes on from there."""
+    """Routing threshold of a PrfaaS site, carried over from another core; this core continues from it."""
 
     at: float
     site: str
@@ -115,58 +115,58 @@ class ThresholdKnown(msgspec.Struct, frozen=True, tag="threshold_known"):
 
 
 class CapacityLearned(msgspec.Struct, frozen=True, tag="capacity_learned"):
-    """What another core has learned for foresight from transfers and answers: this one goes on from there. Tuples have
-    one entry for each tier, but `answers`."""
+    """State that another core's foresight policy has learned from transfers and outputs; this core continues from it.
+    Tuples have one entry for each tier, except `answers`."""
 
     at: float
     log_sums: tuple[float, ...]
-    """Weighted sums of the logarithms of measured over promised capacity."""
+    """Weighted sums of the logarithms of measured over nominal capacity."""
     weights: tuple[float, ...]
     """Sums of the weights."""
     transfers: tuple[int, ...]
-    """That have taught."""
+    """Number of transfers learned from."""
     ages_s: tuple[int | None, ...]
-    """Since the last of them; None: there was none."""
+    """Age of the last of these transfers in seconds; None if there was none."""
     answers: tuple[float, ...] = ()
-    """Lengths of the last answers in tokens, the oldest first."""
+    """Lengths of the last outputs in tokens, oldest first."""
 
 
 class RatioLearned(msgspec.Struct, frozen=True):
-    """Measured over promised bandwidth of a tier, or of a pair of instances beyond that of its tier."""
+    """Ratio of measured to nominal bandwidth of a tier, or of a pair of instances beyond that of its tier."""
 
     log: float
-    """Running average of its logarithm."""
+    """Running average of the ratio's logarithm."""
     transfers: float
-    """How many recent transfers the average counts; older ones fade."""
+    """Number of recent transfers in the average; older ones fade."""
     ratio: float
-    """What is believed by now."""
+    """Current estimate of the ratio."""
     at: float
     """Time of the last measurement."""
 
 
 class BandwidthLearned(msgspec.Struct, frozen=True, tag="bandwidth_learned"):
-    """What another core's network oracle has learned from transfers: this one goes on from there."""
+    """State that another core's network oracle has learned from transfers; this core continues from it."""
 
     at: float
     tiers: tuple[RatioLearned | None, ...]
-    """By tier; None: nothing."""
+    """State by tier; None: nothing learned."""
     pairs: tuple[tuple[str, str, RatioLearned], ...] = ()
-    """Source, target, and what is known of them."""
+    """Source, target and state of each pair."""
 
 
 class InstanceMeasured(msgspec.Struct, frozen=True, tag="instance_measured"):
-    """An engine's own word on its load, other routers' requests included."""
+    """Load that an engine reports, including requests of other routers."""
 
     at: float
     instance: str
     running: int
     waiting: int
     kv_used_share: float | None = None
-    """Of its KV memory, in [0, 1]; None: it does not say."""
+    """Used share of its KV memory, in [0, 1]; None if it does not report it."""
 
 
 class TransferMeasured(msgspec.Struct, frozen=True, tag="transfer_measured"):
-    """KV bytes that crossed from `source` to `target` and the seconds that took, `transfers` of them added up."""
+    """KV bytes transferred from `source` to `target` and the seconds that took, summed over `transfers` transfers."""
 
     at: float
     source: str
@@ -186,7 +186,7 @@ class KvStored(msgspec.Struct, frozen=True, tag="kv_stored"):
 
 
 class KvEvicted(msgspec.Struct, frozen=True, tag="kv_evicted"):
-    """`instance` has dropped the blocks of this chain from position `keep` on."""
+    """`instance` has evicted the blocks of this chain from position `keep` on."""
 
     at: float
     instance: str
@@ -195,21 +195,21 @@ class KvEvicted(msgspec.Struct, frozen=True, tag="kv_evicted"):
 
 
 class KvCleared(msgspec.Struct, frozen=True, tag="kv_cleared"):
-    """`instance` holds no KV any more: it has restarted, or said so."""
+    """`instance` holds no KV any more: it has restarted or reported an empty cache."""
 
     at: float
     instance: str
 
 
 class CongestionMeasured(msgspec.Struct, frozen=True, tag="congestion_measured"):
-    """The operator's telemetry: utilisation in [0, 1) per tier, length TIER_COUNT."""
+    """Link telemetry by tier: utilisation in [0, 1), [TIER_COUNT]."""
 
     at: float
     per_tier: tuple[float, ...]
 
 
 class LinksMeasured(msgspec.Struct, frozen=True, tag="links_measured"):
-    """The operator's telemetry by link: utilisation in [0, 1) in the cluster's order of links."""
+    """Link telemetry by link: utilisation in [0, 1) in the cluster's order of links."""
 
     at: float
     utilisation: tuple[float, ...]

@@ -1,4 +1,4 @@
-"""Serving engines: role, place, limits, how they are reached and how long they compute."""
+"""Serving engines: role, location, limits, endpoint and computing time."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import msgspec
 
 Role: TypeAlias = Literal["prefill", "decode", "both"]
 KvProtocol: TypeAlias = Literal["vllm", "mooncake", "sglang"]
-"""How prefill and decode are told of each other over HTTP: the decode leg after the prefill leg has answered with
-`kv_transfer_params` (vllm), after it with a `transfer_id` that the router made up (mooncake), or both legs at once
-(sglang)."""
+"""Protocol between prefill and decode over HTTP. The decode leg starts after the prefill leg, with the
+`kv_transfer_params` of its response (vllm) or with a `transfer_id` that the router created (mooncake), or both legs
+start at once (sglang)."""
 
 SAME_NODE, SAME_RACK, SAME_POD, SAME_DATACENTER, CROSS_DATACENTER = range(5)
 TIER_COUNT = 5
-"""Locality tiers 0-3 as in NetKV III-A; tier 4 joins datacenters."""
+"""Number of locality tiers: 0-3 as in NetKV III-A; tier 4 connects datacenters."""
 
 
 class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a live engine is reached; simulations need none."""
+    """Addresses of a live engine; simulations need none."""
 
     url: str
     """`http://host:port` or `https://host:port`, without a path."""
@@ -28,12 +28,12 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     kv_events: str = ""
     """ZMQ endpoint that publishes KV events, e.g. `tcp://10.0.0.1:5557`; empty: none."""
     kv_replay: str = ""
-    """ZMQ endpoint that repeats missed KV events; empty: none."""
+    """ZMQ endpoint that replays missed KV events; empty: none."""
 
 
 class Instance(msgspec.Struct, frozen=True, kw_only=True):
-    """One serving engine: its role, its model, its place and its limits. Role `both` computes a request's prefill and
-    decode on itself."""
+    """One serving engine: its role, model, location and limits. An instance of role `both` computes prefill and decode
+    of a request itself."""
 
     name: str
     role: Role
@@ -48,14 +48,14 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True):
     pp: int = 1
     timing: str = "default"
     batch_max: int = 64
-    """Requests in one decode iteration at most (NetKV beta_max)."""
+    """Maximum number of requests in one decode iteration (NetKV beta_max)."""
     kv_capacity_bytes: float = 0.0
     """KV memory of the whole instance, all shards together."""
     endpoint: Endpoint | None = None
 
     @property
     def protocol(self) -> KvProtocol:
-        """What a partner of this instance must speak too."""
+        """KV protocol, which the peers of this instance must use, too."""
         return self.endpoint.protocol if self.endpoint else "vllm"
 
 
@@ -75,7 +75,7 @@ class QuadraticPrefill(msgspec.Struct, frozen=True, tag="quadratic", kw_only=Tru
 
 
 class PiecewisePrefill(msgspec.Struct, frozen=True, tag="piecewise", kw_only=True):
-    """Straight lines through measured points, prolonged at both ends; tokens ascend."""
+    """Straight lines through measured points, extrapolated at both ends; tokens ascend."""
 
     tokens: tuple[int, ...]
     seconds: tuple[float, ...]
@@ -93,7 +93,7 @@ class DecodeSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TimingSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """How long an instance computes; `timing` turns it into functions."""
+    """Computing times of an instance; `timing` turns them into functions."""
 
     prefill: PrefillSpec
     decode: DecodeSpec

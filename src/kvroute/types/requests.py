@@ -1,4 +1,4 @@
-"""What a router knows of a request."""
+"""The router's data about a request."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import msgspec
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """What a router knows of a request when it arrives. The length of the answer is not known, only its bound."""
+    """A request on arrival. The output length is unknown; only its upper bound is given."""
 
     id: int
     input_tokens: int
@@ -14,11 +14,11 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """Chained hashes of the prompt's full blocks: an equal hash means an equal prefix up to that block."""
     block_tokens: int = 16
     max_output_tokens: int = 0
-    """KV memory is reserved for so many generated tokens."""
+    """Maximum number of generated tokens; KV memory is reserved for them."""
     model: str = ""
-    """Empty: the cluster's only model."""
+    """Model name; empty: the cluster's only model."""
     one_leg: bool = False
-    """Prefill and decode on one instance, for requests whose KV no protocol can hand over (several prompts or
-    answers in one request)."""
+    """True if prefill and decode must use one instance: several prompts or outputs in one request, whose KV no protocol
+    can transfer."""
     copyable: bool = True
-    """A cached prefix of it can be copied between instances: whoever would order that knows the prompt's tokens."""
+    """True if its cached prefix can be copied between instances; this requires the prompt's tokens."""

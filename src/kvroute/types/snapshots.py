@@ -1,6 +1,7 @@
-"""What a policy is given and what it says: arrays over candidates, and the terms of its choice.
+"""Inputs and outputs of a policy: arrays over candidates, and the terms of its choice.
 
-Structs, though they stay inside: a decision makes half a dozen, and a frozen dataclass takes ten times as long to make.
+They are Structs although they are internal: a decision creates several of them, and a frozen dataclass takes ten times
+as long to create.
 """
 
 from __future__ import annotations
@@ -13,27 +14,27 @@ from kvroute.types.arrays import FloatArray, IntArray, TierArray
 
 
 class Candidates(msgspec.Struct, frozen=True, gc=False):
-    """Instances to choose from, ascending by name, as arrays of length n: a lower index wins a tie."""
+    """Candidate instances, ascending by name, as arrays of length n; a lower index wins a tie."""
 
     names: tuple[str, ...]
     batch: IntArray
-    """Requests decoding now (NetKV beta_d)."""
+    """Requests in the decode batch now (NetKV beta_d)."""
     queued: IntArray
-    """Requests whose KV has landed or is under way, waiting for a slot (NetKV q_d)."""
+    """Requests that wait for a slot, with their KV arrived or in transfer (NetKV q_d)."""
     batch_max: IntArray
     free_kv_bytes: FloatArray
     hit_tokens: IntArray
-    """Longest cached block prefix of the request, tokens (NetKV lambda)."""
+    """Longest cached block prefix of the request, in tokens (NetKV lambda)."""
     kv_bytes: FloatArray
-    """KV bytes that would cross the network to this candidate (NetKV s_eff, eq. 2)."""
+    """KV bytes to transfer to this candidate (NetKV s_eff, eq. 2)."""
     need_bytes: FloatArray
-    """KV memory that the candidate must have free: what crosses plus room for the answer."""
+    """Free KV memory that the candidate needs: the transferred KV plus space for the output."""
     iteration_base_s: FloatArray
     iteration_per_request_s: FloatArray
 
 
 class NetworkCosts(msgspec.Struct, frozen=True, gc=False):
-    """What the oracle says of the network between one source and the candidates."""
+    """Network costs between one source and the candidates, as the oracle reports them."""
 
     tier: TierArray
     """Tier of each candidate, length n; the arrays below are per tier, length TIER_COUNT."""
@@ -41,16 +42,16 @@ class NetworkCosts(msgspec.Struct, frozen=True, gc=False):
     latency_s: FloatArray
     congestion: FloatArray
     in_flight: IntArray
-    """Own transfers in flight from this source per tier."""
+    """Own transfers in flight from this source, per tier."""
     pair_bytes_per_s: FloatArray | None = None
-    """What a lone transfer from the source to each candidate gets, as measured, length n; None: only the tiers' are
-    known."""
+    """Measured rate of a single transfer from the source to each candidate, length n; None: only rates per tier are
+    available."""
 
 
 class Terms(msgspec.Struct, frozen=True, gc=False):
-    """Why: the cost terms of every candidate, in the candidates' order; lower cost is better.
+    """Cost terms of every candidate, in the candidates' order; lower cost is better.
 
-    `cost` is in seconds where the policy prices in seconds, else in the policy's own unit (`unit`).
+    `cost` is in seconds if the policy uses seconds, otherwise in the policy's own unit (`unit`).
     """
 
     names: tuple[str, ...]
@@ -59,11 +60,12 @@ class Terms(msgspec.Struct, frozen=True, gc=False):
     parts: dict[str, FloatArray]
     unit: str = "s"
     left_out: int = 0
-    """Candidates that a log has left out, none of them cheaper than those it keeps but the chosen one."""
+    """Number of candidates omitted in a log. None of them is cheaper than the kept ones, except possibly the chosen
+    one."""
 
 
 class Choice(msgspec.Struct, frozen=True, gc=False):
-    """A chosen candidate (index into `Candidates`) and the terms that led there."""
+    """The chosen candidate (index into `Candidates`) and the terms of the choice."""
 
     index: int
     terms: Terms

@@ -1,7 +1,7 @@
-"""Runs in vLLM's environment: whoever registers the KV cache of a CPU asks for AMX tiles before the first step.
+"""Runs in vLLM's environment: registering the KV cache of a CPU requests AMX tiles before the first step.
 
-`check_amx.py CPUINFO` takes that file for the kernel's /proc/cpuinfo, registers a KV cache with a real connector, and
-prints what is logged of AMX.
+`check_amx.py CPUINFO` uses that file instead of the kernel's /proc/cpuinfo, registers a KV cache with a real connector,
+and prints the log lines about AMX.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ BLOCKS = 4
 
 
 class Printer(logging.Handler):
-    """Prints messages, and nothing else of them."""
+    """Prints the messages only."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """One line."""
+        """Print one line."""
         print(record.getMessage())  # noqa: T201
 
 
 def main() -> None:
-    """Register, and shut down."""
+    """Register the KV cache and shut down."""
     amx.CPUINFO = Path(sys.argv[1])
     amx.log.addHandler(Printer())
     transfer = SimpleNamespace(

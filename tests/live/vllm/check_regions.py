@@ -1,6 +1,7 @@
-"""Cache tensors of every layout as regions, in vLLM's environment (it has torch): blocks go out and land as they are.
+"""Cache tensors of every layout as regions, in vLLM's environment (it has torch): blocks are sent and received
+unchanged.
 
-Prints the number of cases; a wrong one ends it. `test_vllm_pair` runs it.
+Prints the number of cases; a wrong one ends the program. `test_vllm_pair` runs it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ BLOCKS = 6
 
 
 def layouts() -> dict[str, Any]:
-    """Tensors with BLOCKS blocks, filled with different numbers."""
+    """Yield tensors with BLOCKS blocks, filled with different numbers."""
 
     def fill(*shape: int) -> Any:
         return torch.arange(torch.Size(shape).numel(), dtype=torch.int32).view(shape).to(torch.bfloat16)
@@ -32,7 +33,7 @@ def layouts() -> dict[str, Any]:
 
 
 def block_of(tensor: Any, block: int) -> Any:
-    """A block by torch's own means, as numbers in the order of memory."""
+    """Return a block by torch's own functions, as numbers in the order of memory."""
     if tensor.shape[0] == 2:
         return torch.cat([tensor[0][block].flatten(), tensor[1][block].flatten()])
     per_block = tensor.shape[0] // BLOCKS
@@ -42,7 +43,7 @@ def block_of(tensor: Any, block: int) -> Any:
 
 
 def copy(source: Any, target: Any, staging: bool) -> None:
-    """Blocks 4, 5, 1 into 0, 3, 2, as a transfer does."""
+    """Copy blocks 4, 5, 1 into 0, 3, 2, as a transfer does."""
     pairs = zip(
         regions_of("l", source, BLOCKS, staging=staging), regions_of("l", target, BLOCKS, staging=staging), strict=True
     )
@@ -57,7 +58,7 @@ def copy(source: Any, target: Any, staging: bool) -> None:
 
 
 def main() -> int:
-    """All layouts, straight from memory and staged."""
+    """Check all layouts, straight from memory and staged."""
     cases = 0
     for name, source in layouts().items():
         for staging in (False, True):

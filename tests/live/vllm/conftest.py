@@ -1,5 +1,5 @@
-"""Four vLLM servers on free loopback ports, started once per test session: one that prefills and two that decode, with
-our connector, and one alone, without."""
+"""Four vLLM servers on free loopback ports, started once per test session: one for prefill and two for decode with
+kvroute's connector, and a single one without it."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ BLOCK_TOKENS = 32
 BLOCKS = 512
 MODEL = "tiny"
 DTYPE = "float32"
-"""Of the servers whose tokens are compared: bfloat16 may round a decode's last bits otherwise than a prefill's."""
+"""Type of the servers whose tokens are compared: bfloat16 may round the last bits of a decode and of a prefill
+differently."""
 LAYER_BYTES = 2 * 2 * 64 * BLOCK_TOKENS * 4
-"""Of one block of one layer: keys and values, 2 heads of 64 numbers, in float32."""
+"""Size of one block of one layer in bytes: keys and values, 2 heads of 64 numbers, in float32."""
 HOLD_S = 10.0
-"""How long the prefill server keeps what nobody fetches."""
+"""Time for which the prefill server keeps blocks that are not fetched, in seconds."""
 
 
 @dataclass
@@ -40,33 +41,33 @@ class Server:
 
     name: str
     ports: list[int]
-    """Of HTTP, KV events, their replay, and, on one that prefills, KV."""
+    """Ports of HTTP, KV events, their replay, and, on a prefill server, KV."""
     process: subprocess.Popen[bytes]
     log: Path
     fault_file: Path
 
     @property
     def url(self) -> str:
-        """Without a path."""
+        """The URL without a path."""
         return f"http://127.0.0.1:{self.ports[0]}"
 
     @property
     def events(self) -> str:
-        """Where KV events are published."""
+        """Address of the KV events."""
         return f"tcp://127.0.0.1:{self.ports[1]}"
 
     @property
     def replay(self) -> str:
-        """Where they are repeated."""
+        """Address of the replay of KV events."""
         return f"tcp://127.0.0.1:{self.ports[2]}"
 
     @property
     def alive(self) -> bool:
-        """Whether the process runs."""
+        """True while the process runs."""
         return self.process.poll() is None
 
     def ready(self) -> bool:
-        """Whether it answers."""
+        """Return whether the server answers."""
         try:
             with urllib.request.urlopen(f"{self.url}/health", timeout=2.0):
                 return True
@@ -74,7 +75,7 @@ class Server:
             return False
 
     def post(self, path: str, body: dict[str, Any], timeout_s: float = 120.0) -> dict[str, Any]:
-        """JSON in, JSON out."""
+        """Send and receive JSON."""
         data, headers = json.dumps(body).encode(), {"Content-Type": "application/json"}
         request = urllib.request.Request(f"{self.url}{path}", data, headers)
         with urllib.request.urlopen(request, timeout=timeout_s) as answer:
@@ -83,7 +84,7 @@ class Server:
         return found
 
     def metric(self, name: str, **labels: str) -> float:
-        """Sum of a metric's samples that carry `labels`."""
+        """Return the sum of a metric's samples that have `labels`."""
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=10.0) as answer:
             lines = answer.read().decode().splitlines()
         wanted = [f'{label}="{value}"' for label, value in labels.items()]
@@ -91,7 +92,7 @@ class Server:
         return sum(float(line.rsplit(" ", 1)[1]) for line in samples if all(label in line for label in wanted))
 
     def kill(self) -> None:
-        """The whole process group, at once."""
+        """Kill the whole process group at once."""
         if self.alive:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -99,7 +100,7 @@ class Server:
 
 @dataclass
 class Pair:
-    """The servers: one that prefills, two that decode, of which a test may kill what it likes, and one `alone`."""
+    """The servers: one for prefill and two for decode, which tests may kill, and one `alone`."""
 
     model: Path
     folder: Path
@@ -107,25 +108,25 @@ class Pair:
     decode: Server
     other: Server
     alone: Server
-    """Knows no connector and caches no prefix: computes all of every prompt."""
+    """A server without connector and without prefix cache: it computes all of every prompt."""
     hold_s: float = HOLD_S
 
     @property
     def servers(self) -> list[Server]:
-        """Those of the cluster."""
+        """The servers of the cluster."""
         return [self.prefill, self.decode, self.other]
 
     @property
     def python(self) -> Path:
-        """vLLM's."""
+        """The Python of vLLM's environment."""
         return BIN / "python"
 
     def environment(self) -> dict[str, str]:
-        """Of vLLM's processes."""
+        """Return the environment of vLLM's processes."""
         return environment()
 
     def revive(self) -> None:
-        """Start again whatever is dead, on its old ports."""
+        """Start dead servers again on their old ports."""
         if not self.prefill.alive:
             self.prefill = start_member("kv_producer", self.prefill.name, self.model, self.folder, self.prefill.ports)
         if not self.decode.alive:
@@ -137,7 +138,7 @@ class Pair:
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    """All servers, started together; their logs stay in pytest's temporary folder."""
+    """All servers, started together; their logs are in pytest's temporary folder."""
     if not (BIN / "vllm").exists():
         if os.environ.get("KVROUTE_REQUIRE_LIVE"):
             pytest.fail("vLLM is not installed: run tests/live/vllm/install.sh")
@@ -160,7 +161,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 
 @pytest.fixture
 def pair(cluster: Pair) -> Pair:
-    """All servers are up, and nothing is broken on purpose."""
+    """All servers, up and without an injected fault."""
     cluster.prefill.fault_file.unlink(missing_ok=True)
     cluster.revive()
     return cluster
@@ -190,7 +191,7 @@ def start_member(
     publisher = {
         "enable_kv_cache_events": True,
         "publisher": "zmq",
-        # vLLM binds where there is a star, and connects anywhere else.
+        # vLLM binds to an address with a star, and connects to any other one.
         "endpoint": f"tcp://*:{ports[1]}",
         "replay_endpoint": f"tcp://*:{ports[2]}",
         "topic": f"kv@{name}",
@@ -217,7 +218,7 @@ def start(name: str, model: Path, folder: Path, ports: list[int], options: list[
 
 
 def environment() -> dict[str, str]:
-    """Quiet, offline, one thread; the connector comes from this checkout."""
+    """Return an environment that is quiet, offline and single-threaded; the connector comes from this checkout."""
     quiet = {
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -234,7 +235,7 @@ def environment() -> dict[str, str]:
 
 
 def wait_ready(servers: list[Server]) -> None:
-    """Until all answer; a process that ends before is a failure with the tail of its log."""
+    """Wait until all answer; if a process ends before, fail with the tail of its log."""
     deadline = time.monotonic() + READY_S
     waiting = list(servers)
     while waiting:
@@ -248,7 +249,7 @@ def wait_ready(servers: list[Server]) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody has just now, none of those that the kernel gives away while a server takes its time."""
+    """Return ports that are free now and outside the range that the kernel assigns while a server starts."""
     given_away = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split()[0])
     found: list[int] = []
     for port in random.sample(range(10_000, given_away), 100):

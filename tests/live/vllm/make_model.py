@@ -1,6 +1,6 @@
-"""A tiny Llama with random weights and a byte-level BPE tokenizer, made on the spot: `make_model.py FOLDER`.
+"""Creates a tiny Llama with random weights and a byte-level BPE tokenizer: `make_model.py FOLDER`.
 
-Runs in vLLM's environment. Equal on every run: the seed is fixed.
+Runs in vLLM's environment. The result is equal on every run, because the seed is fixed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CHAT_TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% 
 
 
 def save_tokenizer(folder: str) -> int:
-    """Train on a few lines; the vocabulary's size, rounded up to what a kernel likes."""
+    """Train on a few lines; return the vocabulary size, rounded up to a size that kernels support well."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -36,7 +36,7 @@ def save_tokenizer(folder: str) -> int:
 
 
 def save_model(folder: str, vocabulary: int) -> None:
-    """2.6 million parameters in bfloat16."""
+    """Save a model with 2.6 million parameters in bfloat16."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=vocabulary,
@@ -50,7 +50,7 @@ def save_model(folder: str, vocabulary: int) -> None:
         bos_token_id=0,
         eos_token_id=1,
         pad_token_id=2,
-        # Wide: the logits are peaked, so greedy tokens do not hang on the last bit.
+        # Wide, so that the logits are peaked and greedy tokens do not depend on the last bit.
         initializer_range=0.2,
     )
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)

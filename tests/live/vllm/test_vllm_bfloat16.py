@@ -20,12 +20,12 @@ HERE = Path(__file__).parent
 LAYERS = 4
 ANSWER_TOKENS = 16
 TOLERANCE = 0.5
-"""Of a natural logarithm. Logits here are tens, of which bfloat16 keeps eight bits."""
+"""Tolerance of a natural logarithm. Logits here are about ten to a hundred, of which bfloat16 keeps eight bits."""
 
 
 @dataclass(frozen=True)
 class Half:
-    """One that prefills and one that decodes."""
+    """One prefill and one decode server."""
 
     prefill: Server
     decode: Server
@@ -33,7 +33,7 @@ class Half:
 
 @pytest.fixture(scope="module")
 def half(cluster: Pair) -> Iterator[Half]:
-    """Fresh servers, which have computed nothing."""
+    """New servers that have computed nothing."""
     servers = Half(
         start_member("kv_producer", "prefill16", cluster.model, cluster.folder, dtype="bfloat16"),
         start_member("kv_consumer", "decode16", cluster.model, cluster.folder, dtype="bfloat16"),
@@ -48,7 +48,8 @@ def half(cluster: Pair) -> Iterator[Half]:
 
 @dataclass(frozen=True)
 class Scored:
-    """An answer's tokens, the logarithm of each one's probability, and those of the most likely ones beside it."""
+    """The tokens of a response, the logarithm of each token's probability, and those of the most likely
+    alternatives."""
 
     tokens: list[str]
     scores: list[float]
@@ -56,7 +57,7 @@ class Scored:
 
 
 def answer(server: Server, tokens: list[int], params: dict[str, Any] | None = None) -> Scored:
-    """Greedy."""
+    """Request a greedy completion."""
     body: dict[str, Any] = {
         "model": MODEL,
         "prompt": tokens,
@@ -72,30 +73,31 @@ def answer(server: Server, tokens: list[int], params: dict[str, Any] | None = No
 
 
 def fetched(half: Half, tokens: list[int]) -> Scored:
-    """Prefilled by one server and decoded by the other."""
+    """Return a response that was prefilled by one server and decoded by the other."""
     body = {"model": MODEL, "prompt": tokens, "max_tokens": 1, "kv_transfer_params": ASK}
     told = half.prefill.post("/v1/completions", body)["kv_transfer_params"]
     return answer(half.decode, tokens, told)
 
 
 def alone(half: Half, tokens: list[int]) -> Scored:
-    """Of one server that has none of the prompt cached."""
+    """Return the response of one server that has no part of the prompt cached."""
     half.prefill.post("/reset_prefix_cache", {})
     return answer(half.prefill, tokens)
 
 
 def distance(one: Scored, other: Scored) -> float:
-    """The largest difference of scores up to the first token that differs; there, of that token's in both answers."""
+    """Return the largest difference of scores up to and including the first different token."""
     largest = 0.0
     for k, (token, expected) in enumerate(zip(one.tokens, other.tokens, strict=True)):
         largest = max(largest, abs(one.scores[k] - other.likely[k].get(token, float("-inf"))))
         if token != expected:
-            break  # what follows has other beginnings
+            break  # the following tokens have different prefixes
     return largest
 
 
 def test_the_first_step_of_a_process_may_be_a_decode(half: Half) -> None:
-    """All of the prompt is fetched, so that no prefill comes before; the connector has asked for AMX where there is."""
+    """The whole prompt is fetched, so that no prefill comes first; the connector has requested AMX where the CPU has
+    it."""
     assert half.decode.metric("vllm:request_success_total") == 0
     tokens = prompt(300, seed=90_000)
     got = fetched(half, tokens)
@@ -115,7 +117,7 @@ def test_probabilities_agree_with_those_of_one_server(half: Half, tokens: int) -
 
 
 def test_a_damaged_block_changes_the_probabilities(half: Half) -> None:
-    """The control of the tests above."""
+    """The negative control of the tests above."""
     asked = prompt(300, seed=92_000)
     half.prefill.fault_file.write_text("corrupt-layer-2", encoding="utf-8")
     damaged = fetched(half, asked)
@@ -125,7 +127,7 @@ def test_a_damaged_block_changes_the_probabilities(half: Half) -> None:
 
 @pytest.mark.parametrize("flags", ["fpu amx_tile avx2", "fpu avx2"], ids=["amx", "none"])
 def test_a_worker_asks_for_amx_before_its_first_step(pair: Pair, tmp_path: Path, flags: str) -> None:
-    """When its KV cache is registered; a kernel that refuses ends nothing."""
+    """The worker requests AMX when its KV cache is registered; a refusal by the kernel has no other effect."""
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text(f"flags\t: {flags}\n", encoding="utf-8")
     command = [pair.python, HERE / "check_amx.py", cpuinfo]

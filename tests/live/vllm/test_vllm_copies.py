@@ -1,4 +1,5 @@
-"""Live: a prefix that one vLLM server has cached is fetched by another one, which computes the rest and holds all."""
+"""Live: a prefix that one vLLM server has cached is fetched by another one, which computes the rest and holds the whole
+prompt."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ LAYERS = 4
 
 @pytest.fixture(scope="module")
 def far(cluster: Pair) -> Iterator[Server]:
-    """A server in another datacenter, which takes prefixes in and hands prompts out."""
+    """A server in another datacenter, which fetches prefixes and serves the KV of prompts."""
     server = start_member("kv_both", "far0", cluster.model, cluster.folder)
     try:
         wait_ready([server])
@@ -32,26 +33,26 @@ def far(cluster: Pair) -> Iterator[Server]:
 
 
 def fetched(server: Server, source: str) -> float:
-    """Bytes that it has pulled from there."""
+    """Return the bytes that the server has pulled from the source."""
     return server.metric("kvroute:kv_transfer_bytes_total", source=source)
 
 
 def both(reply: dict[str, Any]) -> dict[str, Any]:
-    """What the leg that computes is told of the one that held the prefix out."""
+    """Return the parameters of the computing leg from the reply of the server that holds the prefix."""
     told: dict[str, Any] = reply["kv_transfer_params"]
     told.pop("remote_prefill_cached_tokens")
     return told | {"do_remote_decode": True, "do_remote_prefill": True}
 
 
 def cached(reply: dict[str, Any]) -> int:
-    """Tokens that had not to be computed."""
+    """Return the number of cached prompt tokens."""
     return int(reply["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
 @pytest.mark.parametrize(("tokens", "more"), [(320, 45), (32, 500), (2_080, 1_300), (640, 0)])
 def test_three_legs_give_the_tokens_of_one_server(pair: Pair, far: Server, tokens: int, more: int) -> None:
-    """Part of a chunk, several chunks, and nothing to compute beside the copy: the whole blocks of the prefix cross
-    once, then those of the prompt."""
+    """The cases are part of a chunk, several chunks, and nothing to compute beside the copy. The whole blocks of the
+    prefix are transferred once, then those of the prompt."""
     prefix = prompt(tokens, seed=40_000 + tokens)
     asked = prefix + prompt(more, seed=50_000 + tokens)
     complete(pair.prefill, prefix, 1)
@@ -62,7 +63,7 @@ def test_three_legs_give_the_tokens_of_one_server(pair: Pair, far: Server, token
     reply = complete(pair.decode, asked, ANSWER_TOKENS, computed["kv_transfer_params"])
     assert answer(reply) == alone(pair, asked, ANSWER_TOKENS)
     assert cached(computed) >= tokens - 1
-    complete(far, prompt(8, seed=60_000), 1)  # counts come a step later than answers
+    complete(far, prompt(8, seed=60_000), 1)  # counts are updated one step after the response
     complete(pair.decode, prompt(8, seed=60_001), 1)
     block_bytes = LAYERS * LAYER_BYTES
     blocks = -(-len(asked) // BLOCK_TOKENS)
@@ -72,7 +73,7 @@ def test_three_legs_give_the_tokens_of_one_server(pair: Pair, far: Server, token
 
 @pytest.mark.parametrize("change", [{"remote_request_id": "nobody"}, {"remote_prompt": "0"}], ids=["gone", "other"])
 def test_a_prefix_that_does_not_come_is_computed(pair: Pair, far: Server, change: dict[str, Any]) -> None:
-    """The prompt is held for its decode server all the same, and the answer is right."""
+    """The prompt is still held for its decode server, and the response is correct."""
     prefix = prompt(320, seed=70_000 + len(str(change)))
     asked = [*prefix, *prompt(50, seed=70_100)]
     held = complete(pair.prefill, prefix, 1, ASK)
@@ -82,8 +83,8 @@ def test_a_prefix_that_does_not_come_is_computed(pair: Pair, far: Server, change
 
 
 def test_the_gateway_sends_a_prefix_ahead_of_a_long_prompt(pair: Pair, far: Server, tmp_path: Path) -> None:
-    """640 tokens are computed at home and cached there; 2,000 more make the prompt long: it is computed far away, with
-    the 640 fetched from home, and decoded at home."""
+    """640 tokens are computed and cached at home; 2,000 more make the prompt long: it is computed at the remote site,
+    with the 640 fetched from home, and decoded at home."""
     first, text = prompt(640, seed=80_000), two_datacenters(pair, far)
     asked = first + prompt(2_000, seed=80_001)
     before = fetched(far, "prefill0")
@@ -101,7 +102,7 @@ def test_the_gateway_sends_a_prefix_ahead_of_a_long_prompt(pair: Pair, far: Serv
 
 
 def two_datacenters(pair: Pair, far: Server) -> str:
-    """The cluster of the other tests as a home, and a datacenter with one more server that only prefills."""
+    """Return the cluster of the other tests as home site, with a second datacenter that has one prefill-only server."""
     offload = {
         "threshold": "1000 tokens",
         "rule": "abundant",

@@ -1,4 +1,4 @@
-"""Live: `kvroute doctor` in front of real vLLM with kvroute's connector; no gateway runs."""
+"""Live: `kvroute doctor` with real vLLM servers and kvroute's connector; no gateway runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 
 
 def test_the_doctor_sees_kv_move_through_both_pairs(pair: Pair, tmp_path: Path) -> None:
-    """Speed and size are not judged: these servers share two cores and run in float32; the model says bfloat16."""
+    """Speed and size are not judged: these servers share two cores and run in float32, while the model file says
+    bfloat16."""
     file = tmp_path / "cluster.yaml"
     file.write_text(cluster_file(pair, {}), encoding="utf-8")
     command = [sys.executable, "-m", "kvroute.cli.app", "doctor", str(file), "--json", "--timeout", "5 min"]

@@ -1,4 +1,5 @@
-"""Live: real vLLM whose KV is pulled through the gateway while it is computed: equal tokens, a prefill that dies."""
+"""Live: real vLLM whose KV is pulled through the gateway while it is computed: equal tokens, and a prefill server that
+dies."""
 
 from __future__ import annotations
 
@@ -35,20 +36,20 @@ LAYERS = 4
 
 @pytest.fixture(scope="module")
 def process(cluster: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
-    """A gateway that asks for every KV cache early."""
+    """A gateway that requests every KV cache early."""
     with serving(cluster, tmp_path_factory.mktemp("layerwise"), layerwise=True) as gateway:
         yield gateway
 
 
 @pytest.fixture
 def gateway(process: Gateway, pair: Pair) -> Gateway:
-    """All servers are up by its own word."""
+    """The gateway, once it reports that all servers are up."""
     all_up(process, pair)
     return process
 
 
 def early(pair: Pair) -> tuple[float, float]:
-    """Early pulls into the decode servers that went well, and their bytes."""
+    """Return the successful early pulls into the decode servers, and their bytes."""
     servers = (pair.decode, pair.other)
     names = ("kvroute:kv_early_total", "kvroute:kv_early_bytes_total")
     transfers, nbytes = (sum(server.metric(name, source="prefill0") for server in servers) for name in names)
@@ -56,14 +57,14 @@ def early(pair: Pair) -> tuple[float, float]:
 
 
 def decisions(gateway: Gateway, kind: str) -> list[list[str]]:
-    """What was decided at every event of a kind."""
+    """Return the decisions at every event of a kind."""
     lines = [json.loads(line) for line in gateway.log.read_text(encoding="utf-8").split("\n")[1:-1]]
     return [[d["type"] for d in line.get("decisions", [])] for line in lines if line["event"]["type"] == kind]
 
 
 @pytest.mark.parametrize("tokens", [20, 300, 3500])
 def test_tokens_equal_those_of_one_server(pair: Pair, gateway: Gateway, tokens: int) -> None:
-    """Streamed and whole; both legs are chosen when the request arrives, and all of the KV has come early."""
+    """Streamed or not; both legs are chosen when the request arrives, and all KV is pulled early."""
     whole, streamed = prompt(tokens, seed=31_000 + tokens), prompt(tokens, seed=35_000 + tokens)
     transfers, nbytes = early(pair)
     body: dict[str, Any] = {"model": "tiny", "extra_body": TOKENS, **GREEDY}
@@ -81,7 +82,7 @@ def test_tokens_equal_those_of_one_server(pair: Pair, gateway: Gateway, tokens: 
 
 
 def test_a_corrupted_block_changes_the_tokens(pair: Pair, gateway: Gateway) -> None:
-    """The control of the test above: one block of one layer, on the same way, without a checksum."""
+    """The negative control of the test above: one block of one layer, on the same path, without a checksum."""
     asked = prompt(300, seed=36_000)
     transfers, _ = early(pair)
     pair.prefill.fault_file.write_text("corrupt-layer-2-block-4", encoding="utf-8")
@@ -92,7 +93,7 @@ def test_a_corrupted_block_changes_the_tokens(pair: Pair, gateway: Gateway) -> N
 
 
 def test_a_decode_server_that_dies_mid_pull_is_replaced(pair: Pair, gateway: Gateway) -> None:
-    """The other one asks for the same name, and pulls what the first has not taken with it: prefilled once."""
+    """The other server requests the same transfer ID and pulls all KV; the prompt is prefilled once."""
     asked = prompt(600, seed=37_000)
     begun = len(decisions(gateway, "prefill_failed"))
 
@@ -111,8 +112,8 @@ def test_a_decode_server_that_dies_mid_pull_is_replaced(pair: Pair, gateway: Gat
 
 
 def test_a_prefill_server_that_dies_mid_pull_costs_time_alone(pair: Pair, gateway: Gateway) -> None:
-    """Nobody else prefills: the decode server computes the prompt whose KV stops half-way, and the client sees a later
-    first token."""
+    """There is no other prefill server: the decode server computes the prompt whose KV is incomplete, and the client
+    gets a later first token."""
     asked = prompt(3500, seed=38_000)
     failed = sum(server.metric(FAILURES) for server in (pair.decode, pair.other))
 
@@ -125,5 +126,5 @@ def test_a_prefill_server_that_dies_mid_pull_costs_time_alone(pair: Pair, gatewa
     pair.prefill.fault_file.unlink()
     assert got == alone(pair, asked)
     until(lambda: sum(server.metric(FAILURES) for server in (pair.decode, pair.other)) == failed + 1)
-    assert gateway.metric("kvroute_retries_total") == 1  # of the test before
+    assert gateway.metric("kvroute_retries_total") == 1  # from the previous test
     at_rest(gateway)

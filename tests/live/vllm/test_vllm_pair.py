@@ -1,4 +1,4 @@
-"""Live: prompts prefilled by one vLLM server and decoded by another give the tokens of one server alone."""
+"""Live: prompts prefilled by one vLLM server and decoded by another one give the tokens of a single server."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ ASK = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
 def prompt(tokens: int, seed: int) -> list[int]:
-    """Random token ids, none of them special."""
+    """Return random token IDs, none of them special."""
     draw = random.Random(seed)
     return [draw.randrange(3, 420) for _ in range(tokens)]
 
 
 def complete(server: Server, tokens: list[int], count: int, params: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Greedy."""
+    """Request a greedy completion."""
     body: dict[str, Any] = {
         "model": "tiny",
         "prompt": tokens,
@@ -46,24 +46,24 @@ def complete(server: Server, tokens: list[int], count: int, params: dict[str, An
 
 
 def answer(reply: dict[str, Any]) -> list[int]:
-    """The tokens of a completion."""
+    """Return the tokens of a completion."""
     tokens: list[int] = reply["choices"][0]["token_ids"]
     return tokens
 
 
 def handover(pair: Pair, tokens: list[int]) -> dict[str, Any]:
-    """What the prefill server says after computing the prompt."""
+    """Let the prefill server compute the prompt; return its transfer parameters."""
     params: dict[str, Any] = complete(pair.prefill, tokens, 1, ASK)["kv_transfer_params"]
     return params
 
 
 def alone(pair: Pair, tokens: list[int]) -> list[int]:
-    """What one server answers that knows no connector."""
+    """Return the response of a server without a connector."""
     return answer(complete(pair.alone, tokens, ANSWER_TOKENS))
 
 
 def pulled(server: Server) -> tuple[float, float, float]:
-    """Transfers, bytes and failures so far. vLLM reports them a step later than it answers."""
+    """Return the transfers, bytes and failures so far. vLLM updates them one step after the response."""
     names = ("kvroute:kv_transfers_total", "kvroute:kv_transfer_bytes_total", "kvroute:kv_transfer_failures_total")
     transfers, nbytes, failures = (server.metric(name, engine="0") for name in names)
     return transfers, nbytes, failures
@@ -72,7 +72,7 @@ def pulled(server: Server) -> tuple[float, float, float]:
 @pytest.mark.parametrize("checksum", [False, True], ids=["bare", "checked"])
 @pytest.mark.parametrize("tokens", [20, 32, 45, 200, 1000, 2100, 3500])
 def test_tokens_equal_those_of_one_server(pair: Pair, tokens: int, checksum: bool) -> None:
-    """Any length: part of a block, whole blocks, and more than one chunk of prefill (2,048 tokens)."""
+    """The lengths cover part of a block, whole blocks, and more than one chunk of prefill (2,048 tokens)."""
     asked = prompt(tokens, seed=2 * tokens + checksum)
     before, seconds = pulled(pair.decode), pair.decode.metric("kvroute:kv_transfer_seconds_total", source="prefill0")
     reply = complete(pair.decode, asked, ANSWER_TOKENS, handover(pair, asked) | {"checksum": checksum})
@@ -84,7 +84,7 @@ def test_tokens_equal_those_of_one_server(pair: Pair, tokens: int, checksum: boo
 
 
 def announced(pair: Pair, name: str) -> dict[str, Any]:
-    """What a router tells the decode server while the prompt is being computed."""
+    """Return the parameters that a router sends to the decode server while the prompt is computed."""
     other = prompt(8, seed=1)
     told = handover(pair, other)
     complete(pair.decode, other, 1, told)  # nothing of it stays held
@@ -94,7 +94,8 @@ def announced(pair: Pair, name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("tokens", [20, 200, 3500])
 def test_a_prompt_is_pulled_while_it_is_computed(pair: Pair, tokens: int) -> None:
-    """Both servers are asked at once; the tokens are those of one server, and no transfer is measured: it waited."""
+    """Both servers get their requests at once; the tokens are those of one server, and no transfer is measured, because
+    it waited."""
     asked, name = prompt(tokens, seed=10_000 + tokens), f"early-{tokens}"
     told, before = announced(pair, name), pulled(pair.decode)
     early = [pair.decode.metric(f"kvroute:kv_early{what}_total", source="prefill0") for what in ("", "_bytes")]
@@ -107,12 +108,12 @@ def test_a_prompt_is_pulled_while_it_is_computed(pair: Pair, tokens: int) -> Non
     after = [pair.decode.metric(f"kvroute:kv_early{what}_total", source="prefill0") for what in ("", "_bytes")]
     assert [now - then for now, then in zip(after, early, strict=True)] == [1, 4 * blocks * LAYER_BYTES]
     assert pulled(pair.decode) == before
-    complete(pair.prefill, prompt(8, seed=2), 1)  # an engine without work does not tell what it has sent
+    complete(pair.prefill, prompt(8, seed=2), 1)  # an idle engine does not report the bytes that it has sent
     assert pair.prefill.metric("kvroute:kv_sent_bytes_total", target="decode0") >= 4 * blocks * LAYER_BYTES
 
 
 def test_a_layer_leaves_before_the_prompt_is_computed(pair: Pair) -> None:
-    """3,500 tokens are two chunks; when the prefill server answers, most blocks of the first have crossed already."""
+    """3,500 tokens are two chunks; when the prefill server answers, most blocks of the first one have been sent."""
     asked = prompt(3500, seed=20_000)
     told = announced(pair, "overlap")
     with ThreadPoolExecutor(1) as pool, overhear() as device:
@@ -125,7 +126,7 @@ def test_a_layer_leaves_before_the_prompt_is_computed(pair: Pair) -> None:
 
 
 def test_a_prompt_that_nobody_begins_is_computed(pair: Pair) -> None:
-    """The decode server waits for `hold_s`, then helps itself."""
+    """The decode server waits for `hold_s` and then computes the prompt itself."""
     asked = prompt(150, seed=20_001)
     failed = pair.decode.metric("kvroute:kv_transfer_failures_total", reason="unknown")
     reply = complete(pair.decode, asked, ANSWER_TOKENS, announced(pair, "never-begun"))
@@ -134,7 +135,7 @@ def test_a_prompt_that_nobody_begins_is_computed(pair: Pair) -> None:
 
 
 def test_only_what_is_missing_is_pulled(pair: Pair) -> None:
-    """A prompt that begins with one the decode server knows: its whole blocks stay where they are."""
+    """The prompt begins with one that the decode server has cached: those whole blocks are not pulled."""
     first = prompt(320, seed=1)
     complete(pair.decode, first, 1, handover(pair, first))
     longer = first + prompt(100, seed=2)
@@ -146,7 +147,7 @@ def test_only_what_is_missing_is_pulled(pair: Pair) -> None:
 
 
 def test_a_damaged_block_changes_the_tokens_and_a_checksum_heals_it(pair: Pair) -> None:
-    """The control: equality above is no accident. With checksums vLLM computes the prompt again."""
+    """The negative control of the equality above. With checksums vLLM recomputes the prompt."""
     bare, checked = prompt(300, seed=3), prompt(300, seed=4)
     pair.prefill.fault_file.write_text("corrupt-layer-2-block-4", encoding="utf-8")
     damaged = answer(complete(pair.decode, bare, ANSWER_TOKENS, handover(pair, bare)))
@@ -166,7 +167,7 @@ def test_a_damaged_block_changes_the_tokens_and_a_checksum_heals_it(pair: Pair) 
     ],
 )
 def test_what_cannot_be_pulled_is_computed(pair: Pair, change: dict[str, Any], fault: str, reason: str) -> None:
-    """It costs time, not the answer."""
+    """The request takes more time, and its response is correct."""
     asked = prompt(150, seed=5 + len(reason))
     failed = pair.decode.metric("kvroute:kv_transfer_failures_total", reason=reason)
     told = handover(pair, asked)
@@ -174,12 +175,12 @@ def test_what_cannot_be_pulled_is_computed(pair: Pair, change: dict[str, Any], f
     reply = complete(pair.decode, asked, ANSWER_TOKENS, told | change)
     pair.prefill.fault_file.unlink()
     assert pair.decode.metric("kvroute:kv_transfer_failures_total", reason=reason) == failed + 1
-    complete(pair.decode, asked, 1, told)  # has it all by now, and says so to the prefill server
+    complete(pair.decode, asked, 1, told)  # now it has all blocks and releases them on the prefill server
     assert answer(reply) == alone(pair, asked)
 
 
 def test_what_nobody_fetches_expires(pair: Pair) -> None:
-    """The prefill server has its blocks back; who comes too late is refused, and computes."""
+    """The prefill server gets its blocks back; a late fetch is refused, and the prompt is computed."""
     asked = prompt(150, seed=30)
     expired = pair.prefill.metric("kvroute:kv_expired_total")
     late = pair.decode.metric("kvroute:kv_transfer_failures_total", reason="gone")
@@ -187,7 +188,7 @@ def test_what_nobody_fetches_expires(pair: Pair) -> None:
     deadline = time.monotonic() + 6 * pair.hold_s
     while pair.prefill.metric("kvroute:kv_expired_total") == expired:
         assert time.monotonic() < deadline, "held for ever"
-        complete(pair.prefill, prompt(8, seed=31), 1)  # an engine without work does not look at the clock
+        complete(pair.prefill, prompt(8, seed=31), 1)  # an idle engine does not check its timeouts
     reply = complete(pair.decode, asked, ANSWER_TOKENS, told)
     assert pair.decode.metric("kvroute:kv_transfer_failures_total", reason="gone") == late + 1
     assert answer(reply) == alone(pair, asked)
@@ -195,18 +196,18 @@ def test_what_nobody_fetches_expires(pair: Pair) -> None:
 
 @dataclass(frozen=True)
 class Packet:
-    """Of TCP, as it crosses the loopback device."""
+    """A TCP packet on the loopback device."""
 
     mark: int
     """The traffic class byte: the code point is its upper six bits."""
     source: int
     target: int
     payload: int
-    """Bytes."""
+    """Size in bytes."""
 
 
 def packets(device: socket.socket) -> list[Packet]:
-    """What has been overheard so far."""
+    """Return the packets captured so far."""
     found = []
     with suppress(BlockingIOError):
         while data := device.recv(1 << 17):
@@ -218,7 +219,7 @@ def packets(device: socket.socket) -> list[Packet]:
 
 
 def overhear() -> socket.socket:
-    """The loopback device's own view, which asks for the right to look."""
+    """Open a capture socket on the loopback device, which needs root."""
     ipv4, force = 0x0800, 33
     try:
         device = socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM, socket.htons(ipv4))
@@ -234,9 +235,9 @@ def overhear() -> socket.socket:
 
 
 def test_packets_of_the_transfer_are_marked_and_share_several_connections(pair: Pair) -> None:
-    """AF11 (code point 10) as configured for the class `kv`, on the wire, both ways; requests stay unmarked.
+    """AF11 (code point 10) is set for the class `kv` in both directions; requests stay unmarked.
 
-    On a busy machine one connection may be done before the next has begun, hence several tries.
+    On a busy machine one connection may be done before the next one has started; therefore there are several attempts.
     """
     shared_by = 0
     for seed in range(40, 45):
@@ -257,7 +258,7 @@ def test_packets_of_the_transfer_are_marked_and_share_several_connections(pair: 
 
 
 def test_another_prompts_blocks_are_not_taken(pair: Pair) -> None:
-    """A handover that belongs to other tokens is noticed before a byte is pulled."""
+    """Transfer parameters of other tokens are detected before a byte is pulled."""
     asked, other = prompt(100, seed=20), prompt(100, seed=21)
     before = pulled(pair.decode)
     reply = complete(pair.decode, asked, ANSWER_TOKENS, handover(pair, other))
@@ -266,7 +267,7 @@ def test_another_prompts_blocks_are_not_taken(pair: Pair) -> None:
 
 
 def test_cache_tensors_of_every_layout_become_regions(pair: Pair) -> None:
-    """Six layouts, each straight from memory and through a host buffer, and two that are refused."""
+    """Six layouts, each straight from memory and through a host buffer, and two that are rejected."""
     told = subprocess.run(
         [pair.python, HERE / "check_regions.py"], env=pair.environment(), capture_output=True, text=True
     )

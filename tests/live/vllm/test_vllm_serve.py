@@ -43,19 +43,19 @@ class Gateway:
     admin: str
     log: Path
     pulled_before: float
-    """Bytes that the decode servers had pulled before it came."""
+    """Bytes that the decode servers had pulled before the gateway started."""
 
     def events(self, kind: str) -> list[dict[str, Any]]:
-        """Of one kind, out of the event log."""
+        """Return the events of one kind in the event log."""
         lines = [json.loads(line) for line in self.log.read_text(encoding="utf-8").split("\n")[1:-1]]
         return [line["event"] for line in lines if line["event"]["type"] == kind]
 
     def client(self) -> openai.OpenAI:
-        """That tries once: retries are the gateway's."""
+        """Return a client without retries, because the gateway retries."""
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120.0)
 
     def metric(self, name: str, **labels: str) -> float:
-        """Sum of a metric's samples that carry `labels`."""
+        """Return the sum of a metric's samples that have `labels`."""
         with urllib.request.urlopen(f"{self.admin}/metrics", timeout=10.0) as answer:
             lines = answer.read().decode().splitlines()
         wanted = [f'{label}="{value}"' for label, value in labels.items()]
@@ -64,7 +64,8 @@ class Gateway:
 
 
 def cluster_file(pair: Pair, more: dict[str, Any]) -> str:
-    """Three instances on two nodes, as vLLM serves them. Args: `more` of the gateway's settings."""
+    """Return the file of three instances on two nodes, as vLLM serves them. Args: `more` are settings of the
+    gateway."""
     model = str(pair.model / "config.json")
     roles = {"prefill0": "prefill", "decode0": "decode", "decode1": "decode"}
     document = {
@@ -108,20 +109,20 @@ def cluster_file(pair: Pair, more: dict[str, Any]) -> str:
             **more,
         },
     }
-    return json.dumps(document)  # which YAML includes
+    return json.dumps(document)  # YAML includes JSON
 
 
 @pytest.fixture(scope="module")
 def process(cluster: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
-    """One for all tests of the module."""
+    """One gateway for all tests of the module."""
     with serving(cluster, tmp_path_factory.mktemp("gateway")) as gateway:
         yield gateway
 
 
 @contextmanager
 def serving(cluster: Pair, folder: Path, text: str = "", **more: Any) -> Iterator[Gateway]:
-    """A gateway in front of all servers; it ends by SIGTERM, and ends well. Args: `text` of its cluster file, or `more`
-    of its settings."""
+    """Run a gateway in front of all servers; check that it ends properly on SIGTERM. Args: `text` is its cluster file,
+    or `more` are its settings."""
     file, ready, log = (folder / name for name in ("cluster.yaml", "ready.json", "events.log"))
     cluster.revive()
     before = pulled_bytes(cluster)
@@ -144,19 +145,19 @@ def serving(cluster: Pair, folder: Path, text: str = "", **more: Any) -> Iterato
 
 @pytest.fixture
 def gateway(process: Gateway, pair: Pair) -> Gateway:
-    """All servers are up by its own word, those too that a test before had killed."""
+    """The gateway, once it reports that all servers are up, including those that an earlier test killed."""
     all_up(process, pair)
     return process
 
 
 def all_up(gateway: Gateway, pair: Pair) -> None:
-    """Wait until the gateway knows it."""
+    """Wait until the gateway reports all servers as up."""
     names = [server.name for server in pair.servers]
     until(lambda: all(gateway.metric("kvroute_instance_up", engine=name) == 1 for name in names))
 
 
 def until(condition: Callable[[], bool]) -> None:
-    """Wait for something that another process does."""
+    """Wait for an effect in another process."""
     deadline = time.monotonic() + WAIT_S
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
@@ -164,13 +165,13 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def prompt(tokens: int, seed: int) -> list[int]:
-    """Random token ids, none of them special."""
+    """Return random token IDs, none of them special."""
     draw = random.Random(seed)
     return [draw.randrange(3, 420) for _ in range(tokens)]
 
 
 def alone(pair: Pair, tokens: list[int], count: int = ANSWER_TOKENS) -> list[int]:
-    """The tokens of one server that knows no connector."""
+    """Return the tokens of a server without a connector."""
     body = {"model": "tiny", "prompt": tokens, "temperature": 0, "max_tokens": count, **TOKENS}
     reply = pair.alone.post("/v1/completions", body)
     found: list[int] = reply["choices"][0]["token_ids"]
@@ -178,13 +179,13 @@ def alone(pair: Pair, tokens: list[int], count: int = ANSWER_TOKENS) -> list[int
 
 
 def token_ids(choice: Any) -> list[int]:
-    """vLLM's own field."""
+    """Return vLLM's own field."""
     return list((choice.model_extra or {}).get("token_ids") or ())
 
 
 @pytest.mark.parametrize("tokens", [20, 300, 2100, 3500])
 def test_tokens_equal_those_of_one_server(pair: Pair, gateway: Gateway, tokens: int) -> None:
-    """Streamed and whole, each on a prompt of its own; the KV has come over the network both times."""
+    """Streamed or not, each with a separate prompt; the KV is transferred over the network both times."""
     whole, streamed = prompt(tokens, seed=1000 + tokens), prompt(tokens, seed=5000 + tokens)
     moved = pulled(pair)
     with gateway.client() as client:
@@ -201,12 +202,12 @@ def test_tokens_equal_those_of_one_server(pair: Pair, gateway: Gateway, tokens: 
 
 
 def pulled(pair: Pair) -> float:
-    """Transfers into the decode servers that went well."""
+    """Return the number of successful transfers into the decode servers."""
     return sum(server.metric("kvroute:kv_transfers_total", source="prefill0") for server in (pair.decode, pair.other))
 
 
 def test_a_corrupted_block_changes_the_tokens(pair: Pair, gateway: Gateway) -> None:
-    """The control of the test above: one block of one layer, on the same way, without a checksum."""
+    """The negative control of the test above: one block of one layer, on the same path, without a checksum."""
     asked = prompt(300, seed=60)
     moved = pulled(pair)
     pair.prefill.fault_file.write_text("corrupt-layer-2-block-4", encoding="utf-8")
@@ -217,7 +218,7 @@ def test_a_corrupted_block_changes_the_tokens(pair: Pair, gateway: Gateway) -> N
 
 
 def test_transfers_measure_the_network(pair: Pair, gateway: Gateway) -> None:
-    """The engines' own counters reach the oracle: exactly the bytes that crossed, and a bandwidth learned from them."""
+    """The engines' own counters reach the oracle: exactly the transferred bytes, and a bandwidth learned from them."""
 
     def measured() -> float:
         return sum(float(event["kv_bytes"]) for event in gateway.events("transfer_measured"))
@@ -233,12 +234,13 @@ def test_transfers_measure_the_network(pair: Pair, gateway: Gateway) -> None:
 
 
 def pulled_bytes(pair: Pair) -> float:
-    """Into the decode servers, by their own count."""
+    """Return the bytes pulled into the decode servers, by their own counters."""
     return sum(server.metric("kvroute:kv_transfer_bytes_total") for server in (pair.decode, pair.other))
 
 
 def test_many_at_once_get_their_own(pair: Pair, gateway: Gateway) -> None:
-    """Transfers that cross each other end in the right blocks. Few tokens each: a batch's rounding is not the point."""
+    """The blocks of concurrent transfers are not mixed up. Each has few tokens, because the rounding of a batch is not
+    tested here."""
     prompts = [prompt(40 + 60 * number, seed=700 + number) for number in range(16)]
     moved = pulled(pair)
 
@@ -249,14 +251,14 @@ def test_many_at_once_get_their_own(pair: Pair, gateway: Gateway) -> None:
     with gateway.client() as client, ThreadPoolExecutor(8) as threads:
         got = list(threads.map(ask, prompts))
     assert got == [alone(pair, tokens, 3) for tokens in prompts]
-    for server in (pair.decode, pair.other):  # an engine without work does not tell what it has counted last
+    for server in (pair.decode, pair.other):  # an idle engine does not report its last counts
         server.post("/v1/completions", {"model": "tiny", "prompt": prompt(8, seed=799), "max_tokens": 1})
     until(lambda: pulled(pair) == moved + len(prompts))
     at_rest(gateway)
 
 
 def test_chat_equals_that_of_one_server(pair: Pair, gateway: Gateway) -> None:
-    """The chat template is applied on both servers alike; unknown fields and the model list pass through."""
+    """The chat template gives the same result on both servers; unknown fields and the model list pass through."""
     said: list[Any] = [{"role": "user", "content": "network aware control plane? " * 20}]
     moved = pulled(pair)
     with gateway.client() as client:
@@ -271,7 +273,8 @@ def test_chat_equals_that_of_one_server(pair: Pair, gateway: Gateway) -> None:
 
 
 def test_kv_events_show_the_second_request_its_hit(pair: Pair, gateway: Gateway) -> None:
-    """The first fills the index by the engines' own events alone; the second is sent where its prefix lies."""
+    """The first request fills the index by the engines' events alone; the second one is routed to the instance with its
+    prefix."""
     asked = prompt(640, seed=77)
     hits = {leg: gateway.metric("kvroute_prefix_hit_tokens_total", leg=leg) for leg in ("prefill", "decode")}
     with gateway.client() as client:
@@ -281,13 +284,13 @@ def test_kv_events_show_the_second_request_its_hit(pair: Pair, gateway: Gateway)
         again = client.completions.create(model="tiny", prompt=[*asked, 5, 6, 7], extra_body=TOKENS, **GREEDY)
     for leg, before in hits.items():
         assert gateway.metric("kvroute_prefix_hit_tokens_total", leg=leg) - before == 640
-    # Of 643 tokens only the last block crossed, in 4 layers.
+    # Of 643 tokens only the last block is transferred, in 4 layers.
     until(lambda: pulled_bytes(pair) - nbytes == 4 * LAYER_BYTES)
     assert token_ids(again.choices[0]) == alone(pair, [*asked, 5, 6, 7])
 
 
 def holders(gateway: Gateway, prompt: list[int]) -> set[str]:
-    """Roles of the engines that have said that they hold this prompt's whole blocks."""
+    """Return the roles of the engines whose events report all whole blocks of this prompt."""
     (chain,) = [event["request"]["blocks"] for event in gateway.events("arrived")][-1:]
     full = set(chain[: len(prompt) // 32])
     held: dict[str, set[int]] = {}
@@ -297,17 +300,17 @@ def holders(gateway: Gateway, prompt: list[int]) -> set[str]:
 
 
 def fetching(server: Server) -> bool:
-    """Whether a request waits there for its KV."""
+    """Return whether a request waits for its KV on this server."""
     return server.alive and server.metric("vllm:num_requests_kv_fetch_by_stage", stage="in_progress") > 0
 
 
 def running(server: Server) -> bool:
-    """Whether it decodes."""
+    """Return whether the server decodes."""
     return server.alive and server.metric("vllm:num_requests_running") > 0
 
 
 def the_one(pair: Pair, busy: Callable[[Server], bool]) -> Server:
-    """The decode server that is `busy`."""
+    """Wait for the decode server that is `busy` and return it."""
     found: list[Server] = []
 
     def look() -> bool:
@@ -319,7 +322,7 @@ def the_one(pair: Pair, busy: Callable[[Server], bool]) -> Server:
 
 
 def while_asking(gateway: Gateway, act: Callable[[], None], stream: bool, **body: Any) -> list[int]:
-    """Ask in the background, `act`, and wait for the answer's tokens."""
+    """Send a request in the background, call `act`, and return the tokens of the response."""
     got: list[int] = []
 
     def ask() -> None:
@@ -340,13 +343,13 @@ def while_asking(gateway: Gateway, act: Callable[[], None], stream: bool, **body
 
 
 def last_request(gateway: Gateway, kind: str) -> int:
-    """How often the newest request has gone through an event of this kind."""
+    """Return the number of events of this kind for the newest request."""
     newest = gateway.events("arrived")[-1]["request"]["id"]
     return sum(event["request_id"] == newest for event in gateway.events(kind))
 
 
 def test_a_decode_server_that_dies_mid_transfer_is_replaced(pair: Pair, gateway: Gateway) -> None:
-    """The client sees nothing but its stream, from the other server, which pulls the same KV: prefilled once."""
+    """The client sees only its stream, from the other server, which pulls the same KV; the prompt is prefilled once."""
     asked = prompt(600, seed=88)
     victims: list[Server] = []
     failed = {server.name: server.metric(FAILURES) for server in (pair.decode, pair.other)}
@@ -372,10 +375,10 @@ def test_a_decode_server_that_dies_mid_transfer_is_replaced(pair: Pair, gateway:
 
 
 def test_a_decode_server_that_dies_while_it_decodes(pair: Pair, gateway: Gateway) -> None:
-    """A whole answer comes from the other server instead; a stream that has begun ends with a clean error event; when
-    no server is left, there is a clean 503."""
+    """A non-streaming response comes from the other server instead; a started stream ends with a proper error event;
+    without any server there is a proper 503."""
     asked, errors = prompt(50, seed=95), gateway.metric("kvroute_stream_errors_total")
-    long = 1500  # tokens: many seconds, for a busy engine tells late that it is running
+    long = 1500  # tokens: many seconds, because a busy engine reports late that it is running
     got = while_asking(gateway, lambda: the_one(pair, running).kill(), stream=False, prompt=asked, max_tokens=long)
     assert got == alone(pair, asked, long)
     assert last_request(gateway, "decode_failed") == 1
@@ -388,7 +391,7 @@ def test_a_decode_server_that_dies_while_it_decodes(pair: Pair, gateway: Gateway
 
 
 def broken_stream(pair: Pair, gateway: Gateway, seed: int) -> None:
-    """Kill the server that decodes after five chunks; the client is told so in the stream."""
+    """Kill the decoding server after five chunks; the client gets an error in the stream."""
     arrived = 0
     body: dict[str, Any] = {"max_tokens": 3000, "temperature": 0, "extra_body": TOKENS}
     with gateway.client() as client:
@@ -407,7 +410,7 @@ def broken_stream(pair: Pair, gateway: Gateway, seed: int) -> None:
 
 
 def at_rest(gateway: Gateway) -> None:
-    """Nothing is in flight any more, by the gateway's own count."""
+    """Check that nothing is in flight by the gateway's own count."""
     until(lambda: gateway.metric("kvroute_requests_in_flight") == 0)
     assert gateway.metric("kvroute_instance_requests") == 0
     assert gateway.metric("kvroute_transfers_in_flight") == 0
@@ -415,8 +418,8 @@ def at_rest(gateway: Gateway) -> None:
 
 
 def test_keys_share_no_cached_prompts(pair: Pair, tmp_path: Path) -> None:
-    """With a salt per key, another key's prompt is not cached for this one: not by the engine's count of cached tokens,
-    and not by the gateway's, which follows the engines' KV events. One's own prompt is."""
+    """With a salt per key, the prompt of another key is not cached for this one, neither by the engine's count of
+    cached tokens nor by the gateway's, which follows the engines' KV events. The prompt of the same key is."""
     names = ("alice", "bob")
     settings: dict[str, Any] = {"keys": {"known": {name: hash_text(name) for name in names}}, "cache_salt": "per-key"}
     asked = prompt(640, seed=4711)
@@ -424,7 +427,7 @@ def test_keys_share_no_cached_prompts(pair: Pair, tmp_path: Path) -> None:
         all_up(gateway, pair)
 
         def cached(name: str) -> tuple[int, float]:
-            """As the client is told, and as the gateway took it for when it chose the prefill instance."""
+            """Return the count in the response, and that of the gateway when it chose the prefill instance."""
             before = gateway.metric("kvroute_prefix_hit_tokens_total", leg="prefill")
             client = gateway.client().with_options(api_key=name)
             usage = client.completions.create(model="tiny", prompt=asked, extra_body=TOKENS, **GREEDY).usage

@@ -1,4 +1,4 @@
-"""Figures of the matrix: each cell's ratio to the rivals, first tokens against later ones, what each term is worth."""
+"""Figures of the matrix: each cell's ratio to the rivals, TTFT against TBT, and the contribution of each term."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from kvroute.report.never_worse_findings import OURS, Pairing, pairs, tbt_s, ter
 _LYING = "#b5472f"
 _RATIOS = (0.5, 1.16)
 _WORTH = (0.94, 1.16)
-"""What is shown; whatever is lower stands as an arrow at the edge."""
+"""Limits of the x axis; values outside are drawn as an arrow at the edge."""
 _TRADE_MAX = 60.0
-"""Per cent."""
+"""Upper limit of the change in mean TTFT, in percent."""
 
 
 def ratios(matrix: Sequence[Record]) -> Figure:
-    """foresight's mean TTFT over each rival's, a dot per cell with two standard errors, by axis of the matrix."""
+    """Draw foresight's mean TTFT over each rival's, a dot per cell with two standard errors, by axis of the matrix."""
     found = {rival: pairs(matrix, rival) for rival in RIVALS}
     axes_of = list(dict.fromkeys(CASES[each.case].axis for some in found.values() for each in some))
     with style():
@@ -56,7 +56,7 @@ def _dot(axes: Axes, each: Pairing, y: float) -> None:
 
 
 def trade(matrix: Sequence[Record]) -> Figure:
-    """A dot per cell: what foresight and NetKV change in mean TTFT against what they change in TBT, both from CLA*."""
+    """Draw a dot per cell: change in mean TTFT against change in TBT of foresight and NetKV, both relative to CLA*."""
     with style():
         figure, ((axes,),) = panels(1, 1, width=6.2, height=3.4)
         for name in ("netkv", OURS):
@@ -77,8 +77,8 @@ def trade(matrix: Sequence[Record]) -> Figure:
 
 
 def worth(ablation: Sequence[Record], matrix: Sequence[Record]) -> Figure:
-    """Geometric mean (bar) and worst cell (diamond) of mean TTFT over the better rival's, for each term left out; what
-    is beyond the right edge stands there as a number."""
+    """Draw geometric mean (bar) and worst cell (diamond) of mean TTFT over the better rival's, for each term left out.
+    Values beyond the right edge are printed there as numbers."""
     found = terms(ablation, matrix)
     with style():
         figure, ((axes,),) = panels(1, 1, width=6.4, height=max(1.6, 0.24 * len(found)))

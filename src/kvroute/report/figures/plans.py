@@ -20,12 +20,12 @@ from kvroute.types import FloatArray
 _COLOURS: dict[Kind, str] = {"prfaas": "#d55e00", "homogeneous": "#0072b2", "naive": "#8a8a8a"}
 _PRFAAS, _PD_P, _PD_D = "#d55e00", "#0072b2", "#009e73"
 _HIGH = 2.2
-"""Curves that go to infinity are cut off at so many times the optimum."""
+"""Curves that go to infinity are cut off at this multiple of the optimum."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Curve:
-    """A line with its name, dashes telling it apart in grey."""
+    """Label and style of a line; the dashes distinguish it in grey print."""
 
     label: str
     colour: str
@@ -34,7 +34,7 @@ class _Curve:
 
 
 def searches(plan: Plan) -> Figure:
-    """Figure 5: (a) throughput over the split at the optimal threshold, (b) over the threshold at the optimal split."""
+    """Draw Figure 5: throughput over (a) the split at the optimal threshold, (b) the threshold at the optimal split."""
     with style():
         figure, ((left, right),) = panels(1, 2, width=4.2, height=2.9)
         _splits(left, plan)
@@ -43,7 +43,7 @@ def searches(plan: Plan) -> Figure:
 
 
 def _splits(axes: Axes, plan: Plan) -> None:
-    """Of splits with the same number of prefill instances, the best."""
+    """Draw the best of the splits with the same number of prefill instances."""
     rates, best = over_splits(plan), plan.optima["prfaas"]
     counts = rates.n_prefill.sum(axis=1)
     x = np.unique(counts)
@@ -89,7 +89,7 @@ def _thresholds(axes: Axes, plan: Plan) -> None:
 
 
 def egress_need(plan: Plan) -> Figure:
-    """Eq. 2 over the size of each PrfaaS cluster, for the offloaded prompts and for all, against what there is."""
+    """Draw eq. 2 over the size of each PrfaaS cluster, for offloaded and for all prompts, with the available egress."""
     with style():
         needs = plan.report.egress_need
         figure, rows = panels(1, len(needs), width=4.6, height=2.9)
@@ -119,7 +119,7 @@ def egress_need(plan: Plan) -> Figure:
 
 
 def cost(plan: Plan) -> Figure:
-    """Requests per unit of price over the price of a PrfaaS GPU, beside the alternatives."""
+    """Draw requests per unit of price over the price of a PrfaaS GPU, with the alternatives."""
     with style():
         figure, ((axes,),) = panels(1, 1, width=5.0, height=2.9)
         factors = np.linspace(0.25, 4, 61)
@@ -143,8 +143,7 @@ def cost(plan: Plan) -> Figure:
 
 
 def sensitivity_lines(plan: Plan) -> Figure:
-    """Throughput over bandwidth, over the length of prompts and over their spread: searched anew, and with the plan's
-    own choice kept."""
+    """Draw throughput over bandwidth, length and spread of prompts: searched anew, and for the plan's choice."""
     found = plan.report.sensitivity
     anew, same = _Curve("searched anew", _PRFAAS, "-", "o"), _Curve("plan kept", FAINT, "--", "x")
     with style():

@@ -1,4 +1,4 @@
-"""Figures of PrfaaS's experiments: formula beside queues, goodput over thresholds, what moved, KV throughput."""
+"""Figures of PrfaaS's experiments: formula and simulation, goodput over thresholds, time series, KV throughput."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _KINDS: dict[Kind, tuple[str, str, str]] = {
     "homogeneous": ("#0072b2", "s", "--"),
     "naive": ("#8a8a8a", "^", "-."),
 }
-"""Colour, marker, dashes."""
+"""Colour, marker and dashes by kind."""
 _WAITS = (
     ("service_mean_s", "prefill", "#5b7fa6"),
     ("prfaas_wait_s", "wait for PrfaaS", "#d55e00"),
@@ -43,7 +43,7 @@ _LINES = ((DUAL, "#d55e00", "-"), ("best", "#0072b2", "--"), ("old", "#8a8a8a", 
 
 
 def keeps_up(records: Sequence[Record]) -> Figure:
-    """What queues keep up with over what is offered, both as shares of the formula's throughput, by profile."""
+    """Draw the sustained rate over the offered rate, both as shares of the formula's throughput, by profile."""
     profiles = profiles_of(records)
     with style():
         figure_, (row,) = panels(1, len(profiles), width=3.0, height=2.6, sharey=True)
@@ -63,7 +63,7 @@ def keeps_up(records: Sequence[Record]) -> Figure:
 
 
 def ttft_lines(records: Sequence[Record]) -> Figure:
-    """Mean and P90 of TTFT over load, by profile; dotted: the formula's, which is prefill alone."""
+    """Draw mean and P90 of TTFT over load by profile; dotted lines show the formula's TTFT, which is prefill alone."""
     profiles = profiles_of(records)
     rows = (("mean", "mean TTFT, s", "model_ttft_mean_s"), ("p90", "P90 of TTFT, s", "model_ttft_p90_s"))
     with style():
@@ -106,7 +106,7 @@ def _kind_lines(axes: Axes, records: Sequence[Record], key: str, *, relative: bo
 
 
 def waiting(records: Sequence[Record]) -> Figure:
-    """Where TTFT goes over load for PrfaaS-PD, by profile: means of those who pass each stage, side by side."""
+    """Draw the parts of TTFT over load for PrfaaS-PD by profile: means over the requests of each stage."""
     profiles = profiles_of(records)
     with style():
         figure_, (row,) = panels(1, len(profiles), width=3.2, height=2.6, sharey=True)
@@ -128,7 +128,7 @@ def waiting(records: Sequence[Record]) -> Figure:
 
 
 def over_thresholds(records: Sequence[Record]) -> Figure:
-    """Goodput of every static threshold, by scenario, with the scheduler's as a line; bands: 95 % intervals."""
+    """Draw the goodput of every static threshold by scenario, with the scheduler's as a line; bands: 95 % intervals."""
     profiles = profiles_of(records)
     old = old_static(records)
     with style():
@@ -163,7 +163,8 @@ def over_thresholds(records: Sequence[Record]) -> Figure:
 
 
 def over_time(records: Sequence[Record]) -> Figure:
-    """Requests in time by arrival, mean over seeds; below, threshold and prefill instances of the scheduler's runs."""
+    """Draw the share of requests within the SLO by arrival, mean over seeds; below, the scheduler's threshold and
+    prefill instances."""
     profiles = profiles_of(records)
     old = old_static(records)
     with style():
@@ -205,13 +206,13 @@ def over_time(records: Sequence[Record]) -> Figure:
 
 
 def _threshold_ticks(tokens: Sequence[float]) -> tuple[list[float], list[str]]:
-    """Four of the thresholds tried, evenly over them."""
+    """Return four of the tested thresholds, evenly distributed."""
     chosen = sorted({tokens[round(each)] for each in np.linspace(0, len(tokens) - 1, 4)})
     return chosen, [f"{each / 1e3:g}k" for each in chosen]
 
 
 def _threshold_limits(records: Sequence[Record]) -> tuple[float, float]:
-    """What the scheduler's thresholds came to once it had found one; before that nothing leaves."""
+    """Return the range of the scheduler's thresholds after half of the warm-up; before, it offloads nothing."""
     found = [
         tokens
         for record in at(records, DUAL)
@@ -232,7 +233,7 @@ def _mean_series(axes: Axes, records: Sequence[Record], key: str, colour: str, d
 
 
 def _shade(axes: Axes, profile: str) -> None:
-    """The disturbance, and the start that is not measured."""
+    """Shade the disturbance and the unmeasured warm-up."""
     scenario = SCENARIOS.get(profile)
     axes.axvspan(0, WARMUP_S, color=GRID, alpha=0.6, linewidth=0)
     if scenario is None or profile == "calm":
@@ -242,7 +243,7 @@ def _shade(axes: Axes, profile: str) -> None:
 
 
 def kv_lines(points: Sequence[Computed]) -> Figure:
-    """KV throughput over prompt length as measured, and eq. 1 as crosses where it can be computed."""
+    """Draw measured KV throughput over prompt length, and eq. 1 as crosses where it can be computed."""
     models = list(dict.fromkeys(point.cell.policy for point in points))
     markers = "osD^vPX"
     with style():

@@ -1,4 +1,4 @@
-"""Figures of one comparison: where the time goes, how far KV travels, how full the network is."""
+"""Figures of one comparison: parts of TTFT, network distance of KV transfers, and network utilisation."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ _PARTS = ("prefill_wait", "prefill", "transfer", "queue", "first_step")
 _PART_NAMES = ("wait for prefill", "prefill", "KV transfer", "wait for a decode slot", "first decode step")
 
 _LINK_NAMES = ("NVLink", "NICs", "rack uplinks", "pod uplinks", "WAN links")
-"""The links whose load tells of a tier, by tier."""
+"""Links whose utilisation represents a tier, by tier."""
 
 
 def tier_split(runs: Sequence[Summary]) -> Figure:
-    """Share of transfers by tier of the chosen path, a bar per policy, mean over seeds."""
+    """Draw the share of transfers by tier of the chosen path, a bar per policy, mean over seeds."""
     policies = policies_of(runs)
     means = [tier_means(of_policy(runs, policy)) for policy in policies]
     tiers = sorted({name for some in means for name in some})
@@ -51,7 +51,7 @@ def tier_split(runs: Sequence[Summary]) -> Figure:
 
 
 def ttft_breakdown(runs: Sequence[Summary]) -> Figure:
-    """Mean seconds of each part of TTFT, a bar per policy, mean over seeds; the parts add up to the mean TTFT."""
+    """Draw the mean seconds of each part of TTFT, a bar per policy, mean over seeds; the sum is the mean TTFT."""
     policies = policies_of(runs)
     values = []
     for policy in policies:
@@ -75,7 +75,7 @@ def _stacks(
     *,
     totals: bool = False,
 ) -> Figure:
-    """Horizontal stacked bars, a row per policy; parts too thin for their number go without."""
+    """Draw horizontal stacked bars, a row per policy; parts that are too thin have no number."""
     with style():
         figure, grid_axes = panels(1, 1, width=7.2, height=0.4 * max(len(policies), 1) + 0.75)
         axes = grid_axes[0][0]
@@ -102,14 +102,14 @@ def _stacks(
 
 
 def _on(colour: str) -> str:
-    """Black or white, whichever is read more easily on the colour (Rec. 709 luma)."""
+    """Return black or white, whichever is more readable on the colour (Rec. 709 luma)."""
     red, green, blue = (int(colour[place : place + 2], 16) for place in (1, 3, 5))
     return "#111111" if 0.2126 * red + 0.7152 * green + 0.0722 * blue > 130 else "#fefefe"
 
 
 def link_utilisation(timelines: Mapping[str, Timeline], changes: Sequence[tuple[float, str]] = ()) -> Figure:
-    """Own traffic over time as a share of a tier's capacity, means of intervals: a panel per tier that carried any, a
-    line per policy; `changes` of links are marked: when, and in words."""
+    """Draw own traffic over time as a share of a tier's capacity, as means of intervals: a panel per tier with traffic,
+    a line per policy. `changes` of links are marked: (time, text)."""
     tiers = sorted({tier for each in timelines.values() for tier, shares in each.tier.items() if any(shares)})
     with style():
         if not tiers:
@@ -137,7 +137,7 @@ def link_utilisation(timelines: Mapping[str, Timeline], changes: Sequence[tuple[
 
 
 def threshold_over_time(timelines: Mapping[str, Timeline], changes: Sequence[tuple[float, str]] = ()) -> Figure:
-    """The lowest routing threshold over time, a line per policy; `changes` of links are marked."""
+    """Draw the lowest routing threshold over time, a line per policy; `changes` of links are marked."""
     with style():
         figure, grid_axes = panels(1, 1, width=7.2, height=1.9)
         axes = grid_axes[0][0]
@@ -161,7 +161,7 @@ def threshold_over_time(timelines: Mapping[str, Timeline], changes: Sequence[tup
 
 
 def _mark(axes: Axes, changes: Sequence[tuple[float, str]], *, words: bool) -> None:
-    """Upright lines within what is shown; their words stand beside the upper end."""
+    """Draw vertical lines within the visible range, with their texts beside the upper end."""
     first, last = axes.get_xlim()
     for at_s, what in changes:
         if not first <= at_s <= last:
@@ -182,7 +182,7 @@ def _mark(axes: Axes, changes: Sequence[tuple[float, str]], *, words: bool) -> N
 
 
 def thin(at_s: Sequence[float], shares: Sequence[float], most: int = SAMPLES_SHOWN) -> tuple[list[float], list[float]]:
-    """At most `most` samples: means of neighbours, equally many (but for the last), so the mean over time stays."""
+    """Return at most `most` samples: means of equally many neighbours (except the last). They keep the mean."""
     count = min(len(at_s), len(shares))
     stride = -(-count // most) if count else 1
     starts = range(0, count, stride)

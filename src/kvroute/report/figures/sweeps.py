@@ -1,4 +1,4 @@
-"""Figures of a sweep: policies over an axis, a pair of policies over two, and the steps of an ablation."""
+"""Figures of a sweep: policies over an axis, a pair of policies over two axes, and the steps of an ablation."""
 
 from __future__ import annotations
 
@@ -61,17 +61,18 @@ _GOODPUT = _Scale("goodput, requests/s", lambda run: run.goodput_per_s)
 
 
 def load_sweep(records: Sequence[Record], versus: tuple[str, str] | None = None) -> Figure:
-    """Mean TTFT, SLO attainment and goodput over load: a line per policy, its band ± one standard deviation.
+    """Draw mean TTFT, SLO attainment and goodput over load: a line per policy, its band ± one standard deviation.
 
-    Given a pair of policies, its gap with the 95 % interval comes last; hollow markers: noise.
+    With a pair of policies, the last panel is its gap with the 95 % interval; hollow markers are noise.
     """
     return _lines(records, "load", (_TTFT, _SLO, _GOODPUT), versus)
 
 
 def sweep_lines(records: Sequence[Record], axis: str, versus: tuple[str, str] | None = None) -> Figure:
-    """Mean TTFT over an axis per profile and, below it, the gap of a pair with its 95 % interval; hollow: noise.
+    """Draw mean TTFT over an axis per profile and, below it, the gap of a pair with its 95 % interval; hollow markers
+    are noise.
 
-    With a second axis in the records a line is the mean over it, and the gap, which pairs runs of a point, is left out.
+    With a second axis in the records, a line is the mean over it. The gap pairs runs of one point and is left out.
     """
     return _lines(records, axis, (_TTFT,), versus if len(axes_of(records)) == 1 else None)
 
@@ -79,7 +80,7 @@ def sweep_lines(records: Sequence[Record], axis: str, versus: tuple[str, str] | 
 def _lines(
     records: Sequence[Record], axis: str, scales: Sequence[_Scale], versus: tuple[str, str] | None = None
 ) -> Figure:
-    """Rows are metrics and columns profiles; with one profile the metrics stand side by side."""
+    """Draw metrics as rows and profiles as columns; with one profile the metrics are side by side."""
     profiles, policies = profiles_of(records), policies_of(summaries(records))
     drawings: list[Callable[[Axes, Sequence[Record]], None]] = [
         lambda axes, some, scale=scale: _policy_lines(axes, some, axis, policies, scale)  # type: ignore[misc]
@@ -135,7 +136,7 @@ def _policy_lines(axes: Axes, records: Sequence[Record], axis: str, policies: Se
 
 
 def _gap_line(axes: Axes, records: Sequence[Record], axis: str, versus: tuple[str, str]) -> None:
-    """Filled markers where the interval leaves out zero."""
+    """Draw the gap; markers are filled if the interval excludes zero."""
     drawn = look(versus[0])
     gaps: list[tuple[float, Difference]] = []
     for value in values_of(records, axis):
@@ -159,7 +160,7 @@ def _gap_line(axes: Axes, records: Sequence[Record], axis: str, versus: tuple[st
 
 
 def heat_map(records: Sequence[Record], versus: tuple[str, str] = ("netkv", "cla")) -> Figure:
-    """The pair's relative gap over the first two axes, a panel per profile; parentheses: noise; blue: first lower."""
+    """Draw the pair's relative gap over the first two axes, a panel per profile; parentheses: noise; blue: lower."""
     profiles, names = profiles_of(records), axes_of(records)[:2]
     with style():
         if len(names) < 2:
@@ -190,7 +191,7 @@ def heat_map(records: Sequence[Record], versus: tuple[str, str] = ("netkv", "cla
         bar = figure.colorbar(image, ax=grid_axes[0], format=PercentFormatter(1, decimals=0), pad=0.02)
         bar.outline.set_visible(False)
         assert bar.solids is not None
-        bar.solids.set_rasterized(False)  # vectors, like all else
+        bar.solids.set_rasterized(False)  # vector graphics like everything else
         bar.solids.set_edgecolor("face")
         bar.set_label(f"mean TTFT, {plain(versus[0])} vs {plain(versus[1])}")
     return figure
@@ -206,7 +207,7 @@ def _annotate(axes: Axes, x: float, y: float, each: Difference | None, *, dark: 
 
 
 def ablation_bars(records: Sequence[Record]) -> Figure:
-    """Mean TTFT per policy with its 95 % interval, a panel per profile; the percentage is against the first policy."""
+    """Draw mean TTFT per policy with its 95 % interval, a panel per profile, and percentages of the first policy."""
     profiles, policies = profiles_of(records), policies_of(summaries(records))
     with style():
         figure, grid_axes = panels(1, max(len(profiles), 1), width=3.1, height=0.36 * len(policies) + 0.55, sharey=True)

@@ -1,4 +1,4 @@
-"""Traces of requests: read, written, shaped and generated; nothing here knows of clusters or policies."""
+"""Workload traces: read, written, changed and generated. This package does not depend on clusters or policies."""
 
 from kvroute.sim.workload.agents import THINK_MAX_S, Agents, Session, Turn, User
 from kvroute.sim.workload.generator import MOONCAKE_CONVERSATION, Shape, generate

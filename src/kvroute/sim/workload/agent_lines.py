@@ -1,7 +1,7 @@
-"""Recorded sessions of coding agents, a JSON object each: as kv-cache-tester writes them, or with runs of block ids.
+"""Recorded sessions of coding agents, one JSON object each: as kv-cache-tester writes them, or with runs of block ids.
 
-Both tell the same. A session's main turns follow each other; a sub-agent's entry stands where its result came back,
-`duration` after it began, and one without a duration went on beside the session.
+Both formats hold the same data. The main turns of a session follow each other. The entry of a sub-agent is at the place
+where its result returned, `duration` after its start; a sub-agent without a duration ran in parallel to the session.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _Runs: TypeAlias = tuple[tuple[int, int], ...]
 
 
 class _Entry(msgspec.Struct, rename=_LENGTHS | {"runs": "h", "duration_ms": "dur_ms", "nested": "sub"}):
-    """A turn, or a sub-agent with turns of its own."""
+    """A turn, or a sub-agent with its own turns."""
 
     t: _Seconds
     input_tokens: _Size = 0
     output_tokens: _Length = 0
     runs: list[_Id] = []
-    """First id, how many, first id, how many, ..."""
+    """Alternating first ids and counts."""
     api: _Seconds | None = None
     think: _Seconds | None = None
     duration_ms: _Seconds | None = None
@@ -46,7 +46,7 @@ class _Entry(msgspec.Struct, rename=_LENGTHS | {"runs": "h", "duration_ms": "dur
 
 
 class _RawEntry(msgspec.Struct, rename=_LENGTHS | {"api": "api_time", "think": "think_time", "nested": "requests"}):
-    """The same as it was captured."""
+    """The same entry in the format of the capture."""
 
     t: _Seconds
     input_tokens: _Size = 0
@@ -89,7 +89,7 @@ _raw_line = msgspec.json.Decoder(_RawLine).decode
 
 
 def is_session(line: bytes) -> bool:
-    """Whether a line is meant to be a session, right or wrong."""
+    """Return True if a line is meant as a session, valid or not."""
     try:
         keys = _keys(line)
     except (msgspec.DecodeError, RecursionError):
@@ -98,7 +98,8 @@ def is_session(line: bytes) -> bool:
 
 
 def session(line: bytes) -> Session:
-    """One line's session. Raises ValueError that tells what is wrong with it, and msgspec's own for a wrong field."""
+    """Parse the session of one line. Raises ValueError with the reason for an invalid session, and msgspec's error for
+    a wrong field."""
     keys = _keys(line)
     found = _line(line) if bytes(keys.req) else _raw_line(line)
     if found.scope not in ("local", "global"):
@@ -117,11 +118,11 @@ class _Branch:
     last: int
     began_s: float
     back: bool
-    """Whether its result came back, in the place where it is noted."""
+    """True if its result returned at the place of its entry."""
 
 
 class _Turns:
-    """Turns in the order in which none comes before those that it waits for."""
+    """Builds the turns of a session, each after those that it waits for."""
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
@@ -130,17 +131,19 @@ class _Turns:
         self.made: list[Turn] = []
 
     def add(self, entries: Sequence[_Entry | _RawEntry], from_s: float, parent: int | None) -> int | None:
-        """The turns of a session or of a sub-agent that began at `from_s` after `parent`; the last of them."""
+        """Add the turns of a session, or of a sub-agent that started at `from_s` after `parent`; return the last of
+        them."""
         before, branches = parent, list[int]()
         for place, entry in enumerate(entries):
             if entry.nested is None:
                 after = branches if before is None else [before, *branches]
-                # Its own pause counts from its own turn before, whatever it waits for besides.
+                # The recorded pause starts at the turn before, so it does not apply if the turn also waits for
+                # branches.
                 pause_s = entry.think if before != parent and not branches else None
                 before, branches = self._turn(entry, from_s + entry.t, after, pause_s, _gap_s(entries, place)), []
                 continue
             began_s = _began_s(entry, from_s)
-            # A time within the sub-agent counts from its beginning, in some files from the session's.
+            # Times within a sub-agent are relative to its start, in some files to the start of the session.
             within = 0.0 if entry.nested and 0.0 < began_s <= entry.nested[0].t + 1.0 else began_s
             last = self.add(entry.nested, within, before)
             if last is not None and last != before and entry.duration_ms is not None:
@@ -166,28 +169,30 @@ class _Turns:
 
 
 def _began_s(entry: _Entry | _RawEntry, from_s: float) -> float:
-    """A sub-agent is noted when its result came back; one without a duration where it began."""
+    """Return the start of a sub-agent. Its entry has the time of its result, or of its start if it has no duration."""
     return max(from_s + entry.t - (entry.duration_ms or 0.0) / 1e3, from_s)
 
 
 def _gap_s(entries: Sequence[_Entry | _RawEntry], place: int) -> float | None:
-    """What the next turn leaves for an answer whose time was not recorded; None where it does not say."""
+    """Return the time that the next turn leaves for an output of unknown duration; None if the next turn does not give
+    it."""
     if place + 1 == len(entries) or (after := entries[place + 1]).nested is not None or after.think is None:
         return None
     return max(after.t - entries[place].t - after.think, 0.0)
 
 
 class _Chains:
-    """Blocks of one session. An id stands for all before it, too: whatever prompt it is in, the same comes before."""
+    """Checks the block ids of one session. An id also stands for all blocks before it, which must be equal in every
+    prompt."""
 
     def __init__(self) -> None:
         self._firsts: list[int] = []
-        """Ids that do not follow the number below theirs, ascending."""
+        """Ids whose predecessor in the prompt is not the number below, ascending."""
         self._before: dict[int, int] = {}
         self._ends: dict[int, int] = {}
 
     def checked(self, pairs: _Runs, input_tokens: int, block_tokens: int) -> _Runs:
-        """The same in as few runs as possible. Raises ValueError for ids that do not fit."""
+        """Merge runs to as few as possible. Raises ValueError for ids that do not fit."""
         runs, count = list[tuple[int, int]](), sum(length for _, length in pairs)
         due = -(-input_tokens // block_tokens)
         if count not in (0, input_tokens // block_tokens, due):

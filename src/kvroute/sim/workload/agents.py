@@ -1,8 +1,8 @@
-"""Sessions of agents that call a model turn by turn, and the two ways to play them: on a schedule, or each turn when
-the answers that it needs are there.
+"""Sessions of agents that call a model turn by turn, in an open loop (on a schedule) or a closed loop (each turn starts
+when the outputs that it needs are complete).
 
-A turn waits for others of its session: the one before, and the sub-agents that its prompt has the results of. It reads
-no file and knows no cluster.
+A turn waits for other turns of its session: the previous one, and the sub-agents whose results its prompt contains.
+This module reads no files and does not depend on clusters.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from kvroute.sim.workload.trace import Loop, Trace, TracedRequest
 from kvroute.types import InputError
 
 SESSION_EVERY_S = 30.0
-"""Mean time between the starts of two sessions, where no rate is given."""
+"""Mean time between the starts of two sessions, if no rate is given."""
 THINK_MAX_S = 60.0
-"""Longer pauses are cut to this: people go home in the middle of a session, and a run would last for days."""
+"""Maximum pause. Longer ones are cut: users leave in the middle of a session, and a run would last for days."""
 RAMP_S = 60.0
 
 
@@ -30,27 +30,28 @@ class Turn:
     input_tokens: int
     output_tokens: int
     runs: tuple[tuple[int, int], ...]
-    """Blocks of the prompt as (first id, how many): an id stands for the prompt up to and including its block."""
+    """Blocks of the prompt as (first id, count); an id identifies the prompt up to and including its block."""
     after: tuple[int, ...]
-    """Earlier turns of the session whose answers it waits for; none: the session's start."""
+    """Earlier turns of the session that this one waits for; empty: it starts with the session."""
     think_s: float
-    """From the last of these answers to this turn: tools that run, or a user who reads."""
+    """Time from the last of these outputs to this turn: tools run, or a user reads."""
     answer_s: float
-    """How long the answer took when the session was recorded; 0 where nothing tells."""
+    """Recorded duration of the output; 0 if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """Turns, every one later than those that it waits for."""
+    """A session: its turns, each after those that it waits for."""
 
     name: str
     block_tokens: int
     turns: tuple[Turn, ...]
     shares_ids: bool = False
-    """Whether equal ids of other such sessions mean equal prompts; else ids are the session's own."""
+    """True if equal ids of other such sessions mean equal prompts; otherwise ids belong to this session only."""
 
     def starts_s(self, think_max_s: float, *, answered: bool) -> list[float]:
-        """When each turn starts, from the session's start: with answers as long as recorded, or of no time."""
+        """Return the start of each turn from the session's start, with recorded output durations (`answered`) or with
+        none."""
         starts: list[float] = []
         for turn in self.turns:
             ends = (starts[each] + self.turns[each].answer_s * answered for each in turn.after)
@@ -59,12 +60,12 @@ class Session:
 
     @property
     def last(self) -> tuple[int, ...]:
-        """Turns that no other one waits for."""
+        """Turns that no other turn waits for."""
         awaited = {each for turn in self.turns for each in turn.after}
         return tuple(number for number in range(len(self.turns)) if number not in awaited)
 
     def uncached_tokens(self) -> list[int]:
-        """What a cache without limit would leave of each prompt, with the turns in their order."""
+        """Tokens of each prompt that an infinite cache would not contain, with the turns in order."""
         ends: dict[int, int] = {}
         uncached = []
         for turn in self.turns:
@@ -78,7 +79,7 @@ class Session:
         return uncached
 
     def within(self, input_tokens: int) -> Session:
-        """The session up to its first longer prompt: without it and whatever waits for it."""
+        """Return the session up to its first longer prompt, without that turn and the turns that wait for it."""
         kept: dict[int, int] = {}
         turns: list[Turn] = []
         for number, turn in enumerate(self.turns):
@@ -89,37 +90,38 @@ class Session:
 
     @property
     def id_end(self) -> int:
-        """Above every id of a block."""
+        """Smallest number above all block ids."""
         return max((first + count for turn in self.turns for first, count in turn.runs), default=0)
 
 
 @dataclass(frozen=True, slots=True)
 class User:
-    """Who plays sessions one after the other, from a time on."""
+    """A user that plays sessions one after the other, from a start time on."""
 
     from_s: float
     sessions: tuple[int, ...]
     """Positions in `Agents.sessions`."""
     until_s: float = math.inf
-    """No turn starts later."""
+    """Latest start of a turn."""
 
 
 @dataclass(frozen=True, slots=True)
 class Agents:
-    """Recorded sessions; each becomes requests once, in whatever order and however fast."""
+    """Recorded sessions. Each becomes requests once, in an order and at a rate that the caller chooses."""
 
     name: str
     sessions: tuple[Session, ...]
     remarks: tuple[str, ...] = field(default=(), compare=False)
-    """What reading had to put right, in sentences for the user."""
+    """Corrections made when the sessions were read, in sentences for the user."""
 
     @property
     def turns(self) -> int:
-        """Of all sessions."""
+        """Number of turns of all sessions."""
         return sum(len(session.turns) for session in self.sessions)
 
     def within(self, input_tokens: int) -> Agents:
-        """Every session up to its first prompt of more tokens; those that begin with one are left out.
+        """Return every session up to its first prompt of more tokens, without the sessions that start with a longer
+        prompt.
 
         Raises:
             InputError: none is left.
@@ -132,12 +134,13 @@ class Agents:
         return replace(self, sessions=sessions)
 
     def think_s(self, think_max_s: float = THINK_MAX_S) -> float:
-        """Mean pause before a turn."""
+        """Mean pause before a turn, in seconds."""
         pauses = [min(turn.think_s, think_max_s) for session in self.sessions for turn in session.turns]
         return float(np.mean(pauses))
 
     def shuffled(self, seed: int, turns: int | None = None) -> tuple[int, ...]:
-        """Positions of the sessions in a drawn order; with `turns`, the first so many that have them all together."""
+        """Return positions of the sessions in random order; with `turns`, the shortest prefix that has at least so many
+        turns."""
         order = np.random.default_rng([seed, 0]).permutation(len(self.sessions)).tolist()
         if turns is None:
             return tuple(order)
@@ -147,14 +150,14 @@ class Agents:
     def open_loop(
         self, *, seed: int, rate_per_s: float | None = None, think_max_s: float = THINK_MAX_S, turns: int | None = None
     ) -> Trace:
-        """Sessions start at random times that know nothing of each other; within one, turns come as they were
-        recorded, whatever becomes of the answers.
+        """Play the sessions in an open loop: they start at independent random times, and their turns start as recorded,
+        regardless of when earlier outputs end.
 
         Args:
-            seed: of order and starts.
+            seed: seed of order and starts.
             rate_per_s: turns per second of all sessions together, in the long run; None: SESSION_EVERY_S.
             think_max_s: longer pauses are cut to this.
-            turns: only so many, the first ones to come; None: all.
+            turns: number of turns, the first ones to arrive; None: all.
 
         Raises:
             InputError: a rate or a number that is not positive, a pause below zero.
@@ -182,14 +185,15 @@ class Agents:
         ramp_s: float = RAMP_S,
         turns: int | None = None,
     ) -> Trace:
-        """So many sessions at a time: a user begins the next one when the last one's answers are there.
+        """Play the sessions in a closed loop: each user begins its next session when the outputs of the previous one
+        are complete.
 
         Args:
-            users: sessions at a time.
-            seed: of the order of sessions and of the users' first starts.
+            users: number of concurrent sessions.
+            seed: seed of the order of sessions and of the users' first starts.
             think_max_s: longer pauses are cut to this; 0: turns follow at once.
-            ramp_s: users begin within so many seconds.
-            turns: whole sessions, as many as have so many turns; None: all.
+            ramp_s: time within which all users begin.
+            turns: minimum number of turns, rounded up to whole sessions; None: all.
 
         Raises:
             InputError: a number that is not positive, a time below zero.
@@ -201,8 +205,11 @@ class Agents:
         return self.played([User(at_s, order[k::users]) for k, at_s in enumerate(begins)], think_max_s=think_max_s)
 
     def played(self, users: Sequence[User], *, think_max_s: float = THINK_MAX_S) -> Trace:
-        """A closed loop of these users, who share no session. A request's time in the trace is when it would come if
-        answers took no time; what would be too late even then is left out."""
+        """Return a closed loop of these users, who share no session.
+
+        A request's time in the trace is its start if outputs took no time; turns that would be too late even then are
+        left out.
+        """
         _check_think(think_max_s)
         rows: list[tuple[float, int, int, int]] = []
         waits: dict[tuple[int, int], tuple[list[tuple[int, int]], float, float]] = {}
@@ -225,7 +232,7 @@ class Agents:
                 begins_s += max(starts[number] for number in session.last)
                 if begins_s > user.until_s:
                     break
-        rows.sort()  # a user's turns keep their order where answers of no time let them come at once
+        rows.sort()  # turns of a user keep their order if zero output durations make them start at once
         where = {(position, number): place for place, (_, _, position, number) in enumerate(rows)}
         loop = Loop(
             after=tuple(tuple(where[each] for each in waits[p, n][0]) for _, _, p, n in rows),
@@ -236,7 +243,7 @@ class Agents:
         return Trace(self.name, tuple(requests), self.remarks, loop)
 
     def _requests(self, rows: Sequence[tuple[float, int, int]]) -> list[TracedRequest]:
-        """Requests of (time, session, turn); ids of one session's blocks are the same objects."""
+        """Return the requests of (time, session, turn); block ids of one session are the same objects."""
         first_ids = self._first_ids()
         ids: dict[int, list[int]] = {}
         requests = []
@@ -250,7 +257,7 @@ class Agents:
         return requests
 
     def _first_ids(self) -> list[int]:
-        """What is added to each session's ids: those of sessions that share theirs stay, the others' lie beyond."""
+        """Return the offset of each session's ids: shared ids stay, the others come after them."""
         end = max((session.id_end for session in self.sessions if session.shares_ids), default=0)
         firsts = []
         for session in self.sessions:

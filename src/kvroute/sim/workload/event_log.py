@@ -1,5 +1,4 @@
-"""A recorded run as a workload: the requests of an event log, with the answers that it counted; what was decided is
-not read."""
+"""Requests of an event log as a workload, with the recorded output lengths; recorded decisions are not read."""
 
 from __future__ import annotations
 
@@ -14,17 +13,18 @@ from kvroute.types import Arrived, Event, Finished, Request
 _LONGEST_TOKENS = 100_000_000
 _BLOCK_LIMIT = 1 << 64
 _UNKNOWN = -2
-"""In place of a seed, so that no id of another drawing comes twice."""
+"""Used instead of a seed, so that no id equals one of another draw."""
 
 
 class _Line(msgspec.Struct, frozen=True):
-    """One record without its decisions."""
+    """One record of the log, without its decisions."""
 
     event: Event
 
 
 class RecordedRequests:
-    """Takes a log's records line by line. One pass: an end is told after its arrival; an end alone is passed by."""
+    """Reads a log record by record in one pass. The end of a request comes after its arrival; an end without arrival is
+    ignored."""
 
     def __init__(self) -> None:
         self._arrivals: list[Arrived] = []
@@ -33,7 +33,7 @@ class RecordedRequests:
         self._decode = msgspec.json.Decoder(_Line).decode
 
     def take(self, line: bytes) -> None:
-        """Note one record. Raises ValueError that tells what is wrong with it."""
+        """Store one record. Raises ValueError with the reason if it is invalid."""
         try:
             event = self._decode(line).event
         except (msgspec.DecodeError, RecursionError) as error:
@@ -52,8 +52,10 @@ class RecordedRequests:
                 self._answers[position] = tokens
 
     def requests(self) -> list[TracedRequest]:
-        """In the log's order, times from the earliest arrival on. An answer that was not counted is taken to be as
-        long as was reserved for it, 1 token where nothing was."""
+        """Return the requests in the log's order, with times from the earliest arrival on.
+
+        If the output of a request was not counted, its reserved length is used, or 1 token if nothing was reserved.
+        """
         first_s = min((arrival.at for arrival in self._arrivals), default=0.0)
         return [
             _traced(number, arrival.at - first_s, arrival.request, tokens)
@@ -61,7 +63,7 @@ class RecordedRequests:
         ]
 
     def remarks(self) -> list[str]:
-        """What a trace cannot say of these requests, in sentences for the user."""
+        """Return what the trace does not preserve of these requests, in sentences for the user."""
         count, found = len(self._arrivals), []
         unknown = self._answers.count(None)
         if unknown:
@@ -99,8 +101,11 @@ def _traced(number: int, at_s: float, request: Request, tokens: int | None) -> T
 
 
 def _chain(number: int, request: Request) -> tuple[int, ...]:
-    """As many blocks as the prompt has. A gateway without a tokenizer guesses lengths, and of several prompts it knows
-    the first one's blocks: what is missing is nobody else's."""
+    """Return as many blocks as the prompt has.
+
+    A gateway without a tokenizer estimates lengths, and for several prompts it has only the blocks of the first one.
+    Missing blocks get ids that no other request has.
+    """
     blocks, full = request.blocks, request.input_tokens // request.block_tokens
     if not blocks or len(blocks) == full:
         return blocks

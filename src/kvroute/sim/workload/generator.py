@@ -1,6 +1,6 @@
-"""A trace without a download: arrivals, lengths and shared prefixes drawn from published statistics, by seed.
+"""Synthetic traces: arrivals, lengths and shared prefixes drawn from published statistics with a seed.
 
-It repeats the distributions of Mooncake's conversation trace (FAST'25), not its rows.
+They repeat the distributions of Mooncake's conversation trace (FAST'25), not its rows.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from kvroute.sim.workload.trace import Trace, TracedRequest
 from kvroute.types import FloatArray, InputError, IntArray
 
 Quantiles = tuple[tuple[float, float], ...]
-"""(percent, value) ascending from 0 to 100; in between, interpolated on a logarithmic scale."""
+"""Pairs of (percent, value), ascending from 0 to 100 percent; interpolated on a logarithmic scale in between."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Statistics that a generated trace follows; the defaults are those of Mooncake's conversation trace."""
+    """Statistics of a generated trace; the defaults are those of Mooncake's conversation trace."""
 
     rate_per_s: float = 3.4
     batch_every_s: float = 3.0
-    """Between batches at `rate_per_s`; another rate moves batches apart or together and leaves their sizes."""
+    """Time between batches at `rate_per_s`; another rate changes the distance of batches and keeps their sizes."""
     batch_jitter_s: float = 0.001
-    """Each batch is late by 0 or by this."""
+    """Delay of a batch: 0 or this value."""
     batch_drift: float = 0.1
-    """Coefficient of variation of the batches' expected size; sizes are Poisson around it."""
+    """Coefficient of variation of the expected batch size; sizes are Poisson around it."""
     input_tokens: Quantiles = (
         (0, 891), (1, 894), (5, 901), (10, 964), (15, 1_261), (20, 1_662), (25, 2_306), (30, 3_263), (40, 4_993),
         (50, 6_909), (60, 9_570), (70, 13_196), (75, 15_367), (80, 17_869), (85, 21_464), (90, 27_367), (95, 39_550),
@@ -45,11 +45,11 @@ class Shape:
     )  # fmt: skip
     block_tokens: int = 512
     system_blocks: int = 1
-    """First blocks that all prompts share: the system prompt."""
+    """Number of first blocks that all prompts share: the system prompt."""
     appended_tokens: Quantiles = ((0, 128), (5, 256), (25, 500), (50, 700), (75, 2_500), (95, 13_000), (100, 40_000))
-    """What a later turn of a conversation adds to the prompt before."""
+    """Tokens that a later turn of a conversation adds to the previous prompt."""
     kept_share: Quantiles = ((0, 0.05), (5, 0.2), (15, 1.0), (100, 1.0))
-    """How much of the prompt before comes first in the later one: less than all where somebody edits or branches."""
+    """Share of the previous prompt that the later one starts with; less than 1 if a user edits or branches."""
     followup_share: tuple[tuple[int, float], ...] = (
         (1_200, 0.05),
         (2_560, 0.5),
@@ -57,11 +57,11 @@ class Shape:
         (16_000, 0.47),
         (60_000, 0.46),
     )
-    """(prompt tokens, probability) that a prompt of that length continues a conversation, where one is open."""
+    """(prompt tokens, probability) that a prompt of that length continues a conversation, if one is open."""
     pause_s: Quantiles = ((0, 12), (5, 15), (25, 25), (50, 45), (75, 110), (95, 500), (100, 1_500))
-    """From a turn to the earliest next one."""
+    """Time from a turn to the earliest next one."""
     open_s: float = 200.0
-    """So long after its pause a conversation may go on; then it has ended."""
+    """Time after its pause during which a conversation can continue; then it ends."""
 
 
 MOONCAKE_CONVERSATION = Shape()
@@ -75,11 +75,11 @@ def generate(
     seed: int,
     shape: Shape = MOONCAKE_CONVERSATION,
 ) -> Trace:
-    """`n` requests, or as many as arrive within `duration_s` seconds; the same arguments give an equal trace.
+    """Generate `n` requests, or as many as arrive within `duration_s` seconds; the same arguments give an equal trace.
 
-    Requests arrive in batches of rate_per_s * batch_every_s on the mean, whatever `rate_per_s`. All prompts share a
-    system prompt; some continue a conversation and share what that had before; the rest of a prompt is unique.
-    Another rate is the same trace with other times, as with `rescale`.
+    The mean batch size is shape.rate_per_s * shape.batch_every_s, independent of `rate_per_s`. All prompts share a
+    system prompt; some continue a conversation and share its earlier prompt; the rest of a prompt is unique. Another
+    rate is the same trace with other times, as with `rescale`.
 
     Raises:
         InputError: both or neither of `n` and `duration_s`, or one that is not positive; a rate that is not.
@@ -102,9 +102,9 @@ def generate(
 
 
 def _arrivals(draw: np.random.Generator, n: int | None, duration_s: float | None, shape: Shape) -> FloatArray:
-    """Ascending arrival times at the shape's own rate, the first one at 0.
+    """Return ascending arrival times at the shape's own rate, the first one at 0.
 
-    Given their number, Poisson sizes are a multinomial draw: every request picks its batch.
+    Given their number, Poisson sizes are a multinomial draw: every request draws its batch.
     """
     if duration_s is None:
         assert n is not None
@@ -114,7 +114,7 @@ def _arrivals(draw: np.random.Generator, n: int | None, duration_s: float | None
         n = max(1, int(draw.poisson(shape.rate_per_s * shape.batch_every_s * batches)))
     weights = draw.gamma(1 / shape.batch_drift**2, size=batches)
     sizes = draw.multinomial(n, weights / weights.sum())
-    # Whole jitters, divided once, are exact decimals: a trace at its own rate is on whole milliseconds.
+    # An integer number of jitters, divided once, is an exact decimal: a trace at its own rate is on whole milliseconds.
     per_s = round(1 / shape.batch_jitter_s)
     ticks = np.arange(batches) * round(shape.batch_every_s * per_s) + draw.integers(2, size=batches)
     at_ticks = np.repeat(ticks, sizes)
@@ -122,13 +122,13 @@ def _arrivals(draw: np.random.Generator, n: int | None, duration_s: float | None
 
 
 def _draw(draw: np.random.Generator, quantiles: Quantiles, size: int) -> FloatArray:
-    """Inverse of the cumulative distribution through the quantiles at uniform percentages."""
+    """Draw from the inverse of the cumulative distribution through the quantiles."""
     percent, value = zip(*quantiles, strict=True)
     return np.asarray(np.exp(np.interp(draw.random(size) * 100, percent, np.log(value))), dtype=np.float64)
 
 
 class _Turn(NamedTuple):
-    """The last prompt of a conversation; ordered by length, then by age."""
+    """Last prompt of a conversation; ordered by length, then by age."""
 
     input_tokens: int
     number: int
@@ -137,7 +137,8 @@ class _Turn(NamedTuple):
 
 @dataclass(slots=True)
 class _Conversations:
-    """Last turns that somebody may continue: first they pause, then they are open, then they end or are resumed."""
+    """Last turns of conversations that can continue. They pause first, then they are open, then they end or are
+    resumed."""
 
     open_s: float
     _pausing: list[tuple[float, _Turn]] = field(default_factory=list)
@@ -148,7 +149,7 @@ class _Conversations:
         heappush(self._pausing, (ready_s, turn))
 
     def advance(self, now_s: float) -> None:
-        """Open what has paused long enough, end what nobody continued."""
+        """Open the turns whose pause is over, and end those that were not continued in time."""
         while self._pausing and self._pausing[0][0] <= now_s:
             ready_s, turn = heappop(self._pausing)
             insort(self._open, turn)
@@ -160,13 +161,13 @@ class _Conversations:
                 del self._open[position]
 
     def resume(self, input_tokens: int) -> _Turn | None:
-        """The longest open turn of at most `input_tokens`, which is open no more."""
+        """Return the longest open turn of at most `input_tokens` and remove it."""
         position = bisect_right(self._open, input_tokens, key=itemgetter(0))
         return self._open.pop(position - 1) if position else None
 
 
 def _chains(draw: np.random.Generator, at_s: FloatArray, inputs: IntArray, shape: Shape) -> list[tuple[int, ...]]:
-    """Block ids of every prompt, its last block partial as in Mooncake's traces; new ids count upwards."""
+    """Return block ids of every prompt, with a partial last block as in Mooncake's traces; new ids count upwards."""
     size = len(at_s)
     length_at, share_at = zip(*shape.followup_share, strict=True)
     follows = draw.random(size) < np.interp(inputs, length_at, share_at)
@@ -190,5 +191,5 @@ def _chains(draw: np.random.Generator, at_s: FloatArray, inputs: IntArray, shape
 
 
 def _kept(turn: _Turn, share: float, shape: Shape) -> tuple[int, ...]:
-    """Full blocks of the first `share` of a prompt, the system prompt always among them."""
+    """Return the full blocks of the first `share` of a prompt, but at least the system prompt."""
     return turn.chain[: max(int(share * turn.input_tokens) // shape.block_tokens, shape.system_blocks)]

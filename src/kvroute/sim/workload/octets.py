@@ -1,6 +1,6 @@
-"""Lines of a plain, zstd or gzip file, told apart by their first octets; a cut-off or damaged file is wrong input.
+"""Lines of a plain, zstd or gzip file, detected by its first bytes; a truncated or damaged file is an input error.
 
-Files are written whole or not at all: a full disk must not cost what stood there before.
+Files are written completely or not at all: a full disk must not destroy the previous content.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _GZIP_MAGIC = b"\x1f\x8b"
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _CHUNK_BYTES = 1 << 20
 _LINE_MAX_BYTES = 1 << 26
-"""A longer line is no line of a trace but a file of another kind."""
+"""Maximum length of a line. A file with a longer line is not a trace."""
 _MENDS = {
     errno.ENOSPC: "choose a disk with room",
     errno.EDQUOT: "choose a disk with room",
@@ -36,10 +36,10 @@ _MENDS = {
 
 
 def lines_of(path: Path) -> Iterator[bytes]:
-    """Lines without their ends (LF or CRLF) and without a byte order mark, lazily.
+    """Yield lines without line ends (LF or CRLF) and without a byte order mark, lazily.
 
     Raises:
-        InputError: the file is missing, unreadable, damaged or cut off, or has a line of more than 64 MiB.
+        InputError: the file is missing, unreadable, damaged or truncated, or has a line of more than 64 MiB.
     """
     try:
         with path.open("rb") as file:
@@ -54,7 +54,7 @@ def lines_of(path: Path) -> Iterator[bytes]:
 
 
 def fingerprint(path: Path) -> str:
-    """XXH64 of a file, or of all files of a folder with their names."""
+    """Return the XXH64 of a file, or of all files of a folder with their names."""
     if not path.is_dir():
         return xxhash.xxh64_hexdigest(path.read_bytes())
     whole = xxhash.xxh64()
@@ -64,7 +64,7 @@ def fingerprint(path: Path) -> str:
 
 
 def write_octets(path: Path, octets: bytes) -> None:
-    """Write a file, compressed as the end of its name says; equal octets give equal files."""
+    """Write a file, compressed according to the suffix of its name; equal input gives equal files."""
     if path.suffix == ".zst":
         octets = zstandard.ZstdCompressor(level=9).compress(octets)
     elif path.suffix == ".gz":
@@ -75,19 +75,20 @@ def write_octets(path: Path, octets: bytes) -> None:
 
 @contextmanager
 def written_whole(path: Path, mend: str = "give a file in a folder that exists") -> Iterator[Path]:
-    """Where to write what becomes `path` once it is all there; after an error `path` is as it was and no part stays.
+    """Yield a path to write to, and rename it to `path` at the end; after an error `path` is unchanged and the partial
+    file is removed.
 
-    A link stays a link, and a pipe or device is written directly.
+    A symbolic link stays a link, and a pipe or device is written directly.
 
     Raises:
-        InputError: the system does not take it; `mend` is for reasons that do not say themselves what to do.
+        InputError: the system refuses the write; `mend` is the advice for errors without specific advice.
     """
     whole = Path(os.path.realpath(path))
     replaced = whole.is_file() or not whole.exists()
     part = whole.with_name(f"{whole.name}.part") if replaced else whole
     try:
         if whole.is_file() and not os.access(whole, os.W_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))  # a folder's right would be enough to rename
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))  # renaming needs only rights on the folder
         yield part
         if replaced:
             if whole.exists():
@@ -115,7 +116,8 @@ def _chunks(file: BinaryIO) -> Iterator[bytes]:
 
 
 def _zstd(file: BinaryIO) -> Iterator[bytes]:
-    """The library's own reader takes a cut-off frame for the end of the file; this one does not."""
+    """Decompress zstd data. The library's own reader treats a truncated frame as the end of the file; this function
+    does not."""
     frame = None
     while packed := file.read(_CHUNK_BYTES):
         while packed:

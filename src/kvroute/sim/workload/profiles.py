@@ -1,4 +1,5 @@
-"""The three kinds of load that NetKV VI-A tells apart by prompt length; prefixes are drawn elsewhere."""
+"""The three workload profiles of NetKV VI-A, selected by prompt length; shared prefixes are drawn in
+`share_prefixes`."""
 
 from __future__ import annotations
 
@@ -10,14 +11,14 @@ from kvroute.sim.workload.trace import Trace
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Bounds of the prompt, inclusive, and what NetKV fixes for this kind of load."""
+    """Bounds of the prompt length (inclusive), and the parameters that NetKV sets for this profile."""
 
     min_tokens: int
     max_tokens: int | None
     p_share: float
-    """Probability that a request shares its prefix, for `share_prefixes`."""
+    """Probability that a request shares its prefix (`share_prefixes`)."""
     ttft_slo_s: float
-    """A good request has its first token in so many seconds."""
+    """TTFT limit of a good request, in seconds."""
 
 
 PROFILES = {
@@ -28,5 +29,5 @@ PROFILES = {
 
 
 def apply_profile(trace: Trace, profile: Profile) -> Trace:
-    """The requests whose prompts fit; lengths, times and prefixes stay. InputError where none fits."""
+    """Return the requests whose prompts fit; lengths, times and prefixes stay. Raises InputError if none fits."""
     return filter_lengths(trace, profile.min_tokens, profile.max_tokens)

@@ -1,7 +1,7 @@
-"""Trace files to traces and back: Mooncake JSON lines, Azure LLM CSV, event logs and agents' sessions, told apart by
-content, not by file name.
+"""Read and write trace files: Mooncake JSON lines, Azure LLM CSV, event logs and agent sessions, detected by content
+and not by file name.
 
-A broken line is an error that names file, line and field; it is left out only where the caller says so.
+A broken line is an error that names file, line and field; it is skipped only on request of the caller.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from kvroute.sim.workload.trace import Trace, TracedRequest
 from kvroute.types import InputError, InputErrors
 
 MOONCAKE_BLOCK_TOKENS = 512
-"""Tokens behind one of Mooncake's hash_ids."""
+"""Tokens per id in Mooncake's hash_ids."""
 UNKNOWN_BLOCK_TOKENS = 16
 """Block size of requests whose content is unknown (vLLM's default)."""
 
 _SHOWN_FAULTS = 10
 _LONGEST_TOKENS = 100_000_000
 _LATEST_S = 1e7
-"""Later first arrivals are taken for times of day: no trace begins months after its own start."""
+"""First arrivals after this are taken for times of day: no trace begins months after its own start."""
 _BLOCK_LIMIT = 1 << 64
 _AZURE_COLUMNS = ("timestamp", "contexttokens", "generatedtokens")
 _LINE_MEND = "correct the line, or leave broken lines out (--skip-bad)"
@@ -43,13 +43,13 @@ _CONTENT_MEND = (
 )
 
 Parse: TypeAlias = Callable[[bytes], TracedRequest]
-"""One line to one request; ValueError tells what is wrong with it."""
+"""Converts one line to one request; raises ValueError with the reason for an invalid line."""
 Rows: TypeAlias = Iterator[tuple[str, bytes]]
-"""Lines that are not blank, and where each is: file:number."""
+"""Pairs of a place (file:number) and a line that is not blank."""
 
 
 class _MooncakeLine(msgspec.Struct, kw_only=True):
-    """Mooncake's four keys, and three of ours for what these cannot say."""
+    """Mooncake's four keys, and three additional keys of kvroute."""
 
     timestamp: Annotated[float, msgspec.Meta(ge=0)]
     """Milliseconds since the trace began."""
@@ -57,7 +57,7 @@ class _MooncakeLine(msgspec.Struct, kw_only=True):
     output_length: Annotated[int, msgspec.Meta(ge=0, le=_LONGEST_TOKENS)]
     hash_ids: tuple[Annotated[int, msgspec.Meta(ge=0)], ...] = ()
     at_s: Annotated[float, msgspec.Meta(ge=0)] | None = None
-    """The exact time where it is no whole number of milliseconds."""
+    """Exact time if it is not a whole number of milliseconds."""
     block_tokens: Annotated[int, msgspec.Meta(ge=1, le=_LONGEST_TOKENS)] | None = None
     group: Annotated[int, msgspec.Meta(ge=0)] | None = None
 
@@ -69,17 +69,17 @@ def read(
     on_skip: Callable[[InputError], None] = lambda fault: None,
     block_tokens: int = MOONCAKE_BLOCK_TOKENS,
 ) -> Trace:
-    """The requests of a trace file, plain or compressed (zstd, gzip), ascending by time.
+    """Read the requests of a trace file, plain or compressed (zstd, gzip), ascending by time.
 
-    Requests out of order are sorted, equal times in file order; Azure's times of day and a log's times count from the
-    first request. A log's answers are those that it counted; the trace's remarks say how many it did not. Sessions of
-    agents start at random times (`Agents.open_loop`, seed 0). `block_tokens` is the size behind hash_ids unless a line
-    gives its own. With `skip_bad`, broken lines are left out, told to `on_skip` and counted in the trace's remarks, as
-    is sorting.
+    Requests out of order are sorted, equal times stay in file order; Azure's times of day and a log's times are
+    relative to the first request. Output lengths of a log are the recorded ones; remarks say how many are missing.
+    Sessions of agents start at random times (`Agents.open_loop`, seed 0). `block_tokens` is the block size of hash_ids
+    unless a line gives its own. With `skip_bad`, broken lines are skipped, passed to `on_skip` and counted in the
+    trace's remarks; sorting is noted in the remarks, too.
 
     Raises:
-        InputError: a file that cannot be read, is no trace or holds no request; InputErrors for broken lines,
-            the first ten of them, each with file, line and field.
+        InputError: a file that cannot be read, is no trace or holds no request; InputErrors for broken lines, the first
+            ten of them, each with file, line and field.
     """
     found = read_any(path, skip_bad=skip_bad, on_skip=on_skip, block_tokens=block_tokens)
     return found.open_loop(seed=0) if isinstance(found, Agents) else found
@@ -92,8 +92,8 @@ def read_any(
     on_skip: Callable[[InputError], None] = lambda fault: None,
     block_tokens: int = MOONCAKE_BLOCK_TOKENS,
 ) -> Trace | Agents:
-    """As `read`, but sessions of agents as they are. They may also be a folder of .json files, in the order of their
-    names."""
+    """Read as `read` does, but return agent sessions unchanged. They may also be a folder of .json files, read in the
+    order of their names."""
     path = Path(path)
     if block_tokens < 1:
         raise InputError(f"a block of {block_tokens} tokens", where="block_tokens", mend="give 1 or more")
@@ -118,14 +118,14 @@ def read_any(
 
 
 def write(trace: Trace, path: str | Path) -> None:
-    """Mooncake JSON lines; a name that ends in .zst or .gz compresses. `read` gives equal requests back.
+    """Write Mooncake JSON lines, compressed if the name ends in .zst or .gz. `read` returns equal requests.
 
-    Lines hold Mooncake's four keys; only where these lose something, `at_s`, `block_tokens` and `group` are added,
-    which Mooncake's own readers ignore.
+    Lines have Mooncake's four keys. Keys `at_s`, `block_tokens` and `group`, which Mooncake's own readers ignore, are
+    added only if information would be lost without them.
 
     Raises:
         InputError: a name that does not end in .jsonl, .jsonl.zst or .jsonl.gz, a file that cannot be written, or a
-            closed loop, which this format cannot tell.
+            closed loop, which this format cannot represent.
     """
     path = Path(path)
     if trace.loop is not None:
@@ -139,7 +139,7 @@ def write(trace: Trace, path: str | Path) -> None:
 
 
 def _rows(path: Path) -> Rows:
-    """Of a file, or of the .json files of a folder, plain or compressed."""
+    """Yield the rows of a file, or of the .json files of a folder, plain or compressed."""
     files = [path]
     if path.is_dir():
         files = sorted(each for each in path.iterdir() if each.name.endswith((".json", ".json.zst", ".json.gz")))
@@ -158,18 +158,18 @@ def _rows(path: Path) -> Rows:
 
 
 def _is_log_file(path: Path) -> bool:
-    """Whether an event log stands there, uncompressed, so that all of its parts can be read."""
+    """Return True if the file is an uncompressed event log, of which all parts can be read."""
     try:
         with path.open("rb") as file:
             return is_log(file.read(64))
     except OSError:
-        return False  # what is wrong is said by whoever reads it
+        return False  # the caller that reads the file reports the error
 
 
 def _requests(
     first: tuple[str, bytes], rows: Rows, block_tokens: int, fault_limit: float
 ) -> tuple[list[TracedRequest], list[InputError], list[str]]:
-    """Requests in the file's order, its broken lines, and remarks."""
+    """Return the requests in file order, the broken lines, and remarks."""
     if is_log(first[1]):
         log = RecordedRequests()
         faults = _taken(rows, log.take, fault_limit)
@@ -181,7 +181,8 @@ def _requests(
 
 
 def _unit_doubts(requests: Sequence[TracedRequest]) -> list[str]:
-    """Of Mooncake's timestamps; times between two milliseconds are kvroute's own `at_s`, which has a unit."""
+    """Return a remark if Mooncake's timestamps seem to have another unit. Times between two milliseconds come from
+    `at_s`, whose unit is known."""
     at_s = [request.at_s for request in requests]
     doubt = plausibility.of_arrivals(len(at_s), max(at_s) - min(at_s)) if at_s else None
     if doubt is None or any(round(time * 1e3) / 1e3 != time for time in at_s):
@@ -219,7 +220,7 @@ def _mooncake_keys(request: TracedRequest) -> dict[str, object]:
 
 
 def _format(first: tuple[str, bytes], rows: Rows, block_tokens: int) -> tuple[Parse, Rows]:
-    """How to parse a line, and the lines to parse: the first one is a header or a request."""
+    """Return the parser of a line, and the lines to parse: the first one is a header or a request."""
     place, line = first
     if line.lstrip().startswith(b"{"):
         return _mooncake(block_tokens), itertools.chain([first], rows)
@@ -260,7 +261,7 @@ def _mooncake(block_tokens: int) -> Parse:
 
 
 def _field_first(text: str) -> str:
-    """msgspec says "Expected `int` >= 1 - at `$.input_length`"; the field comes first here."""
+    """Move the field to the front of msgspec's message, which is like "Expected `int` >= 1 - at `$.input_length`"."""
     what, _, place = text.partition(" - at `$.")
     what = what.replace("Expected", "expected", 1) if place else text
     return f"field {place.rstrip('`')}: {what}" if place else what
@@ -295,7 +296,8 @@ def _azure(columns: Sequence[str]) -> Parse:
 
 
 def _time_of_day_s(text: str) -> float:
-    """Seconds since 1970 of "2023-11-16 18:17:03.9799600" (2023) or "2024-05-10 00:00:00.009930+00:00" (2024)."""
+    """Return seconds since 1970 of "2023-11-16 18:17:03.9799600" (2023) or "2024-05-10 00:00:00.009930+00:00"
+    (2024)."""
     try:
         moment = datetime.fromisoformat(text)
     except ValueError:
@@ -323,7 +325,7 @@ def _in_order(name: str, requests: list[TracedRequest], said: list[str]) -> Trac
         requests.sort(key=lambda request: request.at_s)
     first_s = requests[0].at_s
     if not 0 <= first_s <= _LATEST_S:
-        # Six digits: a double that counts microseconds since 1970 has no more.
+        # Six digits: a double of the microseconds since 1970 has no more.
         requests = [msgspec.structs.replace(r, at_s=round(r.at_s - first_s, 6)) for r in requests]
     assert all(math.isfinite(request.at_s) for request in requests)
     return Trace(name, tuple(requests), tuple(remarks))

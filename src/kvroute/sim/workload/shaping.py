@@ -1,6 +1,6 @@
-"""Traces from traces: another rate, a slice, other lengths, drawn prefixes; the trace that goes in is never changed.
+"""Derive traces from traces: another rate, a slice, other lengths, drawn prefixes. The input trace is never changed.
 
-Of a closed loop nothing can be left out, and its times are nobody's: only its lengths and prefixes can be changed.
+In a closed loop only lengths and prefixes can be changed: requests depend on each other, and have no fixed times.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from kvroute.sim.workload.trace import Trace, TracedRequest
 from kvroute.types import InputError, IntArray
 
 _OWNER_BITS = 24
-"""Ids leave room for 2^24 blocks of one owner (a group or a request): longer than any prompt."""
+"""Bits of an id that number the blocks of one owner (a group or a request): 2^24 blocks, longer than any prompt."""
 _RESIZED = -1
-"""In place of a seed, so that no id of `share_prefixes` comes twice."""
+"""Used instead of a seed, so that no id equals one of `share_prefixes`."""
 
 
 def rescale(trace: Trace, rate_per_s: float) -> Trace:
-    """Every arrival time times one factor, so that requests / duration is `rate_per_s` (NetKV VI-A).
+    """Scale all arrival times by one factor, so that requests / duration is `rate_per_s` (NetKV VI-A).
 
-    Batches stay whole and move closer together or further apart.
+    Batches stay together and move closer together or further apart.
 
     Raises:
         InputError: a rate that is not positive and finite, or a trace whose requests all arrive at one time.
@@ -42,7 +42,7 @@ def rescale(trace: Trace, rate_per_s: float) -> Trace:
 
 
 def rescale_if_spread(trace: Trace, rate_per_s: float) -> Trace:
-    """As `rescale`; requests that all arrive at one time stay together, and a remark says so.
+    """Rescale as `rescale` does; if all requests arrive at one time, leave them and add a remark.
 
     Raises:
         InputError: a rate that is not positive and finite, or a trace without requests.
@@ -58,7 +58,8 @@ def rescale_if_spread(trace: Trace, rate_per_s: float) -> Trace:
 
 
 def window(trace: Trace, from_s: float, to_s: float) -> Trace:
-    """Requests with from_s <= at_s < to_s; their times count from `from_s`. May be empty; windows partition a trace."""
+    """Return requests with from_s <= at_s < to_s, times relative to `from_s`. May be empty; windows partition a
+    trace."""
     _check_open(trace)
     if not (isfinite(from_s) and from_s <= to_s):
         raise InputError(f"a window from {from_s} s to {to_s} s", where="window", mend="let it end after it begins")
@@ -67,7 +68,7 @@ def window(trace: Trace, from_s: float, to_s: float) -> Trace:
 
 
 def take(trace: Trace, n: int) -> Trace:
-    """The first `n` requests, all of them where there are fewer."""
+    """Return the first `n` requests, or all if there are fewer."""
     _check_open(trace)
     if n < 0:
         raise InputError(f"{n} requests", where="take", mend="give 0 or more")
@@ -75,7 +76,7 @@ def take(trace: Trace, n: int) -> Trace:
 
 
 def filter_lengths(trace: Trace, low: int, high: int | None = None) -> Trace:
-    """Requests with low <= input_tokens <= high (None: no bound); InputError where none is left."""
+    """Return requests with low <= input_tokens <= high (None: no bound). Raises InputError if none is left."""
     _check_open(trace)
     kept = [r for r in trace.requests if low <= r.input_tokens and (high is None or r.input_tokens <= high)]
     if not kept:
@@ -85,9 +86,9 @@ def filter_lengths(trace: Trace, low: int, high: int | None = None) -> Trace:
 
 
 def with_lengths(trace: Trace, *, input_tokens: int | None = None, output_tokens: int | None = None) -> Trace:
-    """The same arrivals with one length for every prompt, every answer or both.
+    """Return the same arrivals with one length for every prompt, every output or both.
 
-    A shorter prompt keeps its first blocks; a longer one keeps its full blocks and gets new ones that nobody shares.
+    A shorter prompt keeps its first blocks; a longer one keeps its full blocks and gets new, unshared ones.
     """
     for name, tokens, least in (("input_tokens", input_tokens, 1), ("output_tokens", output_tokens, 0)):
         if tokens is not None and tokens < least:
@@ -104,12 +105,12 @@ def with_lengths(trace: Trace, *, input_tokens: int | None = None, output_tokens
 def share_prefixes(
     trace: Trace, p_share: float, *, groups: int = 40, shared: float = 0.5, block_tokens: int = 16, seed: int
 ) -> Trace:
-    """Prefixes drawn by group in place of the trace's own, our reading of NetKV's p_share (VI-A leaves it open).
+    """Replace the trace's prefixes by prefixes drawn per group: our reading of NetKV's p_share, which VI-A leaves open.
 
     With probability `p_share` a request belongs to one of `groups` equally likely groups. Members share the first
-    floor(shared * input_tokens / block_tokens) blocks with their group, as far as both prompts reach; every other
-    block is unique. Only full blocks of `block_tokens` count. Lengths and times stay. With the same seed, a larger
-    `p_share` adds members and moves none.
+    floor(shared * input_tokens / block_tokens) blocks with their group, as far as both prompts reach; every other block
+    is unique. Only full blocks of `block_tokens` count. Lengths and times stay. With the same seed, a larger `p_share`
+    adds members and keeps the existing ones in their groups.
 
     Raises:
         InputError: a share outside [0, 1], less than one group or token, a negative seed.
@@ -159,9 +160,9 @@ def _resized(request: TracedRequest, input_tokens: int, owner: int) -> tuple[int
 
 
 def own_ids(owner: int, start: int, stop: int, seed: int) -> list[int]:
-    """Ids of an owner's blocks start..stop-1: 64-bit numbers that look like hashes.
+    """Return the ids of an owner's blocks start..stop-1: 64-bit numbers that look like hashes.
 
-    All are distinct for distinct (owner, position): the mix is a bijection (splitmix64's finaliser).
+    Distinct (owner, position) give distinct ids: the mix is a bijection (splitmix64's finaliser).
     """
     positions: IntArray = np.arange(start, stop, dtype=np.int64)
     mixed: npt.NDArray[np.uint64] = positions.astype(np.uint64) + np.uint64(owner << _OWNER_BITS)

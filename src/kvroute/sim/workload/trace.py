@@ -1,4 +1,4 @@
-"""Requests in the order they arrive, and what can be said of them in numbers; it neither reads files nor draws."""
+"""Requests in order of arrival, and their statistics. This module neither reads files nor draws random numbers."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from kvroute.types import FloatArray, IntArray
 
 
 class TracedRequest(msgspec.Struct, frozen=True):
-    """One request of a trace: when it arrives, how long prompt and answer are, which prefix blocks its prompt has."""
+    """One request of a trace: arrival time, prompt and output lengths, and prefix blocks of the prompt."""
 
     at_s: float
     input_tokens: int
-    """1 or more."""
+    """Prompt length, 1 or more."""
     output_tokens: int
-    """0 or more; a router does not know it beforehand."""
+    """Output length, 0 or more; unknown to a router in advance."""
     blocks: tuple[int, ...]
-    """Equal ids mean equal prompts up to and including that block; empty: nothing is known of the content.
+    """Block ids; equal ids mean equal prompts up to and including that block. Empty: the content is unknown.
 
-    As in Mooncake's traces the last block may be a partial one: ceil or floor of input_tokens / block_tokens ids.
+    As in Mooncake's traces the last block may be partial: ceil or floor of input_tokens / block_tokens ids.
     """
     block_tokens: int
     group: int | None = None
-    """Number of the group that the request shares a prefix with, where `share_prefixes` drew one."""
+    """Group with which the request shares a prefix, if `share_prefixes` drew one."""
 
 
 class LengthStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens of prompts or of answers; percentiles are interpolated linearly."""
+    """Tokens of prompts or of outputs; percentiles are interpolated linearly."""
 
     mean: float
     min: int
@@ -46,58 +46,59 @@ class LengthStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TraceStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """A trace in numbers. Shares are in [0, 1]; reuse is what an infinite cache of prefixes would find."""
+    """Statistics of a trace. Shares are in [0, 1]; reuse is the hit rate of an infinite prefix cache."""
 
     name: str
     requests: int
     duration_s: float
     rate_per_s: float
     input_tokens: LengthStatistics | None
-    """None for a trace without requests, as the next one."""
+    """Prompt lengths; None for a trace without requests, as for `output_tokens`."""
     output_tokens: LengthStatistics | None
     distinct_arrivals: int
     batch_mean: float
-    """Requests that arrive at the very same time, mean over arrival times."""
+    """Mean number of requests that arrive at exactly the same time, over all arrival times."""
     batch_p95: float
     batch_max: int
     gap_p50_s: float
-    """Between different arrival times."""
+    """Median gap between distinct arrival times."""
     gap_cv: float
     """Coefficient of variation of all inter-arrival times, zeros included: 1 for a Poisson process."""
     block_tokens: int
-    """Largest of the trace; 0 where no request has blocks."""
+    """Largest block size of the trace; 0 if no request has blocks."""
     blocks: int
     unique_blocks: int
     reused_block_share: float
-    """Blocks of the longest prefix seen before, among all blocks."""
+    """Share of blocks that belong to the longest prefix seen before."""
     reused_token_share: float
-    """Tokens of that prefix, among all input tokens."""
+    """Share of input tokens that belong to that prefix."""
     reusing_request_share: float
-    """Requests with one such block or more."""
+    """Share of requests with at least one such block."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """A closed loop over a trace's requests, by their positions: some come when others have been answered."""
+    """A closed loop over a trace's requests, by their positions: some requests start after others have ended."""
 
     after: tuple[tuple[int, ...], ...]
-    """[n] whose answers each request waits for, all of them before it in the trace; refused is answered, too."""
+    """[n] Requests whose end each request waits for; all are earlier in the trace. A rejection counts as an end."""
     think_s: tuple[float, ...]
-    """[n] from the last of these answers to the request; from time 0 for one that waits for none."""
+    """[n] Time from the last of these ends to the request; from time 0 for a request that waits for none."""
     until_s: tuple[float, ...]
-    """[n] one that would come later does not come, nor does any that waits for it; inf: it comes whenever."""
+    """[n] Latest start: a later request is dropped, and so is every request that waits for it; infinity: no limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Requests ascending by arrival time; those of one time keep the order of their source."""
+    """Requests ascending by arrival time; requests of equal time keep the order of their source."""
 
     name: str
     requests: tuple[TracedRequest, ...]
     remarks: tuple[str, ...] = field(default=(), compare=False)
-    """What reading had to put right, in sentences for the user."""
+    """Corrections made when the trace was read, in sentences for the user."""
     loop: Loop | None = None
-    """None: an open loop, in which requests come at their times; else times are those of answers that take none."""
+    """None: an open loop, in which requests arrive at their times. In a closed loop the times assume outputs of zero
+    duration."""
 
     def __post_init__(self) -> None:
         assert all(a.at_s <= b.at_s for a, b in pairwise(self.requests)), "requests ascend by time"
@@ -108,16 +109,16 @@ class Trace:
 
     @property
     def duration_s(self) -> float:
-        """From the first arrival to the last one; 0 for less than two requests."""
+        """Time from the first to the last arrival; 0 for less than two requests."""
         return self.requests[-1].at_s - self.requests[0].at_s if self.requests else 0.0
 
     @property
     def rate_per_s(self) -> float:
-        """Requests / duration_s; 0 where all arrive at one time, for such a trace has no rate."""
+        """Requests / duration_s; 0 if all arrive at one time."""
         return len(self.requests) / self.duration_s if self.duration_s else 0.0
 
     def statistics(self) -> TraceStatistics:
-        """Counts, quantiles, batches and reuse; zeros where there is nothing to count."""
+        """Return counts, quantiles, batches and reuse; zeros if there is nothing to count."""
         at_s = np.array([request.at_s for request in self.requests])
         times, batches = np.unique(at_s, return_counts=True)
         reuse = _Reuse.of(self.requests)
