@@ -15,7 +15,7 @@ import pytest
 import yaml
 from tests.examples import CLUSTERS, PLANS
 
-from kvroute.gateway.preflight import deployment_of
+from kvroute.gateway.config.preflight import deployment_of
 from kvroute.topology.json_schema import cluster_json_schema
 from kvroute.types import InputErrors
 

@@ -17,8 +17,8 @@ from typer.core import TyperGroup
 
 from kvroute import __version__
 from kvroute.cli.app import COMMANDS, app
-from kvroute.gateway.openapi import document
-from kvroute.gateway.settings import GatewaySettings
+from kvroute.gateway.config.settings import GatewaySettings
+from kvroute.gateway.openai_api.openapi import document
 from kvroute.topology.json_schema import cluster_json_schema
 
 ROOT = Path(__file__).resolve().parents[1]

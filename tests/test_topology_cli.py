@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from kvroute.cli.output import own_command
 from kvroute.cli.topology import app
-from kvroute.gateway.preflight import deployment_of
+from kvroute.gateway.config.preflight import deployment_of
 from kvroute.report.topology_figure import draw_topology, topology_figure
 from kvroute.topology import InstanceCounts, build, fat_tree, load, parse
 from kvroute.topology.draft import draft
@@ -115,7 +115,7 @@ def test_check_looks_at_the_gateway_section_too(tmp_path: Path) -> None:
 
 def test_check_says_that_it_cannot_look_at_the_gateway_section(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The libraries of `kvroute[serve]` are missing; a file without the section gives no such message."""
-    monkeypatch.setitem(sys.modules, "kvroute.gateway.preflight", None)
+    monkeypatch.setitem(sys.modules, "kvroute.gateway.config.preflight", None)
     path = tmp_path / "gateway.yaml"
     path.write_text(SMALL + "\ngateway: {polcy: netkv}\n", encoding="utf-8")
     result = runner.invoke(app, ["check", str(path)])

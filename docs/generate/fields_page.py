@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 
-from kvroute.gateway.settings import GatewaySettings
+from kvroute.gateway.config.settings import GatewaySettings
 from kvroute.topology.json_schema import Schema, cluster_json_schema
 
 

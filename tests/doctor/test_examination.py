@@ -18,7 +18,7 @@ from tests.waiting import until
 
 from kvroute.doctor import Options, Report, examine
 from kvroute.emulator import FleetSettings
-from kvroute.gateway.deployment import Deployment
+from kvroute.gateway.lifecycle.deployment import Deployment
 from kvroute.types import Endpoint, KvProtocol
 
 PAIR = ("prefill0", "decode0")

@@ -7,15 +7,15 @@ import re
 import msgspec
 from tests.fuzz.targets import CORPUS
 
-from kvroute.gateway.preflight import deployment_of, settings_of
-from kvroute.gateway.settings import GatewaySettings
+from kvroute.gateway.config.preflight import deployment_of, settings_of
+from kvroute.gateway.config.settings import GatewaySettings
 from kvroute.topology import Cluster, FileError, parse
 from kvroute.types import InputError, InputErrors
 
 INSTRUMENTED = (
     *("kvroute.topology.document", "kvroute.topology.form", "kvroute.topology.units", "kvroute.topology.place"),
     *("kvroute.topology.expansion", "kvroute.topology.assembly", "kvroute.topology.check"),
-    *("kvroute.gateway.preflight", "kvroute.gateway.amounts", "kvroute.gateway.offload_checks"),
+    *(f"kvroute.gateway.config.{name}" for name in ("preflight", "field_types", "offload_checks")),
 )
 RUNS = 2_000
 

@@ -11,15 +11,19 @@ from typing import cast
 
 from tests.fuzz.cuts import bounded, pieces
 
-from kvroute.gateway.answers import cached_tokens, sse_events, usage_tokens
-from kvroute.gateway.call import Failure
-from kvroute.gateway.dialects import DIALECTS, DialectError, engine_id
-from kvroute.gateway.exchange import Headers
-from kvroute.gateway.headers import answered
-from kvroute.gateway.pool import Pool
-from kvroute.gateway.upstream import HEAD_LINES_MAX, Line
+from kvroute.gateway.engines.protocols import DIALECTS, DialectError, engine_id
+from kvroute.gateway.http.call import Failure
+from kvroute.gateway.http.exchange import Headers
+from kvroute.gateway.http.headers import answered
+from kvroute.gateway.http.pool import Pool
+from kvroute.gateway.http.upstream_connection import HEAD_LINES_MAX, Line
+from kvroute.gateway.openai_api.responses import cached_tokens, sse_events, usage_tokens
 
-INSTRUMENTED = ("kvroute.gateway.upstream", "kvroute.gateway.answers", "kvroute.gateway.dialects")
+INSTRUMENTED = (
+    "kvroute.gateway.http.upstream_connection",
+    "kvroute.gateway.openai_api.responses",
+    "kvroute.gateway.engines.protocols",
+)
 RUNS = 25_000
 TOKENS_MAX = 2**31 - 1
 _LOOP = asyncio.new_event_loop()

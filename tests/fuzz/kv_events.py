@@ -7,13 +7,17 @@ from typing import Any
 from tests.fuzz.cuts import bounded
 from tests.gateway.test_kv_events import OURS, Engine, batch, feed
 
-from kvroute.gateway.engine_blocks import SLICE_UNITS
-from kvroute.gateway.kv_batch import BATCH_BLOCKS_MAX, BatchError, BlockEvent, read_batch
-from kvroute.gateway.kv_stream import KvStream
+from kvroute.gateway.telemetry.engine_blocks import SLICE_UNITS
+from kvroute.gateway.telemetry.kv_batch import BATCH_BLOCKS_MAX, BatchError, BlockEvent, read_batch
+from kvroute.gateway.telemetry.kv_stream import KvStream
 from kvroute.prefix import PrefixIndex
 from kvroute.types import Event, KvCleared, KvEvicted, KvStored
 
-INSTRUMENTED = ("kvroute.gateway.kv_batch", "kvroute.gateway.kv_stream", "kvroute.gateway.engine_blocks")
+INSTRUMENTED = (
+    "kvroute.gateway.telemetry.kv_batch",
+    "kvroute.gateway.telemetry.kv_stream",
+    "kvroute.gateway.telemetry.engine_blocks",
+)
 RUNS = 4_000
 
 

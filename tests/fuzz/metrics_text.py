@@ -9,13 +9,17 @@ from tests.examples import EXAMPLES
 from tests.fuzz.cuts import bounded
 
 from kvroute.control import ControlSpec
-from kvroute.gateway.kv_links import LinkWatch
-from kvroute.gateway.metrics_page import EngineMetrics, read_metrics
-from kvroute.gateway.scrape import TransferCounters
+from kvroute.gateway.telemetry.metrics_page import EngineMetrics, read_metrics
+from kvroute.gateway.telemetry.scrape import TransferCounters
+from kvroute.gateway.wan.tcp_links import LinkWatch
 from kvroute.topology import load
 from kvroute.types import InstanceMeasured, TransferMeasured
 
-INSTRUMENTED = ("kvroute.gateway.samples", "kvroute.gateway.metrics_page", "kvroute.gateway.kv_links")
+INSTRUMENTED = (
+    "kvroute.gateway.observe.prometheus_text",
+    "kvroute.gateway.telemetry.metrics_page",
+    "kvroute.gateway.wan.tcp_links",
+)
 RUNS = 20_000
 _SEPARATOR = b"\n\n--\n\n"
 _CLUSTER = load(EXAMPLES / "small.yaml")

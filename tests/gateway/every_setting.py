@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 from msgspec import inspect
 
-from kvroute.gateway.redaction import is_secret
-from kvroute.gateway.settings import GatewaySettings
+from kvroute.gateway.config.settings import GatewaySettings
+from kvroute.gateway.observe.redaction import is_secret
 from kvroute.topology.schema import read_quantity
 from kvroute.topology.units import Duration, Size, quantity
 from kvroute.types import InputError

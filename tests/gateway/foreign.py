@@ -16,8 +16,8 @@ from aiohttp import web
 from tests.gateway.rig import CLUSTER, MODEL, Front
 from tests.waiting import HANGS_S
 
-from kvroute.gateway.deployment import Deployment
 from kvroute.gateway.gateway import Gateway
+from kvroute.gateway.lifecycle.deployment import Deployment
 from kvroute.types import KvProtocol, Role
 
 HEAD = CLUSTER.partition("instances:")[0]

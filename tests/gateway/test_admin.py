@@ -17,11 +17,11 @@ import pytest
 from tests.gateway.every_setting import SECRETS, every_setting, read
 from tests.waiting import HANGS_S, until
 
-from kvroute.gateway.admin import WATCHERS_MOST, Admin, AdminParts
-from kvroute.gateway.admin_connections import AdminConnections
-from kvroute.gateway.metrics import Metrics
-from kvroute.gateway.state import ClusterState
-from kvroute.gateway.view import InstanceLoad, Load
+from kvroute.gateway.observe.admin import WATCHERS_MOST, Admin, AdminParts
+from kvroute.gateway.observe.admin_connections import AdminConnections
+from kvroute.gateway.observe.metrics import Metrics
+from kvroute.gateway.observe.state import ClusterState
+from kvroute.gateway.observe.view import InstanceLoad, Load
 from kvroute.topology import InstanceCounts, build, fat_tree
 from kvroute.types import InputError, Reject
 

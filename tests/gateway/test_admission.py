@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvroute.gateway.admission import Admission, AdmissionLimits, Admitted, Queued, Refused
+from kvroute.gateway.proxy.admission import Admission, AdmissionLimits, Admitted, Queued, Refused
 
 keys = st.sampled_from([None, "alice", "bob", "carol"])
 limits = st.builds(

@@ -13,11 +13,11 @@ import uvloop
 import xxhash
 from tests.waiting import HANGS_S
 
-from kvroute.gateway.call import Call, Failure
-from kvroute.gateway.deadlines import Deadlines
-from kvroute.gateway.door import Door, Limits
-from kvroute.gateway.exchange import Exchange, Headers
-from kvroute.gateway.pool import Pool, request_bytes
+from kvroute.gateway.http.call import Call, Failure
+from kvroute.gateway.http.deadlines import Deadlines
+from kvroute.gateway.http.exchange import Exchange, Headers
+from kvroute.gateway.http.pool import Pool, request_bytes
+from kvroute.gateway.http.server import Door, Limits
 
 T = TypeVar("T")
 BLOCK_BYTES = 64 * 1024

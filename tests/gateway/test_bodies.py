@@ -21,13 +21,13 @@ from hypothesis import strategies as st
 from tests.gateway.rig import COMPLETIONS, MODEL, Answer, rig
 from tests.waiting import HANGS_S, until
 
-from kvroute.gateway.deadlines import Deadlines
-from kvroute.gateway.door import Door
-from kvroute.gateway.exchange import Exchange
-from kvroute.gateway.keys import hash_text
-from kvroute.gateway.pool import Pool
-from kvroute.gateway.reading import BODY_MEMORY_RATIO, LIGHT_BYTES, Limits, RequestReader
-from kvroute.gateway.upstream import Line
+from kvroute.gateway.http.deadlines import Deadlines
+from kvroute.gateway.http.exchange import Exchange
+from kvroute.gateway.http.pool import Pool
+from kvroute.gateway.http.request_parser import BODY_MEMORY_RATIO, LIGHT_BYTES, Limits, RequestReader
+from kvroute.gateway.http.server import Door
+from kvroute.gateway.http.upstream_connection import Line
+from kvroute.gateway.openai_api.api_keys import hash_text
 
 T = TypeVar("T")
 MB = 1_000_000

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvroute.gateway.breaker import Attempt, Breaker, Cause, is_failure
+from kvroute.gateway.engines.breaker import Attempt, Breaker, Cause, is_failure
 
 FAILURES, WINDOW_S, OPEN_S, OPEN_MAX_S, PROBE_S = 3, 10.0, 4.0, 14.0, 6.0
 CAUSES: tuple[Cause, ...] = ("no_answer", "error", "unexplained")

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvroute.gateway.budget import RetryBudget
+from kvroute.gateway.engines.retry_budget import RetryBudget
 
 shares = st.sampled_from([0.0, 0.01, 0.2, 0.5, 1.0])
 floors = st.sampled_from([0.0, 0.1, 1.0, 10.0])

@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.gateway.rig import CHAT, CLUSTER, COMPLETIONS, MODEL, Answer, Rig, rig
 
-from kvroute.gateway.cache_salt import CacheSalts
-from kvroute.gateway.deployment import Deployment
-from kvroute.gateway.engine_blocks import EngineBlocks
-from kvroute.gateway.keys import KeySettings, hash_text
-from kvroute.gateway.kv_batch import read_batch
-from kvroute.gateway.openai import passed_on_with_salt, read_completion, read_passed_on, with_salt
+from kvroute.gateway.lifecycle.deployment import Deployment
+from kvroute.gateway.openai_api.api_keys import KeySettings, hash_text
+from kvroute.gateway.openai_api.cache_salt import CacheSalts
+from kvroute.gateway.openai_api.requests import passed_on_with_salt, read_completion, read_passed_on, with_salt
+from kvroute.gateway.telemetry.engine_blocks import EngineBlocks
+from kvroute.gateway.telemetry.kv_batch import read_batch
 from kvroute.prefix import block_hashes, salt_seed
 
 SECRET = b"a secret of the tests"

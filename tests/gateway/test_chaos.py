@@ -24,11 +24,11 @@ from tests.waiting import becomes_true
 
 from kvroute.control import ControlSpec, read_log, replay, same
 from kvroute.emulator.faults import Fault, Where
-from kvroute.gateway.call import Call
-from kvroute.gateway.exchange import Exchange
 from kvroute.gateway.gateway import Deployment
-from kvroute.gateway.journey import Journey
-from kvroute.gateway.legs import Leg
+from kvroute.gateway.http.call import Call
+from kvroute.gateway.http.exchange import Exchange
+from kvroute.gateway.proxy.leg import Leg
+from kvroute.gateway.proxy.request import Journey
 from kvroute.topology import parse
 from kvroute.types import Arrived, Decode, DecodeFailed, Prefill, PrefillFailed, PrefillFinished, Request
 

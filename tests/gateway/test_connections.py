@@ -19,11 +19,20 @@ from hypothesis import strategies as st
 from tests.gateway.test_door import HOST, LAST, answers, client, echo, open_door, run, talk
 from tests.waiting import becomes_true
 
-from kvroute.gateway.connections import BEGINNING, BUSY, IDLE, UNREAD, Connection, Connections, Entry, network_of
-from kvroute.gateway.deadlines import Deadlines
-from kvroute.gateway.door import Door, Limits
-from kvroute.gateway.exchange import Exchange
-from kvroute.gateway.listener import Listener
+from kvroute.gateway.http.connection_limits import (
+    BEGINNING,
+    BUSY,
+    IDLE,
+    UNREAD,
+    Connection,
+    Connections,
+    Entry,
+    network_of,
+)
+from kvroute.gateway.http.deadlines import Deadlines
+from kvroute.gateway.http.exchange import Exchange
+from kvroute.gateway.http.listener import Listener
+from kvroute.gateway.http.server import Door, Limits
 
 GET = b"GET / HTTP/1.1\r\n"
 

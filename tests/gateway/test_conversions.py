@@ -19,9 +19,9 @@ from tests.gateway.two_sites import LONG, TEXT, metric, reaches, two_sites
 from tests.waiting import until
 
 from kvroute.control import read_log, replay, same
+from kvroute.gateway.config.offload import ConversionSection, hook_url
 from kvroute.gateway.gateway import Deployment
-from kvroute.gateway.hooks import convert
-from kvroute.gateway.offload_settings import ConversionSection, hook_url
+from kvroute.gateway.lifecycle.role_hook import convert
 from kvroute.topology import parse
 from kvroute.topology.units import Duration
 from kvroute.types import Endpoint, InstanceConverted

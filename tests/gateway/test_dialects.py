@@ -12,17 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvroute.connector.handover import Handover, read_handover
-from kvroute.gateway.answers import cached_tokens, usage_tokens
-from kvroute.gateway.copy_leg import copy_body
-from kvroute.gateway.dialects import (
+from kvroute.gateway.engines.protocols import (
     DIALECTS,
     Dialect,
     DialectError,
     Meeting,
     engine_id,
 )
-from kvroute.gateway.fields import ENGINE_FIELDS
-from kvroute.gateway.openai import Completion, read_completion
+from kvroute.gateway.openai_api.json_fields import ENGINE_FIELDS
+from kvroute.gateway.openai_api.requests import Completion, read_completion
+from kvroute.gateway.openai_api.responses import cached_tokens, usage_tokens
+from kvroute.gateway.proxy.prefix_copy_leg import copy_body
 from kvroute.types import KvProtocol
 
 COMPLETIONS, CHAT = b"/v1/completions", b"/v1/chat/completions"

@@ -16,10 +16,10 @@ import pytest
 import uvloop
 from tests.waiting import HANGS_S, until
 
-from kvroute.gateway.deadlines import Deadlines
-from kvroute.gateway.door import Door, Limits
-from kvroute.gateway.exchange import Exchange
-from kvroute.gateway.reading import RequestReader
+from kvroute.gateway.http.deadlines import Deadlines
+from kvroute.gateway.http.exchange import Exchange
+from kvroute.gateway.http.request_parser import RequestReader
+from kvroute.gateway.http.server import Door, Limits
 
 T = TypeVar("T")
 HOST = b"Host: gateway\r\n"

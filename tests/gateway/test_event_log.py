@@ -32,10 +32,10 @@ from kvroute.control import (
 )
 from kvroute.control.log import TERMS_ALL, TERMS_BEST, cheapest
 from kvroute.gateway.gateway import Deployment
-from kvroute.gateway.keys import hash_text
-from kvroute.gateway.openai import read_completion
-from kvroute.gateway.prompt import Prompts
-from kvroute.gateway.recording import LogBounds, Recording
+from kvroute.gateway.observe.event_log import LogBounds, Recording
+from kvroute.gateway.openai_api.api_keys import hash_text
+from kvroute.gateway.openai_api.prompt import Prompts
+from kvroute.gateway.openai_api.requests import read_completion
 from kvroute.sim.workload import read as read_trace
 from kvroute.topology import parse
 from kvroute.types import Arrived, Decode, InputError, InstanceDown, Terms

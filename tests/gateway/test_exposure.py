@@ -16,10 +16,10 @@ from tests.gateway.foreign import foreign, run, sides
 from tests.gateway.rig import CLUSTER, COMPLETIONS, MODEL, rig
 from tests.waiting import PATIENCE_S
 
-from kvroute.gateway.deployment import Deployment
-from kvroute.gateway.exposure import exposures
-from kvroute.gateway.keys import hash_text
-from kvroute.gateway.preflight import settings_of
+from kvroute.gateway.config.preflight import settings_of
+from kvroute.gateway.lifecycle.deployment import Deployment
+from kvroute.gateway.lifecycle.exposure import exposures
+from kvroute.gateway.openai_api.api_keys import hash_text
 
 KEYS = f"keys: {{known: {{alice: '{hash_text('kvr_alice')}'}}}}"
 OPEN_LISTEN, OPEN_ADMIN = "listen: {host: 0.0.0.0}", "admin: {host: '::'}"

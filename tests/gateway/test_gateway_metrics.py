@@ -15,11 +15,11 @@ from prometheus_client import Metric
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as read_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as read_plain
 
-from kvroute.gateway.exposition import KEYS_MOST, Counter, Family, Histogram, lines
-from kvroute.gateway.load_gauges import TIER_LABELS
-from kvroute.gateway.metrics import Metrics
-from kvroute.gateway.offload_gauges import offload_gauges
-from kvroute.gateway.view import (
+from kvroute.gateway.observe.exposition import KEYS_MOST, Counter, Family, Histogram, lines
+from kvroute.gateway.observe.load_gauges import TIER_LABELS
+from kvroute.gateway.observe.metrics import Metrics
+from kvroute.gateway.observe.offload_gauges import offload_gauges
+from kvroute.gateway.observe.view import (
     ConversionLoad,
     ForesightLoad,
     InstanceLoad,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.gateway.headers import FORWARDED, THEIR_OWN, Headers, answered, forwarded, header_lines
+from kvroute.gateway.http.headers import FORWARDED, THEIR_OWN, Headers, answered, forwarded, header_lines
 
 names = st.sampled_from(
     [b"x-a", b"x-b", b"authorization", b"te", b"host", b"server", b"content-type", b"date", b"close"]

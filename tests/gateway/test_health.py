@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.waiting import HANGS_S
 
-from kvroute.gateway.health import Health, HealthChecks
-from kvroute.gateway.pool import Pool
+from kvroute.gateway.engines.health import Health, HealthChecks
+from kvroute.gateway.http.pool import Pool
 
 
 @given(st.lists(st.booleans(), max_size=60), st.integers(1, 4), st.integers(1, 4), st.sampled_from([None, True, False]))

@@ -18,10 +18,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.waiting import HANGS_S
 
-from kvroute.gateway.deadlines import Deadlines
-from kvroute.gateway.door import Door, Limits
-from kvroute.gateway.exchange import Exchange
-from kvroute.gateway.reading import Parsed, RequestReader
+from kvroute.gateway.http.deadlines import Deadlines
+from kvroute.gateway.http.exchange import Exchange
+from kvroute.gateway.http.request_parser import Parsed, RequestReader
+from kvroute.gateway.http.server import Door, Limits
 
 T = TypeVar("T")
 LIMITS = Limits(header_bytes=512, body_bytes=2048, header_count=16)

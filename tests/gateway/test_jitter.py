@@ -11,9 +11,9 @@ import uvloop
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.gateway.breaker import Breaker
-from kvroute.gateway.health import HealthChecks
-from kvroute.gateway.pool import Pool
+from kvroute.gateway.engines.breaker import Breaker
+from kvroute.gateway.engines.health import HealthChecks
+from kvroute.gateway.http.pool import Pool
 
 
 @given(st.floats(0, 1), st.integers(0, 2**32), st.integers(1, 6))

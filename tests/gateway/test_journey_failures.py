@@ -26,8 +26,8 @@ from tests.gateway.foreign import (
 )
 from tests.gateway.rig import CHAT, COMPLETIONS, MODEL, Front
 
-from kvroute.gateway.headers import Headers
-from kvroute.gateway.tracing import Attributes
+from kvroute.gateway.http.headers import Headers
+from kvroute.gateway.observe.tracing import Attributes
 
 EMBEDDINGS = "/v1/embeddings"
 NOTHING: Attributes = {}

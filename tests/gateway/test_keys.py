@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from kvroute.cli.keys import app
-from kvroute.gateway.keys import Keys, KeySettings, hash_text, new_key, read_key_file
+from kvroute.gateway.openai_api.api_keys import Keys, KeySettings, hash_text, new_key, read_key_file
 from kvroute.types import InputError, InputErrors
 
 drawn = st.binary(min_size=32, max_size=32)

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from tests.waiting import HANGS_S
 
-from kvroute.gateway.engine_blocks import DEPTH_MAX, SLICE_UNITS, EngineBlocks
-from kvroute.gateway.kv_batch import (
+from kvroute.gateway.telemetry.engine_blocks import DEPTH_MAX, SLICE_UNITS, EngineBlocks
+from kvroute.gateway.telemetry.kv_batch import (
     BATCH_BLOCKS_MAX,
     BATCH_BYTES_MAX,
     BATCH_EVENTS_MAX,
@@ -27,8 +27,8 @@ from kvroute.gateway.kv_batch import (
     BlockEvent,
     read_batch,
 )
-from kvroute.gateway.kv_events import KvEvents
-from kvroute.gateway.kv_stream import KvStream
+from kvroute.gateway.telemetry.kv_events import KvEvents
+from kvroute.gateway.telemetry.kv_stream import KvStream
 from kvroute.prefix import PrefixIndex, block_hashes
 from kvroute.types import Endpoint, Event, InputError, KvCleared, KvEvicted, KvStored
 

@@ -19,10 +19,10 @@ from tests.gateway.rig import Rig
 from tests.gateway.two_sites import AWAY, HOME, LONG, OFFLOAD, TEXT, metric, metric_is, two_sites
 from tests.waiting import until
 
-from kvroute.gateway.kv_links import LinkSeen, LinkTotals, LinkWatch, between, link_lines, read_links
-from kvroute.gateway.samples import Budget
-from kvroute.gateway.slices import whole
-from kvroute.gateway.way_signals import OTHERS_MAX, WaySignals
+from kvroute.gateway.http.slices import whole
+from kvroute.gateway.observe.prometheus_text import Budget
+from kvroute.gateway.wan.path_telemetry import OTHERS_MAX, WaySignals
+from kvroute.gateway.wan.tcp_links import LinkSeen, LinkTotals, LinkWatch, between, link_lines, read_links
 from kvroute.topology import parse
 from kvroute.types import CongestionMeasured, Event, TransferMeasured
 

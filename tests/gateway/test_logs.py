@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.gateway.logs import LINES_MOST, Logs, access, note
+from kvroute.gateway.observe.logs import LINES_MOST, Logs, access, note
 
 
 class Stuck(io.StringIO):

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.gateway.test_upstream import GET, Heard
 
-from kvroute.gateway.deadlines import NEVER_S, Deadlines
-from kvroute.gateway.health import HealthChecks
-from kvroute.gateway.loop_lag import DISCARD_AFTER, LoopLag, judge
-from kvroute.gateway.pool import Pool
+from kvroute.gateway.engines.health import HealthChecks
+from kvroute.gateway.http.deadlines import NEVER_S, Deadlines
+from kvroute.gateway.http.loop_lag import DISCARD_AFTER, LoopLag, judge
+from kvroute.gateway.http.pool import Pool
 
 TIMEOUT_S = 0.2
 seconds = st.floats(0, 100)

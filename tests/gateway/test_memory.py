@@ -22,9 +22,9 @@ from tests.gateway.rig import CLUSTER, COMPLETIONS, MODEL, Rig, rig
 from tests.gateway.two_sites import two_sites
 from tests.waiting import until
 
-from kvroute.gateway.callbacks import weakly
 from kvroute.gateway.gateway import Deployment
-from kvroute.gateway.serving import Serving
+from kvroute.gateway.http.callbacks import weakly
+from kvroute.gateway.proxy.runtime import Serving
 from kvroute.prefix import PrefixIndex
 from kvroute.prefix.tree import Node
 

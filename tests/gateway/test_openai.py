@@ -15,10 +15,24 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from schemathesis.core.result import Ok
 
-from kvroute.gateway.answers import cached_tokens, error_body, error_event, models_body, sse_events, usage_tokens
-from kvroute.gateway.fields import ENGINE_FIELDS, PIECE_BYTES, VALUES_MAX, RequestError, check_utf8, values_in
-from kvroute.gateway.openai import ANSWERS_MAX, IDS_MAX, read_completion, read_passed_on
-from kvroute.gateway.openapi import document
+from kvroute.gateway.openai_api.json_fields import (
+    ENGINE_FIELDS,
+    PIECE_BYTES,
+    VALUES_MAX,
+    RequestError,
+    check_utf8,
+    values_in,
+)
+from kvroute.gateway.openai_api.openapi import document
+from kvroute.gateway.openai_api.requests import ANSWERS_MAX, IDS_MAX, read_completion, read_passed_on
+from kvroute.gateway.openai_api.responses import (
+    cached_tokens,
+    error_body,
+    error_event,
+    models_body,
+    sse_events,
+    usage_tokens,
+)
 
 COMPLETIONS, CHAT = b"/v1/completions", b"/v1/chat/completions"
 PATHS = st.sampled_from([COMPLETIONS, CHAT])

@@ -20,8 +20,8 @@ from tests.gateway.foreign import Asked, Engine, foreign, sides, stream
 from tests.gateway.rig import CHAT, COMPLETIONS, MODEL, Front, rig
 
 from kvroute import __version__
-from kvroute.gateway import openapi
-from kvroute.gateway.openai import ANSWERS_MAX
+from kvroute.gateway.openai_api import openapi
+from kvroute.gateway.openai_api.requests import ANSWERS_MAX
 
 STARTS_S = 120.0
 DOCUMENT = openapi.document(__version__)

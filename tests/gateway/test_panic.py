@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from tests.gateway.rig import CLUSTER
 
 from kvroute import topology
-from kvroute.gateway.deadlines import Deadlines
-from kvroute.gateway.panic import CALM_S, Panics, PanicSet, PanicState
-from kvroute.gateway.settings import GatewaySettings
-from kvroute.gateway.stations import stations_of
+from kvroute.gateway.config.settings import GatewaySettings
+from kvroute.gateway.engines.factory import stations_of
+from kvroute.gateway.engines.panic import CALM_S, Panics, PanicSet, PanicState
+from kvroute.gateway.http.deadlines import Deadlines
 
 INSTANCES = {
     **{f"decode{number}": "decode" for number in range(3)},

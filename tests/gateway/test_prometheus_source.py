@@ -16,10 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.waiting import HANGS_S
 
-from kvroute.gateway.amounts import Wait as WaitTime
-from kvroute.gateway.prometheus import LinkReader, PrometheusSource, TelemetryError, read_reply, tier_value
-from kvroute.gateway.push import read_push
-from kvroute.gateway.settings import TIERS, LinkQuery, PrometheusSettings
+from kvroute.gateway.config.field_types import Wait as WaitTime
+from kvroute.gateway.config.settings import TIERS, LinkQuery, PrometheusSettings
+from kvroute.gateway.telemetry.prometheus import LinkReader, PrometheusSource, TelemetryError, read_reply, tier_value
+from kvroute.gateway.telemetry.push import read_push
 from kvroute.topology import Cluster, load
 from kvroute.types import CongestionMeasured, Event, InputError, LinksMeasured, TransferMeasured
 

@@ -16,10 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
-from kvroute.gateway.chat_template import TEMPLATE_FIELDS, ChatTemplate
-from kvroute.gateway.openai import Completion, read_completion
-from kvroute.gateway.prompt import MEDIA_TOKENS, Prompt, Prompts
-from kvroute.gateway.prompt_queue import QueueFull
+from kvroute.gateway.openai_api.chat_template import TEMPLATE_FIELDS, ChatTemplate
+from kvroute.gateway.openai_api.prompt import MEDIA_TOKENS, Prompt, Prompts
+from kvroute.gateway.openai_api.prompt_queue import QueueFull
+from kvroute.gateway.openai_api.requests import Completion, read_completion
 from kvroute.prefix import block_hashes
 from kvroute.types import InputError
 

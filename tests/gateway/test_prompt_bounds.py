@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from tests.gateway.rig import CHAT, COMPLETIONS, rig
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers, trainers
 
-from kvroute.gateway.fields import RequestError
-from kvroute.gateway.openai import Completion, read_completion
-from kvroute.gateway.prompt import Prompt, Prompts
-from kvroute.gateway.prompt_bounds import JSON_EXPANSION, PromptBounds, context_of, longest_token_bytes
-from kvroute.gateway.prompt_queue import LANE_LIMITS
+from kvroute.gateway.openai_api.json_fields import RequestError
+from kvroute.gateway.openai_api.prompt import Prompt, Prompts
+from kvroute.gateway.openai_api.prompt_bounds import JSON_EXPANSION, PromptBounds, context_of, longest_token_bytes
+from kvroute.gateway.openai_api.prompt_queue import LANE_LIMITS
+from kvroute.gateway.openai_api.requests import Completion, read_completion
 
 TEMPLATE = "{{ preamble }}{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
 TEXT = "the network moves blocks of the cache; Grüße aus Ulm, 世界          "

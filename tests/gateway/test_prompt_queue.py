@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.gateway.prompt_queue import AGEING_BYTES_PER_S, LANE_LIMITS, PromptQueue, QueueFull
+from kvroute.gateway.openai_api.prompt_queue import AGEING_BYTES_PER_S, LANE_LIMITS, PromptQueue, QueueFull
 
 SMALL, MIDDLE, LARGE = 8_000, 500_000, 5_000_000
 sizes = st.integers(1, 10_000_000)

@@ -23,7 +23,7 @@ from tests.gateway.foreign import (
 from tests.gateway.rig import COMPLETIONS
 from tests.waiting import until
 
-from kvroute.gateway.keys import hash_text
+from kvroute.gateway.openai_api.api_keys import hash_text
 from kvroute.types import KvProtocol
 
 STREAMS = pytest.mark.parametrize("streams", [False, True], ids=["whole", "stream"])

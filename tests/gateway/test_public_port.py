@@ -16,12 +16,12 @@ from aiohttp import web
 from tests.gateway.foreign import Asked, Engine, Gate, completion, failing, foreign, run, sides, tokens
 from tests.gateway.rig import CHAT, CLUSTER, COMPLETIONS, MODEL, Answer, Front, rig
 
-from kvroute.gateway.admission import Admission, AdmissionLimits
-from kvroute.gateway.door import Door
-from kvroute.gateway.entrance import Entrance
-from kvroute.gateway.fields import PIECE_BYTES
-from kvroute.gateway.keys import Keys, hash_text
-from kvroute.gateway.reception import Reception
+from kvroute.gateway.http.server import Door
+from kvroute.gateway.openai_api.api_keys import Keys, hash_text
+from kvroute.gateway.openai_api.json_fields import PIECE_BYTES
+from kvroute.gateway.proxy.admission import Admission, AdmissionLimits
+from kvroute.gateway.proxy.admission_queue import Entrance
+from kvroute.gateway.proxy.endpoints import Reception
 
 PAGES = ("/v1/models", "/health", "/ready", "/metrics", "/openapi.json")
 POSTED = (COMPLETIONS, CHAT, "/v1/embeddings", "/tokenize", "/detokenize")

@@ -11,12 +11,12 @@ import uvloop
 from tests.gateway.rig import CLUSTER, COMPLETIONS, MODEL, Rig, rig
 from tests.waiting import HANGS_S
 
-from kvroute.gateway.admission import Admission, AdmissionLimits
-from kvroute.gateway.door import Door
-from kvroute.gateway.entrance import Entrance
-from kvroute.gateway.metrics import Metrics
-from kvroute.gateway.state import ClusterState
-from kvroute.gateway.view import Load
+from kvroute.gateway.http.server import Door
+from kvroute.gateway.observe.metrics import Metrics
+from kvroute.gateway.observe.state import ClusterState
+from kvroute.gateway.observe.view import Load
+from kvroute.gateway.proxy.admission import Admission, AdmissionLimits
+from kvroute.gateway.proxy.admission_queue import Entrance
 from kvroute.topology import parse
 
 HELD = "  limits: {in_flight: 1, queue: 512}\n  health: {interval: 1 h, panic: 0}\n"

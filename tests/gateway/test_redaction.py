@@ -12,9 +12,9 @@ from msgspec import inspect
 from tests.gateway.every_setting import SECRETS, every_setting, leaves
 from tests.gateway.rig import CLUSTER
 
-from kvroute.gateway.preflight import SECTION
-from kvroute.gateway.redaction import STRUCK, is_secret, names_secret, redacted, redacted_file
-from kvroute.gateway.settings import GatewaySettings
+from kvroute.gateway.config.preflight import SECTION
+from kvroute.gateway.config.settings import GatewaySettings
+from kvroute.gateway.observe.redaction import STRUCK, is_secret, names_secret, redacted, redacted_file
 from kvroute.topology import parse
 
 NO_SECRETS = {"listen.tls.key", "admin.tls.key", "prompt.tokenizer", "upstream_key_env", "cache_salt_secret_env"}

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 from tests.waiting import HANGS_S
 
-from kvroute.gateway.metrics_page import EngineMetrics, TransferTotals, metrics_in, read_metrics
-from kvroute.gateway.pool import Pool
-from kvroute.gateway.samples import LINE_BYTES_MAX, SERIES_MAX, PageError
-from kvroute.gateway.scrape import Scraper, TransferCounters
+from kvroute.gateway.http.pool import Pool
+from kvroute.gateway.observe.prometheus_text import LINE_BYTES_MAX, SERIES_MAX, PageError
+from kvroute.gateway.telemetry.metrics_page import EngineMetrics, TransferTotals, metrics_in, read_metrics
+from kvroute.gateway.telemetry.scrape import Scraper, TransferCounters
 from kvroute.types import Event, InstanceMeasured, KvCleared, TransferMeasured
 
 VLLM = """\

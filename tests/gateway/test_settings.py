@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvroute.gateway.amounts import Wait
-from kvroute.gateway.keys import hash_text
-from kvroute.gateway.offload_settings import ConversionSection, OffloadSection
-from kvroute.gateway.preflight import deployment_of, settings_of, tls_context
-from kvroute.gateway.settings import GatewaySettings, TlsSettings
+from kvroute.gateway.config.field_types import Wait
+from kvroute.gateway.config.offload import ConversionSection, OffloadSection
+from kvroute.gateway.config.preflight import deployment_of, settings_of, tls_context
+from kvroute.gateway.config.settings import GatewaySettings, TlsSettings
+from kvroute.gateway.openai_api.api_keys import hash_text
 from kvroute.policies.allocation import LongTerm
 from kvroute.policies.offload import OffloadSpec
 from kvroute.policies.threshold import ShortTerm

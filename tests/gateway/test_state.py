@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvroute.control import ControlSpec
-from kvroute.gateway.judgement import CANDIDATES_MOST, judgement_of
-from kvroute.gateway.layout import Place
-from kvroute.gateway.state import (
+from kvroute.gateway.observe.decision_view import CANDIDATES_MOST, judgement_of
+from kvroute.gateway.observe.layout import Place
+from kvroute.gateway.observe.rates import RATE_S, Rate
+from kvroute.gateway.observe.state import (
     DECISIONS_MOST,
     LINGER_S,
     REQUESTS_MOST,
@@ -24,8 +25,7 @@ from kvroute.gateway.state import (
     WINDOW_S,
     ClusterState,
 )
-from kvroute.gateway.traffic import RATE_S, Rate
-from kvroute.gateway.view import InstanceLoad, Load, Snapshot, Ttft
+from kvroute.gateway.observe.view import InstanceLoad, Load, Snapshot, Ttft
 from kvroute.topology import Cluster, InstanceCounts, build, fat_tree, two_datacenters
 from kvroute.types import Arrived, Convert, Decode, Offload, Prefill, PrefillFinished, Reject, Request, Terms
 

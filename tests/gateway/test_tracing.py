@@ -13,8 +13,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 from tests.gateway.foreign import completion, failing, foreign, run, sides
 
-from kvroute.gateway.headers import Headers
-from kvroute.gateway.tracing import Attributes, LegTrace, PassingTracer, RequestTrace, Tracer, tracer_of
+from kvroute.gateway.http.headers import Headers
+from kvroute.gateway.observe.tracing import Attributes, LegTrace, PassingTracer, RequestTrace, Tracer, tracer_of
 from kvroute.types import InputError
 
 PARENT = b"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"

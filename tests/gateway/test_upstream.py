@@ -18,11 +18,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.waiting import HANGS_S
 
-from kvroute.gateway.call import Call, Failure
-from kvroute.gateway.deadlines import Deadlines
-from kvroute.gateway.exchange import Headers
-from kvroute.gateway.pool import Pool, request_bytes
-from kvroute.gateway.upstream import HEAD_BYTES_MAX, HEAD_LINES_MAX, Line
+from kvroute.gateway.http.call import Call, Failure
+from kvroute.gateway.http.deadlines import Deadlines
+from kvroute.gateway.http.exchange import Headers
+from kvroute.gateway.http.pool import Pool, request_bytes
+from kvroute.gateway.http.upstream_connection import HEAD_BYTES_MAX, HEAD_LINES_MAX, Line
 from kvroute.types import InputError
 
 T = TypeVar("T")

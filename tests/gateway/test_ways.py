@@ -16,11 +16,11 @@ from tests.gateway.two_sites import AWAY, HOME, LONG, OFFLOAD, SHORT, TEXT, metr
 from tests.waiting import until
 
 from kvroute.control import read_log, replay, same
-from kvroute.gateway.breaker import Breaker
+from kvroute.gateway.engines.breaker import Breaker
+from kvroute.gateway.engines.client import Guard
+from kvroute.gateway.engines.fault_attribution import NOT_COUNTED, Suspicion
 from kvroute.gateway.gateway import Deployment
-from kvroute.gateway.station import Guard
-from kvroute.gateway.suspicion import NOT_COUNTED, Suspicion
-from kvroute.gateway.ways import Passage
+from kvroute.gateway.wan.paths import Passage
 from kvroute.topology import parse
 from kvroute.types import Prefill
 

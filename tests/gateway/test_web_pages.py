@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from tests.gateway.foreign import completion, foreign, run, sides
 from tests.gateway.rig import CLUSTER, COMPLETIONS, Rig, rig
 
-from kvroute.gateway.deployment import Deployment
-from kvroute.gateway.keys import hash_text
-from kvroute.gateway.web_pages import WebPages
+from kvroute.gateway.http.web_pages import WebPages
+from kvroute.gateway.lifecycle.deployment import Deployment
+from kvroute.gateway.openai_api.api_keys import hash_text
 from kvroute.origins import is_loopback, is_own_name, refusal
 
 LISTEN = "  listen: {port: 0}\n"

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from tests.gateway.foreign import Asked, Engine, completion, foreign, run, sides
 from tests.gateway.rig import CHAT, COMPLETIONS, MODEL
 
-from kvroute.gateway.fields import ENGINE_FIELDS
-from kvroute.gateway.preflight import settings_of
-from kvroute.gateway.reception import is_model_name
+from kvroute.gateway.config.preflight import settings_of
+from kvroute.gateway.openai_api.json_fields import ENGINE_FIELDS
+from kvroute.gateway.proxy.endpoints import is_model_name
 from kvroute.types import InputErrors
 
 ALLOWED = {

@@ -18,10 +18,10 @@ from functools import partial
 import msgspec
 
 from kvroute.control import ControlSpec
-from kvroute.gateway.admin import Admin, AdminParts
-from kvroute.gateway.metrics import Metrics
-from kvroute.gateway.state import ClusterState
-from kvroute.gateway.view import (
+from kvroute.gateway.observe.admin import Admin, AdminParts
+from kvroute.gateway.observe.metrics import Metrics
+from kvroute.gateway.observe.state import ClusterState
+from kvroute.gateway.observe.view import (
     BreakerState,
     ConversionLoad,
     ForesightLoad,

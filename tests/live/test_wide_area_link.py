@@ -18,7 +18,7 @@ from bench.wan.network import Network, Unavailable, Wan
 
 from kvroute.connector.congestion import Gauges, Sent
 from kvroute.connector.worker import LOOK_S
-from kvroute.gateway.kv_links import LinkSeen, LinkTotals, LinkWatch
+from kvroute.gateway.wan.tcp_links import LinkSeen, LinkTotals, LinkWatch
 
 pytestmark = pytest.mark.live
 ROOT = Path(__file__).parents[2]

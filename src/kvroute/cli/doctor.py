@@ -19,7 +19,7 @@ from kvroute.types import InputError
 
 if TYPE_CHECKING:
     from kvroute.doctor import EngineReport, Options, PairReport, Report
-    from kvroute.gateway.deployment import Deployment
+    from kvroute.gateway.lifecycle.deployment import Deployment
 
 _INTERRUPTED = 130
 _MOVED_TEXTS = {
@@ -64,8 +64,8 @@ def doctor(
         import uvloop
 
         from kvroute.doctor import Options
-        from kvroute.gateway.deployment import Deployment
-        from kvroute.gateway.open_files import raise_limit
+        from kvroute.gateway.http.open_files import raise_limit
+        from kvroute.gateway.lifecycle.deployment import Deployment
     except ImportError as error:
         raise InputError(f"{error.name} is not installed", mend="pip install 'kvroute[serve]'") from None
     options = Options(pairs=_pairs(pairs), timeout_s=_timeout_s(timeout), prompt_tokens=prompt_tokens)

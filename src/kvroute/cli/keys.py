@@ -9,7 +9,7 @@ import msgspec
 import typer
 
 from kvroute.cli.output import print_json
-from kvroute.gateway.keys import new_key
+from kvroute.gateway.openai_api.api_keys import new_key
 from kvroute.topology.schema import Name
 from kvroute.types import InputError
 

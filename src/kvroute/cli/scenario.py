@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta, field
 
 from kvroute.cachepool import CopySpec, HotspotSpec
-from kvroute.gateway.offload_settings import OffloadSection
+from kvroute.gateway.config.offload import OffloadSection
 from kvroute.policies.offload import OffloadSpec
 from kvroute.policies.threshold import Rule
 from kvroute.sim.capacity import links_named

@@ -23,9 +23,9 @@ from kvroute.cli.output import check_writable, console, remarks, tell, write_who
 from kvroute.types import Endpoint, InputError
 
 if TYPE_CHECKING:
-    from kvroute.gateway.deployment import Deployment
+    from kvroute.gateway.config.settings import GatewaySettings
     from kvroute.gateway.gateway import Gateway
-    from kvroute.gateway.settings import GatewaySettings
+    from kvroute.gateway.lifecycle.deployment import Deployment
 
 ROUTING, PLACE, ENGINES = "Routing", "Where", "Emulated engines"
 _READY_S = 300.0
@@ -108,7 +108,7 @@ def serve(
             return msgspec.structs.replace(adjusted, measure="engine")
         return adjusted
 
-    from kvroute.gateway.deployment import Deployment
+    from kvroute.gateway.lifecycle.deployment import Deployment
 
     if ready_file is not None:
         check_writable(ready_file, "--ready-file")
@@ -160,10 +160,10 @@ def _adjusted(
 
 
 async def _serve(read: Callable[[], Deployment], ready_file: Path | None, seed: int | None, until_eof: bool) -> None:
+    from kvroute.gateway.config.preflight import check_places
     from kvroute.gateway.gateway import Gateway
-    from kvroute.gateway.logs import Logs
-    from kvroute.gateway.open_files import raise_limit
-    from kvroute.gateway.preflight import check_places
+    from kvroute.gateway.http.open_files import raise_limit
+    from kvroute.gateway.observe.logs import Logs
 
     signals = _Signals(until_eof)
     deployment = read()
@@ -193,13 +193,13 @@ async def _serve(read: Callable[[], Deployment], ready_file: Path | None, seed: 
 
 def _check_files(deployment: Deployment) -> None:
     """Warn if the settings need more open files than the system allows."""
-    from kvroute.gateway.open_files import warn_if_too_low
+    from kvroute.gateway.http.open_files import warn_if_too_low
 
     warn_if_too_low(deployment.settings.limits.connections, len(deployment.cluster.instances))
 
 
 def _announce(gateway: Gateway, deployment: Deployment, ready_file: Path | None) -> None:
-    from kvroute.gateway.exposure import exposures
+    from kvroute.gateway.lifecycle.exposure import exposures
 
     settings = deployment.settings
     scheme = "https" if settings.listen.tls else "http"

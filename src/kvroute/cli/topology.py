@@ -135,7 +135,7 @@ def schema() -> None:
     Example: [bold]kvroute topology schema > cluster.schema.json[/bold]
     """
     try:
-        from kvroute.gateway.settings import GatewaySettings  # its import takes half a second
+        from kvroute.gateway.config.settings import GatewaySettings  # its import takes half a second
     except ImportError:
         print_json(cluster_json_schema({}))
         typer.echo("the gateway section is left open: its keys take pip install 'kvroute[serve]'", err=True)
@@ -180,7 +180,7 @@ def _checked(file: Path) -> tuple[Cluster, bool]:
     if "gateway" not in text:
         return parse(text, str(file)), True
     try:
-        from kvroute.gateway.preflight import deployment_of  # its import takes half a second
+        from kvroute.gateway.config.preflight import deployment_of  # its import takes half a second
     except ImportError:
         cluster = parse(text, str(file))
         return cluster, not cluster.file.gateway

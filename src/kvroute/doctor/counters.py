@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from kvroute.gateway.metrics_page import TransferTotals, read_metrics
-from kvroute.gateway.samples import Budget, PageError, labels_of, samples, values
-from kvroute.gateway.slices import whole
+from kvroute.gateway.http.slices import whole
+from kvroute.gateway.observe.prometheus_text import Budget, PageError, labels_of, samples, values
+from kvroute.gateway.telemetry.metrics_page import TransferTotals, read_metrics
 
 _KVROUTE = b"kvroute:kv_transfer"
 _KVROUTE_FAILURES = b"kvroute:kv_transfer_failures_total"

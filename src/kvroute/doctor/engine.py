@@ -12,11 +12,11 @@ from kvroute.doctor.clock import Offset, from_date
 from kvroute.doctor.counters import read_counters
 from kvroute.doctor.fetch import Fetched, fetch
 from kvroute.doctor.report import EngineReport, MetricsReport
-from kvroute.gateway.headers import Headers
-from kvroute.gateway.metrics_page import read_metrics, series_missing
-from kvroute.gateway.samples import PageError
-from kvroute.gateway.settings import GatewaySettings
-from kvroute.gateway.station import Station
+from kvroute.gateway.config.settings import GatewaySettings
+from kvroute.gateway.engines.client import Station
+from kvroute.gateway.http.headers import Headers
+from kvroute.gateway.observe.prometheus_text import PageError
+from kvroute.gateway.telemetry.metrics_page import read_metrics, series_missing
 
 MODELS_PATH = b"/v1/models"
 _INFO_PATHS: Mapping[str, tuple[bytes, ...]] = {

@@ -20,10 +20,10 @@ from kvroute.doctor.pairs import PAIRS_MAX, chosen_pairs, possible_pairs
 from kvroute.doctor.probe import Outcome, PairError, Probe, prompt_of, prompt_tokens
 from kvroute.doctor.report import Finding, PairReport, Report
 from kvroute.doctor.verdict import engine_findings, judge, pair_findings, silent_events_finding, slow
-from kvroute.gateway.deadlines import Deadlines
-from kvroute.gateway.deployment import Deployment
-from kvroute.gateway.headers import Headers
-from kvroute.gateway.stations import stations_of
+from kvroute.gateway.engines.factory import stations_of
+from kvroute.gateway.http.deadlines import Deadlines
+from kvroute.gateway.http.headers import Headers
+from kvroute.gateway.lifecycle.deployment import Deployment
 
 ENGINE_WAIT_S = 5.0
 """Time limit for one page of an engine, in seconds."""

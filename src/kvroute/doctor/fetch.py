@@ -6,9 +6,9 @@ import asyncio
 import time
 from dataclasses import dataclass, field
 
-from kvroute.gateway.call import Failure, Sink
-from kvroute.gateway.headers import Headers
-from kvroute.gateway.pool import Pool, request_bytes
+from kvroute.gateway.http.call import Failure, Sink
+from kvroute.gateway.http.headers import Headers
+from kvroute.gateway.http.pool import Pool, request_bytes
 
 BODY_BYTES_MAX = 8 << 20
 LATE = "no complete answer"

@@ -14,9 +14,9 @@ from kvroute.doctor.counters import Counters, Movement, external_tokens, failure
 from kvroute.doctor.engine import Examined
 from kvroute.doctor.fetch import Fetched, fetch
 from kvroute.doctor.report import PairReport
-from kvroute.gateway.dialects import ROOM_LIMIT, DialectError, Meeting
-from kvroute.gateway.openai import Completion, read_completion
-from kvroute.gateway.pool import Pool
+from kvroute.gateway.engines.protocols import ROOM_LIMIT, DialectError, Meeting
+from kvroute.gateway.http.pool import Pool
+from kvroute.gateway.openai_api.requests import Completion, read_completion
 from kvroute.llm import Model
 
 COMPLETIONS_PATH = b"/v1/completions"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from kvroute.doctor.clock import wrong
 from kvroute.doctor.probe import Outcome
 from kvroute.doctor.report import EngineReport, EventsReport, Finding, MetricsReport, PairReport
-from kvroute.gateway.settings import GatewaySettings
+from kvroute.gateway.config.settings import GatewaySettings
 from kvroute.llm import Model
 from kvroute.types import KvProtocol
 

@@ -24,7 +24,7 @@ import numpy as np
 import uvloop
 
 from kvroute.emulator.player import LEAD_S, Answer, play, plays, prompt_tokens
-from kvroute.gateway.preflight import deployment_of
+from kvroute.gateway.config.preflight import deployment_of
 from kvroute.prefix import block_hashes
 from kvroute.sim.run import Run, simulate
 from kvroute.sim.settings import SimSettings

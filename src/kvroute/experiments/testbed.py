@@ -15,7 +15,7 @@ import msgspec
 
 from kvroute import topology
 from kvroute.experiments.live import Half, Question, Served, observed, played, predicted
-from kvroute.gateway.preflight import deployment_of
+from kvroute.gateway.config.preflight import deployment_of
 from kvroute.sim.run import simulate
 from kvroute.sim.settings import Background, SimSettings
 from kvroute.sim.workload import Trace

@@ -12,29 +12,29 @@ from collections.abc import Callable
 import msgspec
 
 from kvroute import __version__
-from kvroute.gateway import openapi
-from kvroute.gateway.admin import Admin, AdminParts
-from kvroute.gateway.admission import Admission
-from kvroute.gateway.budget import RetryBudget
-from kvroute.gateway.deadlines import Deadlines
-from kvroute.gateway.deployment import Deployment
-from kvroute.gateway.door import Door
-from kvroute.gateway.entrance import Entrance
-from kvroute.gateway.exposure import log_exposures
-from kvroute.gateway.gauges import load_of
-from kvroute.gateway.journey import Journey
-from kvroute.gateway.keys import Keys
-from kvroute.gateway.logs import Logs, note
-from kvroute.gateway.loop_lag import LoopLag
-from kvroute.gateway.metrics import Metrics
-from kvroute.gateway.preflight import tls_context
-from kvroute.gateway.reception import Reception
-from kvroute.gateway.serving import Serving
-from kvroute.gateway.state import ClusterState
-from kvroute.gateway.succession import Common, Prepared, Succession
-from kvroute.gateway.tracing import tracer_of
-from kvroute.gateway.view import Load
-from kvroute.gateway.web_pages import WebPages
+from kvroute.gateway.config.preflight import tls_context
+from kvroute.gateway.engines.retry_budget import RetryBudget
+from kvroute.gateway.http.deadlines import Deadlines
+from kvroute.gateway.http.loop_lag import LoopLag
+from kvroute.gateway.http.server import Door
+from kvroute.gateway.http.web_pages import WebPages
+from kvroute.gateway.lifecycle.deployment import Deployment
+from kvroute.gateway.lifecycle.exposure import log_exposures
+from kvroute.gateway.lifecycle.reload import Common, Prepared, Succession
+from kvroute.gateway.lifecycle.snapshot import load_of
+from kvroute.gateway.observe.admin import Admin, AdminParts
+from kvroute.gateway.observe.logs import Logs, note
+from kvroute.gateway.observe.metrics import Metrics
+from kvroute.gateway.observe.state import ClusterState
+from kvroute.gateway.observe.tracing import tracer_of
+from kvroute.gateway.observe.view import Load
+from kvroute.gateway.openai_api import openapi
+from kvroute.gateway.openai_api.api_keys import Keys
+from kvroute.gateway.proxy.admission import Admission
+from kvroute.gateway.proxy.admission_queue import Entrance
+from kvroute.gateway.proxy.endpoints import Reception
+from kvroute.gateway.proxy.request import Journey
+from kvroute.gateway.proxy.runtime import Serving
 from kvroute.types import InputError, cannot_listen
 
 __all__ = ["Deployment", "Gateway"]

@@ -21,7 +21,7 @@ import openai
 import pytest
 from tests.live.vllm.conftest import LAYER_BYTES
 
-from kvroute.gateway.keys import hash_text
+from kvroute.gateway.openai_api.api_keys import hash_text
 
 if TYPE_CHECKING:
     from tests.live.vllm.conftest import Pair, Server

@@ -1,0 +1,1 @@
+"""The `gateway:` section of a cluster file: settings and their checks."""

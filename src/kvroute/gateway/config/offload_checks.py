@@ -1,0 +1,91 @@
+"""Checks of the `gateway.offload:` section, by itself and against its cluster: every fault with its line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from kvroute.gateway.config.offload import written
+from kvroute.gateway.config.settings import GatewaySettings
+from kvroute.topology import Cluster, FileError
+from kvroute.topology.form import Key, Lines
+from kvroute.types import InputError
+
+_SECTION = "gateway"
+
+
+def offload_faults(settings: GatewaySettings, lines: Lines) -> Iterator[FileError]:
+    """Yield values that contradict each other or that live engines do not support."""
+    offload = settings.offload
+    if offload is None:
+        return
+    try:
+        offload.spec()
+    except InputError as error:
+        yield lines.error(error.what, (_SECTION, *written(error.where)), error.mend)
+    conversion = offload.conversion
+    if conversion is not None and (conversion.url is None) == (conversion.command is None):
+        what = "a conversion has a URL or a command" + (", not both" if conversion.url else ", and neither is given")
+        mend = "give `url: http://...` or `command: [PROGRAM, ...]`"
+        yield lines.error(what, (_SECTION, "offload", "conversion"), mend)
+
+
+def site_faults(
+    cluster: Cluster, settings: GatewaySettings, lines: Lines, places: Mapping[str, Key]
+) -> Iterator[FileError]:
+    """Yield what prevents offloading of prefills in this cluster. Args: `places` of its instances in the file."""
+    yield from _early_faults(cluster, settings, lines, places)
+    yield from _copy_faults(cluster, settings, lines, places)
+    if settings.offload is None:
+        return
+    try:
+        settings.control_spec().build(cluster)
+    except InputError as error:
+        yield lines.error(error.what, (_SECTION, "offload"), error.mend)
+    if settings.offload.conversion is None:
+        return
+    for instance in cluster.instances:
+        endpoint = instance.endpoint
+        if endpoint is None or endpoint.protocol == "vllm" or endpoint.bootstrap:
+            continue
+        if instance.role == "decode":
+            what = f"{instance.name} may come to prefill, and {endpoint.protocol} needs its bootstrap server then"
+            yield lines.error(what, (*places[instance.name], "endpoint"), "add `bootstrap: HOST:PORT`")
+
+
+def _early_faults(
+    cluster: Cluster, settings: GatewaySettings, lines: Lines, places: Mapping[str, Key]
+) -> Iterator[FileError]:
+    """Yield instances whose KV cache cannot be requested before it is computed, although `layerwise` requires it."""
+    homes = {instance.datacenter for instance in cluster.instances if instance.role != "prefill"}
+    offload = settings.offload
+    converts = offload is not None and offload.conversion is not None
+    for instance in cluster.instances:
+        at_home, endpoint = instance.datacenter in homes, instance.endpoint
+        early = settings.layerwise if at_home else settings.layerwise or (offload is not None and offload.layerwise)
+        if (
+            endpoint is None
+            or not early
+            or not (instance.role == "prefill" or (converts and instance.role == "decode"))
+        ):
+            continue
+        place = (*places[instance.name], "endpoint")
+        if endpoint.protocol == "mooncake":
+            what = f"`layerwise` asks for the KV cache of {instance.name} early, and mooncake knows no such thing"
+            yield lines.error(what, place, "leave `layerwise` out, or use kvroute's connector")
+        elif endpoint.protocol == "vllm" and not endpoint.bootstrap:
+            what = f"`layerwise` has the KV cache of {instance.name} asked for early, and nothing says where"
+            yield lines.error(what, place, "add `bootstrap: HOST:PORT`, its connector's `advertised_host` and `port`")
+
+
+def _copy_faults(
+    cluster: Cluster, settings: GatewaySettings, lines: Lines, places: Mapping[str, Key]
+) -> Iterator[FileError]:
+    """Yield instances that cannot send or receive a copy of a cached prefix, although `rule` requires it."""
+    if settings.offload is None or not settings.offload.copy_s:
+        return
+    rule = settings.offload.rule
+    for instance in cluster.instances:
+        endpoint = instance.endpoint
+        if endpoint is not None and endpoint.protocol != "vllm" and instance.role != "decode":
+            what = f"`rule: {rule}` copies prefixes to and from {instance.name}, and {endpoint.protocol} cannot say so"
+            yield lines.error(what, (*places[instance.name], "endpoint"), "write `rule: scarce`, or use protocol vllm")

@@ -1,0 +1,85 @@
+"""Decides whether an error is the engine's fault or the request's, so that a poison request opens no circuit breaker.
+
+An engine that cannot be reached, resets the connection or times out has failed. An error response (5xx) may also be
+the fault of the request. That verdict is pending until another attempt of the same request decides it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+if TYPE_CHECKING:
+    from kvroute.gateway.engines.breaker import Attempt, Cause
+    from kvroute.gateway.engines.client import Guard
+
+LegName: TypeAlias = Literal["copy", "prefill", "decode", "passed_on"]
+
+NOT_COUNTED: Attempt = -1
+"""The attempt of a request that has failed before: no breaker counts it, and it is not a half-open probe."""
+_CLIENT_GONE = 499
+
+
+class Suspicion:
+    """The failures of one request, from the first one on. All of them together count at most once.
+
+    Only the first failure can count. If it is an error response of the engine, it counts as `error` (for a path between
+    datacenters as `no_answer`) once a later attempt succeeds. It does not count if a second instance responds with an
+    error too, or if the request turns out to be the client's error (4xx). If the request ends without either, for
+    example because it must not be retried, the failure counts as `unexplained`.
+    """
+
+    __slots__ = ("_attempt", "_failed_elsewhere", "_guard", "_leg", "_new", "_proven")
+
+    def __init__(self) -> None:
+        self._new = True
+        self._guard: Guard | None = None
+        """The instance, or the path between datacenters, whose verdict is pending."""
+        self._attempt: Attempt = NOT_COUNTED
+        self._leg: LegName = "prefill"
+        self._proven: Cause = "error"
+        self._failed_elsewhere = False
+
+    def failed(
+        self, guard: Guard, attempt: Attempt, leg: LegName, now: float, *, error: bool, proven: Cause = "error"
+    ) -> None:
+        """Report a failed attempt, which ends it.
+
+        Args:
+            guard: availability of the instance or path that has failed.
+            attempt: number that `guard` gave to the attempt.
+            leg: the leg that failed.
+            now: the time.
+            error: whether the engine has responded, with an error of its own.
+            proven: the cause as which such an error counts once a later attempt succeeds.
+        """
+        if not self._new:
+            guard.cancelled(attempt, now)
+            if error and guard is not self._guard:
+                self._failed_elsewhere = True
+            return
+        self._new = False
+        if error:
+            self._guard, self._attempt, self._leg, self._proven = guard, attempt, leg, proven
+        else:
+            guard.failed(attempt, now)
+
+    def answered(self, leg: LegName, now: float) -> None:
+        """Report a later attempt that has succeeded. A prefill proves nothing about a failed decode leg."""
+        guard = self._guard
+        if guard is not None and not (self._leg == "decode" and leg == "prefill"):
+            self._guard = None
+            guard.failed(self._attempt, now, self._proven)
+
+    def ended(self, status: int, now: float) -> None:
+        """Report the end of the request, with its status for the client."""
+        guard, self._guard = self._guard, None
+        if guard is None:
+            return
+        if status < 400:
+            guard.failed(self._attempt, now, self._proven)
+        elif self._failed_elsewhere or (400 <= status < 500 and status != _CLIENT_GONE):
+            guard.acquitted(self._attempt, now)
+        elif status == _CLIENT_GONE:
+            guard.cancelled(self._attempt, now)
+        else:
+            guard.failed(self._attempt, now, "unexplained")

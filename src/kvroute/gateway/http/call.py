@@ -1,0 +1,120 @@
+"""A request to an engine: its data, the callbacks for its response, and its failures. It owns no connection."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from kvroute.gateway.http.exchange import Headers
+
+if TYPE_CHECKING:
+    from kvroute.gateway.http.upstream_connection import Keeper, Line
+
+Phase = Literal["connect", "first_byte", "body"]
+
+
+FailureKind = Literal["refused", "reset", "timeout", "malformed", "out_of_files"]
+"""Cause of a failure. "out_of_files" is the gateway's own: it has no file descriptor left for a connection."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a call failed. The phase is `body` once a byte of the body has arrived."""
+
+    kind: FailureKind
+    phase: Phase
+    text: str
+
+
+class Sink(Protocol):
+    """Callbacks of a call. A call ends with exactly one `on_end` or `on_failure`, or with neither if it is aborted."""
+
+    def on_head(self, status: int, headers: Headers) -> None:
+        """Receive status and headers; called at most once."""
+        ...
+
+    def on_body(self, data: bytes) -> None:
+        """Receive body bytes without their framing. Bytes that were read before `pause` may still arrive after it."""
+        ...
+
+    def on_end(self) -> None:
+        """Handle the end of the response; its connection may already serve the next call."""
+        ...
+
+    def on_failure(self, failure: Failure) -> None:
+        """Handle a failure: the response will not be completed."""
+        ...
+
+
+class Call:
+    """A request in flight to an engine."""
+
+    __slots__ = (
+        "_keeper",
+        "body",
+        "first_byte_s",
+        "head_only",
+        "idle_s",
+        "line",
+        "over",
+        "paused",
+        "request",
+        "retried",
+        "sink",
+    )
+
+    def __init__(
+        self, request: bytes, sink: Sink, first_byte_s: float, idle_s: float, head_only: bool, keeper: Keeper
+    ) -> None:
+        self.request = request
+        self.body = b""
+        """Bytes to send after `request`; kept apart to avoid a large copy."""
+        self.sink = sink
+        self.first_byte_s = first_byte_s
+        self.idle_s = idle_s
+        self.head_only = head_only
+        self.line: Line | None = None
+        """The upstream connection; None before there is one and after the end."""
+        self.paused = False
+        self.retried = False
+        self.over = False
+        self._keeper = keeper
+
+    def abort(self) -> None:
+        """Close the connection and call the sink no more. Does nothing after the end."""
+        if self.over:
+            return
+        line = self.line
+        self.finish()
+        if line is not None:
+            line.drop()
+
+    def forget_request(self) -> None:
+        """Release the request's bytes, because the client's response has begun and the request is not sent again.
+
+        Does nothing while the call waits for a connection: the bytes are still to be sent.
+        """
+        if self.line is not None:
+            self.request = self.body = b""
+            self.retried = True
+
+    def pause(self) -> None:
+        """Stop reading from the engine; the timeout between bytes is suspended."""
+        if not self.paused and not self.over:
+            self.paused = True
+            if self.line is not None:
+                self.line.pause()
+
+    def resume(self) -> None:
+        """Read from the engine again."""
+        if self.paused and not self.over:
+            self.paused = False
+            if self.line is not None:
+                self.line.resume()
+
+    def finish(self) -> None:
+        """Mark the call as over, whatever its result. The connection or the pool calls it."""
+        assert not self.over
+        self.over = True
+        self.line = None
+        self._keeper.ended(self)

@@ -1,0 +1,200 @@
+"""Sends the same GET to every engine once per interval over the gateway's connections; does not interpret responses."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvroute.gateway.http.call import Call, Failure
+from kvroute.gateway.http.exchange import Headers
+from kvroute.gateway.http.loop_lag import LoopLag, judge
+from kvroute.gateway.http.pool import Pool, request_bytes
+
+_TICK_MIN_S = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Result of one poll. `status` is 0 if no complete response came; `failure` then gives the reason."""
+
+    status: int
+    body: bytes = b""
+    failure: str = ""
+    refused: bool = False
+    """Whether the connection was refused: the engine's process has ended or not started yet."""
+
+
+class _Question:
+    """One GET in progress: the sink of its call."""
+
+    __slots__ = ("_body_bytes", "_lag_s", "_loop", "_parts", "_poller", "_sent_s", "_status", "_timer", "call", "name")
+
+    def __init__(self, poller: Poller, name: str, pool: Pool, loop: asyncio.AbstractEventLoop) -> None:
+        self.name = name
+        self._poller, self._loop = poller, loop
+        self._status = 0
+        self._sent_s, self._lag_s = time.monotonic(), poller.lag.total_s()
+        self._parts: list[bytes] = []
+        self._body_bytes = 0
+        timeout_s = poller.timeout_s
+        request = request_bytes(b"GET", poller.path, pool.host, poller.headers, b"")
+        self.call: Call | None = pool.send(request, self, first_byte_s=timeout_s, idle_s=timeout_s)
+        self._timer = loop.call_later(timeout_s, self._too_late)
+
+    def on_head(self, status: int, headers: Headers) -> None:
+        self._status = status
+
+    def on_body(self, data: bytes) -> None:
+        self._parts.append(data)
+        self._body_bytes += len(data)
+        if self._body_bytes > self._poller.body_max_bytes:
+            self._abort()
+            self._done(Answer(0, failure=f"the answer is longer than {self._poller.body_max_bytes} bytes"))
+
+    def on_end(self) -> None:
+        self._done(Answer(self._status, b"".join(self._parts)))
+
+    def on_failure(self, failure: Failure) -> None:
+        if failure.kind == "out_of_files":  # not a fault of the engine
+            self.call = None
+            self._timer.cancel()
+            self._poller.discard(self)
+            return
+        self._done(Answer(0, failure=failure.text, refused=failure.kind == "refused"))
+
+    def give_up(self) -> None:
+        """Cancel the poll: its response is no longer needed."""
+        self._timer.cancel()
+        self._abort()
+
+    def _too_late(self) -> None:
+        timeout_s = self._poller.timeout_s
+        elapsed_s, lag_s = time.monotonic() - self._sent_s, self._poller.lag.total_s() - self._lag_s
+        match judge(timeout_s, elapsed_s, lag_s):
+            case "failed":
+                self._abort()
+                self._done(Answer(0, failure=f"no whole answer in {timeout_s:g} s"))
+            case "wait":
+                rest_s = max(timeout_s - (elapsed_s - lag_s), _TICK_MIN_S)
+                self._timer = self._loop.call_later(rest_s, self._too_late)
+            case "discarded":
+                self._abort()
+                self._poller.discard(self)
+
+    def _abort(self) -> None:
+        """End the call and drop the mutual references of call and poll, so that memory is freed at once."""
+        call, self.call = self.call, None
+        if call is not None:
+            call.abort()
+
+    def _done(self, answer: Answer) -> None:
+        self.call = None
+        self._timer.cancel()
+        self._poller.done(self, answer)
+
+
+class Poller:
+    """Polls all engines at once, then each once per interval, spread over it, never the same engine twice at a time.
+
+    If responses take too long, polls are skipped and not made up for.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        pool_of: Callable[[str], Pool | None],
+        path: bytes,
+        on_answer: Callable[[str, Answer], None],
+        *,
+        interval_s: float,
+        timeout_s: float,
+        at_once: int = 64,
+        body_max_bytes: int = 8 << 20,
+        headers: Headers | None = None,
+        lag: LoopLag | None = None,
+        on_discard: Callable[[str], None] | None = None,
+        jitter: float = 0.0,
+        draw: Callable[[], float] | None = None,
+    ) -> None:
+        """
+        Args:
+            names: instances to poll.
+            pool_of: returns the connection pool of an instance; None: skip it now.
+            path: path with its query.
+            on_answer: called once for each poll that is not discarded; must not raise.
+            interval_s: time between two polls of the same engine.
+            timeout_s: time limit for a complete response.
+            at_once: maximum number of polls in progress.
+            body_max_bytes: a longer response is a failure.
+            headers: headers of the request.
+            lag: lag of the loop; time during which the loop was late does not count against the engine.
+            on_discard: called for each poll without a verdict because the loop was late; must not raise.
+            jitter: a round over all engines lasts up to this share longer than `interval_s`; 0 or more.
+            draw: returns random numbers in [0, 1) that scale `jitter`; None: always 0.
+        """
+        self._jitter, self._draw = jitter, draw
+        self.lag = lag if lag is not None else LoopLag()
+        self.path = path
+        self.timeout_s = timeout_s
+        self.body_max_bytes = body_max_bytes
+        self.headers = headers or []
+        self._names = tuple(names)
+        self._pool_of = pool_of
+        self._on_answer, self._on_discard = on_answer, on_discard
+        self._interval_s = interval_s
+        self._at_once = at_once
+        self._under_way: dict[str, _Question] = {}
+        self._tick_handle: asyncio.TimerHandle | None = None
+        self._round, self._round_s, self._round_lasts_s = 0, 0.0, interval_s
+        """Finished rounds, start of the current round, and its duration."""
+        self._turn = 0
+
+    def start(self) -> None:
+        """Start, from within the loop."""
+        if self._names and self._tick_handle is None:
+            self._loop = asyncio.get_running_loop()
+            self._round_s, self._round, self._round_lasts_s = self._loop.time(), 0, self._interval_s
+            self._turn = 0
+            self._tick()
+
+    def close(self) -> None:
+        """Stop polling and cancel the polls in progress."""
+        if self._tick_handle is not None:
+            self._tick_handle.cancel()
+            self._tick_handle = None
+        for question in self._under_way.values():
+            question.give_up()
+        self._under_way.clear()
+
+    def done(self, question: _Question, answer: Answer) -> None:
+        """Complete a poll."""
+        del self._under_way[question.name]
+        self._on_answer(question.name, answer)
+
+    def discard(self, question: _Question) -> None:
+        """End a poll without a verdict on its engine."""
+        del self._under_way[question.name]
+        if self._on_discard is not None:
+            self._on_discard(question.name)
+
+    def _tick(self) -> None:
+        count = len(self._names)
+        now = self._loop.time()
+        while now >= self._round_s + self._round_lasts_s:
+            self._round += 1
+            self._round_s += self._round_lasts_s
+            longer = self._jitter * self._draw() if self._draw is not None else 0.0
+            self._round_lasts_s = self._interval_s * (1.0 + longer)
+        due = max(int((self._round + (now - self._round_s) / self._round_lasts_s) * count) + 1, count)
+        self._turn = max(self._turn, due - count)
+        while self._turn < due and len(self._under_way) < self._at_once:
+            self._ask(self._names[self._turn % count])
+            self._turn += 1
+        self._tick_handle = self._loop.call_later(max(self._round_lasts_s / count, _TICK_MIN_S), self._tick)
+
+    def _ask(self, name: str) -> None:
+        pool = None if name in self._under_way else self._pool_of(name)
+        if pool is not None:
+            self._under_way[name] = _Question(self, name, pool, self._loop)

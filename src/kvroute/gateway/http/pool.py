@@ -1,0 +1,217 @@
+"""Keep-alive connections to one engine, and calls over them; it neither interprets requests nor chooses engines."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import time
+from urllib.parse import SplitResult, urlsplit
+
+from kvroute.gateway.http.call import Call, Failure, FailureKind, Sink
+from kvroute.gateway.http.deadlines import Deadlines
+from kvroute.gateway.http.exchange import Headers
+from kvroute.gateway.http.loop_lag import judge
+from kvroute.gateway.http.open_files import out_of_files
+from kvroute.gateway.http.upstream_connection import Line
+from kvroute.types import InputError
+
+
+def request_bytes(method: bytes, path: bytes, host: bytes, headers: Headers, body: bytes) -> bytes:
+    """Return a complete HTTP/1.1 request; `headers` exclude host and content-length, which are set here.
+
+    `path` includes its query. Without a body, only POST, PUT and PATCH have a content-length of 0 (RFC 9110 section
+    8.6).
+    """
+    lines = b"".join([b"%b: %b\r\n" % header for header in headers])
+    if not body and method not in (b"POST", b"PUT", b"PATCH"):
+        return b"%b %b HTTP/1.1\r\nhost: %b\r\n%b\r\n" % (method, path, host, lines)
+    return b"%b %b HTTP/1.1\r\nhost: %b\r\n%bcontent-length: %d\r\n\r\n%b" % (
+        method,
+        path,
+        host,
+        lines,
+        len(body),
+        body,
+    )
+
+
+class Pool:
+    """Connections to one origin: the most recently used one is used next; a new one is opened when all are busy."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        connect_s: float = 2.0,
+        idle_max: int = 256,
+        keep_s: float = 60.0,
+        tls: ssl.SSLContext | None = None,
+        deadlines: Deadlines | None = None,
+    ) -> None:
+        """
+        Args:
+            url: `http://host:port` or `https://host:port`.
+            connect_s: time limit, in seconds, for name resolution, TCP and TLS together.
+            idle_max: maximum number of idle connections.
+            keep_s: seconds for which idle connections are kept.
+            tls: context for https; None: the system's certificates are trusted.
+            deadlines: shared with other pools, so that one timer serves all; None: its own.
+
+        Raises:
+            InputError: the URL is invalid, or has a path.
+        """
+        parts = _origin(url)
+        self.host = parts.netloc.encode()
+        """Value of the Host header."""
+        self._address = parts.hostname or ""
+        self._port = parts.port or (443 if parts.scheme == "https" else 80)
+        self._tls = (tls or ssl.create_default_context()) if parts.scheme == "https" else None
+        self._connect_s = connect_s
+        self._idle_max = idle_max
+        self._keep_s = keep_s
+        self._deadlines = deadlines if deadlines is not None else Deadlines()
+        self._idle: list[Line] = []
+        self._open: set[Line] = set()
+        self._opening: set[asyncio.Task[None]] = set()
+        self._closed = False
+        self.busy = 0
+        """Calls that are not finished."""
+
+    @property
+    def idle(self) -> int:
+        """Number of idle connections."""
+        return len(self._idle)
+
+    @property
+    def connections(self) -> int:
+        """Number of connections that are open or being opened."""
+        return len(self._open) + len(self._opening)
+
+    def send(
+        self,
+        request: bytes,
+        sink: Sink,
+        *,
+        first_byte_s: float,
+        idle_s: float,
+        head_only: bool = False,
+        body: bytes = b"",
+    ) -> Call:
+        """Send a request. `sink` is called in later turns of the loop, never from within `send`.
+
+        Args:
+            first_byte_s: seconds from sending to the first byte of the response body.
+            idle_s: seconds between bytes of the body.
+            body: the part after `request`, sent separately to avoid a large copy.
+            head_only: the request is a HEAD, so that no body follows.
+        """
+        call = Call(request, sink, first_byte_s, idle_s, head_only, self)
+        call.body = body
+        self.busy += 1
+        while self._idle:
+            line = self._idle.pop()
+            if line.usable:
+                line.begin(call)
+                return call
+            line.drop()
+        self.resend(call)
+        return call
+
+    def close(self) -> None:
+        """Close idle connections and keep none from now on; calls in progress continue."""
+        self._closed = True
+        for line in self._idle:
+            line.drop()
+        self._idle.clear()
+
+    # callbacks of connections and calls
+
+    def ended(self, call: Call) -> None:
+        """See `Keeper`."""
+        self.busy -= 1
+
+    def keep(self, line: Line) -> None:
+        """See `Keeper`."""
+        if self._closed or len(self._idle) >= self._idle_max:
+            line.drop()
+            return
+        line.rest(asyncio.get_running_loop().time() + self._keep_s)
+        self._idle.append(line)
+
+    def opened(self, line: Line) -> None:
+        """See `Keeper`."""
+        self._open.add(line)
+        self._deadlines.watch(line)
+
+    def lost(self, line: Line) -> None:
+        """See `Keeper`."""
+        self._open.discard(line)
+        self._deadlines.forget(line)
+        if line in self._idle:
+            self._idle.remove(line)
+
+    def resend(self, call: Call) -> None:
+        """See `Keeper`."""
+        task = asyncio.get_running_loop().create_task(self._connect(call))
+        self._opening.add(task)
+        task.add_done_callback(self._opening.discard)
+
+    async def _connect(self, call: Call) -> None:
+        """Open a connection for a call, which may have ended by the time it is open."""
+        try:
+            line = await self._open_line(call)
+        except TimeoutError:
+            failure = Failure("timeout", "connect", f"no connection to {self.host.decode()} in {self._connect_s:g} s")
+        except (OSError, UnicodeError) as error:  # UnicodeError: the host name is invalid (`a..b`)
+            kind: FailureKind = "reset" if isinstance(error, ConnectionResetError) else "refused"
+            if out_of_files(error):
+                kind = "out_of_files"
+            failure = Failure(kind, "connect", f"no connection to {self.host.decode()} ({error})")
+        else:
+            if call.over:
+                self.keep(line)
+            elif line.usable:
+                line.begin(call)
+            else:
+                call.finish()
+                call.sink.on_failure(Failure("reset", "connect", "the engine closed the connection"))
+            return
+        if not call.over:
+            call.finish()
+            call.sink.on_failure(failure)
+
+    async def _open_line(self, call: Call) -> Line:
+        """Connect; an attempt that times out while the loop is late is repeated, until the attempts have had
+        `connect_s` of a loop that is on time. Raises OSError or UnicodeError."""
+        lag = self._deadlines.lag
+        started_s, lag_s = time.monotonic(), lag.total_s()
+        while True:
+            try:
+                return await self._attempt()
+            except TimeoutError:
+                verdict = judge(self._connect_s, time.monotonic() - started_s, lag.total_s() - lag_s)
+                if verdict == "failed" or call.over:
+                    raise
+
+    async def _attempt(self) -> Line:
+        line = Line(self)
+        try:
+            async with asyncio.timeout(self._connect_s):
+                await asyncio.get_running_loop().create_connection(
+                    lambda: line, self._address, self._port, ssl=self._tls
+                )
+        except (OSError, UnicodeError):
+            line.drop()
+            raise
+        return line
+
+
+def _origin(url: str) -> SplitResult:
+    try:
+        parts = urlsplit(url)
+        port_is_fine = parts.port != 0
+    except ValueError:
+        parts, port_is_fine = urlsplit(""), False
+    if parts.scheme not in ("http", "https") or not parts.hostname or not port_is_fine or parts.path.strip("/"):
+        raise InputError(f"{url!r} is no origin", where="url", mend="write http://host:port or https://host:port")
+    return parts

@@ -1,0 +1,266 @@
+"""One connection to an engine: sends requests, parses responses and calls the sink; the pool opens it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Literal, Protocol, cast
+
+import httptools
+
+from kvroute.gateway.http.call import Call, Failure, Phase
+from kvroute.gateway.http.deadlines import NEVER_S
+from kvroute.gateway.http.exchange import Headers
+
+HEAD_BYTES_MAX = 256 * 1024
+"""Maximum consecutive bytes without a byte of the body: the longest head, trailer section and chunk extension."""
+HEAD_LINES_MAX = 256
+"""Maximum header lines of one response."""
+
+_FRAMING = (b"content-length", b"transfer-encoding")
+_SPENT = httptools.HttpResponseParser(object())
+"""A parser without callbacks."""
+
+
+class Keeper(Protocol):
+    """The owner of connections, which also counts calls: the pool."""
+
+    def ended(self, call: Call) -> None:
+        """The call has ended."""
+        ...
+
+    def keep(self, line: Line) -> None:
+        """The connection is free for the next call."""
+        ...
+
+    def opened(self, line: Line) -> None:
+        """The connection is open."""
+        ...
+
+    def lost(self, line: Line) -> None:
+        """The connection is closed."""
+        ...
+
+    def resend(self, call: Call) -> None:
+        """Send the call again on a new connection."""
+        ...
+
+
+class Line(asyncio.Protocol):
+    """One keep-alive connection to an engine, with one call at a time."""
+
+    def __init__(self, keeper: Keeper) -> None:
+        self.deadline_s = NEVER_S
+        self._keeper = keeper
+        self._transport: asyncio.Transport | None = None
+        self._doomed = False
+        self._served = False
+        self._call: Call | None = None
+        self._now: Callable[[], float] = asyncio.get_running_loop().time
+        self._parser = httptools.HttpResponseParser(self)
+        self._clear()
+
+    def _clear(self) -> None:
+        self._heard = False
+        self._bare_bytes = 0
+        self._status = 0
+        self._headers: Headers = []
+        self._head_told = False
+        self._body_begun = False
+        self._keep_alive = False
+        self._complete = False
+        self._surplus = False
+        self._parts: list[bytes] = []
+
+    @property
+    def usable(self) -> bool:
+        """Whether the connection is open, and the engine is not known to be closing it."""
+        return self._transport is not None and not self._transport.is_closing()
+
+    def begin(self, call: Call) -> None:
+        """Send a call's request; its callbacks run in later turns of the loop."""
+        assert self._call is None
+        assert self._transport is not None
+        self._call = call
+        call.line = self
+        self.deadline_s = self._now() + call.first_byte_s
+        if call.body:
+            self._transport.writelines((call.request, call.body))
+        else:
+            self._transport.write(call.request)
+        if call.paused:
+            self.pause()
+
+    def rest(self, until_s: float) -> None:
+        """Keep the connection idle for the next call, until this time at most."""
+        self.deadline_s = until_s
+
+    def drop(self) -> None:
+        """Close the connection at once, even if it is not open yet."""
+        self._call = None
+        self._doomed = True
+        self.deadline_s = NEVER_S
+        self._forget()
+        if self._transport is not None:
+            self._transport.abort()
+
+    def pause(self) -> None:
+        """Stop reading."""
+        self.deadline_s = NEVER_S
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.pause_reading()
+
+    def resume(self) -> None:
+        """Resume reading."""
+        if self._call is not None:
+            self.deadline_s = self._now() + (self._call.idle_s if self._body_begun else self._call.first_byte_s)
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
+
+    def expire(self, now: float) -> None:
+        """End a call whose engine was silent too long, or close a connection that was idle too long."""
+        if self._call is None:
+            self.drop()
+        else:
+            waited_s = self._call.idle_s if self._body_begun else self._call.first_byte_s
+            self._fail("timeout", f"the engine was silent for {waited_s:g} s")
+
+    # callbacks of asyncio
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's class does not inherit from it
+        self._keeper.opened(self)
+        if self._doomed:
+            self._transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        call = self._call
+        if call is None:  # unexpected data: no call is in progress
+            self.drop()
+            return
+        error = self._feed(data)
+        if self._status and not self._head_told:
+            self._head_told = True
+            if len(self._headers) > HEAD_LINES_MAX:
+                self._fail("malformed", f"the response has more than {HEAD_LINES_MAX} header lines")
+                return
+            call.sink.on_head(self._status, self._headers)
+        if self._parts and not call.over:
+            body = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+            self._parts.clear()
+            self._body_begun = True
+            call.sink.on_body(body)
+        if call.over:  # aborted by the sink
+            return
+        if self._complete:
+            self._end(keep=self._keep_alive and not self._surplus and not error and not call.head_only)
+        elif error:
+            self._fail("malformed", error)
+        elif self._body_begun and not call.paused:
+            self.deadline_s = self._now() + call.idle_s
+
+    def eof_received(self) -> None:
+        """Treat a half-closed connection as closed: the engine sends nothing more."""
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._keeper.lost(self)
+        self._transport = None
+        self._forget()
+        call = self._call
+        if call is None:
+            return
+        if exc is None and self._head_told and self._until_close():
+            self._end(keep=False)
+        elif self._served and not self._heard and not call.retried:
+            self._call = None
+            call.line = None
+            call.retried = True
+            self._keeper.resend(call)
+        else:
+            self._fail(
+                "reset", f"the engine closed the connection ({exc})" if exc else "the engine closed the connection"
+            )
+
+    # callbacks of the parser
+
+    def on_message_begin(self) -> None:
+        self._surplus = self._complete
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._status:  # otherwise it is a trailer
+            self._headers.append((name.lower(), value.rstrip()))
+
+    def on_headers_complete(self) -> None:
+        if self._complete:
+            return
+        status = self._parser.get_status_code()
+        if status < 200:  # informational, before the response
+            if status < 100 or any(name in _FRAMING for name, _ in self._headers):
+                raise ValueError("an informational response has no body")  # RFC 9110 section 15.2; ends the parsing
+            self._headers = []
+            return
+        self._status = status
+        self._keep_alive = self._parser.should_keep_alive()
+        self._complete = self._call is not None and self._call.head_only
+
+    def on_body(self, data: bytes) -> None:
+        if not self._complete:
+            self._parts.append(data)
+
+    def on_message_complete(self) -> None:
+        self._complete = self._status != 0
+
+    def _feed(self, data: bytes) -> str:
+        """Parse data; return an error text, or an empty string."""
+        self._heard = True
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            return "the engine switches protocols, which nobody asked for"
+        except httptools.HttpParserError as error:
+            return f"the answer is no HTTP ({error})"
+        if self._parts:
+            self._bare_bytes = 0
+            return ""
+        self._bare_bytes += len(data)
+        if self._bare_bytes > HEAD_BYTES_MAX:
+            part = "trailer section or chunk extension" if self._status else "head"
+            return f"the response's {part} is longer than {HEAD_BYTES_MAX} bytes"
+        return ""
+
+    def _forget(self) -> None:
+        """Drop the parser, which references this connection, and the received data: memory is freed without a
+        collection."""
+        self._parser = _SPENT
+        self._parts = []
+
+    def _until_close(self) -> bool:
+        """Whether the response body ends with the connection (RFC 9112 section 6.3)."""
+        return not any(
+            name == b"content-length" or (name == b"transfer-encoding" and value.lower().endswith(b"chunked"))
+            for name, value in self._headers
+        )
+
+    def _end(self, *, keep: bool) -> None:
+        call = self._call
+        assert call is not None
+        if call.paused:
+            call.paused = False
+            self.resume()
+        self._call = None
+        call.finish()
+        if keep:
+            self._served = True
+            self._clear()
+            self._keeper.keep(self)
+        else:
+            self.drop()
+        call.sink.on_end()
+
+    def _fail(self, kind: Literal["reset", "timeout", "malformed"], text: str) -> None:
+        call = self._call
+        assert call is not None
+        phase: Phase = "body" if self._body_begun else "first_byte"
+        self.drop()
+        call.finish()
+        call.sink.on_failure(Failure(kind, phase, text))

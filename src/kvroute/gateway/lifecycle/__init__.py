@@ -1,0 +1,1 @@
+"""Reload, state carried over a reload, and role switches."""

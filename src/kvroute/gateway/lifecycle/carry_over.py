@@ -1,0 +1,155 @@
+"""State that a reload carries over to the new cluster: breakers, health, load, cached prefixes. The new core receives
+it as events, which are in its event log, so that a log that begins with a reload can be replayed too."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import msgspec
+
+from kvroute.gateway.proxy.runtime import Serving
+from kvroute.types import (
+    BandwidthLearned,
+    CapacityLearned,
+    Event,
+    InstanceMeasured,
+    KvCleared,
+    KvEvicted,
+    KvStored,
+    ThresholdKnown,
+)
+
+
+def stays(name: str, old: Serving, new: Serving) -> bool:
+    """Whether an instance is in both clusters and is the same engine."""
+    before, after = old.stations.get(name), new.stations.get(name)
+    if before is None or after is None:
+        return False
+    return (before.instance.endpoint, before.instance.model) == (after.instance.endpoint, after.instance.model)
+
+
+class Handover:
+    """Carries over the state of the instances that stay, from the old cluster to the new one.
+
+    Call `at_once` before the new cluster serves requests, then `prefixes`. Meanwhile pass the events of the new core to
+    `heard`, and call `look` periodically until the requests of the old cluster are over.
+    """
+
+    def __init__(self, old: Serving, new: Serving, retired: Sequence[Serving]) -> None:
+        """Args: `retired` are all clusters before the new one that still have requests, including the old one."""
+        self._old, self._new = old, new
+        self._stay = [name for name in new.stations if stays(name, old, new)]
+        self._retired = {name: [each for each in retired if stays(name, each, new)] for name in self._stay}
+        self._to_tell = {name for name in self._stay if self._keeps_prefixes(name)}
+        """Instances whose cached prefixes are not reported to the new core yet."""
+        self._told: dict[str, int] = {}
+        """Number of old requests last reported to the core, by engine that does not report its load itself."""
+
+    @property
+    def over(self) -> bool:
+        """Whether all state is carried over."""
+        return not self._to_tell and not any(self._told.values())
+
+    def reads(self, serving: Serving) -> bool:
+        """Whether cached prefixes of this cluster are still to be carried over."""
+        return serving is self._old and bool(self._to_tell)
+
+    def at_once(self) -> None:
+        """Carry over all state except cached prefixes: network and WAN paths, health, who measures transfers, load."""
+        old, new, now = self._old, self._new, self._new.now()
+        telemetry = old.telemetry
+        if telemetry is not None and [link.name for link in old.cluster.links] == [
+            link.name for link in new.cluster.links
+        ]:
+            new.heard(telemetry)
+        new.panics.inherit(old.panics)
+        for name in self._stay:
+            before, after = old.stations[name], new.stations[name]
+            if old.settings.measure == new.settings.measure:
+                after.measures = before.measures
+            if old.settings.breaker == new.settings.breaker:
+                after.guard.breaker = before.guard.breaker  # requests in flight still count in it
+            after.guard.set_healthy(before.guard.healthy, now, present=before.guard.present)
+            measured = old.measured.get(name)
+            if measured is not None:
+                new.measured[name] = measured
+                running = max(measured.running, self._under_way(name) - measured.waiting)
+                new.tell(InstanceMeasured(now, name, running, measured.waiting, measured.kv_used_share))
+        if old.ways is not None and new.ways is not None:
+            new.ways.inherit(old.ways, now)
+        self._thresholds()
+        self._knowledge()
+        self.look()
+
+    def _thresholds(self) -> None:
+        """Carry over the offload thresholds of the sites in both clusters; base values in the file take precedence."""
+        old, new = self._old.control.offloading, self._new.control.offloading
+        if old is None or new is None:
+            return
+        there = {new.datacenters.names[site] for site in new.thresholds}
+        for site, threshold in old.thresholds.items():
+            name = old.datacenters.names[site]
+            if name in there:
+                self._new.tell(ThresholdKnown(self._new.now(), name, threshold.tokens, threshold.base_tokens))
+
+    def _knowledge(self) -> None:
+        """Carry over learned bandwidths, for tiers with the same bandwidth in both files and pairs in both clusters."""
+        old, new, now = self._old.cluster, self._new.cluster, self._new.now()
+        promised = zip(old.tier_bytes_per_s.tolist(), new.tier_bytes_per_s.tolist(), strict=True)
+        same = [before == after for before, after in promised]
+        for known in self._old.control.knowledge(now):
+            match known:
+                case BandwidthLearned(tiers=tiers, pairs=pairs):
+                    kept = tuple(tier if stays else None for tier, stays in zip(tiers, same, strict=True))
+                    both = tuple(pair for pair in pairs if self._same_path(pair[0], pair[1], same))
+                    self._new.tell(BandwidthLearned(now, kept, both))
+                case CapacityLearned(log_sums=sums, weights=weights):
+                    sums = tuple(value * stays for value, stays in zip(sums, same, strict=True))
+                    weights = tuple(value * stays for value, stays in zip(weights, same, strict=True))
+                    self._new.tell(msgspec.structs.replace(known, log_sums=sums, weights=weights))
+
+    def _same_path(self, source: str, target: str, same: Sequence[bool]) -> bool:
+        """Whether both clusters have these instances, in the same tier with the same bandwidth."""
+        if source not in self._stay or target not in self._stay:
+            return False
+        old, new = self._old.cluster, self._new.cluster
+        tier = int(new.tier[new.index(source), new.index(target)])
+        return same[tier] and int(old.tier[old.index(source), old.index(target)]) == tier
+
+    def look(self) -> None:
+        """Report old requests to the new core as external load, for engines that do not report their load."""
+        for name in self._stay:
+            if name in self._new.measured:
+                self._told.pop(name, None)
+            elif (under_way := self._under_way(name)) != self._told.get(name, 0):
+                self._told[name] = under_way
+                own = self._new.stations[name].under_way
+                self._new.tell(InstanceMeasured(self._new.now(), name, under_way + own, 0))
+
+    async def prefixes(self) -> None:
+        """Carry over cached prefixes, one instance at a time in its present state; other tasks run in between."""
+        prefix, block_tokens = self._old.control.prefix, self._new.settings.prompt.block_tokens
+        for name in self._stay:
+            if name in self._to_tell:
+                self._to_tell.discard(name)
+                now = self._new.now()
+                for blocks in prefix.chains(self._old.cluster.index(name)):
+                    self._new.tell(KvStored(now, name, blocks, block_tokens))
+                await asyncio.sleep(0)
+
+    def heard(self, event: Event) -> None:
+        """Apply an eviction that the new core received to the old core too, so that its blocks are not carried over."""
+        if isinstance(event, KvEvicted | KvCleared) and event.instance in self._to_tell:
+            self._old.tell(event)
+
+    def _under_way(self, name: str) -> int:
+        return sum(each.stations[name].under_way for each in self._retired[name])
+
+    def _keeps_prefixes(self, name: str) -> bool:
+        """Whether the prefixes stay valid: prompts hash as before, and the same side reports what is cached."""
+        old, new = self._old, self._new
+        return (
+            old.settings.prompt == new.settings.prompt
+            and old.stations[name].approximate == new.stations[name].approximate
+        )

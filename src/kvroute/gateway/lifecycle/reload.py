@@ -1,0 +1,269 @@
+"""The current cluster, earlier clusters that still have requests after a reload, and the switch to the next one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvroute.control import Control, LogHashing, LogHeader
+from kvroute.gateway.config.preflight import tls_context
+from kvroute.gateway.engines.factory import stations_of
+from kvroute.gateway.engines.panic import Panics
+from kvroute.gateway.engines.retry_budget import RetryBudget
+from kvroute.gateway.http.callbacks import weakly
+from kvroute.gateway.http.deadlines import Deadlines
+from kvroute.gateway.http.loop_lag import LoopLag
+from kvroute.gateway.lifecycle.carry_over import Handover
+from kvroute.gateway.lifecycle.deployment import Deployment
+from kvroute.gateway.lifecycle.role_switches import Conversions
+from kvroute.gateway.observe.event_log import Recording
+from kvroute.gateway.observe.logs import note
+from kvroute.gateway.observe.metrics import Metrics
+from kvroute.gateway.observe.state import ClusterState
+from kvroute.gateway.observe.tracing import Tracer
+from kvroute.gateway.openai_api.api_keys import Keys
+from kvroute.gateway.openai_api.cache_salt import CacheSalts
+from kvroute.gateway.openai_api.prompt import Prompts
+from kvroute.gateway.proxy.request import Journey
+from kvroute.gateway.proxy.runtime import Serving
+from kvroute.gateway.telemetry.collectors import Watchers
+from kvroute.gateway.wan.paths import Ways
+from kvroute.types import Event, InputError
+
+_FREE_S, _FREE_PAUSE_S = 1e-3, 4e-3
+"""Duration of one step in freeing the memory of closed clusters, and of the pause after it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Common:
+    """Services that consecutive clusters share."""
+
+    now: Callable[[], float]
+    metrics: Metrics
+    state: ClusterState
+    tracer: Tracer
+    budget: RetryBudget
+    rooms: random.Random
+    jitter: random.Random
+    """Random generator for the jitter of health checks and circuit breakers."""
+    deadlines: Deadlines
+    lag: LoopLag
+    salt_secret: bytes
+    """The secret of cache salts if the settings give none."""
+    on_end: Callable[[Journey], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Data that a reload has read outside the event loop."""
+
+    deployment: Deployment
+    keys: Keys
+    prompts: Prompts
+    control: Control
+    log_header: LogHeader | None
+    """None: there is no event log."""
+
+
+def _log_header(deployment: Deployment) -> LogHeader | None:
+    """Return the first line of the event log, if there is one, and compile the code that the log needs."""
+    if deployment.settings.log.events is None:
+        return None
+    LogHashing().blocks((0,))
+    return deployment.log_header
+
+
+class Succession:
+    """Starts with one cluster; `prepare`, `next` and `switch` change to another."""
+
+    def __init__(self, deployment: Deployment, common: Common) -> None:
+        """Raises InputError if the tokenizer cannot be read or the event log cannot be created."""
+        self.deployment = deployment
+        self._common = common
+        self._prompts = deployment.prompts()
+        try:
+            keys, core = Keys.of(deployment.settings.keys), deployment.core()
+            self.serving = self._made(Prepared(deployment, keys, self._prompts, core, _log_header(deployment)), 0)
+        except InputError:
+            self._prompts.close()
+            raise
+        self._watchers = Watchers(self.serving, self._heard)
+        self.conversions = Conversions(self.serving, self._heard)
+        self._retired: list[Serving] = []
+        self._handover: Handover | None = None
+        self._closed: deque[Iterator[int]] = deque()
+        """Clusters without requests whose memory is not freed yet."""
+        self._freeing: asyncio.Task[None] | None = None
+
+    @property
+    def clusters(self) -> tuple[Serving, ...]:
+        """Clusters that have or get requests, the current one first."""
+        return (self.serving, *self._retired)
+
+    @property
+    def all_checked(self) -> bool:
+        """Whether the health of every instance has been checked."""
+        return self._watchers.all_checked
+
+    def watch(self) -> None:
+        """Start the collectors of the first cluster. Raises InputError as `Watchers.start` does."""
+        self._watchers.start()
+
+    def push(self, body: bytes) -> None:
+        """Process pushed telemetry. Raises InputError if it is invalid."""
+        self._watchers.push(body)
+
+    def prepare(self, read: Callable[[], Deployment]) -> Prepared:
+        """Do all time-consuming work for another deployment; may run in a thread. Raises InputError, and what `read`
+        raises."""
+        deployment = read()
+        settings = deployment.settings
+        keys, control = Keys.of(settings.keys), deployment.core()
+        if settings.listen.tls is not None:
+            tls_context(settings.listen.tls)
+        same = settings.prompt == self.deployment.settings.prompt
+        header = _log_header(deployment)
+        return Prepared(deployment, keys, self._prompts if same else deployment.prompts(), control, header)
+
+    def next(self, prepared: Prepared) -> Serving:
+        """Return the cluster that may become current. Raises InputError if its event log cannot be created."""
+        try:
+            number = self.serving.last_number + 1
+            return self._made(prepared, number)
+        except InputError:
+            if prepared.prompts is not self._prompts:
+                prepared.prompts.close()
+            raise
+
+    def switch(self, prepared: Prepared, serving: Serving) -> Watchers:
+        """Make `serving` the current cluster and create its collectors; return the previous collectors, which the
+        caller closes. `settle` carries over the remaining state."""
+        old, watchers = self.serving, self._watchers
+        self._retired.append(old)
+        self._handover = Handover(old, serving, self._retired)
+        self._handover.at_once()
+        self.conversions.take_over(old, serving)
+        self._watchers = Watchers(serving, self._heard, watchers)
+        self.serving, self.deployment, self._prompts = serving, prepared.deployment, prepared.prompts
+        self._prompts.change(float(serving.settings.limits.queue_wait_s))
+        return watchers
+
+    async def settle(self, watchers: Watchers) -> None:
+        """Close the previous collectors, start the new ones, and carry over the cache contents to the new core."""
+        closing = asyncio.ensure_future(watchers.close())
+        try:
+            self._watchers.start()
+        except InputError as error:
+            note("error", "kv_events_not_followed", reason=str(error))
+        await closing
+        if self._handover is not None:
+            await self._handover.prefixes()
+
+    def look(self) -> None:
+        """Apply the changes that depend on time alone."""
+        now = self._common.now()
+        for serving in self.clusters:
+            for station in serving.stations.values():
+                station.guard.look(now)
+            serving.panics.look(now)
+            if serving.ways is not None:
+                serving.ways.look(now)
+            if serving.events is not None:
+                serving.events.flush()
+        if self._handover is not None:
+            self._handover.look()
+        self.conversions.look(self.clusters)
+        handover = self._handover
+        for serving in [each for each in self._retired if each.idle and not (handover and handover.reads(each))]:
+            self._retired.remove(serving)
+            serving.close()
+            self._closed.append(serving.control.dismantle())
+            if all(serving.prompts is not each.prompts for each in self.clusters):
+                serving.prompts.close()
+        if self._handover is not None and self._handover.over and not self._retired:
+            self._handover = None
+        if self._closed and self._freeing is None:
+            self._freeing = asyncio.get_running_loop().create_task(self._free())
+
+    async def _free(self) -> None:
+        """Free the memory of closed clusters in short steps, so that requests are not delayed."""
+        while self._closed:
+            until = time.perf_counter() + _FREE_S
+            while self._closed and time.perf_counter() < until:
+                if next(self._closed[0], None) is None:
+                    self._closed.popleft()
+            await asyncio.sleep(_FREE_PAUSE_S)
+        self._freeing = None
+
+    def stop(self) -> None:
+        """Abort the requests in progress; their clients get an error."""
+        for serving in self.clusters:
+            for journey in list(serving.journeys.values()):
+                journey.stop()
+
+    async def unwatch(self) -> None:
+        """Stop role switches and collectors."""
+        await self.conversions.close()
+        await self._watchers.close()
+
+    def close(self) -> None:
+        """Close all clusters; no more requests follow."""
+        if self._freeing is not None:
+            self._freeing.cancel()
+        for serving in self.clusters:
+            serving.close()
+            serving.prompts.close()
+
+    def _heard(self, event: Event) -> None:
+        """Process an event of a collector."""
+        self.serving.heard(event)
+        if self._handover is not None:
+            self._handover.heard(event)
+
+    def _recording(self, prepared: Prepared) -> Recording | None:
+        deployment, header = prepared.deployment, prepared.log_header
+        log = deployment.settings.log
+        if log.events is None or header is None:
+            return None
+        lost = self._common.metrics.log_lost
+        return Recording(Path(log.events), header, log.terms, deployment.log_bounds, lost)
+
+    def _made(self, prepared: Prepared, first_number: int) -> Serving:
+        deployment, prompts, control = prepared.deployment, prepared.prompts, prepared.control
+        cluster, settings, common = deployment.cluster, deployment.settings, self._common
+        key = os.environ.get(settings.upstream_key_env or "", "").encode()
+        serving = Serving(
+            cluster,
+            control,
+            settings,
+            now=common.now,
+            prompts=prompts,
+            budget=common.budget,
+            metrics=common.metrics,
+            state=common.state,
+            tracer=common.tracer,
+            events=self._recording(prepared),
+            rooms=common.rooms,
+            lag=common.lag,
+            jitter=common.jitter,
+            engine_key=key if prepared.keys.required else None,
+            on_end=common.on_end,
+            first_number=first_number,
+        )
+        secret = os.environ.get(settings.cache_salt_secret_env or "", "").encode() or common.salt_secret
+        serving.salts = CacheSalts.of(settings.cache_salt, settings.keys, secret)
+        exact, deadlines = prompts.exact, common.deadlines
+        serving.stations = stations_of(
+            cluster, settings, weakly(serving.changed), deadlines, exact=exact, draw=common.jitter.random
+        )
+        serving.panics = Panics(serving.stations, settings.health.panic, weakly(serving.panicked))
+        if settings.offload is not None:
+            scrape_s = float(settings.scrape.interval_s)
+            serving.ways = Ways(cluster, serving.stations, settings.offload.way, scrape_s=scrape_s)
+        return serving

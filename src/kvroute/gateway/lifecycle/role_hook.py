@@ -1,0 +1,77 @@
+"""The operator's hook that makes an engine serve another role: a POST to a URL, or a program.
+
+The operator decides what it does, for example restart the engine or patch a deployment. It receives the instance and
+the roles, and its status or exit code reports whether the instance serves the new role.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from contextlib import suppress
+
+import aiohttp
+
+from kvroute.gateway.config.offload import ConversionSection, hook_url
+from kvroute.types import Instance, Role
+
+_LAST_WORDS_S = 5.0
+"""Time between SIGTERM and SIGKILL when a program is ended, in seconds."""
+
+
+async def convert(section: ConversionSection, instance: Instance, before: Role, role: Role) -> str:
+    """Call the hook to switch an instance's role; return the reason if that fails, empty on success.
+
+    On a timeout, or if the caller is cancelled, a program is ended together with its child processes.
+    """
+    assert instance.endpoint is not None
+    try:
+        async with asyncio.timeout(float(section.timeout_s)):
+            if section.url is not None:
+                return await _post(hook_url(section.url, instance.endpoint.url), instance.name, before, role)
+            told = {"INSTANCE": instance.name, "ENDPOINT": instance.endpoint.url, "ROLE": role, "FROM": before}
+            return await _run(section.command or [], told)
+    except TimeoutError:
+        return f"the hook took longer than {float(section.timeout_s):g} s"
+
+
+async def _post(url: str, instance: str, before: Role, role: Role) -> str:
+    told = {"instance": instance, "role": role, "from": before}
+    patient = aiohttp.ClientTimeout(total=None)
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=patient) as session,
+            session.post(url, json=told, allow_redirects=False) as answer,
+        ):
+            return "" if 200 <= answer.status < 300 else f"the hook answered {answer.status}"
+    except (aiohttp.ClientError, OSError) as error:
+        return f"the hook cannot be reached ({type(error).__name__})"
+
+
+async def _run(command: list[str], told: dict[str, str]) -> str:
+    null = asyncio.subprocess.DEVNULL
+    try:
+        program = await asyncio.create_subprocess_exec(
+            *command, stdin=null, stdout=null, env={**os.environ, **told}, start_new_session=True
+        )
+    except OSError as error:
+        return f"{command[0]} cannot be run ({error.strerror})"
+    try:
+        code = await program.wait()
+    finally:
+        if program.returncode is None:
+            await _end(program)
+    if code < 0:
+        return f"the hook was ended by signal {-code}"
+    return f"the hook ended with {code}" if code else ""
+
+
+async def _end(program: asyncio.subprocess.Process) -> None:
+    """End all processes in the session of a program."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(ProcessLookupError):
+            os.killpg(program.pid, number)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(program.wait(), _LAST_WORDS_S)
+            return

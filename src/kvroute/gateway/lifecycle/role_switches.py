@@ -1,0 +1,217 @@
+"""Role switches at run time: requests reviews, drains instances, calls the operator's hook and reports to the core.
+
+The control core decides which instance switches its role. The operator's hook makes the engine serve the new role.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from kvroute.gateway.lifecycle.carry_over import stays
+from kvroute.gateway.lifecycle.role_hook import convert
+from kvroute.gateway.observe.logs import note
+from kvroute.types import Convert, Event, InstanceConverted, KvCleared, ReviewDue, Role
+
+if TYPE_CHECKING:
+    from kvroute.gateway.config.offload import ConversionSection
+    from kvroute.gateway.proxy.request import Journey
+    from kvroute.gateway.proxy.runtime import Serving
+    from kvroute.policies.allocation import Review
+
+Outcome: TypeAlias = Literal["converted", "failed", "declined", "abandoned"]
+"""`declined`: not tried, because there is no hook or an earlier switch failed a short time ago; `abandoned`: the
+gateway shuts down or the file has changed."""
+
+CONVERTING = "converting"
+"""Reason for giving an instance no requests while its role is switched."""
+_DOUBLINGS = 4
+
+
+@dataclass(slots=True, eq=False)
+class Conversion:
+    """The role switch of one instance: the instance is drained first, then the hook is called."""
+
+    instance: str
+    role: Role
+    before: Role
+    until: float
+    """Latest time of the hook call; draining ends then at the latest."""
+    hook: asyncio.Task[None] | None = None
+    inherited: bool = False
+    """The switch began before a reload, so the present core has no record of it."""
+
+    @property
+    def stage(self) -> Literal["draining", "hook"]:
+        """The present stage."""
+        return "draining" if self.hook is None else "hook"
+
+
+class Conversions:
+    """The role switches of the current cluster; the caller runs `look` periodically and `take_over` at a reload."""
+
+    def __init__(self, serving: Serving, heard: Callable[[Event], None]) -> None:
+        """Args: `heard` receives the event that an instance has restarted, like those of a collector."""
+        self._serving, self._heard = serving, heard
+        self.under_way: dict[str, Conversion] = {}
+        """Role switches in progress, by instance."""
+        self._ask_at = 0.0
+        self._seen: Review | None = None
+        self._failures, self._backs_off_until = 0, 0.0
+        self._stopped = False
+
+    def look(self, clusters: Sequence[Serving]) -> None:
+        """Request a review if one is due, and continue the role switches. Args: `clusters` that have requests."""
+        now = self._serving.now()
+        if now >= self._ask_at and not self._stopped:
+            self._review(now)
+        for conversion in list(self.under_way.values()):
+            due = now >= conversion.until or not _needed(conversion.instance, clusters)
+            if conversion.hook is None and due:
+                conversion.hook = asyncio.get_running_loop().create_task(self._call(conversion))
+
+    def _review(self, now: float) -> None:
+        serving = self._serving
+        offload, offloading = serving.settings.offload, serving.control.offloading
+        if offload is None or offloading is None or any(each.inherited for each in self.under_way.values()):
+            return
+        self._ask_at = now + float(offload.look_s)
+        decisions = serving.decide(ReviewDue(now))
+        review = offloading.last_review
+        if review is not None and review is not self._seen:
+            self._seen = review
+            serving.metrics.reviewed(review.verdict)
+            _tell(review, offload.conversion is not None)
+        for decision in decisions:
+            if isinstance(decision, Convert):
+                serving.state.decided(decision, now)
+                self._begin(decision, offload.conversion, now)
+
+    def _begin(self, decision: Convert, section: ConversionSection | None, now: float) -> None:
+        station = self._serving.stations[decision.instance]
+        drain_s = float(section.drain_s) if section is not None else 0.0
+        conversion = Conversion(decision.instance, decision.role, station.role, now + drain_s)
+        self.under_way[decision.instance] = conversion
+        if section is None or now < self._backs_off_until:
+            self._end(conversion, "declined")
+            return
+        note("info", "conversion_begun", instance=decision.instance, role=decision.role)
+        station.guard.hold(CONVERTING, now)
+
+    async def _call(self, conversion: Conversion) -> None:
+        serving = self._serving
+        offload, instance = serving.settings.offload, serving.stations[conversion.instance].instance
+        section = offload.conversion if offload is not None else None
+        why = "no hook is given any more"
+        try:
+            if section is not None:
+                why = await convert(section, instance, conversion.before, conversion.role)
+        except asyncio.CancelledError:
+            self._end(conversion, "abandoned")
+            raise
+        except Exception as error:  # a bug in the gateway must not keep the instance out of service
+            why = f"{type(error).__name__}: {error}"
+        if not why:
+            self._failures = 0
+        elif section is not None:
+            self._backs_off_until = serving.now() + float(section.back_off_s) * 2 ** min(self._failures, _DOUBLINGS)
+            self._failures += 1
+        self._end(conversion, "failed" if why else "converted", why)
+
+    def _end(self, conversion: Conversion, outcome: Outcome, why: str = "") -> None:
+        """Finish a role switch: the instance serves again, in the new role or the old one."""
+        name, serving = conversion.instance, self._serving
+        if self.under_way.pop(name, None) is not conversion:
+            return
+        serving.metrics.converted(outcome)
+        reason = {"reason": why} if why else {}
+        note("error" if why else "info", f"conversion_{outcome}", instance=name, role=conversion.role, **reason)
+        station, now = serving.stations[name], serving.now()
+        if outcome == "converted":
+            station.role = conversion.role
+            self._heard(KvCleared(now, name))  # the engine has most likely restarted
+        if _may_convert(serving, name):
+            serving.tell(InstanceConverted(now, name, station.role))
+        station.guard.let_go(CONVERTING, now)
+
+    def take_over(self, old: Serving, new: Serving) -> None:
+        """Carry over roles and role switches at a reload, for each instance that the new file keeps unchanged and
+        allows to switch roles. For other instances the file's role applies."""
+        now, self._serving = new.now(), new
+        for name, before in old.stations.items():
+            conversion, after = self.under_way.get(name), new.stations.get(name)
+            same = stays(name, old, new) and after is not None and before.instance.role == after.instance.role
+            if not (same and after is not None and _may_convert(new, name)):
+                if conversion is not None:
+                    self._abandon(conversion)
+                if after is not None and before.role != after.role:
+                    note("warning", "role_by_file", instance=name, role=after.role)
+                continue
+            if before.role != after.role:
+                after.role = before.role
+                new.tell(InstanceConverted(now, name, before.role))
+            if conversion is not None:
+                conversion.inherited = True
+                after.guard.hold(CONVERTING, now)
+
+    def _abandon(self, conversion: Conversion) -> None:
+        """End a role switch without an event to the core: the new file defines the instance's role."""
+        self.under_way.pop(conversion.instance, None)
+        if conversion.hook is not None:
+            conversion.hook.cancel()
+        self._serving.metrics.converted("abandoned")
+        note("warning", "conversion_abandoned", instance=conversion.instance, role=conversion.role)
+
+    def stop(self) -> None:
+        """Begin no more switches. Draining instances serve again in their old role; a running hook may finish."""
+        self._stopped = True
+        for conversion in list(self.under_way.values()):
+            if conversion.hook is None:
+                self._end(conversion, "abandoned")
+
+    async def close(self) -> None:
+        """Stop, and cancel the running hooks."""
+        self.stop()
+        hooks = [each.hook for each in self.under_way.values() if each.hook is not None]
+        for hook in hooks:
+            hook.cancel()
+        await asyncio.gather(*hooks, return_exceptions=True)
+
+
+def _may_convert(serving: Serving, name: str) -> bool:
+    offloading = serving.control.offloading
+    return offloading is not None and offloading.may_convert(serving.cluster.index(name))
+
+
+def _needed(name: str, clusters: Sequence[Serving]) -> bool:
+    """Whether any request is in flight on the instance, or needs the KV cache that it holds."""
+    for serving in clusters:
+        station = serving.stations.get(name)
+        if station is not None and station.under_way:
+            return True
+        if any(_needs(journey, name) for journey in serving.journeys.values()):
+            return True
+    return False
+
+
+def _needs(journey: Journey, name: str) -> bool:
+    prefill, answer = journey.prefill, journey.answer
+    if answer is not None and answer.station.name == name:
+        return True
+    return prefill is not None and prefill.station.name == name and (answer is None or not answer.admitted)
+
+
+def _tell(review: Review, converts: bool) -> None:
+    best = "; ".join(f"{p} prefill, {d} decode" for p, d in zip(review.n_prefill, review.n_decode, strict=True))
+    note(
+        "info",
+        "review",
+        verdict=review.verdict,
+        binding=review.binding,
+        gain=round(review.gain, 4),
+        rate_per_s=round(review.rate_per_s, 4),
+        lambda_max_per_s=round(review.lambda_max_per_s, 4),
+        reason=f"best split: {best}" + ("" if converts else " (no hook: roles stay)"),
+    )

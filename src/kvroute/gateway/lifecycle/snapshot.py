@@ -1,0 +1,161 @@
+"""Present values for metrics and dashboard: the load and health of every instance, and the oracle's estimates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvroute.control import Load as CoreLoad
+from kvroute.control.offloading import Offloading
+from kvroute.gateway.engines.client import Station
+from kvroute.gateway.lifecycle.role_switches import Conversions
+from kvroute.gateway.observe.view import (
+    ConversionLoad,
+    ForesightLoad,
+    InstanceLoad,
+    Load,
+    OffloadLoad,
+    OracleLoad,
+    PanicLoad,
+    ReviewLoad,
+    SiteLoad,
+)
+from kvroute.gateway.proxy.admission import Admission
+from kvroute.gateway.proxy.runtime import Serving
+from kvroute.policies import FORESIGHT_POLICIES
+from kvroute.policies.allocation import Review
+from kvroute.types import InstanceMeasured
+
+
+def load_of(
+    clusters: Sequence[Serving],
+    admission: Admission,
+    connections: int,
+    now: float,
+    *,
+    ready: bool,
+    draining: bool,
+    conversions: Conversions | None = None,
+) -> Load:
+    """Return the gauges. Args: `clusters` that have requests, the current one first; empty: not started yet."""
+    queued, in_flight = admission.queued, admission.in_flight
+    if not clusters:
+        return Load(in_flight=in_flight, queued=queued, connections=connections, ready=ready, draining=draining)
+    serving, *retired = clusters
+    core = serving.control.loads(now)
+    older = {name: _under_way(name, retired) if retired else 0 for name in serving.stations}
+    instances = tuple(
+        _instance(station, older[name], core[name], serving.measured.get(name), now)
+        for name, station in serving.stations.items()
+    )
+    return Load(
+        in_flight=in_flight,
+        queued=queued,
+        connections=connections,
+        ready=ready,
+        draining=draining,
+        oracle=_oracle(serving, now),
+        foresight=_foresight(serving, now),
+        offload=_offload(serving, conversions, now),
+        panics=tuple(
+            PanicLoad(
+                model=each.model,
+                role=each.role,
+                active=each.state.active,
+                available=each.state.available,
+                instances=each.state.instances,
+            )
+            for each in serving.panics.sets
+        ),
+        instances=instances,
+    )
+
+
+def _offload(serving: Serving, conversions: Conversions | None, now: float) -> OffloadLoad | None:
+    offloading, section = serving.control.offloading, serving.settings.offload
+    if offloading is None or section is None:
+        return None
+    under_way = conversions.under_way.values() if conversions is not None else ()
+    stations = serving.stations.values()
+    return OffloadLoad(
+        sites=tuple(_site(serving, offloading, site, now) for site in offloading.datacenters.prfaas),
+        converts=section.conversion is not None,
+        conversions=tuple(ConversionLoad(instance=c.instance, role=c.role, stage=c.stage) for c in under_way),
+        roles={station.name: station.role for station in stations if station.role != station.instance.role},
+        review=_review(offloading.last_review),
+    )
+
+
+def _site(serving: Serving, offloading: Offloading, site: int, now: float) -> SiteLoad:
+    name, threshold, egress = offloading.datacenters.names[site], offloading.thresholds[site], offloading.egress[site]
+    others, utilisation = offloading.utilisation(site, now)
+    seen = serving.ways.signals.way(name, now) if serving.ways is not None else None
+    return SiteLoad(
+        name=name,
+        threshold_tokens=threshold.tokens,
+        base_tokens=threshold.base_tokens,
+        open=threshold.up,
+        way=serving.ways.state(name, now) if serving.ways is not None else "closed",
+        utilisation=utilisation,
+        others=others,
+        bytes_per_s=egress.bytes_per_s,
+        sent_bytes_per_s=seen.bytes_per_s if seen is not None else None,
+        sent_again_ratio=seen.again_share if seen is not None else None,
+        queue_delay_s=seen.queue_delay_s if seen is not None else None,
+        backlog_bytes=egress.backlog_bytes,
+        backlog_s=egress.queue_s(others),
+    )
+
+
+def _review(review: Review | None) -> ReviewLoad | None:
+    if review is None:
+        return None
+    return ReviewLoad(
+        at=review.at,
+        verdict=review.verdict,
+        rate_per_s=review.rate_per_s,
+        lambda_max_per_s=review.lambda_max_per_s,
+        best_per_s=review.best_per_s,
+        gain=review.gain,
+        binding=review.binding,
+        n_prefill=review.n_prefill,
+        n_decode=review.n_decode,
+    )
+
+
+def _under_way(name: str, retired: Sequence[Serving]) -> int:
+    return sum(each.stations[name].under_way for each in retired if name in each.stations)
+
+
+def _instance(
+    station: Station, older: int, core: CoreLoad, measured: InstanceMeasured | None, now: float
+) -> InstanceLoad:
+    return InstanceLoad(
+        name=station.name,
+        up=station.guard.healthy,
+        breaker=station.guard.breaker.state(now),
+        requests=station.under_way + older,
+        running=measured.running if measured else station.under_way + older,
+        waiting=measured.waiting if measured else core.queued,
+        prefill_pending_s=core.pending_s,
+        kv_used_share=measured.kv_used_share if measured else None,
+        scrape_age_s=now - measured.at if measured else None,
+        role=station.role,
+    )
+
+
+def _oracle(serving: Serving, now: float) -> OracleLoad:
+    oracle = serving.control.oracle
+    return OracleLoad(
+        source=serving.settings.oracle.source,
+        age_s=oracle.staleness_s(now),
+        congestion=tuple(float(share) for share in oracle.congestion(now)),
+        learned_ratio=oracle.learned_ratio(now),
+    )
+
+
+def _foresight(serving: Serving, now: float) -> ForesightLoad | None:
+    learned, settings = serving.control.learned(now), serving.settings
+    if learned is None:
+        return None
+    acts = settings.policy in FORESIGHT_POLICIES
+    return ForesightLoad(policy=settings.policy if acts else settings.shadow, tiers=learned)

@@ -1,0 +1,1 @@
+"""Admin server, dashboard, metrics, tracing, logs and the event log."""

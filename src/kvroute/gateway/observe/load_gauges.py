@@ -1,0 +1,133 @@
+"""Gauges of the gateway's current load: requests, transfers, the network as the oracle estimates it, instances."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+from kvroute.gateway.observe.exposition import Family, Key
+from kvroute.gateway.observe.offload_gauges import offload_gauges
+from kvroute.gateway.observe.view import BreakerState, ForesightLoad, InstanceLoad, Load
+from kvroute.policies import TierLearned
+from kvroute.types import SAME_POD, Role
+
+TIER_LABELS = ("node", "rack", "pod", "datacenter", "cross_datacenter")
+"""Values of the label `tier`, by tier."""
+_BREAKER: dict[BreakerState, int] = {"closed": 0, "half-open": 1, "open": 2}
+_INFO = Family("gauge", "kvroute_info", "Always 1; version and policy are labels.", ("version", "policy"))
+_READY = Family("gauge", "kvroute_ready", "1 while the gateway takes requests.")
+_IN_FLIGHT = Family("gauge", "kvroute_requests_in_flight", "Requests admitted and not over.")
+_QUEUED = Family("gauge", "kvroute_requests_queued", "Requests waiting at the door.")
+_CONNECTIONS = Family("gauge", "kvroute_client_connections", "Open client connections.")
+_PANIC = Family("gauge", "kvroute_panic", "1 while health checks and breakers are ignored.", ("model", "role"))
+_TRANSFERRING = Family("gauge", "kvroute_transfers_in_flight", "Own KV transfers under way.", ("tier",))
+_ORACLE_AGE = Family("gauge", "kvroute_oracle_age_seconds", "Age of the last telemetry.", ("source",))
+_CONGESTION = Family("gauge", "kvroute_oracle_congestion_ratio", "Congestion as believed now.", ("tier",))
+_LEARNED = Family("gauge", "kvroute_learned_bandwidth_ratio", "Measured over static bandwidth.", ("tier",))
+_FORESIGHT_GAUGES: tuple[tuple[Family, Callable[[TierLearned], float]], ...] = (
+    (
+        Family("gauge", "kvroute_foresight_learned_ratio", "Measured over promised capacity.", ("policy", "tier")),
+        lambda tier: tier.factor,
+    ),
+    (
+        Family("gauge", "kvroute_foresight_bytes_per_second", "A lone transfer's, by that.", ("policy", "tier")),
+        lambda tier: tier.bytes_per_s or 0.0,
+    ),
+    (
+        Family(
+            "gauge",
+            "kvroute_foresight_learned_transfers",
+            "Recent transfers that the ratio counts; older ones fade.",
+            ("policy", "tier"),
+        ),
+        lambda tier: round(tier.weight, 6),  # a weight that decays ends at 0
+    ),
+)
+_INSTANCE_GAUGES: tuple[tuple[Family, Callable[[InstanceLoad], float | None]], ...] = (
+    (
+        Family("gauge", "kvroute_instance_up", "1: healthy by the active check.", ("engine", "role")),
+        lambda instance: int(instance.up),
+    ),
+    (
+        Family("gauge", "kvroute_breaker_state", "0 closed, 1 half-open, 2 open.", ("engine",)),
+        lambda instance: _BREAKER[instance.breaker],
+    ),
+    (
+        Family("gauge", "kvroute_instance_requests", "Own requests there now.", ("engine", "role")),
+        lambda instance: instance.requests,
+    ),
+    (
+        Family("gauge", "kvroute_instance_running", "Requests running, by the engine's own word.", ("engine",)),
+        lambda instance: None if instance.scrape_age_s is None else instance.running,
+    ),
+    (
+        Family("gauge", "kvroute_instance_waiting", "Requests waiting, by the engine's own word.", ("engine",)),
+        lambda instance: None if instance.scrape_age_s is None else instance.waiting,
+    ),
+    (
+        Family("gauge", "kvroute_instance_kv_used_ratio", "KV memory in use.", ("engine",)),
+        lambda instance: instance.kv_used_share,
+    ),
+    (
+        Family("gauge", "kvroute_prefill_pending_seconds", "Prefill work given and not done.", ("engine",)),
+        lambda instance: instance.prefill_pending_s,
+    ),
+    (
+        Family("gauge", "kvroute_scrape_age_seconds", "Age of the last good scrape.", ("engine",)),
+        lambda instance: instance.scrape_age_s,
+    ),
+)
+
+
+def load_gauges(
+    load: Load, transferring: Sequence[int], roles: Mapping[str, Role], *, version: str, policy: str
+) -> Iterator[tuple[Family, Iterable[tuple[Key, float]]]]:
+    """Yield families with their samples; an unknown value has no sample.
+
+    Args:
+        load: the current load.
+        transferring: own transfers in progress, by tier.
+        roles: roles by instance, for instances whose load has none.
+        version, policy: labels of `kvroute_info`.
+    """
+    yield _INFO, [((version, policy), 1)]
+    yield _READY, [((), int(load.ready))]
+    yield _IN_FLIGHT, [((), load.in_flight)]
+    yield _QUEUED, [((), load.queued)]
+    yield _CONNECTIONS, [((), load.connections)]
+    yield _TRANSFERRING, [((label,), count) for label, count in zip(TIER_LABELS, transferring, strict=True)]
+    yield _PANIC, [((each.model, each.role), int(each.active)) for each in load.panics]
+    oracle = load.oracle
+    yield _ORACLE_AGE, [((oracle.source,), oracle.age_s)] if oracle.age_s is not None else []
+    yield _CONGESTION, [((label,), share) for label, share in zip(TIER_LABELS, oracle.congestion, strict=True)]
+    ratios = zip(TIER_LABELS, oracle.learned_ratio, strict=True)
+    yield _LEARNED, [((label,), ratio) for label, ratio in ratios if ratio is not None]
+    for foreseen, learned in _FORESIGHT_GAUGES:
+        yield foreseen, _per_tier(load.foresight, learned)
+    yield from offload_gauges(load.offload)
+    for family, value in _INSTANCE_GAUGES:
+        yield family, _per_instance(family, value, load.instances, roles)
+
+
+def _per_tier(foresight: ForesightLoad | None, value: Callable[[TierLearned], float]) -> Iterator[tuple[Key, float]]:
+    """Yield samples of the tiers that the cluster has and that transfers calibrate; inside a rack the NICs are the
+    limit."""
+    if foresight is None:
+        return
+    for label, tier in list(zip(TIER_LABELS, foresight.tiers, strict=True))[SAME_POD:]:
+        if tier.bytes_per_s is not None:
+            yield (foresight.policy, label), value(tier)
+
+
+def _per_instance(
+    family: Family,
+    value: Callable[[InstanceLoad], float | None],
+    instances: Iterable[InstanceLoad],
+    roles: Mapping[str, Role],
+) -> Iterator[tuple[Key, float]]:
+    with_role = "role" in family.labels
+    for instance in instances:
+        sample = value(instance)
+        if sample is not None:
+            name = instance.name
+            role = instance.role or roles.get(name) or ""
+            yield ((name, role) if with_role else (name,)), sample

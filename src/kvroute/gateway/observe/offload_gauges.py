@@ -1,0 +1,73 @@
+"""Gauges of prefill across datacenters: thresholds, WAN paths, the last review, role switches in progress."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from kvroute.gateway.observe.exposition import Family, Key
+from kvroute.gateway.observe.view import BreakerState, OffloadLoad, SiteLoad
+
+_WAY: dict[BreakerState, int] = {"closed": 0, "half-open": 1, "open": 2}
+_CONVERTING = Family("gauge", "kvroute_conversions_under_way", "Instances on their way to another role.")
+_LAMBDA = Family(
+    "gauge",
+    "kvroute_review_requests_per_second",
+    "What the split could serve by the last review, as it is and at best; binding: what limits it as it is.",
+    ("split", "binding"),
+)
+_GAIN = Family("gauge", "kvroute_review_gain_ratio", "Share of the best split's throughput that the present misses.")
+_SITE_GAUGES: tuple[tuple[Family, Callable[[SiteLoad], float | None]], ...] = (
+    (
+        Family("gauge", "kvroute_offload_threshold_tokens", "Longer prompts are prefilled there.", ("site",)),
+        lambda site: site.threshold_tokens,
+    ),
+    (
+        Family("gauge", "kvroute_offload_base_tokens", "Threshold when all is quiet, as searched.", ("site",)),
+        lambda site: site.base_tokens,
+    ),
+    (
+        Family("gauge", "kvroute_egress_used_ratio", "Of the way home, own and others' bytes.", ("site",)),
+        lambda site: round(site.utilisation, 6),  # a value that decays ends at 0
+    ),
+    (
+        Family("gauge", "kvroute_egress_backlog_bytes", "Own KV bytes on the way home.", ("site",)),
+        lambda site: site.backlog_bytes,
+    ),
+    (
+        Family("gauge", "kvroute_egress_backlog_seconds", "Time that the way home needs for them.", ("site",)),
+        lambda site: site.backlog_s,
+    ),
+    (
+        Family("gauge", "kvroute_way_others_ratio", "Of the way home, what others take.", ("site",)),
+        lambda site: site.others,
+    ),
+    (
+        Family("gauge", "kvroute_way_sent_bytes_per_second", "Own KV on the way home, by its kernels.", ("site",)),
+        lambda site: site.sent_bytes_per_s,
+    ),
+    (
+        Family("gauge", "kvroute_way_sent_again_ratio", "Of it, what had to be sent again.", ("site",)),
+        lambda site: site.sent_again_ratio,
+    ),
+    (
+        Family("gauge", "kvroute_way_queue_delay_seconds", "Round trip beyond the shortest one.", ("site",)),
+        lambda site: site.queue_delay_s,
+    ),
+    (
+        Family("gauge", "kvroute_way_state", "Way home: 0 in use, 1 being tried, 2 shut.", ("site",)),
+        lambda site: _WAY[site.way],
+    ),
+)
+
+
+def offload_gauges(offload: OffloadLoad | None) -> Iterator[tuple[Family, Iterable[tuple[Key, float]]]]:
+    """Yield families with their samples; no samples if the settings have no `offload` section."""
+    sites = offload.sites if offload is not None else ()
+    for family, value in _SITE_GAUGES:
+        told = [(site.name, value(site)) for site in sites]
+        yield family, [((name,), sample) for name, sample in told if sample is not None]
+    yield _CONVERTING, [((), len(offload.conversions))] if offload is not None else []
+    review = offload.review if offload is not None else None
+    limits = [] if review is None else [("present", review.lambda_max_per_s), ("best", review.best_per_s)]
+    yield _LAMBDA, [((split, review.binding), limit) for split, limit in limits if review is not None]
+    yield _GAIN, [((), review.gain)] if review is not None else []

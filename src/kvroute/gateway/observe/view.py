@@ -1,0 +1,267 @@
+"""Messages for the dashboard, and the load that gauges and dashboard read; no behaviour."""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from kvroute.control import ShadowTally
+from kvroute.gateway.observe.decision_view import Judgement
+from kvroute.gateway.observe.layout import Layout
+from kvroute.policies import TierLearned
+from kvroute.types import TIER_COUNT, Role
+
+BreakerState: TypeAlias = Literal["closed", "half-open", "open"]
+
+
+class InstanceLoad(msgspec.Struct, frozen=True, gc=False, kw_only=True):
+    """The gateway's current view of one instance."""
+
+    name: str
+    up: bool = True
+    """Result of its health check."""
+    breaker: BreakerState = "closed"
+    requests: int = 0
+    """Own requests in progress on the instance."""
+    running: int = 0
+    """Running requests that the engine reports, those of other routers included; else `requests`."""
+    waiting: int = 0
+    prefill_pending_s: float = 0.0
+    kv_used_share: float | None = None
+    scrape_age_s: float | None = None
+    """None: never scraped."""
+    role: Role | None = None
+    """Current role; None: the role in the layout."""
+
+
+class OracleLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """Current state of the network oracle; tuples have length TIER_COUNT."""
+
+    source: str = "static"
+    age_s: float | None = None
+    """Age of the last telemetry; None: there was none."""
+    congestion: tuple[float, ...] = (0.0,) * TIER_COUNT
+    learned_ratio: tuple[float | None, ...] = (None,) * TIER_COUNT
+    """Measured over static bandwidth; None: not measured."""
+
+
+class ForesightLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """What the foresight policy has learned from own transfers."""
+
+    policy: str
+    """The active policy if it is foresight, else the shadow policy."""
+    tiers: tuple[TierLearned, ...]
+    """Tuple of length TIER_COUNT; nothing is learned from tiers inside a node or a rack."""
+
+
+class SiteLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """A prefill-only datacenter: which prompts are sent there, and the load of its WAN path."""
+
+    name: str
+    threshold_tokens: float
+    """Prompts with a longer uncached part are prefilled there."""
+    base_tokens: float
+    """Threshold without congestion, as searched or given."""
+    open: bool
+    """Whether some instance there is up, and the path has capacity."""
+    way: BreakerState
+    """State of the path's circuit breaker, by own transfers."""
+    utilisation: float
+    """Utilisation of the path, 0 to 1, by recent own bytes and by telemetry of other traffic."""
+    others: float
+    """Utilisation by other traffic alone."""
+    bytes_per_s: float
+    """Capacity of the path, by the cluster file."""
+    sent_bytes_per_s: float | None = None
+    """Throughput of own KV on the path, by TCP counters of the senders; None, here and for the next two: not reported,
+    or nothing is sent."""
+    sent_again_ratio: float | None = None
+    """Share of the sent bytes that are retransmissions."""
+    queue_delay_s: float | None = None
+    """Longest round trip time beyond the shortest one."""
+    backlog_bytes: float
+    """Own KV bytes that are booked and not yet transferred."""
+    backlog_s: float
+
+
+class ReviewLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """Result of the last search of threshold and roles."""
+
+    at: float
+    verdict: str
+    rate_per_s: float
+    """Arrival rate."""
+    lambda_max_per_s: float
+    """Maximum rate of the current split at its best threshold."""
+    best_per_s: float
+    gain: float
+    """Share of the best split's throughput that the current split misses."""
+    binding: str
+    n_prefill: tuple[int, ...]
+    """Prefill instances of the best split, by datacenter that decodes; `n_decode` likewise."""
+    n_decode: tuple[int, ...]
+
+
+class ConversionLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """A role switch in progress."""
+
+    instance: str
+    role: Role
+    stage: Literal["draining", "hook"]
+
+
+class OffloadLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """Current state of prefill across datacenters."""
+
+    sites: tuple[SiteLoad, ...]
+    converts: bool
+    """Whether a hook for role switches is configured."""
+    conversions: tuple[ConversionLoad, ...] = ()
+    roles: dict[str, Role] = {}
+    """Current roles that differ from the cluster file, by instance."""
+    review: ReviewLoad | None = None
+
+
+class PanicLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """Availability of the instances of one model that serve one role."""
+
+    model: str
+    role: Literal["prefill", "decode"]
+    active: bool
+    """Whether health checks and breakers are ignored because too few instances are available."""
+    available: int
+    instances: int
+    """Instances that count: they are not held, and a process listens."""
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True):
+    """The gauges of the whole gateway at one time."""
+
+    in_flight: int = 0
+    queued: int = 0
+    connections: int = 0
+    ready: bool = True
+    draining: bool = False
+    oracle: OracleLoad = OracleLoad()
+    foresight: ForesightLoad | None = None
+    """None: neither the active nor the shadow policy is foresight."""
+    offload: OffloadLoad | None = None
+    """None: the settings have no `offload` section."""
+    panics: tuple[PanicLoad, ...] = ()
+    instances: tuple[InstanceLoad, ...] = ()
+
+
+class Ttft(msgspec.Struct, frozen=True, gc=False):
+    """Parts of a stream's time to the first token; their sum is the client's waiting time, transfer included."""
+
+    queue_s: float
+    """Wait in the admission queue."""
+    prefill_s: float
+    """From the start of the prefill leg to its response, including the wait in the engine."""
+    transfer_s: float
+    """KV transfer and wait for a decode slot."""
+    first_step_s: float = 0.0
+    """0 if the engine does not separate it from the transfer."""
+
+    @property
+    def total_s(self) -> float:
+        """Time to the first token."""
+        return self.queue_s + self.prefill_s + self.transfer_s + self.first_step_s
+
+
+class Transfer(msgspec.Struct, frozen=True, kw_only=True):
+    """A KV transfer in progress, or one that ended less than LINGER_S ago."""
+
+    id: int
+    request_id: int
+    source: int
+    """Position in `Layout.instances`, as in `target`."""
+    target: int
+    tier: int
+    kv_bytes: float
+    age_s: float
+    expected_s: float
+    took_s: float | None
+    """None: still in progress."""
+
+
+class Split(msgspec.Struct, frozen=True, kw_only=True):
+    """TTFT and tiers of one policy's requests within the window."""
+
+    policy: str
+    requests: int
+    streams: int
+    """Requests whose first token was observed; the times are of these, and 0 if there are none."""
+    ttft_p50_s: float
+    ttft_p90_s: float
+    part_mean_s: dict[str, float]
+    part_p50_s: dict[str, float]
+    part_p90_s: dict[str, float]
+    tier_requests: tuple[int, ...]
+    """Requests per tier of their transfer; requests that stayed on one instance are in `local`."""
+    tier_bytes: tuple[float, ...]
+    local: int
+
+
+class WanLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """Own KV bytes on one link between datacenters, in the order of `Layout.wan`; tuples are (forward, backward)."""
+
+    in_flight: tuple[int, int]
+    """Number of transfers."""
+    in_flight_bytes: tuple[float, float]
+    utilisation: tuple[float, float]
+    """Utilisation by own bytes of recently completed transfers, 0 to about 1."""
+
+
+class Tile(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """Changing values of one instance; sent as a list to save space, as there may be hundreds."""
+
+    up: int
+    breaker: int
+    """0 closed, 1 half-open, 2 open."""
+    requests: int
+    running: int
+    waiting: int
+    load: float
+    """In [0, 1], for the colour: a full batch, or a second of pending prefill, is 1."""
+    prefill_pending_s: float
+    kv_used_share: float | None
+    scrape_age_s: float | None
+
+
+class Tick(msgspec.Struct, frozen=True, kw_only=True):
+    """All changing values; sent a few times per second while a dashboard is open."""
+
+    at: float
+    layout_id: int
+    policy: str
+    version: str
+    load: Load
+    """Without `instances`."""
+    instances: tuple[Tile, ...]
+    """Instances in the layout's order."""
+    arrivals_per_s: float
+    finishes_per_s: float
+    rejects_per_s: float
+    errors_per_s: float
+    requests: int
+    rejects: int
+    transfers_under_way: int
+    transfers: tuple[Transfer, ...]
+    decisions: tuple[Judgement, ...]
+    """The newest decisions, oldest first."""
+    window_s: float
+    splits: tuple[Split, ...]
+    wan: tuple[WanLoad, ...]
+    shadow: ShadowTally | None
+    """None: there is no shadow policy."""
+    offloaded_share: float | None
+    """Share of the prefills of the last `window_s` sent to prefill-only datacenters; None: no prefills."""
+
+
+class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """The layout and all changing values."""
+
+    layout: Layout
+    tick: Tick

@@ -1,0 +1,208 @@
+"""The gateway's public API as an OpenAPI 3.1 document: only what the gateway itself checks and returns.
+
+Fields that only engines interpret are not listed; they pass unchecked.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+from kvroute.gateway.openai_api.json_fields import ENGINE_FIELDS, TOKENS_MAX
+from kvroute.gateway.openai_api.requests import ANSWERS_MAX, IDS_MAX
+
+Schema: TypeAlias = dict[str, Any]
+
+_JSON, _EVENTS = "application/json", "text/event-stream"
+_TOKEN_ID: Schema = {
+    "type": "integer",
+    "minimum": 0,
+    "maximum": 2**63 - 1,
+    "description": "Written without a decimal point or an exponent.",
+}
+_TOKEN_IDS: Schema = {"type": "array", "items": _TOKEN_ID}
+_FLAG: Schema = {"type": ["boolean", "null"]}
+
+_REASONS = {
+    400: "The request is not understood, or the engine refuses it.",
+    401: "The API key is missing or unknown.",
+    403: "The engine refuses the key that was forwarded to it, or a web page of another site asks.",
+    404: "There is no such path or model.",
+    408: "The request came in too slowly.",
+    413: "The body is too large.",
+    415: "The engine takes JSON only.",
+    422: "The engine refuses a field.",
+    429: "This key has too many requests under way.",
+    431: "The headers are too large.",
+    500: "The engine failed on this request.",
+    501: "The engine or the gateway has no such function.",
+    502: "Engines failed, and so did trying others.",
+    503: "The gateway is full or drains, or no instance can take the request now.",
+    504: "An engine took too long.",
+}
+_WITH_RETRY_AFTER = frozenset({429, 503})
+_OF_ENGINES = (401, 403, 404, 429, 502, 503)
+"""Error statuses of a page that an engine serves and that needs no request body."""
+
+
+def document(version: str) -> Schema:
+    """Return the OpenAPI description; `version` is the gateway's."""
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "kvroute gateway",
+            "version": version,
+            "description": "An OpenAI-compatible gateway to engines that split prefill and decode.",
+        },
+        "security": [{}, {"key": []}],
+        "paths": _paths(),
+        "components": {
+            "schemas": _schemas(),
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            "responses": {f"Error{status}": _error(status) for status in _REASONS},
+        },
+    }
+
+
+def _paths() -> Schema:
+    object_of = {"type": "object"}
+    return {
+        "/v1/completions": _post("completion", "CompletionRequest", _ref("Answer"), streams=True),
+        "/v1/chat/completions": _post("chat", "ChatRequest", _ref("Answer"), streams=True),
+        "/v1/embeddings": _post("embed", "Passed", object_of),
+        "/tokenize": _post("tokenize", "Passed", object_of),
+        "/v1/models/{model}": _model(),
+        "/v1/models": _get("models", "The models that are served.", _JSON, _ref("Models"), _OF_ENGINES),
+        "/health": _get("health", "The gateway is alive.", _JSON, object_of, ()),
+        "/ready": _get("ready", "The gateway takes requests.", _JSON, object_of, (503,)),
+        "/metrics": _get("metrics", "Prometheus metrics.", "text/plain", {"type": "string"}, ()),
+    }
+
+
+def _post(name: str, schema: str, answer: Schema, streams: bool = False) -> Schema:
+    content = {_JSON: {"schema": answer}}
+    if streams:
+        content[_EVENTS] = {}
+    what = "The engine's answer" + (", as server-sent events where `stream` is true." if streams else ".")
+    answers = {"200": {"description": what, "content": content}}
+    body = {"required": True, "content": {_JSON: {"schema": _ref(schema)}}}
+    return {"post": {"operationId": name, "requestBody": body, "responses": answers | _errors(*_REASONS)}}
+
+
+def _get(name: str, what: str, content_type: str, schema: Schema, errors: tuple[int, ...]) -> Schema:
+    answers = {"200": {"description": what, "content": {content_type: {"schema": schema}}}}
+    return {"get": {"operationId": name, "responses": answers | _errors(*errors)}}
+
+
+def _model() -> Schema:
+    name = {"name": "model", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+    page = _get("model", "One model.", _JSON, _ref("Model"), _OF_ENGINES)
+    return page | {"parameters": [name]}
+
+
+def _errors(*statuses: int) -> Schema:
+    return {str(status): {"$ref": f"#/components/responses/Error{status}"} for status in statuses}
+
+
+def _error(status: int) -> Schema:
+    answer: Schema = {"description": _REASONS[status], "content": {_JSON: {"schema": _ref("Error")}}}
+    if status in _WITH_RETRY_AFTER:
+        answer["headers"] = {"Retry-After": {"description": "Seconds.", "schema": {"type": "integer", "minimum": 1}}}
+    return answer
+
+
+def _ref(name: str) -> Schema:
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+def _schemas() -> Schema:
+    return {
+        "CompletionRequest": _completion_request(),
+        "ChatRequest": _chat_request(),
+        "Passed": {"type": "object", "description": "Passed to an engine as it is."},
+        "Answer": {"type": "object", "properties": {"object": {"type": "string"}, "choices": {"type": "array"}}},
+        "Models": {
+            "type": "object",
+            "required": ["object", "data"],
+            "properties": {"object": {"const": "list"}, "data": {"type": "array", "items": _ref("Model")}},
+        },
+        "Model": {
+            "type": "object",
+            "required": ["id", "object", "created", "owned_by"],
+            "properties": {
+                "id": {"type": "string"},
+                "object": {"const": "model"},
+                "created": {"type": "integer"},
+                "owned_by": {"type": "string"},
+            },
+        },
+        "Error": {
+            "type": "object",
+            "required": ["error"],
+            "properties": {
+                "error": {
+                    "type": "object",
+                    "required": ["message", "type"],
+                    "properties": {
+                        "message": {"type": "string"},
+                        "type": {"type": "string"},
+                        "param": {"type": ["string", "null"]},
+                        "code": {"type": ["string", "integer", "null"]},
+                    },
+                }
+            },
+        },
+    }
+
+
+def _completion_request() -> Schema:
+    texts = {"type": "array", "minItems": 1, "maxItems": ANSWERS_MAX, "items": {"type": "string"}}
+    lists = {"type": "array", "minItems": 1, "maxItems": ANSWERS_MAX, "items": _TOKEN_IDS}
+    prompt = {"anyOf": [{"type": "string"}, texts, _TOKEN_IDS | {"minItems": 1}, lists]}
+    own = {"prompt": prompt, "max_tokens": _count(0), "echo": _FLAG}
+    return {
+        "type": "object",
+        "description": f"`n` times the number of prompts is at most {ANSWERS_MAX}, and all prompts' token ids at most "
+        f"{IDS_MAX}. {_DROPPED}",
+        "required": ["prompt"],
+        "properties": own | _shared(),
+        "if": {"properties": {"max_tokens": {"const": 0}}, "required": ["max_tokens"]},
+        "then": {"properties": {"echo": {"const": True}}, "required": ["echo"]},
+    }
+
+
+def _chat_request() -> Schema:
+    part = {"type": "object", "properties": {"type": {"type": ["string", "null"]}}}
+    parts = {"type": "array", "items": {"anyOf": [{"type": "string"}, part]}}
+    message = {
+        "type": "object",
+        "required": ["role"],
+        "properties": {
+            "role": {"type": "string"},
+            "content": {"anyOf": [{"type": "string"}, parts, {"type": "null"}]},
+        },
+    }
+    own = {
+        "messages": {"type": "array", "minItems": 1, "items": message},
+        "max_tokens": _count(1),
+        "max_completion_tokens": _count(1),
+    }
+    return {"type": "object", "description": _DROPPED, "required": ["messages"], "properties": own | _shared()}
+
+
+_DROPPED = "Unknown fields are passed on, except those between gateway and engines: " + ", ".join(sorted(ENGINE_FIELDS))
+
+
+def _shared() -> Schema:
+    return {
+        "model": {"type": ["string", "null"]},
+        "stream": _FLAG,
+        "n": _count(1, ANSWERS_MAX),
+        "best_of": _count(0),
+        "use_beam_search": _FLAG,
+        "cache_salt": {"type": ["string", "null"], "minLength": 1},
+        "vllm_xargs": {"type": ["object", "null"], "propertyNames": {"not": {"enum": sorted(ENGINE_FIELDS)}}},
+    }
+
+
+def _count(least: int, most: int = TOKENS_MAX) -> Schema:
+    return {"type": ["integer", "null"], "minimum": least, "maximum": most}

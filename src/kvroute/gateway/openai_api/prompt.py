@@ -1,0 +1,274 @@
+"""A prompt as routing uses it: its length in tokens and the chained hashes of its full blocks.
+
+With the model's tokenizer both are exact and match those of engines' KV events. Without one, blocks are pieces of
+text: equal texts have equal hashes, but KV events of engines cannot be matched.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+
+import tokenizers
+import xxhash
+
+from kvroute.gateway.openai_api.chat_template import TEMPLATE_FIELDS, ChatTemplate
+from kvroute.gateway.openai_api.prompt_bounds import MEMORY_BYTES, PromptBounds, context_of, longest_token_bytes
+from kvroute.gateway.openai_api.prompt_queue import LANE_LIMITS, PromptQueue
+from kvroute.gateway.openai_api.requests import Completion
+from kvroute.prefix import block_hashes, salt_seed
+from kvroute.types import InputError
+
+TEXT_INLINE_BYTES = 256 * 1024
+TOKENIZER_INLINE_BYTES = 4 * 1024
+TOKENIZER_BYTES_PER_S, TEXT_BYTES_PER_S = 1e6, 50e6
+"""Assumed throughput of a thread until it is measured."""
+MEDIA_TOKENS = 1024
+"""Estimated tokens of one image or recording; the number of bytes does not determine it."""
+
+_BASE64 = re.compile(rb";base64,[A-Za-z0-9+/=_-]+|\"data\"\s*:\s*\"[A-Za-z0-9+/=_-]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Length and block hashes of a prompt; for several prompts in one request, the total length and the first's
+    blocks."""
+
+    input_tokens: int
+    blocks: tuple[int, ...]
+    block_tokens: int
+    ids: list[int] | None = field(default=None, compare=False, repr=False)
+    """Token ids of the first prompt; None: only the engine can compute them."""
+
+
+class Prompts:
+    """Tokenizes prompts: small ones inline, large ones in threads, by lanes. `close` ends the threads."""
+
+    def __init__(
+        self,
+        tokenizer: Path | None = None,
+        *,
+        block_tokens: int = 16,
+        bytes_per_token: int = 4,
+        inline_bytes: int | None = None,
+        context_tokens: int | None = None,
+        memory_bytes: float = MEMORY_BYTES,
+        wait_max_s: float = math.inf,
+        clock: Callable[[], datetime] = datetime.now,
+    ) -> None:
+        """Args:
+            tokenizer: a `tokenizer.json` or its folder; None: blocks of text.
+            block_tokens: tokens of one block, as in the engines' cache.
+            bytes_per_token: assumed bytes per token without a tokenizer.
+            inline_bytes: longest prompt that is tokenized inline; None: what takes about a millisecond.
+            context_tokens: context length of the model; None: that in the tokenizer's folder, if any.
+            memory_bytes: memory for all prompts that are tokenized at the same time.
+            wait_max_s: large prompts that would wait longer are rejected.
+            clock: for chat templates that contain the date.
+
+        Raises:
+            InputError: the tokenizer or its chat template cannot be read.
+        """
+        self.exact = tokenizer is not None
+        """Whether hashes equal those of engines' KV events."""
+        self._block_tokens, self._bytes_per_token = block_tokens, bytes_per_token
+        default = TOKENIZER_INLINE_BYTES if self.exact else TEXT_INLINE_BYTES
+        self._inline_bytes = default if inline_bytes is None else inline_bytes
+        self._tokenizer = _load(tokenizer) if tokenizer else None
+        self._template = ChatTemplate.load(_folder(tokenizer), clock) if tokenizer else None
+        if tokenizer is not None:
+            context_tokens = context_tokens or context_of(_folder(tokenizer))
+        longest = longest_token_bytes(_file(tokenizer)) if tokenizer is not None and context_tokens else None
+        self.bounds = PromptBounds(context_tokens, longest, memory_bytes)
+        pace = TOKENIZER_BYTES_PER_S if self.exact else TEXT_BYTES_PER_S
+        self._queue = PromptQueue(pace, wait_max_s)
+        self._turns: dict[int, asyncio.Future[None]] = {}
+        """Futures of the waiting prompts, by ticket; each is set when its prompt may start."""
+        self._tickets = 0
+        # Each lane has its own thread, so that the memory the allocator keeps for a thread stays as small as its
+        # prompts.
+        self._threads = [ThreadPoolExecutor(1, f"prompt-{lane}") for lane in range(len(LANE_LIMITS))]
+
+    def change(self, wait_max_s: float) -> None:
+        """Reject large prompts that would wait longer than this from now on."""
+        self._queue.wait_max_s = wait_max_s
+
+    def blocks_now(self, completion: Completion) -> Prompt | None:
+        """Return the prompt, or None if it is large and needs `blocks`. Raises RequestError as `blocks` does."""
+        limit = self._inline_bytes if completion.token_ids is None else TEXT_INLINE_BYTES
+        if self._work_bytes(completion) <= limit:
+            return self._read(completion)
+        self._check(completion)
+        return None
+
+    async def blocks(self, completion: Completion) -> Prompt:
+        """Return a prompt of any size, computed off the event loop; cancellation removes it from the queue.
+
+        Raises:
+            RequestError: 400, the prompt does not fit into the model's context or is too large to be tokenized.
+            QueueFull: it would wait too long.
+        """
+        loop = asyncio.get_running_loop()
+        self._tickets += 1
+        ticket, turn = self._tickets, loop.create_future()
+        self._turns[ticket] = turn
+        try:
+            self._begin(self._queue.enter(ticket, self._work_bytes(completion), loop.time()))
+            await turn
+        except BaseException:
+            self._turns.pop(ticket, None)
+            self._begin(self._queue.leave(ticket, loop.time()))
+            raise
+        reading = self._threads[self._queue.lane(ticket)].submit(self._read, completion)
+
+        def done(_: object) -> None:
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(self._left, ticket)
+
+        # Not a callback of the asyncio future, which is done when it is cancelled, while the thread continues.
+        reading.add_done_callback(done)
+        return await asyncio.wrap_future(reading)
+
+    def _begin(self, tickets: list[int]) -> None:
+        for ticket in tickets:
+            turn = self._turns.pop(ticket)
+            if not turn.done():
+                turn.set_result(None)
+
+    def _left(self, ticket: int) -> None:
+        self._begin(self._queue.leave(ticket, asyncio.get_running_loop().time()))
+
+    def close(self) -> None:
+        """End each thread after its current prompt. This does not wait: a large prompt takes seconds, and the event
+        loop has other requests."""
+        for thread in self._threads:
+            thread.shutdown(wait=False)
+
+    def _work_bytes(self, completion: Completion) -> int:
+        """Return the bytes to process: all prompts; for a chat with a template, every field that the template reads."""
+        size = _text_bytes(completion.text, completion.token_ids)
+        if completion.further:
+            size += sum(_text_bytes(*_pair(other)) for other in completion.further)
+        if completion.kind == "chat" and self._renders(completion):
+            fields = completion.fields
+            size = max(size, sum([len(fields[name]) for name in TEMPLATE_FIELDS if name in fields]))
+        return size
+
+    def _check(self, completion: Completion) -> None:
+        """Raise RequestError for a prompt that is too large, as far as this is known before tokenizing."""
+        if completion.token_ids is not None:
+            self.bounds.check_tokens(len(completion.token_ids), "prompt", completion.fields)
+        elif self._tokenizer is None or completion.text is None:
+            return
+        elif completion.kind == "completions":
+            self.bounds.check_text(len(completion.text), "prompt", completion.fields)
+        elif self._renders(completion):
+            self.bounds.check_template_fields(self._work_bytes(completion))
+
+    def _read(self, completion: Completion) -> Prompt:
+        seed = salt_seed(completion.salt)
+        tokens, blocks, ids = self._first(completion, seed)
+        if ids is not None:
+            param = "prompt" if completion.kind == "completions" else "messages"
+            self.bounds.check_tokens(tokens, param, completion.fields)
+        left = self.bounds.text_bytes - len(completion.text or b"")
+        for other in completion.further:
+            if isinstance(other, list):
+                tokens += len(other)
+                continue
+            left -= len(other)
+            tokens += self._length(other, completion) if left >= 0 else self._text_tokens(other, False)
+        return Prompt(max(1, tokens), blocks, self._block_tokens, ids)
+
+    def _first(self, completion: Completion, seed: int) -> tuple[int, tuple[int, ...], list[int] | None]:
+        ids, text = completion.token_ids, completion.text
+        if ids is None and text is None:
+            return 0, (), None
+        if ids is None and text is not None and (ids := self._ids(completion, text)) is None:
+            return self._text_tokens(text, completion.media), self._text_blocks(text, seed), None
+        assert ids is not None
+        return len(ids), block_hashes(ids, self._block_tokens, seed), ids
+
+    def _ids(self, completion: Completion, text: bytes) -> list[int] | None:
+        """Return token ids as vLLM computes them: a plain prompt gets special tokens, a chat template contains its own.
+
+        None if only the engine can compute them: media other than text, a template of the client, or no template.
+        """
+        if self._tokenizer is None:
+            return None
+        prompt: str | None = text.decode() if completion.kind == "completions" else self._rendered(completion)
+        if prompt is None:
+            return None
+        param = "prompt" if completion.kind == "completions" else "messages"
+        self.bounds.check_text(len(prompt) if prompt.isascii() else len(prompt.encode()), param, completion.fields)
+        special = _wants_special(completion, default=completion.kind == "completions")
+        ids: list[int] = self._tokenizer.encode_batch_fast([prompt], add_special_tokens=special)[0].ids
+        return ids
+
+    def _rendered(self, completion: Completion) -> str | None:
+        if not self._renders(completion):
+            return None
+        return self._template.render(completion.fields) if self._template is not None else None
+
+    def _renders(self, completion: Completion) -> bool:
+        """Whether the tokens of a chat can be computed."""
+        return self._template is not None and not completion.media and "chat_template" not in completion.fields
+
+    def _length(self, text: bytes, completion: Completion) -> int:
+        ids = self._ids(completion, text)
+        return self._text_tokens(text, False) if ids is None else len(ids)
+
+    def _text_tokens(self, text: bytes, media: bool) -> int:
+        if not media:
+            return -(-len(text) // self._bytes_per_token)
+        plain, parts = _BASE64.subn(b"", text)
+        return -(-len(plain) // self._bytes_per_token) + MEDIA_TOKENS * max(1, parts)
+
+    def _text_blocks(self, text: bytes, seed: int) -> tuple[int, ...]:
+        """Hash pieces of text of the size of a block, chained as `block_hashes` chains tokens."""
+        step = self._block_tokens * self._bytes_per_token
+        digest, parent = xxhash.xxh64_intdigest, seed
+        return tuple([parent := digest(text[at : at + step], parent) for at in range(0, len(text) - step + 1, step)])
+
+
+def _text_bytes(text: bytes | None, ids: list[int] | None) -> int:
+    return len(text) if text is not None else 8 * len(ids or ())
+
+
+def _pair(prompt: bytes | list[int]) -> tuple[bytes | None, list[int] | None]:
+    return (prompt, None) if isinstance(prompt, bytes) else (None, prompt)
+
+
+def _wants_special(completion: Completion, default: bool) -> bool:
+    raw = completion.fields.get("add_special_tokens")
+    return default if raw is None or bytes(raw) == b"null" else bytes(raw) == b"true"
+
+
+def _folder(tokenizer: Path) -> Path:
+    return tokenizer if tokenizer.is_dir() else tokenizer.parent
+
+
+def _file(tokenizer: Path) -> Path:
+    return tokenizer / "tokenizer.json" if tokenizer.is_dir() else tokenizer
+
+
+def _load(tokenizer: Path) -> tokenizers.Tokenizer:
+    path = _file(tokenizer)
+    mend = "give the model's tokenizer.json or the folder that holds it"
+    if not path.is_file():
+        raise InputError("there is no such tokenizer", where=str(path), mend=mend)
+    try:
+        loaded = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises no more specific exception
+        raise InputError(f"no tokenizer ({error})", where=str(path), mend=mend) from error
+    # A tokenizer file may carry the truncation and padding of its training; engines disable them too.
+    loaded.no_truncation()
+    loaded.no_padding()
+    return loaded

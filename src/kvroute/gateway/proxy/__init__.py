@@ -1,0 +1,1 @@
+"""One request: endpoints, admission, and its prefill, decode and prefix-copy legs."""

@@ -1,0 +1,335 @@
+"""HTTP endpoints: checks keys, submits requests to the admission queue, and hands them to their handlers."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import unquote
+
+from kvroute.gateway.http.request_parser import Fault
+from kvroute.gateway.http.web_pages import WebPages, answer_other_site
+from kvroute.gateway.observe.logs import access_on, note
+from kvroute.gateway.openai_api.api_keys import Keys
+from kvroute.gateway.openai_api.json_fields import PIECE_BYTES, RequestError
+from kvroute.gateway.openai_api.requests import (
+    Completion,
+    PassedOn,
+    passed_on_with_salt,
+    read_completion,
+    read_passed_on,
+    with_salt,
+)
+from kvroute.gateway.openai_api.responses import error_body, model_body, models_body, no_model_body
+from kvroute.gateway.proxy.admission_queue import Entrance
+from kvroute.gateway.proxy.passthrough import Relay
+from kvroute.gateway.proxy.request import Journey
+from kvroute.gateway.proxy.runtime import Caller
+
+if TYPE_CHECKING:
+    from kvroute.gateway.http.exchange import Exchange, Headers
+    from kvroute.gateway.proxy.runtime import Serving
+
+COMPLETIONS = frozenset((b"/v1/completions", b"/v1/chat/completions"))
+PASSED_ON = frozenset((b"/v1/embeddings", b"/tokenize", b"/detokenize"))
+_READ = frozenset((b"GET", b"HEAD"))
+_MODEL_PATH = b"/v1/models/"
+_MODEL_NAME = re.compile(r"[\w .:@+~/-]{1,500}")
+_ID_MOST = 200
+_NO_KEY = Fault(
+    401,
+    "no valid API key; send `Authorization: Bearer KEY`",
+    "authentication_error",
+    "invalid_api_key",
+    b"www-authenticate: Bearer\r\n",
+)
+_REASONS = {401: "key", 403: "web_page", 408: "too_slow", 413: "too_large", 431: "too_large", 503: "door_full"}
+"""Reason for each rejection by the server, by status; any other status counts as malformed."""
+
+SMALL_BODY_BYTES = 1024 * 1024
+Read = TypeVar("Read", Completion, PassedOn)
+
+
+class Reception:
+    """The request handler of the server."""
+
+    def __init__(
+        self,
+        serving: Serving,
+        entrance: Entrance,
+        keys: Keys,
+        *,
+        ready: Callable[[], str],
+        page: Callable[[str], tuple[str, Iterator[str]]] | None,
+        description: bytes,
+        started_unix_s: int,
+        metrics_without_key: bool = False,
+        pages: WebPages | None = None,
+    ) -> None:
+        """
+        Args:
+            serving: the cluster for new requests; replaced on reload.
+            entrance: the admission queue.
+            keys: API keys of the clients that are served.
+            ready: returns the reason why no requests are accepted; empty: they are accepted.
+            page: returns content type and pieces of the metrics for an Accept header; None: only the admin port has
+                them.
+            metrics_without_key: whether every client may read the metrics although keys are required.
+            description: the OpenAPI document.
+            started_unix_s: start of the gateway, for the list of models.
+            pages: decides which web pages may read responses; None: no page of another site.
+        """
+        self.serving, self.keys = serving, keys
+        self._pages, self._open_metrics = pages or WebPages(), metrics_without_key
+        self._entrance = entrance
+        self._ready, self._page, self._description, self._started = ready, page, description, started_unix_s
+        self._turn = 0
+        self._readers = (ThreadPoolExecutor(1, "read"), ThreadPoolExecutor(1, "read-large"))
+        """Threads for small and for large bodies, so that a small one does not wait for a large one."""
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def __call__(self, exchange: Exchange) -> None:
+        """Handle a request."""
+        path, method = exchange.path, exchange.method
+        if self._pages.origins and answer_other_site(self._pages, exchange):
+            return
+        if path in COMPLETIONS and method == b"POST":
+            self._read(exchange, read_completion, self._complete)
+        elif path in PASSED_ON and method == b"POST":
+            self._read(exchange, read_passed_on, self._relay)
+        elif path == b"/v1/models" and method in _READ:
+            self._models(exchange)
+        else:
+            self._own(exchange)
+
+    def guard(self, method: bytes, path: bytes, headers: Headers) -> Fault | None:
+        """Reject a client without a key before it sends a body (see `Door`)."""
+        if not self.keys.required:
+            return None
+        shown = next((value for name, value in headers if name == b"authorization"), None)
+        return _NO_KEY if self.keys.name_of(shown) is None else None
+
+    def refused(self, status: int, path: bytes) -> None:
+        """Count a rejection by the server (see `Door`)."""
+        metrics = self.serving.metrics
+        metrics.rejected(_REASONS.get(status, "malformed"))
+        metrics.finished(completion_kind(path) if path in COMPLETIONS | PASSED_ON else "other", status, 0.0)
+
+    # Completions and passthrough requests
+
+    def _read(
+        self,
+        exchange: Exchange,
+        read: Callable[[bytes, bytes], Read],
+        take: Callable[[Exchange, str | None, Read, float], None],
+    ) -> None:
+        """Parse a body, a large one in a thread, and call `take` with the result, the key and the time of arrival."""
+        key = self._key(exchange)
+        if key is _NOBODY:
+            return
+        received_at = self.serving.now()
+        if len(exchange.body) > PIECE_BYTES:
+            self._spawn(self._read_aside(exchange, read, take, key, received_at))
+            return
+        try:
+            found = read(exchange.path, exchange.body)
+        except RequestError as error:
+            self._refuse(exchange, error.status, error.body(), completion_kind(exchange.path), key)
+            return
+        take(exchange, key, found, received_at)
+
+    async def _read_aside(
+        self,
+        exchange: Exchange,
+        read: Callable[[bytes, bytes], Read],
+        take: Callable[[Exchange, str | None, Read, float], None],
+        key: str | None,
+        received_at: float,
+    ) -> None:
+        kind = completion_kind(exchange.path)
+        try:
+            exchange.on_gone = exchange.release_body  # the body may wait long for its turn
+            found = await self._read_in_turn(exchange, read)
+            if found is not None and not exchange.gone:
+                take(exchange, key, found, received_at)
+                return
+        except RequestError as refused:
+            self._refuse(exchange, refused.status, refused.body(), kind, key)
+            return
+        except Exception as error:
+            note("error", "request_failed", reason=f"{type(error).__name__}: {error}")
+            self._refuse(exchange, 500, error_body("a fault of the gateway", "internal_error"), kind, key)
+            return
+        self.serving.metrics.client_gone()
+        self._entrance.over(exchange, kind, 499, self.serving.now() - received_at, key)
+
+    async def _read_in_turn(self, exchange: Exchange, read: Callable[[bytes, bytes], Read]) -> Read | None:
+        """Parse a body in a thread, one at a time: a decoder holds the interpreter lock while it works, and several at
+        once would hold it in turn without running the event loop in between. None: the client has disconnected."""
+        reader = self._readers[len(exchange.body) > SMALL_BODY_BYTES]
+
+        def run() -> Read | None:
+            path, body = exchange.path, exchange.body
+            return None if exchange.gone else read(path, body)
+
+        return await asyncio.get_running_loop().run_in_executor(reader, run)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _complete(self, exchange: Exchange, key: str | None, completion: Completion, received_at: float) -> None:
+        serving = self.serving
+        if serving.salts is not None and key is not None:
+            completion = with_salt(completion, serving.salts.salt(key, completion.salt))
+        request_id = self._request_id(exchange)
+        serving.state.arrived(received_at)
+
+        def start(ticket: int) -> None:
+            serving = self.serving
+            journey = Journey(serving, exchange, completion, request_id, received_at)
+            journey.ticket = ticket
+            serving.journeys[journey.number] = journey
+            if serving.events is not None or access_on():
+                serving.callers[journey.number] = Caller(request_id.decode("latin-1"), exchange.peer, key or "")
+            journey.begin()
+
+        self._entrance.enter(exchange, completion.kind, key, start)
+
+    def _models(self, exchange: Exchange) -> None:
+        key = self._key(exchange)
+        if key is _NOBODY:
+            return
+        names = self.serving.served_models()
+        if not names:
+            self._engines_models(exchange, key)
+        elif exchange.path == b"/v1/models":
+            self._show_model(exchange, 200, models_body(names, self._started), key)
+        elif (name := unquote(exchange.path[len(_MODEL_PATH) :].decode("latin-1"))) in names:
+            self._show_model(exchange, 200, model_body(name, self._started), key)
+        else:
+            self._show_model(exchange, 404, no_model_body(name), key)
+
+    def _engines_models(self, exchange: Exchange, key: str | None) -> None:
+        """Forward to an engine; respond with 404 if the path continues with anything other than a model's name."""
+        rest = exchange.path[len(_MODEL_PATH) :]
+        if exchange.path != b"/v1/models" and not is_model_name(rest):
+            self._show_model(exchange, 404, no_model_body(unquote(rest.decode("latin-1"))), key)
+            return
+        self._relay(exchange, key, PassedOn("", b"", {}), self.serving.now())
+
+    def _show_model(self, exchange: Exchange, status: int, body: bytes, key: str | None) -> None:
+        exchange.respond(status, body)
+        self._entrance.over(exchange, "models", status, 0.0, key)
+
+    def _relay(self, exchange: Exchange, key: str | None, asked: PassedOn, received_at: float) -> None:
+        salts = self.serving.salts
+        if salts is not None and key is not None and exchange.path == b"/v1/embeddings":
+            asked = passed_on_with_salt(asked, partial(salts.salt, key))
+        request_id = self._request_id(exchange)
+        self._turn += 1
+
+        def start(ticket: int) -> None:
+            serving = self.serving
+
+            def end(status: int) -> None:
+                self._entrance.over(exchange, "passed_on", status, serving.now() - received_at, key, request_id)
+                self._entrance.leave(ticket)
+
+            Relay(serving, exchange, asked, self._turn, request_id, end).begin()
+
+        self._entrance.enter(exchange, "passed_on", key, start)
+
+    # Pages of the gateway itself
+
+    def _own(self, exchange: Exchange) -> None:
+        path, method = exchange.path, exchange.method
+        if path in COMPLETIONS | PASSED_ON:
+            self._wrong_method(exchange, b"POST")
+        elif (path in _OWN or path.startswith(_MODEL_PATH)) and method not in _READ:
+            self._wrong_method(exchange, b"GET, HEAD")
+        elif path.startswith(_MODEL_PATH):
+            self._models(exchange)
+        elif path == b"/health":
+            exchange.respond(200, b'{"status":"ok"}')
+        elif path == b"/ready":
+            why = self._ready()
+            if why:
+                exchange.respond(503, error_body(why, "service_unavailable"), headers=[(b"retry-after", b"1")])
+            else:
+                exchange.respond(200, b'{"status":"ready"}')
+        elif path == b"/metrics" and self._page is not None and (self._open_metrics or not self.keys.required):
+            self._spawn(_show_metrics(exchange, self._page))
+        elif path == b"/openapi.json":
+            exchange.respond(200, self._description)
+        else:
+            what = f"there is no {path.decode('latin-1')[:200]!r} here"
+            if path == b"/metrics":
+                what += "; the admin port has it, and `gateway: {listen: {metrics: true}}` opens it to all clients"
+            self._refuse(exchange, 404, error_body(what, "invalid_request_error", code="not_found"), "other", None)
+
+    def _wrong_method(self, exchange: Exchange, allowed: bytes) -> None:
+        method, path = exchange.method.decode("latin-1"), exchange.path[:200].decode("latin-1")
+        what = f"{method} is not for {path}; use {allowed.decode()}"
+        body = error_body(what, "invalid_request_error", code="method_not_allowed")
+        exchange.respond(405, body, headers=[(b"allow", allowed)])
+        self._entrance.over(exchange, "other", 405, 0.0, None)
+
+    def _key(self, exchange: Exchange) -> str | None:
+        """Return the name of the client's key; None if no keys are required; `_NOBODY` after a rejection."""
+        if not self.keys.required:
+            return None
+        name = self.keys.name_of(exchange.header(b"authorization"))
+        if name is not None:
+            return name
+        body = error_body(_NO_KEY.message, _NO_KEY.type, code=_NO_KEY.code)
+        exchange.respond(401, body, headers=[(b"www-authenticate", b"Bearer")])
+        self.serving.metrics.rejected("key")
+        path = exchange.path
+        kind = "models" if path == b"/v1/models" or path.startswith(_MODEL_PATH) else completion_kind(path)
+        self._entrance.over(exchange, kind, 401, 0.0, None)
+        return _NOBODY
+
+    def _request_id(self, exchange: Exchange) -> bytes:
+        """Return the client's own id if engines and logs accept it, else a random one."""
+        given = exchange.header(b"x-request-id")
+        if given and len(given) <= _ID_MOST:
+            return given
+        return b"%016x%016x" % (self.serving.draw(), self.serving.draw())
+
+    def _refuse(self, exchange: Exchange, status: int, body: bytes, kind: str, key: str | None) -> None:
+        exchange.respond(status, body)
+        self._entrance.over(exchange, kind, status, 0.0, key)
+
+
+_NOBODY = "\0"
+_OWN = frozenset((b"/v1/models", b"/health", b"/ready", b"/metrics", b"/openapi.json"))
+
+
+def completion_kind(path: bytes) -> str:
+    """Return the endpoint's name in metrics."""
+    return {b"/v1/completions": "completions", b"/v1/chat/completions": "chat"}.get(path, "passed_on")
+
+
+def is_model_name(text: bytes) -> bool:
+    """Whether the rest of a path, percent-encoded, is only the name of a model: after one decoding it holds no further
+    escape, no parameter, and no empty or dotted segment."""
+    try:
+        name = unquote(text.decode("ascii"), errors="strict")
+    except UnicodeDecodeError:
+        return False
+    return _MODEL_NAME.fullmatch(name) is not None and all(part.strip(".") for part in name.split("/"))
+
+
+async def _show_metrics(exchange: Exchange, page: Callable[[str], tuple[str, Iterator[str]]]) -> None:
+    """Respond with the metrics, rendered piece by piece so that other requests run in between."""
+    kind, pieces = page((exchange.header(b"accept") or b"").decode("latin-1"))
+    parts = []
+    for text in pieces:
+        parts.append(text)
+        await asyncio.sleep(0)
+    exchange.respond(200, "".join(parts).encode(), kind.encode())

@@ -1,0 +1,109 @@
+"""Expected completion times of KV transfers, from the decision's own terms: for responses that are not streamed and
+so do not show it, and for prefix copies, whose completion is not reported.
+
+One timer serves all transfers and need not be exact: code that is about to decide checks for due transfers first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from heapq import heappop, heappush
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvroute.topology import Cluster
+from kvroute.types import Decode
+
+if TYPE_CHECKING:
+    from kvroute.gateway.proxy.request import Journey
+
+NEVER_S = float("inf")
+_LOOK_S = 0.05
+"""Shortest interval between two runs of the timer."""
+
+
+class Expected(NamedTuple):
+    """Seconds that a request needs on its decode instance until its first token, split in three consecutive parts."""
+
+    transfer_s: float
+    queue_s: float
+    """Wait for a batch slot."""
+    step_s: float
+    """First decode step."""
+
+
+class Landings:
+    """Transfers that are expected to complete, and when; those of finished requests are skipped."""
+
+    __slots__ = ("_alone_s", "_bytes_per_s", "_due", "_journeys", "_latency_s", "_timer", "due_at")
+
+    def __init__(self, cluster: Cluster, journeys: Mapping[int, Journey]) -> None:
+        """Args: `journeys` by number, those that are not finished."""
+        self._journeys = journeys
+        self._due: list[tuple[float, int]] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self.due_at = NEVER_S
+        """Time of the next expected completion."""
+        specs = {instance.name: cluster.timing[instance.timing].decode for instance in cluster.instances}
+        self._alone_s = {name: spec.base_s + spec.per_request_s for name, spec in specs.items()}
+        self._bytes_per_s, self._latency_s = cluster.tier_bytes_per_s.tolist(), cluster.tier_latency_s.tolist()
+
+    def expected(self, decision: Decode) -> Expected:
+        """Return the timing by the decision's own terms, else by tier and timing model alone."""
+        terms = decision.terms
+        parts = {} if terms is None else terms.parts
+        index = -1 if terms is None else terms.names.index(decision.target)
+        if "transfer_s" in parts:
+            transfer_s = float(parts["transfer_s"][index])
+        elif decision.source == decision.target:
+            transfer_s = 0.0
+        else:
+            transfer_s = self.alone_s(decision.tier, decision.kv_bytes)
+        if "decode_s" in parts:
+            return Expected(transfer_s, float(parts["queue_s"][index]), float(parts["decode_s"][index]))
+        return Expected(transfer_s, 0.0, self._alone_s[decision.target])
+
+    def alone_s(self, tier: int, nbytes: float) -> float:
+        """Return the duration of a transfer that has its tier's bandwidth for itself."""
+        seconds: float = nbytes / self._bytes_per_s[tier] + self._latency_s[tier]
+        return seconds
+
+    def expect(self, at: float, number: int, now: float) -> None:
+        """Record when a request's KV transfer is expected to complete (gateway clock); its leg stores the same time."""
+        heappush(self._due, (at, number))
+        self.due_at = self._due[0][0]
+        if self._timer is None:
+            self._arm(now)
+
+    def look(self, now: float) -> None:
+        """Report due transfers to the core."""
+        due = self._due
+        while due and due[0][0] <= now:
+            at, number = heappop(due)
+            journey = self._journeys.get(number)
+            leg = journey.landing(at) if journey is not None else None
+            if journey is None or leg is None:
+                continue
+            try:
+                leg.land(now)
+            except Exception as error:
+                journey.broke(error)
+        self.due_at = due[0][0] if due else NEVER_S
+
+    def close(self) -> None:
+        """Stop the timer and drop all expected transfers."""
+        self._due.clear()
+        self.due_at = NEVER_S
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _arm(self, now: float) -> None:
+        delay_s = max(self.due_at - now, _LOOK_S)
+        self._timer = asyncio.get_running_loop().call_later(delay_s, self._ring, now + delay_s)
+
+    def _ring(self, now: float) -> None:
+        self._timer = None
+        self.look(now)
+        if self._due:
+            self._arm(now)

@@ -1,0 +1,212 @@
+"""One call to one engine for one request. Its engine client counts it and records its outcome, each exactly once.
+
+The kinds of leg interpret the response; this module holds what they share.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from kvroute.gateway.engines.breaker import is_failure
+from kvroute.gateway.engines.fault_attribution import NOT_COUNTED
+from kvroute.gateway.http.headers import answered
+
+if TYPE_CHECKING:
+    from kvroute.gateway.engines.breaker import Attempt
+    from kvroute.gateway.engines.client import Station
+    from kvroute.gateway.http.call import Call, Failure
+    from kvroute.gateway.http.headers import Headers
+    from kvroute.gateway.observe.tracing import LegTrace
+    from kvroute.gateway.proxy.request import Journey
+
+LegKind = Literal["copy", "prefill", "decode"]
+
+ANSWER_BYTES_MAX = 64 * 2**20
+"""A longer collected response counts as a failure of its engine."""
+TIMEOUT_STATUS = {"timeout": 504}
+FULL = frozenset((429, 503))
+"""Statuses of an engine that is full or starting up; it has not touched the KV cache."""
+UNAVAILABLE = "service_unavailable"
+_VERBS = {
+    "refused": "refused the connection",
+    "reset": "broke off",
+    "timeout": "took too long",
+    "malformed": "did not speak HTTP",
+}
+
+
+class Leg:
+    """One call. Its engine client counts it from `send` to the first `close` or `abort`; its outcome is reported once.
+
+    Callbacks raise no exceptions: an internal error ends the request, with status 500 for the client.
+    """
+
+    __slots__ = (
+        "_parts",
+        "attempt",
+        "call",
+        "headers",
+        "journey",
+        "open",
+        "sent_at",
+        "size",
+        "station",
+        "status",
+        "told",
+        "trace",
+    )
+    kind: LegKind = "prefill"
+    headers: Headers
+
+    def __init__(self, journey: Journey, station: Station, now: float) -> None:
+        self.journey, self.station, self.sent_at = journey, station, now
+        self.call: Call | None = None
+        self.trace: LegTrace | None = None
+        self.attempt: Attempt = 0
+        self.status = self.size = 0
+        self.open = self.told = False
+        """`told`: the outcome has been reported to the instance's availability."""
+        self._parts: list[bytes] = []
+
+    def body(self) -> bytes:
+        """Return the collected part of the response body."""
+        parts = self._parts
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def send(self, body: bytes, first_byte_s: float, now: float, path: bytes = b"") -> None:
+        """Start the call; `path` defaults to that of the client's request."""
+        journey = self.journey
+        head = journey.head
+        if journey.trace is not None:
+            self.trace = journey.trace.leg(self.kind, {"kvroute.instance": self.station.name})
+            head += self.trace.head
+        self.station.send(self, path or journey.exchange.path, head, body, first_byte_s, now)
+
+    def on_head(self, status: int, headers: Headers) -> None:
+        """See `Sink`."""
+        self.status, self.headers = status, headers
+
+    def keep(self, data: bytes) -> bool:
+        """Collect a part of the response; return False if the response exceeds ANSWER_BYTES_MAX."""
+        self._parts.append(data)
+        self.size += len(data)
+        return self.size <= ANSWER_BYTES_MAX
+
+    def succeeded(self, now: float) -> None:
+        """Report that the engine has responded; a client error is also a success."""
+        if not self.told:
+            self.told = True
+            self.station.guard.succeeded(self.attempt, now)
+
+    def close(self, error: str = "") -> None:
+        """End the call."""
+        if self.open:
+            self.open = False
+            self.call = None  # the call references the leg: a cycle would keep bodies until garbage collection
+            self.station.left()
+            if self.trace is not None:
+                self.trace.end(error)
+
+    def abort(self, now: float) -> None:
+        """Cancel the call because its response is no longer needed: neither a success nor a failure."""
+        if self.open:
+            if self.call is not None:
+                self.call.abort()
+            if not self.told:
+                self.told = True
+                self.station.guard.cancelled(self.attempt, now)
+            self.close("cancelled")
+
+    def failed(self, kind: str, why: str, now: float) -> None:
+        """End the leg: the engine did not respond, stopped half-way, or (`kind` "status") responded with its own
+        error."""
+        if self.told:
+            self.attempt = self.station.guard.late_failure(now)
+        self.told = True
+        self.blame(kind, now)
+        self.close(why)
+        self.journey.serving.leg_failed(self.kind, self.station.name, kind, why, self.journey.request_id)
+
+    def blame(self, kind: str, now: float) -> None:
+        """Report a failure, which ends the attempt."""
+        guard = self.station.guard
+        if kind == "status" and self.status == 429:
+            guard.succeeded(self.attempt, now)
+        else:
+            suspicion = self.journey.suspect()
+            suspicion.failed(guard, self.attempt, self.kind, now, error=kind == "status")
+            if self.journey.over:  # the client has its response
+                suspicion.ended(200, now)
+
+    def not_sent(self, now: float) -> None:
+        """Start the attempt for a call that fails before it is sent; it will be reported as failed."""
+        self.attempt = self.station.guard.started(now) if self.journey.suspicion is None else NOT_COUNTED
+
+    def endless(self) -> None:
+        """Fail the leg because the response is too large."""
+        if self.call is not None:
+            self.call.abort()
+        why = f"{self.kind} instance {self.station.name} sent an answer without end"
+        self.lost("malformed", why, 502, sent=True)
+
+    def refused(self) -> None:
+        """Handle an error status of the engine: forward a client error to the client; anything else is a failure."""
+        status = self.status
+        if status == 429 or is_failure(status):
+            full = status in FULL
+            why = f"{self.kind} instance {self.station.name} answered {status}"
+            self.lost("status", why, 503 if full else 502, sent=not full)
+            return
+        journey = self.journey
+        now = journey.serving.now()
+        self.succeeded(now)
+        self.close()
+        if journey.over or (self is journey.prefill and journey.computed):
+            return  # the first token of the decode leg came earlier
+        journey.drop_legs(now)
+        content_type, headers = answered(self.headers, journey.request_id)
+        journey.exchange.respond(status, self.body(), content_type, headers)
+        journey.end(status, now)
+
+    def on_body(self, data: bytes) -> None:
+        """See `Sink`."""
+        raise NotImplementedError
+
+    def on_end(self) -> None:
+        """See `Sink`."""
+        raise NotImplementedError
+
+    def on_failure(self, failure: Failure) -> None:
+        """See `Sink`. A call that never reached the engine leaves the KV cache in place."""
+        try:
+            if failure.kind == "out_of_files":
+                self.out_of_files()
+                return
+            why = f"{self.kind} instance {self.station.name} {_VERBS[failure.kind]}"
+            status = TIMEOUT_STATUS.get(failure.kind, 502)
+            self.lost(failure.kind, why, status, sent=failure.phase != "connect")
+        except Exception as error:
+            self.journey.broke(error)
+
+    def out_of_files(self) -> None:
+        """End the request: the gateway has no free file descriptor. This is no fault of the engine, and it is not
+        retried."""
+        journey, now = self.journey, self.journey.serving.now()
+        self.station.guard.cancelled(self.attempt, now)
+        self.told = True
+        why = f"the gateway has no file descriptor left to connect to {self.kind} instance {self.station.name}"
+        self.close(why)
+        journey.serving.leg_failed(self.kind, self.station.name, "out_of_files", why, journey.request_id)
+        if not (journey.over or (self is journey.prefill and journey.computed)):
+            journey.fail(503, why, now, UNAVAILABLE)
+
+    def lost(self, kind: str, why: str, status: int, *, sent: bool) -> None:
+        """Handle the failure of the leg: retry on another instance, or end the request.
+
+        Args:
+            kind: one word for the metrics.
+            why: one sentence for the client.
+            status: for the client, if the request ends.
+            sent: the engine may have fetched the KV cache, which is then no longer at its source.
+        """
+        raise NotImplementedError

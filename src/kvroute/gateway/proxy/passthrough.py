@@ -1,0 +1,266 @@
+"""One passthrough request: forwarded to any suitable instance; if that fails before the response, the next is tried."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from typing import TYPE_CHECKING, Literal
+
+from kvroute.gateway.engines.breaker import is_failure
+from kvroute.gateway.engines.fault_attribution import NOT_COUNTED, Suspicion
+from kvroute.gateway.http.headers import answered, forwarded, header_lines
+from kvroute.gateway.openai_api.json_fields import RequestError
+from kvroute.gateway.openai_api.responses import error_body
+from kvroute.gateway.proxy.leg import FULL
+
+if TYPE_CHECKING:
+    from kvroute.gateway.engines.breaker import Attempt
+    from kvroute.gateway.engines.client import Station
+    from kvroute.gateway.http.call import Call, Failure
+    from kvroute.gateway.http.exchange import Exchange
+    from kvroute.gateway.http.headers import Headers
+    from kvroute.gateway.observe.tracing import LegTrace, RequestTrace
+    from kvroute.gateway.openai_api.requests import PassedOn
+    from kvroute.gateway.proxy.runtime import Serving
+
+PASSED_ON: Literal["passed_on"] = "passed_on"
+
+
+def answerers(stations: Iterable[Station], model: str, turn: int) -> Iterator[Station]:
+    """Yield the instances that serve a model (empty: any) in the order to try them. An instance must be up when its
+    turn comes; instances take turns, and decode instances come last, since prefill instances are idle sooner."""
+    of_model = [station for station in stations if model in ("", station.instance.model)]
+    for last in (False, True):
+        some = [station for station in of_model if (station.role == "decode") is last]
+        start = turn % max(len(some), 1)
+        yield from (station for station in some[start:] + some[:start] if station.guard.up)
+
+
+class Relay:
+    """Calls one engine after the other until one responds, within the retries that the settings allow."""
+
+    def __init__(
+        self,
+        serving: Serving,
+        exchange: Exchange,
+        asked: PassedOn,
+        turn: int,
+        request_id: bytes,
+        on_end: Callable[[int], None],
+    ) -> None:
+        """
+        Args:
+            asked: the model and the body.
+            turn: increases by one with each request, so that instances take turns.
+            on_end: called once with the status of the response.
+        """
+        self._serving, self._exchange, self._asked, self._turn = serving, exchange, asked, turn
+        self._stations: Iterator[Station] = iter(())
+        self._trace: RequestTrace | None = None
+        self._request_id, self._on_end = request_id, on_end
+        self._call: Call | None = None
+        self._station: Station | None = None
+        self._leg: LegTrace | None = None
+        self._attempt: Attempt = 0
+        self._suspicion: Suspicion | None = None
+        self._attempts = 0
+        self._status = 0
+        self._headers: Headers = []
+        self._over = False
+
+    def begin(self) -> None:
+        """Call the first instance."""
+        serving, exchange = self._serving, self._exchange
+        try:
+            exchange.on_gone = self._client_gone
+            self._trace = serving.tracer.request(exchange.headers, PASSED_ON)
+            model = serving.model_of(self._asked.model) if self._asked.model else ""
+            self._stations = answerers(serving.stations.values(), model, self._turn)
+            serving.budget.request(serving.now())
+            self._next("no instance is up", 503)
+        except RequestError as refused:
+            exchange.respond(refused.status, refused.body(), headers=[(b"x-request-id", self._request_id)])
+            self._end(refused.status, refused.message)
+        except Exception as error:
+            self._broke(error)
+
+    def _next(self, why: str, status: int) -> None:
+        station = next(self._stations, None) if self._may_try() else None
+        if station is None:
+            self._refuse(status, why)
+            return
+        self._attempts += 1
+        if self._attempts > 1:
+            self._serving.metrics.retried(PASSED_ON)
+        self._station, exchange, serving = station, self._exchange, self._serving
+        station.under_way += 1
+        self._attempt = station.guard.started(serving.now()) if self._suspicion is None else NOT_COUNTED
+        target = exchange.path + (b"?" + exchange.query if exchange.query else b"")
+        head = header_lines(forwarded(exchange.headers, self._request_id, serving.forward_headers)) + serving.added
+        if self._trace is not None:
+            self._leg = self._trace.leg(PASSED_ON, {"kvroute.instance": station.name})
+            head += self._leg.head
+        # Engines do not support HEAD; the exchange omits the body of the response.
+        method = b"GET" if exchange.method == b"HEAD" else exchange.method
+        # An engine would read a body without a length as a second request: a GET is sent without its body.
+        body = self._asked.body if method == b"POST" else b""
+        length = b"content-length: %d\r\n" % len(body) if method == b"POST" else b""
+        start = b"%b %b HTTP/1.1\r\nhost: %b\r\n" % (method, target, station.pool.host)
+        request = b"".join((start, head, length, b"\r\n", body))
+        timeouts = serving.timeouts
+        self._call = station.pool.send(request, self, first_byte_s=timeouts.prefill_s, idle_s=timeouts.between_tokens_s)
+
+    def _may_try(self) -> bool:
+        serving = self._serving
+        if self._attempts == 0:
+            return True
+        if self._attempts >= serving.settings.retries.attempts:
+            return False
+        if serving.budget.spend(serving.now()):
+            return True
+        serving.metrics.retry_refused(PASSED_ON)
+        return False
+
+    def _refuse(self, status: int, why: str) -> None:
+        headers = [(b"x-request-id", self._request_id)]
+        if status == 503:
+            headers.append((b"retry-after", b"1"))
+        self._exchange.respond(status, error_body(why, "upstream_error"), headers=headers)
+        self._end(status, why)
+
+    def on_head(self, status: int, headers: Headers) -> None:
+        """See `Sink`."""
+        self._status, self._headers = status, headers
+
+    def on_body(self, data: bytes) -> None:
+        """See `Sink`."""
+        if self._refused():
+            return
+        try:
+            self._start()
+            self._exchange.write(data)
+        except Exception as error:
+            self._broke(error)
+
+    def on_end(self) -> None:
+        """See `Sink`."""
+        station, status = self._station, self._status
+        assert station is not None
+        try:
+            if self._refused():
+                self._lost("status", f"instance {station.name} answered {status}", 503 if status in FULL else 502)
+                return
+            now = self._serving.now()
+            station.guard.succeeded(self._attempt, now)
+            if self._suspicion is not None and status < 400:
+                self._suspicion.answered(PASSED_ON, now)
+            self._start()
+            self._exchange.end()
+            self._leave("")
+            self._end(status)
+        except Exception as error:
+            self._broke(error)
+
+    def on_failure(self, failure: Failure) -> None:
+        """See `Sink`."""
+        assert self._station is not None
+        try:
+            if failure.kind == "out_of_files":
+                self._out_of_files(self._station)
+                return
+            why = f"instance {self._station.name} gave no answer ({failure.kind})"
+            self._lost(failure.kind, why, 504 if failure.kind == "timeout" else 502)
+        except Exception as error:
+            self._broke(error)
+
+    def _out_of_files(self, station: Station) -> None:
+        """End the request: the gateway has no free file descriptor. This is no fault of the engine, and it is not
+        retried."""
+        station.guard.cancelled(self._attempt, self._serving.now())
+        why = f"the gateway has no file descriptor left to connect to instance {station.name}"
+        self._leave(why)
+        self._serving.leg_failed(PASSED_ON, station.name, "out_of_files", why, self._request_id)
+        self._refuse(503, why)
+
+    def _refused(self) -> bool:
+        """Whether another instance may succeed."""
+        return self._status == 429 or is_failure(self._status)
+
+    def _lost(self, kind: str, why: str, status: int) -> None:
+        station, serving = self._station, self._serving
+        assert station is not None
+        now = serving.now()
+        if kind == "status" and self._status == 429:
+            station.guard.succeeded(self._attempt, now)
+        else:
+            self._suspicion = self._suspicion or Suspicion()
+            self._suspicion.failed(station.guard, self._attempt, PASSED_ON, now, error=kind == "status")
+        self._leave(why)
+        serving.leg_failed(PASSED_ON, station.name, kind, why, self._request_id)
+        if self._exchange.started:
+            self._exchange.abort()
+            self._end(502, why)
+        else:
+            self._status = 0
+            self._next(why, status)
+
+    def _start(self) -> None:
+        exchange, call = self._exchange, self._call
+        if exchange.started:
+            return
+        if call is not None:
+            exchange.on_pause, exchange.on_resume = call.pause, call.resume
+        content_type, headers = answered(self._headers, self._request_id)
+        length = next((value for name, value in self._headers if name == b"content-length"), None)
+        headers.append((b"content-type", content_type))
+        exchange.start(self._status, headers, int(length) if length is not None else None)
+
+    def _client_gone(self) -> None:
+        if not self._over:
+            try:
+                self._drop()
+                self._end(499, "the client left")
+            except Exception as error:
+                self._broke(error)
+
+    def _leave(self, error: str) -> None:
+        """End the call."""
+        station, leg = self._station, self._leg
+        self._station = self._leg = self._call = None
+        if station is not None:
+            station.left()
+        if leg is not None:
+            leg.end(error)
+
+    def _drop(self) -> None:
+        """Cancel the call because its response is no longer needed."""
+        if self._call is not None:
+            self._call.abort()
+        if self._station is not None:
+            self._station.guard.cancelled(self._attempt, self._serving.now())
+        self._leave("cancelled")
+
+    def _broke(self, error: Exception) -> None:
+        """Handle an internal error: the client gets an error response, and all resources are released."""
+        asyncio.get_running_loop().call_exception_handler({"message": "a relay broke", "exception": error})
+        with suppress(Exception):
+            self._drop()
+        with suppress(Exception):
+            if self._exchange.started:
+                self._exchange.abort()
+            else:
+                self._exchange.respond(500, error_body("the gateway failed", "server_error"))
+        if not self._over:
+            with suppress(Exception):
+                self._end(500, "the gateway failed")
+
+    def _end(self, status: int, error: str = "") -> None:
+        self._over = True
+        try:
+            if self._suspicion is not None:
+                self._suspicion.ended(status, self._serving.now())
+            if self._trace is not None:
+                self._trace.end(status, error)
+        finally:
+            self._on_end(status)

@@ -1,0 +1,185 @@
+"""The leg that precedes a prefill with a copied prefix: the instance that has the prefix cached is to offer it.
+
+That instance computes one token only, and the prefill instance fetches the prefix from it. A failure costs only time:
+the prompt is then computed without the copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+import msgspec
+
+from kvroute.gateway.engines.breaker import is_failure
+from kvroute.gateway.engines.protocols import DialectError
+from kvroute.gateway.proxy.expected_transfers import NEVER_S
+from kvroute.gateway.proxy.leg import Leg
+from kvroute.types import CopyFinished
+
+if TYPE_CHECKING:
+    from msgspec import Raw
+
+    from kvroute.gateway.openai_api.requests import Completion
+    from kvroute.gateway.proxy.request import Journey
+    from kvroute.types import Prefill
+
+Outcome: TypeAlias = Literal["landed", "missed", "failed", "given_up", "left_out"]
+"""Result of a copy. "landed" and "missed": the prefix was or was not cached at the prefill instance when the prompt was
+computed. "failed": the instance that has the prefix did not offer it. "given_up": the prefill was aborted or failed.
+"left_out": the copy was not requested, because the gateway has no token ids of the prompt or an earlier attempt with a
+copy failed."""
+_PATH = b"/v1/completions"
+_KEPT = ("model", "cache_salt")
+"""Request fields that are part of an engine's cache key."""
+
+
+class CopyLeg(Leg):
+    """The request to the instance that has the prefix, and the result of the copy, which the prefill leg reports."""
+
+    __slots__ = ("_asked", "_on_end", "_over", "_told", "decision", "lands_at", "prefix_tokens")
+    kind = "copy"
+
+    def __init__(
+        self, journey: Journey, decision: Prefill, now: float, on_end: Callable[[Raw | None, float], None]
+    ) -> None:
+        """Args: `on_end` receives the transfer parameters for the prefill leg, or None if there will be no copy."""
+        super().__init__(journey, journey.serving.stations[decision.copy_from], now)
+        self.decision = decision
+        self.lands_at = NEVER_S
+        self.prefix_tokens = 0
+        """Number of tokens to copy: whole blocks."""
+        self._on_end: Callable[[Raw | None, float], None] | None = on_end
+        """None once it has been called or the copy is over, to break the reference cycle with the prefill leg."""
+        self._told = self._over = False
+        """`_told`: the end is reported to the core; `_over`: the outcome is counted."""
+        self._asked = False
+        """The prefill instance fetches the prefix, or is about to."""
+
+    def begin(self, ids: Sequence[int] | None, now: float) -> None:
+        """Send the leg. Args: `ids` are the prompt's tokens; None: the prefix is not copied."""
+        serving, request = self.journey.serving, self.journey.request
+        assert request is not None
+        self.prefix_tokens = self.decision.cached_tokens // request.block_tokens * request.block_tokens
+        if ids is None or not self.prefix_tokens:
+            self._without("left_out", now)
+            return
+        self.send(copy_body(self.journey.completion, ids[: self.prefix_tokens]), serving.copy_s, now, _PATH)
+
+    def on_body(self, data: bytes) -> None:
+        """See Sink."""
+        try:
+            if not self.keep(data):
+                self.endless()
+        except Exception as error:
+            self.journey.broke(error)
+
+    def on_end(self) -> None:
+        """See Sink: the blocks are ready to be fetched, unless the response reports an error."""
+        journey, station = self.journey, self.station
+        try:
+            if self.status >= 400:
+                self.lost("status", f"copy from {station.name} was answered {self.status}", 502, sent=False)
+                return
+            try:
+                prefix = station.dialect.handover(self.body())
+            except DialectError as odd:
+                self.lost("malformed", f"copy from {station.name}: it {odd}", 502, sent=False)
+                return
+            now = journey.serving.now()
+            self.succeeded(now)
+            self.close()
+            self._parts.clear()
+            journey.serving.metrics.copy_answered(now - self.sent_at)
+            self._fetched(now)
+            self._answer(prefix, now)
+        except Exception as error:
+            journey.broke(error)
+
+    def lost(self, kind: str, why: str, status: int, *, sent: bool) -> None:
+        """See Leg: the prompt is computed without the copy."""
+        now = self.journey.serving.now()
+        self.failed(kind, why, now)
+        self._without("failed", now)
+
+    def blame(self, kind: str, now: float) -> None:
+        """See Leg. A timeout (the queue is too long for a copy) and a 4xx or 501 (the engine does not support copies)
+        do not count as failures."""
+        if kind == "timeout" or (kind == "status" and not is_failure(self.status)):
+            self.station.guard.cancelled(self.attempt, now)
+        else:
+            super().blame(kind, now)
+
+    def abort(self, now: float) -> None:
+        """See Leg: the copy is not needed any more. The event for the failed prefill or the request's end reports this
+        to the core."""
+        super().abort(now)
+        self._told = True
+        self._on_end = None
+        self._end("given_up", now)
+
+    # The result of the copy
+
+    def _without(self, outcome: Outcome, now: float) -> None:
+        self._tell(now, landed=False)
+        self._end(outcome, now)
+        self._answer(None, now)
+
+    def _answer(self, prefix: Raw | None, now: float) -> None:
+        """Call the prefill leg's callback, once."""
+        on_end, self._on_end = self._on_end, None
+        if on_end is not None:
+            on_end(prefix, now)
+
+    def _fetched(self, now: float) -> None:
+        """Record the start of the transfer, just before the prefill leg is sent, and schedule its expected end."""
+        serving, decision = self.journey.serving, self.decision
+        self._asked = True
+        offload = decision.offload
+        expected_s = offload.terms.get(f"{offload.site}.copy_s", 0.0) if offload is not None else 0.0
+        tier = self._tier()
+        serving.metrics.transfer_started(tier)
+        serving.state.copy_started(decision, tier, now, expected_s)
+        self.lands_at = max(self.sent_at + expected_s, now + serving.landings.alone_s(tier, decision.copy_bytes))
+        serving.landings.expect(self.lands_at, self.journey.number, now)
+
+    def land(self, now: float) -> None:
+        """Report the transfer as complete at its expected end, so that later decisions count the link as free."""
+        self.lands_at = NEVER_S
+        self._tell(now, landed=True)
+
+    def computed(self, cached_tokens: int | None, now: float) -> None:
+        """Record that the prompt is computed. Args: `cached_tokens` of it, None if the engine does not report them."""
+        if self._asked:
+            landed = cached_tokens is None or cached_tokens > self.decision.cached_tokens - self.decision.copy_tokens
+            self._tell(now, landed=landed)
+            self._end("landed" if landed else "missed", now)
+
+    def _tell(self, now: float, *, landed: bool) -> None:
+        if not self._told:
+            self._told = True
+            self.journey.serving.tell(CopyFinished(now, self.decision.copy_id, landed))
+
+    def _end(self, outcome: Outcome, now: float) -> None:
+        if not self._over:
+            self._over = True
+            self.lands_at = NEVER_S
+            serving, decision, landed = self.journey.serving, self.decision, outcome == "landed"
+            tier = self._tier()
+            serving.metrics.copied(outcome, tier, decision.copy_bytes)
+            if self._asked:
+                serving.metrics.transfer_ended(tier, decision.copy_bytes, landed)
+                serving.state.transfer_ended(-decision.copy_id, now, landed=landed)
+
+    def _tier(self) -> int:
+        cluster = self.journey.serving.cluster
+        return int(cluster.tier[cluster.index(self.decision.copy_from), cluster.index(self.decision.instance)])
+
+
+def copy_body(completion: Completion, tokens: Sequence[int]) -> bytes:
+    """Return the body of a completion of one token, whose prompt is `tokens` (ids) and whose KV cache is kept for
+    another engine."""
+    kept = {name: completion.fields[name] for name in _KEPT if name in completion.fields}
+    params = {"do_remote_decode": True, "do_remote_prefill": False}
+    asked = {"prompt": list(tokens), "stream": False, "max_tokens": 1, "min_tokens": 1, "kv_transfer_params": params}
+    return msgspec.json.encode({**kept, **asked})

@@ -1,0 +1,378 @@
+"""One completion request: its legs, their failures and its end. It uses callbacks and no task per request.
+
+The request reports each step to the control core once and in order, whatever engines and clients do. It releases what
+it holds (slots, in-flight counts, connections) on every code path.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from typing import TYPE_CHECKING, Literal
+
+from kvroute.gateway.engines.fault_attribution import Suspicion
+from kvroute.gateway.http.headers import forwarded, header_lines
+from kvroute.gateway.http.request_parser import LIGHT_BYTES
+from kvroute.gateway.openai_api.json_fields import RequestError
+from kvroute.gateway.openai_api.prompt_queue import QueueFull
+from kvroute.gateway.openai_api.requests import Completion, without_body, without_prompts
+from kvroute.gateway.openai_api.responses import error_body
+from kvroute.gateway.proxy.decode_leg import UPSTREAM, AnswerLeg
+from kvroute.gateway.proxy.leg import UNAVAILABLE
+from kvroute.gateway.proxy.prefill_leg import PrefillLeg
+from kvroute.types import Arrived, Decision, Decode, Finished, KvStored, Prefill, PrefillFinished, Reject, Request
+
+if TYPE_CHECKING:
+    from kvroute.gateway.engines.client import Station
+    from kvroute.gateway.http.exchange import Exchange
+    from kvroute.gateway.observe.tracing import RequestTrace
+    from kvroute.gateway.observe.view import Ttft
+    from kvroute.gateway.openai_api.prompt import Prompt
+    from kvroute.gateway.proxy.prefix_copy_leg import CopyLeg
+    from kvroute.gateway.proxy.runtime import Serving
+    from kvroute.gateway.wan.paths import Passage
+
+OURS = "server_error"
+_GONE = 499
+
+
+class Journey:
+    """One proxied request, from its admission to the end of its response.
+
+    Every method runs on the event loop and returns at once. Methods that are called from outside raise no exception: a
+    bug in the gateway ends the request (`broke`). Flags mirror what has been reported to the core: `arrived` and
+    `computed` here, the state of the transfer in the decode leg.
+    """
+
+    __slots__ = (
+        "_attempts",
+        "_ids",
+        "_reading",
+        "answer",
+        "arrived",
+        "completion",
+        "computed",
+        "exchange",
+        "head",
+        "model",
+        "number",
+        "over",
+        "passage",
+        "prefill",
+        "received_at",
+        "request",
+        "request_id",
+        "serving",
+        "suspicion",
+        "ticket",
+        "trace",
+    )
+    head: bytes
+    """Header lines that engines receive."""
+
+    def __init__(
+        self, serving: Serving, exchange: Exchange, completion: Completion, request_id: bytes, received_at: float
+    ) -> None:
+        self.serving, self.exchange, self.completion, self.request_id = serving, exchange, completion, request_id
+        self.number = serving.next_number()
+        self.ticket = 0
+        """Ticket of its admission."""
+        self.received_at = received_at
+        self.model = ""
+        self.request: Request | None = None
+        self.prefill: PrefillLeg | None = None
+        """The leg that computes the KV cache, or has computed it."""
+        self.answer: AnswerLeg | None = None
+        self.passage: Passage | None = None
+        """Its attempt to transfer the KV cache from another datacenter over a WAN path; None: there is none."""
+        self.trace: RequestTrace | None = None
+        self._reading: asyncio.Task[None] | None = None
+        """Task that hashes a large prompt in a thread."""
+        self.suspicion: Suspicion | None = None
+        """Attributes failed attempts to engines or to the request; None: no attempt has failed."""
+        self._ids: list[int] | None = None
+        """The prompt's tokens, if its prefix may be copied from another instance."""
+        self._attempts = 1
+        self.over = self.arrived = self.computed = False
+
+    def suspect(self) -> Suspicion:
+        """Return `suspicion`; create it at the first failure."""
+        if self.suspicion is None:
+            self.suspicion = Suspicion()
+        return self.suspicion
+
+    # Arrival
+
+    def begin(self) -> None:
+        """Hash the prompt and request a decision; large prompts are hashed in a thread."""
+        serving, exchange, completion = self.serving, self.exchange, self.completion
+        try:
+            exchange.on_gone = self._client_gone
+            self.trace = serving.tracer.request(exchange.headers, completion.kind)
+            self.head = (
+                header_lines(forwarded(exchange.headers, self.request_id, serving.forward_headers)) + serving.added
+            )
+            self.model = serving.model_of(completion.model)
+            prompt = serving.prompts.blocks_now(completion)
+            if prompt is None:
+                self._reading = serving.spawn(self._begin_later())
+            else:
+                self._arrive(prompt)
+        except RequestError as refused:
+            self._answer_error(refused.status, refused.body(), serving.now(), refused.message)
+        except Exception as error:
+            self.broke(error)
+
+    async def _begin_later(self) -> None:
+        serving = self.serving
+        try:
+            prompt = await serving.prompts.blocks(self.completion)
+            self._reading = None
+            if not self.over:
+                self.completion = without_prompts(self.completion)
+                self._arrive(prompt)
+        except RequestError as refused:
+            self._reading = None
+            self._answer_error(refused.status, refused.body(), serving.now(), refused.message)
+        except QueueFull as full:
+            self._reading = None
+            serving.metrics.rejected("prompt_queue")
+            serving.state.rejected(serving.now())
+            body = error_body(str(full), UNAVAILABLE)
+            self._answer_error(503, body, serving.now(), str(full), full.retry_after_s)
+        except Exception as error:
+            self.broke(error)
+
+    def _arrive(self, prompt: Prompt) -> None:
+        serving, completion = self.serving, self.completion
+        now = serving.now()
+        max_tokens, reserve = completion.max_tokens, serving.reserve_output_tokens
+        if max_tokens > reserve or (not max_tokens and completion.kind == "chat"):
+            max_tokens = reserve  # a chat without a limit may use the whole context
+        request = self.request = Request(
+            id=self.number,
+            input_tokens=prompt.input_tokens,
+            blocks=prompt.blocks,
+            block_tokens=prompt.block_tokens,
+            max_output_tokens=max_tokens,
+            model=self.model,
+            one_leg=completion.one_leg and serving.must_stay(completion),
+            copyable=prompt.ids is not None,
+        )
+        self._ids = prompt.ids if serving.copy_s else None
+        serving.metrics.prompt_read(prompt.input_tokens)
+        serving.budget.request(now)
+        if serving.landings.due_at <= now:
+            serving.landings.look(now)
+        self.arrived = True
+        self.act(serving.decide(Arrived(now, request)), now)
+
+    def act(self, decisions: tuple[Decision, ...], now: float) -> None:
+        """Carry out the decisions of the core."""
+        if not decisions:
+            return
+        first, last = decisions[0], decisions[-1]
+        if type(first) is Prefill and (first is last or (type(last) is Decode and last.source != last.target)):
+            # If sending fails at once, the retry has already started or the request is over.
+            if self._send_prefill(first, now, early=first is not last) and type(last) is Decode:
+                self._send_answer(last, now)
+        elif type(last) is Decode:
+            self._send_answer(last, now)
+        elif type(last) is Reject:
+            self.arrived = False
+            self._reject(last, now)
+
+    def _send_prefill(self, decision: Prefill, now: float, *, early: bool) -> bool:
+        serving = self.serving
+        self.computed = False
+        serving.state.decided(decision, now)
+        self._depart(decision, now)
+        leg = self.prefill = PrefillLeg(self, decision, now, early=early)
+        return leg.begin(now)
+
+    def ids_once(self) -> list[int] | None:
+        """Return the prompt's tokens on the first call and None later: if an attempt with a prefix copy fails, the
+        retry uses no copy."""
+        ids, self._ids = self._ids, None
+        return ids
+
+    def landing(self, at: float) -> AnswerLeg | CopyLeg | None:
+        """Return the leg whose transfer is expected to end at this time; None if there is none any more."""
+        copy = self.prefill.copy if self.prefill is not None else None
+        return next((leg for leg in (self.answer, copy) if leg is not None and leg.lands_at == at), None)
+
+    def _depart(self, decision: Prefill, now: float) -> None:
+        """Begin a new path attempt if the prefill is in another datacenter; an unfinished attempt does not count."""
+        if self.passage is not None:
+            self.passage.given_up(now)
+        ways, counted = self.serving.ways, self.suspicion is None
+        self.passage = ways.depart(decision, now, counted=counted) if ways is not None else None
+
+    def _send_answer(self, decision: Decode, now: float) -> None:
+        self.serving.state.decided(decision, now)
+        leg = self.answer = AnswerLeg(self, decision, now)
+        if leg.alone:
+            self.computed, self.prefill = False, None
+        leg.begin(now)
+
+    # Called by legs
+
+    def compute(self, station: Station, now: float) -> None:
+        """Record that the KV cache is complete on `station`, and report it to the core."""
+        serving, request, answer = self.serving, self.request, self.answer
+        assert request is not None
+        self.computed, self._ids = True, None
+        if self.prefill is not None and self.prefill.copy is not None:
+            self.prefill.copy.computed(None, now)
+        if self.suspicion is not None:
+            self.suspicion.answered("prefill", now)
+        if station.approximate and request.blocks:
+            serving.tell(KvStored(now, station.name, request.blocks, request.block_tokens))
+        if serving.landings.due_at <= now:
+            serving.landings.look(now)
+        if answer is not None and not answer.alone:
+            answer.cross(now)
+            answer.expect_landing(now)
+        self.act(serving.decide(PrefillFinished(now, self.number)), now)
+
+    def uncomputed(self, now: float) -> None:
+        """Handle a prefill that has failed without a retry while the decode engine waits for its KV cache: the decode
+        engine may compute the prompt itself; otherwise it reports an error."""
+        self.computed = True
+        if self.passage is not None:
+            self.passage.given_up(now)
+        if self.answer is not None:
+            self.answer.stop_crossing(now, False)
+        self.act(self.serving.decide(PrefillFinished(now, self.number)), now)
+
+    def first_token(self, leg: AnswerLeg, ttft: Ttft, decode_s: float, now: float) -> None:
+        """Record the first event of a stream."""
+        if len(self.exchange.body) > LIGHT_BYTES:
+            self._release_body()
+        trace_id = self.trace.trace_id if self.trace is not None else ""
+        exemplar = ("trace_id", trace_id) if trace_id else ("request_id", str(self.number))
+        self.serving.metrics.decode_answered(decode_s)
+        self.serving.first_token(leg.decision, ttft, now, exemplar)
+
+    def _release_body(self) -> None:
+        """Release the request's body and its copies: the response has begun, so nothing is sent again."""
+        self.completion = without_body(self.completion)
+        for leg in (self.prefill, self.answer):
+            if leg is not None and leg.call is not None:
+                leg.call.forget_request()
+        self.exchange.release_body()
+
+    def may_retry(self, leg: Literal["prefill", "decode"], now: float) -> bool:
+        """Return whether a failed leg may be retried; if so, count the retry as made."""
+        serving = self.serving
+        if self._attempts >= serving.settings.retries.attempts:
+            return False
+        if not serving.budget.spend(now):
+            serving.metrics.retry_refused(leg)
+            return False
+        self._attempts += 1
+        serving.metrics.retried(leg)
+        return True
+
+    # End
+
+    def _reject(self, reject: Reject, now: float) -> None:
+        serving = self.serving
+        serving.metrics.rejected("no_instance")
+        serving.state.rejected(now)
+        serving.state.decided(reject, now)
+        self.fail(503, reject.reason, now, UNAVAILABLE)
+
+    def fail(self, status: int, why: str, now: float, kind: str = UPSTREAM) -> None:
+        """Respond with an error and end the request."""
+        self._answer_error(status, error_body(why, kind), now, why)
+
+    def _answer_error(self, status: int, body: bytes, now: float, why: str, retry_after_s: int = 1) -> None:
+        self.drop_legs(now)
+        exchange = self.exchange
+        if exchange.started:
+            exchange.abort()
+        else:
+            headers = [(b"x-request-id", self.request_id)]
+            if status == 503:
+                headers.append((b"retry-after", b"%d" % retry_after_s))
+            exchange.respond(status, body, b"application/json", headers)
+        self.end(status, now, error=why)
+
+    def _client_gone(self) -> None:
+        if self.over:
+            return
+        try:
+            now = self.serving.now()
+            self.serving.metrics.client_gone()
+            self.drop_legs(now)
+            self.end(_GONE, now, error="the client left")
+        except Exception as error:
+            self.broke(error)
+
+    def stop(self) -> None:
+        """Abort the request, because the gateway shuts down."""
+        if self.over:
+            return
+        try:
+            self.fail(503, "the gateway is shutting down", self.serving.now(), UNAVAILABLE)
+        except Exception as error:
+            self.broke(error)
+
+    def broke(self, error: Exception) -> None:
+        """Handle a bug in the gateway: respond with an error, and release what the request holds."""
+        asyncio.get_running_loop().call_exception_handler({"message": "a journey broke", "exception": error})
+        why, exchange, answer = "the gateway failed", self.exchange, self.answer
+        now = self.serving.now()
+        with suppress(Exception):
+            self.drop_prefill(now)
+        with suppress(Exception):
+            self.drop_answer(now)
+        with suppress(Exception):
+            if not exchange.started:
+                exchange.respond(500, error_body(why, OURS), headers=[(b"x-request-id", self.request_id)])
+            elif answer is not None and not exchange.finished:
+                answer.break_off(why, OURS)
+        if not self.over:
+            with suppress(Exception):
+                self.end(500, now, error=why)
+
+    def drop_legs(self, now: float) -> None:
+        """Abort both legs."""
+        self.drop_prefill(now)
+        self.drop_answer(now)
+
+    def drop_prefill(self, now: float) -> None:
+        """Abort the prefill leg."""
+        leg, self.prefill = self.prefill, None
+        if leg is not None:
+            leg.abort(now)
+
+    def drop_answer(self, now: float) -> None:
+        """Abort the decode leg."""
+        leg, self.answer = self.answer, None
+        if leg is not None:
+            leg.abort(now)
+
+    def end(
+        self, status: int, now: float, output_tokens: int | None = None, *, relayed_bytes: int = 0, error: str = ""
+    ) -> None:
+        """End the request and report it; the legs must be closed already."""
+        assert not self.over
+        self.over = True
+        self.prefill = self.answer = None
+        if self._reading is not None:
+            self._reading.cancel()  # so that a prompt in the queue is released at once
+            self._reading = None
+        serving = self.serving
+        try:
+            if self.suspicion is not None:
+                self.suspicion.ended(status, now)
+            if self.passage is not None:
+                self.passage.given_up(now)
+            if self.arrived:
+                serving.tell(Finished(now, self.number, output_tokens=output_tokens))
+            if self.trace is not None:
+                self.trace.end(status, error)
+        finally:
+            serving.ended(self, self.completion.kind, status, now, relayed_bytes)

@@ -1,0 +1,313 @@
+"""One loaded cluster: the control core on the wall clock, its engine clients, and the receivers of its events.
+
+A reload of the cluster file creates a new one; the old one lives until its last request has finished.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from kvroute.control import Control
+from kvroute.gateway.engines.client import Station
+from kvroute.gateway.engines.panic import Panics, PanicSet
+from kvroute.gateway.engines.retry_budget import RetryBudget
+from kvroute.gateway.http.headers import FORWARDED
+from kvroute.gateway.http.loop_lag import LoopLag
+from kvroute.gateway.http.open_files import OpenFiles
+from kvroute.gateway.observe.logs import access, note
+from kvroute.gateway.observe.metrics import Leg, Metrics
+from kvroute.gateway.observe.state import ClusterState
+from kvroute.gateway.observe.tracing import Tracer
+from kvroute.gateway.observe.view import Ttft
+from kvroute.gateway.openai_api.json_fields import RequestError
+from kvroute.gateway.openai_api.prompt import Prompts
+from kvroute.gateway.openai_api.requests import Completion
+from kvroute.gateway.proxy.constraint_log import Fallbacks
+from kvroute.gateway.proxy.expected_transfers import Landings
+from kvroute.gateway.wan.paths import Ways
+from kvroute.topology import Cluster
+from kvroute.types import (
+    Arrived,
+    CongestionMeasured,
+    Decision,
+    Decode,
+    Event,
+    InstanceDown,
+    InstanceMeasured,
+    InstanceUp,
+    KvCleared,
+    KvProtocol,
+    LinksMeasured,
+    TransferMeasured,
+)
+
+if TYPE_CHECKING:
+    from kvroute.gateway.config.settings import GatewaySettings
+    from kvroute.gateway.observe.event_log import Recording
+    from kvroute.gateway.openai_api.cache_salt import CacheSalts
+    from kvroute.gateway.proxy.request import Journey
+
+
+class Caller(NamedTuple):
+    """The client of a request, for the event log and the access log."""
+
+    request_id: str
+    """Value of the X-Request-Id header."""
+    client: str
+    """Address of the client."""
+    key: str
+    """Name of its key, if keys are required."""
+
+
+class Serving:
+    """What a request needs: decisions, engine clients and receivers of reports. Nothing here blocks."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        control: Control,
+        settings: GatewaySettings,
+        *,
+        now: Callable[[], float],
+        prompts: Prompts,
+        budget: RetryBudget,
+        metrics: Metrics,
+        state: ClusterState,
+        tracer: Tracer,
+        events: Recording | None,
+        rooms: random.Random,
+        lag: LoopLag,
+        jitter: random.Random,
+        engine_key: bytes | None,
+        on_end: Callable[[Journey], None],
+        first_number: int = 0,
+    ) -> None:
+        self.cluster, self.settings, self.now = cluster, settings, now
+        self.prompts, self.budget, self.metrics, self.state = prompts, budget, metrics, state
+        self.tracer, self.events, self.lag, self.jitter = tracer, events, lag, jitter
+        self.stations: dict[str, Station] = {}
+        self.panics = Panics({}, 0.0, lambda _: None)
+        """Panic state of each model and role; in a panic, health checks and breakers are ignored."""
+        self.ways: Ways | None = None
+        """WAN paths of prefills; None: the settings have no `offload` section."""
+        self.salts: CacheSalts | None = None
+        """Salts by client key; None: clients share the engines' prefix caches."""
+        self.journeys: dict[int, Journey] = {}
+        self.callers: dict[int, Caller] = {}
+        """Client of each request, by number; filled only if a log uses it."""
+        self.measured: dict[str, InstanceMeasured] = {}
+        """Last load measurement of each engine."""
+        self.telemetry: CongestionMeasured | LinksMeasured | None = None
+        """Last measurement of the network."""
+        self.open_files = OpenFiles(metrics)
+        self.landings = Landings(cluster, self.journeys)
+        self.timeouts, self.reserve_output_tokens = settings.timeouts, settings.reserve_output_tokens
+        self.copy_s = settings.offload.copy_s if settings.offload is not None else 0.0
+        """Time limit for an instance to offer a cached prefix; 0: no copies."""
+        own = tracer.replaced | (frozenset() if engine_key is None else {b"authorization"})
+        self.forward_headers = FORWARDED.union(name.lower().encode() for name in settings.forward_headers) - own
+        """Request headers forwarded to engines. The client's key is not forwarded if the engines have their own key."""
+        self.added = b"authorization: Bearer %b\r\n" % engine_key if engine_key else b""
+        """Additional header lines for engines."""
+        self._control, self._rooms, self._on_end = control, rooms, on_end
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._numbers = first_number - 1
+        self._fallbacks = Fallbacks(settings.constraint) if settings.constraint else None
+        models = {instance.model for instance in cluster.instances}
+        self._one_model = len(models) == 1
+        self._protocols: dict[str, set[KvProtocol]] = {}
+        for instance in cluster.instances:
+            self._protocols.setdefault(instance.model, set()).add(instance.protocol)
+        self._any_protocol = {protocol for known in self._protocols.values() for protocol in known}
+
+    # Decisions
+
+    def decide(self, event: Event) -> tuple[Decision, ...]:
+        """Pass an event that requires a decision to the core."""
+        start = time.perf_counter()
+        decisions = self._control.handle(event)
+        if decisions:
+            took_s = time.perf_counter() - start
+            for decision in decisions:
+                self.metrics.decided(decision, took_s)
+            if self._fallbacks is not None:
+                self._fallbacks.decided(event.at, decisions[-1])
+        if self.events is not None:
+            caller = self.callers.get(event.request.id) if type(event) is Arrived else None
+            self.metrics.logged(self.events.write(event, decisions, caller.request_id if caller else ""))
+        return decisions
+
+    def tell(self, event: Event) -> None:
+        """Pass an event that requires no decision to the core."""
+        decisions = self._control.handle(event)
+        assert not decisions
+        if self.events is not None:
+            self.metrics.logged(self.events.write(event, decisions))
+
+    @property
+    def control(self) -> Control:
+        """The core; only `decide` and `tell` may change it."""
+        return self._control
+
+    def changed(self, name: str, up: bool, now: float) -> None:
+        """Report a change of availability."""
+        if self.ways is None or not self.ways.changing:  # the path logs one line for all instances behind it
+            reason = {} if up else {"reason": self.stations[name].guard.why or "breaker"}
+            note("info" if up else "warning", "instance_up" if up else "instance_down", instance=name, **reason)
+        # No slow start for an instance whose checks are merely ignored, or whose path is open again.
+        crowd = self.stations[name].guard.ignored or (self.ways is not None and self.ways.changing)
+        self.tell(InstanceUp(now, name, returned=not crowd) if up else InstanceDown(now, name))
+
+    def panicked(self, panicking: PanicSet) -> None:
+        """Report the start or end of a panic."""
+        state, model, role = panicking.state, panicking.model, panicking.role
+        figures = {"available": state.available, "instances": state.instances}
+        if state.active:
+            self.metrics.panicked(model, role)
+            note("warning", "panic_begun", model=model, role=role, **figures)
+        else:
+            note("info", "panic_over", model=model, role=role, **figures)
+
+    def heard(self, event: Event) -> None:
+        """Process an event of a collector: load, caches and transfers of engines, congestion of the network."""
+        match event:
+            case TransferMeasured(target=target):
+                if self.settings.measure == "first-byte":
+                    return
+                # The engine measures its transfers more accurately than the gateway can from outside.
+                self.stations[target].measures = False
+            case InstanceMeasured(instance=name):
+                self.measured[name] = event
+            case CongestionMeasured() | LinksMeasured():
+                self.telemetry = event
+            case KvCleared(instance=name):
+                # It may be a different engine now, which does not report its transfers.
+                self.stations[name].measures = self.settings.measure != "engine"
+                self.stations[name].forget()
+        self.tell(event)
+
+    # Called by requests
+
+    def next_number(self) -> int:
+        """Return the next request's id in the event log."""
+        self._numbers += 1
+        return self._numbers
+
+    @property
+    def last_number(self) -> int:
+        """The last value of `next_number`."""
+        return self._numbers
+
+    def draw(self) -> int:
+        """Return 63 random bits."""
+        return self._rooms.getrandbits(63)
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Start a task and reference it until it is done."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def model_of(self, served: str) -> str:
+        """Return the cluster's name of a model. With a single model it may be empty: engines then check the name.
+
+        Raises:
+            RequestError: the name is missing or unknown, and there are several models.
+        """
+        name = self.settings.models.get(served, "" if self._one_model else served)
+        if self._one_model or name in self._protocols:
+            return name
+        if not served:
+            mend = "give one of those that GET /v1/models lists"
+            raise RequestError(f"model: is missing, for there are several; {mend}", param="model")
+        what = f"the model {served[:200]!r} does not exist; GET /v1/models lists those that do"
+        raise RequestError(what, status=404, param="model", code="model_not_found")
+
+    def must_stay(self, completion: Completion) -> bool:
+        """Whether some protocol of its model cannot transfer this request's KV: one instance must then do both
+        phases."""
+        protocols = self._protocols.get(self.model_of(completion.model), self._any_protocol)
+        return protocols != {"sglang"}
+
+    def prefills_elsewhere(self, station: Station) -> bool:
+        """Whether another instance is up that could prefill instead of this one."""
+        model, protocol = station.instance.model, station.instance.protocol
+        return any(
+            other is not station
+            and other.guard.up
+            and other.role != "decode"
+            and (other.instance.model, other.instance.protocol) == (model, protocol)
+            for other in self.stations.values()
+        )
+
+    def served_models(self) -> list[str]:
+        """Return the names of models for clients; empty if there is one model and the settings have no aliases."""
+        names = sorted(self.settings.models)
+        return names if names or self._one_model else sorted({i.model for i in self.cluster.instances})
+
+    # Reports of requests
+
+    def transfer_started(self, decision: Decode, now: float, expected_s: float) -> None:
+        """Report that a decode leg that fetches KV was sent."""
+        self.metrics.transfer_started(decision.tier)
+        self.state.transfer_started(decision, now, expected_s)
+
+    def transfer_ended(self, decision: Decode, now: float, landed: bool, seconds: float | None) -> None:
+        """Report the end of a transfer: complete (with the duration, if it was observed) or failed."""
+        self.metrics.transfer_ended(decision.tier, decision.kv_bytes, landed, seconds)
+        self.state.transfer_ended(decision.request_id, now, landed=landed)
+
+    def first_token(self, decision: Decode, ttft: Ttft, now: float, exemplar: tuple[str, str] | None) -> None:
+        """Report that the client has the first byte of its stream."""
+        alone = decision.source == decision.target
+        protocol = self.stations[decision.target].instance.protocol
+        self.metrics.first_token("aggregated" if alone else protocol, ttft, exemplar)
+        self.state.first_token(ttft, now, tier=None if alone else decision.tier, kv_bytes=decision.kv_bytes)
+
+    def whole_answer(self, decision: Decode, now: float) -> None:
+        """Report that the client has its complete, unstreamed response, whose first token cannot be observed."""
+        alone = decision.source == decision.target
+        self.state.whole_answer(now, tier=None if alone else decision.tier, kv_bytes=decision.kv_bytes)
+
+    def leg_failed(self, leg: Leg, instance: str, kind: str, why: str, request_id: bytes) -> None:
+        """Report the failure of a leg."""
+        self.metrics.leg_failed(leg, instance, kind)
+        if kind == "out_of_files":  # many requests may fail at once: limit the log lines
+            self.open_files.report("engine", self.now())
+            return
+        name = request_id.decode("latin-1")
+        note("warning", "leg_failed", request_id=name, instance=instance, leg=leg, kind=kind, reason=why)
+
+    def ended(self, journey: Journey, kind: str, status: int, now: float, relayed_bytes: int) -> None:
+        """Report the end of a request."""
+        number, seconds = journey.number, now - journey.received_at
+        try:
+            self.metrics.finished(kind, status, seconds, relayed_bytes)
+            self.state.finished(now, status)
+            if self.callers and (caller := self.callers.pop(number, None)) is not None:
+                name, client, key = caller
+                access(name, kind, status, seconds, number=number, client=client, key_name=key)
+        finally:
+            self.journeys.pop(number, None)
+            self._on_end(journey)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is in progress, including passthrough requests."""
+        return not self.journeys and not any(station.under_way for station in self.stations.values())
+
+    def close(self) -> None:
+        """Release all resources; no more requests follow."""
+        self.landings.close()
+        self.panics.close()
+        for task in self._tasks:
+            task.cancel()
+        for station in self.stations.values():
+            station.close()
+        if self.events is not None:
+            self.events.close()

@@ -1,0 +1,1 @@
+"""Collectors: engine metrics, Prometheus, pushed telemetry and KV events, turned into events for `Control`."""

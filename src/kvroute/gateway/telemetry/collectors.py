@@ -1,0 +1,147 @@
+"""Collectors that run beside requests: health checks, load, KV events and telemetry; each emits events."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from kvroute.gateway.engines.health import HealthChecks
+from kvroute.gateway.http.callbacks import weakly
+from kvroute.gateway.http.pool import Pool
+from kvroute.gateway.lifecycle.carry_over import stays
+from kvroute.gateway.observe.logs import note
+from kvroute.gateway.proxy.runtime import Serving
+from kvroute.gateway.telemetry.kv_events import KvEvents
+from kvroute.gateway.telemetry.link_events import LinkNews
+from kvroute.gateway.telemetry.prometheus import PrometheusSource
+from kvroute.gateway.telemetry.push import read_push
+from kvroute.gateway.telemetry.scrape import Scraper
+from kvroute.types import Endpoint, Event, TransferMeasured
+
+
+class Watchers:
+    """All collectors of one cluster, between `start` and `close`."""
+
+    def __init__(
+        self, serving: Serving, heard: Callable[[Event], None] | None = None, before: Watchers | None = None
+    ) -> None:
+        """
+        Args:
+            serving: the cluster.
+            heard: receives the events of the collectors; default: the cluster.
+            before: the collectors that these replace. Their KV event subscriptions continue without interruption: a new
+                subscription may miss an eviction, so the view of that engine's cache would have to be cleared.
+        """
+        settings, names = serving.settings, tuple(serving.stations)
+        self._serving = serving
+        self._heard = heard or serving.heard
+
+        def pool_of(name: str) -> Pool:
+            return serving.stations[name].pool
+
+        health, scrape = settings.health, settings.scrape
+        self._health = HealthChecks(
+            names,
+            pool_of,
+            weakly(self._health_changed),
+            serving.now,
+            path=health.path,
+            interval_s=float(health.interval_s),
+            timeout_s=float(health.timeout_s),
+            failures=health.failures,
+            known=before.known(serving) if before is not None else None,
+            lag=serving.lag,
+            jitter=health.jitter,
+            draw=serving.jitter.random,
+            on_discard=serving.metrics.health_check_discarded,
+        )
+        self._publishers = self._publishing()
+        taken = before.hand_over(settings.prompt.block_tokens) if before is not None else None
+        self._takes_over = taken is not None
+        self._kv_events = taken or KvEvents(
+            self._publishers, settings.prompt.block_tokens, self._heard, serving.now, count=weakly(self._count_kv)
+        )
+        self._hands_over = False
+        self._scraper = Scraper(
+            names,
+            pool_of,
+            self._heard,
+            serving.now,
+            on_restart=self._kv_events.restarted,
+            on_links=LinkNews(serving).seen,
+            path=scrape.path,
+            interval_s=float(scrape.interval_s),
+            timeout_s=float(scrape.interval_s),
+            body_max_bytes=int(scrape.body_bytes),
+        )
+        prometheus = settings.oracle.prometheus
+        self._prometheus: PrometheusSource | None = None
+        if prometheus is not None:
+            links = [link.name for link in serving.cluster.links]
+            self._prometheus = PrometheusSource(prometheus, links, self._heard, serving.now, random.Random())
+
+    @property
+    def all_checked(self) -> bool:
+        """Whether the health of every instance has been checked."""
+        return self._health.all_checked
+
+    def known(self, heir: Serving) -> dict[str, bool]:
+        """Return the health of the instances that another cluster also has."""
+        return {name: up for name, up in self._health.known().items() if stays(name, self._serving, heir)}
+
+    def hand_over(self, block_tokens: int) -> KvEvents | None:
+        """Return the KV event subscriptions, which are then not closed here; None if the new block size differs."""
+        if self._kv_events.block_tokens != block_tokens:
+            return None
+        self._hands_over = True
+        return self._kv_events
+
+    def _publishing(self) -> dict[str, Endpoint]:
+        """Return the engines whose KV events are used."""
+        if self._serving.settings.prefix == "approximate":
+            return {}
+        return {i.name: i.endpoint for i in self._serving.cluster.instances if i.endpoint}
+
+    def start(self) -> None:
+        """Start all collectors.
+
+        Raises:
+            InputError: a KV event endpoint cannot be connected to; all other collectors run.
+        """
+        self._health.start()
+        self._scraper.start()
+        if self._prometheus is not None:
+            self._prometheus.start()
+        if self._takes_over:
+            self._kv_events.emit, self._kv_events.count = self._heard, weakly(self._count_kv)
+            self._kv_events.change(self._publishers)
+        else:
+            self._kv_events.start()
+
+    def push(self, body: bytes) -> None:
+        """Process pushed telemetry. Raises InputError if it is invalid."""
+        for event in read_push(body, self._serving.cluster, self._serving.now()):
+            # A pushed transfer does not mean that the engine reports its own transfers.
+            tell = self._serving.tell if isinstance(event, TransferMeasured) else self._serving.heard
+            tell(event)
+
+    async def close(self) -> None:
+        """Stop all collectors."""
+        if self._prometheus is not None:
+            self._prometheus.close()
+            await self._prometheus.closed()
+        self._scraper.close()
+        self._health.close()
+        if not self._hands_over:
+            self._kv_events.close()
+
+    def _count_kv(self, instance: str, batches: int, gaps: int) -> None:
+        metrics = self._serving.metrics
+        metrics.kv_events(instance, batches)
+        for _ in range(gaps):
+            metrics.kv_gap(instance)
+
+    def _health_changed(self, name: str, healthy: bool, at: float) -> None:
+        if not healthy:
+            note("warning", "health_check_failed", instance=name, reason=self._health.why(name))
+        self._serving.stations[name].guard.set_healthy(healthy, at, present=self._health.present(name))

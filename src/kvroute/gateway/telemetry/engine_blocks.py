@@ -1,0 +1,290 @@
+"""The KV blocks of one engine: translates its block events into events with the hashes of `prefix`.
+
+It handles neither sockets nor sequence numbers. An engine's own hashes only identify its blocks here. The gateway's
+hashes are computed from the token ids, so that they are comparable between engines with different hash functions.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import msgspec
+
+from kvroute.gateway.http.slices import Meter, Slices, whole
+from kvroute.gateway.telemetry.kv_batch import BlockEvent, EngineHash
+from kvroute.prefix import block_hashes, salt_seed
+from kvroute.types import Event, InputError, KvCleared, KvEvicted, KvStored
+
+_MEDIUM = "GPU"
+"""Medium of blocks that can serve a request without a load; vLLM on a CPU reports it too. An engine that reports no
+medium has only this one."""
+_BLOCKS_MAX = 1 << 20
+"""Largest number of blocks stored for one engine; a guard against a faulty engine, as no engine has so many."""
+DEPTH_MAX = 1 << 16
+"""Largest depth of a chain, in the gateway's blocks; deeper blocks are not used for routing. The cost of reporting a
+chain grows with its depth."""
+SLICE_UNITS = 4096
+"""Work in one slice, in units of about a microsecond; other tasks run between two slices."""
+_STORE_UNITS, _REMOVE_UNITS, _LOOK_UNITS = 6, 2, 1
+"""Work to store, remove or visit one block, in units."""
+_EVENT_UNITS = 16
+"""Work of the receivers of one reported event, in units."""
+_CHAIN_BLOCKS_PER_UNIT = 4
+_BLOCKS_AT_ONCE = 256
+"""Number of blocks of one event that are stored between two checks of the meter."""
+
+
+class _Block(msgspec.Struct, gc=False):
+    """One block of the engine. It stores its parent's name and no reference, so there are no reference cycles."""
+
+    parent: EngineHash | None
+    ours: tuple[int, ...]
+    """The gateway's hashes of its tokens; empty: not used for routing (another adapter or medium, or media inputs)."""
+    held: int = 0
+    """Number of copies in the engine. A block without copies stays stored while it has children."""
+    children: int = 0
+    """Number of stored blocks whose parent it is."""
+    depth: int = 0
+    """Number of the gateway's blocks from the root to the end of this block."""
+
+
+@dataclass(slots=True)
+class BlockCounts:
+    """Counts of reported blocks, for metrics."""
+
+    stored: int = 0
+    removed: int = 0
+    cleared: int = 0
+    orphans: int = 0
+    """Blocks stored below an unknown parent: ignored until the engine stores that parent again."""
+    foreign: int = 0
+    """Blocks ignored because of their adapter, media inputs, medium or group."""
+    unusable: int = 0
+    """Blocks ignored because of their size: not a multiple of the gateway's block, or not the reported token count."""
+
+
+class EngineBlocks:
+    """The blocks of one engine by its own hashes, and the changes since the last report."""
+
+    def __init__(self, instance: str, block_tokens: int) -> None:
+        """Args: the `instance` name; `block_tokens` of the gateway's blocks; an engine's block must be a multiple."""
+        self.instance = instance
+        self.counts = BlockCounts()
+        self._block_tokens = block_tokens
+        self._blocks: dict[EngineHash, _Block] = {}
+        self._gone: dict[EngineHash, None] = {}
+        """Blocks that the engine had at the last `changes` and has no longer."""
+        self._new: dict[EngineHash, None] = {}
+        """Blocks that the engine has now and had not at the last `changes`. Both are dicts to keep the order."""
+        self._cleared = False
+        self._telling = False
+        """Part of the changes has been reported."""
+
+    def __len__(self) -> int:
+        """Number of stored blocks, in the engine's block size."""
+        return len(self._blocks)
+
+    def apply(self, event: BlockEvent) -> None:
+        """Apply one event; unknown kinds are ignored."""
+        whole(self.applied(event, Meter(SLICE_UNITS)))
+
+    def applied(self, event: BlockEvent, meter: Meter) -> Slices[None]:
+        """Do the work of `apply` in slices. Between slices, only `clear` may be called; it cancels the rest."""
+        if meter.spend(1):
+            yield
+        if event.group_idx or event.medium not in (None, _MEDIUM):
+            self.counts.foreign += len(event.block_hashes)
+        elif event.type == "BlockStored":
+            yield from self._store(event, meter)
+        elif event.type == "BlockRemoved":
+            for name in event.block_hashes:
+                self._remove(name)
+                if meter.spend(_REMOVE_UNITS):
+                    yield
+        elif event.type == "AllBlocksCleared":
+            self.clear()
+
+    def clear(self) -> None:
+        """Drop all blocks, because the engine has cleared its cache or its state is unknown."""
+        self.counts.cleared += 1
+        told = self._telling or len(self._blocks) > len(self._new) or bool(self._gone)
+        self._cleared = self._cleared or told
+        self._telling = False
+        self._blocks.clear()
+        self._gone.clear()
+        self._new.clear()
+
+    def changes(self, at: float) -> list[Event]:
+        """Return the events from the last reported state to the present one; blocks of one chain share one event."""
+        return [event for event in self.told(lambda: at, Meter(SLICE_UNITS)) if event is not None]
+
+    def told(self, now: Callable[[], float], meter: Meter) -> Iterator[Event | None]:
+        """Yield the events of `changes` in slices, and None where other tasks may run. Before its end, only `clear` may
+        be called."""
+        self._telling = True
+        if self._cleared:
+            self._cleared = False
+            yield KvCleared(now(), self.instance)
+        if self._gone:
+            yield from self._evictions(now, meter)
+        if self._new:
+            yield from self._stores(now, meter)
+        self._gone.clear()
+        self._new.clear()
+        self._telling = False
+
+    def _store(self, event: BlockEvent, meter: Meter) -> Slices[None]:
+        names, size = event.block_hashes, event.block_size
+        if size < 1 or size % self._block_tokens or len(event.token_ids) != size * len(names):
+            self.counts.unusable += len(names)
+            return
+        parent = event.parent_block_hash
+        above = None if parent is None else self._blocks.get(parent)
+        if (parent is not None and above is None) or len(self._blocks) + len(names) > _BLOCKS_MAX:
+            self.counts.orphans += len(names)
+            return
+        self.counts.stored += len(names)
+        per_block = size // self._block_tokens
+        depth = above.depth if above is not None else 0
+        salt, keyed = event.salt_and_keyed()
+        routable = min(self._routable(event, above, keyed), (DEPTH_MAX - depth) // per_block)
+        seed = above.ours[-1] if above is not None and above.ours else salt_seed(salt)
+        for start in range(0, len(names), _BLOCKS_AT_ONCE):
+            some = names[start : start + _BLOCKS_AT_ONCE]
+            known = max(min(len(some), routable - start), 0)
+            try:
+                ours = block_hashes(event.token_ids[start * size : (start + known) * size], self._block_tokens, seed)
+            except InputError:  # token ids beyond 64 bits
+                ours, known, routable = (), 0, 0
+            seed = ours[-1] if ours else 0
+            self.counts.foreign += len(some) - known
+            for number, name in enumerate(some):
+                part = ours[number * per_block : (number + 1) * per_block] if number < known else ()
+                depth += len(part)
+                self._hold(name, parent, part, depth)
+                parent = name
+            if meter.spend(_STORE_UNITS * len(some)):
+                yield
+
+    def _routable(self, event: BlockEvent, above: _Block | None, keyed: int) -> int:
+        """Return how many of the first blocks belong to the base model, with or without a cache salt.
+
+        Args: `keyed`: index of the first block with other extra keys.
+        """
+        if event.lora_id is not None or event.lora_name is not None or (above is not None and not above.ours):
+            return 0
+        return keyed
+
+    def _hold(self, name: EngineHash, parent: EngineHash | None, ours: tuple[int, ...], depth: int) -> None:
+        block = self._blocks.get(name)
+        if block is None:
+            block = self._blocks[name] = _Block(parent, ours, depth=depth)
+            if parent is not None:
+                self._blocks[parent].children += 1
+        block.held += 1
+        if block.held == 1 and block.ours:
+            if name in self._gone:
+                del self._gone[name]
+            else:
+                self._new[name] = None
+
+    def _remove(self, name: EngineHash) -> None:
+        block = self._blocks.get(name)
+        if block is None or not block.held:
+            return
+        self.counts.removed += 1
+        block.held -= 1
+        if block.held:
+            return
+        if name in self._new:
+            del self._new[name]
+            self._forget(name)
+        elif block.ours:
+            self._gone[name] = None
+        else:
+            self._forget(name)
+
+    def _forget(self, name: EngineHash | None) -> None:
+        """Drop this block and then its ancestors, as far as they have neither copies nor children."""
+        while name is not None and name not in self._gone:
+            block = self._blocks[name]
+            if block.held or block.children:
+                return
+            del self._blocks[name]
+            name = block.parent
+            if name is not None:
+                self._blocks[name].children -= 1
+
+    def _evictions(self, now: Callable[[], float], meter: Meter) -> Iterator[Event | None]:
+        for name in self._gone:
+            block = self._blocks[name]
+            # An eviction makes the block's descendants unreachable. Only the uppermost block, whose ancestors are all
+            # held, is reported.
+            chain, walked = self._chain(name)
+            if chain is not None:
+                yield KvEvicted(now(), self.instance, chain, len(chain) - len(block.ours))
+            if meter.spend(_told_units(chain, walked)):
+                yield None
+        gone = list(self._gone)
+        self._gone.clear()
+        for name in gone:
+            if name in self._blocks:
+                self._forget(name)
+            if meter.spend(_LOOK_UNITS):
+                yield None
+
+    def _stores(self, now: Callable[[], float], meter: Meter) -> Iterator[Event | None]:
+        fresh_children: Counter[EngineHash | None] = Counter()
+        for name in self._new:
+            fresh_children[self._blocks[name].parent] += 1
+            if meter.spend(_LOOK_UNITS):
+                yield None
+        tips: dict[EngineHash, None] = {}
+        revived: set[EngineHash] = set()
+        for name in self._new:
+            if name not in fresh_children:
+                tips[name] = None
+            if self._blocks[name].children > fresh_children[name]:
+                revived.add(name)
+            if meter.spend(_LOOK_UNITS):
+                yield None
+        if revived:
+            yield from self._extend_tips(tips, revived, meter)
+        for name in tips:
+            chain, walked = self._chain(name)
+            if chain is not None:
+                yield KvStored(now(), self.instance, chain, self._block_tokens)
+            if meter.spend(_told_units(chain, walked)):
+                yield None
+
+    def _extend_tips(self, tips: dict[EngineHash, None], revived: set[EngineHash], meter: Meter) -> Slices[None]:
+        """Add the blocks that a stored parent makes reachable again. This is rare, so all blocks are scanned."""
+        within_reach: set[EngineHash | None] = set(revived)
+        for name, block in self._blocks.items():  # parents come before their children
+            if block.parent in within_reach and block.held and block.ours:
+                within_reach.add(name)
+                if block.parent is not None:
+                    tips.pop(block.parent, None)
+                tips[name] = None
+            if meter.spend(_LOOK_UNITS):
+                yield
+
+    def _chain(self, name: EngineHash) -> tuple[tuple[int, ...] | None, int]:
+        """Return the gateway's hashes from the root to the end of this block (None if the engine has no copy of an
+        ancestor) and the number of blocks visited."""
+        blocks = self._blocks
+        block = blocks[name]
+        parts = [block.ours]
+        while block.parent is not None:
+            block = blocks[block.parent]
+            if not block.held:
+                return None, len(parts)
+            parts.append(block.ours)
+        parts.reverse()
+        return tuple([each for part in parts for each in part]), len(parts)
+
+
+def _told_units(chain: tuple[int, ...] | None, walked: int) -> int:
+    return _LOOK_UNITS + walked // _CHAIN_BLOCKS_PER_UNIT + (_EVENT_UNITS + len(chain) // 16 if chain else 0)

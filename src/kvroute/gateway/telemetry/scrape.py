@@ -1,0 +1,195 @@
+"""Engine metrics: load, memory and KV transfers, scraped from `/metrics` pages and emitted as events for `Control`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+
+from kvroute.gateway.http.callbacks import weakly
+from kvroute.gateway.http.poller import Answer, Poller
+from kvroute.gateway.http.pool import Pool
+from kvroute.gateway.http.slices import Slices
+from kvroute.gateway.observe.logs import note
+from kvroute.gateway.observe.prometheus_text import SERIES_MAX, PageError
+from kvroute.gateway.telemetry.metrics_page import EngineMetrics, TransferTotals, metrics_in
+from kvroute.gateway.wan.tcp_links import LinkSeen, LinkWatch
+from kvroute.types import Event, InstanceMeasured, KvCleared, TransferMeasured
+
+SERIES_PER_INSTANCE = 64
+"""Series per instance of the cluster that a page may have in addition to SERIES_MAX."""
+_STRANGERS_MAX = 64
+"""Maximum number of unknown sources that are logged."""
+_SECONDS_MIN = 1e-6
+"""Transfers whose total duration is shorter are not measured."""
+
+
+class TransferCounters:
+    """Differences between consecutive pages of one engine. The first page only sets the baseline."""
+
+    __slots__ = ("_before", "target")
+
+    def __init__(self, target: str) -> None:
+        self.target = target
+        self._before: Mapping[str, TransferTotals] | None = None
+
+    def measured(self, at: float, totals: Mapping[str, TransferTotals]) -> list[TransferMeasured]:
+        """Return the transfers since the last page, by source in the order of names.
+
+        A counter that has decreased was reset: its whole value is new.
+        """
+        before, self._before = self._before, totals
+        if before is None or before is totals:
+            return []
+        events = []
+        for source in sorted(totals):
+            new, old = totals[source], before.get(source, TransferTotals())
+            if new.kv_bytes < old.kv_bytes or new.seconds < old.seconds or new.transfers < old.transfers:
+                old = TransferTotals()
+            kv_bytes, seconds = new.kv_bytes - old.kv_bytes, new.seconds - old.seconds
+            transfers = new.transfers - old.transfers
+            if transfers > 0 and kv_bytes > 0 and seconds >= _SECONDS_MIN:
+                events.append(TransferMeasured(at, source, self.target, kv_bytes, seconds, transfers))
+        return events
+
+
+class Scraper:
+    """Scrapes all engines once per interval and emits their metrics as events.
+
+    After a failure it emits nothing: Control keeps the last values, and `age_s` returns their age.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        pool_of: Callable[[str], Pool | None],
+        emit: Callable[[Event], None],
+        now: Callable[[], float],
+        *,
+        on_restart: Callable[[str, float | None], bool] | None = None,
+        on_links: Callable[[str, Sequence[LinkSeen]], None] | None = None,
+        path: str = "/metrics",
+        interval_s: float = 1.0,
+        timeout_s: float = 1.0,
+        body_max_bytes: int = 4_000_000,
+    ) -> None:
+        """
+        Args:
+            names, pool_of, path, interval_s, timeout_s, body_max_bytes: see `Poller`.
+            emit: receives InstanceMeasured, TransferMeasured and KvCleared.
+            now: clock of these events, in seconds.
+            on_restart: called with (instance, start of its new process); returns whether it handles the loss of that
+                engine's cache, as `KvEvents.restarted` does; if not, KvCleared is emitted here.
+            on_links: called with (source instance, samples of its outgoing KV connections since its last page), for
+                pages that have them; the samples are empty if the page cannot be read.
+        """
+        self.metrics: dict[str, EngineMetrics] = {}
+        """The last good page of each engine."""
+        self._names = frozenset(names)
+        self._emit = emit
+        self._now = now
+        self._on_restart = on_restart
+        self._on_links = on_links
+        self._links = {name: LinkWatch() for name in names}
+        self._counters = {name: TransferCounters(name) for name in names}
+        self._measured_at: dict[str, float] = {}
+        self._failures: dict[str, str] = {}
+        self._gone: set[str] = set()
+        """Instances whose port has refused a connection since the last good page."""
+        self._strangers: set[str] = set()
+        self._series_max = SERIES_MAX + SERIES_PER_INSTANCE * len(names)
+        self._readings: dict[str, asyncio.Handle] = {}
+        """Pages that are being parsed in slices."""
+        self._poller = Poller(
+            names,
+            pool_of,
+            path.encode(),
+            weakly(self._answered),
+            interval_s=interval_s,
+            timeout_s=timeout_s,
+            body_max_bytes=body_max_bytes,
+        )
+
+    def start(self) -> None:
+        """Start, from within the loop."""
+        self._poller.start()
+
+    def close(self) -> None:
+        """Stop scraping."""
+        self._poller.close()
+        for handle in self._readings.values():
+            handle.cancel()
+        self._readings.clear()
+
+    def age_s(self, name: str) -> float | None:
+        """Return the age of the last good page; None before the first."""
+        measured_at = self._measured_at.get(name)
+        return None if measured_at is None else self._now() - measured_at
+
+    def failure(self, name: str) -> str:
+        """Return the error of the last page; empty if the page was good, or none has come."""
+        return self._failures.get(name, "")
+
+    def _answered(self, name: str, answer: Answer) -> None:
+        if name in self._readings:  # the last page takes longer than an interval; skip this one
+            return
+        if answer.status == 200:
+            self._read(name, metrics_in(answer.body, self.metrics.get(name), self._series_max))
+            return
+        if answer.refused:
+            self._gone.add(name)
+        self._failed(name, answer.failure or f"HTTP status {answer.status}")
+
+    def _read(self, name: str, slices: Slices[EngineMetrics]) -> None:
+        """Parse one slice of a page."""
+        self._readings.pop(name, None)
+        try:
+            next(slices)
+        except StopIteration as end:
+            self._read_whole(name, end.value)
+        except PageError as error:
+            self._failed(name, str(error))
+        else:
+            self._readings[name] = asyncio.get_running_loop().call_soon(self._read, name, slices)
+
+    def _read_whole(self, name: str, metrics: EngineMetrics) -> None:
+        if metrics.running is None:
+            self._failed(name, "no metrics of vLLM or SGLang")
+            return
+        if self._failures.pop(name, ""):
+            note("info", "metrics_readable", instance=name)
+        self._tell(name, metrics)
+
+    def _failed(self, name: str, why: str) -> None:
+        if name not in self._failures:
+            note("warning", "metrics_unreadable", instance=name, reason=why)
+        self._failures[name] = why
+        if self._on_links is not None and self._links[name].forget():
+            self._on_links(name, ())
+
+    def _tell(self, name: str, metrics: EngineMetrics) -> None:
+        at = self._now()
+        before = self.metrics.get(name)
+        if before is not None and self._restarted(name, before, metrics):
+            looked_after = self._on_restart is not None and self._on_restart(name, metrics.started_s)
+            if not looked_after:
+                self._emit(KvCleared(at, name))
+        self._gone.discard(name)
+        self.metrics[name] = metrics
+        self._measured_at[name] = at
+        assert metrics.running is not None
+        self._emit(InstanceMeasured(at, name, metrics.running, metrics.waiting, metrics.kv_used_share))
+        for event in self._counters[name].measured(at, metrics.transfers):
+            if event.source in self._names:
+                self._emit(event)
+            elif event.source not in self._strangers and len(self._strangers) < _STRANGERS_MAX:
+                self._strangers.add(event.source)
+                note("warning", "kv_transfers_from_stranger", instance=name, source=event.source)
+        seen = self._links[name].seen(metrics.links)
+        if seen is not None and self._on_links is not None:
+            self._on_links(name, seen)
+
+    def _restarted(self, name: str, before: EngineMetrics, metrics: EngineMetrics) -> bool:
+        """Whether the process has restarted: by its start time, or if that is missing, by a refused connection."""
+        if before.started_s is not None and metrics.started_s is not None:
+            return before.started_s != metrics.started_s
+        return name in self._gone

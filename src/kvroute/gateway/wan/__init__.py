@@ -1,0 +1,1 @@
+"""Paths between datacenters: availability, telemetry and TCP counters."""
