@@ -32,7 +32,8 @@ from kvroute.gateway.http.connection_limits import (
 from kvroute.gateway.http.deadlines import Deadlines
 from kvroute.gateway.http.exchange import Exchange
 from kvroute.gateway.http.listener import Listener
-from kvroute.gateway.http.server import Door, Limits
+from kvroute.gateway.http.server import Door, Limits, ServerHooks
+from kvroute.gateway.observe.logs import log_accept_paused
 
 GET = b"GET / HTTP/1.1\r\n"
 
@@ -274,6 +275,9 @@ class Counted:
         if gone in self.open:
             self.open.remove(gone)
 
+    def accept_paused(self, reason: str, seconds: float) -> None:
+        pass
+
     def not_tls(self) -> None: ...
 
 
@@ -332,7 +336,7 @@ def test_a_tls_port_without_file_descriptors_waits_for_some(
     """The port reports the shortage, and serves the waiting client afterwards."""
 
     async def main() -> None:
-        door = Door(echo, deadlines=Deadlines(0.01))
+        door = Door(echo, hooks=ServerHooks(accept_paused=log_accept_paused), deadlines=Deadlines(0.01))
         port = await door.listen("127.0.0.1", 0, tls[0])
         waiting = socket.create_connection(("127.0.0.1", port))
         before = resource.getrlimit(resource.RLIMIT_NOFILE)

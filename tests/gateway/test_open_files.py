@@ -18,8 +18,9 @@ from tests.gateway.foreign import Engine, Gate, completion, foreign, run, tokens
 from tests.gateway.rig import CLUSTER, Front
 from tests.waiting import becomes_true, until
 
-from kvroute.gateway.http.open_files import LOG_EVERY_S, exhausted, wanted, warn_if_too_low
+from kvroute.gateway.http.open_files import exhausted
 from kvroute.gateway.observe.admin_connections import CONNECTIONS_MOST as ADMIN_CONNECTIONS_MOST
+from kvroute.gateway.observe.file_descriptors import LOG_EVERY_S, wanted, warn_if_too_low
 
 LIMIT = 700
 CALM = "  health: {interval: 1 h}\n  scrape: {interval: 1 h}\n"

@@ -12,9 +12,9 @@ from tests.gateway.foreign import Asked, Engine, Gate, Serve, completion, failin
 from tests.gateway.rig import COMPLETIONS, MODEL, Front
 from tests.waiting import becomes_true
 
+from kvroute.gateway.engines.availability import NOT_COUNTED, Guard
 from kvroute.gateway.engines.breaker import Breaker
-from kvroute.gateway.engines.client import Guard
-from kvroute.gateway.engines.fault_attribution import NOT_COUNTED, LegName, Suspicion
+from kvroute.gateway.engines.fault_attribution import LegName, Suspicion
 
 EMBEDDINGS = "/v1/embeddings"
 CALM = "  health: {interval: 1 h, panic: 0}\n  scrape: {interval: 1 h}\n"

@@ -16,9 +16,9 @@ from tests.gateway.two_sites import AWAY, HOME, LONG, OFFLOAD, SHORT, TEXT, metr
 from tests.waiting import until
 
 from kvroute.control import read_log, replay, same
+from kvroute.gateway.engines.availability import NOT_COUNTED, Guard
 from kvroute.gateway.engines.breaker import Breaker
-from kvroute.gateway.engines.client import Guard
-from kvroute.gateway.engines.fault_attribution import NOT_COUNTED, Suspicion
+from kvroute.gateway.engines.fault_attribution import Suspicion
 from kvroute.gateway.gateway import Deployment
 from kvroute.gateway.wan.paths import Passage
 from kvroute.topology import parse
@@ -41,7 +41,7 @@ def test_only_losses_in_a_row_shut_a_way_and_each_passage_counts_once(ends: list
         if end == "lost":
             passage.lost(Suspicion(), 0.0, error=False)
         else:
-            getattr(passage, end)(0.0)
+            getattr(passage, {"arrived": "arrived", "given_up": "given_up"}[end])(0.0)
         assert not passage.open
         if again:
             passage.lost(Suspicion(), 0.0, error=False)

@@ -193,7 +193,7 @@ async def _serve(read: Callable[[], Deployment], ready_file: Path | None, seed: 
 
 def _check_files(deployment: Deployment) -> None:
     """Warn if the settings need more open files than the system allows."""
-    from kvroute.gateway.http.open_files import warn_if_too_low
+    from kvroute.gateway.observe.file_descriptors import warn_if_too_low
 
     warn_if_too_low(deployment.settings.limits.connections, len(deployment.cluster.instances))
 

@@ -16,14 +16,14 @@ from kvroute.gateway.config.preflight import tls_context
 from kvroute.gateway.engines.retry_budget import RetryBudget
 from kvroute.gateway.http.deadlines import Deadlines
 from kvroute.gateway.http.loop_lag import LoopLag
-from kvroute.gateway.http.server import Door
+from kvroute.gateway.http.server import Door, ServerHooks
 from kvroute.gateway.http.web_pages import WebPages
 from kvroute.gateway.lifecycle.deployment import Deployment
 from kvroute.gateway.lifecycle.exposure import log_exposures
 from kvroute.gateway.lifecycle.reload import Common, Prepared, Succession
 from kvroute.gateway.lifecycle.snapshot import load_of
 from kvroute.gateway.observe.admin import Admin, AdminParts
-from kvroute.gateway.observe.logs import Logs, note
+from kvroute.gateway.observe.logs import Logs, log_accept_paused, note
 from kvroute.gateway.observe.metrics import Metrics
 from kvroute.gateway.observe.state import ClusterState
 from kvroute.gateway.observe.tracing import tracer_of
@@ -132,8 +132,7 @@ class Gateway:
         door = self._door = Door(
             self._reception,
             deployment.door_limits,
-            guard=self._reception.guard,
-            refused=self._reception.refused,
+            hooks=ServerHooks(self._reception.guard, self._reception.refused, log_accept_paused),
             deadlines=self._deadlines,
             pages=self._pages,
         )

@@ -6,8 +6,9 @@ import ssl
 from collections.abc import Callable
 
 from kvroute.gateway.config.settings import GatewaySettings
+from kvroute.gateway.engines.availability import Guard
 from kvroute.gateway.engines.breaker import Breaker
-from kvroute.gateway.engines.client import Guard, Station
+from kvroute.gateway.engines.client import Station
 from kvroute.gateway.http.deadlines import Deadlines
 from kvroute.gateway.http.pool import Pool
 from kvroute.topology import Cluster

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from kvroute.gateway.engines.availability import NOT_COUNTED
+
 if TYPE_CHECKING:
+    from kvroute.gateway.engines.availability import Guard
     from kvroute.gateway.engines.breaker import Attempt, Cause
-    from kvroute.gateway.engines.client import Guard
 
 LegName: TypeAlias = Literal["copy", "prefill", "decode", "passed_on"]
 
-NOT_COUNTED: Attempt = -1
-"""The attempt of a request that has failed before: no breaker counts it, and it is not a half-open probe."""
 _CLIENT_GONE = 499
 
 

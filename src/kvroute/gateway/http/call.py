@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Literal, Protocol
 
 from kvroute.gateway.http.exchange import Headers
-
-if TYPE_CHECKING:
-    from kvroute.gateway.http.upstream_connection import Keeper, Line
 
 Phase = Literal["connect", "first_byte", "body"]
 
@@ -46,11 +44,27 @@ class Sink(Protocol):
         ...
 
 
+class CallConnection(Protocol):
+    """The connection that carries a call."""
+
+    def drop(self) -> None:
+        """Close at once."""
+        ...
+
+    def pause(self) -> None:
+        """Stop reading."""
+        ...
+
+    def resume(self) -> None:
+        """Continue reading."""
+        ...
+
+
 class Call:
     """A request in flight to an engine."""
 
     __slots__ = (
-        "_keeper",
+        "_on_done",
         "body",
         "first_byte_s",
         "head_only",
@@ -64,7 +78,13 @@ class Call:
     )
 
     def __init__(
-        self, request: bytes, sink: Sink, first_byte_s: float, idle_s: float, head_only: bool, keeper: Keeper
+        self,
+        request: bytes,
+        sink: Sink,
+        first_byte_s: float,
+        idle_s: float,
+        head_only: bool,
+        on_done: Callable[[], None],
     ) -> None:
         self.request = request
         self.body = b""
@@ -73,12 +93,12 @@ class Call:
         self.first_byte_s = first_byte_s
         self.idle_s = idle_s
         self.head_only = head_only
-        self.line: Line | None = None
+        self.line: CallConnection | None = None
         """The upstream connection; None before there is one and after the end."""
         self.paused = False
         self.retried = False
         self.over = False
-        self._keeper = keeper
+        self._on_done = on_done
 
     def abort(self) -> None:
         """Close the connection and call the sink no more. Does nothing after the end."""
@@ -117,4 +137,4 @@ class Call:
         assert not self.over
         self.over = True
         self.line = None
-        self._keeper.ended(self)
+        self._on_done()

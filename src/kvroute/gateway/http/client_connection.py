@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol, TypeAlias, cast
 
 from kvroute.gateway.http.connection_limits import BEGINNING, BUSY, UNREAD, Entry, network_of
@@ -47,13 +48,23 @@ Guard: TypeAlias = Callable[[bytes, bytes, Headers], Fault | None]
 """Checks method, path and headers of a request before its body is read; returns an error to reject it, or None."""
 
 
+@dataclass(frozen=True, slots=True)
+class ServerHooks:
+    """Functions that the HTTP server calls beside its handler; None: not called."""
+
+    guard: Guard | None = None
+    """Refuses requests before their body is read. It does not see a request whose body arrives with its head."""
+    refused: Callable[[int, bytes], None] | None = None
+    """Receives status and path (empty: not known) of each response that the server gives by itself."""
+    accept_paused: Callable[[str, float], None] | None = None
+    """Receives the reason and the seconds for which no connection is accepted."""
+
+
 class Frontage(Protocol):
     """The state and callbacks that all connections of one server share."""
 
     handler: Handler
-    guard: Guard | None
-    refused: Callable[[int, bytes], None] | None
-    """Called with status and path (empty: not known) of each request that the server itself rejects."""
+    hooks: ServerHooks
     limits: Limits
     pages: WebPages | None
     """Which web pages may send requests; None: all."""
@@ -311,8 +322,8 @@ class Client(asyncio.Protocol):
         """Return whether the client may send its body; otherwise reject the request."""
         reader, door = self._reader, self._door
         fault = None
-        if self._timed != BODY and door.guard is not None:
-            fault = door.guard(*reader.head)
+        if self._timed != BODY and door.hooks.guard is not None:
+            fault = door.hooks.guard(*reader.head)
         if fault is None and reader.body_bytes > LIGHT_BYTES:
             self._weigh(reader.body_bytes)
             if door.bodies_bytes > door.limits.bodies_bytes:
@@ -350,8 +361,8 @@ class Client(asyncio.Protocol):
         head = b"%b%b%bcontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
         text = head % (status_line(fault.status), door.server, fault.headers, len(body))
         self._transport.write(text if method == b"HEAD" else text + body)
-        if door.refused is not None:
-            door.refused(fault.status, path)
+        if door.hooks.refused is not None:
+            door.hooks.refused(fault.status, path)
         if self._transport.can_write_eof():
             self._transport.write_eof()
         self._read_on()

@@ -14,7 +14,6 @@ from typing import Protocol, cast
 
 from kvroute.gateway.http.connection_limits import BEGINNING, IDLE, UNREAD, Connection, Entry, network_of
 from kvroute.gateway.http.deadlines import NEVER_S
-from kvroute.gateway.observe.logs import note
 
 _BACKLOG = 4096
 _AT_ONCE = 64
@@ -47,6 +46,10 @@ class Port(Protocol):
 
     def leave(self, gone: Connection) -> None:
         """Remove a closed connection from the count."""
+        ...
+
+    def accept_paused(self, reason: str, seconds: float) -> None:
+        """No connection is accepted for so many seconds: the system has no resources for one."""
         ...
 
     def not_tls(self) -> None:
@@ -136,7 +139,7 @@ class _Accepting:
             except OSError as error:
                 if error.errno not in _EXHAUSTED:
                     raise
-                note("error", "accept_paused", reason=error.strerror or str(error), seconds=_PAUSE_S)
+                self._port.accept_paused(error.strerror or str(error), _PAUSE_S)
                 self._loop.remove_reader(self._own.fileno())
                 self._pause = self._loop.call_later(_PAUSE_S, self._resume)
                 return

@@ -105,7 +105,7 @@ class Pool:
             body: the part after `request`, sent separately to avoid a large copy.
             head_only: the request is a HEAD, so that no body follows.
         """
-        call = Call(request, sink, first_byte_s, idle_s, head_only, self)
+        call = Call(request, sink, first_byte_s, idle_s, head_only, self._ended)
         call.body = body
         self.busy += 1
         while self._idle:
@@ -125,10 +125,6 @@ class Pool:
         self._idle.clear()
 
     # callbacks of connections and calls
-
-    def ended(self, call: Call) -> None:
-        """See `Keeper`."""
-        self.busy -= 1
 
     def keep(self, line: Line) -> None:
         """See `Keeper`."""
@@ -204,6 +200,9 @@ class Pool:
             line.drop()
             raise
         return line
+
+    def _ended(self) -> None:
+        self.busy -= 1
 
 
 def _origin(url: str) -> SplitResult:

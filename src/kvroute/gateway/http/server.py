@@ -8,17 +8,16 @@ import os
 import socket
 import ssl as tls
 import struct
-from collections.abc import Callable
 from contextlib import suppress
 
-from kvroute.gateway.http.client_connection import Client, Guard, Handler
+from kvroute.gateway.http.client_connection import Client, Handler, ServerHooks
 from kvroute.gateway.http.connection_limits import Connection, Connections, Entry
 from kvroute.gateway.http.deadlines import Deadlines
 from kvroute.gateway.http.listener import Listener
 from kvroute.gateway.http.request_parser import Limits
 from kvroute.gateway.http.web_pages import WebPages
 
-__all__ = ["Door", "Handler", "Limits"]
+__all__ = ["Door", "Handler", "Limits", "ServerHooks"]
 
 _HANDSHAKE_S = 0.05
 """Time for TCP handshakes that were in progress when the server stopped accepting to complete, in seconds."""
@@ -37,8 +36,7 @@ class Door:
         handler: Handler,
         limits: Limits | None = None,
         *,
-        guard: Guard | None = None,
-        refused: Callable[[int, bytes], None] | None = None,
+        hooks: ServerHooks | None = None,
         server_name: bytes = b"kvroute",
         deadlines: Deadlines | None = None,
         pages: WebPages | None = None,
@@ -47,13 +45,12 @@ class Door:
         Args:
             handler: called with each `Exchange`.
             limits: limits for clients.
-            guard: may reject a request before its body is read; not called if the body arrives together with the head.
-            refused: called with status and path (empty: not known) of each request that the server itself rejects.
+            hooks: called for what the handler does not see.
             server_name: value of the Server header; empty: no such header.
             deadlines: shared with other components, so that one timer serves all; None: a new one.
             pages: the web pages that may send requests; None: all.
         """
-        self.handler, self.guard, self.refused = handler, guard, refused
+        self.handler, self.hooks = handler, hooks or ServerHooks()
         self.limits = limits or Limits()
         self.server = b"server: %b\r\n" % server_name if server_name else b""
         self.draining = False
@@ -147,10 +144,15 @@ class Door:
         self._deadlines.forget(gone)
         self._connections.leave(gone)
 
+    def accept_paused(self, reason: str, seconds: float) -> None:
+        """See `Port`."""
+        if self.hooks.accept_paused is not None:
+            self.hooks.accept_paused(reason, seconds)
+
     def not_tls(self) -> None:
         """See `Port`."""
-        if self.refused is not None:
-            self.refused(400, b"")
+        if self.hooks.refused is not None:
+            self.hooks.refused(400, b"")
 
 
 def _refuse_syn(fd: int) -> None:

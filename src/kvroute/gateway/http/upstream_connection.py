@@ -25,10 +25,6 @@ _SPENT = httptools.HttpResponseParser(object())
 class Keeper(Protocol):
     """The owner of connections, which also counts calls: the pool."""
 
-    def ended(self, call: Call) -> None:
-        """The call has ended."""
-        ...
-
     def keep(self, line: Line) -> None:
         """The connection is free for the next call."""
         ...

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from kvroute.gateway.proxy.runtime import Serving
+from kvroute.gateway.proxy.runtime import Serving, stays
 from kvroute.types import (
     BandwidthLearned,
     CapacityLearned,
@@ -19,14 +19,6 @@ from kvroute.types import (
     KvStored,
     ThresholdKnown,
 )
-
-
-def stays(name: str, old: Serving, new: Serving) -> bool:
-    """Whether an instance is in both clusters and is the same engine."""
-    before, after = old.stations.get(name), new.stations.get(name)
-    if before is None or after is None:
-        return False
-    return (before.instance.endpoint, before.instance.model) == (after.instance.endpoint, after.instance.model)
 
 
 class Handover:

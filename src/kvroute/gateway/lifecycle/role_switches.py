@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from kvroute.gateway.lifecycle.carry_over import stays
 from kvroute.gateway.lifecycle.role_hook import convert
 from kvroute.gateway.observe.logs import note
+from kvroute.gateway.proxy.runtime import stays
 from kvroute.types import Convert, Event, InstanceConverted, KvCleared, ReviewDue, Role
 
 if TYPE_CHECKING:

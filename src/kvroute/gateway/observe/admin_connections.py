@@ -9,6 +9,7 @@ from aiohttp import web
 
 from kvroute.gateway.http.connection_limits import BUSY, IDLE, UNREAD, Connection, Connections, Entry, network_of
 from kvroute.gateway.http.deadlines import NEVER_S, Deadlines
+from kvroute.gateway.observe.logs import log_accept_paused
 
 CONNECTIONS_MOST = 256
 PER_ADDRESS_MOST = 192
@@ -50,6 +51,10 @@ class AdminConnections:
         """See `Port`."""
         self._deadlines.forget(gone)
         self._connections.leave(gone)
+
+    def accept_paused(self, reason: str, seconds: float) -> None:
+        """See `Port`."""
+        log_accept_paused(reason, seconds)
 
     def not_tls(self) -> None:
         """See `Port`."""

@@ -59,6 +59,11 @@ def access_on() -> bool:
     return _ACCESS.isEnabledFor(logging.INFO)
 
 
+def log_accept_paused(reason: str, seconds: float) -> None:
+    """Log that a port accepts no connection for so many seconds, because the system has no resources for one."""
+    note("error", "accept_paused", reason=reason, seconds=seconds)
+
+
 def access(request_id: str, endpoint: str, status: int, seconds: float, **fields: Value) -> None:
     """Log one line for a finished request, if the access log is on."""
     if _ACCESS.isEnabledFor(logging.INFO):

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
+from kvroute.gateway.engines.availability import NOT_COUNTED
 from kvroute.gateway.engines.breaker import is_failure
-from kvroute.gateway.engines.fault_attribution import NOT_COUNTED
 from kvroute.gateway.http.headers import answered
 
 if TYPE_CHECKING:
@@ -80,7 +80,16 @@ class Leg:
         if journey.trace is not None:
             self.trace = journey.trace.leg(self.kind, {"kvroute.instance": self.station.name})
             head += self.trace.head
-        self.station.send(self, path or journey.exchange.path, head, body, first_byte_s, now)
+        self.open = True
+        self.call, self.attempt = self.station.send(
+            self,
+            path or journey.exchange.path,
+            head,
+            body,
+            first_byte_s=first_byte_s,
+            now=now,
+            counted=journey.suspicion is None,
+        )
 
     def on_head(self, status: int, headers: Headers) -> None:
         """See `Sink`."""

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Literal
 
+from kvroute.gateway.engines.availability import NOT_COUNTED
 from kvroute.gateway.engines.breaker import is_failure
-from kvroute.gateway.engines.fault_attribution import NOT_COUNTED, Suspicion
+from kvroute.gateway.engines.fault_attribution import Suspicion
 from kvroute.gateway.http.headers import answered, forwarded, header_lines
 from kvroute.gateway.openai_api.json_fields import RequestError
 from kvroute.gateway.openai_api.responses import error_body

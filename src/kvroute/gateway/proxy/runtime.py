@@ -17,7 +17,7 @@ from kvroute.gateway.engines.panic import Panics, PanicSet
 from kvroute.gateway.engines.retry_budget import RetryBudget
 from kvroute.gateway.http.headers import FORWARDED
 from kvroute.gateway.http.loop_lag import LoopLag
-from kvroute.gateway.http.open_files import OpenFiles
+from kvroute.gateway.observe.file_descriptors import OpenFiles
 from kvroute.gateway.observe.logs import access, note
 from kvroute.gateway.observe.metrics import Leg, Metrics
 from kvroute.gateway.observe.state import ClusterState
@@ -311,3 +311,11 @@ class Serving:
             station.close()
         if self.events is not None:
             self.events.close()
+
+
+def stays(name: str, old: Serving, new: Serving) -> bool:
+    """Whether an instance is in both clusters and is the same engine."""
+    before, after = old.stations.get(name), new.stations.get(name)
+    if before is None or after is None:
+        return False
+    return (before.instance.endpoint, before.instance.model) == (after.instance.endpoint, after.instance.model)

@@ -8,9 +8,8 @@ from collections.abc import Callable
 from kvroute.gateway.engines.health import HealthChecks
 from kvroute.gateway.http.callbacks import weakly
 from kvroute.gateway.http.pool import Pool
-from kvroute.gateway.lifecycle.carry_over import stays
 from kvroute.gateway.observe.logs import note
-from kvroute.gateway.proxy.runtime import Serving
+from kvroute.gateway.proxy.runtime import Serving, stays
 from kvroute.gateway.telemetry.kv_events import KvEvents
 from kvroute.gateway.telemetry.link_events import LinkNews
 from kvroute.gateway.telemetry.prometheus import PrometheusSource

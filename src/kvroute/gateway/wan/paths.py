@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from kvroute.gateway.config.offload import WaySection
+from kvroute.gateway.engines.availability import NOT_COUNTED, Guard
 from kvroute.gateway.engines.breaker import Attempt, Breaker, BreakerState
-from kvroute.gateway.engines.client import Guard, Station
-from kvroute.gateway.engines.fault_attribution import NOT_COUNTED, Suspicion
+from kvroute.gateway.engines.client import Station
+from kvroute.gateway.engines.fault_attribution import Suspicion
 from kvroute.gateway.http.callbacks import weakly
 from kvroute.gateway.observe.logs import note
 from kvroute.gateway.wan.path_telemetry import WaySignals
