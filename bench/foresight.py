@@ -121,7 +121,7 @@ def decisions(decode: int, in_flight: int, name: str, calls: int) -> dict[str, o
 
 def arrivals(decode: int, in_flight: int, calls: int) -> dict[str, object]:
     """Return the figures of `foresight-joint` at arrival, measured in this process."""
-    from kvroute.policies import ForesightJoint, Pair, PrefillCandidates, Way
+    from kvroute.policies import ForesightJoint, JointPath, Pair, PrefillCandidates
     from kvroute.types import Request
 
     driver, policy = Driver(decode, in_flight), ForesightJoint()
@@ -133,10 +133,10 @@ def arrivals(decode: int, in_flight: int, calls: int) -> dict[str, object]:
     for call in range(calls + WARM):
         pool = pools[call % len(pools)]
 
-        def way(position: int, pool: object = pool) -> Way:
+        def way(position: int, pool: object = pool) -> JointPath:
             source = driver.sources[position]
             costs = driver.oracle.costs(source, driver.targets, driver.now)
-            return Way(pool, costs, driver.table.sight(driver.now, source, driver.targets, 1.0))  # type: ignore[arg-type]
+            return JointPath(pool, costs, driver.table.sight(driver.now, source, driver.targets, 1.0))  # type: ignore[arg-type]
 
         start = time.perf_counter_ns()
         pair = policy.choose(request, prefill, way, call)

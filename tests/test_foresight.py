@@ -12,7 +12,7 @@ from kvroute.oracle import NetworkOracle
 from kvroute.policies import decode_policy
 from kvroute.policies.foresight import Foresight, foresight_policy
 from kvroute.policies.foresight_flight import InFlight, Sight
-from kvroute.policies.foresight_joint import ForesightJoint, Pair, Way
+from kvroute.policies.foresight_joint import ForesightJoint, JointPath, Pair
 from kvroute.policies.foresight_learned import Answers, Learned
 from kvroute.policies.foresight_links import UNKNOWN, LinkModel
 from kvroute.policies.foresight_spec import ForesightSpec
@@ -411,7 +411,7 @@ def test_the_pair_avoids_a_prefill_instance_whose_way_is_crowded() -> None:
         for each in range(2):
             table.started(0.0, each, 0, 2 + each, nbytes)
         prefill = PrefillCandidates(("p0", "p1"), np.zeros(2), np.zeros(2, dtype=np.int64), np.array([1.0, 1.0]), None)
-        ways = [Way(pool(), costs(source), table.sight(0.0, source, DECODERS, 1.0)) for source in (0, 1)]
+        ways = [JointPath(pool(), costs(source), table.sight(0.0, source, DECODERS, 1.0)) for source in (0, 1)]
         pair = ForesightJoint().choose(REQUEST, prefill, ways.__getitem__, 0)
         assert isinstance(pair, Pair)
         assert pair.prefill.index == expected
@@ -442,7 +442,7 @@ def test_pairs_that_are_not_played_stay_behind() -> None:
     for each in range(2):
         table.started(0.0, each, 1, 2 + each, 2e9)
     prefill = PrefillCandidates(("p0", "p1"), np.zeros(2), np.zeros(2, dtype=np.int64), np.array([1.0, 0.0]), None)
-    ways = [Way(pool(), costs(source), table.sight(0.0, source, DECODERS, 1.0 - source)) for source in (0, 1)]
+    ways = [JointPath(pool(), costs(source), table.sight(0.0, source, DECODERS, 1.0 - source)) for source in (0, 1)]
     pair = ForesightJoint(ForesightSpec(joint_width=1)).choose(REQUEST, prefill, ways.__getitem__, 0)
     assert isinstance(pair, Pair)
     played = ForesightJoint(ForesightSpec(joint_width=2)).choose(REQUEST, prefill, ways.__getitem__, 0)

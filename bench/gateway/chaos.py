@@ -30,7 +30,7 @@ from bench.gateway.load import Plan, bodies
 from bench.gateway.program import Program
 from bench.measurement import Failed, Row, show
 
-from kvroute.control import read_log, same
+from kvroute.control import decisions_equal, read_log
 from kvroute.control import replay as replayed
 from kvroute.emulator.player import Client
 from kvroute.topology import parse
@@ -257,7 +257,7 @@ def decided_otherwise(logs: Iterable[Path]) -> int:
     for log in logs:
         header, records = read_log(log)
         again = replayed(header.spec.build(parse(header.cluster)), records)
-        count += sum(not same(record.decisions, decisions) for record, decisions in again)
+        count += sum(not decisions_equal(record.decisions, decisions) for record, decisions in again)
     return count
 
 

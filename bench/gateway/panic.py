@@ -18,7 +18,7 @@ import aiohttp
 import uvloop
 from bench.measurement import Row, show
 
-from kvroute.emulator import Fleet, FleetSettings
+from kvroute.emulator import EmulatedCluster, EmulatedClusterSettings
 from kvroute.gateway.gateway import Deployment, Gateway
 from kvroute.topology import parse
 
@@ -62,7 +62,7 @@ async def _ask(session: aiohttp.ClientSession, url: str, number: int, statuses: 
         statuses[response.status] += 1
 
 
-async def _checks(session: aiohttp.ClientSession, fleet: Fleet, share: int) -> None:
+async def _checks(session: aiohttp.ClientSession, fleet: EmulatedCluster, share: int) -> None:
     for instance in fleet.ready().instances.values():
         fault = {"leg": "health", "share": share, "status": 503}
         async with session.post(f"{instance.url}/emulator/fault", json=fault) as response:
@@ -72,7 +72,7 @@ async def _checks(session: aiohttp.ClientSession, fleet: Fleet, share: int) -> N
 async def play(panic: float, fail_s: float, rate_per_s: float) -> Seen:
     """Run the load once."""
     text, statuses = CLUSTER.replace("PANIC", str(panic)), Counter[int]()
-    async with Fleet(parse(text), FleetSettings()) as fleet:
+    async with EmulatedCluster(parse(text), EmulatedClusterSettings()) as fleet:
         gateway = Gateway(Deployment.of(text, "panic.yaml", endpoints=fleet.ready().instances), seed=1)
         await gateway.start()
         try:

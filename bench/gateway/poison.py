@@ -24,7 +24,7 @@ import uvloop
 from bench.gateway.program import Program
 from bench.measurement import ROOT, Failed, Row, show
 
-from kvroute.emulator.player import Answer, Play, play
+from kvroute.emulator.player import Answer, TimedRequest, replay_trace
 
 EXAMPLE = ROOT / "examples" / "small.yaml"
 MARKER = "POISON"
@@ -62,7 +62,7 @@ class Outcome:
         return 1.0 - self.normal[200] / self.normal.total()
 
 
-def requests(mix: Mix) -> Iterator[tuple[Play, bool]]:
+def requests(mix: Mix) -> Iterator[tuple[TimedRequest, bool]]:
     """Yield all requests in order of time, and whether each is poison."""
     for second in range(mix.seconds):
         due = [(second + number / mix.normal_per_s, False) for number in range(mix.normal_per_s)]
@@ -71,7 +71,7 @@ def requests(mix: Mix) -> Iterator[tuple[Play, bool]]:
         for at_s, poisoned in sorted(due):
             text = f"{MARKER if poisoned else 'plain'} {at_s} " + "What is a KV cache? " * 10
             fields = {"model": "llama-3-70b", "prompt": text, "max_tokens": TOKENS, "stream": mix.stream}
-            yield Play(at_s, msgspec.json.encode(fields)), poisoned
+            yield TimedRequest(at_s, msgspec.json.encode(fields)), poisoned
 
 
 async def run(mix: Mix) -> Outcome:
@@ -86,7 +86,7 @@ async def run(mix: Mix) -> Outcome:
                 await _order(mix, addresses["admin"], session)
                 looks = asyncio.create_task(_openings(addresses["admin"], session))
                 planned = list(requests(mix))
-                answers = await play(addresses["url"], [request for request, _ in planned], timeout_s=60.0)
+                answers = await replay_trace(addresses["url"], [request for request, _ in planned], timeout_s=60.0)
                 looks.cancel()
                 (openings,) = await asyncio.gather(looks)
     counts: dict[bool, Counter[int]] = {True: Counter(), False: Counter()}

@@ -27,7 +27,7 @@ from bench.gateway.mock_worker import MODEL
 from bench.gateway.program import Program, free_ports
 from bench.measurement import Failed, Row, show
 
-from kvroute.emulator.player import Answer, Play, play
+from kvroute.emulator.player import Answer, TimedRequest, replay_trace
 from kvroute.policies import DEFAULT_DECODE_POLICY
 from kvroute.topology import ClusterFile, TimingEntry
 from kvroute.topology.schema import DecodeEntry, EndpointEntry, InstanceEntry, LinearPrefillEntry
@@ -61,14 +61,14 @@ class Load:
     seconds: float = 20.0
     policy: str = DEFAULT_DECODE_POLICY
 
-    def plays(self) -> Iterator[Play]:
+    def plays(self) -> Iterator[TimedRequest]:
         """Yield streamed completions of 2,048 token ids; three quarters are shared within a group."""
         for number in range(int(self.rate_per_s * self.seconds)):
             group = number * 7 % GROUPS
             shared = [(group * 131 + place * 17) % 32_000 for place in range(SHARED_TOKENS)]
             own = [(number * 101 + place * 13 + 7) % 32_000 for place in range(OWN_TOKENS)]
             asked = {"model": MODEL, "prompt": shared + own, "max_tokens": OUTPUT_TOKENS, "stream": True}
-            yield Play(number / self.rate_per_s, msgspec.json.encode(asked))
+            yield TimedRequest(number / self.rate_per_s, msgspec.json.encode(asked))
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +155,7 @@ def observed(load: Load, running: Running, unscraped_share: float) -> Seen:
     url, metrics = f"http://127.0.0.1:{running.port}", f"http://127.0.0.1:{running.admin_port}/metrics"
     before = ask(metrics).decode()
     busy_s, began = -proxy.cpu_s(), time.monotonic()
-    answers = uvloop.run(play(url, load.plays(), timeout_s=60.0))
+    answers = uvloop.run(replay_trace(url, load.plays(), timeout_s=60.0))
     busy_s, wall_s = busy_s + proxy.cpu_s(), time.monotonic() - began
     after = ask(metrics).decode()
     first, last = histogram(before), histogram(after)

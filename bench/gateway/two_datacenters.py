@@ -29,7 +29,7 @@ from bench.gateway.program import Program
 from bench.measurement import ROOT, Failed, Row, show
 
 from kvroute import topology
-from kvroute.emulator.player import Answer, Play, play
+from kvroute.emulator.player import Answer, TimedRequest, replay_trace
 from kvroute.topology.schema import PiecewisePrefillEntry
 from kvroute.topology.units import Bandwidth, Duration
 
@@ -114,7 +114,7 @@ def lengths() -> list[int]:
     return [round(math.exp(normal.inv_cdf(first + (k + 0.5) * (last - first) / GROUP))) for k in range(GROUP)]
 
 
-def requests(course: Course) -> Iterator[Play]:
+def requests(course: Course) -> Iterator[TimedRequest]:
     """Yield requests in groups with all lengths, shuffled; no two prompts share a prefix."""
     draw, kinds, number = random.Random(course.seed), lengths(), 0
     while (at_s := number / (course.rate_per_s * course.speed)) < course.end_s:
@@ -124,7 +124,7 @@ def requests(course: Course) -> Iterator[Play]:
             : 4 * kinds[number % GROUP]
         ]
         asked = {"model": "prfaas-1t-hybrid", "prompt": prompt, "max_tokens": TOKENS, "stream": True}
-        yield Play(at_s, msgspec.json.encode(asked))
+        yield TimedRequest(at_s, msgspec.json.encode(asked))
         number += 1
 
 
@@ -178,7 +178,7 @@ async def _played(course: Course, url: str, admin: str, session: aiohttp.ClientS
     plays = list(requests(course))
     looks: list[dict[str, float]] = []
     async with asyncio.TaskGroup() as group:
-        answering = group.create_task(play(url, plays, timeout_s=300.0))
+        answering = group.create_task(replay_trace(url, plays, timeout_s=300.0))
         watching = group.create_task(_weather(course, admin, session, looks))
     answers = answering.result()
     await asyncio.sleep(1.0)

@@ -13,7 +13,7 @@ import numpy as np
 
 from kvroute.connector.authentication import session
 from kvroute.connector.blocks import ByteArray, HostRegion, Layout
-from kvroute.connector.channel import Channel
+from kvroute.connector.channel import FramedSocket
 from kvroute.connector.client import Client, Result
 from kvroute.connector.lanes import Transfer
 from kvroute.connector.options import Options
@@ -104,7 +104,7 @@ def played(part: Any) -> Iterator[Peer]:
                 return
             with sock:
                 try:
-                    part(Channel(sock, WAIT_S))
+                    part(FramedSocket(sock, WAIT_S))
                 except OSError:
                     continue  # the client has closed the connection
 
@@ -118,7 +118,7 @@ def played(part: Any) -> Iterator[Peer]:
         thread.join()
 
 
-def welcome(channel: Channel) -> None:
+def welcome(channel: FramedSocket) -> None:
     """Do the handshake of a server without a token."""
     challenge = Challenge(VERSION, b"n" * 16)
     channel.send(challenge)

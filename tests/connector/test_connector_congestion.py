@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvroute.connector.congestion import Gauges, Links, Sample, Sent, TcpInfo, gauges, parse, sample
+from kvroute.connector.congestion import Gauges, Sample, Sent, TcpInfo, TcpMonitor, gauges, parse, sample
 
 
 @contextmanager
@@ -114,7 +114,7 @@ def test_gauges_of_several_connections() -> None:
 def test_counters_lose_nothing_whenever_they_are_read(actions: list[tuple[str, int, int]]) -> None:
     """Connections are opened and closed between two reads; the sums per target equal the bytes sent. Idle connections
     report nothing."""
-    links, moved, told = Links(), {"d0": 0, "d1": 0}, {"d0": Sent(), "d1": Sent()}
+    links, moved, told = TcpMonitor(), {"d0": 0, "d1": 0}, {"d0": Sent(), "d1": Sent()}
     targets = sorted(moved)
 
     def read() -> None:
@@ -153,7 +153,7 @@ def test_a_socket_that_is_gone_has_no_say() -> None:
     with pair() as (sender, _):
         sender.close()
         assert sample(sender) is None
-        links = Links()
+        links = TcpMonitor()
         links.opened(sender, "d0")
         assert links.read() == {}
         links.closing(sender)

@@ -18,9 +18,9 @@ from msgspec.structs import replace
 from tests.connector.loopback import TOKEN, WAIT_S, Cache, ends, pull
 
 from kvroute.connector.authentication import session
-from kvroute.connector.channel import Channel
+from kvroute.connector.channel import FramedSocket
 from kvroute.connector.client import Client
-from kvroute.connector.gate import admitted, greet
+from kvroute.connector.gate import accept_handshake, greet
 from kvroute.connector.handshakes import Handshakes, network_of
 from kvroute.connector.listener import LIMITS, Admit, Limits, Listener
 from kvroute.connector.options import Options
@@ -104,8 +104,8 @@ def test_messages_survive_their_frame(name: str, first: int) -> None:
 def listening(options: Options, limits: Limits = LIMITS) -> Iterator[Listener]:
     """Run a server that does the handshake and then keeps the connection until the peer closes it."""
 
-    def serve(channel: Channel, peer: str, admit: Admit) -> None:
-        admitted(channel, options.token, LAYOUT, options, admit)
+    def serve(channel: FramedSocket, peer: str, admit: Admit) -> None:
+        accept_handshake(channel, options.token, LAYOUT, options, admit)
         channel.receive()
 
     listener = Listener("127.0.0.1", 0, WAIT_S, serve, limits)
@@ -163,7 +163,7 @@ def test_a_client_leaves_a_server_that_only_drips() -> None:
         thread.start()
         try:
             with pytest.raises(TimeoutError):
-                Channel(near, WAIT_S, handshake_s=0.2).receive()
+                FramedSocket(near, WAIT_S, handshake_s=0.2).receive()
         finally:
             stop.set()
             thread.join()
@@ -178,11 +178,11 @@ def test_strangers_push_out_each_other_and_no_authenticated_peer() -> None:
         def connect() -> socket.socket:
             return stack.enter_context(socket.create_connection(address))
 
-        early = Channel(connect(), WAIT_S)
+        early = FramedSocket(connect(), WAIT_S)
         greet(early, TOKEN.token, LAYOUT, "kv", "early")
         silent = [connect() for _ in range(5)]
         assert all(left(sock) for sock in silent[:3])
-        late = Channel(connect(), WAIT_S)
+        late = FramedSocket(connect(), WAIT_S)
         greet(late, TOKEN.token, LAYOUT, "kv", "late")
         for channel in (early, late):  # answered by the end of the connection, and not broken before
             channel.send(Release("p"))
@@ -192,7 +192,7 @@ def test_strangers_push_out_each_other_and_no_authenticated_peer() -> None:
 def test_a_server_with_too_many_peers_says_so() -> None:
     with listening(TOKEN, Limits(connections=1)) as listener, ExitStack() as stack:
         first, second = (
-            Channel(stack.enter_context(socket.create_connection(("127.0.0.1", listener.port))), WAIT_S)
+            FramedSocket(stack.enter_context(socket.create_connection(("127.0.0.1", listener.port))), WAIT_S)
             for _ in range(2)
         )
         greet(first, TOKEN.token, LAYOUT, "kv", "first")
@@ -355,7 +355,7 @@ def recorded(messages: Sequence[Message], key: bytes) -> list[bytes]:
     near, far = socket.socketpair()
     frames = []
     with near, far:
-        channel = Channel(near, WAIT_S)
+        channel = FramedSocket(near, WAIT_S)
         channel.secure(send_key=key, receive_key=b"unused")
         for message in messages:
             channel.send(message)
@@ -369,7 +369,7 @@ def heard(frames: Sequence[bytes], key: bytes) -> Iterator[Message | None]:
     with near, far:
         near.sendall(b"".join(frames))
         near.shutdown(socket.SHUT_WR)
-        channel = Channel(far, WAIT_S)
+        channel = FramedSocket(far, WAIT_S)
         channel.secure(send_key=b"unused", receive_key=key)
         while (message := channel.receive()) is not None:
             yield message

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.connector.loopback import BLOCKS, WAIT_S, Cache, ends, played, pull, pulling, welcome
 
-from kvroute.connector.channel import Channel
+from kvroute.connector.channel import FramedSocket
 from kvroute.connector.client import Client, Result
 from kvroute.connector.congestion import Sent
 from kvroute.connector.gate import greet
@@ -238,7 +238,7 @@ def test_who_waits_hears_that_the_peer_is_alive(begun: bool) -> None:
     ):
         if begun:
             server.computed(Computing("p", "p", (4,), 1), [0])
-        channel = Channel(sock, WAIT_S)
+        channel = FramedSocket(sock, WAIT_S)
         greet(channel, "", source.layout, "kv", "x")
         channel.send(Fetch(request_id="p", first=0, count=1, transfer="t", wait_s=WAIT_S))
         if begun:
@@ -447,7 +447,7 @@ def test_a_peer_that_breaks_off_again_and_again_is_left() -> None:
     """The client abandons the peer after three connections in a row without a part."""
     knocks: list[Fetch] = []
 
-    def barren(channel: Channel) -> None:
+    def barren(channel: FramedSocket) -> None:
         welcome(channel)
         knocks.append(channel.expect(Fetch))
 

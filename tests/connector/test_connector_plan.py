@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kvroute.connector.congestion import Gauges, Sent
 from kvroute.connector.faults import fault_of
 from kvroute.connector.handover import prompt_digest
-from kvroute.connector.holds import Computing, Freed, Hold, Holds
+from kvroute.connector.holds import BlockLease, BlockLeases, Computing, Freed
 from kvroute.connector.options import Options, read_options
 from kvroute.connector.scheduler import Ending, Held, Scheduler, Step
 from kvroute.connector.stats import (
@@ -355,8 +355,8 @@ def test_an_announcement_that_cannot_be_believed_is_not_followed(change: dict[st
 )
 def test_held_blocks_are_freed_once_and_never_under_a_reader(actions: list[tuple[str, str, int]]) -> None:
     """The actions come in any order; when all readers have left and the time is over, nothing is held."""
-    holds, now = Holds(), 0
-    readers: dict[str, list[Hold]] = {}
+    holds, now = BlockLeases(), 0
+    readers: dict[str, list[BlockLease]] = {}
     held: set[str] = set()
     until: dict[str, int] = {}
     released: set[str] = set()
@@ -401,7 +401,7 @@ def test_a_name_keeps_what_it_names(actions: list[tuple[str, str, str]]) -> None
 
     Owners "a" and "b" have the same prompt in different blocks, "c" has another one. Each one appears once.
     """
-    holds = Holds()
+    holds = BlockLeases()
     blocks = {"a": (1, 2), "b": (3, 4), "c": (5, 6)}
     prompts = {"a": "same", "b": "same", "c": "other"}
     names: dict[str, str] = {}
@@ -440,7 +440,7 @@ def test_a_name_keeps_what_it_names(actions: list[tuple[str, str, str]]) -> None
 
 def test_a_request_that_is_held_may_be_held_again_as_it_was() -> None:
     """The request cannot be held with other blocks: the held ones stay."""
-    holds = Holds()
+    holds = BlockLeases()
     holds.hold("p", [1, 2], 10.0, prompt="x")
     holds.hold("p", [1, 2], 20.0, prompt="x")
     with pytest.raises(InputError, match="another prompt is held under this name, by request p"):
@@ -453,7 +453,7 @@ def test_a_request_that_is_held_may_be_held_again_as_it_was() -> None:
 def test_what_is_computed_stays_computed(steps: list[tuple[int, int]]) -> None:
     """Progress is counted per region. The fence is that of the last step that computed new blocks; later steps may
     repeat the report."""
-    holds, passed = Holds(), list[int]()
+    holds, passed = BlockLeases(), list[int]()
     best, fences = [0, 0], dict[int, int]()
     for number, (region, ready) in enumerate(steps):
         holds.computed(Computing("t", "p", tuple(range(ready)), ready), 2, [region], partial(passed.append, number))

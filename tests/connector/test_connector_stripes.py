@@ -6,12 +6,12 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.connector.stripes import Piece, Stripe
+from kvroute.connector.stripes import Chunk, ChunkScheduler
 
 LANES = 3
 
 
-def covered(pieces: list[Piece]) -> list[tuple[int, int]]:
+def covered(pieces: list[Chunk]) -> list[tuple[int, int]]:
     """Return region and position of every block, in order."""
     return sorted((piece.region, place) for piece in pieces for place in range(piece.first, piece.end))
 
@@ -27,11 +27,11 @@ def test_every_block_arrives_once_however_lanes_break(
     region_bytes: list[int], first: int, count: int, piece_bytes: int, data: st.DataObject
 ) -> None:
     """A broken lane has delivered a prefix of its chunks; the others are assigned again to any lane."""
-    stripe = Stripe(region_bytes, first, count, least=1, most=piece_bytes)
+    stripe = ChunkScheduler(region_bytes, first, count, least=1, most=piece_bytes)
     ready = [0] * len(region_bytes)
-    under_way: dict[int, list[Piece]] = {lane: [] for lane in range(LANES)}
+    under_way: dict[int, list[Chunk]] = {lane: [] for lane in range(LANES)}
     after = dict.fromkeys(under_way, -1)
-    arrived: list[Piece] = []
+    arrived: list[Chunk] = []
     for lane in under_way:
         assert stripe.begin(lane) == 1
 
@@ -73,7 +73,7 @@ def test_every_block_arrives_once_however_lanes_break(
 
 def test_pieces_shrink_towards_the_end() -> None:
     """A lane gets its share of half of the rest: 4 lanes and 100 blocks of 1 byte, between 3 and 10 bytes per chunk."""
-    stripe = Stripe([1], 0, 100, least=3, most=10)
+    stripe = ChunkScheduler([1], 0, 100, least=3, most=10)
     for lane in range(4):
         stripe.begin(lane)
     sizes = []
@@ -84,22 +84,22 @@ def test_pieces_shrink_towards_the_end() -> None:
 
 def test_a_worked_example() -> None:
     """Two regions of three blocks, two blocks per chunk; the second region is computed later, and lane 0 breaks."""
-    stripe = Stripe([10, 10], 4, 3, least=20, most=20)
+    stripe = ChunkScheduler([10, 10], 4, 3, least=20, most=20)
     stripe.begin(0)
     stripe.begin(1)
     ready = [7, 0]
-    assert stripe.take(0, ready) == Piece(region=0, first=4, count=2, number=0)
-    assert stripe.take(0, ready) == Piece(region=0, first=6, count=1, number=1)
+    assert stripe.take(0, ready) == Chunk(region=0, first=4, count=2, number=0)
+    assert stripe.take(0, ready) == Chunk(region=0, first=6, count=1, number=1)
     assert stripe.take(1, ready) is None
     assert not stripe.dealt
     ready[1] = 5
-    assert stripe.take(1, ready) == Piece(region=1, first=4, count=1, number=0)
+    assert stripe.take(1, ready) == Chunk(region=1, first=4, count=1, number=0)
     assert stripe.take(1, ready) is None  # its other blocks are not computed yet
     assert stripe.begin(0, after=0) == 2
-    assert stripe.take(1, ready) == Piece(region=0, first=6, count=1, number=1)
-    assert stripe.take(0) == Piece(region=1, first=5, count=2, number=2)
+    assert stripe.take(1, ready) == Chunk(region=0, first=6, count=1, number=1)
+    assert stripe.take(0) == Chunk(region=1, first=5, count=2, number=2)
     assert stripe.dealt
     stripe.begin(0)
     assert not stripe.dealt  # lane 0 has lost this chunk a second time
-    assert stripe.take(1, ready) == Piece(region=1, first=5, count=2, number=2)
+    assert stripe.take(1, ready) == Chunk(region=1, first=5, count=2, number=2)
     assert stripe.dealt

@@ -18,16 +18,16 @@ from tests.connector.loopback import BLOCKS, TOKEN, WAIT_S, Cache, Clock, ends, 
 
 from kvroute.connector.authentication import session
 from kvroute.connector.blocks import runs
-from kvroute.connector.channel import BUFFER_BYTES, PROBE_S, Channel, mark, probed, tune
+from kvroute.connector.channel import BUFFER_BYTES, PROBE_S, FramedSocket, mark, probed, tune
 from kvroute.connector.client import Client, Result
-from kvroute.connector.faults import spoil
-from kvroute.connector.handover import Handover
+from kvroute.connector.faults import corrupt
+from kvroute.connector.handover import KvTransferParams
 from kvroute.connector.lanes import Transfer
 from kvroute.connector.options import Options
 from kvroute.connector.pool import Peer
 from kvroute.connector.scheduler import Held, Pull, Scheduler, Step
 from kvroute.connector.server import Server
-from kvroute.connector.stripes import Piece
+from kvroute.connector.stripes import Chunk
 from kvroute.connector.wire import VERSION, Challenge, Fetch, Hello, Part, Welcome, WireError
 from kvroute.connector.worker import Worker
 
@@ -154,7 +154,7 @@ def test_a_client_that_cannot_prove_the_token_is_told_so_and_left() -> None:
         socket.create_connection((peer.host, peer.port), WAIT_S) as sock,
     ):
         server.hold("p", [0])
-        channel = Channel(sock, WAIT_S)
+        channel = FramedSocket(sock, WAIT_S)
         challenge = channel.expect(Challenge)
         hello = Hello(
             version=VERSION,
@@ -178,7 +178,7 @@ def test_a_server_that_cannot_prove_the_token_is_not_believed() -> None:
     target = Cache(1, 64)
     heard: list[bytes] = []
 
-    def impostor(channel: Channel) -> None:
+    def impostor(channel: FramedSocket) -> None:
         channel.send(Challenge(VERSION, b"n" * 16))
         hello = channel.expect(Hello)
         heard.append(msgspec.msgpack.encode(hello))
@@ -195,7 +195,7 @@ def test_a_peer_that_dies_midway_is_a_failure(sent: int) -> None:
     """The peer dies after any number of bytes of two layers of 64; the received blocks are then invalid."""
     source, target = Cache(2, 64, seed=5), Cache(2, 64)
 
-    def dying(channel: Channel) -> None:
+    def dying(channel: FramedSocket) -> None:
         welcome(channel)
         channel.expect(Fetch)
         for layer in range(2):
@@ -223,7 +223,7 @@ def test_a_part_that_was_not_asked_for_is_malformed(part: Part) -> None:
     """Nothing is written."""
     target = Cache(1, 64)
 
-    def confused(channel: Channel) -> None:
+    def confused(channel: FramedSocket) -> None:
         welcome(channel)
         channel.expect(Fetch)
         channel.send(part, [memoryview(bytes([255]) * part.nbytes)])
@@ -286,9 +286,9 @@ def test_a_stalled_layer_is_not_sent_when_the_server_closes(tmp_path: Path) -> N
     fault_file.write_text("stall-layer-1", encoding="utf-8")
     views, ending = [memoryview(b"kv")], threading.Event()
     ending.set()
-    assert spoil(fault_file, Piece(region=0, first=0, count=1, number=0), views, ending) == views
+    assert corrupt(fault_file, Chunk(region=0, first=0, count=1, number=0), views, ending) == views
     with pytest.raises(WireError, match="reset"):
-        spoil(fault_file, Piece(region=1, first=0, count=1, number=1), views, ending)
+        corrupt(fault_file, Chunk(region=1, first=0, count=1, number=1), views, ending)
 
 
 def test_a_server_that_is_gone_is_noticed_during_the_handshake() -> None:
@@ -487,7 +487,7 @@ def test_a_pull_that_fails_names_its_blocks_once() -> None:
     target = Cache(1, 64)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    handover = Handover(
+    handover = KvTransferParams(
         remote_engine_id="p",
         remote_request_id="p",
         remote_host="127.0.0.1",

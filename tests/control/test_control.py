@@ -13,7 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvroute.control import Control, ControlSpec, EventLog, LogHeader, read_log, replay, same
+from kvroute.control import Control, ControlSpec, EventLog, LogHeader, decisions_equal, read_log, replay
 from kvroute.topology import parse
 from kvroute.types import (
     Admitted,
@@ -197,7 +197,7 @@ class Lives(RuleBasedStateMachine):
         fresh = core()
         for number, tokens in enumerate((1_000, int(6e9 // TOKEN_BYTES)), start=self.count):
             for event in (Arrived(self.now, request(number, tokens)), PrefillFinished(self.now, number)):
-                assert same(self.control.handle(event), fresh.handle(event))
+                assert decisions_equal(self.control.handle(event), fresh.handle(event))
             for control in (self.control, fresh):
                 control.handle(Finished(self.now, number))
 
@@ -247,7 +247,7 @@ def test_an_event_that_cannot_be_is_refused_and_changes_nothing(story: list[Even
     with pytest.raises(InputError, match=problem):
         control.handle(story[-1])
     for event in (Arrived(1, request(2)), PrefillFinished(2, 2)):
-        assert same(control.handle(event), untroubled.handle(event))
+        assert decisions_equal(control.handle(event), untroubled.handle(event))
 
 
 def test_an_unknown_model_is_rejected_by_name() -> None:
@@ -378,8 +378,8 @@ def test_a_log_comes_back_as_it_was_and_decides_again(tmp_path: Path) -> None:
     again = list(replay(header.spec.build(parse(header.cluster)), records))
     assert (header.spec, [record.event for record, _ in again]) == (spec, story)
     for (_, decisions), (record, replayed) in zip(told, again, strict=True):
-        assert same(decisions, record.decisions)
-        assert same(decisions, replayed)
+        assert decisions_equal(decisions, record.decisions)
+        assert decisions_equal(decisions, replayed)
     names = [decision.terms.names for _, made in told for decision in made if decision.terms]
     assert names == [("p0", "p1"), ("d0", "d1", "d2")]
 

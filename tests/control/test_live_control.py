@@ -14,7 +14,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvroute.control import Control, ControlSpec, LogRecord, replay, same
+from kvroute.control import Control, ControlSpec, LogRecord, decisions_equal, replay
 from kvroute.topology import Cluster, parse
 from kvroute.types import (
     SAME_RACK,
@@ -160,7 +160,7 @@ class Lives(RuleBasedStateMachine):
         self.now += 0.125
         event = msgspec.structs.replace(event, at=self.now)
         decisions = self.control.handle(event)
-        assert same(decisions, self.untroubled.handle(event))
+        assert decisions_equal(decisions, self.untroubled.handle(event))
         self.records.append(LogRecord(event, decisions))
         return decisions
 
@@ -442,7 +442,7 @@ class Lives(RuleBasedStateMachine):
         """The records replay to the same decisions. When all requests have left and the engines are idle, the core
         decides exactly like a new one, up to the last free byte."""
         for record, again in replay(self.fresh(), self.records):
-            assert same(record.decisions, again)
+            assert decisions_equal(record.decisions, again)
         for number in list(self.lives):
             self.tell(Finished(0, number))
         for name in NAMES:
@@ -460,7 +460,7 @@ class Lives(RuleBasedStateMachine):
                     steps.insert(1, PrefillFinished(self.now, number))
                 for step in steps:
                     decisions = self.control.handle(step)
-                    assert same(decisions, fresh.handle(step))
+                    assert decisions_equal(decisions, fresh.handle(step))
                     if any(isinstance(decision, Reject) for decision in decisions):
                         break
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvroute.control import Control, ControlSpec, EventLog, LogHeader, read_log, replay, same
+from kvroute.control import Control, ControlSpec, EventLog, LogHeader, decisions_equal, read_log, replay
 from kvroute.policies import DECODE_POLICIES
 from kvroute.topology import parse
 from kvroute.types import (
@@ -93,7 +93,7 @@ def test_a_shadow_changes_nothing(acting: str, shadow: str, sizes: list[int]) ->
     alone = decodes(played(core(decode=acting), sizes))
     beside = decodes(played(core(decode=acting, shadow=shadow), sizes))
     assert all(decision.shadow is not None for decision in beside)
-    assert same(tuple(alone), tuple(msgspec.structs.replace(decision, shadow=None) for decision in beside))
+    assert decisions_equal(tuple(alone), tuple(msgspec.structs.replace(decision, shadow=None) for decision in beside))
 
 
 @settings(max_examples=40, deadline=None)
@@ -174,7 +174,9 @@ def test_a_log_with_a_shadow_replays(tmp_path: Path) -> None:
             log.write(event, made)
     header, records = read_log(path)
     assert header.spec.shadow == "foresight"
-    assert all(same(record.decisions, again) for record, again in replay(header.spec.build(parse(TEXT)), records))
+    assert all(
+        decisions_equal(record.decisions, again) for record, again in replay(header.spec.build(parse(TEXT)), records)
+    )
 
 
 def test_where_two_policies_part() -> None:

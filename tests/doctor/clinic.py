@@ -11,7 +11,7 @@ import msgspec
 
 from kvroute import topology
 from kvroute.doctor import Options, Report, examine
-from kvroute.emulator import Fleet, FleetSettings
+from kvroute.emulator import EmulatedCluster, EmulatedClusterSettings
 from kvroute.gateway.lifecycle.deployment import Deployment
 from kvroute.types import Endpoint, KvProtocol
 
@@ -56,7 +56,7 @@ def cluster_text(endpoints: Mapping[str, Endpoint], *, head: str = HEAD, gateway
 class Clinic:
     """Running engines."""
 
-    fleet: Fleet
+    fleet: EmulatedCluster
     endpoints: dict[str, Endpoint]
 
     def change(self, name: str, **changes: str) -> None:
@@ -83,7 +83,7 @@ async def clinic(
     protocol: KvProtocol = "vllm",
     names: Sequence[str] = NAMES,
     head: str = HEAD,
-    settings: FleetSettings | None = None,
+    settings: EmulatedClusterSettings | None = None,
 ) -> AsyncIterator[Clinic]:
     """Run engines of this protocol; `head` is the network that they really have."""
     placeholders = {
@@ -91,5 +91,5 @@ async def clinic(
         for port, name in enumerate(names, start=1)
     }
     cluster = topology.parse(cluster_text(placeholders, head=head))
-    async with Fleet(cluster, settings or FleetSettings()) as fleet:
+    async with EmulatedCluster(cluster, settings or EmulatedClusterSettings()) as fleet:
         yield Clinic(fleet, dict(fleet.ready().instances))

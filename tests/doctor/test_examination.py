@@ -17,7 +17,7 @@ from tests.gateway.foreign import Asked, Engine, Gate, listening, run, tokens
 from tests.waiting import until
 
 from kvroute.doctor import Options, Report, examine
-from kvroute.emulator import FleetSettings
+from kvroute.emulator import EmulatedClusterSettings
 from kvroute.gateway.lifecycle.deployment import Deployment
 from kvroute.types import Endpoint, KvProtocol
 
@@ -234,7 +234,7 @@ def test_kv_of_another_size_than_the_model_has_is_found() -> None:
 
 def test_engines_without_kv_events_are_not_blamed() -> None:
     async def main() -> None:
-        async with clinic(names=PAIR, settings=FleetSettings(kv_events=False)) as found:
+        async with clinic(names=PAIR, settings=EmulatedClusterSettings(kv_events=False)) as found:
             report = await found.examine()
         assert report.well
         assert all(engine.events is None for engine in report.engines)

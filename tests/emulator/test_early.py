@@ -19,7 +19,7 @@ from tests.emulator.test_wan import AWAY, DECODE, MODEL, SITES, WAY, Hand, Hold
 from tests.waiting import until
 
 from kvroute import llm
-from kvroute.emulator import Fleet, FleetSettings
+from kvroute.emulator import EmulatedCluster, EmulatedClusterSettings
 from kvroute.emulator.fabric import Fabric
 from kvroute.types import DecodeSpec, LinearPrefill, TimingSpec
 
@@ -79,7 +79,7 @@ def test_what_is_read_after_a_look_is_of_that_moment() -> None:
 class Sites:
     """Emulated engines of both sites with prompts of 45 ms, and a client."""
 
-    def __init__(self, fleet: Fleet, session: aiohttp.ClientSession) -> None:
+    def __init__(self, fleet: EmulatedCluster, session: aiohttp.ClientSession) -> None:
         self.fleet, self.session = fleet, session
 
     async def post(self, name: str, path: str, body: Any) -> tuple[int, Any]:
@@ -119,7 +119,7 @@ def on_sites(check: Callable[[Sites], Awaitable[None]]) -> None:
     cluster = replace(SITES, timing=dict.fromkeys(SITES.timing, QUICK))
 
     async def main() -> None:
-        async with Fleet(cluster, FleetSettings()) as fleet, aiohttp.ClientSession() as session:
+        async with EmulatedCluster(cluster, EmulatedClusterSettings()) as fleet, aiohttp.ClientSession() as session:
             await check(Sites(fleet, session))
 
     uvloop.run(main())

@@ -23,7 +23,7 @@ import zmq.asyncio
 
 from kvroute import llm, topology
 from kvroute.control import ControlSpec
-from kvroute.emulator import Fleet, FleetSettings
+from kvroute.emulator import EmulatedCluster, EmulatedClusterSettings
 from kvroute.prefix import block_hashes
 from kvroute.sim.run import simulate
 from kvroute.sim.settings import SimSettings
@@ -48,7 +48,7 @@ POLLS = 2000
 class Client:
     """An emulated cluster and a session to send requests to it."""
 
-    fleet: Fleet
+    fleet: EmulatedCluster
     session: aiohttp.ClientSession
 
     def endpoint(self, name: str) -> Endpoint:
@@ -91,10 +91,15 @@ def quick(cluster: Cluster = SMALL) -> Cluster:
 
 
 def on_fleet(
-    check: Callable[[Client], Awaitable[None]], cluster: Cluster | None = None, settings: FleetSettings | None = None
+    check: Callable[[Client], Awaitable[None]],
+    cluster: Cluster | None = None,
+    settings: EmulatedClusterSettings | None = None,
 ) -> None:
     async def main() -> None:
-        async with Fleet(cluster or quick(), settings or FleetSettings()) as fleet, aiohttp.ClientSession() as session:
+        async with (
+            EmulatedCluster(cluster or quick(), settings or EmulatedClusterSettings()) as fleet,
+            aiohttp.ClientSession() as session,
+        ):
             await check(Client(fleet, session))
 
     uvloop.run(main())
@@ -228,7 +233,7 @@ def test_wrong_requests_are_refused_in_openai_json(body: dict[str, Any], status:
         assert error["message"]
         assert await client.becomes_idle("decode0")
 
-    on_fleet(check, settings=FleetSettings(kv_events=False))
+    on_fleet(check, settings=EmulatedClusterSettings(kv_events=False))
 
 
 def test_kv_events_and_their_replay_are_as_on_vllms_wire() -> None:
@@ -291,7 +296,7 @@ def test_faults_strike_as_ordered_and_no_more(status: int | str, after_tokens: i
         assert (got, b"error" in data) == (200, False)
         assert await client.becomes_idle("decode0")
 
-    on_fleet(check, settings=FleetSettings(kv_events=False))
+    on_fleet(check, settings=EmulatedClusterSettings(kv_events=False))
 
 
 def test_a_share_of_prefills_fails_and_decodes_do_not() -> None:
@@ -436,14 +441,14 @@ def test_no_request_is_faster_than_the_simulator_says() -> None:
 def test_settings_and_places_are_checked() -> None:
     """Each wrong value is named in the error message."""
     with pytest.raises(InputError, match="kv_scale"):
-        FleetSettings(kv_scale=2)
+        EmulatedClusterSettings(kv_scale=2)
     with pytest.raises(InputError, match="background"):
-        FleetSettings(background=(0.0, 1.0, 0.0, 0.0, 0.0))
+        EmulatedClusterSettings(background=(0.0, 1.0, 0.0, 0.0, 0.0))
     with pytest.raises(InputError, match="no instance 'nobody'"):
-        Fleet(SMALL, FleetSettings(), ["nobody"])
+        EmulatedCluster(SMALL, EmulatedClusterSettings(), ["nobody"])
 
     async def open_from_file() -> None:
-        async with Fleet(SMALL, FleetSettings(endpoints_from_file=True)):
+        async with EmulatedCluster(SMALL, EmulatedClusterSettings(endpoints_from_file=True)):
             pass
 
     with pytest.raises(InputError, match="has no endpoint"):

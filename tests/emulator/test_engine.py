@@ -19,7 +19,7 @@ from kvroute import llm, topology
 from kvroute.emulator.counters import Histogram
 from kvroute.emulator.engine import Engine
 from kvroute.emulator.fabric import Fabric
-from kvroute.emulator.job import Job
+from kvroute.emulator.job import EngineSequence
 from kvroute.emulator.kv_events import BlockRemoved, BlockStored, changes
 from kvroute.emulator.prompt import Prompt
 from kvroute.flows import FlowNetwork
@@ -97,7 +97,7 @@ def prompt_of(*tokens: int) -> Prompt:
     return Prompt.of(np.array(tokens, np.int64), BLOCK_TOKENS)
 
 
-def whole(engine: Engine, job: Job) -> None:
+def whole(engine: Engine, job: EngineSequence) -> None:
     """Run a request through the stages of a single instance."""
 
     def on_news() -> None:
@@ -106,7 +106,7 @@ def whole(engine: Engine, job: Job) -> None:
         elif job.stage == "reserved":
             engine.land(job)
 
-    job.news = on_news
+    job.on_change = on_news
     engine.prefill(job)
 
 
@@ -168,7 +168,7 @@ def played(landings: list[Landing], clock: VirtualClock) -> dict[int, list[float
                 while len(tokens[number]) < job.emitted:
                     tokens[number].append(clock.now())
 
-            job.news = on_news
+            job.on_change = on_news
             engine.reserve(job)
 
         clock.call(landing.at, start)
@@ -207,7 +207,7 @@ def test_who_leaves_leaves_nothing_behind(
     """At every stage, slots, memory and queues are released, and the other requests complete."""
     clock = VirtualClock(errors_s)
     engine = engine_on(clock, capacity_blocks=140)
-    jobs: dict[int, Job] = {}
+    jobs: dict[int, EngineSequence] = {}
     for number, landing in enumerate(landings):
 
         def start(number: int = number, landing: Landing = landing) -> None:
@@ -250,7 +250,7 @@ def test_cache_events_tell_what_is_cached(asked: list[tuple[int, int, int]], cap
 
     engine = engine_on(clock, capacity_blocks)
     engine.on_kv = on_kv
-    jobs: list[Job] = []
+    jobs: list[EngineSequence] = []
 
     def ask(prompt: Prompt) -> None:
         depth = next((depth for depth, block in enumerate(prompt.blocks) if block not in known), len(prompt.blocks))
@@ -295,7 +295,7 @@ def test_what_is_taken_in_is_cached_when_all_of_it_is_here(
 
     engine = engine_on(clock, capacity_blocks)
     engine.on_kv = on_kv
-    jobs: list[Job] = []
+    jobs: list[EngineSequence] = []
 
     def ask(prompt: Prompt) -> None:
         jobs.append(engine.arrive(prompt, 3))
@@ -359,7 +359,7 @@ def test_prompts_are_computed_one_after_the_other(prompts: list[tuple[int, int]]
 
     def ask(number: int, tokens: int) -> None:
         job = engine.arrive(prompt_of(number, *range(tokens - 1)), 1)
-        job.news = lambda: ends.append(clock.now()) if job.stage == "prefilled" else None
+        job.on_change = lambda: ends.append(clock.now()) if job.stage == "prefilled" else None
         engine.prefill(job)
 
     expected, free_s = [], 0.0
@@ -378,7 +378,7 @@ def test_a_job_waits_for_memory_that_another_one_holds() -> None:
     engine = engine_on(clock, capacity_blocks=10)
     first, second = (engine.arrive(prompt_of(number, *range(29)), 6) for number in range(2))
     for job in (first, second):
-        job.news = lambda job=job: engine.land(job) if job.stage == "reserved" else None  # type: ignore[misc]
+        job.on_change = lambda job=job: engine.land(job) if job.stage == "reserved" else None  # type: ignore[misc]
         engine.reserve(job)
     assert (first.stage, second.stage, engine.waiting) == ("decoding", "reserving", 2)
     clock.run()
@@ -392,7 +392,7 @@ def test_held_kv_is_released_once_fetched_or_expired() -> None:
     engine = engine_on(clock)
     for key in ("a", "b"):
         job = engine.arrive(prompt_of(*range(12)), 1)
-        job.news = lambda job=job, key=key: job.stage == "prefilled" and engine.hold(job, key)  # type: ignore[assignment,misc]
+        job.on_change = lambda job=job, key=key: job.stage == "prefilled" and engine.hold(job, key)  # type: ignore[assignment,misc]
         clock.call(0.0, lambda job=job: engine.prefill(job))  # type: ignore[misc]
     clock.call(1.0, lambda: engine.release("a"))
     clock.call(2.0, lambda: shares.append(engine.kv_used_share))
@@ -416,7 +416,7 @@ def test_a_slow_engine_takes_so_many_times_as_long(factor: float) -> None:
         while len(times) < job.emitted:
             times.append(clock.now())
 
-    job.news = on_news
+    job.on_change = on_news
     engine.reserve(job)
     clock.call(0.0501, lambda: engine.slow(factor))
     clock.run()

@@ -14,7 +14,7 @@ from tests.emulator.test_wan import AWAY, Hand
 from tests.waiting import until
 
 from kvroute.emulator.kv_arrivals import Arrivals
-from kvroute.emulator.kv_wire import LINE_BYTES_MAX, Order, Parcel, PullFailed, pull, read_order, read_parcel
+from kvroute.emulator.kv_wire import LINE_BYTES_MAX, PullFailed, PullHeader, PullRequest, pull, read_order, read_parcel
 
 
 class Silent:
@@ -61,8 +61,8 @@ def test_silent_connections_are_bounded_in_number_and_time(most: int, steps: lis
 def test_any_bytes_are_an_order_or_a_sentence(data: bytes) -> None:
     """Any response is parsed or gives an error message too; sizes are never negative."""
     order, parcel = read_order(data), read_parcel(data)
-    assert isinstance(order, Order | str)
-    assert isinstance(parcel, Parcel | str)
+    assert isinstance(order, PullRequest | str)
+    assert isinstance(parcel, PullHeader | str)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_answers_that_make_no_sense_are_refused(line: bytes) -> None:
 
 @given(key=st.text(max_size=40), target=st.text(max_size=40), cached_tokens=st.integers(0, 2**40), early=st.booleans())
 def test_orders_survive_the_wire(key: str, target: str, cached_tokens: int, early: bool) -> None:
-    order = Order(key, target, cached_tokens, awaited=early, early=early)
+    order = PullRequest(key, target, cached_tokens, awaited=early, early=early)
     assert read_order(msgspec.json.encode(order) + b"\nwhatever follows") == order
 
 
@@ -121,7 +121,7 @@ def test_a_source_that_answers_nonsense_is_left(answer: bytes) -> None:
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
         async with server:
             with pytest.raises(PullFailed, match="cannot be read"):
-                await pull("127.0.0.1", server.sockets[0].getsockname()[1], Order("k", "t"))
+                await pull("127.0.0.1", server.sockets[0].getsockname()[1], PullRequest("k", "t"))
             await left.wait()
 
     asyncio.run(main())

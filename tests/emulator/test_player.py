@@ -10,7 +10,15 @@ import uvloop
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.emulator.player import VOCABULARY, Answer, Events, Play, play, plays, prompt_tokens
+from kvroute.emulator.player import (
+    VOCABULARY,
+    Answer,
+    Events,
+    TimedRequest,
+    prompt_tokens,
+    replay_trace,
+    timed_requests,
+)
 from kvroute.prefix import block_hashes
 from kvroute.sim.workload import TracedRequest
 from kvroute.types import InputError
@@ -67,7 +75,7 @@ def test_events_do_not_depend_on_how_the_bytes_are_cut(tokens: int, end: bytes, 
 
 def test_requests_that_want_no_token_are_not_played() -> None:
     requests = [traced((1,), 8), msgspec.structs.replace(traced((2,), 8), output_tokens=0)]
-    (only,) = plays(requests, "m")
+    (only,) = timed_requests(requests, "m")
     asked = msgspec.json.decode(only.body)
     assert asked["max_tokens"] == 3
     assert asked["prompt"] == prompt_tokens(requests[0], 0)
@@ -98,8 +106,8 @@ def played(replies: list[bytes], timeout_s: float = 30.0) -> list[Answer]:
 
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
-        requests = [Play(0.0, b"%d" % number) for number in range(len(replies))]
-        answers = await play(f"http://127.0.0.1:{port}", requests, timeout_s=timeout_s)
+        requests = [TimedRequest(0.0, b"%d" % number) for number in range(len(replies))]
+        answers = await replay_trace(f"http://127.0.0.1:{port}", requests, timeout_s=timeout_s)
         quiet.set()
         server.close()
         await server.wait_closed()
@@ -145,7 +153,7 @@ def test_silence_ends_with_the_time_allowed() -> None:
 
 def test_only_plain_http() -> None:
     with pytest.raises(InputError, match="give http://host:port"):
-        asyncio.run(play("https://127.0.0.1:1", []))
+        asyncio.run(replay_trace("https://127.0.0.1:1", []))
 
 
 def test_nobody_there() -> None:
@@ -154,7 +162,7 @@ def test_nobody_there() -> None:
         port = server.sockets[0].getsockname()[1]
         server.close()
         await server.wait_closed()
-        return await play(f"http://127.0.0.1:{port}", [Play(0.0, b"0")])
+        return await replay_trace(f"http://127.0.0.1:{port}", [TimedRequest(0.0, b"0")])
 
     (answer,) = asyncio.run(scenario())
     assert not answer.ok

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.waiting import until
 
-from kvroute.emulator import Fleet, FleetSettings
+from kvroute.emulator import EmulatedCluster, EmulatedClusterSettings
 from kvroute.emulator.clock import Alarm
 from kvroute.emulator.fabric import Fabric, Transfer
 from kvroute.topology import Cluster, build, two_datacenters
@@ -131,7 +131,7 @@ def test_a_way_that_is_not_there_cannot_be_cut() -> None:
 class Sites:
     """Emulated engines of both sites and a session."""
 
-    def __init__(self, fleet: Fleet, session: aiohttp.ClientSession) -> None:
+    def __init__(self, fleet: EmulatedCluster, session: aiohttp.ClientSession) -> None:
         self.fleet, self.session = fleet, session
 
     async def post(self, name: str, path: str, body: Any) -> tuple[int, Any]:
@@ -161,7 +161,7 @@ async def sites(**more: Any) -> AsyncIterator[Sites]:
     quick = TimingSpec(prefill=LinearPrefill(per_token_s=1e-7), decode=DecodeSpec(base_s=1e-3, per_request_s=0.0))
     cluster = build(two_datacenters(prefill_nodes=1, local_prefill_nodes=1, decode_nodes=1))
     cluster.timing.update(dict.fromkeys(cluster.timing, quick))
-    async with Fleet(cluster, FleetSettings(**more)) as fleet, aiohttp.ClientSession() as session:
+    async with EmulatedCluster(cluster, EmulatedClusterSettings(**more)) as fleet, aiohttp.ClientSession() as session:
         yield Sites(fleet, session)
 
 

@@ -6,7 +6,7 @@ from tests.fuzz.cuts import bounded, pieces
 
 from kvroute.gateway.http.headers import forwarded
 from kvroute.gateway.http.pool import request_bytes
-from kvroute.gateway.http.request_parser import Limits, Parsed, RequestReader
+from kvroute.gateway.http.request_parser import Limits, ParsedRequest, RequestParser
 
 INSTRUMENTED = ("kvroute.gateway.http.request_parser", "kvroute.gateway.http.headers")
 RUNS = 60_000
@@ -30,15 +30,15 @@ def check(data: bytes) -> str:
     return "refused" if status else "accepted" if requests else "waits"
 
 
-def _read(some: list[bytes]) -> tuple[list[Parsed], int]:
-    reader = RequestReader(LIMITS)
+def _read(some: list[bytes]) -> tuple[list[ParsedRequest], int]:
+    reader = RequestParser(LIMITS)
     for piece in some:
         while piece and reader.fault is None:
             piece = reader.feed(piece)
     return list(reader.ready), reader.fault.status if reader.fault else 0
 
 
-def _check(request: Parsed) -> None:
+def _check(request: ParsedRequest) -> None:
     names = [name for name, _ in request.headers]
     hosts, lengths, codings = (names.count(name) for name in (b"host", *_FRAMING))
     assert hosts == 1 or (request.http10 and hosts == 0)
@@ -64,8 +64,8 @@ def _check(request: Parsed) -> None:
     assert engines.body == request.body
 
 
-def _read_whole(raw: bytes) -> list[Parsed]:
-    reader = RequestReader(Limits())
+def _read_whole(raw: bytes) -> list[ParsedRequest]:
+    reader = RequestParser(Limits())
     assert reader.feed(raw) == b""
     assert reader.fault is None, reader.fault
     return list(reader.ready)

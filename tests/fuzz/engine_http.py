@@ -11,12 +11,12 @@ from typing import cast
 
 from tests.fuzz.cuts import bounded, pieces
 
-from kvroute.gateway.engines.protocols import DIALECTS, DialectError, engine_id
+from kvroute.gateway.engines.protocols import PROTOCOLS, ProtocolError, engine_id
 from kvroute.gateway.http.call import Failure
 from kvroute.gateway.http.exchange import Headers
 from kvroute.gateway.http.headers import answered
-from kvroute.gateway.http.pool import Pool
-from kvroute.gateway.http.upstream_connection import HEAD_LINES_MAX, Line
+from kvroute.gateway.http.pool import UpstreamPool
+from kvroute.gateway.http.upstream_connection import HEAD_LINES_MAX, UpstreamConnection
 from kvroute.gateway.openai_api.responses import cached_tokens, sse_events, usage_tokens
 
 INSTRUMENTED = (
@@ -103,8 +103,8 @@ def check(data: bytes) -> str:
 
 def _hear(some: list[bytes]) -> Heard:
     async def main() -> Heard:
-        pool, heard = Pool("http://engine:1"), Heard()
-        line = Line(pool)
+        pool, heard = UpstreamPool("http://engine:1"), Heard()
+        line = UpstreamConnection(pool)
         line.connection_made(cast(asyncio.BaseTransport, _Wire()))
         pool.keep(line)
         pool.send(b"", heard, first_byte_s=1e6, idle_s=1e6)
@@ -122,8 +122,8 @@ def _read_body(body: bytes) -> None:
         tokens = read(body)
         assert tokens is None or 0 <= tokens <= TOKENS_MAX
     assert 0 <= sse_events(body) <= len(body)
-    for dialect in DIALECTS.values():
-        with suppress(DialectError):
-            dialect.refetches(dialect.handover(body))
-    with suppress(DialectError):
+    for dialect in PROTOCOLS.values():
+        with suppress(ProtocolError):
+            dialect.allows_refetch(dialect.transfer_params(body))
+    with suppress(ProtocolError):
         assert engine_id(body)

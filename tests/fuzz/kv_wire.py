@@ -7,7 +7,7 @@ import socket
 import msgspec
 from tests.fuzz.cuts import bounded
 
-from kvroute.connector.channel import Channel
+from kvroute.connector.channel import FramedSocket
 from kvroute.connector.wire import (
     HANDSHAKE_BYTES_MAX,
     LENGTH_BYTES,
@@ -60,7 +60,7 @@ def _received(data: bytes) -> tuple[list[Message], str]:
     with near, far:
         far.sendall(data)  # fits into the socket's buffer
         far.shutdown(socket.SHUT_WR)
-        channel, messages = Channel(near, 60.0, 60.0), []
+        channel, messages = FramedSocket(near, 60.0, 60.0), []
         try:
             while (message := channel.receive()) is not None:
                 messages.append(message)

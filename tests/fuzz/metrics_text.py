@@ -11,7 +11,7 @@ from tests.fuzz.cuts import bounded
 from kvroute.control import ControlSpec
 from kvroute.gateway.telemetry.metrics_page import EngineMetrics, read_metrics
 from kvroute.gateway.telemetry.scrape import TransferCounters
-from kvroute.gateway.wan.tcp_links import LinkWatch
+from kvroute.gateway.wan.tcp_links import TcpDelta
 from kvroute.topology import load
 from kvroute.types import InstanceMeasured, TransferMeasured
 
@@ -40,7 +40,7 @@ def check(data: bytes) -> str:
     for metrics in (before, page):
         _check(metrics)
 
-    target, counters, watch = _NAMES[-1], TransferCounters(_NAMES[-1]), LinkWatch()
+    target, counters, watch = _NAMES[-1], TransferCounters(_NAMES[-1]), TcpDelta()
     counters.measured(1.0, before.transfers)
     for event in counters.measured(2.0, page.transfers):
         assert all(map(_sane, (event.kv_bytes, event.seconds, event.kv_bytes / event.seconds)))

@@ -12,7 +12,7 @@ import msgspec
 from tests.waiting import becomes_true
 
 from kvroute import topology
-from kvroute.emulator import Fleet, FleetSettings
+from kvroute.emulator import EmulatedCluster, EmulatedClusterSettings
 from kvroute.gateway.gateway import Deployment, Gateway
 
 CLUSTER = """
@@ -115,9 +115,9 @@ class Front:
         serving = self.gateway.serving
         return {
             "core": serving.control.in_flight,
-            "journeys": len(serving.journeys),
-            "legs": sum(station.under_way for station in serving.stations.values()),
-            "calls": sum(station.pool.busy for station in serving.stations.values()),
+            "journeys": len(serving.requests),
+            "legs": sum(station.in_flight for station in serving.engines.values()),
+            "calls": sum(station.pool.busy for station in serving.engines.values()),
             "slots": sum(load.queued for load in serving.control.loads(serving.now()).values()),
         }
 
@@ -127,14 +127,14 @@ class Front:
 
     async def becomes(self, name: str, up: bool) -> bool:
         """Return whether the gateway marks the instance as up or down within the time limit."""
-        return await becomes_true(lambda: self.gateway.serving.stations[name].guard.up is up)
+        return await becomes_true(lambda: self.gateway.serving.engines[name].availability.up is up)
 
 
 @dataclass(slots=True)
 class Rig(Front):
     """A running gateway with emulated engines behind it, and a client."""
 
-    fleet: Fleet
+    fleet: EmulatedCluster
 
     async def direct(self, name: str, prompt: Any, tokens: int = 4) -> str:
         """Return the text that one engine generates without the gateway."""
@@ -166,7 +166,7 @@ class Rig(Front):
 async def rig(section: str = "", text: str = CLUSTER) -> AsyncIterator[Rig]:
     """Run emulated engines of `text` and a gateway with `section` added to its settings."""
     cluster = topology.parse(text)
-    async with Fleet(cluster, FleetSettings()) as fleet:
+    async with EmulatedCluster(cluster, EmulatedClusterSettings()) as fleet:
         deployment = Deployment.of(text + section, "test.yaml", endpoints=fleet.ready().instances)
         gateway = Gateway(deployment, seed=1)
         try:

@@ -20,8 +20,8 @@ from tests.waiting import HANGS_S, until
 from kvroute.gateway.observe.admin import WATCHERS_MOST, Admin, AdminParts
 from kvroute.gateway.observe.admin_connections import AdminConnections
 from kvroute.gateway.observe.metrics import Metrics
-from kvroute.gateway.observe.state import ClusterState
-from kvroute.gateway.observe.view import InstanceLoad, Load
+from kvroute.gateway.observe.state import DashboardState
+from kvroute.gateway.observe.view import GatewayStatus, InstanceLoad
 from kvroute.topology import InstanceCounts, build, fat_tree
 from kvroute.types import InputError, Reject
 
@@ -37,8 +37,10 @@ CLUSTER = build(
 TOKEN = "a token of the operator"
 
 
-def _load() -> Load:
-    return Load(in_flight=5, instances=tuple(InstanceLoad(name=instance.name) for instance in CLUSTER.instances))
+def _load() -> GatewayStatus:
+    return GatewayStatus(
+        in_flight=5, instances=tuple(InstanceLoad(name=instance.name) for instance in CLUSTER.instances)
+    )
 
 
 @dataclass
@@ -48,7 +50,7 @@ class Gateway:
     why_not: str = ""
     pushed: list[bytes] = field(default_factory=list)
     drained: int = 0
-    state: ClusterState = field(default_factory=lambda: ClusterState(CLUSTER, _load, policy="netkv", version="1.2"))
+    state: DashboardState = field(default_factory=lambda: DashboardState(CLUSTER, _load, policy="netkv", version="1.2"))
 
     def push(self, body: bytes) -> None:
         if body == b"bad":

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvroute.gateway.proxy.admission import Admission, AdmissionLimits, Admitted, Queued, Refused
+from kvroute.gateway.proxy.admission import Accepted, AdmissionController, AdmissionLimits, Queued, Refused
 
 keys = st.sampled_from([None, "alice", "bob", "carol"])
 limits = st.builds(
@@ -29,7 +29,7 @@ class Door(RuleBasedStateMachine):
     @initialize(limits=limits)
     def open(self, limits: AdmissionLimits) -> None:
         self.limits, self.now, self.next = limits, 100.0, 0
-        self.admission = Admission(limits, 100.0)
+        self.admission = AdmissionController(limits, 100.0)
         self.inside: list[int] = []
         self.waiting: list[tuple[int, float]] = []
         self.key: dict[int, str | None] = {}
@@ -59,12 +59,12 @@ class Door(RuleBasedStateMachine):
         present = [*self.inside, *(t for t, _ in self.waiting)]
         held = sum(self.key[t] == key for t in present)
         most = self.limits.of_key.get(key or "", self.limits.per_key)
-        entry = self.admission.enter(ticket, key, self.now)
+        entry = self.admission.acquire(ticket, key, self.now)
         if key is not None and held >= most:
             assert isinstance(entry, Refused)
             assert entry.status == 429
         elif len(self.inside) < self.limits.in_flight and not self.waiting:
-            assert entry == Admitted()
+            assert entry == Accepted()
             self.enter_model(ticket)
         elif len(self.waiting) < self.limits.queue:
             assert entry == Queued(self.now + self.limits.queue_wait_s)
@@ -79,7 +79,7 @@ class Door(RuleBasedStateMachine):
     def leave(self, data: st.DataObject) -> None:
         ticket = data.draw(st.sampled_from(self.inside))
         self.inside.remove(ticket)
-        self.come_in(self.admission.leave(ticket, self.now))
+        self.come_in(self.admission.release(ticket, self.now))
 
     @precondition(lambda self: self.waiting)
     @rule(data=st.data(), how=st.sampled_from(["cancel", "leave"]))
@@ -89,7 +89,7 @@ class Door(RuleBasedStateMachine):
         if how == "cancel":
             self.admission.cancel(ticket)
         else:
-            assert self.admission.leave(ticket, self.now) == []
+            assert self.admission.release(ticket, self.now) == []
 
     @precondition(lambda self: self.next)
     @rule(data=st.data())
@@ -97,7 +97,7 @@ class Door(RuleBasedStateMachine):
         """Leaving has no effect for a request that is gone or was never admitted."""
         present = {*self.inside, *(t for t, _ in self.waiting)}
         ticket = data.draw(st.integers(0, self.next - 1).filter(lambda t: t not in present) | st.just(-1))
-        assert self.admission.leave(ticket, self.now) == []
+        assert self.admission.release(ticket, self.now) == []
         self.admission.cancel(ticket)
 
     @rule()
@@ -139,7 +139,7 @@ class Door(RuleBasedStateMachine):
             return
         while self.inside:
             ticket = self.inside.pop(0)
-            self.come_in(self.admission.leave(ticket, self.now))
+            self.come_in(self.admission.release(ticket, self.now))
         assert (self.admission.in_flight, self.admission.queued, self.waiting) == (0, 0, [])
         assert not any(self.admission.held_by(key) for key in ("alice", "bob", "carol"))
 
@@ -148,16 +148,18 @@ Door.TestCase.settings = settings(max_examples=60, stateful_step_count=50, deadl
 TestDoor = Door.TestCase
 
 
-def busy(per_s: float, for_s: float, *, queue: int = 0, per_key: int = 1000) -> tuple[Admission, float]:
+def busy(per_s: float, for_s: float, *, queue: int = 0, per_key: int = 1000) -> tuple[AdmissionController, float]:
     """Hold 100 admitted requests for `for_s` seconds: one leaves and another one enters `per_s` times a second."""
     in_flight = 100
-    admission = Admission(AdmissionLimits(in_flight=in_flight, queue=queue, queue_wait_s=1e6, per_key=per_key), 0.0)
+    admission = AdmissionController(
+        AdmissionLimits(in_flight=in_flight, queue=queue, queue_wait_s=1e6, per_key=per_key), 0.0
+    )
     for ticket in range(in_flight):
-        assert admission.enter(ticket, f"key{ticket % 2}", 0.0) == Admitted()
+        assert admission.acquire(ticket, f"key{ticket % 2}", 0.0) == Accepted()
     for turn in range(int(per_s * for_s)):
         at = (turn + 1) / per_s
-        admission.leave(turn, at)
-        assert admission.enter(turn + in_flight, f"key{turn % 2}", at) == Admitted()
+        admission.release(turn, at)
+        assert admission.acquire(turn + in_flight, f"key{turn % 2}", at) == Accepted()
     return admission, for_s
 
 
@@ -168,8 +170,8 @@ def test_retry_after_follows_the_measured_rate(per_s: float, for_s: float, queue
     whole."""
     admission, now = busy(per_s, for_s, queue=queue)
     for ticket in range(queue):
-        assert isinstance(admission.enter(10**6 + ticket, None, now), Queued)
-    refused = admission.enter(10**9, None, now)
+        assert isinstance(admission.acquire(10**6 + ticket, None, now), Queued)
+    refused = admission.acquire(10**9, None, now)
     assert isinstance(refused, Refused)
     assert refused.status == 503
     wait_s = (queue + 1) / per_s
@@ -179,12 +181,12 @@ def test_retry_after_follows_the_measured_rate(per_s: float, for_s: float, queue
 def test_retry_after_of_a_key_waits_for_one_of_its_own() -> None:
     """The key has 50 of 100 requests and ten requests leave each second, so one of the key leaves within 0.2 s."""
     admission, now = busy(10.0, 50.0, per_key=50)
-    refused = admission.enter(10**6, "key0", now)
+    refused = admission.acquire(10**6, "key0", now)
     assert isinstance(refused, Refused)
     assert (refused.status, refused.retry_after_s) == (429, 1)
     assert "50 requests" in refused.reason
     slow, now = busy(0.5, 100.0, per_key=50)
-    refused = slow.enter(10**6, "key0", now)
+    refused = slow.acquire(10**6, "key0", now)
     assert isinstance(refused, Refused)
     assert 3 <= refused.retry_after_s <= 6, "one of fifty, where one of a hundred leaves every two seconds: 4 s"
 
@@ -192,9 +194,9 @@ def test_retry_after_of_a_key_waits_for_one_of_its_own() -> None:
 def test_who_has_waited_too_long_holds_nothing_any_more() -> None:
     """A request expires exactly at its deadline. The place of its key is free again, and the next deadline is that of
     the next request."""
-    admission = Admission(AdmissionLimits(in_flight=1, queue=2, queue_wait_s=5.0, per_key=2))
+    admission = AdmissionController(AdmissionLimits(in_flight=1, queue=2, queue_wait_s=5.0, per_key=2))
     for ticket, at in enumerate((0.0, 1.0, 2.0)):
-        admission.enter(ticket, f"key{ticket}", at)
+        admission.acquire(ticket, f"key{ticket}", at)
     assert (admission.expires_at, admission.expire(5.9)) == (6.0, [])
     assert admission.expire(6.0) == [1]
     assert (admission.queued, admission.held_by("key1"), admission.expires_at) == (1, 0, 7.0)
@@ -203,26 +205,26 @@ def test_who_has_waited_too_long_holds_nothing_any_more() -> None:
 
 
 def test_nobody_leaves_says_the_longest_wait() -> None:
-    admission = Admission(AdmissionLimits(in_flight=1, queue=0), 5.0)
-    admission.enter(0, None, 5.0)
-    refused = admission.enter(1, None, 1000.0)
+    admission = AdmissionController(AdmissionLimits(in_flight=1, queue=0), 5.0)
+    admission.acquire(0, None, 5.0)
+    refused = admission.acquire(1, None, 1000.0)
     assert refused == Refused(503, "the gateway is full", 60)
     assert "within 30 s" in admission.overdue(1000.0).reason
 
 
 def test_one_key_cannot_fill_the_queue() -> None:
-    admission = Admission(AdmissionLimits(in_flight=2, queue=10, per_key=4))
-    entries = [admission.enter(ticket, "greedy", 0.0) for ticket in range(10)]
-    assert [type(entry) for entry in entries] == [Admitted] * 2 + [Queued] * 2 + [Refused] * 6
-    assert isinstance(admission.enter(10, "modest", 0.0), Queued)
+    admission = AdmissionController(AdmissionLimits(in_flight=2, queue=10, per_key=4))
+    entries = [admission.acquire(ticket, "greedy", 0.0) for ticket in range(10)]
+    assert [type(entry) for entry in entries] == [Accepted] * 2 + [Queued] * 2 + [Refused] * 6
+    assert isinstance(admission.acquire(10, "modest", 0.0), Queued)
 
 
 def test_a_key_may_have_its_own_limit() -> None:
-    admission = Admission(AdmissionLimits(per_key=1, of_key={"batch": 3}))
-    assert [type(admission.enter(t, "batch", 0.0)) for t in range(4)] == [Admitted] * 3 + [Refused]
-    assert [type(admission.enter(t, "other", 0.0)) for t in range(9, 11)] == [Admitted, Refused]
-    assert isinstance(admission.enter(20, None, 0.0), Admitted)
-    assert isinstance(admission.enter(21, None, 0.0), Admitted), "without keys there is nobody to bound"
+    admission = AdmissionController(AdmissionLimits(per_key=1, of_key={"batch": 3}))
+    assert [type(admission.acquire(t, "batch", 0.0)) for t in range(4)] == [Accepted] * 3 + [Refused]
+    assert [type(admission.acquire(t, "other", 0.0)) for t in range(9, 11)] == [Accepted, Refused]
+    assert isinstance(admission.acquire(20, None, 0.0), Accepted)
+    assert isinstance(admission.acquire(21, None, 0.0), Accepted), "without keys there is nobody to bound"
 
 
 def test_limits_without_a_place_are_our_own_bug() -> None:

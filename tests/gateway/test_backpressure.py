@@ -16,8 +16,8 @@ from tests.waiting import HANGS_S
 from kvroute.gateway.http.call import Call, Failure
 from kvroute.gateway.http.deadlines import Deadlines
 from kvroute.gateway.http.exchange import Exchange, Headers
-from kvroute.gateway.http.pool import Pool, request_bytes
-from kvroute.gateway.http.server import Door, Limits
+from kvroute.gateway.http.pool import UpstreamPool, request_bytes
+from kvroute.gateway.http.server import HttpServer, Limits
 
 T = TypeVar("T")
 BLOCK_BYTES = 64 * 1024
@@ -167,8 +167,8 @@ class Setting:
         self._server = await loop.create_server(engine, "127.0.0.1", 0)
         self._deadlines = Deadlines(0.01)
         port = self._server.sockets[0].getsockname()[1]
-        self.pool = Pool(f"http://127.0.0.1:{port}", deadlines=self._deadlines)
-        self.door = Door(self._handle, self.limits, deadlines=self._deadlines)
+        self.pool = UpstreamPool(f"http://127.0.0.1:{port}", deadlines=self._deadlines)
+        self.door = HttpServer(self._handle, self.limits, deadlines=self._deadlines)
         self._port = await self.door.listen("127.0.0.1", 0)
         return self
 
@@ -284,7 +284,7 @@ def test_a_pipeline_whose_answers_are_not_read_is_not_served_on_and_not_lost(
             exchange.on_pause = paused.set
             exchange.respond(200, exchange.path.ljust(answer_bytes))
 
-        door = Door(handler)
+        door = HttpServer(handler)
         port = await door.listen("127.0.0.1", 0)
         reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1024)
         writer.writelines([request % index for index in range(n)])
@@ -306,7 +306,7 @@ def test_a_pipeline_whose_answers_are_not_read_is_not_served_on_and_not_lost(
 def test_a_client_that_goes_on_sending_while_its_request_is_served_is_held_back() -> None:
     async def main() -> None:
         served: list[Exchange] = []
-        door = Door(served.append)
+        door = HttpServer(served.append)
         port = await door.listen("127.0.0.1", 0)
         sock = socket.create_connection(("127.0.0.1", port))
         sock.setblocking(False)

@@ -23,10 +23,10 @@ from tests.waiting import HANGS_S, until
 
 from kvroute.gateway.http.deadlines import Deadlines
 from kvroute.gateway.http.exchange import Exchange
-from kvroute.gateway.http.pool import Pool
-from kvroute.gateway.http.request_parser import BODY_MEMORY_RATIO, LIGHT_BYTES, Limits, RequestReader
-from kvroute.gateway.http.server import Door
-from kvroute.gateway.http.upstream_connection import Line
+from kvroute.gateway.http.pool import UpstreamPool
+from kvroute.gateway.http.request_parser import BODY_MEMORY_RATIO, LIGHT_BYTES, Limits, RequestParser
+from kvroute.gateway.http.server import HttpServer
+from kvroute.gateway.http.upstream_connection import UpstreamConnection
 from kvroute.gateway.openai_api.api_keys import hash_text
 
 T = TypeVar("T")
@@ -72,7 +72,7 @@ async def reset(*streams: Streams) -> None:
     await close(*streams)
 
 
-async def held(door: Door, nbytes: int) -> None:
+async def held(door: HttpServer, nbytes: int) -> None:
     """Wait until the server has counted bodies of at least `nbytes`, or of none if `nbytes` is 0."""
     while door.bodies_bytes < nbytes * BODY_MEMORY_RATIO if nbytes else door.bodies_bytes:
         await asyncio.sleep(0)
@@ -95,7 +95,7 @@ def test_the_memory_of_bodies_comes_back_without_the_collector(way: str) -> None
         def handler(exchange: Exchange) -> None:
             exchange.on_gone = taken.set
 
-        door = Door(handler, Limits(body_s=0.2 if way == "slow" else 60), deadlines=Deadlines(0.01))
+        door = HttpServer(handler, Limits(body_s=0.2 if way == "slow" else 60), deadlines=Deadlines(0.01))
         port = await door.listen("127.0.0.1", 0)
         before = resident_bytes()
         for _ in range(rounds):
@@ -118,7 +118,7 @@ def test_the_memory_of_bodies_comes_back_without_the_collector(way: str) -> None
 
 def test_readers_and_lines_are_gone_once_nobody_needs_them() -> None:
     async def main() -> None:
-        reader = RequestReader(Limits())
+        reader = RequestParser(Limits())
         reader.feed(HEAD + b"Content-Length: 5\r\n\r\n123")
         assert reader.body_bytes == 3
         reader.forget()
@@ -128,13 +128,17 @@ def test_readers_and_lines_are_gone_once_nobody_needs_them() -> None:
             def is_closing(self) -> bool:
                 return False
 
-        pool = Pool("http://engine:1")
-        line = Line(pool)
+        pool = UpstreamPool("http://engine:1")
+        line = UpstreamConnection(pool)
         line.connection_made(Wire())
         line.connection_lost(None)
         watched = {id(reader), id(line)}  # no weak references: a compiled object does not support them
         del reader, line
-        assert not [one for one in gc.get_objects() if id(one) in watched and isinstance(one, RequestReader | Line)]
+        assert not [
+            one
+            for one in gc.get_objects()
+            if id(one) in watched and isinstance(one, RequestParser | UpstreamConnection)
+        ]
 
     with no_collector():
         run(main())
@@ -145,7 +149,7 @@ def test_all_bodies_together_are_bounded_and_small_ones_always_taken() -> None:
 
     async def main() -> None:
         exchanges: list[Exchange] = []
-        door = Door(exchanges.append, Limits(bodies_bytes=MB * BODY_MEMORY_RATIO), deadlines=Deadlines(0.01))
+        door = HttpServer(exchanges.append, Limits(bodies_bytes=MB * BODY_MEMORY_RATIO), deadlines=Deadlines(0.01))
         port = await door.listen("127.0.0.1", 0)
 
         async def send(nbytes: int, length: int = MB) -> Streams:
@@ -182,7 +186,7 @@ def test_a_body_that_is_not_needed_any_more_is_not_counted_any_more() -> None:
 
     async def main() -> None:
         exchanges: list[Exchange] = []
-        door = Door(exchanges.append, Limits(bodies_bytes=MB * BODY_MEMORY_RATIO), deadlines=Deadlines(0.01))
+        door = HttpServer(exchanges.append, Limits(bodies_bytes=MB * BODY_MEMORY_RATIO), deadlines=Deadlines(0.01))
         port = await door.listen("127.0.0.1", 0)
         client = await asyncio.open_connection("127.0.0.1", port)
         for number in (1, 2):
@@ -214,7 +218,7 @@ def test_a_stream_lets_go_of_its_request_s_body_with_the_first_token() -> None:
             (serving,) = [gate.gateway.serving]
             body = {"model": MODEL, "prompt": "word " * 40_000, "max_tokens": 60, "stream": True}
             async with gate.session.post(gate.url + COMPLETIONS, json=body) as answer:
-                (journey,) = serving.journeys.values()
+                (journey,) = serving.requests.values()
                 first = await answer.content.readany()
                 assert first
                 assert journey.exchange.body == b""
@@ -267,7 +271,7 @@ def test_nothing_is_counted_of_clients_that_are_gone(
     """Most clients leave by a reset, because the end of a stream is probed for a second before it counts as leaving."""
 
     async def main() -> None:
-        door = Door(lambda exchange: None, Limits(bodies_bytes=300_000, linger_s=0.01), deadlines=Deadlines(0.01))
+        door = HttpServer(lambda exchange: None, Limits(bodies_bytes=300_000, linger_s=0.01), deadlines=Deadlines(0.01))
 
         def handler(exchange: Exchange) -> None:
             how = exchange.query

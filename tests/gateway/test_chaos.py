@@ -22,13 +22,13 @@ from hypothesis import strategies as st
 from tests.gateway.rig import CLUSTER, COMPLETIONS, MODEL, Rig, rig
 from tests.waiting import becomes_true
 
-from kvroute.control import ControlSpec, read_log, replay, same
+from kvroute.control import ControlSpec, decisions_equal, read_log, replay
 from kvroute.emulator.faults import Fault, Where
 from kvroute.gateway.gateway import Deployment
 from kvroute.gateway.http.call import Call
 from kvroute.gateway.http.exchange import Exchange
 from kvroute.gateway.proxy.leg import Leg
-from kvroute.gateway.proxy.request import Journey
+from kvroute.gateway.proxy.request import ProxiedRequest
 from kvroute.topology import parse
 from kvroute.types import Arrived, Decode, DecodeFailed, Prefill, PrefillFailed, PrefillFinished, Request
 
@@ -114,7 +114,7 @@ class Storm:
                 response.close()
             return
         gateway, transfers = self.gate.gateway, self.draw.random() < 0.7
-        journeys = gateway.serving.journeys
+        journeys = gateway.serving.requests
         before = set(journeys)
         asked = asyncio.create_task(self.gate.post(body))
         while not asked.done() and before.issuperset(journeys):
@@ -156,7 +156,9 @@ async def nothing_stays(gate: Rig) -> None:
     assert await becomes_true(lambda: not any(held())), held()
     assert all(line.endswith(" 0") for line in page(gate, "kvroute_transfers_in_flight"))
     gc.collect()
-    kept = Counter(type(each).__name__ for each in gc.get_objects() if isinstance(each, Journey | Leg | Exchange))
+    kept = Counter(
+        type(each).__name__ for each in gc.get_objects() if isinstance(each, ProxiedRequest | Leg | Exchange)
+    )
     assert not kept
     # Health checks and scrapes continue, at most one of each per instance.
     assert sum(isinstance(each, Call) for each in gc.get_objects()) <= 2 * len(NAMES)
@@ -177,7 +179,7 @@ def replays(log: Path) -> Counter[str]:
     for record, again in replay(control, records):
         kinds[type(record.event).__name__] += 1
         at = record.event.at
-        assert same(record.decisions, again)
+        assert decisions_equal(record.decisions, again)
     assert control.in_flight == 0
     assert all(load.pending_s == load.queued == 0 for load in control.loads(at).values())
     return kinds
@@ -222,7 +224,7 @@ def test_a_storm_loses_nothing_and_leaves_nothing_behind(tmp_path: Path) -> None
                     # KV is sent by the engine that computed it.
                     name = f"{'decode' if leg == 'decode' else 'prefill'}{draw.randrange(3)}"
                     fault = Fault(fail_next=1, leg=leg, status=status, after_tokens=tokens)
-                    gate.fleet.servers[name].faults.order(fault)
+                    gate.fleet.servers[name].faults.schedule(fault)
                 if ended % 50 == 0:
                     gate.fleet.servers[draw.choice(NAMES)].restart(0.3)
 
@@ -266,9 +268,9 @@ def test_files_read_again_under_load_disturb_no_request() -> None:
             assert storm.kinds == {"whole": 100}
             assert [await task for task in reloads] == [True] * 6
             for serving in retired:
-                assert not serving.journeys
+                assert not serving.requests
                 assert serving.control.in_flight == 0
-                assert all(station.under_way == 0 for station in serving.stations.values())
+                assert all(station.in_flight == 0 for station in serving.engines.values())
             await nothing_stays(gate)
 
     uvloop.run(run())
@@ -282,7 +284,7 @@ def test_a_drain_in_a_storm_answers_all_who_are_in() -> None:
         async with rig(section, TEXT) as gate:
             storm = Storm(gate, await truths(gate), random.Random(5))
             for name in NAMES:
-                gate.fleet.servers[name].faults.order(Fault(fail_next=1, status="reset"))
+                gate.fleet.servers[name].faults.schedule(Fault(fail_next=1, status="reset"))
             gate.slow(20)
             storming = asyncio.create_task(storm.blow(requests=24, clients=24))
             while gate.gateway.state.tick(gate.gateway.now()).load.queued < 20:

@@ -43,7 +43,7 @@ def test_all_health_checks_fail_at_once_and_no_request_is_refused(
     async def run() -> None:
         async with rig(FEW % "" + f"  log: {{events: {log}}}\n", TEXT) as gate:
             storm = Storm(gate, await truths(gate), random.Random(11))
-            healthy = [gate.gateway.serving.stations[name].guard for name in NAMES]
+            healthy = [gate.gateway.serving.engines[name].availability for name in NAMES]
             await storm.blow(requests=5, clients=2)
             await checks_fail(gate, 1)
             while any(guard.healthy for guard in healthy):
@@ -123,7 +123,7 @@ def test_a_stalled_event_loop_takes_no_engine_out() -> None:
             storm.after = stall
             await storm.blow(requests=40, clients=6)
             assert set(storm.kinds) == {"whole"}, storm.kinds
-            guards = [gate.gateway.serving.stations[name].guard for name in NAMES]
+            guards = [gate.gateway.serving.engines[name].availability for name in NAMES]
             assert all(guard.healthy and guard.breaker.state(gate.gateway.now()) == "closed" for guard in guards)
             assert not page(gate, "kvroute_leg_failures_total{")
             lag = float(page(gate, "kvroute_event_loop_lag_seconds_sum")[0].split()[1])

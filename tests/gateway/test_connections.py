@@ -32,7 +32,7 @@ from kvroute.gateway.http.connection_limits import (
 from kvroute.gateway.http.deadlines import Deadlines
 from kvroute.gateway.http.exchange import Exchange
 from kvroute.gateway.http.listener import Listener
-from kvroute.gateway.http.server import Door, Limits, ServerHooks
+from kvroute.gateway.http.server import HttpServer, Limits, ServerHooks
 from kvroute.gateway.observe.logs import log_accept_paused
 
 GET = b"GET / HTTP/1.1\r\n"
@@ -227,7 +227,7 @@ def test_handshakes_count_as_connections(tls: tuple[ssl.SSLContext, ssl.SSLConte
     server, trusting = tls
 
     async def main() -> None:
-        door = Door(echo, Limits(connections=10), deadlines=Deadlines(0.01))
+        door = HttpServer(echo, Limits(connections=10), deadlines=Deadlines(0.01))
         port = await door.listen("127.0.0.1", 0, server)
         silent = []
         for _ in range(50):
@@ -248,7 +248,7 @@ def test_handshakes_count_as_connections(tls: tuple[ssl.SSLContext, ssl.SSLConte
 @pytest.mark.parametrize("sent", [b"", b"\x16\x03\x01\x02\x00\x01"], ids=["nothing", "half-a-hello"])
 def test_a_handshake_has_a_deadline(tls: tuple[ssl.SSLContext, ssl.SSLContext], sent: bytes) -> None:
     async def main() -> None:
-        door = Door(echo, Limits(header_s=0.05), deadlines=Deadlines(0.01))
+        door = HttpServer(echo, Limits(header_s=0.05), deadlines=Deadlines(0.01))
         port = await door.listen("127.0.0.1", 0, tls[0])
         async with client(port) as (reader, writer):
             writer.write(sent)
@@ -304,7 +304,7 @@ def test_a_handshake_that_is_aborted_before_its_first_step_leaves(tls: tuple[ssl
 
 def test_draining_ends_handshakes(tls: tuple[ssl.SSLContext, ssl.SSLContext]) -> None:
     async def main() -> None:
-        door = Door(echo, deadlines=Deadlines(0.01))
+        door = HttpServer(echo, deadlines=Deadlines(0.01))
         port = await door.listen("127.0.0.1", 0, tls[0])
         async with client(port) as (_, one), client(port) as (_, _two):
             one.write(b"\x16\x03\x01")
@@ -317,7 +317,7 @@ def test_draining_ends_handshakes(tls: tuple[ssl.SSLContext, ssl.SSLContext]) ->
 
 def test_a_name_is_listened_on_with_tls_too(tls: tuple[ssl.SSLContext, ssl.SSLContext], tmp_path: Path) -> None:
     async def main() -> None:
-        door = Door(echo)
+        door = HttpServer(echo)
         port = await door.listen("localhost", 0, tls[0])
         reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=tls[1])
         writer.write(GET + LAST + b"\r\n")
@@ -336,7 +336,7 @@ def test_a_tls_port_without_file_descriptors_waits_for_some(
     """The port reports the shortage, and serves the waiting client afterwards."""
 
     async def main() -> None:
-        door = Door(echo, hooks=ServerHooks(accept_paused=log_accept_paused), deadlines=Deadlines(0.01))
+        door = HttpServer(echo, hooks=ServerHooks(accept_paused=log_accept_paused), deadlines=Deadlines(0.01))
         port = await door.listen("127.0.0.1", 0, tls[0])
         waiting = socket.create_connection(("127.0.0.1", port))
         before = resource.getrlimit(resource.RLIMIT_NOFILE)

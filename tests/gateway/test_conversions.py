@@ -18,7 +18,7 @@ from tests.gateway.rig import Rig
 from tests.gateway.two_sites import LONG, TEXT, metric, reaches, two_sites
 from tests.waiting import until
 
-from kvroute.control import read_log, replay, same
+from kvroute.control import decisions_equal, read_log, replay
 from kvroute.gateway.config.offload import ConversionSection, hook_url
 from kvroute.gateway.gateway import Deployment
 from kvroute.gateway.lifecycle.role_hook import convert
@@ -90,7 +90,9 @@ class Load:
 
 def _replays(log: Path) -> bool:
     header, records = read_log(log)
-    return all(same(record.decisions, again) for record, again in replay(header.spec.build(parse(TEXT)), records))
+    return all(
+        decisions_equal(record.decisions, again) for record, again in replay(header.spec.build(parse(TEXT)), records)
+    )
 
 
 def _converted(log: Path) -> list[tuple[str, str]]:
@@ -108,9 +110,9 @@ def test_emulated_engines_change_their_roles_under_load(tmp_path: Path) -> None:
             load = Load(gate)
             await reaches(gate, OUTCOMES, 1, outcome="converted")
             (name,) = [n for n, s in gate.fleet.servers.items() if n.startswith("decode") and s.role == "prefill"][:1]
-            stations = gate.gateway.serving.stations
+            stations = gate.gateway.serving.engines
             assert stations[name].role == "prefill"
-            await until(lambda: stations[name].under_way > 0)
+            await until(lambda: stations[name].in_flight > 0)
             assert await metric(gate, "kvroute_instance_up", engine=name, role="prefill") == 1
             async with gate.session.get(gate.admin + "/state") as response:
                 offloaded = (await response.json())["tick"]["load"]["offload"]
@@ -138,17 +140,17 @@ def test_a_hook_is_called_when_the_requests_have_left_and_told_who_and_what() ->
         load = Load(gate, clients=9, tokens=30)  # two thirds of a second each, on every decode instance
         await until(lambda: bool(told))
         name = told[0]["instance"]
-        stations = gate.gateway.serving.stations
-        assert stations[name].under_way == 0
+        stations = gate.gateway.serving.engines
+        assert stations[name].in_flight == 0
         assert told == [{"instance": name, "role": "prefill", "from": "decode"}]
         before = load.answers
         await until(lambda: load.answers > before + 10)
-        assert stations[name].under_way == 0
-        assert stations[name].guard.why == "converting"
+        assert stations[name].in_flight == 0
+        assert stations[name].availability.reason == "converting"
         assert await metric(gate, "kvroute_conversions_under_way") == 1
         gone.set()
         await reaches(gate, OUTCOMES, 1, outcome="converted")
-        await until(lambda: stations[name].under_way > 0)
+        await until(lambda: stations[name].in_flight > 0)
         await load.end()
         assert await gate.settles(), gate.leftovers()
 
@@ -168,8 +170,8 @@ def test_a_request_that_does_not_leave_is_not_waited_for_for_ever() -> None:
                 await gate.order(name, "slow", factor=1000)
             tasks = [asyncio.create_task(gate.ask(f"{n} {LONG}", stream=True, tokens=3)) for n in range(30)]
             await reaches(gate, OUTCOMES, 1, outcome="failed")
-            stations = gate.gateway.serving.stations
-            assert all(stations[name].under_way for name in names)
+            stations = gate.gateway.serving.engines
+            assert all(stations[name].in_flight for name in names)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -190,8 +192,8 @@ def test_a_hook_that_fails_gives_the_instance_back_and_is_left_alone_for_a_while
                 load = Load(gate)
                 await reaches(gate, OUTCOMES, 1, outcome="failed")
                 name = told[0]["instance"]
-                stations = gate.gateway.serving.stations
-                assert (stations[name].role, stations[name].guard.why) == ("decode", "")
+                stations = gate.gateway.serving.engines
+                assert (stations[name].role, stations[name].availability.reason) == ("decode", "")
                 await reaches(gate, OUTCOMES, 1, outcome="declined")
                 assert len(told) == 1
                 await load.end()
@@ -213,7 +215,7 @@ def test_an_engine_that_dies_while_it_is_converted_stays_away_until_it_is_back()
                 load = Load(gate)
                 await until(lambda: bool(told))
                 name = told[0]["instance"]
-                guard = gate.gateway.serving.stations[name].guard
+                guard = gate.gateway.serving.engines[name].availability
                 await gate.goes_down(name)
                 await until(lambda: not guard.healthy)
                 gone.set()
@@ -221,8 +223,8 @@ def test_an_engine_that_dies_while_it_is_converted_stays_away_until_it_is_back()
                 assert not guard.up
                 await gate.comes_back(name)
                 await until(lambda: guard.up)
-                stations = gate.gateway.serving.stations
-                await until(lambda: stations[name].under_way > 0)
+                stations = gate.gateway.serving.engines
+                await until(lambda: stations[name].in_flight > 0)
                 await load.end()
                 assert await gate.settles(), gate.leftovers()
 
@@ -249,8 +251,8 @@ def test_a_reload_during_a_conversion(tmp_path: Path, change: str) -> None:
                 if change == "another-engine":
                     endpoints[name] = Endpoint(url="http://127.0.0.1:9")
                 assert await gate.gateway.reload(lambda: Deployment.of(text, "new.yaml", endpoints=endpoints))
-                station = gate.gateway.serving.stations[name]
-                assert station.guard.why.endswith("converting") is (change == "same")
+                station = gate.gateway.serving.engines[name]
+                assert station.availability.reason.endswith("converting") is (change == "same")
                 gone.set()
                 await reaches(gate, OUTCOMES, 1, outcome="converted" if change == "same" else "abandoned")
                 assert station.role == ("prefill" if change == "same" else "decode")
@@ -273,10 +275,10 @@ def test_a_reload_keeps_the_roles_of_before(tmp_path: Path) -> None:
             load = Load(gate)
             await reaches(gate, OUTCOMES, 1, outcome="converted")
             await load.end()
-            roles = {name: station.role for name, station in gate.gateway.serving.stations.items()}
+            roles = {name: station.role for name, station in gate.gateway.serving.engines.items()}
             endpoints = gate.fleet.ready().instances
             assert await gate.gateway.reload(lambda: Deployment.of(TEXT + section, "new.yaml", endpoints=endpoints))
-            assert {n: s.role for n, s in gate.gateway.serving.stations.items()} == roles
+            assert {n: s.role for n, s in gate.gateway.serving.engines.items()} == roles
             assert (await gate.ask(LONG, stream=True)).status == 200
             assert await gate.settles(), gate.leftovers()
 
@@ -321,7 +323,7 @@ def test_without_a_hook_a_review_only_says_what_it_would_do(caplog: pytest.LogCa
             gain = await metric(gate, "kvroute_review_gain_ratio")
             assert gain is not None
             assert gain > 0.5
-            assert all(station.role == station.instance.role for station in gate.gateway.serving.stations.values())
+            assert all(station.role == station.instance.role for station in gate.gateway.serving.engines.values())
 
     uvloop.run(run())
     said = [record.__dict__["fields"]["reason"] for record in caplog.records if record.message == "review"]

@@ -20,7 +20,7 @@ from tests.waiting import until
 from typer.testing import CliRunner
 
 from kvroute.cli.app import app
-from kvroute.control import read_log, replay, same
+from kvroute.control import decisions_equal, read_log, replay
 from kvroute.llm import model
 from kvroute.topology import parse
 from kvroute.types import CopyFinished, Prefill
@@ -104,7 +104,10 @@ def test_a_long_prompt_leaves_and_what_home_has_cached_of_it_goes_ahead(
     uvloop.run(main())
     header, read = read_log(log)
     records = list(read)
-    assert all(same(record.decisions, again) for record, again in replay(header.spec.build(parse(TEXT)), iter(records)))
+    assert all(
+        decisions_equal(record.decisions, again)
+        for record, again in replay(header.spec.build(parse(TEXT)), iter(records))
+    )
     (prefill,) = [d for r in records for d in r.decisions if isinstance(d, Prefill) and d.copy_from]
     assert (prefill.copy_from, prefill.copy_tokens, prefill.copy_bytes) == ("prefill0", KEPT, bytes_of(KEPT))
     assert [r.event.landed for r in records if isinstance(r.event, CopyFinished)] == [True]
@@ -167,7 +170,7 @@ def backlog(gate: Rig) -> list[float]:
     offloading = gate.gateway.serving.control.offloading
     assert offloading is not None
     sites = range(len(offloading.datacenters.names))
-    return [link.backlog_bytes for a in sites for b in sites for link in offloading.way(a, b)]
+    return [link.backlog_bytes for a in sites for b in sites for link in offloading.wan_links(a, b)]
 
 
 def test_two_requests_fetch_the_same_prefix_at_once() -> None:
@@ -244,7 +247,7 @@ def test_late_answers_open_no_breaker() -> None:
             await ask(gate, TOKENS[:SEEN])
             await gate.order("prefill0", leg="prefill", fail_next=1, status="hang")
             assert ((await ask(gate, TOKENS)).status, await copies(gate)) == (200, {"failed": 1})
-            assert gate.gateway.serving.stations["prefill0"].guard.up
+            assert gate.gateway.serving.engines["prefill0"].availability.up
             await clean(gate)
 
     uvloop.run(main())
@@ -325,7 +328,7 @@ def test_a_prefill_that_fails_with_a_copy_is_tried_again_without() -> None:
 
 
 def _at_source(gate: Rig) -> bool:
-    return gate.gateway.serving.stations["prefill0"].under_way > 0
+    return gate.gateway.serving.engines["prefill0"].in_flight > 0
 
 
 def _at_target(gate: Rig) -> bool:

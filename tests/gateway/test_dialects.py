@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.connector.handover import Handover, read_handover
+from kvroute.connector.handover import KvTransferParams, read_handover
 from kvroute.gateway.engines.protocols import (
-    DIALECTS,
-    Dialect,
-    DialectError,
-    Meeting,
+    PROTOCOLS,
+    KvHandshake,
+    PdProtocol,
+    ProtocolError,
     engine_id,
 )
 from kvroute.gateway.openai_api.json_fields import ENGINE_FIELDS
@@ -26,7 +26,7 @@ from kvroute.gateway.proxy.prefix_copy_leg import copy_body
 from kvroute.types import KvProtocol
 
 COMPLETIONS, CHAT = b"/v1/completions", b"/v1/chat/completions"
-MEETING = Meeting(transfer_id="xfer-1", room=2**63 - 2, bootstrap="10.0.0.1:8998", engine_id="engine-a")
+MEETING = KvHandshake(transfer_id="xfer-1", room=2**63 - 2, bootstrap="10.0.0.1:8998", engine_id="engine-a")
 REPLY = (
     b'{"id":"1", "kv_transfer_params" : {"do_remote_prefill": true,"remote_block_ids":[[1, 2]],"new":1.0},"usage":null}'
 )
@@ -34,7 +34,7 @@ PARAMS = b'{"do_remote_prefill": true,"remote_block_ids":[[1, 2]],"new":1.0}'
 SET_FOR_PREFILL = {"stream", "stream_options", "max_tokens", "max_completion_tokens", "min_tokens", "n"}
 
 NAMES: list[KvProtocol] = ["vllm", "mooncake", "sglang"]
-vllm, mooncake, sglang = DIALECTS["vllm"], DIALECTS["mooncake"], DIALECTS["sglang"]
+vllm, mooncake, sglang = PROTOCOLS["vllm"], PROTOCOLS["mooncake"], PROTOCOLS["sglang"]
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -76,33 +76,33 @@ def fields_of(body: bytes) -> dict[str, bytes]:
     return {name: bytes(raw) for name, raw in msgspec.json.decode(body, type=dict[str, msgspec.Raw]).items()}
 
 
-def legs(dialect: Dialect, completion: Completion) -> tuple[dict[str, bytes], dict[str, bytes]]:
+def legs(dialect: PdProtocol, completion: Completion) -> tuple[dict[str, bytes], dict[str, bytes]]:
     return (
         fields_of(dialect.prefill_body(completion, MEETING)),
-        fields_of(dialect.decode_body(completion, MEETING, dialect.handover(REPLY))),
+        fields_of(dialect.decode_body(completion, MEETING, dialect.transfer_params(REPLY))),
     )
 
 
 @given(st.sampled_from(NAMES), client_bodies())
 def test_what_no_leg_sets_keeps_its_bytes(name: KvProtocol, sent: tuple[bytes, bytes]) -> None:
     path, body = sent
-    dialect, completion, client = DIALECTS[name], read_completion(path, body), fields_of(body)
+    dialect, completion, client = PROTOCOLS[name], read_completion(path, body), fields_of(body)
     prefill, decode = legs(dialect, completion)
     untouched = client.keys() - ENGINE_FIELDS
     assert {field: decode[field] for field in untouched} == {field: client[field] for field in untouched}
-    if not dialect.joint:
+    if not dialect.concurrent_legs:
         untouched = untouched - SET_FOR_PREFILL
     assert {field: prefill[field] for field in untouched} == {field: client[field] for field in untouched}
     assert prefill.keys() - client.keys() <= SET_FOR_PREFILL | ENGINE_FIELDS
     assert decode.keys() - client.keys() <= ENGINE_FIELDS
-    assert fields_of(dialect.alone_body(completion)) == {
+    assert fields_of(dialect.aggregated_body(completion)) == {
         field: client[field] for field in client.keys() - ENGINE_FIELDS
     }
 
 
 @given(st.sampled_from(NAMES), client_bodies())
 def test_no_client_s_address_reaches_an_engine(name: KvProtocol, sent: tuple[bytes, bytes]) -> None:
-    prefill, decode = legs(DIALECTS[name], read_completion(*sent))
+    prefill, decode = legs(PROTOCOLS[name], read_completion(*sent))
     for body in (prefill, decode):
         for field in ENGINE_FIELDS & body.keys():
             assert b"evil" not in body[field]
@@ -111,7 +111,7 @@ def test_no_client_s_address_reaches_an_engine(name: KvProtocol, sent: tuple[byt
 @given(client_bodies(), st.sampled_from(NAMES[:2]))
 def test_a_prefill_leg_computes_one_token(sent: tuple[bytes, bytes], name: KvProtocol) -> None:
     path, body = sent
-    prefill, _ = legs(DIALECTS[name], read_completion(path, body))
+    prefill, _ = legs(PROTOCOLS[name], read_completion(path, body))
     assert (prefill["stream"], prefill["max_tokens"], prefill["min_tokens"]) == (b"false", b"1", b"1")
     assert not {"stream_options", "n"} & prefill.keys()
     expected = b"1" if path == CHAT or b"max_completion_tokens" in body else None
@@ -135,24 +135,24 @@ def test_vllm_as_captured() -> None:
     }
     assert decode["kv_transfer_params"] == PARAMS
     assert (decode["stream"], decode["max_tokens"]) == (b"true", b"9")
-    assert not vllm.joint
+    assert not vllm.concurrent_legs
 
 
 def test_an_early_pull_as_the_connector_reads_it() -> None:
     """Both legs carry the same transfer ID. The decode leg's parameters announce a prompt that is not computed yet,
     until the response of the prefill leg replaces them."""
-    meeting = Meeting(transfer_id="7f3a", bootstrap="[fd00::1]:7100", early=True, instance="prefill0")
+    meeting = KvHandshake(transfer_id="7f3a", bootstrap="[fd00::1]:7100", early=True, instance="prefill0")
     sent = completion()
     asked = json.loads(vllm.prefill_body(sent, meeting))["kv_transfer_params"]
     assert asked == {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": "7f3a"}
     told = read_handover(json.loads(vllm.decode_body(sent, meeting, None))["kv_transfer_params"])
-    assert isinstance(told, Handover)
+    assert isinstance(told, KvTransferParams)
     assert (told.early, told.remote_request_id, told.port(3)) == (True, "7f3a", 7103)
     assert (told.remote_host, told.remote_instance) == ("fd00::1", "prefill0")
-    body = vllm.decode_body(sent, meeting, vllm.handover(REPLY))
+    body = vllm.decode_body(sent, meeting, vllm.transfer_params(REPLY))
     assert json.loads(body)["kv_transfer_params"] == json.loads(PARAMS)
-    with pytest.raises(DialectError, match="not host:port"):
-        vllm.decode_body(sent, Meeting(transfer_id="a", early=True, instance="prefill0"), None)
+    with pytest.raises(ProtocolError, match="not host:port"):
+        vllm.decode_body(sent, KvHandshake(transfer_id="a", early=True, instance="prefill0"), None)
 
 
 @given(client_bodies(), st.booleans(), st.lists(st.integers(0, 2**31), min_size=1), st.none() | st.text(min_size=1))
@@ -170,10 +170,10 @@ def test_a_prefix_is_asked_for_by_its_tokens_and_fetched_by_the_prefill_leg(
     assert (params["do_remote_decode"], params["do_remote_prefill"]) == (True, False)
     one = {"prompt": ids, "stream": False, "max_tokens": 1, "min_tokens": 1, "model": "m"}
     assert asked == one | ({"cache_salt": salt} if salt else {})
-    meeting = Meeting(transfer_id="7f3a", bootstrap="h:1", early=True) if early else Meeting()
+    meeting = KvHandshake(transfer_id="7f3a", bootstrap="h:1", early=True) if early else KvHandshake()
     held = HELD.params()
     reply = msgspec.json.encode({"kv_transfer_params": {**held, "new": 1.0, "remote_prefill_cached_tokens": 7}})
-    whole = fields_of(vllm.prefill_body(request, meeting, vllm.handover(reply)))
+    whole = fields_of(vllm.prefill_body(request, meeting, vllm.transfer_params(reply)))
     plain = fields_of(vllm.prefill_body(request, meeting))
     assert whole.keys() == plain.keys()
     assert {name: whole[name] for name in whole.keys() - {"kv_transfer_params"}} == {
@@ -183,11 +183,11 @@ def test_a_prefix_is_asked_for_by_its_tokens_and_fetched_by_the_prefill_leg(
     told = json.loads(whole["kv_transfer_params"])
     assert told == json.loads(msgspec.json.encode(held)) | {"new": 1.0} | both
     read = read_handover(told)
-    assert isinstance(read, Handover)
+    assert isinstance(read, KvTransferParams)
     assert (read.early, read.remote_request_id, read.remote_num_tokens) == (False, "cmpl-1", 32)
 
 
-HELD = Handover(
+HELD = KvTransferParams(
     remote_engine_id="e",
     remote_request_id="cmpl-1",
     remote_host="10.0.0.2",
@@ -211,9 +211,9 @@ def test_mooncake_as_captured() -> None:
         "remote_bootstrap_addr": "http://10.0.0.1:8998",
         "remote_engine_id": "engine-a",
     }
-    assert mooncake.handover(b"{}") is None
-    with pytest.raises(DialectError, match="engine id"):
-        mooncake.decode_body(completion(), Meeting(transfer_id="x", bootstrap="h:1"), None)
+    assert mooncake.transfer_params(b"{}") is None
+    with pytest.raises(ProtocolError, match="engine id"):
+        mooncake.decode_body(completion(), KvHandshake(transfer_id="x", bootstrap="h:1"), None)
 
 
 def test_sglang_as_captured() -> None:
@@ -223,13 +223,13 @@ def test_sglang_as_captured() -> None:
     assert json.loads(prefill["bootstrap_host"]) == "10.0.0.1"
     assert json.loads(prefill["bootstrap_port"]) == 8998
     assert json.loads(prefill["bootstrap_room"]) == 2**63 - 2
-    assert sglang.joint
+    assert sglang.concurrent_legs
 
 
 @given(st.integers(1, 5), st.integers(1, 5), st.integers(0, 2**63 - 1))
 def test_sglang_gives_every_sequence_a_room(n: int, prompts: int, room: int) -> None:
     sent = completion(prompt=["a"] * prompts, n=n)
-    body = json.loads(sglang.prefill_body(sent, Meeting(room=room, bootstrap="[::1]:9")))
+    body = json.loads(sglang.prefill_body(sent, KvHandshake(room=room, bootstrap="[::1]:9")))
     rooms = [body["bootstrap_room"]] if n * prompts == 1 else body["bootstrap_room"]
     assert len(set(rooms)) == n * prompts
     assert rooms[0] == room
@@ -241,8 +241,8 @@ def test_sglang_gives_every_sequence_a_room(n: int, prompts: int, room: int) -> 
 
 @pytest.mark.parametrize("bootstrap", ["", "host", "host:", ":1", "host:x", "host:\u00b2"])
 def test_sglang_needs_a_bootstrap_address(bootstrap: str) -> None:
-    with pytest.raises(DialectError, match="host:port"):
-        sglang.prefill_body(completion(), Meeting(bootstrap=bootstrap))
+    with pytest.raises(ProtocolError, match="host:port"):
+        sglang.prefill_body(completion(), KvHandshake(bootstrap=bootstrap))
 
 
 @pytest.mark.parametrize(
@@ -259,9 +259,9 @@ def test_sglang_needs_a_bootstrap_address(bootstrap: str) -> None:
     ids=range(7),
 )
 def test_vllm_needs_the_prefill_engine_s_word(reply: bytes) -> None:
-    with pytest.raises(DialectError):
-        vllm.handover(reply)
-    with pytest.raises(DialectError):
+    with pytest.raises(ProtocolError):
+        vllm.transfer_params(reply)
+    with pytest.raises(ProtocolError):
         vllm.decode_body(completion(), MEETING, None)
 
 
@@ -279,17 +279,17 @@ def test_only_the_connector_s_word_sends_a_second_engine_for_the_same_kv(
     params: dict[str, object], expected: bool
 ) -> None:
     reply = json.dumps({"kv_transfer_params": {"do_remote_prefill": True, **params}}).encode()
-    handover = vllm.handover(reply)
-    assert vllm.refetches(handover) is expected
-    assert not any(dialect.refetches(given) for dialect in (mooncake, sglang) for given in (handover, None))
-    assert not vllm.refetches(None)
+    handover = vllm.transfer_params(reply)
+    assert vllm.allows_refetch(handover) is expected
+    assert not any(dialect.allows_refetch(given) for dialect in (mooncake, sglang) for given in (handover, None))
+    assert not vllm.allows_refetch(None)
 
 
 def test_who_hands_over_what() -> None:
     several = completion(n=2)
     assert [dialect.hands_over(completion()) for dialect in (vllm, mooncake, sglang)] == [True, True, True]
     assert [dialect.hands_over(several) for dialect in (vllm, mooncake, sglang)] == [False, False, True]
-    assert b'"n":2' in vllm.alone_body(several)
+    assert b'"n":2' in vllm.aggregated_body(several)
 
 
 @pytest.mark.parametrize("tokens", ["-1", "9" * 20, "9" * 400, "9" * 5000, str(2**31)])
@@ -307,5 +307,5 @@ def test_a_rank_with_too_many_digits_comes_last() -> None:
 def test_engine_id_of_the_first_rank() -> None:
     assert engine_id(b'{"10":{"engine_id":"k"},"2":{"engine_id":"c","worker_addr":{"0":{}}}}') == "c"
     for reply in (b"{}", b"[]", b'{"0":{}}', b"x", b'{"0":1}', b"\xff"):
-        with pytest.raises(DialectError):
+        with pytest.raises(ProtocolError):
             engine_id(reply)

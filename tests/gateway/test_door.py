@@ -18,8 +18,8 @@ from tests.waiting import HANGS_S, until
 
 from kvroute.gateway.http.deadlines import Deadlines
 from kvroute.gateway.http.exchange import Exchange
-from kvroute.gateway.http.request_parser import RequestReader
-from kvroute.gateway.http.server import Door, Limits
+from kvroute.gateway.http.request_parser import RequestParser
+from kvroute.gateway.http.server import HttpServer, Limits
 
 T = TypeVar("T")
 HOST = b"Host: gateway\r\n"
@@ -50,8 +50,8 @@ def echo(exchange: Exchange) -> None:
 @asynccontextmanager
 async def open_door(
     handler: Callable[[Exchange], None], limits: Limits | None = None
-) -> AsyncIterator[tuple[Door, int]]:
-    door = Door(handler, limits, deadlines=Deadlines(0.01))
+) -> AsyncIterator[tuple[HttpServer, int]]:
+    door = HttpServer(handler, limits, deadlines=Deadlines(0.01))
     port = await door.listen("127.0.0.1", 0)
     try:
         yield door, port
@@ -256,7 +256,7 @@ def test_a_client_that_waits_for_100_is_told_to_go_on_and_only_then() -> None:
 
 
 def test_nobody_who_has_begun_the_body_waits_for_100() -> None:
-    reader = RequestReader(Limits())
+    reader = RequestParser(Limits())
     head = b"POST / HTTP/1.1\r\n" + HOST + b"Expect: 100-continue\r\nContent-Length: 4\r\n\r\n"
     reader.feed(head)
     assert reader.awaits_continue
@@ -701,7 +701,7 @@ def test_draining_answers_those_who_wait_to_be_accepted() -> None:
     yet."""
 
     async def main() -> list[bytes]:
-        door = Door(echo)
+        door = HttpServer(echo)
         port = await door.listen("127.0.0.1", 0)
         waiting = [socket.create_connection(("127.0.0.1", port)) for _ in range(200)]
         for client in waiting:
@@ -731,7 +731,7 @@ def test_nobody_who_is_connected_is_lost_while_the_door_closes() -> None:
                 said.append(client.recv(4096))
 
     async def main() -> None:
-        door = Door(echo)
+        door = HttpServer(echo)
         port = await door.listen("127.0.0.1", 0)
         clients = [asyncio.create_task(asyncio.to_thread(ask, port)) for _ in range(4)]
         while len(said) < 20:
@@ -778,7 +778,7 @@ def test_tls_serves_the_same_and_a_plain_client_does_no_harm(certificate: Path) 
     trusting = ssl.create_default_context(cafile=str(certificate / "cert.pem"))
 
     async def main() -> None:
-        door = Door(echo, Limits(linger_s=0.02), deadlines=Deadlines(0.01))
+        door = HttpServer(echo, Limits(linger_s=0.02), deadlines=Deadlines(0.01))
         port = await door.listen("127.0.0.1", 0, server)
         plain = await talk(port, b"GET / HTTP/1.1\r\n" + LAST + b"\r\n")
         assert plain.startswith(b"HTTP/1.1 400 Bad Request\r\ncontent-type: text/plain\r\n")

@@ -24,15 +24,15 @@ from kvroute.control import (
     LogHashing,
     LogHeader,
     check_whole,
+    decisions_equal,
     read_log,
     remove_oldest,
     replay,
-    same,
-    set_aside,
+    rotate,
 )
-from kvroute.control.log import TERMS_ALL, TERMS_BEST, cheapest
+from kvroute.control.log import TERMS_ALL, TERMS_BEST, trim_terms
 from kvroute.gateway.gateway import Deployment
-from kvroute.gateway.observe.event_log import LogBounds, Recording
+from kvroute.gateway.observe.event_log import EventLogWriter, LogBounds
 from kvroute.gateway.openai_api.api_keys import hash_text
 from kvroute.gateway.openai_api.prompt import Prompts
 from kvroute.gateway.openai_api.requests import read_completion
@@ -61,7 +61,7 @@ def test_what_a_log_keeps_of_many_candidates(data: st.DataObject) -> None:
     costs = data.draw(st.lists(st.integers(0, 9).map(float), min_size=count, max_size=count))
     feasible = data.draw(st.lists(st.booleans(), min_size=count, max_size=count))
     decision = _decode(costs, feasible, data.draw(st.integers(0, count - 1)))
-    kept = cheapest(decision).terms
+    kept = trim_terms(decision).terms
     assert kept is not None
     assert kept.left_out + len(kept.names) == count
     if count <= TERMS_ALL:
@@ -88,30 +88,30 @@ def test_a_shortened_record_is_compared_as_far_as_it_goes(tmp_path: Path) -> Non
         with EventLog(path, HEADER, terms="best" if terms == "best" else "all") as log:
             assert log.write(InstanceDown(1.0, "d"), (decision,)) < size
         [record] = list(read_log(path)[1])
-        assert same(record.decisions, (decision,))
+        assert decisions_equal(record.decisions, (decision,))
         for number in (0, 150):
             other = _decode([cost + (n == number) for n, cost in enumerate(costs)], [True] * 200, 150)
-            assert not same(record.decisions, (other,))
+            assert not decisions_equal(record.decisions, (other,))
     unkept = _decode([cost + (n == 49) for n, cost in enumerate(costs)], [True] * 200, 150)
-    assert same(next(read_log(tmp_path / "best")[1]).decisions, (unkept,))
-    assert not same(next(read_log(tmp_path / "all")[1]).decisions, (unkept,))
+    assert decisions_equal(next(read_log(tmp_path / "best")[1]).decisions, (unkept,))
+    assert not decisions_equal(next(read_log(tmp_path / "all")[1]).decisions, (unkept,))
 
 
 def test_a_log_is_kept_when_another_begins(tmp_path: Path) -> None:
     """The old log is renamed with the next free number; a file that is not a log is neither overwritten nor removed."""
     path, kept = tmp_path / "run.log", tmp_path / "run.log.1"
-    assert set_aside(path) is None
+    assert rotate(path) is None
     for at in (1.0, 2.0, 3.0):
-        assert set_aside(path) == (tmp_path / f"run.log.{at - 1:.0f}" if at > 1 else None)
+        assert rotate(path) == (tmp_path / f"run.log.{at - 1:.0f}" if at > 1 else None)
         with EventLog(path, HEADER) as log:
             log.write(InstanceDown(at, "d"), ())
     files = [kept, tmp_path / "run.log.2", path]
     assert [record.event.at for file in files for record in read_log(file)[1]] == [1.0, 2.0, 3.0]
     (tmp_path / "run.log.9").write_text("somebody's notes")
-    assert set_aside(path) == tmp_path / "run.log.10"
+    assert rotate(path) == tmp_path / "run.log.10"
     path.write_text("somebody's notes")
     with pytest.raises(InputError, match=r"run.log: is there already and is no kvroute log"):
-        set_aside(path)
+        rotate(path)
     assert remove_oldest(path, 0) == [kept, tmp_path / "run.log.2", tmp_path / "run.log.10"]
     assert sorted(file.name for file in tmp_path.iterdir()) == ["run.log", "run.log.9"]
 
@@ -120,7 +120,7 @@ def test_a_log_is_kept_when_another_begins(tmp_path: Path) -> None:
 def test_a_recording_gives_up_once_and_quietly(tmp_path: Path, how: str) -> None:
     """Write, flush or close may find that the disk is full; all later records are dropped."""
     lost: list[str] = []
-    recording = Recording(tmp_path / "run.log", HEADER, "best", ROOMY, lambda: lost.append("lost"))
+    recording = EventLogWriter(tmp_path / "run.log", HEADER, "best", ROOMY, lambda: lost.append("lost"))
     with files_no_longer_than(10_000):
         for number in range(100_000 if how == "write" else 1_000):
             recording.write(InstanceDown(float(number), "d"), ())
@@ -161,7 +161,9 @@ def test_a_full_disk_ends_the_log_and_no_request(tmp_path: Path, caplog: pytest.
     uvloop.run(bounded())
     assert [record.message for record in caplog.records].count("event_log_lost") == 1
     header, records = read_log(log)
-    assert all(same(record.decisions, again) for record, again in replay(header.spec.build(parse(CLUSTER)), records))
+    assert all(
+        decisions_equal(record.decisions, again) for record, again in replay(header.spec.build(parse(CLUSTER)), records)
+    )
 
 
 def test_a_request_is_found_by_the_id_that_its_client_gave(
@@ -203,7 +205,7 @@ def test_a_request_is_found_by_the_id_that_its_client_gave(
     assert all(line["client"] == "127.0.0.1" and line["seconds"] >= 0 for line in lines)
 
 
-def _many(recording: Recording, first: int, last: int) -> None:
+def _many(recording: EventLogWriter, first: int, last: int) -> None:
     for number in range(first, last):
         recording.write(InstanceDown(float(number), "d"), ())
         recording.flush()
@@ -214,7 +216,7 @@ def test_a_log_goes_on_in_further_files_and_is_read_as_one(tmp_path: Path, name:
     """No file exceeds the size limit by more than one record, only the owner may read the files, and each file stands
     for the whole log. The name of the log may end in a number."""
     path = tmp_path / name
-    recording = Recording(path, HEADER, "best", SMALL, lambda: None)
+    recording = EventLogWriter(path, HEADER, "best", SMALL, lambda: None)
     _many(recording, 0, 800)
     recording.close()
     files = sorted(tmp_path.iterdir(), key=lambda file: (file == path, file.name))
@@ -234,7 +236,7 @@ def test_a_log_goes_on_in_further_files_and_is_read_as_one(tmp_path: Path, name:
 def test_a_log_whose_files_are_renamed_while_it_is_read_says_so(tmp_path: Path) -> None:
     """No record is skipped silently."""
     path = tmp_path / "run.log"
-    recording = Recording(path, HEADER, "best", SMALL, lambda: None)
+    recording = EventLogWriter(path, HEADER, "best", SMALL, lambda: None)
     _many(recording, 0, 10)
     _, records = read_log(path)
     _many(recording, 10, 800)
@@ -247,7 +249,7 @@ def test_a_log_whose_files_are_renamed_while_it_is_read_says_so(tmp_path: Path) 
 def test_files_of_a_log_take_no_more_than_they_may(tmp_path: Path) -> None:
     """The oldest files are removed; the others can be read, and a replay reports why it is impossible."""
     path = tmp_path / "run.log"
-    recording = Recording(path, HEADER, "best", SMALL, lambda: None)
+    recording = EventLogWriter(path, HEADER, "best", SMALL, lambda: None)
     for last in range(1_000, 6_000, 1_000):
         _many(recording, last - 1_000, last)
         taken = sum(file.stat().st_size for file in tmp_path.iterdir())
@@ -268,7 +270,7 @@ def test_another_log_takes_no_older_one_with_it(tmp_path: Path) -> None:
     path = tmp_path / "run.log"
     recordings = []
     for number in range(4):
-        recordings.append(Recording(path, HEADER, "best", SMALL, lambda: None))
+        recordings.append(EventLogWriter(path, HEADER, "best", SMALL, lambda: None))
         _many(recordings[-1], 1_000 * number, 1_000 * number + 50)
     for number, recording in enumerate(recordings):
         _many(recording, 1_000 * number + 50, 1_000 * number + 300)
@@ -333,7 +335,7 @@ def test_a_live_log_tells_no_secret_and_no_prompt(tmp_path: Path, monkeypatch: p
         assert not any(str(block).encode() in octets for block in guessed.blocks)
         header, records = read_log(file)
         control = header.spec.build(parse(header.cluster))
-        assert all(same(record.decisions, again) for record, again in replay(control, records))
+        assert all(decisions_equal(record.decisions, again) for record, again in replay(control, records))
         asked = [record.event.request for record in read_log(file)[1] if isinstance(record.event, Arrived)]
         assert len(asked) == 2
         assert asked[0].blocks == asked[1].blocks

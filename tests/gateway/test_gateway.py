@@ -12,7 +12,7 @@ import pytest
 import uvloop
 from tests.gateway.rig import CHAT, CLUSTER, COMPLETIONS, MODEL, Rig, rig
 
-from kvroute.control import read_log, replay, same
+from kvroute.control import decisions_equal, read_log, replay
 from kvroute.topology import parse
 from kvroute.types import Decode, KvCleared, Prefill, TransferMeasured
 
@@ -59,7 +59,7 @@ def test_legs_go_to_prefill_and_decode_instances_and_the_log_decides_again(tmp_p
     kinds = set()
     for record, again in replay(control, records):
         kinds.add(type(record.event).__name__)
-        assert same(record.decisions, again)
+        assert decisions_equal(record.decisions, again)
         for decision in record.decisions:
             assert not isinstance(decision, Prefill) or decision.instance.startswith("prefill")
             assert not isinstance(decision, Decode) or decision.target.startswith("decode")
@@ -175,7 +175,7 @@ def test_a_clients_fault_is_the_clients_and_no_instances() -> None:
                 answer = await gate.ask(PROMPT, tokens=10**9)
                 assert answer.status == 400
                 assert answer.json["error"]["message"]
-            assert all(station.guard.up for station in gate.gateway.serving.stations.values())
+            assert all(station.availability.up for station in gate.gateway.serving.engines.values())
             assert await gate.settles(), gate.leftovers()
 
     uvloop.run(run())
@@ -311,16 +311,16 @@ def test_who_times_transfers(measure: str) -> None:
     async def run() -> None:
         async with rig(f"  measure: {measure}\n  oracle: {{source: push}}\n  scrape: {{interval: 1 h}}\n") as gate:
             serving, at = gate.gateway.serving, gate.gateway.now()
-            stations = serving.stations
+            stations = serving.engines
             assert {station.measures for station in stations.values()} == {measure != "engine"}
             pushed = {"source": "prefill0", "target": "decode0", "kv_bytes": 1e9, "seconds": 100.0, "transfers": 9}
             url = f"{gate.admin}/telemetry"
             async with gate.session.post(url, data=msgspec.json.encode({"transfers": [pushed]})) as answer:
                 assert answer.status == 200
             assert stations["decode0"].measures == (measure != "engine")
-            serving.heard(TransferMeasured(at, "prefill0", "decode0", 1e9, 1e-3, 9))
+            serving.on_telemetry(TransferMeasured(at, "prefill0", "decode0", 1e9, 1e-3, 9))
             assert stations["decode0"].measures == (measure == "first-byte")
-            serving.heard(KvCleared(at, "decode0"))
+            serving.on_telemetry(KvCleared(at, "decode0"))
             assert stations["decode0"].measures == (measure != "engine")
 
     uvloop.run(run())

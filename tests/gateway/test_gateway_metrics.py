@@ -22,8 +22,8 @@ from kvroute.gateway.observe.offload_gauges import offload_gauges
 from kvroute.gateway.observe.view import (
     ConversionLoad,
     ForesightLoad,
+    GatewayStatus,
     InstanceLoad,
-    Load,
     OffloadLoad,
     OracleLoad,
     ReviewLoad,
@@ -72,8 +72,8 @@ OFFLOAD = OffloadLoad(
 )
 
 
-def _load() -> Load:
-    return Load(
+def _load() -> GatewayStatus:
+    return GatewayStatus(
         offload=OFFLOAD,
         in_flight=3,
         queued=2,
@@ -286,7 +286,7 @@ def test_prefill_across_datacenters_is_counted_and_shown() -> None:
 
 def test_a_gateway_of_one_datacenter_has_no_samples_of_others() -> None:
     """The metric families exist without samples."""
-    metrics = Metrics(Load, {}, version="1", policy="netkv")
+    metrics = Metrics(GatewayStatus, {}, version="1", policy="netkv")
     names = ("offload", "egress", "way", "review", "conversion")
     assert [sample for sample in _samples(metrics) if any(f"kvroute_{name}" in sample[0] for name in names)] == []
 
@@ -317,7 +317,7 @@ def test_what_foresight_has_learned_is_a_gauge() -> None:
     pod = TierLearned(factor=0.8, weight=1e-9, transfers=3, age_s=900.0, bytes_per_s=8e9)
     far = TierLearned(factor=0.5, weight=7.25, transfers=40, age_s=2.0, bytes_per_s=1e9)
     nowhere = TierLearned(factor=0.9, weight=0.0, transfers=0, age_s=None)
-    load = Load(foresight=ForesightLoad(policy="foresight-joint", tiers=(rest, rest, pod, nowhere, far)))
+    load = GatewayStatus(foresight=ForesightLoad(policy="foresight-joint", tiers=(rest, rest, pod, nowhere, far)))
     found = _samples(Metrics(lambda: load, {}, version="1", policy="netkv"))
     learned = {
         (name.removeprefix("kvroute_foresight_"), dict(labels)["policy"], dict(labels)["tier"]): value
@@ -330,7 +330,7 @@ def test_what_foresight_has_learned_is_a_gauge() -> None:
         for name, values in expected.items()
         for tier, value in zip(("pod", "cross_datacenter"), values, strict=True)
     }
-    nothing = _samples(Metrics(Load, {}, version="1", policy="netkv"))
+    nothing = _samples(Metrics(GatewayStatus, {}, version="1", policy="netkv"))
     assert not [name for name, _ in nothing if name.startswith("kvroute_foresight_")]
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.waiting import HANGS_S
 
 from kvroute.gateway.engines.health import Health, HealthChecks
-from kvroute.gateway.http.pool import Pool
+from kvroute.gateway.http.pool import UpstreamPool
 
 
 @given(st.lists(st.booleans(), max_size=60), st.integers(1, 4), st.integers(1, 4), st.sampled_from([None, True, False]))
@@ -54,7 +54,7 @@ def test_a_server_falls_ill_leaves_and_comes_back() -> None:
 
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
-        pool = Pool(f"http://127.0.0.1:{port}")
+        pool = UpstreamPool(f"http://127.0.0.1:{port}")
         heard: asyncio.Queue[tuple[str, bool, float]] = asyncio.Queue()
         checks = HealthChecks(
             ["a"],

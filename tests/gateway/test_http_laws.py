@@ -20,8 +20,8 @@ from tests.waiting import HANGS_S
 
 from kvroute.gateway.http.deadlines import Deadlines
 from kvroute.gateway.http.exchange import Exchange
-from kvroute.gateway.http.request_parser import Parsed, RequestReader
-from kvroute.gateway.http.server import Door, Limits
+from kvroute.gateway.http.request_parser import ParsedRequest, RequestParser
+from kvroute.gateway.http.server import HttpServer, Limits
 
 T = TypeVar("T")
 LIMITS = Limits(header_bytes=512, body_bytes=2048, header_count=16)
@@ -40,7 +40,7 @@ def run(main: Coroutine[Any, Any, T]) -> T:
 
 
 @st.composite
-def requests(draw: st.DrawFn) -> tuple[bytes, Parsed]:
+def requests(draw: st.DrawFn) -> tuple[bytes, ParsedRequest]:
     """Draw a request as bytes and as its parsed form; it keeps the connection open."""
     method = draw(st.sampled_from([b"GET", b"POST", b"PUT", b"HEAD", b"DELETE", b"OPTIONS"]))
     path = b"/" + draw(st.text("abc/%.~", max_size=8)).encode()
@@ -62,7 +62,7 @@ def requests(draw: st.DrawFn) -> tuple[bytes, Parsed]:
     lines = b"".join(b"%b:%b%b%b\r\n" % (name.title(), blank, value, blank) for name, value in headers)
     target = path + (b"?" + query if query else b"")
     raw = b"%b %b HTTP/1.1\r\n%b\r\n%b" % (method, target, lines, framed)
-    return raw, Parsed(method, path, query, headers, body, False, True)
+    return raw, ParsedRequest(method, path, query, headers, body, False, True)
 
 
 def pieces(raw: bytes, cuts: Sequence[int]) -> Iterator[bytes]:
@@ -71,9 +71,9 @@ def pieces(raw: bytes, cuts: Sequence[int]) -> Iterator[bytes]:
         yield raw[start:end]
 
 
-def read(raw: bytes, cuts: Sequence[int]) -> tuple[list[Parsed], int]:
+def read(raw: bytes, cuts: Sequence[int]) -> tuple[list[ParsedRequest], int]:
     """Parse the bytes; return the requests in order and the status of the error after them, 0 if there is none."""
-    reader = RequestReader(LIMITS)
+    reader = RequestParser(LIMITS)
     for piece in pieces(raw, cuts):
         while piece and reader.fault is None:
             piece = reader.feed(piece)
@@ -85,14 +85,14 @@ CUTS = st.lists(st.integers(0, 5000), max_size=20)
 
 @given(several=st.lists(requests(), min_size=1, max_size=4), cuts=CUTS)
 def test_requests_are_read_as_they_were_meant_however_the_bytes_are_cut(
-    several: list[tuple[bytes, Parsed]], cuts: list[int]
+    several: list[tuple[bytes, ParsedRequest]], cuts: list[int]
 ) -> None:
     raw = b"".join(raw for raw, _ in several)
     assert read(raw, cuts) == ([parsed for _, parsed in several], 0)
 
 
 @given(several=st.lists(requests(), min_size=1, max_size=2))
-def test_byte_by_byte_is_the_same_as_all_at_once(several: list[tuple[bytes, Parsed]]) -> None:
+def test_byte_by_byte_is_the_same_as_all_at_once(several: list[tuple[bytes, ParsedRequest]]) -> None:
     raw = b"".join(raw for raw, _ in several)
     assert read(raw, range(len(raw))) == read(raw, [])
 
@@ -146,7 +146,7 @@ async def open_door(limits: Limits) -> AsyncIterator[int]:
     def handler(exchange: Exchange) -> None:
         exchange.respond(200, exchange.body[:64])
 
-    door = Door(handler, limits, deadlines=Deadlines(0.01))
+    door = HttpServer(handler, limits, deadlines=Deadlines(0.01))
     port = await door.listen("127.0.0.1", 0)
     try:
         yield port
@@ -238,7 +238,7 @@ def test_an_answer_is_read_as_it_was_written(parts: list[bytes], how: str, versi
         exchange.end()
 
     async def main() -> bytes:
-        door = Door(handler)
+        door = HttpServer(handler)
         port = await door.listen("127.0.0.1", 0)
         raw = await talk(port, [b"%b / HTTP/%b\r\nHost: a\r\nConnection: close\r\n\r\n" % (method, version)])
         await door.drain(0)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvroute.gateway.engines.breaker import Breaker
 from kvroute.gateway.engines.health import HealthChecks
-from kvroute.gateway.http.pool import Pool
+from kvroute.gateway.http.pool import UpstreamPool
 
 
 @given(st.floats(0, 1), st.integers(0, 2**32), st.integers(1, 6))
@@ -59,7 +59,7 @@ def test_a_round_of_health_checks_lasts_longer_by_what_is_drawn() -> None:
                 writer.close()
 
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
-        pool = Pool(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        pool = UpstreamPool(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
         checks = HealthChecks(
             ["a"],
             {"a": pool}.get,

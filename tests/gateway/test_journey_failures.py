@@ -37,7 +37,7 @@ STERN = "  breaker: {failures: 2}\n  retries: {floor_per_s: 1000}\n"
 
 def up(front: Front) -> list[str]:
     """Return the names of the available instances."""
-    return sorted(name for name, station in front.gateway.serving.stations.items() if station.guard.up)
+    return sorted(name for name, station in front.gateway.serving.engines.items() if station.availability.up)
 
 
 def asked(engines: Sequence[Engine]) -> int:

@@ -21,8 +21,8 @@ from tests.waiting import until
 
 from kvroute.gateway.http.slices import whole
 from kvroute.gateway.observe.prometheus_text import Budget
-from kvroute.gateway.wan.path_telemetry import OTHERS_MAX, WaySignals
-from kvroute.gateway.wan.tcp_links import LinkSeen, LinkTotals, LinkWatch, between, link_lines, read_links
+from kvroute.gateway.wan.path_telemetry import OTHERS_MAX, PathTelemetry
+from kvroute.gateway.wan.tcp_links import TcpCounters, TcpDelta, TcpSample, between, link_lines, read_links
 from kvroute.topology import parse
 from kvroute.types import CongestionMeasured, Event, TransferMeasured
 
@@ -69,16 +69,16 @@ def test_pages_are_read_as_prometheus_reads_them(rows: list[tuple[str, str, int,
             before = totals.get(field, 0.0)
             totals[field] = max(before, sample.value) if field in LONGEST else before + sample.value
     assert whole(read_links(link_lines(b"\n" + page.encode()), Budget())) == {
-        target: LinkTotals(**totals) for target, totals in expected.items()
+        target: TcpCounters(**totals) for target, totals in expected.items()
     }
 
 
 AMOUNTS = st.floats(0.0, 1e12)
-TOTALS = st.builds(LinkTotals, **{each.name: AMOUNTS for each in fields(LinkTotals)})
+TOTALS = st.builds(TcpCounters, **{each.name: AMOUNTS for each in fields(TcpCounters)})
 
 
 @given(TOTALS, TOTALS, st.floats(0, 100))
-def test_two_looks_show_what_was_between_them_or_nothing(old: LinkTotals, new: LinkTotals, still_s: float) -> None:
+def test_two_looks_show_what_was_between_them_or_nothing(old: TcpCounters, new: TcpCounters, still_s: float) -> None:
     """For any pages, an observation covers a positive time, and its bytes and shares are within bounds. There is none
     if a counter decreased or if the page is not newer."""
     seen = between("d0", old, new, still_s)
@@ -95,7 +95,7 @@ def test_two_looks_show_what_was_between_them_or_nothing(old: LinkTotals, new: L
     assert seen.bytes_per_s * seen.seconds == pytest.approx(seen.arrived_bytes)
 
 
-BUSY = LinkTotals(
+BUSY = TcpCounters(
     sent_bytes=1e9,
     busy_s=4.0,
     connections=4,
@@ -148,7 +148,7 @@ def test_what_a_full_link_looks_like(changed: dict[str, float], backlogged: bool
 def test_a_watch_tells_each_byte_once_and_how_long_nothing_goes(steps: list[tuple[int, bool, float]]) -> None:
     """Pages may repeat: the bytes add up to those sent after the first page. A stall is measured in the engine's own
     time and restarts whenever any byte is sent."""
-    watch, link, still_s = LinkWatch(), replace(BUSY, looked_s=1.0), 0.0
+    watch, link, still_s = TcpDelta(), replace(BUSY, looked_s=1.0), 0.0
     assert watch.seen({"d0": link}) is None
     first, arrived = link, 0.0
     for sent, again, seconds in steps:
@@ -175,7 +175,7 @@ def test_a_watch_tells_each_byte_once_and_how_long_nothing_goes(steps: list[tupl
 
 def test_an_engine_that_does_not_say_when_it_looked_shows_nothing() -> None:
     """The values may be of any time, because an engine without work does not sample."""
-    watch, old = LinkWatch(), replace(BUSY, looked_s=0.0)
+    watch, old = TcpDelta(), replace(BUSY, looked_s=0.0)
     assert watch.seen({}) is None
     assert watch.seen({"d0": old}) is None
     assert watch.seen({"d0": replace(old, sent_bytes=2e9)}) is None
@@ -185,13 +185,13 @@ SITES = parse(TEXT)
 CAPACITY = 5e9
 
 
-def seen(bytes_per_s: float, *, target: str = "decode0", full: bool = False, still_s: float = 0.0) -> LinkSeen:
+def seen(bytes_per_s: float, *, target: str = "decode0", full: bool = False, still_s: float = 0.0) -> TcpSample:
     """Return an observation of one second of one target."""
-    return LinkSeen(target, 1.0, bytes_per_s, 0.0, 0.01 if full else 0.0, full or bool(still_s), full, still_s)
+    return TcpSample(target, 1.0, bytes_per_s, 0.0, 0.01 if full else 0.0, full or bool(still_s), full, still_s)
 
 
-def signals() -> WaySignals:
-    return WaySignals(SITES, still_s=2.0, fresh_s=3.0)
+def signals() -> PathTelemetry:
+    return PathTelemetry(SITES, still_s=2.0, fresh_s=3.0)
 
 
 LONE = 2e9
@@ -211,7 +211,7 @@ PAGES = st.dictionaries(st.sampled_from(["far0", "far1", "prefill0"]), st.lists(
 
 
 @given(PAGES, st.floats(0, 10))
-def test_a_ways_state_is_within_bounds_and_grows_old(pages: Mapping[str, list[LinkSeen]], age_s: float) -> None:
+def test_a_ways_state_is_within_bounds_and_grows_old(pages: Mapping[str, list[TcpSample]], age_s: float) -> None:
     """Only transfers between the sites count; a path with any progress is not stalled; the missing throughput is
     attributed to other traffic."""
     way = signals()
@@ -245,7 +245,7 @@ def test_a_ways_state_is_within_bounds_and_grows_old(pages: Mapping[str, list[Li
 def test_what_a_full_way_lacks_is_others_share(ends: list[tuple[str, str]], share: float) -> None:
     """The path may be full with any number of pairs; a limit of the senders' or receivers' own network interface is no
     evidence."""
-    way, pairs = WaySignals(THIN, still_s=2.0, fresh_s=3.0), sorted(set(ends))
+    way, pairs = PathTelemetry(THIN, still_s=2.0, fresh_s=3.0), sorted(set(ends))
     for sender in ("far0", "far1"):
         pace = share * CAPACITY / len(pairs)
         way.heard(sender, [seen(pace, target=target, full=True) for source, target in pairs if source == sender], 0.0)
@@ -268,13 +268,13 @@ def heard(gate: Rig) -> list[Event]:
     """Record the events that collectors send to the core from now on."""
     events: list[Event] = []
     serving = gate.gateway.serving
-    tell = serving.tell
+    tell = serving.notify
 
     def told(event: Event) -> None:
         events.append(event)
         tell(event)
 
-    serving.tell = told  # type: ignore[method-assign]
+    serving.notify = told  # type: ignore[method-assign]
     return events
 
 

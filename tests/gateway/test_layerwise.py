@@ -17,7 +17,7 @@ from tests.gateway.rig import Front, Rig, rig
 from tests.gateway.two_sites import AWAY, HOME, LONG, OFFLOAD, SHORT, TEXT, metric, two_sites
 from tests.waiting import until
 
-from kvroute.control import read_log, replay, same
+from kvroute.control import decisions_equal, read_log, replay
 from kvroute.topology import parse
 from kvroute.types import Decode, Prefill, TransferMeasured
 
@@ -58,7 +58,10 @@ def test_what_leaves_its_datacenter_is_fetched_early(tmp_path: Path, stream: boo
     uvloop.run(main())
     header, read = read_log(log)
     records = list(read)
-    assert all(same(record.decisions, again) for record, again in replay(header.spec.build(parse(TEXT)), iter(records)))
+    assert all(
+        decisions_equal(record.decisions, again)
+        for record, again in replay(header.spec.build(parse(TEXT)), iter(records))
+    )
     kinds = [[type(decision) for decision in record.decisions] for record in records if record.decisions]
     assert kinds == [[Prefill, Decode], [Prefill], [Decode]]
     assert not [record for record in records if isinstance(record.event, TransferMeasured)]
@@ -263,8 +266,8 @@ def test_a_way_that_is_cut_under_an_early_pull_is_blamed(stream: bool) -> None:
             answers = await asyncio.gather(*[gate.ask(f"{n} {LONG}", stream=stream) for n in range(4)])
             assert [answer.status for answer in answers] == [200] * 4
             assert await metric(gate, "kvroute_offload_decisions_total", site=HOME, reason="away_down") == 4
-            stations = gate.gateway.serving.stations
-            assert all(stations[name].guard.breaker.state(1e6) == "closed" for name in stations)
+            stations = gate.gateway.serving.engines
+            assert all(stations[name].availability.breaker.state(1e6) == "closed" for name in stations)
             assert await gate.settles(), gate.leftovers()
 
     uvloop.run(main())

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.gateway.observe.logs import LINES_MOST, Logs, access, note
+from kvroute.gateway.observe.logs import LINES_MOST, Logs, access, log_event
 
 
 class Stuck(io.StringIO):
@@ -38,7 +38,7 @@ def test_a_line_of_each_style() -> None:
     for style in ("json", "text"):
         stream, logs = _written(style)
         with logs:
-            note("warning", "instance_down", instance="decode 3", reason='said "no"', age_s=1.5)
+            log_event("warning", "instance_down", instance="decode 3", reason='said "no"', age_s=1.5)
         [line] = stream.getvalue().splitlines()
         if style == "json":
             found = json.loads(line)
@@ -60,7 +60,7 @@ def test_only_allowed_fields_are_written() -> None:
         stream, logs = _written(style, access=True)
         with logs:
             fields: dict[str, Any] = {"prompt": "S3CRET", "authorization": "S3CRET", "body": "S3CRET"}
-            note("error", "failed", instance="decode0", **fields)
+            log_event("error", "failed", instance="decode0", **fields)
             access("r1", "/v1/completions", 200, 0.5, **fields)
         assert "S3CRET" not in stream.getvalue()
         assert len(stream.getvalue().splitlines()) == 2
@@ -71,7 +71,7 @@ def test_one_event_is_one_printable_line(value: str, style: Any) -> None:
     """A request ID from a client adds no new line, no control character and no second field."""
     stream, logs = _written(style)
     with logs:
-        note("info", "request", request_id=value, status=200)
+        log_event("info", "request", request_id=value, status=200)
     text = stream.getvalue()
     assert text.endswith("\n")
     assert text[:-1].isprintable()
@@ -83,8 +83,8 @@ def test_levels_and_the_access_log() -> None:
     """Events below the level are not written; requests only with the access log; libraries from level warning on."""
     stream, logs = _written("json", level="warning")
     with logs:
-        note("info", "quiet")
-        note("error", "loud")
+        log_event("info", "quiet")
+        log_event("error", "loud")
         access("r1", "/v1/completions", 200, 0.5)
         logging.getLogger("some.package").warning("it %s", "speaks")
     events = [json.loads(line) for line in stream.getvalue().splitlines()]
@@ -112,7 +112,7 @@ def test_logging_is_as_it_was_when_closed() -> None:
     for _ in range(2):
         stream, logs = _written("text")
         with logs:
-            note("info", "once")
+            log_event("info", "once")
         assert len(stream.getvalue().splitlines()) == 1
     assert logging.getLogger().handlers == before
 
@@ -124,10 +124,10 @@ def test_a_reader_that_stands_still_stops_nobody(
     stream = Stuck()
     monkeypatch.setattr(caplog.handler, "level", logging.CRITICAL)  # otherwise pytest keeps every record
     logs = Logs("json", stream=stream)
-    note("info", "first")
+    log_event("info", "first")
     assert stream.reached.wait(10)
     for number in range(LINES_MOST + 250):
-        note("info", "next", count=number)
+        log_event("info", "next", count=number)
     assert logs.dropped == 250
     stream.free.set()
     logs.close()

@@ -14,7 +14,7 @@ from tests.gateway.test_upstream import GET, Heard
 from kvroute.gateway.engines.health import HealthChecks
 from kvroute.gateway.http.deadlines import NEVER_S, Deadlines
 from kvroute.gateway.http.loop_lag import DISCARD_AFTER, LoopLag, judge
-from kvroute.gateway.http.pool import Pool
+from kvroute.gateway.http.pool import UpstreamPool
 
 TIMEOUT_S = 0.2
 seconds = st.floats(0, 100)
@@ -144,7 +144,7 @@ def test_a_stalled_loop_fails_no_health_check_and_a_silent_engine_still_fails_it
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
         lag = LoopLag(period_s=0.01)
         lag.start()
-        pool = Pool(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", deadlines=Deadlines(0.01, lag))
+        pool = UpstreamPool(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", deadlines=Deadlines(0.01, lag))
         changes: list[bool] = []
         discarded: list[str] = []
         checks = HealthChecks(
@@ -202,7 +202,7 @@ def test_a_stalled_loop_fails_no_request_leg() -> None:
         lag.start()
         deadlines = Deadlines(0.01, lag)
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        pool = Pool(url, connect_s=TIMEOUT_S, deadlines=deadlines)
+        pool = UpstreamPool(url, connect_s=TIMEOUT_S, deadlines=deadlines)
         for _ in range(5):
             heard = Heard()
             pool.send(GET, heard, first_byte_s=TIMEOUT_S, idle_s=TIMEOUT_S)

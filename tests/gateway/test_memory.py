@@ -24,7 +24,7 @@ from tests.waiting import until
 
 from kvroute.gateway.gateway import Deployment
 from kvroute.gateway.http.callbacks import weakly
-from kvroute.gateway.proxy.runtime import Serving
+from kvroute.gateway.proxy.runtime import ClusterRuntime
 from kvroute.prefix import PrefixIndex
 from kvroute.prefix.tree import Node
 
@@ -179,9 +179,9 @@ def test_a_retired_cluster_is_gone_when_its_last_request_is(policy: str) -> None
     uvloop.run(run())
 
 
-def _parts(serving: Serving) -> list[weakref.ref[Any]]:
+def _parts(serving: ClusterRuntime) -> list[weakref.ref[Any]]:
     """Return weak references to the objects that must be freed with a cluster."""
-    stations = serving.stations.values()
+    stations = serving.engines.values()
     pools = [station.pool for station in stations]
     return [weakref.ref(each) for each in (serving, serving.control, serving.control.oracle, *stations, *pools)]
 

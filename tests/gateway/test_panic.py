@@ -85,7 +85,7 @@ def test_too_few_available_instances_are_never_the_only_ones_that_get_requests(
     panics = Panics(stations, share, panicked)
     now, held, gone = 0.0, set[str](), set[str]()
     for what, name, seconds in history:
-        guard = stations[name].guard
+        guard = stations[name].availability
         if what in ("healthy", "ill", "gone"):
             (gone.add if what == "gone" else gone.discard)(name)
             guard.set_healthy(what == "healthy", now, present=what != "gone")
@@ -94,11 +94,11 @@ def test_too_few_available_instances_are_never_the_only_ones_that_get_requests(
             guard.hold("drained", now)
         elif what == "let_go":
             held.discard(name)
-            guard.let_go("drained", now)
+            guard.release("drained", now)
         elif what == "time":
             now += seconds
             for station in stations.values():
-                station.guard.look(now)
+                station.availability.refresh(now)
             panics.look(now)
         elif what == "fails":
             for attempt in [guard.started(now) for _ in range(30)]:
@@ -110,7 +110,9 @@ def test_too_few_available_instances_are_never_the_only_ones_that_get_requests(
             members = [n for n in NAMES if INSTANCES[n] in (role, "both")]
             counted = [n for n in members if n not in held and n not in gone]
             available = [
-                n for n in counted if stations[n].guard.healthy and stations[n].guard.breaker.state(now) == "closed"
+                n
+                for n in counted
+                if stations[n].availability.healthy and stations[n].availability.breaker.state(now) == "closed"
             ]
             if len(available) < share * len(counted):
                 assert active[role]
@@ -120,9 +122,9 @@ def test_too_few_available_instances_are_never_the_only_ones_that_get_requests(
             else:
                 assert all(told[n] for n in available)
         for n in NAMES:
-            assert stations[n].guard.up is told[n]
+            assert stations[n].availability.up is told[n]
             if not any(active[role] for role in active if INSTANCES[n] in (role, "both")):
-                guard = stations[n].guard
+                guard = stations[n].availability
                 assert told[n] == (guard.healthy and n not in held and guard.breaker.allows(now))
     for role in ("prefill", "decode"):
         changes = [state for each, state in begun if each == role]
@@ -145,10 +147,10 @@ def test_half_of_the_instances_are_enough_and_one_less_is_a_panic() -> None:
         lambda each: begun.append((each.model, each.role, each.state.available, each.state.instances)),
     )
     for name in ("decode0", "decode1", "decode2"):
-        stations[name].guard.set_healthy(False, 1.0)
+        stations[name].availability.set_healthy(False, 1.0)
     assert begun == [("llama-3-70b", "decode", 1, 4)]
     assert told == [("decode0", False), ("decode1", False), ("decode0", True), ("decode1", True)]
-    stations["decode0"].guard.set_healthy(True, 2.0)
+    stations["decode0"].availability.set_healthy(True, 2.0)
     panics.look(2.0 + CALM_S / 2)
     assert len(begun) == 1
     panics.look(2.0 + CALM_S)

@@ -16,12 +16,12 @@ from aiohttp import web
 from tests.gateway.foreign import Asked, Engine, Gate, completion, failing, foreign, run, sides, tokens
 from tests.gateway.rig import CHAT, CLUSTER, COMPLETIONS, MODEL, Answer, Front, rig
 
-from kvroute.gateway.http.server import Door
+from kvroute.gateway.http.server import HttpServer
 from kvroute.gateway.openai_api.api_keys import Keys, hash_text
 from kvroute.gateway.openai_api.json_fields import PIECE_BYTES
-from kvroute.gateway.proxy.admission import Admission, AdmissionLimits
-from kvroute.gateway.proxy.admission_queue import Entrance
-from kvroute.gateway.proxy.endpoints import Reception
+from kvroute.gateway.proxy.admission import AdmissionController, AdmissionLimits
+from kvroute.gateway.proxy.admission_queue import AdmissionQueue
+from kvroute.gateway.proxy.endpoints import Endpoints
 
 PAGES = ("/v1/models", "/health", "/ready", "/metrics", "/openapi.json")
 POSTED = (COMPLETIONS, CHAT, "/v1/embeddings", "/tokenize", "/detokenize")
@@ -324,9 +324,9 @@ def test_a_page_of_metrics_is_made_in_pieces_between_which_others_are_served() -
 
                 return "text/plain", pieces()
 
-            admission = Admission(AdmissionLimits(in_flight=1, queue=0, queue_wait_s=1.0, per_key=1))
-            entrance = Entrance(admission, gateway.metrics, gateway.state, gateway.now)
-            reception = Reception(
+            admission = AdmissionController(AdmissionLimits(in_flight=1, queue=0, queue_wait_s=1.0, per_key=1))
+            entrance = AdmissionQueue(admission, gateway.metrics, gateway.state, gateway.now)
+            reception = Endpoints(
                 gateway.serving,
                 entrance,
                 Keys({}),
@@ -335,7 +335,7 @@ def test_a_page_of_metrics_is_made_in_pieces_between_which_others_are_served() -
                 description=b"{}",
                 started_unix_s=0,
             )
-            door = Door(reception)
+            door = HttpServer(reception)
             port = await door.listen("127.0.0.1", 0)
             async with gate.session.get(f"http://127.0.0.1:{port}/metrics", headers={"Accept": "more"}) as response:
                 assert await response.read() == b"some more"

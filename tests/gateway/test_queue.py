@@ -11,12 +11,12 @@ import uvloop
 from tests.gateway.rig import CLUSTER, COMPLETIONS, MODEL, Rig, rig
 from tests.waiting import HANGS_S
 
-from kvroute.gateway.http.server import Door
+from kvroute.gateway.http.server import HttpServer
 from kvroute.gateway.observe.metrics import Metrics
-from kvroute.gateway.observe.state import ClusterState
-from kvroute.gateway.observe.view import Load
-from kvroute.gateway.proxy.admission import Admission, AdmissionLimits
-from kvroute.gateway.proxy.admission_queue import Entrance
+from kvroute.gateway.observe.state import DashboardState
+from kvroute.gateway.observe.view import GatewayStatus
+from kvroute.gateway.proxy.admission import AdmissionController, AdmissionLimits
+from kvroute.gateway.proxy.admission_queue import AdmissionQueue
 from kvroute.topology import parse
 
 HELD = "  limits: {in_flight: 1, queue: 512}\n  health: {interval: 1 h, panic: 0}\n"
@@ -58,14 +58,14 @@ def test_everybody_who_waits_is_answered_when_nobody_can_be_served() -> None:
         async with rig(HELD) as gate:
             (_, first), *waiting = await _clients(gate, 301)
             for name in ("decode0", "decode1"):
-                gate.gateway.serving.stations[name].guard.set_healthy(False, gate.gateway.now())
+                gate.gateway.serving.engines[name].availability.set_healthy(False, gate.gateway.now())
             first.close()
             async with asyncio.timeout(HANGS_S):
                 statuses = [await _status(*pair) for pair in waiting]
             assert statuses == [b"503"] * 300
             assert await gate.settles(), gate.leftovers()
             for name in ("decode0", "decode1"):
-                gate.gateway.serving.stations[name].guard.set_healthy(True, gate.gateway.now())
+                gate.gateway.serving.engines[name].availability.set_healthy(True, gate.gateway.now())
             assert (await gate.ask("hi")).status == 200
 
     uvloop.run(run())
@@ -109,11 +109,11 @@ def test_a_fault_of_the_gateway_costs_one_answer_and_no_place(caplog: pytest.Log
     """If the start of a request raises, queued or not, the next request is admitted."""
 
     async def run() -> None:
-        load = Load(in_flight=0, queued=0, connections=0, ready=True, draining=False)
+        load = GatewayStatus(in_flight=0, queued=0, connections=0, ready=True, draining=False)
         metrics = Metrics(lambda: load, {}, version="1", policy="netkv")
-        state = ClusterState(parse(CLUSTER), lambda: load, policy="netkv", version="1")
-        admission = Admission(AdmissionLimits(in_flight=1))
-        entrance = Entrance(admission, metrics, state, lambda: 1.0)
+        state = DashboardState(parse(CLUSTER), lambda: load, policy="netkv", version="1")
+        admission = AdmissionController(AdmissionLimits(in_flight=1))
+        entrance = AdmissionQueue(admission, metrics, state, lambda: 1.0)
         begun: list[int] = []
 
         def start(ticket: int) -> None:
@@ -121,7 +121,7 @@ def test_a_fault_of_the_gateway_costs_one_answer_and_no_place(caplog: pytest.Log
             if len(begun) in (2, 3):
                 raise ZeroDivisionError("on purpose")
 
-        door = Door(lambda exchange: entrance.enter(exchange, "other", None, start))
+        door = HttpServer(lambda exchange: entrance.submit(exchange, "other", None, start))
         port = await door.listen("127.0.0.1", 0)
         clients = []
         for number in range(4):
@@ -129,7 +129,7 @@ def test_a_fault_of_the_gateway_costs_one_answer_and_no_place(caplog: pytest.Log
             clients[-1][1].write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
             while admission.in_flight + admission.queued <= number:
                 await asyncio.sleep(0)
-        entrance.leave(begun[0])
+        entrance.release(begun[0])
         assert [await _status(*client) for client in clients[1:3]] == [b"500", b"500"]
         assert (admission.in_flight, admission.queued, len(begun)) == (1, 0, 4)
         clients[0][1].close()

@@ -24,7 +24,7 @@ from tests.gateway.rig import CLUSTER, Rig, rig
 from tests.waiting import becomes_true, until
 
 from kvroute import __version__
-from kvroute.control import read_log, replay, same
+from kvroute.control import decisions_equal, read_log, replay
 from kvroute.gateway.gateway import Deployment, Gateway
 from kvroute.topology import parse
 from kvroute.types import CapacityLearned, Endpoint, InputError, InstanceMeasured, KvStored, TransferMeasured
@@ -44,7 +44,9 @@ def _said(caplog: pytest.LogCaptureFixture, event: str) -> list[dict[str, Any]]:
 
 def _replays(log: Path) -> bool:
     header, records = read_log(log)
-    return all(same(record.decisions, again) for record, again in replay(header.spec.build(parse(CLUSTER)), records))
+    return all(
+        decisions_equal(record.decisions, again) for record, again in replay(header.spec.build(parse(CLUSTER)), records)
+    )
 
 
 def test_a_reload_changes_the_policy_and_a_wrong_file_changes_nothing() -> None:
@@ -86,12 +88,12 @@ def test_requests_under_way_still_count(tmp_path: Path, scraped: bool) -> None:
                 await until(lambda: len(gate.gateway.serving.measured) == 4)
             gate.slow(100)
             tasks = [asyncio.create_task(gate.ask(f"{n} {PROMPT}", tokens=80, stream=True)) for n in range(12)]
-            stations = gate.gateway.serving.stations
-            await until(lambda: sum(stations[name].under_way for name in ("decode0", "decode1")) == 12)
+            stations = gate.gateway.serving.engines
+            await until(lambda: sum(stations[name].in_flight for name in ("decode0", "decode1")) == 12)
             assert await gate.gateway.reload(_reader(gate, section))
             gate.slow(1)
             assert [len((await task).events) for task in tasks] == [80] * 12
-            await until(lambda: not any(station.under_way for station in stations.values()))
+            await until(lambda: not any(station.in_flight for station in stations.values()))
 
             # An engine that reports its load is scraped only once an hour here. The test sends no request meanwhile: a
             # load event also counts the new core's own requests.
@@ -163,8 +165,8 @@ def test_what_foresight_has_learned_stays_known(tmp_path: Path) -> None:
         async with rig(section) as gate:
             serving = gate.gateway.serving
             learned = (0.0, 0.0, 0.5, -1.0, 0.25), (0.0, 0.0, 2.0, 3.0, 1.0), (0, 0, 2, 3, 1), (None, None, 1, 0, 1)
-            serving.tell(CapacityLearned(serving.now(), *learned, answers=(7.0, 9.0)))
-            serving.tell(TransferMeasured(serving.now(), "prefill0", "decode1", 1e9, 5.0))
+            serving.notify(CapacityLearned(serving.now(), *learned, answers=(7.0, 9.0)))
+            serving.notify(TransferMeasured(serving.now(), "prefill0", "decode1", 1e9, 5.0))
             assert (await gate.ask(PROMPT)).status == 200
             for policy in ("  policy: round-robin\n  shadow: foresight\n", "  policy: foresight\n"):
                 before = gate.gateway.serving.control
@@ -191,7 +193,7 @@ def test_what_foresight_has_learned_stays_known(tmp_path: Path) -> None:
     for file in (tmp_path / "events.log.1", tmp_path / "events.log.2", tmp_path / "events.log.3"):
         header, records = read_log(file)
         core = header.spec.build(parse(header.cluster))
-        assert all(same(record.decisions, again) for record, again in replay(core, records))
+        assert all(decisions_equal(record.decisions, again) for record, again in replay(core, records))
         assert any(isinstance(record.event, CapacityLearned) for record in read_log(file)[1])
 
 
@@ -230,13 +232,16 @@ def test_health_and_breakers_stay_as_they_are() -> None:
         async with rig(section) as gate:
             await gate.goes_down("decode0")
             assert await gate.becomes("decode0", False)
-            guard = gate.gateway.serving.stations["prefill0"].guard
+            guard = gate.gateway.serving.engines["prefill0"].availability
             for _ in range(2):
                 guard.failed(guard.started(gate.gateway.now()), gate.gateway.now())
             assert await gate.gateway.reload(_reader(gate, section + "  policy: round-robin\n"))
-            stations = gate.gateway.serving.stations
-            assert {name for name, station in stations.items() if not station.guard.up} == {"prefill0", "decode0"}
-            assert stations["prefill0"].guard.breaker.state(gate.gateway.now()) == "open"
+            stations = gate.gateway.serving.engines
+            assert {name for name, station in stations.items() if not station.availability.up} == {
+                "prefill0",
+                "decode0",
+            }
+            assert stations["prefill0"].availability.breaker.state(gate.gateway.now()) == "open"
             await gate.comes_back("decode0")
             assert await gate.becomes("decode0", True)
             assert (await gate.ask(PROMPT)).status == 200
@@ -257,7 +262,7 @@ def test_who_comes_back_around_a_reload_is_taken_back() -> None:
             assert await gate.gateway.reload(_reader(gate, section))
             assert await gate.becomes("decode0", False)
             await gate.comes_back("decode0")
-            assert not gate.gateway.serving.stations["decode0"].guard.up
+            assert not gate.gateway.serving.engines["decode0"].availability.up
             assert await gate.gateway.reload(_reader(gate, section))
             assert await gate.becomes("decode0", True)
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 from tests.waiting import HANGS_S
 
-from kvroute.gateway.http.pool import Pool
+from kvroute.gateway.http.pool import UpstreamPool
 from kvroute.gateway.observe.prometheus_text import LINE_BYTES_MAX, SERIES_MAX, PageError
 from kvroute.gateway.telemetry.metrics_page import EngineMetrics, TransferTotals, metrics_in, read_metrics
 from kvroute.gateway.telemetry.scrape import Scraper, TransferCounters
@@ -343,7 +343,7 @@ def test_a_scraper_tells_load_transfers_and_restarts() -> None:
 
         await engine.start()
         engine.page = loaded(3, 0)
-        pool = Pool(f"http://127.0.0.1:{engine.port}")
+        pool = UpstreamPool(f"http://127.0.0.1:{engine.port}")
         scraper = Scraper(
             ["d0", "p0"],
             {"d0": pool, "p0": None}.get,
@@ -395,7 +395,7 @@ def test_a_page_beyond_its_bounds_is_a_failed_scrape(more: bytes, body_max_bytes
         engine, heard = Engine(), Heard()
         await engine.start()
         engine.page = LOADED + more
-        pool = Pool(f"http://127.0.0.1:{engine.port}")
+        pool = UpstreamPool(f"http://127.0.0.1:{engine.port}")
         scraper = Scraper(
             ["a"],
             {"a": pool}.get,
@@ -423,7 +423,10 @@ def test_a_slow_engine_is_never_asked_twice_at_a_time_and_others_have_their_turn
         for engine in (slow, quick):
             await engine.start()
         slow.answering.clear()
-        pools = {"a": Pool(f"http://127.0.0.1:{slow.port}"), "b": Pool(f"http://127.0.0.1:{quick.port}")}
+        pools = {
+            "a": UpstreamPool(f"http://127.0.0.1:{slow.port}"),
+            "b": UpstreamPool(f"http://127.0.0.1:{quick.port}"),
+        }
         scraper = Scraper(["a", "b"], pools.get, heard.emit, lambda: 0.0, interval_s=0.01, timeout_s=30.0)
         scraper.start()
         await heard.until(lambda: len(heard.events) >= 5)
@@ -448,7 +451,7 @@ def test_an_engine_that_comes_back_is_read_again(fault: str) -> None:
     async def scenario() -> None:
         engine, heard = Engine(), Heard()
         await engine.start()
-        pool = Pool(f"http://127.0.0.1:{engine.port}")
+        pool = UpstreamPool(f"http://127.0.0.1:{engine.port}")
         scraper = Scraper(["a"], {"a": pool}.get, heard.emit, lambda: 0.0, interval_s=0.01, timeout_s=0.05)
         scraper.start()
         await heard.until(lambda: bool(heard.events))

@@ -9,7 +9,7 @@ import uvloop
 from prometheus_client.parser import text_string_to_metric_families
 from tests.gateway.rig import CLUSTER, rig
 
-from kvroute.control import read_log, replay, same
+from kvroute.control import decisions_equal, read_log, replay
 from kvroute.topology import parse
 from kvroute.types import SAME_DATACENTER, Decode
 
@@ -75,4 +75,6 @@ def test_a_shadow_is_counted_and_not_obeyed(tmp_path: Path, shadow: str, differ:
     decodes = [decision for record in told for decision in record.decisions if isinstance(decision, Decode)]
     assert len({decision.target for decision in decodes}) == 1
     assert sum(d.shadow is not None and d.shadow.target != d.target for d in decodes) == differ
-    assert all(same(record.decisions, again) for record, again in replay(header.spec.build(parse(CLUSTER)), told))
+    assert all(
+        decisions_equal(record.decisions, again) for record, again in replay(header.spec.build(parse(CLUSTER)), told)
+    )

@@ -23,9 +23,9 @@ from kvroute.gateway.observe.state import (
     TICK_DECISIONS_MOST,
     TRANSFERS_SHOWN_MOST,
     WINDOW_S,
-    ClusterState,
+    DashboardState,
 )
-from kvroute.gateway.observe.view import InstanceLoad, Load, Snapshot, Ttft
+from kvroute.gateway.observe.view import GatewayStatus, InstanceLoad, Snapshot, Ttft
 from kvroute.topology import Cluster, InstanceCounts, build, fat_tree, two_datacenters
 from kvroute.types import Arrived, Convert, Decode, Offload, Prefill, PrefillFinished, Reject, Request, Terms
 
@@ -51,8 +51,8 @@ tokens = st.tuples(
 )
 
 
-def _state(load: Load | None = None) -> ClusterState:
-    return ClusterState(CLUSTER, lambda: load or Load(), policy="netkv", version="1.2")
+def _state(load: GatewayStatus | None = None) -> DashboardState:
+    return DashboardState(CLUSTER, lambda: load or GatewayStatus(), policy="netkv", version="1.2")
 
 
 def _decode(number: int, tier: int = 2) -> Decode:
@@ -269,7 +269,7 @@ def _leaves(place: Place) -> Iterator[int]:
 )
 def test_every_instance_is_on_the_map_once(cluster: Cluster) -> None:
     """The tree's leaves are the instances, by position."""
-    state = ClusterState(cluster, Load, policy="netkv", version="")
+    state = DashboardState(cluster, GatewayStatus, policy="netkv", version="")
     assert sorted(_leaves(state.layout.root)) == list(range(len(state.layout.instances)))
     assert state.layout.root.kind == "cluster"
 
@@ -286,7 +286,7 @@ def test_bytes_on_the_wan_are_those_of_transfers_between_its_ends(
     moves: list[tuple[float, int, int, float, str]],
 ) -> None:
     """Each direction counts separately: transfers in flight, and completed ones over the last full seconds."""
-    state = ClusterState(FAR, Load, policy="netkv", version="")
+    state = DashboardState(FAR, GatewayStatus, policy="netkv", version="")
     at, landed = 0.0, list[tuple[float, bool, float]]()
     moving = dict[int, tuple[bool, float]]()
     sites = [instance.datacenter for instance in FAR.instances]
@@ -314,7 +314,7 @@ def test_bytes_on_the_wan_are_those_of_transfers_between_its_ends(
 def test_the_page_knows_sites_links_and_the_share_that_leaves() -> None:
     """The page receives the prefill-only site, the WAN links, and the share of the last minute's prefills that were
     offloaded."""
-    state = ClusterState(FAR, Load, policy="netkv", version="")
+    state = DashboardState(FAR, GatewayStatus, policy="netkv", version="")
     layout = state.layout
     assert [(site.name, site.role) for site in layout.sites] == [("local-site", "home"), ("prefill-site", "prefill")]
     assert [(link.source, link.target, link.bytes_per_s) for link in layout.wan] == [
@@ -333,7 +333,7 @@ def test_the_page_knows_sites_links_and_the_share_that_leaves() -> None:
 def test_a_converted_instance_is_coloured_by_what_it_does_now() -> None:
     """The load of a decode instance that prefills is that of its prefill queue."""
     name = DECODES[0]
-    load = Load(instances=(InstanceLoad(name=name, prefill_pending_s=0.5, requests=0, role="prefill"),))
+    load = GatewayStatus(instances=(InstanceLoad(name=name, prefill_pending_s=0.5, requests=0, role="prefill"),))
     place = [instance.name for instance in CLUSTER.instances].index(name)
     assert _state(load).tick(1.0).instances[place].load == 0.5
 
@@ -341,7 +341,7 @@ def test_a_converted_instance_is_coloured_by_what_it_does_now() -> None:
 def test_tiles_follow_the_layout_and_say_how_loaded_an_instance_is() -> None:
     """A full batch and one second of pending prefill each count as full load; an instance without a report is down."""
     batch_max = CLUSTER.instances[0].batch_max
-    load = Load(
+    load = GatewayStatus(
         in_flight=9,
         instances=(
             InstanceLoad(name=DECODES[1], running=batch_max // 2, waiting=0, scrape_age_s=0.5),

@@ -12,9 +12,9 @@ from tests.gateway.foreign import Asked, Engine, Gate, Serve, completion, failin
 from tests.gateway.rig import COMPLETIONS, MODEL, Front
 from tests.waiting import becomes_true
 
-from kvroute.gateway.engines.availability import NOT_COUNTED, Guard
+from kvroute.gateway.engines.availability import NOT_COUNTED, Availability
 from kvroute.gateway.engines.breaker import Breaker
-from kvroute.gateway.engines.fault_attribution import LegName, Suspicion
+from kvroute.gateway.engines.fault_attribution import FaultAttribution, LegName
 
 EMBEDDINGS = "/v1/embeddings"
 CALM = "  health: {interval: 1 h, panic: 0}\n  scrape: {interval: 1 h}\n"
@@ -26,14 +26,14 @@ OUTCOMES = st.sampled_from(["no_answer", "error", "error", "answered"])
 ATTEMPTS = st.lists(st.tuples(st.integers(0, 2), OUTCOMES, st.sampled_from(["prefill", "decode"])), max_size=6)
 
 
-def guards(failures: int) -> list[Guard]:
+def guards(failures: int) -> list[Availability]:
     """Return the availability of three instances."""
-    return [Guard(f"{number}", Breaker(failures=failures), lambda *_: None) for number in range(3)]
+    return [Availability(f"{number}", Breaker(failures=failures), lambda *_: None) for number in range(3)]
 
 
-def request(among: list[Guard], attempts: list[tuple[int, str, LegName]], status: int) -> None:
+def request(among: list[Availability], attempts: list[tuple[int, str, LegName]], status: int) -> None:
     """Simulate one request with instance, outcome and leg of each attempt, and with its final status."""
-    suspicion: Suspicion | None = None
+    suspicion: FaultAttribution | None = None
     for number, outcome, leg in attempts:
         guard = among[number]
         attempt = guard.started(0.0) if suspicion is None else NOT_COUNTED
@@ -42,13 +42,13 @@ def request(among: list[Guard], attempts: list[tuple[int, str, LegName]], status
             if suspicion is not None:
                 suspicion.answered(leg, 0.0)
         else:
-            suspicion = suspicion or Suspicion()
+            suspicion = suspicion or FaultAttribution()
             suspicion.failed(guard, attempt, leg, 0.0, error=outcome == "error")
     if suspicion is not None:
         suspicion.ended(status, 0.0)
 
 
-def opened(among: list[Guard]) -> list[str]:
+def opened(among: list[Availability]) -> list[str]:
     return [guard.name for guard in among if guard.breaker.state(0.0) == "open"]
 
 
@@ -115,7 +115,7 @@ def poisonous(of: Gate | None = None) -> Serve:
 
 def up(front: Front) -> list[str]:
     """Return the names of the available instances."""
-    return sorted(name for name, station in front.gateway.serving.stations.items() if station.guard.up)
+    return sorted(name for name, station in front.gateway.serving.engines.items() if station.availability.up)
 
 
 def asked(engines: list[Engine]) -> int:
@@ -192,7 +192,7 @@ def test_a_request_that_one_instance_has_failed_is_no_probe_of_another() -> None
             engine.serve = once
         decode[0].serve = gate.before(tokens)
         async with foreign(prefill + decode[:1], CALM + "  breaker: {open: 1 ms}\n") as front:
-            guard = front.gateway.serving.stations["decode0"].guard
+            guard = front.gateway.serving.engines["decode0"].availability
             now = front.gateway.now()
             for attempt in [guard.started(now) for _ in range(FAILURES)]:
                 guard.failed(attempt, now)

@@ -21,8 +21,8 @@ from tests.waiting import HANGS_S
 from kvroute.gateway.http.call import Call, Failure
 from kvroute.gateway.http.deadlines import Deadlines
 from kvroute.gateway.http.exchange import Headers
-from kvroute.gateway.http.pool import Pool, request_bytes
-from kvroute.gateway.http.upstream_connection import HEAD_BYTES_MAX, HEAD_LINES_MAX, Line
+from kvroute.gateway.http.pool import UpstreamPool, request_bytes
+from kvroute.gateway.http.upstream_connection import HEAD_BYTES_MAX, HEAD_LINES_MAX, UpstreamConnection
 from kvroute.types import InputError
 
 T = TypeVar("T")
@@ -105,7 +105,7 @@ async def engine(script: Script, tls: ssl.SSLContext | None = None) -> AsyncIter
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def closed(pool: Pool) -> None:
+async def closed(pool: UpstreamPool) -> None:
     """Close the pool and check that it holds nothing."""
     pool.close()
     while pool.connections:
@@ -113,13 +113,15 @@ async def closed(pool: Pool) -> None:
     assert (pool.busy, pool.idle) == (0, 0)
 
 
-def send(pool: Pool, heard: Heard, request: bytes = GET, *, silent_s: float = 10.0, head_only: bool = False) -> Call:
+def send(
+    pool: UpstreamPool, heard: Heard, request: bytes = GET, *, silent_s: float = 10.0, head_only: bool = False
+) -> Call:
     call = pool.send(request, heard, first_byte_s=silent_s, idle_s=silent_s, head_only=head_only)
     assert heard.told == [], "callbacks never come from inside send"
     return call
 
 
-async def ask(pool: Pool, request: bytes = GET, *, silent_s: float = 10.0, head_only: bool = False) -> Heard:
+async def ask(pool: UpstreamPool, request: bytes = GET, *, silent_s: float = 10.0, head_only: bool = False) -> Heard:
     heard = Heard()
     send(pool, heard, request, silent_s=silent_s, head_only=head_only)
     await heard.over.wait()
@@ -144,7 +146,7 @@ def replies(*pieces: bytes, close: bool = False) -> Script:
 def one_answer(script: Script, *, silent_s: float = 10.0, head_only: bool = False) -> Heard:
     async def main() -> Heard:
         async with engine(script) as url:
-            pool = Pool(url, deadlines=Deadlines(0.01))
+            pool = UpstreamPool(url, deadlines=Deadlines(0.01))
             heard = await ask(pool, silent_s=silent_s, head_only=head_only)
             await closed(pool)
             return heard
@@ -155,7 +157,7 @@ def one_answer(script: Script, *, silent_s: float = 10.0, head_only: bool = Fals
 def test_a_connection_is_used_again_last_first() -> None:
     async def main() -> None:
         async with engine(replies(OK)) as url:
-            pool = Pool(url)
+            pool = UpstreamPool(url)
             both = [Heard(), Heard()]
             for heard in both:
                 send(pool, heard)
@@ -174,7 +176,7 @@ def test_a_connection_is_used_again_last_first() -> None:
 def test_the_sink_may_send_the_next_call_from_on_end_on_the_same_connection() -> None:
     async def main() -> None:
         async with engine(replies(OK)) as url:
-            pool = Pool(url)
+            pool = UpstreamPool(url)
             second = Heard()
 
             class First(Heard):
@@ -211,7 +213,7 @@ def test_the_sink_may_send_the_next_call_from_on_end_on_the_same_connection() ->
 def test_every_framing_is_read_and_leaves_the_connection_usable(pieces: list[bytes], status: int, body: bytes) -> None:
     async def main() -> None:
         async with engine(replies(*pieces)) as url:
-            pool = Pool(url)
+            pool = UpstreamPool(url)
             for _ in range(2):
                 heard = await ask(pool)
                 assert (heard.status, heard.body, heard.told[-1]) == (status, body, "end")
@@ -237,7 +239,7 @@ def test_every_framing_is_read_and_leaves_the_connection_usable(pieces: list[byt
 def test_a_connection_that_cannot_be_trusted_further_is_closed(answer: bytes) -> None:
     async def main() -> None:
         async with engine(replies(answer, close=b"content-length" not in answer)) as url:
-            pool = Pool(url)
+            pool = UpstreamPool(url)
             heard = await ask(pool)
             assert (heard.status, heard.body, heard.told[-1]) == (200, b"ok", "end")
             assert pool.idle == 0
@@ -307,7 +309,7 @@ def test_a_port_where_nobody_listens_refuses() -> None:
     async def main() -> Failure | None:
         async with engine(replies(OK)) as url:
             pass
-        pool = Pool(url)
+        pool = UpstreamPool(url)
         heard = await ask(pool)
         await closed(pool)
         return heard.failure
@@ -325,7 +327,7 @@ def test_connecting_takes_bounded_time() -> None:
 
     async def main() -> Failure | None:
         async with engine(script) as url:
-            pool = Pool(url.replace("http:", "https:"), connect_s=0.05)
+            pool = UpstreamPool(url.replace("http:", "https:"), connect_s=0.05)
             heard = await ask(pool)
             await closed(pool)
             return heard.failure
@@ -349,7 +351,7 @@ def test_a_kept_connection_that_died_is_replaced_unseen_once() -> None:
 
     async def main() -> None:
         async with engine(script) as url:
-            pool = Pool(url)
+            pool = UpstreamPool(url)
             for _ in range(3):
                 assert (await ask(pool)).told == ["head", "body", "end"]
             assert connections == 3
@@ -371,7 +373,7 @@ def test_a_fresh_connection_that_dies_is_not_tried_again() -> None:
 
     async def main() -> None:
         async with engine(script) as url:
-            pool = Pool(url)
+            pool = UpstreamPool(url)
             assert (await ask(pool)).told[-1] == "end"
             assert (await ask(pool)).told == ["failure"]
             assert connections == 2
@@ -383,7 +385,7 @@ def test_a_fresh_connection_that_dies_is_not_tried_again() -> None:
 def test_a_request_that_is_forgotten_before_it_is_sent_is_sent_whole() -> None:
     async def main() -> None:
         async with engine(replies(OK)) as url:
-            pool, heard = Pool(url), Heard()
+            pool, heard = UpstreamPool(url), Heard()
             send(pool, heard).forget_request()
             await heard.over.wait()
             assert heard.told == ["head", "body", "end"]
@@ -405,7 +407,7 @@ def test_a_request_that_is_forgotten_after_it_was_sent_is_not_sent_again() -> No
 
     async def main() -> None:
         async with engine(script) as url:
-            pool, heard = Pool(url), Heard()
+            pool, heard = UpstreamPool(url), Heard()
             assert (await ask(pool)).told[-1] == "end"
             send(pool, heard).forget_request()
             await heard.over.wait()
@@ -425,7 +427,7 @@ def test_an_answer_that_has_begun_is_not_asked_for_again() -> None:
 
     async def main() -> None:
         async with engine(script) as url:
-            pool = Pool(url)
+            pool = UpstreamPool(url)
             assert (await ask(pool)).told[-1] == "end"
             assert (await ask(pool)).told == ["failure"]
             await closed(pool)
@@ -447,7 +449,7 @@ def test_an_idle_connection_that_closes_or_speaks_is_dropped(word: bytes) -> Non
                 await reader.read()
 
         async with engine(script) as url:
-            pool = Pool(url)
+            pool = UpstreamPool(url)
             await ask(pool)
             assert pool.idle == 1
             answered.set()
@@ -462,7 +464,7 @@ def test_an_idle_connection_that_closes_or_speaks_is_dropped(word: bytes) -> Non
 def test_idle_connections_are_bounded_in_number_and_time() -> None:
     async def main() -> None:
         async with engine(replies(OK)) as url:
-            pool = Pool(url, idle_max=2, keep_s=0.05, deadlines=Deadlines(0.01))
+            pool = UpstreamPool(url, idle_max=2, keep_s=0.05, deadlines=Deadlines(0.01))
             calls = [Heard() for _ in range(5)]
             for heard in calls:
                 send(pool, heard)
@@ -493,7 +495,7 @@ def test_an_aborted_call_hears_nothing_and_the_engine_sees_it_leave(when: str) -
 
         asked = asyncio.Event()
         async with engine(script) as url:
-            pool = Pool(url)
+            pool = UpstreamPool(url)
 
             class Aborting(Heard):
                 def on_head(self, status: int, headers: Headers) -> None:
@@ -534,7 +536,7 @@ def test_a_paused_call_reads_nothing_and_does_not_time_out_until_it_is_resumed()
 
         resumed = asyncio.Event()
         async with engine(script) as url:
-            pool = Pool(url, deadlines=Deadlines(0.01))
+            pool = UpstreamPool(url, deadlines=Deadlines(0.01))
 
             class Pausing(Heard):
                 def on_head(self, status: int, headers: Headers) -> None:
@@ -564,7 +566,7 @@ def test_a_paused_call_reads_nothing_and_does_not_time_out_until_it_is_resumed()
 def test_a_closed_pool_finishes_its_calls_and_keeps_nothing() -> None:
     async def main() -> None:
         async with engine(replies(OK)) as url:
-            pool = Pool(url)
+            pool = UpstreamPool(url)
             heard = Heard()
             send(pool, heard)
             pool.close()
@@ -581,7 +583,7 @@ def test_a_closed_pool_finishes_its_calls_and_keeps_nothing() -> None:
 )
 def test_what_is_no_origin_is_refused(url: str) -> None:
     with pytest.raises(InputError, match="is no origin"):
-        Pool(url)
+        UpstreamPool(url)
 
 
 def test_a_request_says_its_host_and_length() -> None:
@@ -604,12 +606,12 @@ def test_https_is_spoken_and_an_unknown_certificate_refused(tmp_path: Path) -> N
 
     async def main() -> None:
         async with engine(replies(OK), server) as url:
-            trusting = Pool(url, tls=ssl.create_default_context(cafile=str(tmp_path / "cert.pem")))
+            trusting = UpstreamPool(url, tls=ssl.create_default_context(cafile=str(tmp_path / "cert.pem")))
             for _ in range(2):
                 assert (await ask(trusting)).body == b"ok"
             assert trusting.connections == 1
             await closed(trusting)
-            wary = Pool(url)
+            wary = UpstreamPool(url)
             failure = (await ask(wary)).failure
             assert failure is not None
             assert (failure.kind, failure.phase) == ("refused", "connect")
@@ -656,8 +658,8 @@ def test_an_answer_is_the_same_however_the_bytes_are_cut(
         raw += b"HTTP/1.1 200 OK\r\nA: b \r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
 
     async def main() -> None:
-        pool, heard = Pool("http://engine:1"), Heard()
-        line, wire = Line(pool), Wire()
+        pool, heard = UpstreamPool("http://engine:1"), Heard()
+        line, wire = UpstreamConnection(pool), Wire()
         line.connection_made(wire)
         pool.keep(line)
         send(pool, heard)
@@ -693,8 +695,8 @@ def test_what_is_not_body_is_refused_beyond_its_limit(begin: bytes, more: bytes,
     """An endless head, trailer section or chunk extension is rejected after a bounded number of bytes."""
 
     async def main() -> None:
-        pool, heard = Pool("http://engine:1"), Heard()
-        line, wire = Line(pool), Wire()
+        pool, heard = UpstreamPool("http://engine:1"), Heard()
+        line, wire = UpstreamConnection(pool), Wire()
         line.connection_made(wire)
         pool.keep(line)
         send(pool, heard)
@@ -750,7 +752,7 @@ def test_every_call_ends_exactly_once_and_nothing_leaks(plan: list[tuple[str, st
 
     async def main() -> None:
         async with engine(script) as url:
-            pool = Pool(url, idle_max=3, deadlines=Deadlines(0.01))
+            pool = UpstreamPool(url, idle_max=3, deadlines=Deadlines(0.01))
             stayed = []
             for behaviour, leaving in plan:
                 heard = Heard()

@@ -15,12 +15,12 @@ from tests.gateway.rig import Rig
 from tests.gateway.two_sites import AWAY, HOME, LONG, OFFLOAD, SHORT, TEXT, metric, metric_is, two_sites
 from tests.waiting import until
 
-from kvroute.control import read_log, replay, same
-from kvroute.gateway.engines.availability import NOT_COUNTED, Guard
+from kvroute.control import decisions_equal, read_log, replay
+from kvroute.gateway.engines.availability import NOT_COUNTED, Availability
 from kvroute.gateway.engines.breaker import Breaker
-from kvroute.gateway.engines.fault_attribution import Suspicion
+from kvroute.gateway.engines.fault_attribution import FaultAttribution
 from kvroute.gateway.gateway import Deployment
-from kvroute.gateway.wan.paths import Passage
+from kvroute.gateway.wan.paths import PathAttempt
 from kvroute.topology import parse
 from kvroute.types import Prefill
 
@@ -34,17 +34,17 @@ async def _placed(gate: Rig, site: str, reason: str) -> float:
 @given(st.lists(st.tuples(st.sampled_from(["arrived", "lost", "given_up"]), st.booleans()), max_size=40))
 def test_only_losses_in_a_row_shut_a_way_and_each_passage_counts_once(ends: list[tuple[str, bool]]) -> None:
     """A report about an attempt on the path after its end has no effect."""
-    guard = Guard("site", Breaker(failures=3, share=1.0, open_s=1e6), lambda name, up, now: None)
+    guard = Availability("site", Breaker(failures=3, share=1.0, open_s=1e6), lambda name, up, now: None)
     in_a_row, shut = 0, False
     for end, again in ends:
-        passage = Passage(guard, 0.0)
+        passage = PathAttempt(guard, 0.0)
         if end == "lost":
-            passage.lost(Suspicion(), 0.0, error=False)
+            passage.lost(FaultAttribution(), 0.0, error=False)
         else:
             getattr(passage, {"arrived": "arrived", "given_up": "given_up"}[end])(0.0)
         assert not passage.open
         if again:
-            passage.lost(Suspicion(), 0.0, error=False)
+            passage.lost(FaultAttribution(), 0.0, error=False)
             passage.arrived(0.0)
         in_a_row = in_a_row + 1 if end == "lost" else 0 if end == "arrived" else in_a_row
         shut = shut or in_a_row == 3
@@ -57,14 +57,14 @@ def test_an_error_counts_against_a_way_once_the_request_is_answered_without_it(
 ) -> None:
     """Each request is sent over the path, gets an error, and is retried at home with the given outcome. A request that
     has already failed before it is sent over the path does not count."""
-    guard = Guard("site", Breaker(failures=3, share=1.0, open_s=1e6), lambda name, up, now: None)
-    elsewhere = Guard("decode", Breaker(), lambda name, up, now: None)
+    guard = Availability("site", Breaker(failures=3, share=1.0, open_s=1e6), lambda name, up, now: None)
+    elsewhere = Availability("decode", Breaker(), lambda name, up, now: None)
     losses = 0
     for failed_before, outcome in requests:
-        suspicion = Suspicion()
+        suspicion = FaultAttribution()
         if failed_before:
             suspicion.failed(elsewhere, elsewhere.started(0.0), "prefill", 0.0, error=True)
-        Passage(guard, 0.0, counted=not failed_before).lost(suspicion, 0.0, error=True)
+        PathAttempt(guard, 0.0, counted=not failed_before).lost(suspicion, 0.0, error=True)
         assert guard.up is (losses < 3)
         if outcome == "answered":
             suspicion.answered("decode", 0.0)
@@ -79,7 +79,7 @@ def test_an_error_counts_against_a_way_once_the_request_is_answered_without_it(
 def test_an_instance_is_up_when_it_is_well_and_nobody_holds_it(steps: list[str]) -> None:
     """A reason counts only once, and every change is reported once."""
     told: list[bool] = []
-    guard = Guard("instance", Breaker(), lambda name, up, now: told.append(up))
+    guard = Availability("instance", Breaker(), lambda name, up, now: told.append(up))
     held, healthy = set[str](), True
     for step in steps:
         if step in ("ill", "well"):
@@ -90,9 +90,9 @@ def test_an_instance_is_up_when_it_is_well_and_nobody_holds_it(steps: list[str])
             guard.hold(step[1:], 0.0)
         else:
             held.discard(step[1:])
-            guard.let_go(step[1:], 0.0)
+            guard.release(step[1:], 0.0)
         assert guard.up is (healthy and not held)
-        assert set(guard.why.split(", ")) - {""} == held | ({"unhealthy"} if not healthy else set())
+        assert set(guard.reason.split(", ")) - {""} == held | ({"unhealthy"} if not healthy else set())
     assert all(now is not before for before, now in zip([True, *told], told, strict=False))
 
 
@@ -124,8 +124,8 @@ def test_a_cut_way_loses_nothing_and_blames_neither_end(tmp_path: Path, stream: 
             assert [answer.status for answer in answers] == [200] * 6
             assert all(answer.text for answer in answers)
             assert await _placed(gate, HOME, "away_down") == 6
-            stations = gate.gateway.serving.stations
-            assert all(stations[name].guard.breaker.state(1e6) == "closed" for name in stations)
+            stations = gate.gateway.serving.engines
+            assert all(stations[name].availability.breaker.state(1e6) == "closed" for name in stations)
             assert await metric(gate, "kvroute_transfers_in_flight", tier="cross_datacenter") == 0
             assert await gate.settles(), gate.leftovers()
             await gate.order("far0", "wan", share=1)
@@ -142,7 +142,7 @@ def test_a_cut_way_loses_nothing_and_blames_neither_end(tmp_path: Path, stream: 
     header, read = read_log(log)
     records = list(read)
     again = replay(header.spec.build(parse(TEXT)), iter(records))
-    assert all(same(record.decisions, decisions) for record, decisions in again)
+    assert all(decisions_equal(record.decisions, decisions) for record, decisions in again)
     sites = [d.offload.site for r in records for d in r.decisions if isinstance(d, Prefill) and d.offload]
     assert set(sites) == {AWAY, HOME}
 
@@ -178,8 +178,8 @@ def test_requests_that_every_engine_answers_with_an_error_shut_no_way() -> None:
             assert await metric(gate, WAY, site=AWAY) == 0
             assert (await gate.ask(LONG, stream=True)).status == 200
             assert await _placed(gate, AWAY, "long") == 5
-            stations = gate.gateway.serving.stations
-            assert all(stations[name].guard.breaker.state(1e6) == "closed" for name in stations)
+            stations = gate.gateway.serving.engines
+            assert all(stations[name].availability.breaker.state(1e6) == "closed" for name in stations)
             assert await gate.settles(), gate.leftovers()
 
     uvloop.run(run())
@@ -190,7 +190,7 @@ def test_a_client_that_leaves_says_nothing_of_the_way() -> None:
         async with two_sites(patience_s=3600.0) as gate:
             await gate.order("far0", "wan", share=0)
             tasks = [asyncio.create_task(gate.ask(f"{n} {LONG}", stream=True)) for n in range(4)]
-            await until(lambda: sum(journey.computed for journey in gate.gateway.serving.journeys.values()) == 4)
+            await until(lambda: sum(journey.computed for journey in gate.gateway.serving.requests.values()) == 4)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -211,11 +211,11 @@ def test_a_client_that_leaves_while_it_tries_the_way_makes_room_for_the_next(cap
             answers = await asyncio.gather(*[gate.ask(f"{n} {LONG}", stream=True) for n in range(3)])
             assert [answer.status for answer in answers] == [200] * 3
             before = await _placed(gate, AWAY, "long")
-            journeys = gate.gateway.serving.journeys
+            journeys = gate.gateway.serving.requests
             for n in itertools.count():
                 trying = asyncio.create_task(gate.ask(f"{n} tries {LONG}", stream=True))
-                await until(lambda: bool(journeys) and all(each.answer is not None for each in journeys.values()))
-                if any(each.passage is not None for each in journeys.values()):
+                await until(lambda: bool(journeys) and all(each.decode is not None for each in journeys.values()))
+                if any(each.path_attempt is not None for each in journeys.values()):
                     break
                 await trying
             assert await _placed(gate, AWAY, "long") == before + 1
@@ -223,7 +223,7 @@ def test_a_client_that_leaves_while_it_tries_the_way_makes_room_for_the_next(cap
             await asyncio.gather(trying, return_exceptions=True)
             assert await gate.settles(), gate.leftovers()
             await gate.order("far0", "wan", share=1)
-            await until(lambda: gate.gateway.serving.stations["far0"].guard.up)
+            await until(lambda: gate.gateway.serving.engines["far0"].availability.up)
             assert (await gate.ask(f"next {LONG}", stream=True)).status == 200
             assert await metric(gate, WAY, site=AWAY) == 0
 
@@ -278,4 +278,4 @@ def test_a_reload_goes_on_from_the_threshold_that_was_searched(tmp_path: Path) -
     for path in (log, tmp_path / "events.log.1"):
         header, read = read_log(path)
         again = replay(header.spec.build(parse(TEXT)), read)
-        assert all(same(record.decisions, decisions) for record, decisions in again)
+        assert all(decisions_equal(record.decisions, decisions) for record, decisions in again)

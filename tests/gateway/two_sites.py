@@ -12,7 +12,7 @@ from tests.gateway.rig import Rig
 from tests.waiting import PATIENCE_S
 
 from kvroute import topology
-from kvroute.emulator import Fleet, FleetSettings
+from kvroute.emulator import EmulatedCluster, EmulatedClusterSettings
 from kvroute.gateway.gateway import Deployment, Gateway
 
 AWAY, HOME = "away-site", "home-site"
@@ -61,8 +61,8 @@ async def two_sites(
     section: str = OFFLOAD, text: str = TEXT, *, kv_scale: float = 1e-3, patience_s: float = KV_PATIENCE_S
 ) -> AsyncIterator[Rig]:
     """Run engines of both sites, and a gateway with `section` in its settings."""
-    settings = FleetSettings(kv_patience_s=patience_s, kv_scale=kv_scale)
-    async with Fleet(topology.parse(text), settings) as fleet:
+    settings = EmulatedClusterSettings(kv_patience_s=patience_s, kv_scale=kv_scale)
+    async with EmulatedCluster(topology.parse(text), settings) as fleet:
         deployment = Deployment.of(text + section, "two.yaml", endpoints=fleet.ready().instances)
         gateway = Gateway(deployment, seed=1)
         try:

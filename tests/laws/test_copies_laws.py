@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from kvroute.cachepool import CopySpec, HotspotSpec
-from kvroute.control import ControlSpec, EventLog, LogHeader, LogRecord, read_log, replay, same
+from kvroute.control import ControlSpec, EventLog, LogHeader, LogRecord, decisions_equal, read_log, replay
 from kvroute.policies.allocation import LongTerm
 from kvroute.policies.offload import OffloadSpec
 from kvroute.prefix import PrefixIndex
@@ -189,7 +189,7 @@ def test_every_request_ends_and_the_log_says_all(
     assert np.isin(run.outcomes.state, (FINISHED, REJECTED)).all()
     records = records_of(log)
     for record, again in replay(spec.build(sites(*model)), records):
-        assert same(record.decisions, again)
+        assert decisions_equal(record.decisions, again)
 
 
 @many

@@ -17,7 +17,7 @@ from kvroute.flows import fill_to_the_end, max_min_rates
 from kvroute.policies import CacheAndLoadAware
 from kvroute.policies.foresight import Foresight
 from kvroute.policies.foresight_flight import InFlight
-from kvroute.policies.foresight_joint import ForesightJoint, Pair, Way
+from kvroute.policies.foresight_joint import ForesightJoint, JointPath, Pair
 from kvroute.policies.foresight_kernels import collided
 from kvroute.policies.foresight_learned import Learned
 from kvroute.policies.foresight_links import LinkModel
@@ -523,7 +523,7 @@ def test_the_pair_is_the_one_that_ends_first_of_those_played(
     nothing = np.zeros(3, dtype=np.int64)
     prefill = PrefillCandidates(("p0", "p1", "p2"), np.array(start_s), nothing, np.zeros(3), None)
     ways = [
-        Way(pool, costs_of(table.links, each), table.sight(table.now, each, ALL, start_s[each]))
+        JointPath(pool, costs_of(table.links, each), table.sight(table.now, each, ALL, start_s[each]))
         for each, pool in enumerate(pools)
     ]
     pair = ForesightJoint(spec).choose(REQUEST, prefill, ways.__getitem__, 0)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvroute.control import ControlSpec, EventLog, LogHeader, read_log, replay, same
+from kvroute.control import ControlSpec, EventLog, LogHeader, decisions_equal, read_log, replay
 from kvroute.policies import DECODE_POLICIES, PREFILL_POLICIES
 from kvroute.sim.metrics import FINISHED, IN_FLIGHT, NOT_ARRIVED, REJECTED
 from kvroute.sim.run import Run, simulate
@@ -217,7 +217,7 @@ def test_same_seed_same_log_and_replay_decides_alike(
         assert paths[0].read_bytes() == paths[1].read_bytes()
         header, records = read_log(paths[0])
         for record, again in replay(header.spec.build(cluster), records):
-            assert same(record.decisions, again)
+            assert decisions_equal(record.decisions, again)
 
 
 @many

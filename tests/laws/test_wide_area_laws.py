@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvroute.control import ControlSpec, EventLog, LogHeader, LogRecord, read_log, replay, same
+from kvroute.control import ControlSpec, EventLog, LogHeader, LogRecord, decisions_equal, read_log, replay
 from kvroute.policies.allocation import LongTerm
 from kvroute.policies.offload import OffloadSpec
 from kvroute.sim.metrics import FINISHED, REJECTED
@@ -138,7 +138,7 @@ def test_every_request_ends_exactly_once_under_any_cuts_that_end(
             run = simulate(cluster, trace, spec, assumed, seed=seed, log=log)
         header, records = read_log(path)
         for record, again in replay(header.spec.build(cluster), records):
-            assert same(record.decisions, again)
+            assert decisions_equal(record.decisions, again)
     counts, rows = run.summary.requests, run.outcomes
     assert counts.arrived == len(trace.requests) == counts.finished + counts.rejected
     assert np.isin(rows.state, (FINISHED, REJECTED)).all()

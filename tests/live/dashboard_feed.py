@@ -20,13 +20,13 @@ import msgspec
 from kvroute.control import ControlSpec
 from kvroute.gateway.observe.admin import Admin, AdminParts
 from kvroute.gateway.observe.metrics import Metrics
-from kvroute.gateway.observe.state import ClusterState
+from kvroute.gateway.observe.state import DashboardState
 from kvroute.gateway.observe.view import (
     BreakerState,
     ConversionLoad,
     ForesightLoad,
+    GatewayStatus,
     InstanceLoad,
-    Load,
     OffloadLoad,
     OracleLoad,
     PanicLoad,
@@ -68,7 +68,7 @@ class Feed:
         self._policy, shadow = policy, "netkv" if policy == "foresight" else "foresight"
         specs = {name: ControlSpec(decode=name, offload=offload, shadow=shadow) for name in (policy, "round-robin")}
         self._cores = {name: spec.build(self.cluster) for name, spec in specs.items()}
-        self.state = ClusterState(self.cluster, self.load, policy=policy, version="0.1.0")
+        self.state = DashboardState(self.cluster, self.load, policy=policy, version="0.1.0")
         self.state.shadow(shadow)
         roles = {instance.name: instance.role for instance in self.cluster.instances}
         self.metrics = Metrics(self.load, roles, version="0.1.0", policy=policy)
@@ -107,11 +107,11 @@ class Feed:
             if what == "convert":
                 self.state.decided(Convert(self._changing, "prefill"), self.now_s)
 
-    def load(self) -> Load:
+    def load(self) -> GatewayStatus:
         """Return the current gauges."""
         learned = self._cores[self._policy].learned(self.now_s)
         assert learned is not None
-        return Load(
+        return GatewayStatus(
             in_flight=sum(core.in_flight for core in self._cores.values()),
             connections=64,
             oracle=OracleLoad(

@@ -22,7 +22,7 @@ from bench.testbed.ways import Ways
 from tests.examples import EXAMPLES
 
 from kvroute import topology
-from kvroute.emulator.player import Play, play
+from kvroute.emulator.player import TimedRequest, replay_trace
 from kvroute.testbed import Build, Run, namespaces, processes
 from kvroute.testbed import Testbed as Bed
 from kvroute.testbed.namespaces import Unavailable, inside
@@ -208,8 +208,8 @@ def test_up_serves_and_down_leaves_nothing(run: Run) -> None:
     assert again.returncode == 2
     assert "there already" in again.stderr
     body = {"model": "llama-3-70b", "max_tokens": 3, "stream": True}
-    asked = [Play(0.1 * n, json.dumps(body | {"prompt": f"{n} {PROMPT}"}).encode()) for n in range(4)]
-    answers = uvloop.run(play(state["url"], asked))
+    asked = [TimedRequest(0.1 * n, json.dumps(body | {"prompt": f"{n} {PROMPT}"}).encode()) for n in range(4)]
+    answers = uvloop.run(replay_trace(state["url"], asked))
     assert [answer.error for answer in answers] == [""] * 4
     assert all(answer.ok for answer in answers)
     testbed = Bed(run, topology.load(SMALL), Build())

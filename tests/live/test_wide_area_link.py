@@ -18,7 +18,7 @@ from bench.wan.network import Network, Unavailable, Wan
 
 from kvroute.connector.congestion import Gauges, Sent
 from kvroute.connector.worker import LOOK_S
-from kvroute.gateway.wan.tcp_links import LinkSeen, LinkTotals, LinkWatch
+from kvroute.gateway.wan.tcp_links import TcpCounters, TcpDelta, TcpSample
 
 pytestmark = pytest.mark.live
 ROOT = Path(__file__).parents[2]
@@ -97,13 +97,13 @@ def test_a_full_link_is_told_from_a_slow_engine(control: str) -> None:
     assert not any(seen.backlogged for seen in waits)
 
 
-def looks(both: Ends) -> tuple[list[LinkSeen], float]:
+def looks(both: Ends) -> tuple[list[TcpSample], float]:
     """Return the observations, at the connector's sampling interval, and the duration of the transfer in seconds."""
-    watch, seen, sent = LinkWatch(), list[LinkSeen](), Sent()
+    watch, seen, sent = TcpDelta(), list[TcpSample](), Sent()
     while (ended := both.client.wait(LOOK_S)) is None:
         for more, gauges in both.server.links().values():
             sent += more
-            totals = LinkTotals(
+            totals = TcpCounters(
                 sent_bytes=sent.nbytes,
                 again_bytes=sent.again_bytes,
                 busy_s=sent.busy_us / 1e6,

@@ -20,7 +20,7 @@ from kvroute.topology import Cluster
 from kvroute.types import TIER_COUNT, InputError
 
 if TYPE_CHECKING:
-    from kvroute.emulator import FleetSettings
+    from kvroute.emulator import EmulatedClusterSettings
 
 ENGINE, NETWORK, PLACE = "Engines", "Network", "Where"
 
@@ -82,12 +82,12 @@ def emulate(
     try:
         import uvloop
 
-        from kvroute.emulator import FleetSettings
+        from kvroute.emulator import EmulatedClusterSettings
     except ImportError as error:
         raise InputError(f"{error.name} is not installed", mend="pip install 'kvroute[serve]'") from None
     if ready_file is not None:
         check_writable(ready_file, "--ready-file")
-    settings = FleetSettings(
+    settings = EmulatedClusterSettings(
         host=host,
         kv_scale=kv_scale,
         block_tokens=block_tokens,
@@ -118,9 +118,9 @@ def shares_by_tier(text: str) -> tuple[float, ...]:
 
 
 async def _run(
-    cluster: Cluster, settings: FleetSettings, names: list[str], ready_file: Path | None, until_eof: bool
+    cluster: Cluster, settings: EmulatedClusterSettings, names: list[str], ready_file: Path | None, until_eof: bool
 ) -> None:
-    from kvroute.emulator import Fleet
+    from kvroute.emulator import EmulatedCluster
 
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -128,7 +128,7 @@ async def _run(
         loop.add_signal_handler(number, stop.set)
     if until_eof:
         loop.add_reader(sys.stdin.fileno(), _read_on, stop)
-    async with Fleet(cluster, settings, names) as fleet:
+    async with EmulatedCluster(cluster, settings, names) as fleet:
         line = msgspec.json.encode(fleet.ready()).decode()
         if ready_file is None:
             typer.echo(line)

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from kvroute.cli.output import remarks
-from kvroute.control import Control, ControlSpec, LogRecord, read_log, same
+from kvroute.control import Control, ControlSpec, LogRecord, decisions_equal, read_log
 from kvroute.policies import FORESIGHT_POLICIES, TierLearned
 from kvroute.report.grid import UNKNOWN, Entry, Grid, Heading
 from kvroute.topology import parse
@@ -52,7 +52,7 @@ def _alike(control: Control, record: LogRecord, told: int) -> bool:
         again = control.handle(record.event)
     except InputError:
         return False
-    return not told or same(record.decisions, again)
+    return not told or decisions_equal(record.decisions, again)
 
 
 def foreseeing(spec: ControlSpec) -> str | None:

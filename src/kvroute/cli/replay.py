@@ -10,7 +10,7 @@ import msgspec
 import typer
 
 from kvroute.cli.output import console, print_json, remarks
-from kvroute.control import ShadowTally, check_whole, is_cut, read_log, replay, same
+from kvroute.control import ShadowTally, check_whole, decisions_equal, is_truncated, read_log, replay
 from kvroute.topology import parse
 from kvroute.types import Decision, Decode, InputError
 
@@ -33,7 +33,7 @@ def replay_log(
     """
     header, records = read_log(log)
     check_whole(log, header)
-    if is_cut(log):
+    if is_truncated(log):
         remarks().print(f"{log}: the last line has no end and is left out: what followed is missing", soft_wrap=True)
     spec = msgspec.structs.replace(header.spec, shadow=shadow) if shadow else header.spec
     control = spec.build(parse(header.cluster, where=f"cluster in {log}"))
@@ -49,7 +49,7 @@ def replay_log(
                     tally.decided(decision)
             if shadow:
                 again = _as_recorded(again, record.decisions)
-            if differing is None and not same(record.decisions, again):
+            if differing is None and not decisions_equal(record.decisions, again):
                 differing = records.place
     except InputError as error:
         file, line = records.place

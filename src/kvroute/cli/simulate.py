@@ -13,7 +13,7 @@ import typer
 from kvroute.cli.output import console, make_folder, print_json, progress_bar, remarks, tell
 from kvroute.cli.quantities import DURATION, RATE, TOKENS, per_second, seconds, token_count
 from kvroute.cli.scenario import Scenario, read_scenario
-from kvroute.control import ControlSpec, EventLog, LogHeader, check_place
+from kvroute.control import ControlSpec, EventLog, LogHeader, check_can_create
 from kvroute.experiments.runner import check_where, encode
 from kvroute.experiments.simulation import Question, Workload, cluster_of, compare
 from kvroute.oracle import OracleSettings
@@ -323,7 +323,7 @@ def _check_log(question: Question, policies: list[str], seeds: int, log: Path) -
         raise InputError("a log holds one run", where="--log", mend="give one --policy and --seeds 1")
     if question.workload.trace and log.exists() and log.samefile(question.workload.trace):
         raise InputError("the log would take the place of the trace", where="--log", mend="give another file")
-    check_place(log)
+    check_can_create(log)
 
 
 def _record(question: Question, policy: str, seed: int, log: Path) -> None:

@@ -53,7 +53,7 @@ def session(token: str, challenge: Challenge, hello: Hello) -> Session:
     return Session(*(hmac.digest(secret, label, hashlib.sha256) for label in labels))
 
 
-def proven(given: bytes, expected: bytes) -> bool:
+def verify_proof(given: bytes, expected: bytes) -> bool:
     """Compare in constant time."""
     return hmac.compare_digest(given, expected)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from kvroute.connector.authentication import TAG_BYTES, FrameTags, proven
+from kvroute.connector.authentication import TAG_BYTES, FrameTags, verify_proof
 from kvroute.connector.wire import (
     HANDSHAKE_BYTES_MAX,
     HEADER_BYTES_MAX,
@@ -33,7 +33,7 @@ SYSCTL_CORE = Path("/proc/sys/net/core")
 _IOV_MAX = 512
 
 
-class Channel:
+class FramedSocket:
     """A connected socket that exchanges frames. The owner closes it.
 
     It starts in the handshake, where headers are short and a deadline applies. `secure` ends the handshake; from then
@@ -82,7 +82,7 @@ class Channel:
         frame = self._exactly(size + (TAG_BYTES if self._receive_tags else 0))
         assert frame is not None
         header = frame[:size]
-        if self._receive_tags and not proven(frame[size:], self._receive_tags.next(header)):
+        if self._receive_tags and not verify_proof(frame[size:], self._receive_tags.next(header)):
             raise WireError("integrity", "a frame does not carry the tag of this connection")
         return decode(header)
 

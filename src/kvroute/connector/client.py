@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 from kvroute.connector.authentication import fresh_nonce
 from kvroute.connector.blocks import Layout, Region
-from kvroute.connector.lanes import Lane, Progress, Transfer
+from kvroute.connector.lanes import Progress, Transfer, TransferLane
 from kvroute.connector.options import Options
-from kvroute.connector.pool import Peer, Pool
+from kvroute.connector.pool import ConnectionPool, Peer
 from kvroute.connector.wire import Release, Released
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class Client:
         environ: Mapping[str, str] | None = None,
     ) -> None:
         self._regions, self._options, self._clock = regions, options, clock
-        self._pool = Pool(layout, options, options.secret() if environ is None else options.secret(environ))
+        self._pool = ConnectionPool(layout, options, options.secret() if environ is None else options.secret(environ))
         self._lock = threading.Lock()
         self._running: dict[str, Progress] = {}
         self._results: queue.SimpleQueue[Result] = queue.SimpleQueue()
@@ -107,13 +107,13 @@ class Client:
             progress.lanes_left += len(fresh)
         wide = self._connections(progress.transfer)
         for number in fresh:
-            lane = Lane(number, progress, self._pool, lambda: self._widen(progress, wide))
+            lane = TransferLane(number, progress, self._pool, lambda: self._widen(progress, wide))
             try:
                 self._threads.submit(self._run, progress, lane)
             except RuntimeError:  # closed in the meantime
                 self._ended(progress, "reset")
 
-    def _run(self, progress: Progress, lane: Lane) -> None:
+    def _run(self, progress: Progress, lane: TransferLane) -> None:
         try:
             failure = lane.carry()
         except Exception:

@@ -159,7 +159,7 @@ class _Connection:
     told: Sent = field(default_factory=Sent)
 
 
-class Links:
+class TcpMonitor:
     """Open connections by target. Threads may add and remove connections while another one reads."""
 
     def __init__(self) -> None:

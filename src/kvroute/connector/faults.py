@@ -6,7 +6,7 @@ import re
 import threading
 from pathlib import Path
 
-from kvroute.connector.stripes import Piece
+from kvroute.connector.stripes import Chunk
 from kvroute.connector.wire import WireError
 
 _FAULT = re.compile(r"(corrupt|stall)-layer-(\d+)(?:-block-(\d+))?")
@@ -19,7 +19,7 @@ def fault_of(text: str) -> tuple[str, int, int | None] | None:
     return (found[1], int(found[2]), int(found[3]) if found[3] else None) if found else None
 
 
-def spoil(path: Path, piece: Piece, views: list[memoryview], ending: threading.Event) -> list[memoryview]:
+def corrupt(path: Path, piece: Chunk, views: list[memoryview], ending: threading.Event) -> list[memoryview]:
     """Apply the fault in the file: return other bytes than the cache's, or block until the file is removed.
 
     Raises:

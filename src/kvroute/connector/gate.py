@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from kvroute.connector.authentication import address_of, fresh_nonce, proven, session
+from kvroute.connector.authentication import address_of, fresh_nonce, session, verify_proof
 from kvroute.connector.blocks import Layout
-from kvroute.connector.channel import Channel, tune
+from kvroute.connector.channel import FramedSocket, tune
 from kvroute.connector.options import Options
 from kvroute.connector.wire import VERSION, Challenge, Hello, Refused, Welcome, WireError
 
@@ -17,7 +17,7 @@ _REASON_CHARACTERS_MAX = 500
 """Maximum length of a reason, so that a refusal fits into a frame of the handshake."""
 
 
-def greet(channel: Channel, token: str, layout: Layout, traffic_class: str, instance: str) -> None:
+def greet(channel: FramedSocket, token: str, layout: Layout, traffic_class: str, instance: str) -> None:
     """Perform the handshake with the server that `channel` is connected to.
 
     Args:
@@ -45,12 +45,14 @@ def greet(channel: Channel, token: str, layout: Layout, traffic_class: str, inst
     keys = session(token, challenge, hello)
     channel.send(replace(hello, proof=keys.client_proof))
     welcome = channel.expect(Welcome)
-    if not proven(welcome.proof, keys.server_proof):
+    if not verify_proof(welcome.proof, keys.server_proof):
         raise WireError("token", "the peer has another token")
     channel.secure(send_key=keys.client_key, receive_key=keys.server_key)
 
 
-def admitted(channel: Channel, token: str, layout: Layout, options: Options, room: Callable[[], bool]) -> Hello:
+def accept_handshake(
+    channel: FramedSocket, token: str, layout: Layout, options: Options, room: Callable[[], bool]
+) -> Hello:
     """Perform the handshake with a peer and prepare its connection for sending KV.
 
     Args:
@@ -66,7 +68,7 @@ def admitted(channel: Channel, token: str, layout: Layout, options: Options, roo
     if hello.version != VERSION:
         raise _refused(channel, Refused("version", f"this side speaks version {VERSION}, the peer {hello.version}"))
     keys = session(token, challenge, hello)
-    if not proven(hello.proof, keys.client_proof):
+    if not verify_proof(hello.proof, keys.client_proof):
         raise _refused(channel, Refused("token", "the peer has another token"))
     refusal = _refusal(channel, hello, layout, options) if room() else Refused("busy", "too many KV connections")
     if refusal:
@@ -82,12 +84,12 @@ def admitted(channel: Channel, token: str, layout: Layout, options: Options, roo
     return hello
 
 
-def _refused(channel: Channel, refusal: Refused) -> WireError:
+def _refused(channel: FramedSocket, refusal: Refused) -> WireError:
     channel.send(replace(refusal, reason=refusal.reason[:_REASON_CHARACTERS_MAX]))
     return WireError(refusal.code, refusal.reason)
 
 
-def _refusal(channel: Channel, hello: Hello, layout: Layout, options: Options) -> Refused | None:
+def _refusal(channel: FramedSocket, hello: Hello, layout: Layout, options: Options) -> Refused | None:
     here = address_of(channel.sock.getsockname())
     if options.protected and (hello.host, hello.port) != here and not _advertised(hello, here[1], options):
         return Refused(

@@ -15,7 +15,7 @@ NOT_YET = -1
 """Used in place of a number of tokens that is not known yet."""
 
 
-class Handover(msgspec.Struct, frozen=True, kw_only=True):
+class KvTransferParams(msgspec.Struct, frozen=True, kw_only=True):
     """Location of a request's held KV blocks. The names are those of vLLM's own pull connector, so that a router that
     supports that connector supports this one.
 
@@ -67,7 +67,7 @@ class Handover(msgspec.Struct, frozen=True, kw_only=True):
         return {key: value for key, value in params.items() if value is not None}
 
 
-class Announcement(msgspec.Struct, frozen=True, kw_only=True):
+class EarlyPullParams(msgspec.Struct, frozen=True, kw_only=True):
     """Parameters that a router sends to a decode instance while the prompt is being computed: the address and the name.
 
     The prefill instance receives the name, too: `{"do_remote_decode": true, "transfer_id": ...}`.
@@ -86,9 +86,9 @@ class Announcement(msgspec.Struct, frozen=True, kw_only=True):
     checksum: bool | None = None
     connections: Annotated[int, msgspec.Meta(ge=0, le=CONNECTIONS_MAX)] = 0
 
-    def handover(self, tp: int) -> Handover:
+    def handover(self, tp: int) -> KvTransferParams:
         """Return transfer parameters for a prompt that is not computed yet. `tp` is the tensor parallelism here."""
-        return Handover(
+        return KvTransferParams(
             remote_engine_id="",
             remote_request_id=self.transfer_id,
             remote_host=self.remote_host,
@@ -104,12 +104,12 @@ class Announcement(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def read_handover(params: Mapping[str, Any], tp: int = 1) -> Handover | str:
+def read_handover(params: Mapping[str, Any], tp: int = 1) -> KvTransferParams | str:
     """Return the transfer parameters of a decode request, or a text that says what is wrong with them."""
     try:
         if params.get("transfer_id") and "remote_request_id" not in params:
-            return msgspec.convert(dict(params), Announcement).handover(tp)
-        return msgspec.convert(dict(params), Handover)
+            return msgspec.convert(dict(params), EarlyPullParams).handover(tp)
+        return msgspec.convert(dict(params), KvTransferParams)
     except msgspec.ValidationError as error:
         return str(error)
 

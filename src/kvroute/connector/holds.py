@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from kvroute.connector.stripes import Stripe
+from kvroute.connector.stripes import ChunkScheduler
 from kvroute.types import InputError
 
 State = Literal["held", "unknown", "gone"]
@@ -18,7 +18,7 @@ _GONE_MAX = 4096
 
 
 @dataclass(slots=True, eq=False)
-class Hold:
+class BlockLease:
     """One request's blocks in the order of its prompt. While they are being computed, only `ready` blocks are sent."""
 
     blocks: tuple[int, ...]
@@ -31,7 +31,7 @@ class Hold:
     """Fence of the computed blocks, by region; no entry if they have already been written."""
     prompt: str = ""
     """Digest of the prompt, to be compared with the peers'; empty: not known."""
-    stripes: dict[str, Stripe] = field(default_factory=dict)
+    stripes: dict[str, ChunkScheduler] = field(default_factory=dict)
     """Chunks of the transfers, by the transfer's name."""
     readers: int = 0
     released: bool = False
@@ -66,11 +66,11 @@ class Freed:
     """True if the blocks expired without a release."""
 
 
-class Holds:
+class BlockLeases:
     """Which blocks are held until when. A request is never freed while a reader uses it."""
 
     def __init__(self) -> None:
-        self._holds: dict[str, Hold] = {}
+        self._holds: dict[str, BlockLease] = {}
         self._gone: OrderedDict[str, None] = OrderedDict()
         self._not_kept: list[Freed] = []
         """Requests whose name another request already has. Their blocks are returned to vLLM at once."""
@@ -129,7 +129,7 @@ class Holds:
             return "gone" if hold.released or hold.stopped else "held"
         return "gone" if request_id in self._gone else "unknown"
 
-    def read(self, request_id: str, first: int, count: int) -> Hold | None:
+    def read(self, request_id: str, first: int, count: int) -> BlockLease | None:
         """Start to read `count` blocks from position `first`; None if the request holds fewer. End with `leave`."""
         hold = self._holds[request_id]
         if first < 0 or count < 1 or (first + count > len(hold.blocks) and not hold.computing):
@@ -137,7 +137,7 @@ class Holds:
         hold.readers += 1
         return hold
 
-    def leave(self, hold: Hold) -> None:
+    def leave(self, hold: BlockLease) -> None:
         """End a read, successful or not."""
         hold.readers -= 1
 
@@ -157,7 +157,7 @@ class Holds:
         hold.released = hold.stopped = True
         hold.ready = None
 
-    def withdraw(self, request_id: str) -> Hold | None:
+    def withdraw(self, request_id: str) -> BlockLease | None:
         """Remove a request whose blocks vLLM has already taken back. The caller must make sure that readers stop."""
         hold = self._holds.pop(request_id, None)
         if hold:
@@ -178,8 +178,8 @@ class Holds:
         not_kept, self._not_kept = self._not_kept, []
         return not_kept + [Freed(hold.owner, expired=not hold.released) for _, hold in free]
 
-    def _new(self, request_id: str, owner: str) -> Hold:
-        hold = Hold((), owner or request_id, released=request_id in self._gone)
+    def _new(self, request_id: str, owner: str) -> BlockLease:
+        hold = BlockLease((), owner or request_id, released=request_id in self._gone)
         self._holds[request_id] = hold
         return hold
 
@@ -189,7 +189,7 @@ class Holds:
             self._gone.popitem(last=False)
 
 
-def _taken(request_id: str, hold: Hold) -> InputError:
+def _taken(request_id: str, hold: BlockLease) -> InputError:
     return InputError(
         f"the KV of another prompt is held under this name, by request {hold.owner}",
         where=f"KV of {request_id}",

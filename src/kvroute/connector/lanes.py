@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvroute.connector.blocks import Region
-from kvroute.connector.channel import Channel
-from kvroute.connector.pool import Peer, Pool
+from kvroute.connector.channel import FramedSocket
+from kvroute.connector.pool import ConnectionPool, Peer
 from kvroute.connector.wire import End, Fetch, Message, Part, Waiting, WireError, crc32
 
 log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class Progress:
         self.nbytes = 0
         self.failure = ""
         self.cancelled = False
-        self._channels: set[Channel] = set()
+        self._channels: set[FramedSocket] = set()
         self._landed = [bytearray(len(transfer.blocks)) for _ in regions]
 
     def cancel(self) -> None:
@@ -61,19 +61,19 @@ class Progress:
             for channel in self._channels:
                 channel.abort()
 
-    def enter(self, channel: Channel) -> None:
+    def enter(self, channel: FramedSocket) -> None:
         """Register `channel` as used by a lane."""
         with self.lock:
             self._channels.add(channel)
             if self.cancelled:
                 channel.abort()
 
-    def leave(self, channel: Channel) -> None:
+    def leave(self, channel: FramedSocket) -> None:
         """Unregister `channel`."""
         with self.lock:
             self._channels.discard(channel)
 
-    def land(self, channel: Channel, part: Part) -> None:
+    def land(self, channel: FramedSocket, part: Part) -> None:
         """Read a part's bytes from `channel` to their places in the cache.
 
         Raises:
@@ -103,10 +103,10 @@ class Progress:
         return all(all(region) for region in self._landed)
 
 
-class Lane:
+class TransferLane:
     """One connection of a transfer, and its replacements when it breaks. Used by one thread."""
 
-    def __init__(self, number: int, progress: Progress, pool: Pool, first_part: Callable[[], None]) -> None:
+    def __init__(self, number: int, progress: Progress, pool: ConnectionPool, first_part: Callable[[], None]) -> None:
         """`first_part` is called when the first part has arrived."""
         self._number, self._progress, self._pool, self._first_part = number, progress, pool, first_part
         self._after = -1
@@ -155,7 +155,7 @@ class Lane:
             progress.leave(channel)
         self._pool.keep(transfer.peer, channel)
 
-    def _listen(self, channel: Channel, heard: Message) -> None:
+    def _listen(self, channel: FramedSocket, heard: Message) -> None:
         while not isinstance(heard, End):
             if isinstance(heard, Part):
                 self._progress.land(channel, heard)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from kvroute.connector.channel import HANDSHAKE_S, Channel, shut
+from kvroute.connector.channel import HANDSHAKE_S, FramedSocket, shut
 from kvroute.connector.handshakes import Handshakes
 
 log = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ class Limits:
 
 Admit: TypeAlias = Callable[[], bool]
 """Called when the peer has proved the token. Returns False if its connection must end, because there are too many."""
-Serve: TypeAlias = Callable[[Channel, str, Admit], None]
+Serve: TypeAlias = Callable[[FramedSocket, str, Admit], None]
 """Serves the peer of a channel, at an address, until it disconnects."""
 
 
@@ -46,9 +46,9 @@ class Listener:
         """A peer must move a byte within `timeout_s`. `serve` runs in a separate thread for each connection."""
         self._timeout_s, self._serve, self._limits = timeout_s, serve, limits
         self._lock = threading.Lock()
-        self._threads: dict[Channel, threading.Thread] = {}
-        self._handshakes: Handshakes[Channel] = Handshakes(limits.handshakes)
-        self._admitted: set[Channel] = set()
+        self._threads: dict[FramedSocket, threading.Thread] = {}
+        self._handshakes: Handshakes[FramedSocket] = Handshakes(limits.handshakes)
+        self._admitted: set[FramedSocket] = set()
         self._failures, self._report_at = 0, 0.0
         self._closing = threading.Event()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -82,7 +82,7 @@ class Listener:
                     return
                 self._closing.wait(0.05)  # no free descriptor, or the peer disconnected before it was accepted
                 continue
-            channel = Channel(sock, self._timeout_s, self._limits.handshake_s)
+            channel = FramedSocket(sock, self._timeout_s, self._limits.handshake_s)
             thread = threading.Thread(target=self._run, args=(channel, address[0]), name="kv-serve", daemon=True)
             with self._lock:
                 self._threads[channel] = thread
@@ -96,7 +96,7 @@ class Listener:
                 evicted.abort()
                 evicted_thread.join()  # limits the number of threads, too
 
-    def _run(self, channel: Channel, peer: str) -> None:
+    def _run(self, channel: FramedSocket, peer: str) -> None:
         try:
             self._serve(channel, peer, lambda: self._admit(channel))
         except OSError as error:
@@ -105,7 +105,7 @@ class Listener:
         finally:
             self._ended(channel)
 
-    def _admit(self, channel: Channel) -> bool:
+    def _admit(self, channel: FramedSocket) -> bool:
         with self._lock:
             # A connection that has just been evicted is no longer in its handshake.
             if not self._handshakes.end(channel) or len(self._admitted) >= self._limits.connections:
@@ -113,14 +113,14 @@ class Listener:
             self._admitted.add(channel)
             return True
 
-    def _ended(self, channel: Channel) -> None:
+    def _ended(self, channel: FramedSocket) -> None:
         channel.close()
         with self._lock:
             self._handshakes.end(channel)
             self._admitted.discard(channel)
             del self._threads[channel]
 
-    def _report(self, channel: Channel, peer: str, error: OSError) -> None:
+    def _report(self, channel: FramedSocket, peer: str, error: OSError) -> None:
         now = time.monotonic()
         with self._lock:
             if channel in self._admitted:

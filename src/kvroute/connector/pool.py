@@ -7,7 +7,7 @@ import threading
 from dataclasses import dataclass
 
 from kvroute.connector.blocks import Layout
-from kvroute.connector.channel import Channel, probed, tune
+from kvroute.connector.channel import FramedSocket, probed, tune
 from kvroute.connector.gate import greet
 from kvroute.connector.options import KV_CLASS, Options
 from kvroute.connector.wire import Fetch, Message, Release, WireError
@@ -31,21 +31,21 @@ class Peer:
         return self.instance or f"{self.host}:{self.port}"
 
 
-class Pool:
+class ConnectionPool:
     """Every connection belongs to one thread or is idle. `close` aborts all of them."""
 
     def __init__(self, layout: Layout, options: Options, token: str) -> None:
         self._layout, self._options, self._token = layout, options, token
-        self._idle: dict[Peer, list[Channel]] = {}
-        self._open: set[Channel] = set()
+        self._idle: dict[Peer, list[FramedSocket]] = {}
+        self._open: set[FramedSocket] = set()
         self._lock = threading.Lock()
         self._closed = False
 
-    def ask(self, peer: Peer, message: Fetch | Release) -> tuple[Channel, Message]:
+    def ask(self, peer: Peer, message: Fetch | Release) -> tuple[FramedSocket, Message]:
         """Send on an idle connection, or on a new one if that has died. Return the header of the response.
 
         Raises:
-            OSError: no server at this address, or it uses another protocol; `WireError` as for `Channel.heard`.
+            OSError: no server at this address, or it uses another protocol; `WireError` as for `FramedSocket.heard`.
         """
         while (channel := self._kept(peer)) is not None:
             try:
@@ -63,7 +63,7 @@ class Pool:
             self.drop(channel)
             raise
 
-    def keep(self, peer: Peer, channel: Channel) -> None:
+    def keep(self, peer: Peer, channel: FramedSocket) -> None:
         """Keep a connection whose response has been read to its end."""
         with self._lock:
             idle = self._idle.setdefault(peer, [])
@@ -72,7 +72,7 @@ class Pool:
                 return
         self.drop(channel)
 
-    def drop(self, channel: Channel) -> None:
+    def drop(self, channel: FramedSocket) -> None:
         """Close a connection that is no longer usable."""
         channel.close()
         with self._lock:
@@ -90,14 +90,14 @@ class Pool:
         for channel in busy:
             channel.abort()  # its thread closes it: otherwise the descriptor could be reused before the thread wakes
 
-    def _kept(self, peer: Peer) -> Channel | None:
+    def _kept(self, peer: Peer) -> FramedSocket | None:
         with self._lock:
             idle = self._idle.get(peer)
             return idle.pop() if idle else None
 
-    def _connect(self, peer: Peer) -> Channel:
+    def _connect(self, peer: Peer) -> FramedSocket:
         sock = socket.create_connection((peer.host, peer.port), self._options.timeout_s)
-        channel = Channel(sock, self._options.timeout_s)
+        channel = FramedSocket(sock, self._options.timeout_s)
         with self._lock:
             if self._closed:
                 channel.close()

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from kvroute.connector.handover import Handover, prompt_digest, read_handover
+from kvroute.connector.handover import KvTransferParams, prompt_digest, read_handover
 from kvroute.connector.holds import Computing
 from kvroute.connector.options import Options
 
@@ -25,7 +25,7 @@ class Pull:
     """Fetch the prompt's blocks from position `first` on into `blocks`."""
 
     request_id: str
-    handover: Handover
+    handover: KvTransferParams
     first: int
     blocks: tuple[int, ...]
     prompt: str = ""
@@ -59,7 +59,7 @@ class Step:
     pulls: list[Pull] = field(default_factory=list)
     cancels: list[str] = field(default_factory=list)
     """Pulls that are no longer needed, by local name of the request."""
-    releases: list[Handover] = field(default_factory=list)
+    releases: list[KvTransferParams] = field(default_factory=list)
 
 
 class Ending(NamedTuple):
@@ -98,7 +98,7 @@ class Scheduler:
         self._options, self._engine_id, self._block_tokens = options, engine_id, block_tokens
         self._tp, self._producer, self._consumer = tp, producer, consumer
         self._addresses: list[tuple[str, int]] = []
-        self._handovers: dict[str, Handover] = {}
+        self._handovers: dict[str, KvTransferParams] = {}
         self._digests: dict[str, str] = {}
         """Digests of the prompts that are pulled before they are computed, by request."""
         self._early: set[str] = set()
@@ -201,7 +201,7 @@ class Scheduler:
         digest = prompt_digest(prompt)
         self._step.holds.append(Held(name, request_id, tuple(blocks), digest))
         host, port = self._addresses[0]
-        told = Handover(
+        told = KvTransferParams(
             remote_engine_id=self._engine_id,
             remote_request_id=name,
             remote_host=host,
@@ -237,13 +237,13 @@ class Scheduler:
             self._step.refusals.append(named.name)
         return Ending(False, None)
 
-    def _end(self, handover: Handover, prompt_tokens: int) -> int:
+    def _end(self, handover: KvTransferParams, prompt_tokens: int) -> int:
         """Return the number of prompt tokens whose KV the peer has: all of them, or whole blocks."""
         if handover.early or handover.remote_num_tokens >= prompt_tokens:
             return prompt_tokens
         return handover.remote_num_tokens // self._block_tokens * self._block_tokens
 
-    def _problem(self, handover: Handover, prompt: Sequence[int] | None) -> str:
+    def _problem(self, handover: KvTransferParams, prompt: Sequence[int] | None) -> str:
         ports = len(handover.remote_ports) or (self._tp if handover.early else 1)
         if handover.tp_size != self._tp or ports < self._tp:
             return f"tensor parallelism is {handover.tp_size} on its prefill instance and {self._tp} here"

@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from kvroute.connector.blocks import Layout, Region
-from kvroute.connector.channel import Channel
-from kvroute.connector.congestion import Gauges, Links, Sent
-from kvroute.connector.faults import spoil
-from kvroute.connector.gate import admitted
-from kvroute.connector.holds import Computing, Fence, Freed, Hold, Holds
+from kvroute.connector.channel import FramedSocket
+from kvroute.connector.congestion import Gauges, Sent, TcpMonitor
+from kvroute.connector.faults import corrupt
+from kvroute.connector.gate import accept_handshake
+from kvroute.connector.holds import BlockLease, BlockLeases, Computing, Fence, Freed
 from kvroute.connector.listener import Admit, Listener
 from kvroute.connector.options import Options
-from kvroute.connector.stripes import Piece, Stripe
+from kvroute.connector.stripes import Chunk, ChunkScheduler
 from kvroute.connector.wire import End, Fetch, Part, Refused, Release, Released, Waiting, WireError, crc32
 
 UNKNOWN_WAIT_S = 5.0
@@ -48,10 +48,10 @@ class Server:
         self._unknown_wait_s = patience_s if unknown_wait_s is None else unknown_wait_s
         self._beat_s = options.timeout_s / 4
         """Interval of messages to a waiting peer, in seconds, so that it does not time out."""
-        self._holds = Holds()
+        self._holds = BlockLeases()
         self._changed = threading.Condition()
-        self._reading: dict[Channel, Hold] = {}
-        self._links = Links()
+        self._reading: dict[FramedSocket, BlockLease] = {}
+        self._links = TcpMonitor()
         self._closed = False
         self._ending = threading.Event()
         port = options.port + port_offset if options.port else 0
@@ -113,7 +113,7 @@ class Server:
             self._changed.wait_for(lambda: not hold.readers)
 
     def links(self) -> dict[str, tuple[Sent, Gauges]]:
-        """Return, by decode instance, the data sent since the last call and its connections' state; see `Links`."""
+        """Return, by decode instance, the data sent since the last call and its connections' state; see `TcpMonitor`."""
         return self._links.read()
 
     def freed(self) -> list[Freed]:
@@ -129,8 +129,8 @@ class Server:
         self._ending.set()
         self._listener.close()
 
-    def _serve(self, channel: Channel, peer: str, admit: Admit) -> None:
-        hello = admitted(channel, self._token, self._layout, self._options, admit)
+    def _serve(self, channel: FramedSocket, peer: str, admit: Admit) -> None:
+        hello = accept_handshake(channel, self._token, self._layout, self._options, admit)
         self._links.opened(channel.sock, hello.instance or peer)
         try:
             # An idle peer may stay connected without limit; TCP's keep-alive detects a dead one.
@@ -139,7 +139,7 @@ class Server:
         finally:
             self._links.closing(channel.sock)
 
-    def _next(self, channel: Channel) -> Fetch | Release | None:
+    def _next(self, channel: FramedSocket) -> Fetch | Release | None:
         channel.sock.settimeout(None)
         message = channel.receive()
         channel.sock.settimeout(self._options.timeout_s)
@@ -147,7 +147,7 @@ class Server:
             return message
         raise WireError("malformed", f"{type(message).__name__} instead of Fetch or Release")
 
-    def _answer(self, channel: Channel, message: Fetch | Release) -> None:
+    def _answer(self, channel: FramedSocket, message: Fetch | Release) -> None:
         if isinstance(message, Release):
             with self._changed:
                 self._holds.release(message.request_id)
@@ -165,7 +165,7 @@ class Server:
                 self._holds.leave(found)
                 self._changed.notify_all()
 
-    def _find(self, channel: Channel, fetch: Fetch) -> Hold | Refused:
+    def _find(self, channel: FramedSocket, fetch: Fetch) -> BlockLease | Refused:
         left_s = min(fetch.wait_s, self._options.hold_s) or self._unknown_wait_s
         while True:
             pause_s = min(left_s, self._beat_s)
@@ -179,7 +179,7 @@ class Server:
     def _known(self, request_id: str) -> bool:
         return self._closed or self._holds.state(request_id) != "unknown"
 
-    def _enter(self, channel: Channel, fetch: Fetch) -> Hold | Refused:
+    def _enter(self, channel: FramedSocket, fetch: Fetch) -> BlockLease | Refused:
         name = fetch.request_id
         match self._holds.state(name):
             case "gone":
@@ -192,7 +192,7 @@ class Server:
         self._reading[channel] = hold
         return hold
 
-    def _send_parts(self, channel: Channel, fetch: Fetch, hold: Hold) -> None:
+    def _send_parts(self, channel: FramedSocket, fetch: Fetch, hold: BlockLease) -> None:
         with self._changed:
             refusal = _mismatch(fetch, hold)
             stripe, turn = self._begin(fetch, hold)
@@ -202,21 +202,21 @@ class Server:
         while True:
             with self._changed:
                 dealt = self._changed.wait_for(lambda: self._deal(fetch, hold, stripe, turn), self._beat_s)
-            if isinstance(dealt, Piece):
+            if isinstance(dealt, Chunk):
                 self._send_part(channel, fetch, hold, dealt)
             else:
                 channel.send(dealt or Waiting())
                 if dealt:
                     return
 
-    def _begin(self, fetch: Fetch, hold: Hold) -> tuple[Stripe, int]:
+    def _begin(self, fetch: Fetch, hold: BlockLease) -> tuple[ChunkScheduler, int]:
         stripe = hold.stripes.get(fetch.transfer)
         if stripe is None:
             region_bytes = [region.block_bytes for region in self._regions]
-            stripe = hold.stripes[fetch.transfer] = Stripe(region_bytes, fetch.first, fetch.count)
+            stripe = hold.stripes[fetch.transfer] = ChunkScheduler(region_bytes, fetch.first, fetch.count)
         return stripe, stripe.begin(fetch.lane, fetch.after)
 
-    def _deal(self, fetch: Fetch, hold: Hold, stripe: Stripe, turn: int) -> Piece | End | Refused | None:
+    def _deal(self, fetch: Fetch, hold: BlockLease, stripe: ChunkScheduler, turn: int) -> Chunk | End | Refused | None:
         if self._closed:
             raise WireError("reset", "closed")
         if hold.stopped:
@@ -227,7 +227,7 @@ class Server:
             return Refused("range", f"request {fetch.request_id} holds fewer blocks than asked for")
         return stripe.take(fetch.lane, hold.ready) or (End() if stripe.dealt else None)
 
-    def _send_part(self, channel: Channel, fetch: Fetch, hold: Hold, piece: Piece) -> None:
+    def _send_part(self, channel: FramedSocket, fetch: Fetch, hold: BlockLease, piece: Chunk) -> None:
         with self._changed:
             blocks, fence = hold.blocks[piece.first : piece.end], hold.fences.get(piece.region)
         if fence:
@@ -236,7 +236,7 @@ class Server:
         views = region.outgoing(blocks)
         checksum = crc32(views) if fetch.checksum else None
         if self._options.fault_file:
-            views = spoil(Path(self._options.fault_file), piece, views, self._ending)
+            views = corrupt(Path(self._options.fault_file), piece, views, self._ending)
         part = Part(
             region=piece.region,
             first=piece.first,
@@ -248,7 +248,7 @@ class Server:
         channel.send(part, views)
 
 
-def _mismatch(fetch: Fetch, hold: Hold) -> Refused | None:
+def _mismatch(fetch: Fetch, hold: BlockLease) -> Refused | None:
     if fetch.prompt and hold.prompt and fetch.prompt != hold.prompt:
         return Refused("prompt", f"request {fetch.request_id} has other tokens here than on the decode instance")
     return None

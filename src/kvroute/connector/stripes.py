@@ -15,7 +15,7 @@ PIECE_BYTES_MIN, PIECE_BYTES_MAX = 64 << 10, 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class Chunk:
     """`count` blocks of one region from position `first` of the prompt; `number` counts within the lane."""
 
     region: int
@@ -33,10 +33,10 @@ class Piece:
 class _Lane:
     turn: int = 0
     next_number: int = 0
-    under_way: list[Piece] = field(default_factory=list)
+    under_way: list[Chunk] = field(default_factory=list)
 
 
-class Stripe:
+class ChunkScheduler:
     """Chunks of one transfer, region by region. Every chunk belongs to one lane at a time."""
 
     def __init__(
@@ -54,7 +54,7 @@ class Stripe:
         self._next = [first] * len(region_bytes)
         """Position of the first block that has not been assigned, by region."""
         self._rest_bytes = count * sum(region_bytes)
-        self._lost: deque[Piece] = deque()
+        self._lost: deque[Chunk] = deque()
         self._lanes: dict[int, _Lane] = {}
 
     def begin(self, lane: int, after: int = -1) -> int:
@@ -74,7 +74,7 @@ class Stripe:
         """Return the turn of the connection that carries the lane now."""
         return self._lanes[lane].turn
 
-    def take(self, lane: int, ready: Sequence[int] | None = None) -> Piece | None:
+    def take(self, lane: int, ready: Sequence[int] | None = None) -> Chunk | None:
         """Return the next chunk for `lane`; None if none is left, or none is ready.
 
         Args:
@@ -84,7 +84,7 @@ class Stripe:
         if found is None:
             return None
         state = self._lanes[lane]
-        piece = Piece(found.region, found.first, found.count, state.next_number)
+        piece = Chunk(found.region, found.first, found.count, state.next_number)
         state.next_number += 1
         state.under_way.append(piece)
         return piece
@@ -94,7 +94,7 @@ class Stripe:
         """True if every chunk is assigned to a lane, or has arrived."""
         return not self._lost and not self._rest_bytes
 
-    def _cut(self, ready: Sequence[int] | None) -> Piece | None:
+    def _cut(self, ready: Sequence[int] | None) -> Chunk | None:
         """Cut a chunk from the first region with blocks to send. Its size is a lane's share of half of what is left."""
         wanted = min(max(self._rest_bytes // (2 * len(self._lanes)), self._least), self._most)
         for region, first in enumerate(self._next):
@@ -104,5 +104,5 @@ class Stripe:
                 count = min(max(wanted // block_bytes, 1), end - first)
                 self._next[region] += count
                 self._rest_bytes -= count * block_bytes
-                return Piece(region, first, count)
+                return Chunk(region, first, count)
         return None

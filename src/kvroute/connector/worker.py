@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 from kvroute.connector.blocks import Layout, Region
 from kvroute.connector.client import Client, Result
-from kvroute.connector.handover import Handover
+from kvroute.connector.handover import KvTransferParams
 from kvroute.connector.holds import Fence
 from kvroute.connector.lanes import Transfer
 from kvroute.connector.options import Options
@@ -141,7 +141,7 @@ class Worker:
             connections=handover.connections,
         )
 
-    def _peer(self, handover: Handover) -> Peer:
+    def _peer(self, handover: KvTransferParams) -> Peer:
         port = handover.port(self._rank)
         return Peer(handover.remote_host, port, handover.remote_instance, handover.traffic_class)
 

@@ -7,13 +7,13 @@ from kvroute.control.log import (
     LogRecord,
     TermsKept,
     check_whole,
-    is_cut,
+    decisions_equal,
+    is_truncated,
     parts_of,
     read_log,
     replay,
-    same,
 )
-from kvroute.control.log_files import bytes_beside, check_place, is_log, remove_oldest, set_aside
+from kvroute.control.log_files import bytes_beside, check_can_create, is_log, remove_oldest, rotate
 from kvroute.control.log_hashing import LogHashing
 from kvroute.control.settings import ControlSettings
 from kvroute.control.shadow import ShadowTally
@@ -32,14 +32,14 @@ __all__ = [
     "ShadowTally",
     "TermsKept",
     "bytes_beside",
-    "check_place",
+    "check_can_create",
     "check_whole",
-    "is_cut",
+    "decisions_equal",
     "is_log",
+    "is_truncated",
     "parts_of",
     "read_log",
     "remove_oldest",
     "replay",
-    "same",
-    "set_aside",
+    "rotate",
 ]

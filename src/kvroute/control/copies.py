@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvroute.control.datacenters import Egress
-from kvroute.control.offloading import Offloading
-from kvroute.control.view import View
+from kvroute.control.offloading import Offloader
+from kvroute.control.view import ClusterView
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Copies:
     the backlog of the links. A copy ahead of demand has lower priority than all other transfers, so it is not counted.
     """
 
-    def __init__(self, view: View, offloading: Offloading | None) -> None:
+    def __init__(self, view: ClusterView, offloading: Offloader | None) -> None:
         self._view, self._offloading = view, offloading
         self._under_way: dict[int, CopyUnderWay] = {}
         self._last = 0
@@ -67,4 +67,4 @@ class Copies:
         if self._offloading is None:
             return ()
         sites = self._offloading.site_of(source), self._offloading.site_of(target)
-        return self._offloading.way(*sites)
+        return self._offloading.wan_links(*sites)

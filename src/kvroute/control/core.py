@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from kvroute.control.dispatch import Dispatch, Journey
-from kvroute.control.offloading import Offloading
-from kvroute.control.prefixes import Prefixes
+from kvroute.control.dispatch import Booking, Dispatcher
+from kvroute.control.offloading import Offloader
+from kvroute.control.prefixes import PrefixCopies
 from kvroute.control.settings import ControlSettings
-from kvroute.control.view import Load, View
+from kvroute.control.view import ClusterView, Load
 from kvroute.oracle import NetworkOracle
 from kvroute.policies import TierLearned
 from kvroute.prefix import PrefixIndex
@@ -61,12 +61,12 @@ class Control:
         """
         self.oracle = oracle
         self._cluster = cluster
-        self._view = View(cluster, settings, oracle)
-        self.offloading = Offloading(settings.offload, self._view) if settings.offload else None
+        self._view = ClusterView(cluster, settings, oracle)
+        self.offloading = Offloader(settings.offload, self._view) if settings.offload else None
         """Sites, thresholds and traffic, if prefills may be offloaded to another datacenter; read by displays."""
-        self._prefixes = Prefixes(self._view, self.offloading)
-        self._dispatch = Dispatch(self._view, self.offloading, self._prefixes)
-        self._journeys: dict[int, Journey] = {}
+        self._prefixes = PrefixCopies(self._view, self.offloading)
+        self._dispatch = Dispatcher(self._view, self.offloading, self._prefixes)
+        self._journeys: dict[int, Booking] = {}
 
     def handle(self, event: Event) -> tuple[Decision, ...]:
         """Process one event and return the decisions that follow from it (often none).
@@ -124,11 +124,13 @@ class Control:
         if model is None:
             what = f"model {request.model!r}" if request.model else "a request without a model, for there are several"
             return (Reject(request.id, f"no prefill and decode instances serve {what}"),)
-        return self._start(Journey(request, model), event.at)
+        return self._start(Booking(request, model), event.at)
 
-    def _start(self, journey: Journey, at: float) -> tuple[Decision, ...]:
+    def _start(self, journey: Booking, at: float) -> tuple[Decision, ...]:
         """Choose the first leg, and the second one if both are due. Keep the booking unless the request is rejected."""
-        decisions = self._dispatch.alone(journey, at) if journey.request.one_leg else self._dispatch.route(journey, at)
+        decisions = (
+            self._dispatch.place_single(journey, at) if journey.request.one_leg else self._dispatch.route(journey, at)
+        )
         if isinstance(decisions[-1], Reject):
             self._dispatch.release_prefill(journey, at)
             self._journeys.pop(journey.request.id, None)
@@ -161,28 +163,28 @@ class Control:
             raise InputError(f"decode of request {event.request_id} is not under way", mend=_ONCE)
         alone = journey.source == journey.target
         joint = self._cluster.instances[journey.source].protocol == "sglang"
-        if event.kv_lost and self._dispatch.away(journey):
+        if event.kv_lost and self._dispatch.is_offloaded(journey):
             journey.at_home = True  # the WAN path failed, neither of the two instances
             return self._again(journey, None, event.at)
         if event.kv_lost or alone or joint:
             return self._again(journey, journey.target, event.at)
         self._dispatch.release_decode(journey, event.at)
-        journey.shun(journey.target)
+        journey.exclude(journey.target)
         return (self._decode(journey, event.at),)
 
-    def _decode(self, journey: Journey, at: float) -> Decision:
+    def _decode(self, journey: Booking, at: float) -> Decision:
         decision = self._dispatch.choose_decode(journey, at)
         if isinstance(decision, Reject):
             del self._journeys[journey.request.id]
         return decision
 
-    def _again(self, journey: Journey, failed: int | None, at: float) -> tuple[Decision, ...]:
+    def _again(self, journey: Booking, failed: int | None, at: float) -> tuple[Decision, ...]:
         """Restart the request from the beginning without the instance that failed."""
         self._dispatch.release_prefill(journey, at)
         self._dispatch.release_decode(journey, at)
         journey.early = False
         if failed is not None:
-            journey.shun(failed)
+            journey.exclude(failed)
         return self._start(journey, at)
 
     def _transfer_finished(self, event: TransferFinished) -> tuple[Decision, ...]:
@@ -217,7 +219,7 @@ class Control:
             pool.free_kv_bytes[position] = event.free_kv_bytes
         return ()
 
-    def _journey(self, request_id: int) -> Journey:
+    def _journey(self, request_id: int) -> Booking:
         journey = self._journeys.get(request_id)
         if journey is None:
             mend = "it has not arrived, was rejected or has left"
@@ -274,7 +276,9 @@ class Control:
         return tuple(Convert(conversion.instance, conversion.role) for conversion in conversions)
 
     def _threshold_known(self, event: ThresholdKnown) -> tuple[Decision, ...]:
-        if self.offloading is None or not self.offloading.know(event.site, event.tokens, event.base_tokens):
+        if self.offloading is None or not self.offloading.restore_threshold(
+            event.site, event.tokens, event.base_tokens
+        ):
             raise InputError(f"{event.site} is no datacenter to offload to", mend="name one that only prefills")
         return ()
 

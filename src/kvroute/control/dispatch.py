@@ -8,12 +8,12 @@ import msgspec
 import numpy as np
 
 from kvroute.control.datacenters import Egress
-from kvroute.control.offloading import Offloading
+from kvroute.control.offloading import Offloader
 from kvroute.control.pairing import Pairing
 from kvroute.control.pool import DecodePool
-from kvroute.control.prefixes import Prefixes
-from kvroute.control.shadow import Shadow
-from kvroute.control.view import DecodePick, PoolKey, View
+from kvroute.control.prefixes import PrefixCopies
+from kvroute.control.shadow import ShadowPolicy
+from kvroute.control.view import ClusterView, DecodePick, PoolKey
 from kvroute.policies import PrefillCandidates
 from kvroute.types import (
     CROSS_DATACENTER,
@@ -33,7 +33,7 @@ _JOINT_WIDTH = 4
 
 
 @dataclass(slots=True)
-class Journey:
+class Booking:
     """What is booked for a request and must be released when it leaves."""
 
     request: Request
@@ -62,25 +62,25 @@ class Journey:
     avoid: list[int] = field(default_factory=list)
     """Instances that have failed this request, the latest last."""
 
-    def shun(self, index: int) -> None:
+    def exclude(self, index: int) -> None:
         """Record that this instance has failed the request."""
         self.avoid = [each for each in self.avoid if each != index] + [index]
 
 
-class Dispatch:
+class Dispatcher:
     """Sends requests to instances of a view. The caller stores the bookings and reports when their steps are over."""
 
-    def __init__(self, view: View, offloading: Offloading | None, prefixes: Prefixes) -> None:
+    def __init__(self, view: ClusterView, offloading: Offloader | None, prefixes: PrefixCopies) -> None:
         self._view, self._offloading, self._prefixes = view, offloading, prefixes
         self._pairing = Pairing(view)
         shadow = view.settings.shadow_policy
-        self._shadow = Shadow(view, shadow) if shadow is not None else None
+        self._shadow = ShadowPolicy(view, shadow) if shadow is not None else None
 
-    def route(self, journey: Journey, at: float) -> tuple[Decision, ...]:
+    def route(self, journey: Booking, at: float) -> tuple[Decision, ...]:
         """Choose the prefill, and the decode if both legs start at once or on one instance; a Reject comes last."""
         request, model, view = journey.request, journey.model, self._view
         candidates = view.prefill_candidates(request, model, at, journey.avoid)
-        candidates, fetches = self._prefixes.offer(request, model, candidates, at)
+        candidates, fetches = self._prefixes.with_fetches(request, model, candidates, at)
         placement = self._offloading.place(request, candidates, at, journey.at_home) if self._offloading else None
         candidates = placement.candidates if placement else candidates
         choice = view.choose_prefill(request, model, candidates)
@@ -101,7 +101,7 @@ class Dispatch:
         prefill = Prefill(request.id, pool.names[choice.index], int(candidates.hit_tokens[choice.index]), choice.terms)
         if self._offloading is not None:
             self._offloading.prefills(at, choice.index, request, int(candidates.hit_tokens[choice.index]))
-        prefill = self._prefixes.settle(prefill, request, model, placement, fetches, at)
+        prefill = self._prefixes.attach(prefill, request, model, placement, fetches, at)
         journey.copy_id = prefill.copy_id
         if placement is not None:
             prefill = msgspec.structs.replace(prefill, offload=placement.offload)
@@ -118,12 +118,12 @@ class Dispatch:
         return (prefill, pick if isinstance(pick, Reject) else self._go(journey, at, pick))
 
     def _leaves_early(self, away: bool) -> bool:
-        """Whether the KV cache is sent layer by layer during the prefill. Args: `away`: another datacenter prefills."""
+        """Whether the KV cache is sent layer by layer during the prefill. Args: `is_offloaded`: another datacenter prefills."""
         offloads_so = away and self._offloading is not None and self._offloading.spec.layerwise
         return self._view.settings.layerwise or offloads_so
 
     def _jointly(
-        self, journey: Journey, at: float, candidates: PrefillCandidates, choice: Choice
+        self, journey: Booking, at: float, candidates: PrefillCandidates, choice: Choice
     ) -> tuple[Choice, DecodePick | Reject | None]:
         """Choose both legs at once.
 
@@ -165,7 +165,7 @@ class Dispatch:
         return Choice(usable[best][0], joint), usable[best][1]
 
     def _partner(
-        self, journey: Journey, at: float, position: int, *, early: bool = False
+        self, journey: Booking, at: float, position: int, *, early: bool = False
     ) -> DecodePick | Reject | None:
         """The decode instance for this prefill instance. None if it decodes itself, or if the decode leg is decided
         later and not `early`."""
@@ -176,7 +176,7 @@ class Dispatch:
         key = (journey.model, instance.protocol)
         return self._view.choose_decode(journey.request, key, index, at, journey.avoid)
 
-    def alone(self, journey: Journey, at: float) -> tuple[Decision, ...]:
+    def place_single(self, journey: Booking, at: float) -> tuple[Decision, ...]:
         """Choose the one instance for a request of one leg, or return a Reject."""
         found = self._view.choose_alone(journey.request, journey.model, at, journey.avoid)
         if isinstance(found, Reject):
@@ -186,7 +186,7 @@ class Dispatch:
         journey.source = int(pool.ids[pick.choice.index])
         return (self._book(journey, at, pool, pick.choice.index, pick.candidates, pick.tier, pick.choice.terms),)
 
-    def _stay(self, journey: Journey, at: float, key: PoolKey, index: int) -> Decode:
+    def _stay(self, journey: Booking, at: float, key: PoolKey, index: int) -> Decode:
         """Decode on the prefill instance."""
         pool, request = self._view.decode[key], journey.request
         hit_tokens = np.zeros(len(pool.ids), dtype=np.int64)
@@ -195,17 +195,17 @@ class Dispatch:
         candidates.kv_bytes[:] = 0.0
         return self._book(journey, at, pool, pool.position[index], candidates, 0, None)
 
-    def _go(self, journey: Journey, at: float, pick: DecodePick) -> Decode:
+    def _go(self, journey: Booking, at: float, pick: DecodePick) -> Decode:
         """Decode on another instance than the prefill instance."""
         instance = self._view.cluster.instances[journey.source]
         key = (journey.model, instance.protocol)
-        shadow = self._shadow.beside(journey.request, key, journey.source, pick, at) if self._shadow else None
+        shadow = self._shadow.evaluate(journey.request, key, journey.source, pick, at) if self._shadow else None
         pool = self._view.decode[key]
         return self._book(journey, at, pool, pick.choice.index, pick.candidates, pick.tier, pick.choice.terms, shadow)
 
     def _book(
         self,
-        journey: Journey,
+        journey: Booking,
         at: float,
         pool: DecodePool,
         position: int,
@@ -239,18 +239,18 @@ class Dispatch:
             shadow=shadow,
         )
 
-    def away(self, journey: Journey) -> bool:
+    def is_offloaded(self, journey: Booking) -> bool:
         """Whether the prefill and the decode are in different datacenters."""
         return self._egress(journey) is not None
 
-    def choose_decode(self, journey: Journey, at: float) -> Decision:
+    def choose_decode(self, journey: Booking, at: float) -> Decision:
         """Choose the decode instance for a request whose prefill is complete on its source, or return a Reject."""
         request, instance = journey.request, self._view.cluster.instances[journey.source]
         key = (journey.model, instance.protocol)
         pick = self._view.choose_decode(request, key, journey.source, at, journey.avoid)
         return pick if isinstance(pick, Reject) else self._go(journey, at, pick)
 
-    def start_transfer(self, journey: Journey, at: float) -> None:
+    def start_transfer(self, journey: Booking, at: float) -> None:
         """Record that the KV cache leaves its source. Does nothing if the transfer has already started."""
         if journey.in_transfer:
             return
@@ -262,7 +262,7 @@ class Dispatch:
         if egress is not None:
             egress.started(journey.request.id, journey.kv_bytes)
 
-    def end_transfer(self, journey: Journey, at: float, *, landed: bool = False) -> None:
+    def end_transfer(self, journey: Booking, at: float, *, landed: bool = False) -> None:
         """Record that the transfer is complete (`landed`) or has failed. Does nothing if none is in progress."""
         if journey.in_transfer:
             journey.in_transfer = False
@@ -273,26 +273,26 @@ class Dispatch:
             if egress is not None:
                 egress.ended(at, journey.request.id, landed=landed)
 
-    def _egress(self, journey: Journey) -> Egress | None:
+    def _egress(self, journey: Booking) -> Egress | None:
         """The link between datacenters that the KV cache takes, or None."""
         if self._offloading is None or self._view.cluster.tier[journey.source, journey.target] < CROSS_DATACENTER:
             return None
         return self._offloading.egress.get(self._offloading.site_of(journey.source))
 
-    def end_copy(self, journey: Journey, at: float) -> None:
+    def end_copy(self, journey: Booking, at: float) -> None:
         """End the copy of a cached prefix that the request waits for. Does nothing if there is none."""
         if journey.copy_id:
             self._prefixes.ended(at, journey.copy_id, landed=False)
             journey.copy_id = 0
 
-    def release_prefill(self, journey: Journey, at: float) -> None:
+    def release_prefill(self, journey: Booking, at: float) -> None:
         """Release a prefill that has not finished."""
         self.end_copy(journey, at)
         if journey.prefill >= 0:
             self._view.prefill[journey.model].release(journey.prefill, at, journey.prefill_s)
             journey.prefill = -1
 
-    def release_decode(self, journey: Journey, at: float) -> None:
+    def release_decode(self, journey: Booking, at: float) -> None:
         """Release the slot and the memory on the decode instance."""
         if journey.pool is None or journey.position < 0:
             return

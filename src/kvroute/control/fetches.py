@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from kvroute.control.pool import PrefillPool
-from kvroute.control.view import View
+from kvroute.control.view import ClusterView
 from kvroute.oracle.formulas import effective_bytes_per_s
 from kvroute.policies import PrefillCandidates
 from kvroute.types import FloatArray, IntArray, Request
@@ -21,7 +21,7 @@ _HOLDERS_MAX = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Fetches:
+class SiblingFetches:
     """What each prefill candidate would fetch, and from which instance; arrays of length n."""
 
     own_tokens: IntArray
@@ -31,15 +31,15 @@ class Fetches:
     fetch_s: FloatArray
     """Seconds until the fetched prefix has arrived; 0 if nothing is fetched."""
 
-    def true_holder(self, position: int, index: int) -> int:
+    def source_of(self, position: int, index: int) -> int:
         """The instance that really holds the prefix of the candidate at `position` (`index` in the cluster)."""
         return index if self.holder[position] < 0 else int(self.holder[position])
 
 
-class ClusterPool:
+class SiblingCaches:
     """The prefill instances of each datacenter as one pool of prefixes: each can fetch what a sibling has cached."""
 
-    def __init__(self, view: View) -> None:
+    def __init__(self, view: ClusterView) -> None:
         self._view = view
         datacenters = sorted({instance.datacenter for instance in view.cluster.instances})
         number = {name: site for site, name in enumerate(datacenters)}
@@ -51,7 +51,7 @@ class ClusterPool:
 
     def offer(
         self, request: Request, model: str, candidates: PrefillCandidates, at: float
-    ) -> tuple[PrefillCandidates, Fetches]:
+    ) -> tuple[PrefillCandidates, SiblingFetches]:
         """Return the candidates with what each could fetch: the longest cached prefix of its datacenter.
 
         A candidate fetches if waiting for the prefix and computing the rest take less time than prefilling with its own
@@ -59,7 +59,7 @@ class ClusterPool:
         """
         pool = self._view.prefill[model]
         tokens, prefill_s = candidates.hit_tokens.copy(), candidates.prefill_s.copy()
-        fetches = Fetches(candidates.hit_tokens, np.full(len(tokens), -1, dtype=np.int64), np.zeros(len(tokens)))
+        fetches = SiblingFetches(candidates.hit_tokens, np.full(len(tokens), -1, dtype=np.int64), np.zeros(len(tokens)))
         for members in self._members[model]:
             up = members[pool.up[members]]
             longest = int(tokens[up].max(initial=0))

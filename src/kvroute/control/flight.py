@@ -15,7 +15,7 @@ from kvroute.types import TIER_COUNT, FloatArray, IntArray, NetworkCosts
 _NOTHING: FloatArray = np.zeros(TIER_COUNT)
 
 
-class Flight:
+class TransferTracker:
     """Maintains foresight's table of transfers and gives the policy its current state at each decision."""
 
     def __init__(self, cluster: Cluster, policy: Foresight, oracle: NetworkOracle) -> None:

@@ -86,7 +86,7 @@ class EventLog:
     def write(self, event: Event, decisions: tuple[Decision, ...], name: str = "") -> int:
         """Append one record and return its size in bytes."""
         if self._cuts and decisions:
-            decisions = tuple([cheapest(decision) for decision in decisions])
+            decisions = tuple([trim_terms(decision) for decision in decisions])
         nbytes = self._file.write(_ENCODER.encode(LogRecord(event, decisions, name)) + b"\n")
         self.nbytes += nbytes
         return nbytes
@@ -116,7 +116,7 @@ class EventLog:
         self._file.close()
 
 
-def cheapest(decision: Decision) -> Decision:
+def trim_terms(decision: Decision) -> Decision:
     """Reduce a decision with over TERMS_ALL candidates to the terms of the TERMS_BEST cheapest and of the chosen one.
     Ties in cost are broken by position."""
     terms = decision.terms
@@ -142,7 +142,7 @@ def cheapest(decision: Decision) -> Decision:
     )
 
 
-def is_cut(path: Path) -> bool:
+def is_truncated(path: Path) -> bool:
     """Whether the last line of a log has no line end, so that `read_log` skips it; the file must not be empty."""
     with parts_of(path)[-1].open("rb") as file:
         file.seek(-1, os.SEEK_END)
@@ -264,8 +264,8 @@ def replay(control: Control, records: Iterable[LogRecord]) -> Iterator[tuple[Log
         yield record, control.handle(record.event)
 
 
-def same(recorded: tuple[Decision, ...], again: tuple[Decision, ...]) -> bool:
+def decisions_equal(recorded: tuple[Decision, ...], again: tuple[Decision, ...]) -> bool:
     """Whether decisions are equal bit for bit, including the terms that the record kept."""
     if any(decision.terms is not None and decision.terms.left_out for decision in recorded):
-        again = tuple([cheapest(decision) for decision in again])
+        again = tuple([trim_terms(decision) for decision in again])
     return _ENCODER.encode(recorded) == _ENCODER.encode(again)

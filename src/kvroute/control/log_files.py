@@ -20,7 +20,7 @@ def is_log(start: bytes) -> bool:
     return start.startswith(HEADER_START)
 
 
-def check_place(path: Path) -> None:
+def check_can_create(path: Path) -> None:
     """Raises InputError if no log can be created here: the folder does not exist, or another file has this name."""
     refuse_other_files(path)
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
@@ -46,7 +46,7 @@ def numbered(path: Path) -> list[Path]:
     return [file for _, file in sorted(found)]
 
 
-def set_aside(path: Path) -> Path | None:
+def rotate(path: Path) -> Path | None:
     """Rename an existing log to free its name for a new one: `.1`, or the next free number, is added to its name.
 
     Returns:

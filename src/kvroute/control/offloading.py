@@ -16,7 +16,7 @@ import numpy as np
 from kvroute.control.datacenters import Datacenters, Egress
 from kvroute.control.pool import PrefillPool
 from kvroute.control.stages import Stages
-from kvroute.control.view import View
+from kvroute.control.view import ClusterView
 from kvroute.policies import PrefillCandidates
 from kvroute.policies.allocation import Allocation, Capacity, Conversion, Review
 from kvroute.policies.offload import HOME, OffloadSpec, SiteCandidates, choose_site, longest
@@ -49,10 +49,10 @@ class Placement:
     """Tokens that are cached once the copy is complete."""
 
 
-class Offloading:
+class Offloader:
     """Thresholds and traffic of one model's requests over several datacenters."""
 
-    def __init__(self, spec: OffloadSpec, view: View) -> None:
+    def __init__(self, spec: OffloadSpec, view: ClusterView) -> None:
         """Raises InputError if the cluster serves several models or KV protocols, or has no site to offload to."""
         if len(view.models) > 1:
             what = f"offloading knows one model, and the cluster serves {', '.join(view.models)}"
@@ -98,7 +98,7 @@ class Offloading:
             return told, min(told + own, 1.0)
         return max(told - own, 0.0), told
 
-    def way(self, source: int, target: int) -> tuple[Egress, ...]:
+    def wan_links(self, source: int, target: int) -> tuple[Egress, ...]:
         """The links that own bytes pass from one site to another: one link group, two between two PrfaaS sites, none
         within a site or between home (PD) sites."""
         if source == target:
@@ -255,7 +255,7 @@ class Offloading:
             if own_tokens < prefix_tokens:
                 nbytes = self.copy_bytes(prefix_tokens, own_tokens)
                 seconds[position] = max(
-                    (self._link_s(link, nbytes, at) for link in self.way(source, site)), default=0.0
+                    (self._link_s(link, nbytes, at) for link in self.wan_links(source, site)), default=0.0
                 )
         return seconds
 
@@ -293,7 +293,7 @@ class Offloading:
         self.converting -= 1
         self._search(at)
 
-    def know(self, site: str, tokens: float, base_tokens: float) -> bool:
+    def restore_threshold(self, site: str, tokens: float, base_tokens: float) -> bool:
         """Restore a site's threshold from another core, except a base set in the spec. Return False if no such site."""
         for number in self.datacenters.prfaas:
             if self.datacenters.names[number] == site:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvroute.control.pool import DecodePool
-from kvroute.control.view import View
-from kvroute.policies import Foresight, ForesightJoint, PrefillCandidates, Way
+from kvroute.control.view import ClusterView
+from kvroute.policies import Foresight, ForesightJoint, JointPath, PrefillCandidates
 from kvroute.types import Candidates, Choice, Reject, Request
 
 
@@ -12,7 +12,7 @@ class Pairing:
     """Uses `ForesightJoint` if the operator's decode policy asks for it. Otherwise, or if the request has no such pair,
     the prefill policy's choice is kept."""
 
-    def __init__(self, view: View) -> None:
+    def __init__(self, view: ClusterView) -> None:
         self._view = view
         policy = view.settings.decode_policy
         self._policy: ForesightJoint | None = None
@@ -29,7 +29,7 @@ class Pairing:
             return choice
         turn, asked = self._view.prefill[model].decisions, dict[str, Candidates]()
 
-        def way(position: int) -> Way | None:
+        def way(position: int) -> JointPath | None:
             return self._way(request, model, candidates, position, at, asked)
 
         pair = self._policy.choose(request, candidates, way, turn)
@@ -48,7 +48,7 @@ class Pairing:
         position: int,
         at: float,
         asked: dict[str, Candidates],
-    ) -> Way | None:
+    ) -> JointPath | None:
         """The decode candidates for this prefill instance and the predicted network between them. `asked` caches the
         candidates by protocol."""
         view = self._view
@@ -61,7 +61,7 @@ class Pairing:
             asked[protocol] = self._asked(request, model, pool)
         costs = view.oracle.costs(source, pool.ids, at)
         starts_s = float(candidates.pending_s[position] + candidates.prefill_s[position])
-        return Way(asked[protocol], costs, view.flight.sight(source, pool.ids, costs, at, starts_s))
+        return JointPath(asked[protocol], costs, view.flight.sight(source, pool.ids, costs, at, starts_s))
 
     def _asked(self, request: Request, model: str, pool: DecodePool) -> Candidates:
         view = self._view

@@ -8,41 +8,41 @@ from __future__ import annotations
 import msgspec
 
 from kvroute.control.copies import Copies
-from kvroute.control.fetches import ClusterPool, Fetches
-from kvroute.control.offloading import Offloading, Placement
+from kvroute.control.fetches import SiblingCaches, SiblingFetches
+from kvroute.control.offloading import Offloader, Placement
 from kvroute.control.rebalancing import Rebalancing
-from kvroute.control.view import View
+from kvroute.control.view import ClusterView
 from kvroute.policies import PrefillCandidates
 from kvroute.types import CopyPrefix, Prefill, Request
 
 
-class Prefixes:
+class PrefixCopies:
     """Copies of cached prefixes: for a request from another site or from a sibling, and ahead of demand."""
 
-    def __init__(self, view: View, offloading: Offloading | None) -> None:
+    def __init__(self, view: ClusterView, offloading: Offloader | None) -> None:
         settings = view.settings
         self._view = view
         self._copies = Copies(view, offloading)
-        self._pool = ClusterPool(view) if settings.prefix_pool and settings.prefill_cache else None
+        self._pool = SiblingCaches(view) if settings.prefix_pool and settings.prefill_cache else None
         self._rebalancing = (
             Rebalancing(settings.copies, view, offloading, self._copies) if settings.copies is not None else None
         )
 
-    def offer(
+    def with_fetches(
         self, request: Request, model: str, candidates: PrefillCandidates, at: float
-    ) -> tuple[PrefillCandidates, Fetches | None]:
+    ) -> tuple[PrefillCandidates, SiblingFetches | None]:
         """Return the candidates with what each could fetch from a sibling."""
         if self._pool is None or not candidates.hit_tokens.any():
             return candidates, None
         return self._pool.offer(request, model, candidates, at)
 
-    def settle(
+    def attach(
         self,
         prefill: Prefill,
         request: Request,
         model: str,
         placement: Placement | None,
-        fetches: Fetches | None,
+        fetches: SiblingFetches | None,
         at: float,
     ) -> Prefill:
         """Attach to a prefill decision the copy that it waits for, book the copy, and count the read for hotspots."""
@@ -53,7 +53,7 @@ class Prefixes:
         if placement is not None and placement.copy_source >= 0 and placement.prefix_tokens > tokens:
             holder, tokens = placement.copy_source, placement.prefix_tokens
         if fetches is not None:
-            holder = fetches.true_holder(position_of[holder], holder)
+            holder = fetches.source_of(position_of[holder], holder)
         if self._rebalancing is not None and tokens >= request.block_tokens:
             self._rebalancing.read(model, holder, request, tokens)
         if fetches is not None and prefill.terms is not None:

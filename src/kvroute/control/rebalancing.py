@@ -11,8 +11,8 @@ import numpy as np
 
 from kvroute.cachepool import Copy, CopySpec, Hotspots, Place
 from kvroute.control.copies import Copies
-from kvroute.control.offloading import Offloading
-from kvroute.control.view import View
+from kvroute.control.offloading import Offloader
+from kvroute.control.view import ClusterView
 from kvroute.types import CROSS_DATACENTER, SAME_DATACENTER, CopyPrefix, Request, Terms
 
 
@@ -20,7 +20,7 @@ class KnownPrefixes:
     """Cached prefixes that the prefill instances of one model have reported, for instances that are up. Copies in
     progress count as cached, so none is planned twice."""
 
-    def __init__(self, view: View, model: str, copies: Copies) -> None:
+    def __init__(self, view: ClusterView, model: str, copies: Copies) -> None:
         self._view, self._model, self._copies = view, model, copies
         self._pool = view.prefill[model]
         instances = [view.cluster.instances[index] for index in self._pool.ids.tolist()]
@@ -61,7 +61,7 @@ class KnownPrefixes:
 class Rebalancing:
     """Hotspots of every model, and the copies that relieve them."""
 
-    def __init__(self, spec: CopySpec, view: View, offloading: Offloading | None, copies: Copies) -> None:
+    def __init__(self, spec: CopySpec, view: ClusterView, offloading: Offloader | None, copies: Copies) -> None:
         self._spec, self._view, self._offloading, self._copies = spec, view, offloading, copies
         self._known = {name: KnownPrefixes(view, name, copies) for name in view.models}
         self._spots = {name: Hotspots(known, spec.hotspots) for name, known in self._known.items()}

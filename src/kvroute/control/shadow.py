@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import msgspec
 
-from kvroute.control.view import DecodePick, PoolKey, View
+from kvroute.control.view import ClusterView, DecodePick, PoolKey
 from kvroute.policies import DecodePolicy
 from kvroute.types import Choice, Decode, Reject, Request, Shadowed, Terms
 
 
-class Shadow:
+class ShadowPolicy:
     """Evaluates the shadow policy for every decode decision of the acting policy."""
 
-    def __init__(self, view: View, policy: DecodePolicy) -> None:
+    def __init__(self, view: ClusterView, policy: DecodePolicy) -> None:
         self._view, self._policy = view, policy
 
-    def beside(self, request: Request, key: PoolKey, source: int, pick: DecodePick, at: float) -> Shadowed:
+    def evaluate(self, request: Request, key: PoolKey, source: int, pick: DecodePick, at: float) -> Shadowed:
         """Return the shadow policy's choice at the moment of `pick`. Call it before that choice is booked."""
         choice = self._view.decode_choice(self._policy, request, key, source, pick.candidates, at, pick.usable)
         if isinstance(choice, Reject):

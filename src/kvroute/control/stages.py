@@ -10,7 +10,7 @@ import numpy as np
 
 from kvroute.control.datacenters import Datacenters
 from kvroute.control.pool import DecodePool, PrefillPool
-from kvroute.control.view import View
+from kvroute.control.view import ClusterView
 from kvroute.llm import Model
 from kvroute.policies.allocation import Capacity, Home, Stage, StageLoad
 from kvroute.policies.throughput import Curve, PrfaasCluster, kv_curve, prefill_curve
@@ -29,7 +29,7 @@ _LOOKS = 300
 class Stages:
     """The pools of one model, by datacenter. All instances of a site are assumed as fast as its first one."""
 
-    view: View
+    view: ClusterView
     datacenters: Datacenters
     prefill: PrefillPool
     decode: DecodePool

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvroute import llm
 from kvroute.control.caches import Caches
-from kvroute.control.flight import Flight
+from kvroute.control.flight import TransferTracker
 from kvroute.control.pool import DecodePool, PrefillPool
 from kvroute.control.settings import ControlSettings
 from kvroute.llm import Model
@@ -62,13 +62,13 @@ class DecodePick(NamedTuple):
     """Instances that were up and not to be avoided; None: all."""
 
 
-class View:
+class ClusterView:
     """Pools by model and protocol, with health. Its `choose_*` methods change nothing; only its setters do."""
 
     def __init__(self, cluster: Cluster, settings: ControlSettings, oracle: NetworkOracle) -> None:
         self.oracle, self.cluster, self.settings = oracle, cluster, settings
         self._flights = {
-            policy: Flight(cluster, policy, oracle)
+            policy: TransferTracker(cluster, policy, oracle)
             for policy in (settings.decode_policy, settings.shadow_policy)
             if isinstance(policy, Foresight)
         }

@@ -13,7 +13,7 @@ from kvroute.doctor.counters import read_counters
 from kvroute.doctor.fetch import Fetched, fetch
 from kvroute.doctor.report import EngineReport, MetricsReport
 from kvroute.gateway.config.settings import GatewaySettings
-from kvroute.gateway.engines.client import Station
+from kvroute.gateway.engines.client import EngineClient
 from kvroute.gateway.http.headers import Headers
 from kvroute.gateway.observe.prometheus_text import PageError
 from kvroute.gateway.telemetry.metrics_page import read_metrics, series_missing
@@ -63,7 +63,7 @@ class _Info(msgspec.Struct):
 class Examined:
     """One engine under examination: its connections, its report, and bounds of its clock."""
 
-    station: Station
+    station: EngineClient
     report: EngineReport
     headers: Headers
     """Headers of requests below /v1, including the key."""
@@ -95,7 +95,7 @@ class Examined:
             self.offsets.append(from_date(date, answer.sent_s, answer.head_s))
 
 
-def examined(station: Station, settings: GatewaySettings, headers: Headers) -> Examined:
+def examined(station: EngineClient, settings: GatewaySettings, headers: Headers) -> Examined:
     """Return an engine without results."""
     instance = station.instance
     assert instance.endpoint is not None

@@ -6,9 +6,9 @@ import asyncio
 import time
 from dataclasses import dataclass, field
 
-from kvroute.gateway.http.call import Failure, Sink
+from kvroute.gateway.http.call import Failure, ResponseHandler
 from kvroute.gateway.http.headers import Headers
-from kvroute.gateway.http.pool import Pool, request_bytes
+from kvroute.gateway.http.pool import UpstreamPool, request_bytes
 
 BODY_BYTES_MAX = 8 << 20
 LATE = "no complete answer"
@@ -46,7 +46,7 @@ class Fetched:
         return next((value.decode("latin-1") for key, value in self.headers if key == name), "")
 
 
-class _Listener(Sink):
+class _Listener(ResponseHandler):
     """Collects one response."""
 
     def __init__(self, body_bytes_max: int) -> None:
@@ -58,22 +58,22 @@ class _Listener(Sink):
         self._body_bytes_max = body_bytes_max
 
     def on_head(self, status: int, headers: Headers) -> None:
-        """See Sink."""
+        """See ResponseHandler."""
         self.status, self.headers, self.head_s = status, headers, time.time()
 
     def on_body(self, data: bytes) -> None:
-        """See Sink."""
+        """See ResponseHandler."""
         self.first_byte_s = self.first_byte_s or time.time()
         self.body += data
         if len(self.body) > self._body_bytes_max:
             self._finish(f"the answer is longer than {self._body_bytes_max} bytes")
 
     def on_end(self) -> None:
-        """See Sink."""
+        """See ResponseHandler."""
         self._finish("")
 
     def on_failure(self, failure: Failure) -> None:
-        """See Sink."""
+        """See ResponseHandler."""
         self._finish(failure.text)
 
     def _finish(self, failure: str) -> None:
@@ -83,7 +83,7 @@ class _Listener(Sink):
 
 
 async def fetch(
-    pool: Pool,
+    pool: UpstreamPool,
     path: bytes,
     *,
     wait_s: float,

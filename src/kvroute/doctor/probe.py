@@ -14,8 +14,8 @@ from kvroute.doctor.counters import Counters, Movement, external_tokens, failure
 from kvroute.doctor.engine import Examined
 from kvroute.doctor.fetch import Fetched, fetch
 from kvroute.doctor.report import PairReport
-from kvroute.gateway.engines.protocols import ROOM_LIMIT, DialectError, Meeting
-from kvroute.gateway.http.pool import Pool
+from kvroute.gateway.engines.protocols import ROOM_LIMIT, KvHandshake, ProtocolError
+from kvroute.gateway.http.pool import UpstreamPool
 from kvroute.gateway.openai_api.requests import Completion, read_completion
 from kvroute.llm import Model
 
@@ -120,21 +120,21 @@ class Probe:
             waited_s += _POLL_S
 
     async def _legs(self, outcome: Outcome) -> None:
-        dialect = self.prefill.station.dialect
+        dialect = self.prefill.station.protocol
         completion, meeting = self._completion(), await self._meeting()
         name = uuid.UUID(int=self.draw.getrandbits(128)).hex
         try:
             prefill_body = dialect.prefill_body(completion, meeting)
-            if dialect.joint:
+            if dialect.concurrent_legs:
                 decode_body = dialect.decode_body(completion, meeting, None)
                 prefilled, decoded = await self._both(name, prefill_body, decode_body)
             else:
                 prefilled = await self._send("prefill", name, prefill_body)
-                handover = dialect.handover(prefilled.body)
+                handover = dialect.transfer_params(prefilled.body)
                 outcome.handover_tp = _tp_of(handover)
                 outcome.prefill_s = prefilled.end_s - prefilled.sent_s
                 decoded = await self._send("decode", name, dialect.decode_body(completion, meeting, handover))
-        except DialectError as error:
+        except ProtocolError as error:
             raise PairError(f"prefill engine {self.pair.prefill} {error}") from None
         outcome.sent_s = prefilled.sent_s
         outcome.first_token_s = decoded.first_byte_s - decoded.sent_s
@@ -162,14 +162,14 @@ class Probe:
         }
         return read_completion(COMPLETIONS_PATH, msgspec.json.encode(body))
 
-    async def _meeting(self) -> Meeting:
+    async def _meeting(self) -> KvHandshake:
         station = self.prefill.station
-        found = station.meeting(self._drawn)
+        found = station.handshake(self._drawn)
         if found is None:
             answered = asyncio.Event()
-            station.meet(answered.set)
+            station.resolve_engine_id(answered.set)
             await answered.wait()
-            found = station.meeting(self._drawn)
+            found = station.handshake(self._drawn)
         if found is None:
             raise PairError(f"the bootstrap server of prefill engine {station.name} does not answer")
         return found
@@ -179,7 +179,7 @@ class Probe:
 
     async def _send(self, leg: str, name: str, body: bytes) -> Fetched:
         engine = self.prefill if leg == "prefill" else self.decode
-        pool: Pool = engine.station.pool
+        pool: UpstreamPool = engine.station.pool
         headers = [(b"content-type", b"application/json"), (b"x-request-id", name.encode()), *engine.headers]
         answer = await fetch(pool, COMPLETIONS_PATH, wait_s=self.remaining_s(), headers=headers, body=body)
         engine.dated(answer)

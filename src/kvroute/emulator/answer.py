@@ -20,7 +20,7 @@ WORDS = tuple(
 """Vocabulary of the output: 1,024 words that need no escaping in JSON."""
 
 
-def words(seed: int, choice: int) -> Iterator[bytes]:
+def generated_tokens(seed: int, choice: int) -> Iterator[bytes]:
     """Yield the tokens of answer `choice` to a prompt with this seed, without end."""
     state = (seed + choice * _MULTIPLIER) & _MASK
     while True:
@@ -29,7 +29,7 @@ def words(seed: int, choice: int) -> Iterator[bytes]:
 
 
 @dataclass(frozen=True, slots=True)
-class Heading:
+class ResponseHeader:
     """Fields that all chunks of one response share."""
 
     kind: Kind
@@ -68,10 +68,10 @@ def choice(kind: Kind, index: int, text: bytes) -> dict[str, Any]:
 
 
 @dataclass(slots=True)
-class Pieces:
+class StreamWriter:
     """One streamed choice. The event frame is encoded once and filled in per token."""
 
-    heading: Heading
+    heading: ResponseHeader
     index: int
     tokens: int
     source: Iterator[bytes]

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 
 from kvroute.emulator.prompt import Prompt, chat_prompt, checked_salt, completion_prompts
-from kvroute.emulator.refusal import Refusal
+from kvroute.emulator.refusal import ApiError
 from kvroute.types import Role
 
 Kind: TypeAlias = Literal["chat", "completions"]
@@ -62,7 +62,7 @@ class Body(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Ticket:
+class KvHandle:
     """Key and address under which the KV of one answer is fetched. On the prefill leg the address is empty."""
 
     key: str
@@ -79,7 +79,7 @@ class Ticket:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class EngineRequest:
     """A validated request for `len(prompts) * n` answers of `output_tokens` each."""
 
     kind: Kind
@@ -91,18 +91,18 @@ class Ask:
     output_tokens: int
     stream: bool
     usage: bool
-    tickets: tuple[Ticket, ...]
+    tickets: tuple[KvHandle, ...]
     """One handle per answer. Empty without a KV transfer, and on vLLM's prefill leg: the engine generates the key."""
     told: bool
     """True if the response of a prefill leg contains `kv_transfer_params`."""
-    prefix: Ticket | None = None
+    prefix: KvHandle | None = None
     """KV of a prompt prefix that a prefill leg fetches before it computes the rest."""
 
 
 _DECODER = msgspec.json.Decoder(Body)
 
 
-def read_ask(kind: Kind, data: bytes, *, models: Sequence[str], role: Role, block_tokens: int) -> Ask:
+def read_ask(kind: Kind, data: bytes, *, models: Sequence[str], role: Role, block_tokens: int) -> EngineRequest:
     """Parse and validate a body. `models` are the names that the engine serves, its own first.
 
     Raises:
@@ -111,10 +111,10 @@ def read_ask(kind: Kind, data: bytes, *, models: Sequence[str], role: Role, bloc
     try:
         body = _DECODER.decode(data)
     except msgspec.DecodeError as error:
-        raise Refusal(f"the body cannot be read: {error}") from None
+        raise ApiError(f"the body cannot be read: {error}") from None
     if body.model is not None and body.model not in models:
         what = f"The model `{body.model}` does not exist; ask for {' or '.join(models)}"
-        raise Refusal(what, status=404, kind="NotFoundError", param="model")
+        raise ApiError(what, status=404, kind="NotFoundError", param="model")
     chat = kind == "chat"
     salt = checked_salt(body.cache_salt)
     if chat:
@@ -125,7 +125,7 @@ def read_ask(kind: Kind, data: bytes, *, models: Sequence[str], role: Role, bloc
     answers = len(prompts) * n
     leg, tickets = _tickets(body, role, answers)
     bound = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    return Ask(
+    return EngineRequest(
         kind=kind,
         model=body.model or models[0],
         leg=leg,
@@ -144,38 +144,38 @@ def _bounded(value: int | None, name: str, default: int, most: int) -> int:
     if value is None:
         return default
     if not 1 <= value <= most:
-        raise Refusal(f"{name} is {value}; give 1 to {most}", param=name)
+        raise ApiError(f"{name} is {value}; give 1 to {most}", param=name)
     return value
 
 
-def _tickets(body: Body, role: Role, answers: int) -> tuple[Leg, tuple[Ticket, ...]]:
+def _tickets(body: Body, role: Role, answers: int) -> tuple[Leg, tuple[KvHandle, ...]]:
     if body.bootstrap_room is not None:
         return ("prefill" if role == "prefill" else "decode"), _rooms(body, answers)
     params = body.kv_transfer_params
     if params is None or not (params.do_remote_decode or params.do_remote_prefill):
         return "whole", ()
     if answers > 1:
-        raise Refusal("kv_transfer_params with several answers; ask for one prompt and n of 1", param="n")
+        raise ApiError("kv_transfer_params with several answers; ask for one prompt and n of 1", param="n")
     if params.do_remote_decode:
-        return "prefill", (Ticket(params.transfer_id),) if params.transfer_id else ()
+        return "prefill", (KvHandle(params.transfer_id),) if params.transfer_id else ()
     if params.transfer_id and params.remote_bootstrap_addr:
         host, port = _address(params.remote_bootstrap_addr)
-        return "decode", (Ticket(params.transfer_id, host, port, awaited=True),)
+        return "decode", (KvHandle(params.transfer_id, host, port, awaited=True),)
     if params.transfer_id and not params.remote_request_id and params.remote_host and params.remote_port:
-        return "decode", (Ticket(params.transfer_id, params.remote_host, params.remote_port, True, early=True),)
+        return "decode", (KvHandle(params.transfer_id, params.remote_host, params.remote_port, True, early=True),)
     return "decode", (_forwarded(params),)
 
 
-def _prefix(params: KvParams | None) -> Ticket | None:
+def _prefix(params: KvParams | None) -> KvHandle | None:
     return _forwarded(params) if params is not None and params.do_remote_prefill else None
 
 
-def _forwarded(params: KvParams) -> Ticket:
+def _forwarded(params: KvParams) -> KvHandle:
     """Return the KV handle in the parameters of another instance's response."""
     if not (params.remote_request_id and params.remote_host and params.remote_port):
         what = "kv_transfer_params lacks remote_request_id, remote_host or remote_port; forward what prefill answered"
-        raise Refusal(what, param="kv_transfer_params")
-    return Ticket(
+        raise ApiError(what, param="kv_transfer_params")
+    return KvHandle(
         params.remote_request_id,
         params.remote_host,
         params.remote_port,
@@ -187,17 +187,17 @@ def _forwarded(params: KvParams) -> Ticket:
 def _address(text: str) -> tuple[str, int]:
     host, _, port = text.removeprefix("http://").rstrip("/").rpartition(":")
     if not host or not port.isdecimal():
-        raise Refusal(f"{text!r} is no host:port", param="kv_transfer_params")
+        raise ApiError(f"{text!r} is no host:port", param="kv_transfer_params")
     return host, int(port)
 
 
-def _rooms(body: Body, answers: int) -> tuple[Ticket, ...]:
+def _rooms(body: Body, answers: int) -> tuple[KvHandle, ...]:
     """Return the KV handles of SGLang's bootstrap rooms: one room, or a list with one per answer."""
     rooms = body.bootstrap_room if isinstance(body.bootstrap_room, list) else [body.bootstrap_room]
     hosts = body.bootstrap_host if isinstance(body.bootstrap_host, list) else [body.bootstrap_host or ""] * len(rooms)
     ports = body.bootstrap_port if isinstance(body.bootstrap_port, list) else [body.bootstrap_port or 0] * len(rooms)
     if not len(rooms) == len(hosts) == len(ports) == answers:
         what = f"{len(rooms)} bootstrap rooms, {len(hosts)} hosts and {len(ports)} ports for {answers} answers"
-        raise Refusal(f"{what}; give one of each per answer", param="bootstrap_room")
+        raise ApiError(f"{what}; give one of each per answer", param="bootstrap_room")
     meetings = zip(rooms, hosts, ports, strict=True)
-    return tuple(Ticket(f"room-{room}", host, port, awaited=True) for room, host, port in meetings)
+    return tuple(KvHandle(f"room-{room}", host, port, awaited=True) for room, host, port in meetings)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvroute.emulator.clock import Alarm, Clock
-from kvroute.emulator.job import Job
+from kvroute.emulator.job import EngineSequence
 from kvroute.sim.instances import DecodeInstance, Step
 from kvroute.timing import IterationTime
 from kvroute.types import DecodeSpec
@@ -22,14 +22,14 @@ class Batch:
     spec: DecodeSpec
     batch_max: int
     clock: Clock
-    on_step: Callable[[Step, list[Job]], None]
+    on_step: Callable[[Step, list[EngineSequence]], None]
     """Called at a boundary at which sequences join or leave, with the sequences that joined."""
-    on_left: Callable[[Job, float], None]
+    on_left: Callable[[EngineSequence, float], None]
     """Called when a sequence leaves, answered or gone, with the time."""
     _decode: DecodeInstance = field(init=False)
-    _jobs: dict[int, Job] = field(default_factory=dict)
+    _jobs: dict[int, EngineSequence] = field(default_factory=dict)
     """Sequences in the batch or waiting for a slot, by number."""
-    _running: dict[int, Job] = field(default_factory=dict)
+    _running: dict[int, EngineSequence] = field(default_factory=dict)
     _streams: int = 0
     """Number of running sequences that stream."""
     _ticked: int = 0
@@ -51,15 +51,15 @@ class Batch:
         """Number of sequences without a slot."""
         return len(self._jobs) - len(self._running)
 
-    def land(self, job: Job) -> None:
+    def land(self, job: EngineSequence) -> None:
         """Add a sequence whose KV has arrived. It joins at the next boundary."""
         now = self.clock.now()
         self._catch_up(now)
         self._jobs[job.number] = job
-        job.move("decoding")
+        job.set_stage("decoding")
         self._plan(self._decode.land(now, job.number, job.input_tokens, job.output_tokens))
 
-    def leave(self, job: Job) -> None:
+    def leave(self, job: EngineSequence) -> None:
         """Remove a sequence at the next boundary, or at once if it has no slot."""
         now = self.clock.now()
         self._catch_up(now)
@@ -132,7 +132,7 @@ class Batch:
         for job in self._running.values():
             if job.streaming and job.stage == "decoding":
                 job.emitted = iteration - job.entry
-                job.news()
+                job.on_change()
 
     def _step(self, at: float) -> None:
         step, step_s = self._decode.step(at)
@@ -148,11 +148,11 @@ class Batch:
         self._plan(step_s)
         self.on_step(step, joined)
 
-    def _finish(self, job: Job, at: float) -> None:
+    def _finish(self, job: EngineSequence, at: float) -> None:
         del self._jobs[job.number]
         self._streams -= job.streaming
         if job.stage != "gone":
             job.emitted = job.output_tokens
             job.stage = "answered"
         self.on_left(job, at)
-        job.news()
+        job.on_change()

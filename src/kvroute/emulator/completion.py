@@ -12,13 +12,13 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from kvroute.emulator.answer import Heading, Pieces, choice, usage, words
-from kvroute.emulator.ask import Ask, Ticket
+from kvroute.emulator.answer import ResponseHeader, StreamWriter, choice, generated_tokens, usage
+from kvroute.emulator.ask import EngineRequest, KvHandle
 from kvroute.emulator.engine import Engine
 from kvroute.emulator.faults import Fault, Faults
-from kvroute.emulator.job import Job
-from kvroute.emulator.kv_wire import Order, pull
-from kvroute.emulator.refusal import Broken, Refusal
+from kvroute.emulator.job import EngineSequence
+from kvroute.emulator.kv_wire import PullRequest, pull
+from kvroute.emulator.refusal import ApiError, EngineError
 
 JSON = "application/json"
 TRACED_DIGITS_MOST = 12
@@ -26,12 +26,12 @@ TRACED_DIGITS_MOST = 12
 ID_PREFIX = {"chat": "chatcmpl", "completions": "cmpl"}
 
 
-class CutOff(Exception):
+class ConnectionAborted(Exception):
     """The connection must be closed without a response, because a fault was injected."""
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class KvAddress:
     """Address from which an instance's KV is fetched."""
 
     host: str
@@ -39,7 +39,7 @@ class Origin:
     engine_id: str
 
 
-class Bell:
+class Notifier:
     """Notifies the coroutine that waits for changes in the sequences of one request."""
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class Bell:
 
 
 async def complete(
-    request: web.BaseRequest, ask: Ask, engine: Engine, faults: Faults, origin: Origin
+    request: web.BaseRequest, ask: EngineRequest, engine: Engine, faults: Faults, origin: KvAddress
 ) -> web.StreamResponse:
     """Serve a request and release its resources on every exit path, except KV that is held for a decode leg.
 
@@ -65,11 +65,11 @@ async def complete(
         Refusal: the request cannot be served, or failed before the response began.
         CutOff: an injected fault.
     """
-    fault = faults.strikes("prefill" if ask.leg == "prefill" else "decode", await request.read())
+    fault = faults.should_fail("prefill" if ask.leg == "prefill" else "decode", await request.read())
     if fault is not None and not (fault.after_tokens and ask.leg != "prefill"):
         await fail(fault)
     _check_length(ask, engine)
-    if ask.leg == "decode" and faults.strikes("recompute") is not None:
+    if ask.leg == "decode" and faults.should_fail("recompute") is not None:
         ask = replace(ask, leg="whole", tickets=())
     completion = Completion.of(ask, engine, fault, request.headers.get("X-Request-Id", ""))
     try:
@@ -81,11 +81,11 @@ async def complete(
             engine.leave(job)
 
 
-def _check_length(ask: Ask, engine: Engine) -> None:
+def _check_length(ask: EngineRequest, engine: Engine) -> None:
     for prompt in ask.prompts:
         if not engine.fits(len(prompt.tokens), ask.output_tokens):
             what = f"{len(prompt.tokens)} prompt and {ask.output_tokens} answer tokens exceed the KV memory"
-            raise Refusal(f"This model's maximum context length is {engine.context_tokens} tokens; {what}")
+            raise ApiError(f"This model's maximum context length is {engine.context_tokens} tokens; {what}")
 
 
 async def fail(fault: Fault) -> None:
@@ -93,28 +93,28 @@ async def fail(fault: Fault) -> None:
     if fault.status == "hang":
         await asyncio.get_running_loop().create_future()
     if fault.status == "reset":
-        raise CutOff
+        raise ConnectionAborted
     assert isinstance(fault.status, int)
-    raise Broken("a failure that was ordered", status=fault.status)
+    raise EngineError("a failure that was ordered", status=fault.status)
 
 
 @dataclass(slots=True)
 class Completion:
     """The sequences of one request, one per answer, and the responses built from them."""
 
-    ask: Ask
+    ask: EngineRequest
     engine: Engine
-    heading: Heading
+    heading: ResponseHeader
     fault: Fault | None
-    bell: Bell = field(default_factory=Bell)
-    jobs: list[Job] = field(default_factory=list)
+    bell: Notifier = field(default_factory=Notifier)
+    jobs: list[EngineSequence] = field(default_factory=list)
     cached_tokens: int = 0
 
     @classmethod
-    def of(cls, ask: Ask, engine: Engine, fault: Fault | None, request_id: str) -> Completion:
+    def of(cls, ask: EngineRequest, engine: Engine, fault: Fault | None, request_id: str) -> Completion:
         """Create a completion. Its id is the client's plus a number, so that a retried request has a different id."""
         heading_id = f"{ID_PREFIX[ask.kind]}-{request_id or engine.instance.name}-{engine.next_number()}"
-        completion = cls(ask, engine, Heading(ask.kind, heading_id, int(time.time()), ask.model), fault)
+        completion = cls(ask, engine, ResponseHeader(ask.kind, heading_id, int(time.time()), ask.model), fault)
         watched = ask.stream or fault is not None
         completion.jobs = [
             engine.arrive(prompt, ask.output_tokens, streaming=watched, news=completion.bell.ring)
@@ -146,7 +146,7 @@ class Completion:
         await self.bell.until(lambda: all(job.stage == "prefilled" for job in jobs))
         self.cached_tokens = sum(job.cached_tokens for job in jobs)
 
-    async def prefill_leg(self, origin: Origin) -> web.Response:
+    async def prefill_leg(self, origin: KvAddress) -> web.Response:
         """Compute the KV, hold it for a decode leg and respond with one token, which is not used."""
         jobs, ask = self.jobs, self.ask
         for job, ticket in zip(jobs, ask.tickets, strict=False):
@@ -154,14 +154,16 @@ class Completion:
         if ask.prefix is not None:
             await self._take_in(jobs[0], ask.prefix)
         await self._prefill()
-        tickets = ask.tickets or (Ticket(f"{origin.engine_id}/{self.heading.id}"),)
+        tickets = ask.tickets or (KvHandle(f"{origin.engine_id}/{self.heading.id}"),)
         for job, ticket in zip(jobs, tickets, strict=True):
             if not self.engine.hold(job, ticket.key):
                 what = f"the KV of another prompt is held under {ticket.key}"
-                raise Refusal(f"{what}; give every request a name of its own", status=409, kind="ConflictError")
+                raise ApiError(f"{what}; give every request a name of its own", status=409, kind="ConflictError")
         if tickets[0].awaited:  # SGLang's prefill responds when the decode instance has the KV
             await self.bell.until(self._answered)
-        choices = [choice(ask.kind, i, next(words(job.prompt.seed, i % ask.n))) for i, job in enumerate(jobs)]
+        choices = [
+            choice(ask.kind, i, next(generated_tokens(job.prompt.seed, i % ask.n))) for i, job in enumerate(jobs)
+        ]
         known = ask.prefix.prefill_cached_tokens if ask.prefix is not None else None
         cached_tokens = self.cached_tokens if known is None else known  # vLLM's rule, also for prefixes
         tokens = usage(sum(job.input_tokens for job in jobs), len(jobs), cached_tokens)
@@ -170,25 +172,25 @@ class Completion:
         document = self.heading.document(choices, stream=False, usage=tokens, **more)
         return web.Response(body=msgspec.json.encode(document), content_type=JSON)
 
-    async def _take_in(self, job: Job, ticket: Ticket) -> None:
+    async def _take_in(self, job: EngineSequence, ticket: KvHandle) -> None:
         """Pull the prompt prefix that the source has. Blocks that do not arrive are computed here."""
         engine = self.engine
         whole = job.input_tokens // engine.block_tokens * engine.block_tokens
         tokens = whole if ticket.tokens is None else min(ticket.tokens, whole)
         intake = engine.take_in(job.prompt, tokens)
         lacking_tokens = intake.lacking * engine.block_tokens
-        order = Order(ticket.key, engine.instance.name, tokens - lacking_tokens)
+        order = PullRequest(ticket.key, engine.instance.name, tokens - lacking_tokens)
         asked_s = engine.clock.now()
         try:
             parcel = await pull(ticket.host, ticket.port, order, patience_s=engine.kv_patience_s)
             intake.land()
             engine.counters.transferred(parcel.source, parcel.kv_bytes, engine.clock.now() - asked_s)
-        except Broken:
+        except EngineError:
             engine.counters.kv_failed += 1
         finally:
             intake.give_up()
 
-    def _kv_params(self, job: Job, key: str, origin: Origin) -> dict[str, Any]:
+    def _kv_params(self, job: EngineSequence, key: str, origin: KvAddress) -> dict[str, Any]:
         """Return the parameters for the decode leg, in the format of NIXL's connector plus kvroute's
         `remote_instance`."""
         engine = self.engine
@@ -234,20 +236,20 @@ class Completion:
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
 
-    async def _reserved(self, job: Job) -> None:
+    async def _reserved(self, job: EngineSequence) -> None:
         await self.bell.until(lambda: job.stage == "reserved")
 
-    async def _fetch(self, job: Job, ticket: Ticket) -> None:
+    async def _fetch(self, job: EngineSequence, ticket: KvHandle) -> None:
         """Pull the KV of a sequence and put the sequence into the batch."""
         engine = self.engine
         await self._reserved(job)
         known = ticket.prefill_cached_tokens  # vLLM reports this count to the client
         self.cached_tokens += job.cached_tokens if known is None else known
         asked_s = engine.clock.now()
-        order = Order(ticket.key, engine.instance.name, job.cached_tokens, ticket.awaited, ticket.early)
+        order = PullRequest(ticket.key, engine.instance.name, job.cached_tokens, ticket.awaited, ticket.early)
         try:
             parcel = await pull(ticket.host, ticket.port, order, patience_s=engine.kv_patience_s)
-        except Broken:
+        except EngineError:
             engine.counters.kv_failed += 1
             raise
         seconds = engine.clock.now() - asked_s
@@ -269,7 +271,7 @@ class Completion:
             await self._news(self.output_tokens)
         choices = []
         for index, job in enumerate(self.jobs):
-            text = b"".join(itertools.islice(words(job.prompt.seed, index % ask.n), job.output_tokens))
+            text = b"".join(itertools.islice(generated_tokens(job.prompt.seed, index % ask.n), job.output_tokens))
             choices.append(choice(ask.kind, index, text))
         document = self.heading.document(choices, stream=False, usage=self._usage(), kv_transfer_params=None)
         return web.Response(body=msgspec.json.encode(document), content_type=JSON)
@@ -281,7 +283,7 @@ class Completion:
         try:
             await self._start()
             await self._send_pieces(response)
-        except Refusal as refusal:
+        except ApiError as refusal:
             await response.write(b"data: " + refusal.body() + b"\n\n")
         await response.write_eof(b"data: [DONE]\n\n")
         return response
@@ -289,7 +291,7 @@ class Completion:
     async def _send_pieces(self, response: web.StreamResponse) -> None:
         jobs, n = self.jobs, self.ask.n
         pieces = [
-            Pieces(self.heading, index, job.output_tokens, words(job.prompt.seed, index % n))
+            StreamWriter(self.heading, index, job.output_tokens, generated_tokens(job.prompt.seed, index % n))
             for index, job in enumerate(jobs)
         ]
         sent, total = 0, sum(job.output_tokens for job in jobs)

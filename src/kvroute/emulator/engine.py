@@ -1,6 +1,6 @@
 """One engine's prompts, KV memory and batch, timed by the simulator's models. It uses no sockets and no event loop.
 
-A request is a `Job` that its owner moves from stage to stage: `prefill`, then either `hold` until a decode leg fetches
+A request is a `EngineSequence` that its owner moves from stage to stage: `prefill`, then either `hold` until a decode leg fetches
 the KV, or `reserve` and `land`. `leave` is valid at any stage and releases everything.
 """
 
@@ -16,8 +16,8 @@ from typing import TypeAlias
 from kvroute.emulator.batch import Batch
 from kvroute.emulator.clock import Alarm, Clock
 from kvroute.emulator.counters import Counters
-from kvroute.emulator.intake import Intake
-from kvroute.emulator.job import Door, Job
+from kvroute.emulator.intake import PrefixImport
+from kvroute.emulator.job import EngineSequence, KvListener
 from kvroute.emulator.prompt import Prompt
 from kvroute.llm import Model
 from kvroute.prefix import Evicted, PrefixIndex
@@ -48,7 +48,7 @@ class _Slower:
 class Held:
     """KV that is held until a decode leg fetches it."""
 
-    job: Job
+    job: EngineSequence
     expiry: Alarm | None = None
 
 
@@ -69,17 +69,17 @@ class Engine:
     """Additional names of the model, like those of vLLM's `--served-model-name`."""
     counters: Counters = field(default_factory=Counters)
     held: dict[str, Held] = field(default_factory=dict)
-    door: Door | None = None
+    door: KvListener | None = None
     capacity_blocks: int = field(init=False)
     batch: Batch = field(init=False)
     _block_bytes: float = field(init=False)
     _prefill: PrefillInstance = field(init=False)
     _memory: KvMemory = field(init=False)
     _numbers: int = 0
-    _queue: deque[Job] = field(default_factory=deque)
-    _computing: Job | None = None
+    _queue: deque[EngineSequence] = field(default_factory=deque)
+    _computing: EngineSequence | None = None
     _alarm: Alarm | None = None
-    _reserving: deque[Job] = field(default_factory=deque)
+    _reserving: deque[EngineSequence] = field(default_factory=deque)
     _reserved: int = 0
     """Number of sequences whose KV is being transferred to this engine."""
     _intakes: int = 0
@@ -133,14 +133,14 @@ class Engine:
 
     def arrive(
         self, prompt: Prompt, output_tokens: int, *, streaming: bool = False, news: Callable[[], None] = _nothing
-    ) -> Job:
+    ) -> EngineSequence:
         """Create a sequence at stage `new`."""
-        return Job(self.next_number(), prompt, output_tokens, self.clock.now(), streaming, news)
+        return EngineSequence(self.next_number(), prompt, output_tokens, self.clock.now(), streaming, news)
 
-    def take_in(self, prompt: Prompt, tokens: int) -> Intake:
+    def take_in(self, prompt: Prompt, tokens: int) -> PrefixImport:
         """Reserve memory for the first whole blocks of a prompt, up to `tokens` tokens, which another instance has."""
         blocks = prompt.blocks[: tokens // self.block_tokens]
-        intake = Intake(prompt, blocks, self._memory, self._changed, self._taken_in)
+        intake = PrefixImport(prompt, blocks, self._memory, self._changed, self._taken_in)
         self._intakes += intake.lacking > 0
         return intake
 
@@ -153,7 +153,7 @@ class Engine:
         if not self._closed:
             self._grant()
 
-    def prefill(self, job: Job) -> None:
+    def prefill(self, job: EngineSequence) -> None:
         """Queue the prompt; the stage later becomes `prefilled`. Cache hits are those of now, as in the simulator."""
         depth = self._memory.index.touch(0, job.prompt.blocks)
         job.cached_tokens = min(depth * self.block_tokens, job.input_tokens - 1)
@@ -170,12 +170,12 @@ class Engine:
         job.begins_s, job.ends_s = start, finish
         self.counters.queue_s.add(start - job.arrived_s)
         self.counters.prefill_s.add(finish - start)
-        job.move("computing")
+        job.set_stage("computing")
         self._alarm = self.clock.at(finish, self._computed)
         if job.name and self.door is not None:
             self.door.computing(job)
 
-    def under_way(self, name: str) -> Job | None:
+    def under_way(self, name: str) -> EngineSequence | None:
         """Return the sequence of this name if it is being computed now."""
         job = self._computing
         return job if job is not None and job.name == name and job.stage == "computing" else None
@@ -187,7 +187,7 @@ class Engine:
         self._store(job.prompt)
         self._compute(self._prefill.free_at_s)
         if job.stage == "computing":
-            job.move("prefilled")
+            job.set_stage("prefilled")
 
     def _store(self, prompt: Prompt) -> None:
         index = self._memory.index
@@ -197,7 +197,7 @@ class Engine:
         # Reserved memory may evict the end of this same chain, so the store is reported before the eviction.
         self._evicted(index.make_room(0, self._memory.reserved_blocks[0]))
 
-    def hold(self, job: Job, key: str) -> bool:
+    def hold(self, job: EngineSequence, key: str) -> bool:
         """Hold the KV of a prefilled sequence until it is fetched (`release`) or expires.
 
         Returns:
@@ -210,7 +210,7 @@ class Engine:
         self.release(key)  # the same KV, requested a second time
         job.pinned_blocks = self._memory.index.pin(0, job.prompt.blocks, len(job.prompt.blocks))
         self.held[key] = Held(job)
-        job.move("held")
+        job.set_stage("held")
         self.keep(key)
         if self.door is not None:
             self.door.held(key)
@@ -241,13 +241,13 @@ class Engine:
         del self.held[key]
         if held.job.pinned_blocks:
             self._memory.index.unpin(0, held.job.prompt.blocks, held.job.pinned_blocks)
-        held.job.move("answered")
+        held.job.set_stage("answered")
         self._grant()
 
-    def reserve(self, job: Job) -> None:
+    def reserve(self, job: EngineSequence) -> None:
         """Request memory for prompt and output, first come, first served. The stage becomes `reserved` when granted."""
         job.total_blocks = max(self._blocks_for(job.input_tokens + job.output_tokens), len(job.prompt.blocks))
-        job.move("reserving")
+        job.set_stage("reserving")
         self._reserving.append(job)
         self._grant()
 
@@ -259,13 +259,13 @@ class Engine:
             job.cached_tokens = min(job.hit_blocks * self.block_tokens, job.input_tokens)
             self._evicted(memory.reserve(0, job.prompt.blocks, job.hit_blocks, job.total_blocks))
             self._reserved += 1
-            job.move("reserved")
+            job.set_stage("reserved")
 
     def _evicted(self, evicted: list[Evicted]) -> None:
         if evicted:
             self.on_kv(None, 0, 0, evicted)
 
-    def land(self, job: Job) -> None:
+    def land(self, job: EngineSequence) -> None:
         """Put a reserved sequence whose KV has arrived into the batch, at the next boundary."""
         if self._closed:
             return
@@ -277,7 +277,7 @@ class Engine:
         self.on_kv(job.prompt, before, index.match_one(0, blocks), evicted)
         self.batch.land(job)
 
-    def leave(self, job: Job) -> None:
+    def leave(self, job: EngineSequence) -> None:
         """Cancel a sequence. Held KV stays, because a decode leg may fetch it; a prompt being computed is completed."""
         stage = job.stage
         if self._closed or stage in ("held", "answered", "gone"):
@@ -298,14 +298,14 @@ class Engine:
         if job.name and self.door is not None:
             self.door.given_up(job.name)
 
-    def _stepped(self, step: Step, joined: list[Job]) -> None:
+    def _stepped(self, step: Step, joined: list[EngineSequence]) -> None:
         for job in joined:
             self.counters.ttft_s.add(step.first_token_s - job.arrived_s)
         self.counters.iteration(step.iteration_s, self.batch.running)
         if step.finished:
             self._grant()
 
-    def _left(self, job: Job, at: float) -> None:
+    def _left(self, job: EngineSequence, at: float) -> None:
         """Free the memory of a sequence that has left the batch. Its prefix stays cached."""
         self._evicted(self._memory.release(0, job.prompt.blocks, job.total_blocks))
         if job.stage == "answered":

@@ -36,14 +36,14 @@ class Faults:
         self._random = random.Random(seed)
         self._orders: dict[Where, Fault] = {}
 
-    def order(self, fault: Fault) -> None:
+    def schedule(self, fault: Fault) -> None:
         """Inject a fault. A fault that selects no request removes the fault of its leg."""
         if fault.fail_next or fault.share or fault.prompt_contains:
             self._orders[fault.leg] = fault
         else:
             self._orders.pop(fault.leg, None)
 
-    def strikes(self, leg: Where, body: bytes = b"") -> Fault | None:
+    def should_fail(self, leg: Where, body: bytes = b"") -> Fault | None:
         """Return the fault of the request that arrives now, or None, and count the request."""
         for where in (leg, "any"):
             fault = self._orders.get(where)

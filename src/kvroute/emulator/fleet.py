@@ -19,7 +19,7 @@ from kvroute.emulator.clock import WallClock
 from kvroute.emulator.engine import Engine
 from kvroute.emulator.fabric import Fabric
 from kvroute.emulator.faults import Faults
-from kvroute.emulator.kv_door import KvDoor, Shelf
+from kvroute.emulator.kv_door import KvServer, KvSource
 from kvroute.emulator.kv_events import KvPublisher, changes
 from kvroute.emulator.prompt import Prompt
 from kvroute.emulator.routes import answer
@@ -33,7 +33,7 @@ SOCKETS_EACH = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FleetSettings:
+class EmulatedClusterSettings:
     """Settings of emulated engines."""
 
     host: str = "127.0.0.1"
@@ -63,27 +63,27 @@ class FleetSettings:
             raise InputError(f"background is {self.background}", mend=f"give {TIER_COUNT} shares in [0, 1)")
 
 
-class Ready(msgspec.Struct, frozen=True):
+class EndpointList(msgspec.Struct, frozen=True):
     """Document that lists the endpoints of all instances."""
 
     instances: dict[str, Endpoint]
 
 
-class Fleet:
+class EmulatedCluster:
     """Emulated instances of a cluster, all of them or the named ones; an async context manager.
 
     Raises:
         InputError: an instance is not in the cluster, or an address cannot be bound.
     """
 
-    def __init__(self, cluster: Cluster, settings: FleetSettings, names: Sequence[str] = ()) -> None:
+    def __init__(self, cluster: Cluster, settings: EmulatedClusterSettings, names: Sequence[str] = ()) -> None:
         self._cluster, self._settings = cluster, settings
         indices = [cluster.index(name) for name in dict.fromkeys(names)] or range(len(cluster.instances))
         self._instances = [cluster.instances[index] for index in indices]
         self.servers: dict[str, InstanceServer] = {}
         self._stack = AsyncExitStack()
 
-    async def __aenter__(self) -> Fleet:
+    async def __aenter__(self) -> EmulatedCluster:
         _allow_sockets(SOCKETS_EACH * len(self._instances) + 256)
         async with AsyncExitStack() as stack:
             clock, settings = WallClock(), self._settings
@@ -135,7 +135,7 @@ class Fleet:
             )
 
         faulty = partial(_strikes_transfer, faults)
-        door = KvDoor(Shelf(name, self._cluster, clock, fabric, faulty))
+        door = KvServer(KvSource(name, self._cluster, clock, fabric, faulty))
         return InstanceServer(host, port, kv_port, answer, new_engine, door, publisher, faults, instance.role)
 
     def _addresses(self, instance: Instance) -> tuple[str, int, int, str, str]:
@@ -156,9 +156,9 @@ class Fleet:
             instance.endpoint.kv_replay or free,
         )
 
-    def ready(self) -> Ready:
+    def ready(self) -> EndpointList:
         """Return the endpoint of each instance. `bootstrap` is the port that serves KV."""
-        return Ready({name: self._endpoint(server) for name, server in self.servers.items()})
+        return EndpointList({name: self._endpoint(server) for name, server in self.servers.items()})
 
     def _endpoint(self, server: InstanceServer) -> Endpoint:
         host = f"[{server.host}]" if ":" in server.host else server.host
@@ -179,7 +179,7 @@ def _aliases(cluster: Cluster, model: str) -> tuple[str, ...]:
 
 
 def _strikes_transfer(faults: Faults) -> bool:
-    return faults.strikes("transfer") is not None
+    return faults.should_fail("transfer") is not None
 
 
 def _allow_sockets(wanted: int) -> None:

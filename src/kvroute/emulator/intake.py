@@ -14,7 +14,7 @@ from kvroute.sim.instances import KvMemory
 
 
 @dataclass(slots=True, eq=False)
-class Intake:
+class PrefixImport:
     """Import of the first `blocks` of a prompt. The first call of `land` or `give_up` ends it."""
 
     prompt: Prompt

@@ -20,15 +20,15 @@ def _nothing() -> None:
 
 
 @dataclass(slots=True, eq=False)
-class Job:
-    """One output sequence. `news` is called after every change of `stage` or `emitted`."""
+class EngineSequence:
+    """One output sequence. `on_change` is called after every change of `stage` or `emitted`."""
 
     number: int
     prompt: Prompt
     output_tokens: int
     arrived_s: float
     streaming: bool = False
-    news: Callable[[], None] = _nothing
+    on_change: Callable[[], None] = _nothing
     stage: Stage = "new"
     cached_tokens: int = 0
     """Prompt tokens that are not computed (prefill) or not fetched (decode)."""
@@ -55,16 +55,16 @@ class Job:
         """Number of prompt tokens."""
         return len(self.prompt.tokens)
 
-    def move(self, stage: Stage) -> None:
-        """Set the stage and call `news`."""
+    def set_stage(self, stage: Stage) -> None:
+        """Set the stage and call `on_change`."""
         self.stage = stage
-        self.news()
+        self.on_change()
 
 
-class Door(Protocol):
+class KvListener(Protocol):
     """Serves KV and is notified when the state of the KV changes."""
 
-    def computing(self, job: Job) -> None:
+    def computing(self, job: EngineSequence) -> None:
         """Notify that the prefill of a named sequence runs from `begins_s` to `ends_s`."""
 
     def held(self, key: str) -> None:

@@ -19,9 +19,9 @@ from kvroute.emulator.clock import Alarm, Clock
 from kvroute.emulator.counters import Link
 from kvroute.emulator.engine import Engine
 from kvroute.emulator.fabric import Fabric, Transfer
-from kvroute.emulator.job import Job
+from kvroute.emulator.job import EngineSequence
 from kvroute.emulator.kv_arrivals import Arrivals
-from kvroute.emulator.kv_wire import LINE_BYTES_MAX, QUERY, Order, Parcel, is_complete, read_order
+from kvroute.emulator.kv_wire import LINE_BYTES_MAX, QUERY, PullHeader, PullRequest, is_complete, read_order
 from kvroute.topology import Cluster
 from kvroute.types import InputError
 
@@ -34,7 +34,7 @@ _WHOLE = 1.0 - 1e-6
 
 
 @dataclass(slots=True, eq=False)
-class Shelf:
+class KvSource:
     """State of one instance that its KV server uses. The engine changes when the instance restarts."""
 
     name: str
@@ -47,14 +47,14 @@ class Shelf:
     engine_id: str = ""
 
 
-class KvDoor:
+class KvServer:
     """Serves all pulls from one instance."""
 
-    def __init__(self, shelf: Shelf) -> None:
+    def __init__(self, shelf: KvSource) -> None:
         self.shelf = shelf
-        self.deliveries: set[Delivery] = set()
+        self.deliveries: set[KvTransfer] = set()
         """Open connections."""
-        self.awaited: dict[str, Delivery] = {}
+        self.awaited: dict[str, KvTransfer] = {}
         """Connections that wait for incomplete KV, by its key."""
         self.arrivals = Arrivals(shelf.clock)
 
@@ -63,11 +63,11 @@ class KvDoor:
         self.shelf.engine = engine
         engine.door = self
 
-    def __call__(self) -> Delivery:
+    def __call__(self) -> KvTransfer:
         """Return the protocol of a new connection."""
-        return Delivery(self)
+        return KvTransfer(self)
 
-    def computing(self, job: Job) -> None:
+    def computing(self, job: EngineSequence) -> None:
         """See `Door`."""
         delivery = self.awaited.get(job.name)
         if delivery is not None:
@@ -101,14 +101,14 @@ class KvDoor:
             delivery.abort()
 
 
-class Delivery(asyncio.Protocol):
+class KvTransfer(asyncio.Protocol):
     """One connection at the source."""
 
-    def __init__(self, door: KvDoor) -> None:
+    def __init__(self, door: KvServer) -> None:
         self._door, self._shelf = door, door.shelf
         self._engine = door.shelf.engine
         self._line = b""
-        self._order: Order | None = None
+        self._order: PullRequest | None = None
         self._transport: asyncio.Transport | None = None
         self._transfer: Transfer | None = None
         self._patience: Alarm | None = None
@@ -164,7 +164,7 @@ class Delivery(asyncio.Protocol):
         self._door.awaited.pop(self._order.key, None)
         self._refuse(f"the KV of {self._order.key} did not come in {AWAIT_S:g} s")
 
-    def follow(self, job: Job) -> None:
+    def follow(self, job: EngineSequence) -> None:
         """Send KV that is being computed: bytes leave from the end of the first layer on, as in the simulator."""
         self._be_patient()
         layers = sum(group.count for group in self._engine.model.layers)
@@ -172,7 +172,7 @@ class Delivery(asyncio.Protocol):
             first_s = job.begins_s + (job.ends_s - job.begins_s) / layers
             self._first_layer = self._shelf.clock.at(first_s, partial(self._stream, job, (layers - 1) / layers))
 
-    def _stream(self, job: Job, share: float) -> None:
+    def _stream(self, job: EngineSequence, share: float) -> None:
         """Send at the rate at which all layers but the last have left when the last one is computed."""
         self._first_layer = None
         left_s = job.ends_s - self._shelf.clock.now()
@@ -211,7 +211,7 @@ class Delivery(asyncio.Protocol):
                 alarm.cancel()
         self._patience = self._first_layer = None
 
-    def _send(self, job: Job, pace_per_s: float = math.inf) -> bool:
+    def _send(self, job: EngineSequence, pace_per_s: float = math.inf) -> bool:
         """Start sending, at most `pace_per_s` times the whole KV per second. Return False if no path exists."""
         order, shelf = self._order, self._shelf
         assert order is not None
@@ -227,7 +227,7 @@ class Delivery(asyncio.Protocol):
             self._refuse(str(error))
             return False
         self._counted_s = shelf.clock.now()
-        self._write(Parcel(source=shelf.name, wire_bytes=self._transfer.wire_bytes, kv_bytes=kv_bytes))
+        self._write(PullHeader(source=shelf.name, wire_bytes=self._transfer.wire_bytes, kv_bytes=kv_bytes))
         return True
 
     def link(self, now: float) -> Link | None:
@@ -263,12 +263,12 @@ class Delivery(asyncio.Protocol):
             self._engine.release(self._order.key)
             self._transport.close()
 
-    def _write(self, parcel: Parcel) -> None:
+    def _write(self, parcel: PullHeader) -> None:
         assert self._transport is not None
         self._transport.write(msgspec.json.encode(parcel) + b"\n")
 
     def _refuse(self, why: str) -> None:
-        self._write(Parcel(source=self._shelf.name, error=why))
+        self._write(PullHeader(source=self._shelf.name, error=why))
         assert self._transport is not None
         self._transport.close()
 

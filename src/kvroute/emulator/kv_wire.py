@@ -1,7 +1,7 @@
 """KV bytes over TCP: the target's request, the source's response, and the function that pulls.
 
-One connection is one transfer. The target sends a line of JSON (`Order`). The source responds with a line of JSON
-(`Parcel`) and then the bytes, which are zeros.
+One connection is one transfer. The target sends a line of JSON (`PullRequest`). The source responds with a line of JSON
+(`PullHeader`) and then the bytes, which are zeros.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Annotated, TypeVar, cast
 
 import msgspec
 
-from kvroute.emulator.refusal import Broken
+from kvroute.emulator.refusal import EngineError
 
 LINE_BYTES_MAX = 4 << 10
 """Maximum length of a request or response line, line end included."""
@@ -25,7 +25,7 @@ _LOOKS = 4
 S = TypeVar("S", bound=msgspec.Struct)
 
 
-class Order(msgspec.Struct, frozen=True):
+class PullRequest(msgspec.Struct, frozen=True):
     """Pull request of a target."""
 
     key: str
@@ -39,7 +39,7 @@ class Order(msgspec.Struct, frozen=True):
     """True: send that KV while it is computed."""
 
 
-class Parcel(msgspec.Struct, frozen=True, omit_defaults=True):
+class PullHeader(msgspec.Struct, frozen=True, omit_defaults=True):
     """Header that a source sends before the KV."""
 
     source: str
@@ -54,14 +54,14 @@ def is_complete(data: bytes) -> bool:
     return (b"\r\n\r\n" if data.startswith(QUERY) else b"\n") in data[:LINE_BYTES_MAX]
 
 
-def read_order(data: bytes) -> Order | str:
+def read_order(data: bytes) -> PullRequest | str:
     """Return the pull request in the first line of `data`, or a text that says what is wrong with it."""
-    return _read(data.partition(b"\n")[0], Order)
+    return _read(data.partition(b"\n")[0], PullRequest)
 
 
-def read_parcel(line: bytes) -> Parcel | str:
+def read_parcel(line: bytes) -> PullHeader | str:
     """Return the header in a line of JSON, or a text that says what is wrong with it."""
-    return _read(line, Parcel)
+    return _read(line, PullHeader)
 
 
 def _read(line: bytes, kind: type[S]) -> S | str:
@@ -73,17 +73,17 @@ def _read(line: bytes, kind: type[S]) -> S | str:
         return str(error)
 
 
-class PullFailed(Broken):
+class PullFailed(EngineError):
     """KV could not be pulled."""
 
 
 class _Intake(asyncio.Protocol):
     """One connection at the target."""
 
-    def __init__(self, done: asyncio.Future[Parcel], order: Order) -> None:
+    def __init__(self, done: asyncio.Future[PullHeader], order: PullRequest) -> None:
         self._done, self._order = done, order
         self._head = b""
-        self._parcel: Parcel | None = None
+        self._parcel: PullHeader | None = None
         self._left = 0
         self._transport: asyncio.Transport | None = None
         self.pieces = 0
@@ -133,7 +133,7 @@ class _Intake(asyncio.Protocol):
             self._done.set_result(self._parcel)
 
 
-async def pull(host: str, port: int, order: Order, *, patience_s: float = math.inf) -> Parcel:
+async def pull(host: str, port: int, order: PullRequest, *, patience_s: float = math.inf) -> PullHeader:
     """Fetch KV from `host:port` and return its header when all of it has arrived.
 
     Args:
@@ -146,7 +146,7 @@ async def pull(host: str, port: int, order: Order, *, patience_s: float = math.i
         PullFailed: no source at this address, no such KV, the connection broke before the end, or the transfer stalled.
     """
     loop = asyncio.get_running_loop()
-    done: asyncio.Future[Parcel] = loop.create_future()
+    done: asyncio.Future[PullHeader] = loop.create_future()
     try:
         transport, intake = await loop.create_connection(lambda: _Intake(done, order), host, port)
     except OSError as error:
@@ -158,7 +158,7 @@ async def pull(host: str, port: int, order: Order, *, patience_s: float = math.i
         transport.abort()
 
 
-async def _watched(done: asyncio.Future[Parcel], intake: _Intake, key: str, patience_s: float) -> Parcel:
+async def _watched(done: asyncio.Future[PullHeader], intake: _Intake, key: str, patience_s: float) -> PullHeader:
     """Check for progress a few times within `patience_s`, instead of restarting a timer at every chunk."""
     pieces, looks = -1, 0
     while not done.done():

@@ -40,7 +40,7 @@ class Traced(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Play:
+class TimedRequest:
     """One request to send `at_s` seconds after the start."""
 
     at_s: float
@@ -87,7 +87,7 @@ def prompt_tokens(request: Traced, number: int) -> list[int]:
     return ids + _block(-1 - number, left) if left else ids
 
 
-def plays(trace: Iterable[Traced], model: str) -> Iterator[Play]:
+def timed_requests(trace: Iterable[Traced], model: str) -> Iterator[TimedRequest]:
     """Build, lazily, a streamed completion per request of a trace. Requests without output tokens are left out."""
     for number, request in enumerate(trace):
         if request.output_tokens:
@@ -98,12 +98,12 @@ def plays(trace: Iterable[Traced], model: str) -> Iterator[Play]:
                 "ignore_eos": True,
                 "stream": True,
             }
-            yield Play(request.at_s, msgspec.json.encode(asked), request_id=str(number))
+            yield TimedRequest(request.at_s, msgspec.json.encode(asked), request_id=str(number))
 
 
-async def play(
+async def replay_trace(
     url: str,
-    requests: Iterable[Play],
+    requests: Iterable[TimedRequest],
     *,
     on_answer: Callable[[Answer], None] = lambda answer: None,
     timeout_s: float = 600.0,
@@ -136,7 +136,7 @@ async def play(
 
 async def _fetch(
     client: Client,
-    request: Play,
+    request: TimedRequest,
     answer: Answer,
     started: float,
     timeout_s: float,

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from kvroute.emulator.refusal import Refusal
+from kvroute.emulator.refusal import ApiError
 from kvroute.prefix import block_hashes, salt_seed
 from kvroute.types import IntArray
 
@@ -62,7 +62,7 @@ def value_tokens(value: Value) -> IntArray:
     try:
         return np.array(value, np.int64)
     except OverflowError:
-        raise Refusal("a token id does not fit into 64 bits", param="prompt") from None
+        raise ApiError("a token id does not fit into 64 bits", param="prompt") from None
 
 
 def checked_salt(salt: str | None) -> str:
@@ -75,7 +75,7 @@ def checked_salt(salt: str | None) -> str:
         return ""
     if not salt or len(salt) > SALT_MAX or not _SALT_FORBIDDEN.isdisjoint(salt):
         what = f"cache_salt is empty, longer than {SALT_MAX} characters or holds '@', '/', '\\\\' or NUL"
-        raise Refusal(f"{what}; leave it out or give another one", param="cache_salt")
+        raise ApiError(f"{what}; leave it out or give another one", param="cache_salt")
     return salt
 
 
@@ -93,7 +93,7 @@ def completion_prompts(raw: msgspec.Raw, block_tokens: int, salt: str = "") -> l
         values = _batch(raw)
     prompts = [Prompt.of(value_tokens(value), block_tokens, salt) for value in values]
     if not prompts or any(not len(prompt.tokens) for prompt in prompts):
-        raise Refusal("prompt is empty; give text or token ids", param="prompt")
+        raise ApiError("prompt is empty; give text or token ids", param="prompt")
     return prompts
 
 
@@ -102,7 +102,7 @@ def _batch(raw: msgspec.Raw) -> Sequence[Value]:
         return _BATCH.decode(raw)
     except msgspec.ValidationError:
         what = "prompt is neither text nor token ids nor a list of these; give one of them"
-        raise Refusal(what, param="prompt") from None
+        raise ApiError(what, param="prompt") from None
 
 
 def chat_prompt(raw: msgspec.Raw, block_tokens: int, salt: str = "") -> Prompt:
@@ -114,9 +114,9 @@ def chat_prompt(raw: msgspec.Raw, block_tokens: int, salt: str = "") -> Prompt:
     try:
         messages = msgspec.json.decode(raw, type=list[dict[str, Any]])
     except msgspec.ValidationError as error:
-        raise Refusal(
+        raise ApiError(
             f"messages is no list of objects ({error}); give role and content each", param="messages"
         ) from None
     if not messages or not all(isinstance(message.get("role"), str) for message in messages):
-        raise Refusal("messages is empty or lacks a role; give role and content each", param="messages")
+        raise ApiError("messages is empty or lacks a role; give role and content each", param="messages")
     return Prompt.of(text_tokens(bytes(raw)[:-1].rstrip()), block_tokens, salt)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 
-class Refusal(Exception):
+class ApiError(Exception):
     """A request that this engine rejects: an HTTP status, a message and, if there is one, the field."""
 
     def __init__(
@@ -20,7 +20,7 @@ class Refusal(Exception):
         return msgspec.json.encode({"error": error})
 
 
-class Broken(Refusal):
+class EngineError(ApiError):
     """The engine itself failed the request."""
 
     def __init__(self, message: str, *, status: int = 500) -> None:

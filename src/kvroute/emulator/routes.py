@@ -15,7 +15,7 @@ from kvroute.emulator.counters import Load, metrics_page
 from kvroute.emulator.faults import Fault
 from kvroute.emulator.kv_events import AllBlocksCleared
 from kvroute.emulator.prompt import chat_prompt, completion_prompts
-from kvroute.emulator.refusal import Broken, Refusal
+from kvroute.emulator.refusal import ApiError, EngineError
 from kvroute.emulator.server import InstanceServer
 from kvroute.types import InputError, Role
 
@@ -38,13 +38,13 @@ class Slow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Factor on all times of the model; 1 is normal."""
 
 
-class Turn(msgspec.Struct, frozen=True):
+class RoleOrder(msgspec.Struct, frozen=True):
     """The body of POST /emulator/role, as a gateway's role-switch hook sends it. Other fields are ignored."""
 
     role: Role
 
 
-class Way(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class WanOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The body of POST /emulator/wan."""
 
     way: str = ""
@@ -71,8 +71,8 @@ async def answer(server: InstanceServer, request: web.BaseRequest) -> web.Stream
     if handler is not None:
         return await handler(server, request)
     if any(path == request.path for _, path in ROUTES):
-        raise Refusal("Method Not Allowed", status=405, kind="MethodNotAllowedError")
-    raise Refusal("Not Found", status=404, kind="NotFoundError")
+        raise ApiError("Method Not Allowed", status=405, kind="MethodNotAllowedError")
+    raise ApiError("Not Found", status=404, kind="NotFoundError")
 
 
 async def _completion(server: InstanceServer, request: web.BaseRequest, kind: Kind) -> web.StreamResponse:
@@ -97,7 +97,7 @@ async def _models(server: InstanceServer, _: web.BaseRequest) -> web.StreamRespo
 
 
 async def _health(server: InstanceServer, _: web.BaseRequest) -> web.StreamResponse:
-    fault = server.faults.strikes("health")
+    fault = server.faults.should_fail("health")
     if fault is not None:
         await fail(fault)
     return web.Response()
@@ -142,7 +142,7 @@ async def _embeddings(server: InstanceServer, request: web.BaseRequest) -> web.S
 
 async def _reset_prefix_cache(server: InstanceServer, _: web.BaseRequest) -> web.StreamResponse:
     if not server.engine.clear_cache():
-        raise Broken("cached blocks are in use; try again when no request runs", status=503)
+        raise EngineError("cached blocks are in use; try again when no request runs", status=503)
     if server.publisher is not None:
         server.publisher.publish([AllBlocksCleared()])
     return web.Response()
@@ -151,17 +151,17 @@ async def _reset_prefix_cache(server: InstanceServer, _: web.BaseRequest) -> web
 async def _fault(server: InstanceServer, request: web.BaseRequest) -> web.StreamResponse:
     fault = await _read(request, Fault)
     if isinstance(fault.status, int) and not 400 <= fault.status <= 599:
-        raise Refusal(f"status {fault.status} is no failure; give 400 to 599, reset or hang", param="status")
+        raise ApiError(f"status {fault.status} is no failure; give 400 to 599, reset or hang", param="status")
     if fault.fail_next < 0 or fault.after_tokens < 0 or not 0 <= fault.share <= 1:
-        raise Refusal("a number is out of range; give fail_next and after_tokens of 0 or more, share in [0, 1]")
-    server.faults.order(fault)
+        raise ApiError("a number is out of range; give fail_next and after_tokens of 0 or more, share in [0, 1]")
+    server.faults.schedule(fault)
     return _json({})
 
 
 async def _restart(server: InstanceServer, request: web.BaseRequest) -> web.StreamResponse:
     order = await _read(request, Restart)
     if not 0 <= order.down_s <= DOWN_MAX_S:
-        raise Refusal(f"down_s is {order.down_s}; give 0 to {DOWN_MAX_S:g}", param="down_s")
+        raise ApiError(f"down_s is {order.down_s}; give 0 to {DOWN_MAX_S:g}", param="down_s")
     server.restart(order.down_s)
     return _json({})
 
@@ -169,16 +169,16 @@ async def _restart(server: InstanceServer, request: web.BaseRequest) -> web.Stre
 async def _slow(server: InstanceServer, request: web.BaseRequest) -> web.StreamResponse:
     order = await _read(request, Slow)
     if not 0.001 <= order.factor <= 1000:
-        raise Refusal(f"factor is {order.factor}; give 0.001 to 1000", param="factor")
+        raise ApiError(f"factor is {order.factor}; give 0.001 to 1000", param="factor")
     server.engine.slow(order.factor)
     return _json({})
 
 
 async def _role(server: InstanceServer, request: web.BaseRequest) -> web.StreamResponse:
     """Set another role, as after a restart. The instance must be idle; its cache is cleared."""
-    turn = await _read(request, Turn)
+    turn = await _read(request, RoleOrder)
     if server.engine.running or server.engine.waiting:
-        raise Broken("requests are under way; drain the instance first", status=409)
+        raise EngineError("requests are under way; drain the instance first", status=409)
     await _reset_prefix_cache(server, request)
     server.role = turn.role
     return _json({"role": turn.role})
@@ -186,12 +186,12 @@ async def _role(server: InstanceServer, request: web.BaseRequest) -> web.StreamR
 
 async def _wan(server: InstanceServer, request: web.BaseRequest) -> web.StreamResponse:
     """Set the capacity of a WAN path. A request to any instance applies to the whole process."""
-    order, fabric = await _read(request, Way), server.kv_door.shelf.fabric
+    order, fabric = await _read(request, WanOrder), server.kv_door.shelf.fabric
     only = fabric.wan[0] if len(fabric.wan) == 1 else ""
     try:
         fabric.degrade(order.way or only, order.share)
     except InputError as error:
-        raise Refusal(str(error), param="way") from None
+        raise ApiError(str(error), param="way") from None
     return _json({})
 
 
@@ -204,7 +204,7 @@ async def _read(request: web.BaseRequest, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(data or b"{}", type=kind)
     except msgspec.DecodeError as error:
-        raise Refusal(f"the body cannot be read: {error}") from None
+        raise ApiError(f"the body cannot be read: {error}") from None
 
 
 ROUTES: dict[tuple[str, str], Callable[[InstanceServer, web.BaseRequest], Awaitable[web.StreamResponse]]] = {

@@ -17,12 +17,12 @@ from aiohttp.streams import StreamReader
 from aiohttp.web_protocol import RequestHandler
 
 from kvroute import origins
-from kvroute.emulator.completion import CutOff, Origin
+from kvroute.emulator.completion import ConnectionAborted, KvAddress
 from kvroute.emulator.engine import Engine
 from kvroute.emulator.faults import Faults
-from kvroute.emulator.kv_door import KvDoor
+from kvroute.emulator.kv_door import KvServer
 from kvroute.emulator.kv_events import KvPublisher
-from kvroute.emulator.refusal import Refusal
+from kvroute.emulator.refusal import ApiError
 from kvroute.types import Role, cannot_listen
 
 BODY_MAX = 1 << 28
@@ -60,7 +60,7 @@ class InstanceServer:
     kv_port: int
     answer: Answer
     new_engine: Callable[[], Engine]
-    kv_door: KvDoor
+    kv_door: KvServer
     publisher: KvPublisher | None
     faults: Faults
     role: Role
@@ -77,9 +77,9 @@ class InstanceServer:
     """Set to end the downtime early."""
 
     @property
-    def origin(self) -> Origin:
+    def origin(self) -> KvAddress:
         """Address from which the instance's KV is fetched."""
-        return Origin(self.host, self.kv_port, self.kv_door.shelf.engine_id)
+        return KvAddress(self.host, self.kv_port, self.kv_door.shelf.engine_id)
 
     def bind(self) -> None:
         """Bind the ports.
@@ -159,12 +159,15 @@ class InstanceServer:
             any_host=not origins.is_loopback(self.host),
         )
         if why:
-            return web.Response(status=403, body=Refusal(why, status=403).body(), content_type="application/json")
+            return web.Response(status=403, body=ApiError(why, status=403).body(), content_type="application/json")
         try:
             return await self.answer(self, request)
-        except Refusal as refusal:
+        except ApiError as refusal:
             return web.Response(status=refusal.status, body=refusal.body(), content_type="application/json")
-        except (CutOff, ConnectionResetError):  # an injected fault, or the client disconnected during a write
+        except (
+            ConnectionAborted,
+            ConnectionResetError,
+        ):  # an injected fault, or the client disconnected during a write
             if request.transport is not None:
                 request.transport.abort()
             await asyncio.get_running_loop().create_future()  # until the loss of the connection cancels this task

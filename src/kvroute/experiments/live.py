@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 import uvloop
 
-from kvroute.emulator.player import LEAD_S, Answer, play, plays, prompt_tokens
+from kvroute.emulator.player import LEAD_S, Answer, prompt_tokens, replay_trace, timed_requests
 from kvroute.gateway.config.preflight import deployment_of
 from kvroute.prefix import block_hashes
 from kvroute.sim.run import Run, simulate
@@ -179,12 +179,12 @@ def played(served: Served, trace: Trace, on_answer: Callable[[], None] = lambda:
     """Send the trace's requests at their times and wait for all responses. Return them with the gateway's state right
     after the last request was sent, when the gateway is busiest."""
     model = json.loads(_page(served.url + "/v1/models"))["data"][0]["id"]
-    requests = list(plays(trace.requests, model))
+    requests = list(timed_requests(trace.requests, model))
     last_s = LEAD_S + max((request.at_s for request in requests), default=0.0)
 
     async def run() -> tuple[list[Answer], bytes]:
         async with asyncio.TaskGroup() as group:
-            playing = group.create_task(play(served.url, requests, on_answer=lambda _: on_answer()))
+            playing = group.create_task(replay_trace(served.url, requests, on_answer=lambda _: on_answer()))
             await asyncio.sleep(last_s)
             looking = group.create_task(asyncio.to_thread(served.page, "/state"))
         return playing.result(), looking.result()

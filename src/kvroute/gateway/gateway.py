@@ -16,25 +16,25 @@ from kvroute.gateway.config.preflight import tls_context
 from kvroute.gateway.engines.retry_budget import RetryBudget
 from kvroute.gateway.http.deadlines import Deadlines
 from kvroute.gateway.http.loop_lag import LoopLag
-from kvroute.gateway.http.server import Door, ServerHooks
+from kvroute.gateway.http.server import HttpServer, ServerHooks
 from kvroute.gateway.http.web_pages import WebPages
 from kvroute.gateway.lifecycle.deployment import Deployment
 from kvroute.gateway.lifecycle.exposure import log_exposures
-from kvroute.gateway.lifecycle.reload import Common, Prepared, Succession
-from kvroute.gateway.lifecycle.snapshot import load_of
+from kvroute.gateway.lifecycle.reload import ClusterManager, Prepared, SharedServices
+from kvroute.gateway.lifecycle.snapshot import status_snapshot
 from kvroute.gateway.observe.admin import Admin, AdminParts
-from kvroute.gateway.observe.logs import Logs, log_accept_paused, note
+from kvroute.gateway.observe.logs import Logs, log_accept_paused, log_event
 from kvroute.gateway.observe.metrics import Metrics
-from kvroute.gateway.observe.state import ClusterState
+from kvroute.gateway.observe.state import DashboardState
 from kvroute.gateway.observe.tracing import tracer_of
-from kvroute.gateway.observe.view import Load
+from kvroute.gateway.observe.view import GatewayStatus
 from kvroute.gateway.openai_api import openapi
 from kvroute.gateway.openai_api.api_keys import Keys
-from kvroute.gateway.proxy.admission import Admission
-from kvroute.gateway.proxy.admission_queue import Entrance
-from kvroute.gateway.proxy.endpoints import Reception
-from kvroute.gateway.proxy.request import Journey
-from kvroute.gateway.proxy.runtime import Serving
+from kvroute.gateway.proxy.admission import AdmissionController
+from kvroute.gateway.proxy.admission_queue import AdmissionQueue
+from kvroute.gateway.proxy.endpoints import Endpoints
+from kvroute.gateway.proxy.request import ProxiedRequest
+from kvroute.gateway.proxy.runtime import ClusterRuntime
 from kvroute.types import InputError, cannot_listen
 
 __all__ = ["Deployment", "Gateway"]
@@ -62,13 +62,13 @@ class Gateway:
         self.metrics = Metrics(self._look, roles, version=__version__, policy=settings.policy)
         self._lag = LoopLag(self.metrics.loop_lagged)
         self._deadlines = Deadlines(lag=self._lag)
-        self.state = ClusterState(deployment.cluster, self._look, policy=settings.policy, version=__version__)
+        self.state = DashboardState(deployment.cluster, self._look, policy=settings.policy, version=__version__)
         self._shadowed(settings.shadow)
         self._tracer = tracer_of(settings.tracing.otlp, settings.tracing.share, version=__version__)
         self._budget = RetryBudget(share=settings.retries.share, floor_per_s=settings.retries.floor_per_s)
-        self._admission = Admission(deployment.admission_limits)
-        self._entrance = Entrance(self._admission, self.metrics, self.state, self.now)
-        self._common = Common(
+        self._admission = AdmissionController(deployment.admission_limits)
+        self._entrance = AdmissionQueue(self._admission, self.metrics, self.state, self.now)
+        self._common = SharedServices(
             now=self.now,
             metrics=self.metrics,
             state=self.state,
@@ -86,11 +86,11 @@ class Gateway:
         self._tls: ssl.SSLContext | None = None
         self._admin_tls: ssl.SSLContext | None = None
         self._checked = self._draining = False
-        self._succession: Succession | None = None
+        self._succession: ClusterManager | None = None
         self._admin: Admin | None = None
         self._ticker: asyncio.Task[None] | None = None
-        self._door: Door | None = None
-        self._reception: Reception | None = None
+        self._door: HttpServer | None = None
+        self._reception: Endpoints | None = None
         self.port = self.admin_port = 0
 
     def _shadowed(self, policy: str) -> None:
@@ -102,7 +102,7 @@ class Gateway:
         return time.monotonic() - self._start
 
     @property
-    def serving(self) -> Serving:
+    def serving(self) -> ClusterRuntime:
         """The loaded cluster that serves new requests."""
         assert self._succession is not None, "start first"
         return self._succession.serving
@@ -116,8 +116,8 @@ class Gateway:
         self._lag.start()
         deployment = self._first
         settings, listen = deployment.settings, deployment.settings.listen
-        succession = self._succession = Succession(deployment, self._common)
-        self._reception = Reception(
+        succession = self._succession = ClusterManager(deployment, self._common)
+        self._reception = Endpoints(
             succession.serving,
             self._entrance,
             Keys.of(settings.keys),
@@ -129,7 +129,7 @@ class Gateway:
             pages=self._pages,
         )
         self._check_pages(deployment)
-        door = self._door = Door(
+        door = self._door = HttpServer(
             self._reception,
             deployment.door_limits,
             hooks=ServerHooks(self._reception.guard, self._reception.refused, log_accept_paused),
@@ -149,7 +149,7 @@ class Gateway:
         self._ticker = asyncio.get_running_loop().create_task(self._tick())
         address = f"{listen.host}:{self.port}"
         log_exposures(settings, settings)
-        note("info", "serving", address=address, policy=settings.policy, instances=len(succession.serving.stations))
+        log_event("info", "serving", address=address, policy=settings.policy, instances=len(succession.serving.engines))
 
     def _check_pages(self, deployment: Deployment) -> None:
         """Set the origin checks: requests of web pages are checked if no API key is required."""
@@ -171,7 +171,7 @@ class Gateway:
         self._checked = self._checked or self._succession.all_checked
         if not self._checked:
             return "the engines have yet to say that they live"
-        up = [station.role for station in self.serving.stations.values() if station.guard.up]
+        up = [station.role for station in self.serving.engines.values() if station.availability.up]
         missing = [role for role in ("prefill", "decode") if role not in up and "both" not in up]
         return f"no {missing[0]} instance is up" if missing else ""
 
@@ -180,7 +180,7 @@ class Gateway:
         if self._draining:
             return
         self._draining = True
-        note("info", "draining", count=self._admission.in_flight)
+        log_event("info", "draining", count=self._admission.in_flight)
         assert self._door is not None
         assert self._succession is not None
         self._succession.conversions.stop()
@@ -229,18 +229,18 @@ class Gateway:
             except Exception as error:  # after any error in reading, the old file stays in effect
                 reason = str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
                 self.metrics.reloaded("refused")
-                note("error", "reload_refused", reason=reason)
+                log_event("error", "reload_refused", reason=reason)
                 return False
             before = self._succession.deployment.settings
             await self._take_up(self._succession, prepared, serving)
             self.metrics.reloaded("taken")
-            note("info", "reloaded", policy=serving.settings.policy, instances=len(serving.stations))
+            log_event("info", "reloaded", policy=serving.settings.policy, instances=len(serving.engines))
             log_exposures(serving.settings, self._first.settings, before)
             for field in prepared.deployment.needs_restart(self._first):
-                note("warning", "reload_needs_restart", field=f"gateway.{field}")
+                log_event("warning", "reload_needs_restart", field=f"gateway.{field}")
             return True
 
-    async def _take_up(self, succession: Succession, prepared: Prepared, serving: Serving) -> None:
+    async def _take_up(self, succession: ClusterManager, prepared: Prepared, serving: ClusterRuntime) -> None:
         assert self._reception is not None
         # Each step takes some milliseconds with hundreds of instances, so requests can be served in between.
         await asyncio.sleep(0)
@@ -287,16 +287,16 @@ class Gateway:
             host_names=frozenset(settings.admin.hosts),
         )
 
-    def _ended(self, journey: Journey) -> None:
-        self._entrance.leave(journey.ticket)
+    def _ended(self, journey: ProxiedRequest) -> None:
+        self._entrance.release(journey.ticket)
 
-    def _look(self) -> Load:
+    def _look(self) -> GatewayStatus:
         """Return the present gauges."""
         clusters = self._succession.clusters if self._succession is not None else ()
         connections = self._door.connections if self._door is not None else 0
         ready, draining = not self.ready(), self._draining
         conversions = self._succession.conversions if self._succession is not None else None
-        return load_of(
+        return status_snapshot(
             clusters, self._admission, connections, self.now(), ready=ready, draining=draining, conversions=conversions
         )
 
@@ -308,4 +308,4 @@ class Gateway:
                 self._succession.look()
                 self.serving.open_files.look(self.now())
             except Exception as error:  # the cause may be gone at the next run
-                note("error", "look_failed", reason=f"{type(error).__name__}: {error}")
+                log_event("error", "look_failed", reason=f"{type(error).__name__}: {error}")

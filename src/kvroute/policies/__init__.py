@@ -11,7 +11,7 @@ from kvroute.policies.decode import (
 )
 from kvroute.policies.foresight import FORESIGHT_POLICIES, Foresight, foresight_policy
 from kvroute.policies.foresight_flight import InFlight, Sight
-from kvroute.policies.foresight_joint import ForesightJoint, Pair, Way
+from kvroute.policies.foresight_joint import ForesightJoint, JointPath, Pair
 from kvroute.policies.foresight_learned import TierLearned
 from kvroute.policies.foresight_links import LinkModel
 from kvroute.policies.foresight_spec import ForesightSpec
@@ -31,6 +31,7 @@ __all__ = [
     "ForesightJoint",
     "ForesightSpec",
     "InFlight",
+    "JointPath",
     "Level",
     "LinkModel",
     "LoadAware",
@@ -42,7 +43,6 @@ __all__ = [
     "Sight",
     "TierLearned",
     "TopologyConstraint",
-    "Way",
     "constrain",
     "decode_policy",
     "foresight_policy",

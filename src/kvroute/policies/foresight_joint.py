@@ -20,7 +20,7 @@ from kvroute.types import Candidates, Choice, FloatArray, NetworkCosts, Reject, 
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class JointPath:
     """The decode side for one prefill instance. The transfer starts when that prefill ends (in `sight.starts_s`)."""
 
     candidates: Candidates
@@ -45,7 +45,7 @@ class ForesightJoint:
     """Constraint on the decode instance relative to the prefill instance."""
 
     def choose(
-        self, request: Request, prefill: PrefillCandidates, way_of: Callable[[int], Way | None], turn: int
+        self, request: Request, prefill: PrefillCandidates, way_of: Callable[[int], JointPath | None], turn: int
     ) -> Pair | Reject:
         """Choose among the n prefill instances that have decode candidates (`way_of` returns None if there are none).
 
@@ -67,12 +67,12 @@ class ForesightJoint:
         request: Request,
         prefill: PrefillCandidates,
         start_s: FloatArray,
-        way_of: Callable[[int], Way | None],
+        way_of: Callable[[int], JointPath | None],
         turn: int,
-    ) -> tuple[dict[int, tuple[Way, Choice]], Reject | None]:
+    ) -> tuple[dict[int, tuple[JointPath, Choice]], Reject | None]:
         """Decode candidates and best decode instance by the closed form, by prefill instance; and the first Reject."""
         policy = Foresight(msgspec.structs.replace(self.spec, width=0), at_arrival=True)
-        found: dict[int, tuple[Way, Choice]] = {}
+        found: dict[int, tuple[JointPath, Choice]] = {}
         refused: Reject | None = None
         best_s = np.inf
         for index in start_s.argsort(kind="stable").tolist():
@@ -95,7 +95,7 @@ class ForesightJoint:
         prefill: PrefillCandidates,
         start_s: FloatArray,
         turn: int,
-        found: dict[int, tuple[Way, Choice]],
+        found: dict[int, tuple[JointPath, Choice]],
         order: list[int],
     ) -> Pair:
         policy = Foresight(self.spec, at_arrival=True)
@@ -119,7 +119,7 @@ class ForesightJoint:
         parts = {"start_s": start_s, "decode_s": decode_s, "hit_tokens": prefill.hit_tokens.astype(np.float64)}
         return Pair(Choice(index, Terms(prefill.names, cost, feasible, parts)), chosen[index])
 
-    def _ask(self, policy: Foresight, way: Way, request: Request, turn: int) -> Choice | Reject:
+    def _ask(self, policy: Foresight, way: JointPath, request: Request, turn: int) -> Choice | Reject:
         seeing = replace(policy, sight=way.sight)
         if self.constraint is None:
             return seeing.choose(request, way.candidates, way.costs, turn)

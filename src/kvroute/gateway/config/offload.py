@@ -97,7 +97,7 @@ class LongTermSection(Entry, frozen=True, kw_only=True):
         )
 
 
-class WaySection(Entry, frozen=True, kw_only=True):
+class WanPathSection(Entry, frozen=True, kw_only=True):
     """When failures make the path from another datacenter count as down."""
 
     failures: Annotated[int, Meta(ge=1, le=10_000)] = 3
@@ -151,7 +151,7 @@ class OffloadSection(Entry, frozen=True, kw_only=True):
     """Longest interval between two updates of the thresholds and two checks whether a review is due."""
     short_term: ShortTermSection = ShortTermSection()
     long_term: LongTermSection = LongTermSection()
-    way: WaySection = WaySection()
+    way: WanPathSection = WanPathSection()
     conversion: ConversionSection | None = None
     """None: roles do not change, and a review only reports what it would change."""
 

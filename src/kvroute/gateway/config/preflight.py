@@ -15,7 +15,7 @@ from pathlib import Path
 
 from msgspec.structs import fields, replace
 
-from kvroute.control import check_place
+from kvroute.control import check_can_create
 from kvroute.gateway.config.field_types import LogSize
 from kvroute.gateway.config.offload_checks import offload_faults, site_faults
 from kvroute.gateway.config.settings import GatewaySettings, TlsSettings
@@ -116,7 +116,7 @@ def _doubtful(fault: InputError, doubts: Set[str]) -> bool:
 def check_places(settings: GatewaySettings) -> None:
     """Raise InputError if the log cannot be created or an address cannot be listened on at present."""
     if settings.log.events is not None:
-        check_place(Path(settings.log.events))
+        check_can_create(Path(settings.log.events))
     listen, admin = settings.listen, settings.admin
     for host, port, where in ((listen.host, listen.port, "listen"), (admin.host, admin.port, "admin")):
         try:

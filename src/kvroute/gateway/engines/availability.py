@@ -10,7 +10,7 @@ NOT_COUNTED: Attempt = -1
 """The attempt of a request that has failed before: no breaker counts it, and it is not a half-open probe."""
 
 
-class Guard:
+class Availability:
     """Availability of an instance: health checks, circuit breaker, and holds (other reasons to send nothing).
 
     `on_change` is called at every change; a half-open breaker lets one request through and blocks others meanwhile.
@@ -35,25 +35,25 @@ class Guard:
         """Record that a request is being sent; its outcome is reported with the returned attempt."""
         attempt = self.breaker.started(now)
         if self._tried:
-            self.look(now)
+            self.refresh(now)
         return attempt
 
     def succeeded(self, attempt: Attempt, now: float) -> None:
         """Record a response, which may be a client error."""
         self.breaker.succeeded(attempt, now)
         if self._tried:
-            self.look(now)
+            self.refresh(now)
 
     def failed(self, attempt: Attempt, now: float, cause: Cause = "no_answer") -> None:
         """Record a failure."""
         self.breaker.failed(attempt, now, cause)
-        self.look(now)
+        self.refresh(now)
 
     def acquitted(self, attempt: Attempt, now: float) -> None:
         """Record an error response that is the fault of the request."""
         self.breaker.acquitted(attempt, now)
         if self._tried:
-            self.look(now)
+            self.refresh(now)
 
     def late_failure(self, now: float) -> Attempt:
         """Start an attempt for a request that fails after its success was reported; it is not a half-open probe."""
@@ -63,18 +63,18 @@ class Guard:
         """Record that the response was not needed any more."""
         self.breaker.cancelled(attempt, now)
         if self._tried:
-            self.look(now)
+            self.refresh(now)
 
     def set_healthy(self, healthy: bool, now: float, *, present: bool = True) -> None:
         """Set the result of the health checks; see `present`."""
         self.healthy, self.present = healthy, present
-        self.look(now)
+        self.refresh(now)
 
     def ignore_checks(self, ignored: bool, now: float) -> None:
         """Set whether health checks and breaker are ignored."""
         if ignored != self.ignored:
             self.ignored = ignored
-            self.look(now)
+            self.refresh(now)
 
     @property
     def available(self) -> bool:
@@ -87,21 +87,21 @@ class Guard:
         return not self._held and (self.present or self.healthy)
 
     def hold(self, why: str, now: float) -> None:
-        """Stop requests to the instance for this reason, possibly among others, until `let_go`."""
+        """Stop requests to the instance for this reason, possibly among others, until `release`."""
         self._held.add(why)
-        self.look(now)
+        self.refresh(now)
 
-    def let_go(self, why: str, now: float) -> None:
+    def release(self, why: str, now: float) -> None:
         """Remove this reason, if present."""
         self._held.discard(why)
-        self.look(now)
+        self.refresh(now)
 
     @property
-    def why(self) -> str:
+    def reason(self) -> str:
         """Why it gets no requests; empty: only its breaker may prevent them."""
         return ", ".join(["unhealthy"] * (not self.healthy) + sorted(self._held))
 
-    def look(self, now: float) -> None:
+    def refresh(self, now: float) -> None:
         """Update the state and report changes; also called periodically, since an open breaker later allows a probe."""
         self._tried = self.breaker.state(now) != "closed"
         seen = self.available, self.counted

@@ -5,27 +5,27 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable
 
-from kvroute.gateway.engines.availability import NOT_COUNTED, Guard
+from kvroute.gateway.engines.availability import NOT_COUNTED, Availability
 from kvroute.gateway.engines.breaker import Attempt
-from kvroute.gateway.engines.protocols import DIALECTS, QUERY_PATH, DialectError, Meeting, engine_id
-from kvroute.gateway.http.call import Call, Failure, Sink
+from kvroute.gateway.engines.protocols import PROTOCOLS, QUERY_PATH, KvHandshake, ProtocolError, engine_id
+from kvroute.gateway.http.call import Call, Failure, ResponseHandler
 from kvroute.gateway.http.headers import Headers
-from kvroute.gateway.http.pool import Pool, request_bytes
+from kvroute.gateway.http.pool import UpstreamPool, request_bytes
 from kvroute.types import Instance, Role
 
 _COPY_MAX = 64 * 1024
 """Larger bodies are sent separately from their head, to avoid a copy."""
 
 
-class Station:
+class EngineClient:
     """One instance with an endpoint."""
 
     def __init__(
         self,
         instance: Instance,
-        pool: Pool,
-        bootstrap: Pool | None,
-        guard: Guard,
+        pool: UpstreamPool,
+        bootstrap: UpstreamPool | None,
+        guard: Availability,
         *,
         approximate: bool,
         measures: bool,
@@ -42,14 +42,14 @@ class Station:
             between_s: maximum time between two bytes of a response, in seconds.
         """
         assert instance.endpoint is not None
-        self.instance, self.name, self.pool, self.guard = instance, instance.name, pool, guard
+        self.instance, self.name, self.pool, self.availability = instance, instance.name, pool, guard
         self.role: Role = instance.role
         """The current role; role switches change it."""
-        self.dialect = DIALECTS[instance.protocol]
+        self.protocol = PROTOCOLS[instance.protocol]
         self.approximate = approximate
         self.measures = measures
         """Whether the gateway's own measurement of transfers counts; False once the engine reports its transfers."""
-        self.under_way = 0
+        self.in_flight = 0
         self.out_of_files = False
         """Whether the last request to its bootstrap server failed for lack of a file descriptor in the gateway."""
         self._bootstrap, self._between_s = bootstrap, between_s
@@ -59,9 +59,17 @@ class Station:
         self._host = pool.host
 
     def send(
-        self, sink: Sink, path: bytes, head: bytes, body: bytes, *, first_byte_s: float, now: float, counted: bool
+        self,
+        sink: ResponseHandler,
+        path: bytes,
+        head: bytes,
+        body: bytes,
+        *,
+        first_byte_s: float,
+        now: float,
+        counted: bool,
     ) -> tuple[Call, Attempt]:
-        """Start a call for a leg; `left` follows once the call is over.
+        """Start a call for a leg; `leg_closed` follows once the call is over.
 
         Args:
             sink: receives the response.
@@ -73,10 +81,10 @@ class Station:
             counted: False if the circuit breaker must not count this attempt (see `NOT_COUNTED`).
 
         Returns:
-            The call, and its attempt as `guard` counts it.
+            The call, and its attempt as `availability` counts it.
         """
-        self.under_way += 1
-        attempt = self.guard.started(now) if counted else NOT_COUNTED
+        self.in_flight += 1
+        attempt = self.availability.started(now) if counted else NOT_COUNTED
         large = body if len(body) > _COPY_MAX else b""
         request = b"POST %b HTTP/1.1\r\nhost: %b\r\n%bcontent-length: %d\r\n\r\n%b" % (
             path,
@@ -88,13 +96,13 @@ class Station:
         call = self.pool.send(request, sink, first_byte_s=first_byte_s, idle_s=self._between_s, body=large)
         return call, attempt
 
-    def left(self) -> None:
+    def leg_closed(self) -> None:
         """Count a finished call."""
-        self.under_way -= 1
-        assert self.under_way >= 0
+        self.in_flight -= 1
+        assert self.in_flight >= 0
 
-    def meeting(self, draw: Callable[[], int], *, early: bool = False) -> Meeting | None:
-        """Return the transfer parameters of a request's two legs; None while the engine's id is unknown (see `meet`).
+    def handshake(self, draw: Callable[[], int], *, early: bool = False) -> KvHandshake | None:
+        """Return the transfer parameters of a request's two legs; None while the engine's id is unknown (see `resolve_engine_id`).
 
         `draw` returns 63 random bits. `early`: both legs are sent at once, whatever the protocol.
         """
@@ -102,17 +110,17 @@ class Station:
         assert endpoint is not None
         if endpoint.protocol == "vllm" and early:
             name = uuid.UUID(int=draw() << 1 | 1).hex
-            return Meeting(transfer_id=name, bootstrap=endpoint.bootstrap, early=True, instance=self.name)
+            return KvHandshake(transfer_id=name, bootstrap=endpoint.bootstrap, early=True, instance=self.name)
         if endpoint.protocol == "vllm":
             return _PLAIN
         if endpoint.protocol == "sglang":
-            return Meeting(room=draw(), bootstrap=endpoint.bootstrap)
+            return KvHandshake(room=draw(), bootstrap=endpoint.bootstrap)
         if not self._engine_id:
             return None
         name = uuid.UUID(int=draw() << 1 | 1).hex
-        return Meeting(transfer_id=name, bootstrap=endpoint.bootstrap, engine_id=self._engine_id)
+        return KvHandshake(transfer_id=name, bootstrap=endpoint.bootstrap, engine_id=self._engine_id)
 
-    def meet(self, then: Callable[[], None]) -> None:
+    def resolve_engine_id(self, then: Callable[[], None]) -> None:
         """Request the engine's id from the bootstrap server, once for all concurrent callers; always call `then`."""
         assert self._bootstrap is not None
         self._meeting.append(then)
@@ -121,16 +129,16 @@ class Station:
         request = request_bytes(b"GET", QUERY_PATH, self._bootstrap.host, [], b"")
         self._bootstrap.send(request, _Introduction(self), first_byte_s=5.0, idle_s=5.0)
 
-    def forget(self) -> None:
+    def forget_engine_id(self) -> None:
         """Discard the engine's id, because the engine may be a different one now."""
         self._engine_id = ""
 
-    def introduced(self, reply: bytes, *, out_of_files: bool = False) -> None:
+    def on_engine_id(self, reply: bytes, *, out_of_files: bool = False) -> None:
         """Process the bootstrap server's response; empty: it failed, or the gateway had no file descriptor."""
         self.out_of_files = out_of_files
         try:
             self._engine_id = engine_id(reply)
-        except DialectError:
+        except ProtocolError:
             self._engine_id = ""
         waiting, self._meeting = self._meeting, []
         for then in waiting:
@@ -143,13 +151,13 @@ class Station:
             self._bootstrap.close()
 
 
-_PLAIN = Meeting()
+_PLAIN = KvHandshake()
 
 
-class _Introduction(Sink):
+class _Introduction(ResponseHandler):
     """Receives the response of a bootstrap server."""
 
-    def __init__(self, station: Station) -> None:
+    def __init__(self, station: EngineClient) -> None:
         self._station = station
         self._parts: list[bytes] = []
         self._status = 0
@@ -162,7 +170,7 @@ class _Introduction(Sink):
             self._parts.append(data)
 
     def on_end(self) -> None:
-        self._station.introduced(b"".join(self._parts) if self._status == 200 else b"")
+        self._station.on_engine_id(b"".join(self._parts) if self._status == 200 else b"")
 
     def on_failure(self, failure: Failure) -> None:
-        self._station.introduced(b"", out_of_files=failure.kind == "out_of_files")
+        self._station.on_engine_id(b"", out_of_files=failure.kind == "out_of_files")

@@ -6,11 +6,11 @@ import ssl
 from collections.abc import Callable
 
 from kvroute.gateway.config.settings import GatewaySettings
-from kvroute.gateway.engines.availability import Guard
+from kvroute.gateway.engines.availability import Availability
 from kvroute.gateway.engines.breaker import Breaker
-from kvroute.gateway.engines.client import Station
+from kvroute.gateway.engines.client import EngineClient
 from kvroute.gateway.http.deadlines import Deadlines
-from kvroute.gateway.http.pool import Pool
+from kvroute.gateway.http.pool import UpstreamPool
 from kvroute.topology import Cluster
 from kvroute.types import Endpoint
 
@@ -23,7 +23,7 @@ def stations_of(
     *,
     exact: bool,
     draw: Callable[[], float] | None = None,
-) -> dict[str, Station]:
+) -> dict[str, EngineClient]:
     """Return the engine clients by name, all up. `exact`: prompts are hashed as in engines' KV events. `draw`: random
     numbers for the jitter of circuit breakers."""
     timeouts, limits = settings.timeouts, settings.breaker
@@ -45,11 +45,11 @@ def stations_of(
         connect_s = float(timeouts.connect_s)
         # A decode instance with a bootstrap server may become a prefill instance.
         asks = endpoint.protocol == "mooncake" and endpoint.bootstrap
-        stations[instance.name] = Station(
+        stations[instance.name] = EngineClient(
             instance,
-            Pool(endpoint.url, connect_s=connect_s, tls=tls, deadlines=deadlines),
-            Pool(f"http://{endpoint.bootstrap}", connect_s=connect_s, deadlines=deadlines) if asks else None,
-            Guard(instance.name, breaker, on_change),
+            UpstreamPool(endpoint.url, connect_s=connect_s, tls=tls, deadlines=deadlines),
+            UpstreamPool(f"http://{endpoint.bootstrap}", connect_s=connect_s, deadlines=deadlines) if asks else None,
+            Availability(instance.name, breaker, on_change),
             approximate=_approximate(endpoint, settings, exact),
             measures=settings.measure != "engine",
             between_s=float(timeouts.between_tokens_s),

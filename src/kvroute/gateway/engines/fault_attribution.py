@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from kvroute.gateway.engines.availability import NOT_COUNTED
 
 if TYPE_CHECKING:
-    from kvroute.gateway.engines.availability import Guard
+    from kvroute.gateway.engines.availability import Availability
     from kvroute.gateway.engines.breaker import Attempt, Cause
 
 LegName: TypeAlias = Literal["copy", "prefill", "decode", "passed_on"]
@@ -19,7 +19,7 @@ LegName: TypeAlias = Literal["copy", "prefill", "decode", "passed_on"]
 _CLIENT_GONE = 499
 
 
-class Suspicion:
+class FaultAttribution:
     """The failures of one request, from the first one on. All of them together count at most once.
 
     Only the first failure can count. If it is an error response of the engine, it counts as `error` (for a path between
@@ -32,7 +32,7 @@ class Suspicion:
 
     def __init__(self) -> None:
         self._new = True
-        self._guard: Guard | None = None
+        self._guard: Availability | None = None
         """The instance, or the path between datacenters, whose verdict is pending."""
         self._attempt: Attempt = NOT_COUNTED
         self._leg: LegName = "prefill"
@@ -40,7 +40,7 @@ class Suspicion:
         self._failed_elsewhere = False
 
     def failed(
-        self, guard: Guard, attempt: Attempt, leg: LegName, now: float, *, error: bool, proven: Cause = "error"
+        self, guard: Availability, attempt: Attempt, leg: LegName, now: float, *, error: bool, proven: Cause = "error"
     ) -> None:
         """Report a failed attempt, which ends it.
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from kvroute.gateway.http.callbacks import weakly
 from kvroute.gateway.http.loop_lag import LoopLag
-from kvroute.gateway.http.poller import Answer, Poller
-from kvroute.gateway.http.pool import Pool
+from kvroute.gateway.http.poller import Poller, PollResult
+from kvroute.gateway.http.pool import UpstreamPool
 
 
 class Health:
@@ -43,7 +43,7 @@ class HealthChecks:
     def __init__(
         self,
         names: Sequence[str],
-        pool_of: Callable[[str], Pool | None],
+        pool_of: Callable[[str], UpstreamPool | None],
         on_change: Callable[[str, bool, float], None],
         now: Callable[[], float],
         *,
@@ -117,7 +117,7 @@ class HealthChecks:
         """Whether every instance has been checked at least once."""
         return all(health.checked for health in self._health.values())
 
-    def _answered(self, name: str, answer: Answer) -> None:
+    def _answered(self, name: str, answer: PollResult) -> None:
         well = 200 <= answer.status < 300
         self._why[name] = "" if well else answer.failure or f"HTTP status {answer.status}"
         if well:

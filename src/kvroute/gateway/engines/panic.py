@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 if TYPE_CHECKING:
-    from kvroute.gateway.engines.client import Station
+    from kvroute.gateway.engines.client import EngineClient
 
 Serves: TypeAlias = Literal["prefill", "decode"]
 
@@ -59,9 +59,9 @@ class PanicSet:
     model: str
     role: Serves
     state: PanicState
-    stations: list[Station] = field(default_factory=list)
+    stations: list[EngineClient] = field(default_factory=list)
 
-    def members(self) -> list[Station]:
+    def members(self) -> list[EngineClient]:
         """Return the instances that serve the role now."""
         return [station for station in self.stations if station.role in (self.role, "both")]
 
@@ -69,7 +69,9 @@ class PanicSet:
 class Panics:
     """All sets of one cluster. Availabilities report changes to it; it makes them ignore or use checks and breakers."""
 
-    def __init__(self, stations: Mapping[str, Station], share: float, on_change: Callable[[PanicSet], None]) -> None:
+    def __init__(
+        self, stations: Mapping[str, EngineClient], share: float, on_change: Callable[[PanicSet], None]
+    ) -> None:
         """Args: `share` as in PanicState; `on_change` is called when a panic begins or ends."""
         self._on_change = on_change
         self._sets: dict[tuple[str, Serves], PanicSet] = {}
@@ -80,7 +82,7 @@ class Panics:
         for each in self._sets.values():
             each.state.instances = each.state.available = len(each.members())
         for station in stations.values():
-            station.guard.on_available = lambda now, model=station.instance.model: self._look(model, now)
+            station.availability.on_available = lambda now, model=station.instance.model: self._look(model, now)
 
     @property
     def sets(self) -> tuple[PanicSet, ...]:
@@ -96,7 +98,7 @@ class Panics:
         """Stop the reports of availabilities."""
         for each in self._sets.values():
             for station in each.stations:
-                station.guard.on_available = None
+                station.availability.on_available = None
         self._sets.clear()
 
     def inherit(self, before: Panics) -> None:
@@ -105,13 +107,13 @@ class Panics:
             if key in before._sets:
                 own.state.active = before._sets[key].state.active
                 for station in own.members() if own.state.active else ():
-                    station.guard.ignored = True
+                    station.availability.ignored = True
 
     def _look(self, model: str, now: float) -> None:
         sets = [self._sets[model, role] for role in _ROLES]
         changed = []
         for each in sets:
-            counted = [station.guard for station in each.members() if station.guard.counted]
+            counted = [station.availability for station in each.members() if station.availability.counted]
             if each.state.look(sum(guard.available for guard in counted), len(counted), now):
                 changed.append(each)
         for each in changed:
@@ -119,4 +121,4 @@ class Panics:
         if changed or any(each.state.active for each in sets):
             panicking = {station.name for each in sets if each.state.active for station in each.members()}
             for station in sets[0].stations:
-                station.guard.ignore_checks(station.name in panicking, now)
+                station.availability.ignore_checks(station.name in panicking, now)

@@ -29,12 +29,12 @@ _PULL = Raw(
 _encode = msgspec.json.Encoder().encode
 
 
-class DialectError(Exception):
+class ProtocolError(Exception):
     """An engine's response or endpoint lacks data for the other leg; the text continues after the engine's name."""
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class KvHandshake:
     """Ids and addresses that the two legs of one request share; each protocol uses some of the fields."""
 
     transfer_id: str = ""
@@ -51,20 +51,20 @@ class Meeting:
     """Name of the prefill instance, for the decode engine's metrics (vllm with an early pull)."""
 
 
-class Dialect(Protocol):
+class PdProtocol(Protocol):
     """One way to split a request into a prefill and a decode leg."""
 
     @property
-    def joint(self) -> bool:
+    def concurrent_legs(self) -> bool:
         """Both legs are sent at once, so the decode instance is chosen on arrival."""
 
     def hands_over(self, completion: Completion) -> bool:
         """Whether the protocol can split this request into two legs; otherwise one instance serves it alone."""
 
-    def alone_body(self, completion: Completion) -> bytes:
+    def aggregated_body(self, completion: Completion) -> bytes:
         """Return the body for an instance that computes prefill and decode itself."""
 
-    def prefill_body(self, completion: Completion, meeting: Meeting, prefix: Raw | None = None) -> bytes:
+    def prefill_body(self, completion: Completion, meeting: KvHandshake, prefix: Raw | None = None) -> bytes:
         """Return the body of the prefill leg.
 
         Args: `prefix`: transfer parameters from the engine that has the prompt's prefix, if the prefill engine is to
@@ -74,22 +74,22 @@ class Dialect(Protocol):
             DialectError: `meeting` lacks data that the engine needs.
         """
 
-    def handover(self, reply: bytes) -> Raw | None:
+    def transfer_params(self, reply: bytes) -> Raw | None:
         """Return the transfer parameters for the decode leg from `reply`, the body of the prefill leg's response.
 
         Raises:
             DialectError: the body lacks data that the decode engine needs.
         """
 
-    def refetches(self, handover: Raw | None) -> bool:
+    def allows_refetch(self, handover: Raw | None) -> bool:
         """Whether a second decode engine may fetch a KV cache after a first one has begun to fetch it."""
 
-    def decode_body(self, completion: Completion, meeting: Meeting, handover: Raw | None) -> bytes:
-        """Return the body of the decode leg. `handover`: transfer parameters from the prefill leg's response; None if
+    def decode_body(self, completion: Completion, meeting: KvHandshake, handover: Raw | None) -> bytes:
+        """Return the body of the decode leg. `transfer_params`: transfer parameters from the prefill leg's response; None if
         there are none, as when both legs are sent at once.
 
         Raises:
-            DialectError: `meeting` or `handover` lacks data that the decode engine needs.
+            DialectError: `meeting` or `transfer_params` lacks data that the decode engine needs.
         """
 
 
@@ -99,15 +99,15 @@ class Vllm:
     them. kvroute's connector also supports an early pull: both engines receive the transfer id and the address to fetch
     it from."""
 
-    joint: ClassVar[bool] = False
+    concurrent_legs: ClassVar[bool] = False
 
     def hands_over(self, completion: Completion) -> bool:
         return not completion.one_leg
 
-    def alone_body(self, completion: Completion) -> bytes:
+    def aggregated_body(self, completion: Completion) -> bytes:
         return _encode(completion.fields)
 
-    def prefill_body(self, completion: Completion, meeting: Meeting, prefix: Raw | None = None) -> bytes:
+    def prefill_body(self, completion: Completion, meeting: KvHandshake, prefix: Raw | None = None) -> bytes:
         if prefix is None and not meeting.early:
             return _encode(_one_token(completion, _PULL))
         there = {} if prefix is None else msgspec.json.decode(prefix, type=dict[str, Raw])
@@ -116,10 +116,10 @@ class Vllm:
         params = {**there, "do_remote_decode": True, "do_remote_prefill": prefix is not None, **name}
         return _encode(_one_token(completion, Raw(_encode(params))))
 
-    def handover(self, reply: bytes) -> Raw | None:
+    def transfer_params(self, reply: bytes) -> Raw | None:
         return _transfer_params(reply)
 
-    def refetches(self, handover: Raw | None) -> bool:
+    def allows_refetch(self, handover: Raw | None) -> bool:
         """Return True only if the connector allows it: NIXL reads blocks by number, and they may hold another prompt by
         then."""
         try:
@@ -127,7 +127,7 @@ class Vllm:
         except (msgspec.MsgspecError, UnicodeDecodeError):
             return False
 
-    def decode_body(self, completion: Completion, meeting: Meeting, handover: Raw | None) -> bytes:
+    def decode_body(self, completion: Completion, meeting: KvHandshake, handover: Raw | None) -> bytes:
         if handover is None:
             handover = _announcement(meeting)
         return _encode({**completion.fields, "kv_transfer_params": handover})
@@ -137,29 +137,29 @@ class Vllm:
 class Mooncake:
     """vLLM's Mooncake connector: the gateway generates the id of the transfer and sends it to both engines."""
 
-    joint: ClassVar[bool] = False
+    concurrent_legs: ClassVar[bool] = False
 
     def hands_over(self, completion: Completion) -> bool:
         return not completion.one_leg
 
-    def alone_body(self, completion: Completion) -> bytes:
+    def aggregated_body(self, completion: Completion) -> bytes:
         return _encode(completion.fields)
 
-    def prefill_body(self, completion: Completion, meeting: Meeting, prefix: Raw | None = None) -> bytes:
+    def prefill_body(self, completion: Completion, meeting: KvHandshake, prefix: Raw | None = None) -> bytes:
         assert prefix is None, "nobody copies prefixes by this protocol"
         params = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": meeting.transfer_id}
         return _encode(_one_token(completion, Raw(_encode(params))))
 
-    def handover(self, reply: bytes) -> Raw | None:
+    def transfer_params(self, reply: bytes) -> Raw | None:
         """Return None: the response has no transfer parameters."""
         return None
 
-    def refetches(self, handover: Raw | None) -> bool:
+    def allows_refetch(self, handover: Raw | None) -> bool:
         return False
 
-    def decode_body(self, completion: Completion, meeting: Meeting, handover: Raw | None) -> bytes:
+    def decode_body(self, completion: Completion, meeting: KvHandshake, handover: Raw | None) -> bytes:
         if not (meeting.bootstrap and meeting.engine_id):
-            raise DialectError("has no bootstrap address or engine id yet")
+            raise ProtocolError("has no bootstrap address or engine id yet")
         params = {
             "do_remote_prefill": True,
             "do_remote_decode": False,
@@ -174,7 +174,7 @@ class Mooncake:
 class Sglang:
     """SGLang's bootstrap: both engines receive the same body, which names one room (transfer id) per sequence."""
 
-    joint: ClassVar[bool] = True
+    concurrent_legs: ClassVar[bool] = True
 
     def hands_over(self, completion: Completion) -> bool:
         """Return True: an SGLang prefill engine cannot serve a request alone, and rooms may be arrays.
@@ -183,25 +183,25 @@ class Sglang:
         """
         return True
 
-    def alone_body(self, completion: Completion) -> bytes:
+    def aggregated_body(self, completion: Completion) -> bytes:
         return _encode(completion.fields)
 
-    def prefill_body(self, completion: Completion, meeting: Meeting, prefix: Raw | None = None) -> bytes:
+    def prefill_body(self, completion: Completion, meeting: KvHandshake, prefix: Raw | None = None) -> bytes:
         assert prefix is None, "nobody copies prefixes by this protocol"
         return _encode(completion.fields | _rooms(completion.n * completion.prompts, meeting))
 
-    def handover(self, reply: bytes) -> Raw | None:
+    def transfer_params(self, reply: bytes) -> Raw | None:
         """Return None: the prefill response is not used; the decode engine responds by itself."""
         return None
 
-    def refetches(self, handover: Raw | None) -> bool:
+    def allows_refetch(self, handover: Raw | None) -> bool:
         return False
 
-    def decode_body(self, completion: Completion, meeting: Meeting, handover: Raw | None) -> bytes:
+    def decode_body(self, completion: Completion, meeting: KvHandshake, handover: Raw | None) -> bytes:
         return self.prefill_body(completion, meeting)
 
 
-DIALECTS: dict[KvProtocol, Dialect] = {"vllm": Vllm(), "mooncake": Mooncake(), "sglang": Sglang()}
+PROTOCOLS: dict[KvProtocol, PdProtocol] = {"vllm": Vllm(), "mooncake": Mooncake(), "sglang": Sglang()}
 
 
 def engine_id(reply: bytes) -> str:
@@ -213,10 +213,10 @@ def engine_id(reply: bytes) -> str:
     try:
         ranks = msgspec.json.decode(reply, type=dict[str, _Rank])
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise DialectError(f"has a bootstrap server that answers what is not understood: {error}") from None
+        raise ProtocolError(f"has a bootstrap server that answers what is not understood: {error}") from None
     found = [ranks[rank].engine_id for rank in sorted(ranks, key=_rank_order) if ranks[rank].engine_id]
     if not found:
-        raise DialectError("has a bootstrap server that knows no engine yet")
+        raise ProtocolError("has a bootstrap server that knows no engine yet")
     return found[0]
 
 
@@ -258,16 +258,16 @@ def _transfer_params(reply: bytes) -> Raw:
     try:
         params = _REPLY.decode(reply).kv_transfer_params
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise DialectError(f"answered what is no such answer: {error}") from None
+        raise ProtocolError(f"answered what is no such answer: {error}") from None
     if bytes(params)[:1] != b"{":
-        raise DialectError("answered without kv_transfer_params; is a KV connector configured there?")
+        raise ProtocolError("answered without kv_transfer_params; is a KV connector configured there?")
     return params
 
 
-def _announcement(meeting: Meeting) -> Raw:
+def _announcement(meeting: KvHandshake) -> Raw:
     """Return the transfer parameters of an early pull, for which there is no prefill response yet."""
     if not meeting.early:
-        raise DialectError("answered nothing")
+        raise ProtocolError("answered nothing")
     host, port = _address(meeting)
     params = {
         "do_remote_prefill": True,
@@ -280,14 +280,14 @@ def _announcement(meeting: Meeting) -> Raw:
     return Raw(_encode(params))
 
 
-def _address(meeting: Meeting) -> tuple[str, int]:
+def _address(meeting: KvHandshake) -> tuple[str, int]:
     host, colon, port = meeting.bootstrap.rpartition(":")
     if not (host and colon and port.isascii() and port.isdigit()):
-        raise DialectError(f"has the bootstrap address {meeting.bootstrap!r}, which is not host:port")
+        raise ProtocolError(f"has the bootstrap address {meeting.bootstrap!r}, which is not host:port")
     return host, int(port)
 
 
-def _rooms(sequences: int, meeting: Meeting) -> Fields:
+def _rooms(sequences: int, meeting: KvHandshake) -> Fields:
     host, port = _address(meeting)
     rooms = [(meeting.room + index) % ROOM_LIMIT for index in range(sequences)]
     single = sequences == 1

@@ -24,7 +24,7 @@ class Failure:
     text: str
 
 
-class Sink(Protocol):
+class ResponseHandler(Protocol):
     """Callbacks of a call. A call ends with exactly one `on_end` or `on_failure`, or with neither if it is aborted."""
 
     def on_head(self, status: int, headers: Headers) -> None:
@@ -47,7 +47,7 @@ class Sink(Protocol):
 class CallConnection(Protocol):
     """The connection that carries a call."""
 
-    def drop(self) -> None:
+    def close(self) -> None:
         """Close at once."""
         ...
 
@@ -66,21 +66,21 @@ class Call:
     __slots__ = (
         "_on_done",
         "body",
+        "connection",
         "first_byte_s",
+        "handler",
         "head_only",
         "idle_s",
-        "line",
         "over",
         "paused",
         "request",
         "retried",
-        "sink",
     )
 
     def __init__(
         self,
         request: bytes,
-        sink: Sink,
+        sink: ResponseHandler,
         first_byte_s: float,
         idle_s: float,
         head_only: bool,
@@ -89,11 +89,11 @@ class Call:
         self.request = request
         self.body = b""
         """Bytes to send after `request`; kept apart to avoid a large copy."""
-        self.sink = sink
+        self.handler = sink
         self.first_byte_s = first_byte_s
         self.idle_s = idle_s
         self.head_only = head_only
-        self.line: CallConnection | None = None
+        self.connection: CallConnection | None = None
         """The upstream connection; None before there is one and after the end."""
         self.paused = False
         self.retried = False
@@ -104,17 +104,17 @@ class Call:
         """Close the connection and call the sink no more. Does nothing after the end."""
         if self.over:
             return
-        line = self.line
+        line = self.connection
         self.finish()
         if line is not None:
-            line.drop()
+            line.close()
 
     def forget_request(self) -> None:
         """Release the request's bytes, because the client's response has begun and the request is not sent again.
 
         Does nothing while the call waits for a connection: the bytes are still to be sent.
         """
-        if self.line is not None:
+        if self.connection is not None:
             self.request = self.body = b""
             self.retried = True
 
@@ -122,19 +122,19 @@ class Call:
         """Stop reading from the engine; the timeout between bytes is suspended."""
         if not self.paused and not self.over:
             self.paused = True
-            if self.line is not None:
-                self.line.pause()
+            if self.connection is not None:
+                self.connection.pause()
 
     def resume(self) -> None:
         """Read from the engine again."""
         if self.paused and not self.over:
             self.paused = False
-            if self.line is not None:
-                self.line.resume()
+            if self.connection is not None:
+                self.connection.resume()
 
     def finish(self) -> None:
         """Mark the call as over, whatever its result. The connection or the pool calls it."""
         assert not self.over
         self.over = True
-        self.line = None
+        self.connection = None
         self._on_done()

@@ -18,9 +18,9 @@ from kvroute.gateway.http.request_parser import (
     HEAD,
     IDLE,
     LIGHT_BYTES,
-    Fault,
+    HttpError,
     Limits,
-    RequestReader,
+    RequestParser,
 )
 from kvroute.gateway.http.web_pages import WebPages
 from kvroute.gateway.openai_api.responses import error_body
@@ -35,16 +35,16 @@ _END_OF_SIDE_S = 0.5
 directly after its request; a later end means that the client has left."""
 
 _RETRY = b"retry-after: 1\r\n"
-_BUSY = Fault(503, "the gateway has as many connections as it may; try again later", headers=_RETRY)
-_BUSY_ADDRESS = Fault(503, "your address has as many connections as it may; try again later", headers=_RETRY)
-_FULL = Fault(503, "the gateway holds as many large bodies as it may; try again later", headers=_RETRY)
-_SLOW_HEAD = Fault(408, "the request's headers took too long")
-_SLOW_BODY = Fault(408, "the request's body took too long")
+_BUSY = HttpError(503, "the gateway has as many connections as it may; try again later", headers=_RETRY)
+_BUSY_ADDRESS = HttpError(503, "your address has as many connections as it may; try again later", headers=_RETRY)
+_FULL = HttpError(503, "the gateway holds as many large bodies as it may; try again later", headers=_RETRY)
+_SLOW_HEAD = HttpError(408, "the request's headers took too long")
+_SLOW_BODY = HttpError(408, "the request's body took too long")
 
 
 Handler: TypeAlias = Callable[[Exchange], None]
 """Handles a request. It is called once the whole body has arrived, and must neither block nor raise."""
-Guard: TypeAlias = Callable[[bytes, bytes, Headers], Fault | None]
+PreBodyCheck: TypeAlias = Callable[[bytes, bytes, Headers], HttpError | None]
 """Checks method, path and headers of a request before its body is read; returns an error to reject it, or None."""
 
 
@@ -52,7 +52,7 @@ Guard: TypeAlias = Callable[[bytes, bytes, Headers], Fault | None]
 class ServerHooks:
     """Functions that the HTTP server calls beside its handler; None: not called."""
 
-    guard: Guard | None = None
+    guard: PreBodyCheck | None = None
     """Refuses requests before their body is read. It does not see a request whose body arrives with its head."""
     refused: Callable[[int, bytes], None] | None = None
     """Receives status and path (empty: not known) of each response that the server gives by itself."""
@@ -60,7 +60,7 @@ class ServerHooks:
     """Receives the reason and the seconds for which no connection is accepted."""
 
 
-class Frontage(Protocol):
+class ServerCallbacks(Protocol):
     """The state and callbacks that all connections of one server share."""
 
     handler: Handler
@@ -74,25 +74,25 @@ class Frontage(Protocol):
     """The whole Server header line, or empty."""
     draining: bool
 
-    def enter(self, new: Client) -> Entry:
+    def enter(self, new: ClientConnection) -> Entry:
         """Count a new connection; return whether there is room for it."""
         ...
 
-    def leave(self, gone: Client) -> None:
+    def leave(self, gone: ClientConnection) -> None:
         """Remove a closed connection."""
         ...
 
 
-class Client(asyncio.Protocol):
+class ClientConnection(asyncio.Protocol):
     """One client's connection."""
 
-    def __init__(self, door: Frontage) -> None:
+    def __init__(self, door: ServerCallbacks) -> None:
         self.deadline_s = NEVER_S
         self._door = door
         self._now: Callable[[], float] = asyncio.get_running_loop().time
         self._transport: asyncio.Transport
         self._peer = self.address = ""
-        self._reader = RequestReader(door.limits, door.pages)
+        self._reader = RequestParser(door.limits, door.pages)
         self._current: Exchange | None = None
         self._held = b""
         self._timed = _NEITHER
@@ -210,7 +210,7 @@ class Client(asyncio.Protocol):
         self._weigh(0)
         current, self._current = self._current, None
         if current is not None:
-            current.lose()
+            current.connection_lost()
 
     def pause_writing(self) -> None:
         self._unsent_bytes = self._transport.get_write_buffer_size()
@@ -345,7 +345,7 @@ class Client(asyncio.Protocol):
         self._transport.close()
         self.deadline_s = self._now() + self._door.limits.stall_s
 
-    def _refuse(self, fault: Fault) -> None:
+    def _refuse(self, fault: HttpError) -> None:
         """Respond with an error, and close after the client has had time to read it.
 
         Until then, what the client sends is read and dropped: closing with unread bytes resets the connection, and the

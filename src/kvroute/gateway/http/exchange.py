@@ -220,7 +220,7 @@ class Exchange:
         self._transport.abort()
         self._finish()
 
-    def lose(self) -> None:
+    def connection_lost(self) -> None:
         """Report to the owner, once, that the connection is lost. The client connection calls it."""
         if self.gone or self.finished:
             return

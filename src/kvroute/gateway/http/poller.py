@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from kvroute.gateway.http.call import Call, Failure
 from kvroute.gateway.http.exchange import Headers
 from kvroute.gateway.http.loop_lag import LoopLag, judge
-from kvroute.gateway.http.pool import Pool, request_bytes
+from kvroute.gateway.http.pool import UpstreamPool, request_bytes
 
 _TICK_MIN_S = 0.01
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class PollResult:
     """Result of one poll. `status` is 0 if no complete response came; `failure` then gives the reason."""
 
     status: int
@@ -26,12 +26,12 @@ class Answer:
     """Whether the connection was refused: the engine's process has ended or not started yet."""
 
 
-class _Question:
+class _Poll:
     """One GET in progress: the sink of its call."""
 
     __slots__ = ("_body_bytes", "_lag_s", "_loop", "_parts", "_poller", "_sent_s", "_status", "_timer", "call", "name")
 
-    def __init__(self, poller: Poller, name: str, pool: Pool, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, poller: Poller, name: str, pool: UpstreamPool, loop: asyncio.AbstractEventLoop) -> None:
         self.name = name
         self._poller, self._loop = poller, loop
         self._status = 0
@@ -51,10 +51,10 @@ class _Question:
         self._body_bytes += len(data)
         if self._body_bytes > self._poller.body_max_bytes:
             self._abort()
-            self._done(Answer(0, failure=f"the answer is longer than {self._poller.body_max_bytes} bytes"))
+            self._done(PollResult(0, failure=f"the answer is longer than {self._poller.body_max_bytes} bytes"))
 
     def on_end(self) -> None:
-        self._done(Answer(self._status, b"".join(self._parts)))
+        self._done(PollResult(self._status, b"".join(self._parts)))
 
     def on_failure(self, failure: Failure) -> None:
         if failure.kind == "out_of_files":  # not a fault of the engine
@@ -62,7 +62,7 @@ class _Question:
             self._timer.cancel()
             self._poller.discard(self)
             return
-        self._done(Answer(0, failure=failure.text, refused=failure.kind == "refused"))
+        self._done(PollResult(0, failure=failure.text, refused=failure.kind == "refused"))
 
     def give_up(self) -> None:
         """Cancel the poll: its response is no longer needed."""
@@ -75,7 +75,7 @@ class _Question:
         match judge(timeout_s, elapsed_s, lag_s):
             case "failed":
                 self._abort()
-                self._done(Answer(0, failure=f"no whole answer in {timeout_s:g} s"))
+                self._done(PollResult(0, failure=f"no whole answer in {timeout_s:g} s"))
             case "wait":
                 rest_s = max(timeout_s - (elapsed_s - lag_s), _TICK_MIN_S)
                 self._timer = self._loop.call_later(rest_s, self._too_late)
@@ -89,7 +89,7 @@ class _Question:
         if call is not None:
             call.abort()
 
-    def _done(self, answer: Answer) -> None:
+    def _done(self, answer: PollResult) -> None:
         self.call = None
         self._timer.cancel()
         self._poller.done(self, answer)
@@ -104,9 +104,9 @@ class Poller:
     def __init__(
         self,
         names: Sequence[str],
-        pool_of: Callable[[str], Pool | None],
+        pool_of: Callable[[str], UpstreamPool | None],
         path: bytes,
-        on_answer: Callable[[str, Answer], None],
+        on_answer: Callable[[str, PollResult], None],
         *,
         interval_s: float,
         timeout_s: float,
@@ -145,7 +145,7 @@ class Poller:
         self._on_answer, self._on_discard = on_answer, on_discard
         self._interval_s = interval_s
         self._at_once = at_once
-        self._under_way: dict[str, _Question] = {}
+        self._under_way: dict[str, _Poll] = {}
         self._tick_handle: asyncio.TimerHandle | None = None
         self._round, self._round_s, self._round_lasts_s = 0, 0.0, interval_s
         """Finished rounds, start of the current round, and its duration."""
@@ -168,12 +168,12 @@ class Poller:
             question.give_up()
         self._under_way.clear()
 
-    def done(self, question: _Question, answer: Answer) -> None:
+    def done(self, question: _Poll, answer: PollResult) -> None:
         """Complete a poll."""
         del self._under_way[question.name]
         self._on_answer(question.name, answer)
 
-    def discard(self, question: _Question) -> None:
+    def discard(self, question: _Poll) -> None:
         """End a poll without a verdict on its engine."""
         del self._under_way[question.name]
         if self._on_discard is not None:
@@ -197,4 +197,4 @@ class Poller:
     def _ask(self, name: str) -> None:
         pool = None if name in self._under_way else self._pool_of(name)
         if pool is not None:
-            self._under_way[name] = _Question(self, name, pool, self._loop)
+            self._under_way[name] = _Poll(self, name, pool, self._loop)

@@ -7,12 +7,12 @@ import ssl
 import time
 from urllib.parse import SplitResult, urlsplit
 
-from kvroute.gateway.http.call import Call, Failure, FailureKind, Sink
+from kvroute.gateway.http.call import Call, Failure, FailureKind, ResponseHandler
 from kvroute.gateway.http.deadlines import Deadlines
 from kvroute.gateway.http.exchange import Headers
 from kvroute.gateway.http.loop_lag import judge
 from kvroute.gateway.http.open_files import out_of_files
-from kvroute.gateway.http.upstream_connection import Line
+from kvroute.gateway.http.upstream_connection import UpstreamConnection
 from kvroute.types import InputError
 
 
@@ -35,7 +35,7 @@ def request_bytes(method: bytes, path: bytes, host: bytes, headers: Headers, bod
     )
 
 
-class Pool:
+class UpstreamPool:
     """Connections to one origin: the most recently used one is used next; a new one is opened when all are busy."""
 
     def __init__(
@@ -70,8 +70,8 @@ class Pool:
         self._idle_max = idle_max
         self._keep_s = keep_s
         self._deadlines = deadlines if deadlines is not None else Deadlines()
-        self._idle: list[Line] = []
-        self._open: set[Line] = set()
+        self._idle: list[UpstreamConnection] = []
+        self._open: set[UpstreamConnection] = set()
         self._opening: set[asyncio.Task[None]] = set()
         self._closed = False
         self.busy = 0
@@ -90,7 +90,7 @@ class Pool:
     def send(
         self,
         request: bytes,
-        sink: Sink,
+        sink: ResponseHandler,
         *,
         first_byte_s: float,
         idle_s: float,
@@ -113,7 +113,7 @@ class Pool:
             if line.usable:
                 line.begin(call)
                 return call
-            line.drop()
+            line.close()
         self.resend(call)
         return call
 
@@ -121,25 +121,25 @@ class Pool:
         """Close idle connections and keep none from now on; calls in progress continue."""
         self._closed = True
         for line in self._idle:
-            line.drop()
+            line.close()
         self._idle.clear()
 
     # callbacks of connections and calls
 
-    def keep(self, line: Line) -> None:
+    def keep(self, line: UpstreamConnection) -> None:
         """See `Keeper`."""
         if self._closed or len(self._idle) >= self._idle_max:
-            line.drop()
+            line.close()
             return
-        line.rest(asyncio.get_running_loop().time() + self._keep_s)
+        line.park(asyncio.get_running_loop().time() + self._keep_s)
         self._idle.append(line)
 
-    def opened(self, line: Line) -> None:
+    def opened(self, line: UpstreamConnection) -> None:
         """See `Keeper`."""
         self._open.add(line)
         self._deadlines.watch(line)
 
-    def lost(self, line: Line) -> None:
+    def lost(self, line: UpstreamConnection) -> None:
         """See `Keeper`."""
         self._open.discard(line)
         self._deadlines.forget(line)
@@ -170,13 +170,13 @@ class Pool:
                 line.begin(call)
             else:
                 call.finish()
-                call.sink.on_failure(Failure("reset", "connect", "the engine closed the connection"))
+                call.handler.on_failure(Failure("reset", "connect", "the engine closed the connection"))
             return
         if not call.over:
             call.finish()
-            call.sink.on_failure(failure)
+            call.handler.on_failure(failure)
 
-    async def _open_line(self, call: Call) -> Line:
+    async def _open_line(self, call: Call) -> UpstreamConnection:
         """Connect; an attempt that times out while the loop is late is repeated, until the attempts have had
         `connect_s` of a loop that is on time. Raises OSError or UnicodeError."""
         lag = self._deadlines.lag
@@ -189,15 +189,15 @@ class Pool:
                 if verdict == "failed" or call.over:
                     raise
 
-    async def _attempt(self) -> Line:
-        line = Line(self)
+    async def _attempt(self) -> UpstreamConnection:
+        line = UpstreamConnection(self)
         try:
             async with asyncio.timeout(self._connect_s):
                 await asyncio.get_running_loop().create_connection(
                     lambda: line, self._address, self._port, ssl=self._tls
                 )
         except (OSError, UnicodeError):
-            line.drop()
+            line.close()
             raise
         return line
 

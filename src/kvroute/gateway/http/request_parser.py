@@ -60,7 +60,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class HttpError:
     """Rejection of a request before it is complete: the error response, after which the connection is closed."""
 
     status: int
@@ -72,7 +72,7 @@ class Fault:
     """Further complete header lines of the response."""
 
 
-class Parsed(NamedTuple):
+class ParsedRequest(NamedTuple):
     """A complete request, as `Exchange` starts with it."""
 
     method: bytes
@@ -84,13 +84,13 @@ class Parsed(NamedTuple):
     keep_alive: bool
 
 
-class RequestReader:
+class RequestParser:
     """Parses the requests of one connection: call `feed`, take requests from `ready`, and stop at a `fault`."""
 
     def __init__(self, limits: Limits, pages: WebPages | None = None) -> None:
         """Args: `pages` decides which web pages may send requests; None: all."""
-        self.ready: deque[Parsed] = deque()
-        self.fault: Fault | None = None
+        self.ready: deque[ParsedRequest] = deque()
+        self.fault: HttpError | None = None
         """Applies to the request after those in `ready`."""
         self._limits = limits
         self._pages = pages
@@ -175,15 +175,15 @@ class RequestReader:
             return b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n"
         return b"POST / HTTP/1.1\r\ncontent-length: %d\r\n\r\n" % self._content_length
 
-    def _too_long(self) -> Fault:
+    def _too_long(self) -> HttpError:
         limits = self._limits
-        return Fault(
+        return HttpError(
             431, f"the request's headers are more than {limits.header_bytes} bytes or {limits.header_count} lines"
         )
 
     def _refuse(self, status: int, message: str, code: str | None = None) -> None:
         """Stop the parser with an exception."""
-        self.fault = Fault(status, message, code=code)
+        self.fault = HttpError(status, message, code=code)
         raise ValueError(message)
 
     # callbacks of the parser
@@ -300,7 +300,7 @@ class RequestReader:
         if self._upgrades and self._parser.should_upgrade():
             return  # the parser assumes another protocol; the body follows
         self.ready.append(
-            Parsed(
+            ParsedRequest(
                 self.method,
                 self._path,
                 self._query,
@@ -313,8 +313,8 @@ class RequestReader:
         self._clear()
 
 
-def _fault_of(error: httptools.HttpParserError) -> Fault:
+def _fault_of(error: httptools.HttpParserError) -> HttpError:
     text = str(error)
     if text in _VERSION_ERRORS:
-        return Fault(505, "this version of HTTP is not spoken here; send HTTP/1.1")
-    return Fault(400, f"the request is no valid HTTP/1.1 ({text})")
+        return HttpError(505, "this version of HTTP is not spoken here; send HTTP/1.1")
+    return HttpError(400, f"the request is no valid HTTP/1.1 ({text})")

@@ -10,14 +10,14 @@ import ssl as tls
 import struct
 from contextlib import suppress
 
-from kvroute.gateway.http.client_connection import Client, Handler, ServerHooks
+from kvroute.gateway.http.client_connection import ClientConnection, Handler, ServerHooks
 from kvroute.gateway.http.connection_limits import Connection, Connections, Entry
 from kvroute.gateway.http.deadlines import Deadlines
 from kvroute.gateway.http.listener import Listener
 from kvroute.gateway.http.request_parser import Limits
 from kvroute.gateway.http.web_pages import WebPages
 
-__all__ = ["Door", "Handler", "Limits", "ServerHooks"]
+__all__ = ["Handler", "HttpServer", "Limits", "ServerHooks"]
 
 _HANDSHAKE_S = 0.05
 """Time for TCP handshakes that were in progress when the server stopped accepting to complete, in seconds."""
@@ -28,7 +28,7 @@ _NO_SYN = b"".join(
 """A socket filter (classic BPF): load byte 13 of the TCP header; drop the packet if the SYN bit is set."""
 
 
-class Door:
+class HttpServer:
     """Passes every request of every client to one handler."""
 
     def __init__(
@@ -71,7 +71,7 @@ class Door:
         Raises:
             OSError: the address is in use, or does not belong to this machine.
         """
-        listener = Listener(self, lambda: Client(self), ssl)
+        listener = Listener(self, lambda: ClientConnection(self), ssl)
         drawn = await listener.listen(host, port)
         self._listeners.append(listener)
         return drawn

@@ -22,18 +22,18 @@ _SPENT = httptools.HttpResponseParser(object())
 """A parser without callbacks."""
 
 
-class Keeper(Protocol):
+class ConnectionOwner(Protocol):
     """The owner of connections, which also counts calls: the pool."""
 
-    def keep(self, line: Line) -> None:
+    def keep(self, line: UpstreamConnection) -> None:
         """The connection is free for the next call."""
         ...
 
-    def opened(self, line: Line) -> None:
+    def opened(self, line: UpstreamConnection) -> None:
         """The connection is open."""
         ...
 
-    def lost(self, line: Line) -> None:
+    def lost(self, line: UpstreamConnection) -> None:
         """The connection is closed."""
         ...
 
@@ -42,10 +42,10 @@ class Keeper(Protocol):
         ...
 
 
-class Line(asyncio.Protocol):
+class UpstreamConnection(asyncio.Protocol):
     """One keep-alive connection to an engine, with one call at a time."""
 
-    def __init__(self, keeper: Keeper) -> None:
+    def __init__(self, keeper: ConnectionOwner) -> None:
         self.deadline_s = NEVER_S
         self._keeper = keeper
         self._transport: asyncio.Transport | None = None
@@ -78,7 +78,7 @@ class Line(asyncio.Protocol):
         assert self._call is None
         assert self._transport is not None
         self._call = call
-        call.line = self
+        call.connection = self
         self.deadline_s = self._now() + call.first_byte_s
         if call.body:
             self._transport.writelines((call.request, call.body))
@@ -87,11 +87,11 @@ class Line(asyncio.Protocol):
         if call.paused:
             self.pause()
 
-    def rest(self, until_s: float) -> None:
+    def park(self, until_s: float) -> None:
         """Keep the connection idle for the next call, until this time at most."""
         self.deadline_s = until_s
 
-    def drop(self) -> None:
+    def close(self) -> None:
         """Close the connection at once, even if it is not open yet."""
         self._call = None
         self._doomed = True
@@ -116,7 +116,7 @@ class Line(asyncio.Protocol):
     def expire(self, now: float) -> None:
         """End a call whose engine was silent too long, or close a connection that was idle too long."""
         if self._call is None:
-            self.drop()
+            self.close()
         else:
             waited_s = self._call.idle_s if self._body_begun else self._call.first_byte_s
             self._fail("timeout", f"the engine was silent for {waited_s:g} s")
@@ -132,7 +132,7 @@ class Line(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         call = self._call
         if call is None:  # unexpected data: no call is in progress
-            self.drop()
+            self.close()
             return
         error = self._feed(data)
         if self._status and not self._head_told:
@@ -140,12 +140,12 @@ class Line(asyncio.Protocol):
             if len(self._headers) > HEAD_LINES_MAX:
                 self._fail("malformed", f"the response has more than {HEAD_LINES_MAX} header lines")
                 return
-            call.sink.on_head(self._status, self._headers)
+            call.handler.on_head(self._status, self._headers)
         if self._parts and not call.over:
             body = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
             self._parts.clear()
             self._body_begun = True
-            call.sink.on_body(body)
+            call.handler.on_body(body)
         if call.over:  # aborted by the sink
             return
         if self._complete:
@@ -169,7 +169,7 @@ class Line(asyncio.Protocol):
             self._end(keep=False)
         elif self._served and not self._heard and not call.retried:
             self._call = None
-            call.line = None
+            call.connection = None
             call.retried = True
             self._keeper.resend(call)
         else:
@@ -250,13 +250,13 @@ class Line(asyncio.Protocol):
             self._clear()
             self._keeper.keep(self)
         else:
-            self.drop()
-        call.sink.on_end()
+            self.close()
+        call.handler.on_end()
 
     def _fail(self, kind: Literal["reset", "timeout", "malformed"], text: str) -> None:
         call = self._call
         assert call is not None
         phase: Phase = "body" if self._body_begun else "first_byte"
-        self.drop()
+        self.close()
         call.finish()
-        call.sink.on_failure(Failure(kind, phase, text))
+        call.handler.on_failure(Failure(kind, phase, text))

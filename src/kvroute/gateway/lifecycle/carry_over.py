@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from kvroute.gateway.proxy.runtime import Serving, stays
+from kvroute.gateway.proxy.runtime import ClusterRuntime, same_engine
 from kvroute.types import (
     BandwidthLearned,
     CapacityLearned,
@@ -21,18 +21,18 @@ from kvroute.types import (
 )
 
 
-class Handover:
+class StateCarryOver:
     """Carries over the state of the instances that stay, from the old cluster to the new one.
 
     Call `at_once` before the new cluster serves requests, then `prefixes`. Meanwhile pass the events of the new core to
     `heard`, and call `look` periodically until the requests of the old cluster are over.
     """
 
-    def __init__(self, old: Serving, new: Serving, retired: Sequence[Serving]) -> None:
+    def __init__(self, old: ClusterRuntime, new: ClusterRuntime, retired: Sequence[ClusterRuntime]) -> None:
         """Args: `retired` are all clusters before the new one that still have requests, including the old one."""
         self._old, self._new = old, new
-        self._stay = [name for name in new.stations if stays(name, old, new)]
-        self._retired = {name: [each for each in retired if stays(name, each, new)] for name in self._stay}
+        self._stay = [name for name in new.engines if same_engine(name, old, new)]
+        self._retired = {name: [each for each in retired if same_engine(name, each, new)] for name in self._stay}
         self._to_tell = {name for name in self._stay if self._keeps_prefixes(name)}
         """Instances whose cached prefixes are not reported to the new core yet."""
         self._told: dict[str, int] = {}
@@ -43,7 +43,7 @@ class Handover:
         """Whether all state is carried over."""
         return not self._to_tell and not any(self._told.values())
 
-    def reads(self, serving: Serving) -> bool:
+    def reads(self, serving: ClusterRuntime) -> bool:
         """Whether cached prefixes of this cluster are still to be carried over."""
         return serving is self._old and bool(self._to_tell)
 
@@ -54,22 +54,22 @@ class Handover:
         if telemetry is not None and [link.name for link in old.cluster.links] == [
             link.name for link in new.cluster.links
         ]:
-            new.heard(telemetry)
+            new.on_telemetry(telemetry)
         new.panics.inherit(old.panics)
         for name in self._stay:
-            before, after = old.stations[name], new.stations[name]
+            before, after = old.engines[name], new.engines[name]
             if old.settings.measure == new.settings.measure:
                 after.measures = before.measures
             if old.settings.breaker == new.settings.breaker:
-                after.guard.breaker = before.guard.breaker  # requests in flight still count in it
-            after.guard.set_healthy(before.guard.healthy, now, present=before.guard.present)
+                after.availability.breaker = before.availability.breaker  # requests in flight still count in it
+            after.availability.set_healthy(before.availability.healthy, now, present=before.availability.present)
             measured = old.measured.get(name)
             if measured is not None:
                 new.measured[name] = measured
                 running = max(measured.running, self._under_way(name) - measured.waiting)
-                new.tell(InstanceMeasured(now, name, running, measured.waiting, measured.kv_used_share))
-        if old.ways is not None and new.ways is not None:
-            new.ways.inherit(old.ways, now)
+                new.notify(InstanceMeasured(now, name, running, measured.waiting, measured.kv_used_share))
+        if old.wan_paths is not None and new.wan_paths is not None:
+            new.wan_paths.inherit(old.wan_paths, now)
         self._thresholds()
         self._knowledge()
         self.look()
@@ -83,7 +83,7 @@ class Handover:
         for site, threshold in old.thresholds.items():
             name = old.datacenters.names[site]
             if name in there:
-                self._new.tell(ThresholdKnown(self._new.now(), name, threshold.tokens, threshold.base_tokens))
+                self._new.notify(ThresholdKnown(self._new.now(), name, threshold.tokens, threshold.base_tokens))
 
     def _knowledge(self) -> None:
         """Carry over learned bandwidths, for tiers with the same bandwidth in both files and pairs in both clusters."""
@@ -93,13 +93,13 @@ class Handover:
         for known in self._old.control.knowledge(now):
             match known:
                 case BandwidthLearned(tiers=tiers, pairs=pairs):
-                    kept = tuple(tier if stays else None for tier, stays in zip(tiers, same, strict=True))
+                    kept = tuple(tier if same_engine else None for tier, same_engine in zip(tiers, same, strict=True))
                     both = tuple(pair for pair in pairs if self._same_path(pair[0], pair[1], same))
-                    self._new.tell(BandwidthLearned(now, kept, both))
+                    self._new.notify(BandwidthLearned(now, kept, both))
                 case CapacityLearned(log_sums=sums, weights=weights):
-                    sums = tuple(value * stays for value, stays in zip(sums, same, strict=True))
-                    weights = tuple(value * stays for value, stays in zip(weights, same, strict=True))
-                    self._new.tell(msgspec.structs.replace(known, log_sums=sums, weights=weights))
+                    sums = tuple(value * same_engine for value, same_engine in zip(sums, same, strict=True))
+                    weights = tuple(value * same_engine for value, same_engine in zip(weights, same, strict=True))
+                    self._new.notify(msgspec.structs.replace(known, log_sums=sums, weights=weights))
 
     def _same_path(self, source: str, target: str, same: Sequence[bool]) -> bool:
         """Whether both clusters have these instances, in the same tier with the same bandwidth."""
@@ -116,8 +116,8 @@ class Handover:
                 self._told.pop(name, None)
             elif (under_way := self._under_way(name)) != self._told.get(name, 0):
                 self._told[name] = under_way
-                own = self._new.stations[name].under_way
-                self._new.tell(InstanceMeasured(self._new.now(), name, under_way + own, 0))
+                own = self._new.engines[name].in_flight
+                self._new.notify(InstanceMeasured(self._new.now(), name, under_way + own, 0))
 
     async def prefixes(self) -> None:
         """Carry over cached prefixes, one instance at a time in its present state; other tasks run in between."""
@@ -127,21 +127,21 @@ class Handover:
                 self._to_tell.discard(name)
                 now = self._new.now()
                 for blocks in prefix.chains(self._old.cluster.index(name)):
-                    self._new.tell(KvStored(now, name, blocks, block_tokens))
+                    self._new.notify(KvStored(now, name, blocks, block_tokens))
                 await asyncio.sleep(0)
 
     def heard(self, event: Event) -> None:
         """Apply an eviction that the new core received to the old core too, so that its blocks are not carried over."""
         if isinstance(event, KvEvicted | KvCleared) and event.instance in self._to_tell:
-            self._old.tell(event)
+            self._old.notify(event)
 
     def _under_way(self, name: str) -> int:
-        return sum(each.stations[name].under_way for each in self._retired[name])
+        return sum(each.engines[name].in_flight for each in self._retired[name])
 
     def _keeps_prefixes(self, name: str) -> bool:
         """Whether the prefixes stay valid: prompts hash as before, and the same side reports what is cached."""
         old, new = self._old, self._new
         return (
             old.settings.prompt == new.settings.prompt
-            and old.stations[name].approximate == new.stations[name].approximate
+            and old.engines[name].approximate == new.engines[name].approximate
         )

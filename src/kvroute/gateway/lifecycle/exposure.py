@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from kvroute.gateway.config.settings import GatewaySettings
-from kvroute.gateway.observe.logs import note
+from kvroute.gateway.observe.logs import log_event
 from kvroute.origins import is_loopback
 
 
@@ -48,7 +48,7 @@ def log_exposures(settings: GatewaySettings, started: GatewaySettings, before: G
     known = set(_listening(before, started)) if before is not None else set()
     for exposure in _listening(settings, started):
         if exposure not in known:
-            note("warning", "port_open_to_all", address=exposure.host, field=exposure.field, reason=exposure.why)
+            log_event("warning", "port_open_to_all", address=exposure.host, field=exposure.field, reason=exposure.why)
 
 
 def _listening(settings: GatewaySettings, started: GatewaySettings) -> Iterator[Exposure]:

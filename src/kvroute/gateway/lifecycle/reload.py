@@ -19,21 +19,21 @@ from kvroute.gateway.engines.retry_budget import RetryBudget
 from kvroute.gateway.http.callbacks import weakly
 from kvroute.gateway.http.deadlines import Deadlines
 from kvroute.gateway.http.loop_lag import LoopLag
-from kvroute.gateway.lifecycle.carry_over import Handover
+from kvroute.gateway.lifecycle.carry_over import StateCarryOver
 from kvroute.gateway.lifecycle.deployment import Deployment
-from kvroute.gateway.lifecycle.role_switches import Conversions
-from kvroute.gateway.observe.event_log import Recording
-from kvroute.gateway.observe.logs import note
+from kvroute.gateway.lifecycle.role_switches import RoleSwitches
+from kvroute.gateway.observe.event_log import EventLogWriter
+from kvroute.gateway.observe.logs import log_event
 from kvroute.gateway.observe.metrics import Metrics
-from kvroute.gateway.observe.state import ClusterState
+from kvroute.gateway.observe.state import DashboardState
 from kvroute.gateway.observe.tracing import Tracer
 from kvroute.gateway.openai_api.api_keys import Keys
 from kvroute.gateway.openai_api.cache_salt import CacheSalts
 from kvroute.gateway.openai_api.prompt import Prompts
-from kvroute.gateway.proxy.request import Journey
-from kvroute.gateway.proxy.runtime import Serving
-from kvroute.gateway.telemetry.collectors import Watchers
-from kvroute.gateway.wan.paths import Ways
+from kvroute.gateway.proxy.request import ProxiedRequest
+from kvroute.gateway.proxy.runtime import ClusterRuntime
+from kvroute.gateway.telemetry.collectors import Collectors
+from kvroute.gateway.wan.paths import WanPaths
 from kvroute.types import Event, InputError
 
 _FREE_S, _FREE_PAUSE_S = 1e-3, 4e-3
@@ -41,12 +41,12 @@ _FREE_S, _FREE_PAUSE_S = 1e-3, 4e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Common:
+class SharedServices:
     """Services that consecutive clusters share."""
 
     now: Callable[[], float]
     metrics: Metrics
-    state: ClusterState
+    state: DashboardState
     tracer: Tracer
     budget: RetryBudget
     rooms: random.Random
@@ -56,7 +56,7 @@ class Common:
     lag: LoopLag
     salt_secret: bytes
     """The secret of cache salts if the settings give none."""
-    on_end: Callable[[Journey], None]
+    on_end: Callable[[ProxiedRequest], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +79,10 @@ def _log_header(deployment: Deployment) -> LogHeader | None:
     return deployment.log_header
 
 
-class Succession:
+class ClusterManager:
     """Starts with one cluster; `prepare`, `next` and `switch` change to another."""
 
-    def __init__(self, deployment: Deployment, common: Common) -> None:
+    def __init__(self, deployment: Deployment, common: SharedServices) -> None:
         """Raises InputError if the tokenizer cannot be read or the event log cannot be created."""
         self.deployment = deployment
         self._common = common
@@ -93,16 +93,16 @@ class Succession:
         except InputError:
             self._prompts.close()
             raise
-        self._watchers = Watchers(self.serving, self._heard)
-        self.conversions = Conversions(self.serving, self._heard)
-        self._retired: list[Serving] = []
-        self._handover: Handover | None = None
+        self._watchers = Collectors(self.serving, self._heard)
+        self.conversions = RoleSwitches(self.serving, self._heard)
+        self._retired: list[ClusterRuntime] = []
+        self._handover: StateCarryOver | None = None
         self._closed: deque[Iterator[int]] = deque()
         """Clusters without requests whose memory is not freed yet."""
         self._freeing: asyncio.Task[None] | None = None
 
     @property
-    def clusters(self) -> tuple[Serving, ...]:
+    def clusters(self) -> tuple[ClusterRuntime, ...]:
         """Clusters that have or get requests, the current one first."""
         return (self.serving, *self._retired)
 
@@ -112,7 +112,7 @@ class Succession:
         return self._watchers.all_checked
 
     def watch(self) -> None:
-        """Start the collectors of the first cluster. Raises InputError as `Watchers.start` does."""
+        """Start the collectors of the first cluster. Raises InputError as `Collectors.start` does."""
         self._watchers.start()
 
     def push(self, body: bytes) -> None:
@@ -131,7 +131,7 @@ class Succession:
         header = _log_header(deployment)
         return Prepared(deployment, keys, self._prompts if same else deployment.prompts(), control, header)
 
-    def next(self, prepared: Prepared) -> Serving:
+    def next(self, prepared: Prepared) -> ClusterRuntime:
         """Return the cluster that may become current. Raises InputError if its event log cannot be created."""
         try:
             number = self.serving.last_number + 1
@@ -141,26 +141,26 @@ class Succession:
                 prepared.prompts.close()
             raise
 
-    def switch(self, prepared: Prepared, serving: Serving) -> Watchers:
+    def switch(self, prepared: Prepared, serving: ClusterRuntime) -> Collectors:
         """Make `serving` the current cluster and create its collectors; return the previous collectors, which the
         caller closes. `settle` carries over the remaining state."""
         old, watchers = self.serving, self._watchers
         self._retired.append(old)
-        self._handover = Handover(old, serving, self._retired)
+        self._handover = StateCarryOver(old, serving, self._retired)
         self._handover.at_once()
         self.conversions.take_over(old, serving)
-        self._watchers = Watchers(serving, self._heard, watchers)
+        self._watchers = Collectors(serving, self._heard, watchers)
         self.serving, self.deployment, self._prompts = serving, prepared.deployment, prepared.prompts
         self._prompts.change(float(serving.settings.limits.queue_wait_s))
         return watchers
 
-    async def settle(self, watchers: Watchers) -> None:
+    async def settle(self, watchers: Collectors) -> None:
         """Close the previous collectors, start the new ones, and carry over the cache contents to the new core."""
         closing = asyncio.ensure_future(watchers.close())
         try:
             self._watchers.start()
         except InputError as error:
-            note("error", "kv_events_not_followed", reason=str(error))
+            log_event("error", "kv_events_not_followed", reason=str(error))
         await closing
         if self._handover is not None:
             await self._handover.prefixes()
@@ -169,11 +169,11 @@ class Succession:
         """Apply the changes that depend on time alone."""
         now = self._common.now()
         for serving in self.clusters:
-            for station in serving.stations.values():
-                station.guard.look(now)
+            for station in serving.engines.values():
+                station.availability.refresh(now)
             serving.panics.look(now)
-            if serving.ways is not None:
-                serving.ways.look(now)
+            if serving.wan_paths is not None:
+                serving.wan_paths.look(now)
             if serving.events is not None:
                 serving.events.flush()
         if self._handover is not None:
@@ -204,7 +204,7 @@ class Succession:
     def stop(self) -> None:
         """Abort the requests in progress; their clients get an error."""
         for serving in self.clusters:
-            for journey in list(serving.journeys.values()):
+            for journey in list(serving.requests.values()):
                 journey.stop()
 
     async def unwatch(self) -> None:
@@ -222,23 +222,23 @@ class Succession:
 
     def _heard(self, event: Event) -> None:
         """Process an event of a collector."""
-        self.serving.heard(event)
+        self.serving.on_telemetry(event)
         if self._handover is not None:
             self._handover.heard(event)
 
-    def _recording(self, prepared: Prepared) -> Recording | None:
+    def _recording(self, prepared: Prepared) -> EventLogWriter | None:
         deployment, header = prepared.deployment, prepared.log_header
         log = deployment.settings.log
         if log.events is None or header is None:
             return None
         lost = self._common.metrics.log_lost
-        return Recording(Path(log.events), header, log.terms, deployment.log_bounds, lost)
+        return EventLogWriter(Path(log.events), header, log.terms, deployment.log_bounds, lost)
 
-    def _made(self, prepared: Prepared, first_number: int) -> Serving:
+    def _made(self, prepared: Prepared, first_number: int) -> ClusterRuntime:
         deployment, prompts, control = prepared.deployment, prepared.prompts, prepared.control
         cluster, settings, common = deployment.cluster, deployment.settings, self._common
         key = os.environ.get(settings.upstream_key_env or "", "").encode()
-        serving = Serving(
+        serving = ClusterRuntime(
             cluster,
             control,
             settings,
@@ -259,11 +259,11 @@ class Succession:
         secret = os.environ.get(settings.cache_salt_secret_env or "", "").encode() or common.salt_secret
         serving.salts = CacheSalts.of(settings.cache_salt, settings.keys, secret)
         exact, deadlines = prompts.exact, common.deadlines
-        serving.stations = stations_of(
-            cluster, settings, weakly(serving.changed), deadlines, exact=exact, draw=common.jitter.random
+        serving.engines = stations_of(
+            cluster, settings, weakly(serving.on_availability), deadlines, exact=exact, draw=common.jitter.random
         )
-        serving.panics = Panics(serving.stations, settings.health.panic, weakly(serving.panicked))
+        serving.panics = Panics(serving.engines, settings.health.panic, weakly(serving.panicked))
         if settings.offload is not None:
             scrape_s = float(settings.scrape.interval_s)
-            serving.ways = Ways(cluster, serving.stations, settings.offload.way, scrape_s=scrape_s)
+            serving.wan_paths = WanPaths(cluster, serving.engines, settings.offload.way, scrape_s=scrape_s)
         return serving

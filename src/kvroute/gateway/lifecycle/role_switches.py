@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from kvroute.gateway.lifecycle.role_hook import convert
-from kvroute.gateway.observe.logs import note
-from kvroute.gateway.proxy.runtime import stays
+from kvroute.gateway.observe.logs import log_event
+from kvroute.gateway.proxy.runtime import same_engine
 from kvroute.types import Convert, Event, InstanceConverted, KvCleared, ReviewDue, Role
 
 if TYPE_CHECKING:
     from kvroute.gateway.config.offload import ConversionSection
-    from kvroute.gateway.proxy.request import Journey
-    from kvroute.gateway.proxy.runtime import Serving
+    from kvroute.gateway.proxy.request import ProxiedRequest
+    from kvroute.gateway.proxy.runtime import ClusterRuntime
     from kvroute.policies.allocation import Review
 
 Outcome: TypeAlias = Literal["converted", "failed", "declined", "abandoned"]
@@ -49,10 +49,10 @@ class Conversion:
         return "draining" if self.hook is None else "hook"
 
 
-class Conversions:
+class RoleSwitches:
     """The role switches of the current cluster; the caller runs `look` periodically and `take_over` at a reload."""
 
-    def __init__(self, serving: Serving, heard: Callable[[Event], None]) -> None:
+    def __init__(self, serving: ClusterRuntime, heard: Callable[[Event], None]) -> None:
         """Args: `heard` receives the event that an instance has restarted, like those of a collector."""
         self._serving, self._heard = serving, heard
         self.under_way: dict[str, Conversion] = {}
@@ -62,7 +62,7 @@ class Conversions:
         self._failures, self._backs_off_until = 0, 0.0
         self._stopped = False
 
-    def look(self, clusters: Sequence[Serving]) -> None:
+    def look(self, clusters: Sequence[ClusterRuntime]) -> None:
         """Request a review if one is due, and continue the role switches. Args: `clusters` that have requests."""
         now = self._serving.now()
         if now >= self._ask_at and not self._stopped:
@@ -90,19 +90,19 @@ class Conversions:
                 self._begin(decision, offload.conversion, now)
 
     def _begin(self, decision: Convert, section: ConversionSection | None, now: float) -> None:
-        station = self._serving.stations[decision.instance]
+        station = self._serving.engines[decision.instance]
         drain_s = float(section.drain_s) if section is not None else 0.0
         conversion = Conversion(decision.instance, decision.role, station.role, now + drain_s)
         self.under_way[decision.instance] = conversion
         if section is None or now < self._backs_off_until:
             self._end(conversion, "declined")
             return
-        note("info", "conversion_begun", instance=decision.instance, role=decision.role)
-        station.guard.hold(CONVERTING, now)
+        log_event("info", "conversion_begun", instance=decision.instance, role=decision.role)
+        station.availability.hold(CONVERTING, now)
 
     async def _call(self, conversion: Conversion) -> None:
         serving = self._serving
-        offload, instance = serving.settings.offload, serving.stations[conversion.instance].instance
+        offload, instance = serving.settings.offload, serving.engines[conversion.instance].instance
         section = offload.conversion if offload is not None else None
         why = "no hook is given any more"
         try:
@@ -127,34 +127,34 @@ class Conversions:
             return
         serving.metrics.converted(outcome)
         reason = {"reason": why} if why else {}
-        note("error" if why else "info", f"conversion_{outcome}", instance=name, role=conversion.role, **reason)
-        station, now = serving.stations[name], serving.now()
+        log_event("error" if why else "info", f"conversion_{outcome}", instance=name, role=conversion.role, **reason)
+        station, now = serving.engines[name], serving.now()
         if outcome == "converted":
             station.role = conversion.role
             self._heard(KvCleared(now, name))  # the engine has most likely restarted
         if _may_convert(serving, name):
-            serving.tell(InstanceConverted(now, name, station.role))
-        station.guard.let_go(CONVERTING, now)
+            serving.notify(InstanceConverted(now, name, station.role))
+        station.availability.release(CONVERTING, now)
 
-    def take_over(self, old: Serving, new: Serving) -> None:
+    def take_over(self, old: ClusterRuntime, new: ClusterRuntime) -> None:
         """Carry over roles and role switches at a reload, for each instance that the new file keeps unchanged and
         allows to switch roles. For other instances the file's role applies."""
         now, self._serving = new.now(), new
-        for name, before in old.stations.items():
-            conversion, after = self.under_way.get(name), new.stations.get(name)
-            same = stays(name, old, new) and after is not None and before.instance.role == after.instance.role
+        for name, before in old.engines.items():
+            conversion, after = self.under_way.get(name), new.engines.get(name)
+            same = same_engine(name, old, new) and after is not None and before.instance.role == after.instance.role
             if not (same and after is not None and _may_convert(new, name)):
                 if conversion is not None:
                     self._abandon(conversion)
                 if after is not None and before.role != after.role:
-                    note("warning", "role_by_file", instance=name, role=after.role)
+                    log_event("warning", "role_by_file", instance=name, role=after.role)
                 continue
             if before.role != after.role:
                 after.role = before.role
-                new.tell(InstanceConverted(now, name, before.role))
+                new.notify(InstanceConverted(now, name, before.role))
             if conversion is not None:
                 conversion.inherited = True
-                after.guard.hold(CONVERTING, now)
+                after.availability.hold(CONVERTING, now)
 
     def _abandon(self, conversion: Conversion) -> None:
         """End a role switch without an event to the core: the new file defines the instance's role."""
@@ -162,7 +162,7 @@ class Conversions:
         if conversion.hook is not None:
             conversion.hook.cancel()
         self._serving.metrics.converted("abandoned")
-        note("warning", "conversion_abandoned", instance=conversion.instance, role=conversion.role)
+        log_event("warning", "conversion_abandoned", instance=conversion.instance, role=conversion.role)
 
     def stop(self) -> None:
         """Begin no more switches. Draining instances serve again in their old role; a running hook may finish."""
@@ -180,32 +180,32 @@ class Conversions:
         await asyncio.gather(*hooks, return_exceptions=True)
 
 
-def _may_convert(serving: Serving, name: str) -> bool:
+def _may_convert(serving: ClusterRuntime, name: str) -> bool:
     offloading = serving.control.offloading
     return offloading is not None and offloading.may_convert(serving.cluster.index(name))
 
 
-def _needed(name: str, clusters: Sequence[Serving]) -> bool:
+def _needed(name: str, clusters: Sequence[ClusterRuntime]) -> bool:
     """Whether any request is in flight on the instance, or needs the KV cache that it holds."""
     for serving in clusters:
-        station = serving.stations.get(name)
-        if station is not None and station.under_way:
+        station = serving.engines.get(name)
+        if station is not None and station.in_flight:
             return True
-        if any(_needs(journey, name) for journey in serving.journeys.values()):
+        if any(_needs(journey, name) for journey in serving.requests.values()):
             return True
     return False
 
 
-def _needs(journey: Journey, name: str) -> bool:
-    prefill, answer = journey.prefill, journey.answer
-    if answer is not None and answer.station.name == name:
+def _needs(journey: ProxiedRequest, name: str) -> bool:
+    prefill, answer = journey.prefill, journey.decode
+    if answer is not None and answer.engine.name == name:
         return True
-    return prefill is not None and prefill.station.name == name and (answer is None or not answer.admitted)
+    return prefill is not None and prefill.engine.name == name and (answer is None or not answer.admitted)
 
 
 def _tell(review: Review, converts: bool) -> None:
     best = "; ".join(f"{p} prefill, {d} decode" for p, d in zip(review.n_prefill, review.n_decode, strict=True))
-    note(
+    log_event(
         "info",
         "review",
         verdict=review.verdict,

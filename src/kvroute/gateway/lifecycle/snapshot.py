@@ -5,49 +5,51 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvroute.control import Load as CoreLoad
-from kvroute.control.offloading import Offloading
-from kvroute.gateway.engines.client import Station
-from kvroute.gateway.lifecycle.role_switches import Conversions
+from kvroute.control.offloading import Offloader
+from kvroute.gateway.engines.client import EngineClient
+from kvroute.gateway.lifecycle.role_switches import RoleSwitches
 from kvroute.gateway.observe.view import (
     ConversionLoad,
     ForesightLoad,
+    GatewayStatus,
     InstanceLoad,
-    Load,
     OffloadLoad,
     OracleLoad,
     PanicLoad,
     ReviewLoad,
     SiteLoad,
 )
-from kvroute.gateway.proxy.admission import Admission
-from kvroute.gateway.proxy.runtime import Serving
+from kvroute.gateway.proxy.admission import AdmissionController
+from kvroute.gateway.proxy.runtime import ClusterRuntime
 from kvroute.policies import FORESIGHT_POLICIES
 from kvroute.policies.allocation import Review
 from kvroute.types import InstanceMeasured
 
 
-def load_of(
-    clusters: Sequence[Serving],
-    admission: Admission,
+def status_snapshot(
+    clusters: Sequence[ClusterRuntime],
+    admission: AdmissionController,
     connections: int,
     now: float,
     *,
     ready: bool,
     draining: bool,
-    conversions: Conversions | None = None,
-) -> Load:
+    conversions: RoleSwitches | None = None,
+) -> GatewayStatus:
     """Return the gauges. Args: `clusters` that have requests, the current one first; empty: not started yet."""
     queued, in_flight = admission.queued, admission.in_flight
     if not clusters:
-        return Load(in_flight=in_flight, queued=queued, connections=connections, ready=ready, draining=draining)
+        return GatewayStatus(
+            in_flight=in_flight, queued=queued, connections=connections, ready=ready, draining=draining
+        )
     serving, *retired = clusters
     core = serving.control.loads(now)
-    older = {name: _under_way(name, retired) if retired else 0 for name in serving.stations}
+    older = {name: _under_way(name, retired) if retired else 0 for name in serving.engines}
     instances = tuple(
         _instance(station, older[name], core[name], serving.measured.get(name), now)
-        for name, station in serving.stations.items()
+        for name, station in serving.engines.items()
     )
-    return Load(
+    return GatewayStatus(
         in_flight=in_flight,
         queued=queued,
         connections=connections,
@@ -70,12 +72,12 @@ def load_of(
     )
 
 
-def _offload(serving: Serving, conversions: Conversions | None, now: float) -> OffloadLoad | None:
+def _offload(serving: ClusterRuntime, conversions: RoleSwitches | None, now: float) -> OffloadLoad | None:
     offloading, section = serving.control.offloading, serving.settings.offload
     if offloading is None or section is None:
         return None
     under_way = conversions.under_way.values() if conversions is not None else ()
-    stations = serving.stations.values()
+    stations = serving.engines.values()
     return OffloadLoad(
         sites=tuple(_site(serving, offloading, site, now) for site in offloading.datacenters.prfaas),
         converts=section.conversion is not None,
@@ -85,16 +87,16 @@ def _offload(serving: Serving, conversions: Conversions | None, now: float) -> O
     )
 
 
-def _site(serving: Serving, offloading: Offloading, site: int, now: float) -> SiteLoad:
+def _site(serving: ClusterRuntime, offloading: Offloader, site: int, now: float) -> SiteLoad:
     name, threshold, egress = offloading.datacenters.names[site], offloading.thresholds[site], offloading.egress[site]
     others, utilisation = offloading.utilisation(site, now)
-    seen = serving.ways.signals.way(name, now) if serving.ways is not None else None
+    seen = serving.wan_paths.telemetry.way(name, now) if serving.wan_paths is not None else None
     return SiteLoad(
         name=name,
         threshold_tokens=threshold.tokens,
         base_tokens=threshold.base_tokens,
         open=threshold.up,
-        way=serving.ways.state(name, now) if serving.ways is not None else "closed",
+        way=serving.wan_paths.state(name, now) if serving.wan_paths is not None else "closed",
         utilisation=utilisation,
         others=others,
         bytes_per_s=egress.bytes_per_s,
@@ -122,19 +124,19 @@ def _review(review: Review | None) -> ReviewLoad | None:
     )
 
 
-def _under_way(name: str, retired: Sequence[Serving]) -> int:
-    return sum(each.stations[name].under_way for each in retired if name in each.stations)
+def _under_way(name: str, retired: Sequence[ClusterRuntime]) -> int:
+    return sum(each.engines[name].in_flight for each in retired if name in each.engines)
 
 
 def _instance(
-    station: Station, older: int, core: CoreLoad, measured: InstanceMeasured | None, now: float
+    station: EngineClient, older: int, core: CoreLoad, measured: InstanceMeasured | None, now: float
 ) -> InstanceLoad:
     return InstanceLoad(
         name=station.name,
-        up=station.guard.healthy,
-        breaker=station.guard.breaker.state(now),
-        requests=station.under_way + older,
-        running=measured.running if measured else station.under_way + older,
+        up=station.availability.healthy,
+        breaker=station.availability.breaker.state(now),
+        requests=station.in_flight + older,
+        running=measured.running if measured else station.in_flight + older,
         waiting=measured.waiting if measured else core.queued,
         prefill_pending_s=core.pending_s,
         kv_used_share=measured.kv_used_share if measured else None,
@@ -143,7 +145,7 @@ def _instance(
     )
 
 
-def _oracle(serving: Serving, now: float) -> OracleLoad:
+def _oracle(serving: ClusterRuntime, now: float) -> OracleLoad:
     oracle = serving.control.oracle
     return OracleLoad(
         source=serving.settings.oracle.source,
@@ -153,7 +155,7 @@ def _oracle(serving: Serving, now: float) -> OracleLoad:
     )
 
 
-def _foresight(serving: Serving, now: float) -> ForesightLoad | None:
+def _foresight(serving: ClusterRuntime, now: float) -> ForesightLoad | None:
     learned, settings = serving.control.learned(now), serving.settings
     if learned is None:
         return None

@@ -22,7 +22,7 @@ from kvroute.gateway.http.listener import Listener
 from kvroute.gateway.observe.admin_connections import AdminConnection, AdminConnections
 from kvroute.gateway.observe.metrics import Metrics
 from kvroute.gateway.observe.redaction import redacted
-from kvroute.gateway.observe.state import ClusterState
+from kvroute.gateway.observe.state import DashboardState
 from kvroute.origins import address, host_name
 from kvroute.types import InputError, cannot_listen
 
@@ -56,7 +56,7 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class AdminParts:
     """The data that the port shows and the gateway functions that it calls."""
 
-    state: ClusterState
+    state: DashboardState
     metrics: Metrics
     now: Callable[[], float]
     ready: Callable[[], str]

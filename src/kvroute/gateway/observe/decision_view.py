@@ -19,7 +19,7 @@ class Candidate(msgspec.Struct, frozen=True):
     terms: dict[str, float]
 
 
-class Judgement(msgspec.Struct, frozen=True, kw_only=True):
+class DecisionView(msgspec.Struct, frozen=True, kw_only=True):
     """A decision with its cheapest candidates; the chosen one is always among them."""
 
     id: int
@@ -46,7 +46,7 @@ class Judgement(msgspec.Struct, frozen=True, kw_only=True):
     """New role of an instance whose role is switched."""
 
 
-def judgement_of(number: int, at: float, policy: str, decision: Decision) -> Judgement:
+def judgement_of(number: int, at: float, policy: str, decision: Decision) -> DecisionView:
     """Return a decision as the dashboard shows it, with at most CANDIDATES_MOST candidates."""
     terms = decision.terms
     chosen = source = ""
@@ -63,7 +63,7 @@ def judgement_of(number: int, at: float, policy: str, decision: Decision) -> Jud
         case CopyPrefix(target=chosen):
             kind = "copy"
     candidates = _candidates(terms, chosen) if terms is not None else ()
-    return Judgement(
+    return DecisionView(
         id=number,
         at=round(at, 3),
         request_id=-1 if isinstance(decision, Convert | CopyPrefix) else decision.request_id,

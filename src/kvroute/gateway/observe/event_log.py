@@ -10,8 +10,8 @@ from pathlib import Path
 
 import msgspec
 
-from kvroute.control import EventLog, LogHashing, LogHeader, TermsKept, bytes_beside, remove_oldest, set_aside
-from kvroute.gateway.observe.logs import note
+from kvroute.control import EventLog, LogHashing, LogHeader, TermsKept, bytes_beside, remove_oldest, rotate
+from kvroute.gateway.observe.logs import log_event
 from kvroute.types import Decision, Event, InputError
 
 MODE = 0o600
@@ -28,7 +28,7 @@ class LogBounds:
     """Limit for all files together, including those of older logs; the oldest are removed."""
 
 
-class Recording:
+class EventLogWriter:
     """Writes events until it is closed or an error occurs; later events are dropped.
 
     Block hashes are keyed for each recording (`LogHashing`), and the key is stored nowhere else.
@@ -98,9 +98,9 @@ class Recording:
 
     def _begun(self) -> EventLog:
         """Return the file for the next part; an existing file is renamed."""
-        kept = set_aside(self._path)
+        kept = rotate(self._path)
         if kept is not None:
-            note("info", "event_log_kept", file=str(kept))
+            log_event("info", "event_log_kept", file=str(kept))
         log = EventLog(self._path, self._header, terms=self._terms, mode=MODE)
         self._beside_bytes = bytes_beside(self._path)
         return log
@@ -115,7 +115,7 @@ class Recording:
 
     def _remove_oldest(self) -> None:
         for file in remove_oldest(self._path, self._bounds.total_bytes):
-            note("info", "event_log_removed", file=str(file))
+            log_event("info", "event_log_removed", file=str(file))
         self._beside_bytes = bytes_beside(self._path)
 
     def _lose(self, error: OSError | InputError) -> None:
@@ -127,5 +127,5 @@ class Recording:
 
     def _tell(self, error: OSError | InputError) -> None:
         reason = str(error) if isinstance(error, InputError) else error.strerror or str(error)
-        note("error", "event_log_lost", file=str(self._path), reason=reason)
+        log_event("error", "event_log_lost", file=str(self._path), reason=reason)
         self._on_lost()

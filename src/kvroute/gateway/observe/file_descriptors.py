@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from kvroute.gateway.http.open_files import exhausted
 from kvroute.gateway.observe.admin_connections import CONNECTIONS_MOST as ADMIN_CONNECTIONS_MOST
-from kvroute.gateway.observe.logs import note
+from kvroute.gateway.observe.logs import log_event
 
 if TYPE_CHECKING:
     from kvroute.gateway.observe.metrics import Metrics
@@ -39,7 +39,7 @@ def warn_if_too_low(connections: int, instances: int) -> None:
             f"the hard limit of open files is {soft}, but limits.connections: {connections} and {instances} engines "
             f"may need {need}; raise it (ulimit -Hn, LimitNOFILE= of systemd){lower}"
         )
-        note("warning", "open_files_limit", reason=reason)
+        log_event("warning", "open_files_limit", reason=reason)
 
 
 class OpenFiles:
@@ -73,5 +73,5 @@ class OpenFiles:
             f"no file descriptor is left: {limit} is reached; clients and engines cannot be connected until it is "
             "raised or limits.connections is lower"
         )
-        note("error", "out_of_files", reason=reason, count=self._count)
+        log_event("error", "out_of_files", reason=reason, count=self._count)
         self._count, self._logged_at = 0, now

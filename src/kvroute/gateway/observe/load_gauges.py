@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from kvroute.gateway.observe.exposition import Family, Key
 from kvroute.gateway.observe.offload_gauges import offload_gauges
-from kvroute.gateway.observe.view import BreakerState, ForesightLoad, InstanceLoad, Load
+from kvroute.gateway.observe.view import BreakerState, ForesightLoad, GatewayStatus, InstanceLoad
 from kvroute.policies import TierLearned
 from kvroute.types import SAME_POD, Role
 
@@ -79,7 +79,7 @@ _INSTANCE_GAUGES: tuple[tuple[Family, Callable[[InstanceLoad], float | None]], .
 
 
 def load_gauges(
-    load: Load, transferring: Sequence[int], roles: Mapping[str, Role], *, version: str, policy: str
+    load: GatewayStatus, transferring: Sequence[int], roles: Mapping[str, Role], *, version: str, policy: str
 ) -> Iterator[tuple[Family, Iterable[tuple[Key, float]]]]:
     """Yield families with their samples; an unknown value has no sample.
 

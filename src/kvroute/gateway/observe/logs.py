@@ -47,7 +47,7 @@ Level = Literal["debug", "info", "warning", "error"]
 Value = str | int | float | bool | None
 
 
-def note(level: Level, event: str, **fields: Value) -> None:
+def log_event(level: Level, event: str, **fields: Value) -> None:
     """Log one event, e.g. note("warning", "instance_down", instance="decode3"); fields are those of FIELDS."""
     number = _LEVELS[level]
     if _LOGGER.isEnabledFor(number):
@@ -61,7 +61,7 @@ def access_on() -> bool:
 
 def log_accept_paused(reason: str, seconds: float) -> None:
     """Log that a port accepts no connection for so many seconds, because the system has no resources for one."""
-    note("error", "accept_paused", reason=reason, seconds=seconds)
+    log_event("error", "accept_paused", reason=reason, seconds=seconds)
 
 
 def access(request_id: str, endpoint: str, status: int, seconds: float, **fields: Value) -> None:

@@ -14,7 +14,7 @@ from prometheus_client.openmetrics import exposition as openmetrics_exposition
 
 from kvroute.gateway.observe.exposition import Counter, Exemplar, Histogram, lines
 from kvroute.gateway.observe.load_gauges import TIER_LABELS, load_gauges
-from kvroute.gateway.observe.view import Load, Ttft
+from kvroute.gateway.observe.view import GatewayStatus, Ttft
 from kvroute.types import TIER_COUNT, Convert, Decision, Decode, Prefill, Role, Shadowed
 
 Leg: TypeAlias = Literal["copy", "prefill", "decode", "passed_on"]
@@ -33,7 +33,7 @@ _LAG_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 1
 class Metrics:
     """Metrics of one gateway. Requests report events to it; `page` returns the text for a scraper."""
 
-    def __init__(self, look: Callable[[], Load], roles: dict[str, Role], *, version: str, policy: str) -> None:
+    def __init__(self, look: Callable[[], GatewayStatus], roles: dict[str, Role], *, version: str, policy: str) -> None:
         """Args: `look` returns the current load, called once per page; `roles` are by instance (replaced on reload)."""
         self._look, self.roles, self.version, self.policy = look, roles, version, policy
         self.shadow = ""

@@ -18,7 +18,17 @@ from kvroute.control import ShadowTally
 from kvroute.gateway.observe.decision_view import judgement_of, short
 from kvroute.gateway.observe.layout import LayoutInstance, layout_of
 from kvroute.gateway.observe.rates import Rate, WanTraffic
-from kvroute.gateway.observe.view import BreakerState, InstanceLoad, Load, Snapshot, Split, Tick, Tile, Transfer, Ttft
+from kvroute.gateway.observe.view import (
+    BreakerState,
+    DashboardUpdate,
+    GatewayStatus,
+    InstanceLoad,
+    Snapshot,
+    Split,
+    Tile,
+    Transfer,
+    Ttft,
+)
 from kvroute.topology import Cluster
 from kvroute.types import TIER_COUNT, Decision, Decode, FloatArray, Prefill
 
@@ -52,11 +62,11 @@ class _Moving:
     ended_s: float = -1.0
 
 
-class ClusterState:
+class DashboardState:
     """Receives the hooks of requests and returns snapshots; times are the gateway's clock in seconds and never
     decrease."""
 
-    def __init__(self, cluster: Cluster, look: Callable[[], Load], *, policy: str, version: str) -> None:
+    def __init__(self, cluster: Cluster, look: Callable[[], GatewayStatus], *, policy: str, version: str) -> None:
         """Args: `look` returns the current load; it is called only for a snapshot."""
         self._look, self._version = look, version
         self.policy = policy
@@ -176,11 +186,11 @@ class ClusterState:
         self._splits_at = -SPLITS_S  # the snapshot kept of a run must include its last request
         return Snapshot(layout=self.layout, tick=self.tick(at, DECISIONS_MOST))
 
-    def tick(self, at: float, decisions_most: int = TICK_DECISIONS_MOST) -> Tick:
+    def tick(self, at: float, decisions_most: int = TICK_DECISIONS_MOST) -> DashboardUpdate:
         """Return the values that change, with the newest decisions."""
         load = self._look()
         newest = islice(self._decisions, max(0, len(self._decisions) - decisions_most), None)
-        return Tick(
+        return DashboardUpdate(
             at=round(at, 4),
             layout_id=self.layout.id,
             policy=self.policy,

@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from kvroute.control import ShadowTally
-from kvroute.gateway.observe.decision_view import Judgement
+from kvroute.gateway.observe.decision_view import DecisionView
 from kvroute.gateway.observe.layout import Layout
 from kvroute.policies import TierLearned
 from kvroute.types import TIER_COUNT, Role
@@ -135,7 +135,7 @@ class PanicLoad(msgspec.Struct, frozen=True, kw_only=True):
     """Instances that count: they are not held, and a process listens."""
 
 
-class Load(msgspec.Struct, frozen=True, kw_only=True):
+class GatewayStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The gauges of the whole gateway at one time."""
 
     in_flight: int = 0
@@ -230,14 +230,14 @@ class Tile(msgspec.Struct, frozen=True, gc=False, array_like=True):
     scrape_age_s: float | None
 
 
-class Tick(msgspec.Struct, frozen=True, kw_only=True):
+class DashboardUpdate(msgspec.Struct, frozen=True, kw_only=True):
     """All changing values; sent a few times per second while a dashboard is open."""
 
     at: float
     layout_id: int
     policy: str
     version: str
-    load: Load
+    load: GatewayStatus
     """Without `instances`."""
     instances: tuple[Tile, ...]
     """Instances in the layout's order."""
@@ -249,7 +249,7 @@ class Tick(msgspec.Struct, frozen=True, kw_only=True):
     rejects: int
     transfers_under_way: int
     transfers: tuple[Transfer, ...]
-    decisions: tuple[Judgement, ...]
+    decisions: tuple[DecisionView, ...]
     """The newest decisions, oldest first."""
     window_s: float
     splits: tuple[Split, ...]
@@ -264,4 +264,4 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     """The layout and all changing values."""
 
     layout: Layout
-    tick: Tick
+    tick: DashboardUpdate

@@ -22,13 +22,13 @@ _RATE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Admitted:
-    """The request may start; the caller calls `leave` when it is over."""
+class Accepted:
+    """The request may start; the caller calls `release` when it is over."""
 
 
 @dataclass(frozen=True, slots=True)
 class Queued:
-    """The request waits until `leave` or `expire` returns its ticket."""
+    """The request waits until `release` or `expire` returns its ticket."""
 
     expires_at: float
 
@@ -43,9 +43,9 @@ class Refused:
     retry_after_s: int
 
 
-Entry: TypeAlias = Admitted | Queued | Refused
+Entry: TypeAlias = Accepted | Queued | Refused
 
-ADMITTED: Final = Admitted()
+ADMITTED: Final = Accepted()
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class AdmissionLimits:
         assert self.queue >= 0
 
 
-class Admission:
+class AdmissionController:
     """Admits requests in order of arrival; each that leaves makes room for the one that has waited longest."""
 
     __slots__ = ("_in_flight", "_keys", "_limits", "_queue", "_rate", "_rate_at", "_started_at")
@@ -100,7 +100,7 @@ class Admission:
         """Return the number of requests of a key, in flight and waiting."""
         return self._keys.get(key, 0)
 
-    def enter(self, ticket: Ticket, key: str | None, now: float) -> Entry:
+    def acquire(self, ticket: Ticket, key: str | None, now: float) -> Entry:
         """Admit, queue or reject a new request. `key` is the name of its API key if keys are in use."""
         assert ticket not in self._in_flight, "a ticket is used once"
         assert ticket not in self._queue, "a ticket is used once"
@@ -123,7 +123,7 @@ class Admission:
             self._keys[key] = self._keys.get(key, 0) + 1
         return entry
 
-    def leave(self, ticket: Ticket, now: float) -> list[Ticket]:
+    def release(self, ticket: Ticket, now: float) -> list[Ticket]:
         """Remove a request that is over or whose client has left, waiting or not. An unknown ticket changes nothing.
 
         Returns:

@@ -8,14 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvroute.gateway.observe.logs import access, access_on, note
+from kvroute.gateway.observe.logs import access, access_on, log_event
 from kvroute.gateway.openai_api.responses import error_body
-from kvroute.gateway.proxy.admission import Admission, AdmissionLimits, Admitted, Queued, Refused
+from kvroute.gateway.proxy.admission import Accepted, AdmissionController, AdmissionLimits, Queued, Refused
 
 if TYPE_CHECKING:
     from kvroute.gateway.http.exchange import Exchange
     from kvroute.gateway.observe.metrics import Metrics
-    from kvroute.gateway.observe.state import ClusterState
+    from kvroute.gateway.observe.state import DashboardState
 
 _CLOSING = Refused(503, "the gateway is shutting down", 1)
 
@@ -31,10 +31,12 @@ class _Waiting:
     since: float
 
 
-class Entrance:
+class AdmissionQueue:
     """Admits every request, and is called when the request is over."""
 
-    def __init__(self, admission: Admission, metrics: Metrics, state: ClusterState, now: Callable[[], float]) -> None:
+    def __init__(
+        self, admission: AdmissionController, metrics: Metrics, state: DashboardState, now: Callable[[], float]
+    ) -> None:
         """Args: `admission` decides, with times of the clock `now`; `metrics` and `state` count."""
         self.admission = admission
         self._metrics, self._state, self._now = metrics, state, now
@@ -45,22 +47,22 @@ class Entrance:
         self._tickets = 0
         self._timer: asyncio.TimerHandle | None = None
 
-    def enter(self, exchange: Exchange, kind: str, key: str | None, start: Callable[[int], None]) -> None:
+    def submit(self, exchange: Exchange, kind: str, key: str | None, start: Callable[[int], None]) -> None:
         """Call `start` with a ticket, now or when there is room, or respond that there is none.
 
         Args:
             exchange: the request.
             kind: name of the endpoint in metrics.
             key: name of the API key, if keys are in use.
-            start: starts the request; once it is over, `leave` must be called with the ticket.
+            start: starts the request; once it is over, `release` must be called with the ticket.
         """
         self._tickets += 1
         ticket, now = self._tickets, self._now()
         if self._closed:
             self._send_away(_Waiting(exchange, start, kind, key, now), _CLOSING, "closing")
             return
-        entry = self.admission.enter(ticket, key, now)
-        if isinstance(entry, Admitted):
+        entry = self.admission.acquire(ticket, key, now)
+        if isinstance(entry, Accepted):
             self._begin(ticket, exchange, start)
         elif isinstance(entry, Queued):
             self._waiting[ticket] = _Waiting(exchange, start, kind, key, now)
@@ -70,15 +72,15 @@ class Entrance:
             word = "key_limit" if entry.status == 429 else "queue_full"
             self._send_away(_Waiting(exchange, start, kind, key, now), entry, word)
 
-    def leave(self, ticket: int) -> None:
+    def release(self, ticket: int) -> None:
         """Release the place of a request that is over; waiting requests are admitted."""
-        self._admit(self.admission.leave(ticket, self._now()))
+        self._admit(self.admission.release(ticket, self._now()))
 
     def change(self, limits: AdmissionLimits) -> None:
         """Set new limits; waiting requests are admitted as far as the limits allow."""
         self._admit(self.admission.change(limits))
 
-    def over(
+    def log_finished(
         self, exchange: Exchange, kind: str, status: int, seconds: float, key: str | None, request_id: bytes = b""
     ) -> None:
         """Count and log the end of a request that has no `Journey`."""
@@ -103,12 +105,12 @@ class Entrance:
         try:
             start(ticket)
         except Exception as error:
-            note("error", "request_failed", reason=f"{type(error).__name__}: {error}")
+            log_event("error", "request_failed", reason=f"{type(error).__name__}: {error}")
             if exchange.started:
                 exchange.abort()
             else:
                 exchange.respond(500, error_body("a fault of the gateway", "internal_error"))
-            self.leave(ticket)
+            self.release(ticket)
 
     def _admit(self, tickets: list[int]) -> None:
         """Start these requests one after the other. Each may end at once and make room for more, so this is a loop to
@@ -128,8 +130,8 @@ class Entrance:
         waiting = self._waiting.pop(ticket, None)
         if waiting is not None:
             self._metrics.client_gone()
-            self.over(waiting.exchange, waiting.kind, 499, self._now() - waiting.since, waiting.key)
-            self.leave(ticket)
+            self.log_finished(waiting.exchange, waiting.kind, 499, self._now() - waiting.since, waiting.key)
+            self.release(ticket)
 
     def _watch_queue(self) -> None:
         expires_at = self.admission.expires_at
@@ -152,4 +154,4 @@ class Entrance:
         exchange.respond(refused.status, error_body(refused.reason, error), headers=headers)
         self._metrics.rejected(word)
         self._state.rejected(now)
-        self.over(exchange, waiting.kind, refused.status, now - waiting.since, waiting.key)
+        self.log_finished(exchange, waiting.kind, refused.status, now - waiting.since, waiting.key)

@@ -3,13 +3,13 @@ instance inside can accept it."""
 
 from __future__ import annotations
 
-from kvroute.gateway.observe.logs import note
+from kvroute.gateway.observe.logs import log_event
 from kvroute.types import Decision, Decode, Terms
 
 _EVERY_S = 1.0
 
 
-class Fallbacks:
+class ConstraintFallbackLog:
     """Log of constraint fallbacks; it receives every decision under one constraint."""
 
     def __init__(self, constraint: str) -> None:
@@ -26,7 +26,7 @@ class Fallbacks:
         self._count += 1
         if at - self._told_at < _EVERY_S:
             return
-        note(
+        log_event(
             "warning",
             "constraint_fallback",
             source=decision.source,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvroute.gateway.engines.protocols import DialectError
+from kvroute.gateway.engines.protocols import ProtocolError
 from kvroute.gateway.http.headers import answered
 from kvroute.gateway.observe.view import Ttft
 from kvroute.gateway.openai_api.responses import error_event, sse_events, usage_tokens
@@ -17,7 +17,7 @@ from kvroute.types import Admitted, Decode, DecodeFailed, KvStored, TransferFini
 
 if TYPE_CHECKING:
     from kvroute.gateway.proxy.prefill_leg import PrefillLeg
-    from kvroute.gateway.proxy.request import Journey
+    from kvroute.gateway.proxy.request import ProxiedRequest
 
 UPSTREAM = "upstream_error"
 _MEASURABLE_BYTES = 1 << 20
@@ -29,89 +29,89 @@ _HELD_BYTES_MAX = 1 << 20
 """Longest part of an event that is held back; a longer event is relayed in pieces."""
 
 
-class AnswerLeg(Leg):
+class DecodeLeg(Leg):
     """One request to a decode engine. It reports the KV transfer and the start of decoding to the control core."""
 
     __slots__ = (
         "_held",
         "_torn",
         "admitted",
-        "alone",
-        "crossing",
-        "crossing_at",
+        "aggregated",
         "decision",
         "early",
         "events",
         "expected",
         "first",
-        "lands_at",
         "streams",
+        "transfer_due_at",
+        "transfer_started_at",
+        "transferring",
     )
     kind = "decode"
 
-    def __init__(self, journey: Journey, decision: Decode, now: float) -> None:
-        super().__init__(journey, journey.serving.stations[decision.target], now)
+    def __init__(self, journey: ProxiedRequest, decision: Decode, now: float) -> None:
+        super().__init__(journey, journey.runtime.engines[decision.target], now)
         self.decision = decision
-        self.alone = decision.source == decision.target
+        self.aggregated = decision.source == decision.target
         """The same instance computes the prompt, so there is no KV transfer."""
         self.streams = journey.completion.stream
-        self.expected = journey.serving.landings.expected(decision)
+        self.expected = journey.runtime.expected_transfers.expected(decision)
         self.first = True
         self.early = False
         """The leg is sent before the KV cache is computed, although the protocol does not require it."""
-        self.crossing = self.admitted = self._torn = False
-        """`crossing`: the control core counts the transfer as in flight; `admitted`: the control core counts the
+        self.transferring = self.admitted = self._torn = False
+        """`transferring`: the control core counts the transfer as in flight; `admitted`: the control core counts the
         request as part of the decode batch; `_torn`: the client has received part of an event without its end."""
-        self.crossing_at = now
-        self.lands_at = NEVER_S
+        self.transfer_started_at = now
+        self.transfer_due_at = NEVER_S
         self.events = 0
         self._held = b""
         """Beginning of an event whose end has not arrived yet."""
 
     def begin(self, now: float) -> None:
         """Send the leg."""
-        journey, dialect = self.journey, self.station.dialect
-        completion, timeouts = journey.completion, journey.serving.timeouts
-        if self.alone:
-            body = dialect.alone_body(completion)
+        journey, dialect = self.owner, self.engine.protocol
+        completion, timeouts = journey.completion, journey.runtime.timeouts
+        if self.aggregated:
+            body = dialect.aggregated_body(completion)
         else:
             prefill = journey.prefill
             assert prefill is not None
-            assert prefill.meeting is not None
-            self.early = prefill.meeting.early and not journey.computed
+            assert prefill.handshake is not None
+            self.early = prefill.handshake.early and not journey.computed
             if journey.computed or self.early:
-                self.cross(now)
+                self.transfer_started(now)
             try:
-                body = dialect.decode_body(completion, prefill.meeting, prefill.handover)
-            except DialectError as error:
+                body = dialect.decode_body(completion, prefill.handshake, prefill.transfer_params)
+            except ProtocolError as error:
                 journey.fail(502, f"prefill instance {self.decision.source} {error}", now)
                 return
         wait_s = timeouts.first_token_s if self.streams else timeouts.answer_s
         self.send(body, wait_s + timeouts.prefill_s if self.early else wait_s, now)
-        if journey.computed or self.alone:
-            self.expect_landing(now)
+        if journey.computed or self.aggregated:
+            self.expect_transfer(now)
 
     # The transfer
 
-    def cross(self, now: float) -> None:
+    def transfer_started(self, now: float) -> None:
         """Record the start of the KV transfer. A second call, when an early leg's prefill is complete, only resets the
         time from which the transfer is measured."""
-        self.crossing_at = now
-        if not self.crossing:
-            self.crossing = True
-            self.journey.serving.transfer_started(self.decision, now, self.expected.transfer_s)
+        self.transfer_started_at = now
+        if not self.transferring:
+            self.transferring = True
+            self.owner.runtime.transfer_started(self.decision, now, self.expected.transfer_s)
 
-    def expect_landing(self, now: float) -> None:
+    def expect_transfer(self, now: float) -> None:
         """Schedule the expected end of the transfer for a response that comes whole and does not show it.
 
         Call it only once the KV cache is computed: an expected end marks the prefill as done, and if that prefill
         failed later, the decode engine would wait in vain.
         """
         if not self.streams and not self.admitted:
-            self.lands_at = now + sum(self.expected)
-            self.journey.serving.landings.expect(self.lands_at, self.journey.number, now)
+            self.transfer_due_at = now + sum(self.expected)
+            self.owner.runtime.expected_transfers.expect(self.transfer_due_at, self.owner.number, now)
 
-    def land(self, now: float, seconds: float | None = None) -> None:
+    def transfer_done(self, now: float, seconds: float | None = None) -> None:
         """Report to the control core that the transfer and the wait for a slot are over.
 
         Args: `seconds` that the transfer took, measured on a stream; None: the end is expected, not observed.
@@ -119,41 +119,41 @@ class AnswerLeg(Leg):
         if self.admitted:
             return
         self.admitted = True  # set first: the calls below process the transfers that are due
-        journey, decision = self.journey, self.decision
-        serving, request = journey.serving, journey.request
+        journey, decision = self.owner, self.decision
+        serving, request = journey.runtime, journey.request
         assert request is not None
         if not journey.computed and not request.one_leg:
-            journey.compute(serving.stations[decision.source], now)
-        self.stop_crossing(now, True, seconds)
-        serving.tell(Admitted(now, journey.number))
-        if self.station.approximate and request.blocks and (request.one_leg or not self.alone):
-            serving.tell(KvStored(now, decision.target, request.blocks, request.block_tokens))
+            journey.on_prefill_done(serving.engines[decision.source], now)
+        self.end_transfer(now, True, seconds)
+        serving.notify(Admitted(now, journey.number))
+        if self.engine.approximate and request.blocks and (request.one_leg or not self.aggregated):
+            serving.notify(KvStored(now, decision.target, request.blocks, request.block_tokens))
 
-    def stop_crossing(self, now: float, landed: bool, seconds: float | None = None) -> None:
+    def end_transfer(self, now: float, landed: bool, seconds: float | None = None) -> None:
         """Record that the transfer has ended. Only a completed one is reported to the control core here; the event for
         the failure or the end of the request covers the other case."""
-        if self.crossing:
-            self.crossing = False
-            self.journey.serving.transfer_ended(self.decision, now, landed, seconds)
+        if self.transferring:
+            self.transferring = False
+            self.owner.runtime.transfer_ended(self.decision, now, landed, seconds)
             if landed:
-                self.journey.serving.tell(TransferFinished(now, self.journey.number))
+                self.owner.runtime.notify(TransferFinished(now, self.owner.number))
 
     def abort(self, now: float) -> None:
         """See Leg."""
         try:
             super().abort(now)
         finally:
-            self.stop_crossing(now, False)
+            self.end_transfer(now, False)
 
     # The response
 
     def on_body(self, data: bytes) -> None:
         """See Sink."""
-        journey = self.journey
+        journey = self.owner
         try:
             if not self.streams or self.status >= 400:
                 if not self.keep(data):
-                    self.endless()
+                    self.response_too_large()
                 return
             if self._held or not data.endswith(_EVENT_ENDS):
                 data = self._whole_events(data)
@@ -165,7 +165,7 @@ class AnswerLeg(Leg):
             self.size += len(data)
             journey.exchange.write(data)
         except Exception as error:
-            journey.broke(error)
+            journey.internal_error(error)
 
     def _whole_events(self, data: bytes) -> bytes:
         """Return the whole events of `data` and hold back the rest. If the engine failed within a relayed event, the
@@ -180,22 +180,22 @@ class AnswerLeg(Leg):
 
     def _first_token(self, data: bytes) -> bool:
         """Handle the first event: the transfer is over and decoding has begun. Return False if it is an error."""
-        journey, exchange = self.journey, self.journey.exchange
+        journey, exchange = self.owner, self.owner.exchange
         if data.startswith(_ERROR_START):
             if self.call is not None:
                 self.call.abort()
-            why = f"decode instance {self.station.name} failed before the first token"
-            self.lost("status", why, 502, sent=True)
+            why = f"decode instance {self.engine.name} failed before the first token"
+            self.on_failed("status", why, 502, sent=True)
             return False
         self.first = False
-        now = journey.serving.now()
+        now = journey.runtime.now()
         self._answered(now)
         decode_s = now - self.sent_at
         step_s = min(self.expected.step_s, decode_s)
-        shows = self.crossing and journey.computed  # otherwise the whole transfer ran during the prefill
-        crossed_s = max(0.0, now - self.crossing_at - step_s) if shows else None
+        shows = self.transferring and journey.computed  # otherwise the whole transfer ran during the prefill
+        crossed_s = max(0.0, now - self.transfer_started_at - step_s) if shows else None
         self._measure(now)
-        self.land(now, crossed_s)
+        self.transfer_done(now, crossed_s)
         queue_s = (self.sent_at if journey.prefill is None else journey.prefill.sent_at) - journey.received_at
         transfer_s = crossed_s or 0.0
         prefill_s = max(0.0, now - journey.received_at - queue_s - transfer_s - step_s)
@@ -208,36 +208,36 @@ class AnswerLeg(Leg):
     def _answered(self, now: float) -> None:
         """Report success after the first token or the whole response."""
         self.succeeded(now)
-        journey = self.journey
-        if journey.passage is not None:
-            journey.passage.arrived(now)
-        if journey.suspicion is not None:
-            journey.suspicion.answered("decode", now)
+        journey = self.owner
+        if journey.path_attempt is not None:
+            journey.path_attempt.arrived(now)
+        if journey.faults is not None:
+            journey.faults.answered("decode", now)
 
     def _measure(self, now: float) -> None:
         """Report the transfer time, unless the engine measures it itself or the request waited in a queue."""
-        decision, station = self.decision, self.station
-        if not station.measures or not self.crossing or decision.kv_bytes < _MEASURABLE_BYTES:
+        decision, station = self.decision, self.engine
+        if not station.measures or not self.transferring or decision.kv_bytes < _MEASURABLE_BYTES:
             return
         seconds = now - self.sent_at - self.expected.step_s
-        joint = station.dialect.joint or self.early  # then `seconds` includes the prefill
+        joint = station.protocol.concurrent_legs or self.early  # then `seconds` includes the prefill
         if self.expected.queue_s == 0.0 and seconds > 0.0 and not joint:
             measured = TransferMeasured(now, decision.source, decision.target, decision.kv_bytes, seconds)
-            self.journey.serving.tell(measured)
+            self.owner.runtime.notify(measured)
 
     def on_end(self) -> None:
         """See Sink."""
-        journey = self.journey
+        journey = self.owner
         try:
             if self.status >= 400:
-                self.refused()
+                self.on_error_status()
             elif self.streams:
                 self._stream_ended()
             else:
-                serving, exchange = journey.serving, journey.exchange
+                serving, exchange = journey.runtime, journey.exchange
                 now = serving.now()
                 self._answered(now)
-                self.land(now)
+                self.transfer_done(now)
                 serving.whole_answer(self.decision, now)
                 content_type, headers = answered(self.headers, journey.request_id)
                 body = self.body()
@@ -245,14 +245,14 @@ class AnswerLeg(Leg):
                 exchange.respond(self.status, body, content_type, headers)
                 journey.end(self.status, now, usage_tokens(body), relayed_bytes=self.size)
         except Exception as error:
-            journey.broke(error)
+            journey.internal_error(error)
 
     def _stream_ended(self) -> None:
-        journey = self.journey
+        journey = self.owner
         rest, self._held = self._held, b""
         if self.first and not rest:
-            why = f"decode instance {self.station.name} ended the stream before its first token"
-            self.lost("malformed", why, 502, sent=True)
+            why = f"decode instance {self.engine.name} ended the stream before its first token"
+            self.on_failed("malformed", why, 502, sent=True)
             return
         if self.first and not self._first_token(rest):
             return
@@ -262,59 +262,59 @@ class AnswerLeg(Leg):
             journey.exchange.write(rest)
         self.close()
         journey.exchange.end()
-        journey.end(self.status, journey.serving.now(), self.events, relayed_bytes=self.size)
+        journey.end(self.status, journey.runtime.now(), self.events, relayed_bytes=self.size)
 
-    def lost(self, kind: str, why: str, status: int, *, sent: bool) -> None:
+    def on_failed(self, kind: str, why: str, status: int, *, sent: bool) -> None:
         """See Leg: before the first token the leg is retried; after it the stream ends with an error event."""
-        journey = self.journey
-        serving = journey.serving
+        journey = self.owner
+        serving = journey.runtime
         now = serving.now()
         if sent:
-            serving.stations[self.decision.source].forget()
+            serving.engines[self.decision.source].forget_engine_id()
         self.failed(kind, why, now)
         if journey.exchange.started:
             serving.metrics.stream_failed()
             serving.state.stream_failed(now)
-            self.break_off(why)
+            self.abort_stream(why)
             journey.drop_legs(now)
             journey.end(200, now, self.events, relayed_bytes=self.size, error=why)
             return
         computed, prefill = journey.computed, journey.prefill
-        journey.answer = None
+        journey.decode = None
         kv_lost = sent and not (kind == "reset" and self._refetches(prefill, computed))
         if not computed and prefill is not None and (kv_lost or not self.early):
             prefill.abort(now)
-        self.stop_crossing(now, False)
+        self.end_transfer(now, False)
         if not journey.may_retry("decode", now):
             journey.fail(status, why, now)
             return
-        journey.act(serving.decide(DecodeFailed(now, journey.number, kv_lost=kv_lost)), now)
+        journey.apply(serving.decide(DecodeFailed(now, journey.number, kv_lost=kv_lost)), now)
 
     def _refetches(self, prefill: PrefillLeg | None, computed: bool) -> bool:
         """Whether another decode engine may fetch the same KV cache."""
         if prefill is None or not computed:
             return self.early and prefill is not None
-        return self.station.dialect.refetches(prefill.handover)
+        return self.engine.protocol.allows_refetch(prefill.transfer_params)
 
     def blame(self, kind: str, now: float) -> None:
         """See Leg. If the KV cache comes from another datacenter and a reachable engine does not respond, the KV cache
         has most likely not arrived. The failure then counts against the WAN path, or against nothing if the prompt is
         not computed yet. The request itself may also cause an error, so it is retried without the WAN path (see
         `Suspicion`)."""
-        passage = self.journey.passage
+        passage = self.owner.path_attempt
         silent = kind == "timeout" or (kind == "status" and self.status not in FULL)
         if passage is None or not passage.open or not silent:
             super().blame(kind, now)
             return
-        self.station.guard.cancelled(self.attempt, now)
-        if self.journey.computed:
-            passage.lost(self.journey.suspect(), now, error=kind == "status")
+        self.engine.availability.cancelled(self.attempt, now)
+        if self.owner.computed:
+            passage.lost(self.owner.fault_attribution(), now, error=kind == "status")
         else:
-            passage.given_up(now)
+            passage.cancelled(now)
 
-    def break_off(self, why: str, kind: str = UPSTREAM) -> None:
+    def abort_stream(self, why: str, kind: str = UPSTREAM) -> None:
         """End the stream with an error event that gives the reason. The held-back part of an event is dropped."""
-        exchange = self.journey.exchange
+        exchange = self.owner.exchange
         exchange.write((b"\n\n" if self._torn else b"") + error_event(why, kind))
         exchange.end()
 

@@ -10,9 +10,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote
 
-from kvroute.gateway.http.request_parser import Fault
+from kvroute.gateway.http.request_parser import HttpError
 from kvroute.gateway.http.web_pages import WebPages, answer_other_site
-from kvroute.gateway.observe.logs import access_on, note
+from kvroute.gateway.observe.logs import access_on, log_event
 from kvroute.gateway.openai_api.api_keys import Keys
 from kvroute.gateway.openai_api.json_fields import PIECE_BYTES, RequestError
 from kvroute.gateway.openai_api.requests import (
@@ -24,14 +24,14 @@ from kvroute.gateway.openai_api.requests import (
     with_salt,
 )
 from kvroute.gateway.openai_api.responses import error_body, model_body, models_body, no_model_body
-from kvroute.gateway.proxy.admission_queue import Entrance
-from kvroute.gateway.proxy.passthrough import Relay
-from kvroute.gateway.proxy.request import Journey
+from kvroute.gateway.proxy.admission_queue import AdmissionQueue
+from kvroute.gateway.proxy.passthrough import PassthroughRequest
+from kvroute.gateway.proxy.request import ProxiedRequest
 from kvroute.gateway.proxy.runtime import Caller
 
 if TYPE_CHECKING:
     from kvroute.gateway.http.exchange import Exchange, Headers
-    from kvroute.gateway.proxy.runtime import Serving
+    from kvroute.gateway.proxy.runtime import ClusterRuntime
 
 COMPLETIONS = frozenset((b"/v1/completions", b"/v1/chat/completions"))
 PASSED_ON = frozenset((b"/v1/embeddings", b"/tokenize", b"/detokenize"))
@@ -39,7 +39,7 @@ _READ = frozenset((b"GET", b"HEAD"))
 _MODEL_PATH = b"/v1/models/"
 _MODEL_NAME = re.compile(r"[\w .:@+~/-]{1,500}")
 _ID_MOST = 200
-_NO_KEY = Fault(
+_NO_KEY = HttpError(
     401,
     "no valid API key; send `Authorization: Bearer KEY`",
     "authentication_error",
@@ -53,13 +53,13 @@ SMALL_BODY_BYTES = 1024 * 1024
 Read = TypeVar("Read", Completion, PassedOn)
 
 
-class Reception:
+class Endpoints:
     """The request handler of the server."""
 
     def __init__(
         self,
-        serving: Serving,
-        entrance: Entrance,
+        serving: ClusterRuntime,
+        entrance: AdmissionQueue,
         keys: Keys,
         *,
         ready: Callable[[], str],
@@ -105,7 +105,7 @@ class Reception:
         else:
             self._own(exchange)
 
-    def guard(self, method: bytes, path: bytes, headers: Headers) -> Fault | None:
+    def guard(self, method: bytes, path: bytes, headers: Headers) -> HttpError | None:
         """Reject a client without a key before it sends a body (see `Door`)."""
         if not self.keys.required:
             return None
@@ -160,11 +160,11 @@ class Reception:
             self._refuse(exchange, refused.status, refused.body(), kind, key)
             return
         except Exception as error:
-            note("error", "request_failed", reason=f"{type(error).__name__}: {error}")
+            log_event("error", "request_failed", reason=f"{type(error).__name__}: {error}")
             self._refuse(exchange, 500, error_body("a fault of the gateway", "internal_error"), kind, key)
             return
         self.serving.metrics.client_gone()
-        self._entrance.over(exchange, kind, 499, self.serving.now() - received_at, key)
+        self._entrance.log_finished(exchange, kind, 499, self.serving.now() - received_at, key)
 
     async def _read_in_turn(self, exchange: Exchange, read: Callable[[bytes, bytes], Read]) -> Read | None:
         """Parse a body in a thread, one at a time: a decoder holds the interpreter lock while it works, and several at
@@ -191,14 +191,14 @@ class Reception:
 
         def start(ticket: int) -> None:
             serving = self.serving
-            journey = Journey(serving, exchange, completion, request_id, received_at)
+            journey = ProxiedRequest(serving, exchange, completion, request_id, received_at)
             journey.ticket = ticket
-            serving.journeys[journey.number] = journey
+            serving.requests[journey.number] = journey
             if serving.events is not None or access_on():
                 serving.callers[journey.number] = Caller(request_id.decode("latin-1"), exchange.peer, key or "")
             journey.begin()
 
-        self._entrance.enter(exchange, completion.kind, key, start)
+        self._entrance.submit(exchange, completion.kind, key, start)
 
     def _models(self, exchange: Exchange) -> None:
         key = self._key(exchange)
@@ -224,7 +224,7 @@ class Reception:
 
     def _show_model(self, exchange: Exchange, status: int, body: bytes, key: str | None) -> None:
         exchange.respond(status, body)
-        self._entrance.over(exchange, "models", status, 0.0, key)
+        self._entrance.log_finished(exchange, "models", status, 0.0, key)
 
     def _relay(self, exchange: Exchange, key: str | None, asked: PassedOn, received_at: float) -> None:
         salts = self.serving.salts
@@ -237,12 +237,12 @@ class Reception:
             serving = self.serving
 
             def end(status: int) -> None:
-                self._entrance.over(exchange, "passed_on", status, serving.now() - received_at, key, request_id)
-                self._entrance.leave(ticket)
+                self._entrance.log_finished(exchange, "passed_on", status, serving.now() - received_at, key, request_id)
+                self._entrance.release(ticket)
 
-            Relay(serving, exchange, asked, self._turn, request_id, end).begin()
+            PassthroughRequest(serving, exchange, asked, self._turn, request_id, end).begin()
 
-        self._entrance.enter(exchange, "passed_on", key, start)
+        self._entrance.submit(exchange, "passed_on", key, start)
 
     # Pages of the gateway itself
 
@@ -277,7 +277,7 @@ class Reception:
         what = f"{method} is not for {path}; use {allowed.decode()}"
         body = error_body(what, "invalid_request_error", code="method_not_allowed")
         exchange.respond(405, body, headers=[(b"allow", allowed)])
-        self._entrance.over(exchange, "other", 405, 0.0, None)
+        self._entrance.log_finished(exchange, "other", 405, 0.0, None)
 
     def _key(self, exchange: Exchange) -> str | None:
         """Return the name of the client's key; None if no keys are required; `_NOBODY` after a rejection."""
@@ -291,7 +291,7 @@ class Reception:
         self.serving.metrics.rejected("key")
         path = exchange.path
         kind = "models" if path == b"/v1/models" or path.startswith(_MODEL_PATH) else completion_kind(path)
-        self._entrance.over(exchange, kind, 401, 0.0, None)
+        self._entrance.log_finished(exchange, kind, 401, 0.0, None)
         return _NOBODY
 
     def _request_id(self, exchange: Exchange) -> bytes:
@@ -303,7 +303,7 @@ class Reception:
 
     def _refuse(self, exchange: Exchange, status: int, body: bytes, kind: str, key: str | None) -> None:
         exchange.respond(status, body)
-        self._entrance.over(exchange, kind, status, 0.0, key)
+        self._entrance.log_finished(exchange, kind, status, 0.0, key)
 
 
 _NOBODY = "\0"

@@ -15,14 +15,14 @@ from kvroute.topology import Cluster
 from kvroute.types import Decode
 
 if TYPE_CHECKING:
-    from kvroute.gateway.proxy.request import Journey
+    from kvroute.gateway.proxy.request import ProxiedRequest
 
 NEVER_S = float("inf")
 _LOOK_S = 0.05
 """Shortest interval between two runs of the timer."""
 
 
-class Expected(NamedTuple):
+class ExpectedTiming(NamedTuple):
     """Seconds that a request needs on its decode instance until its first token, split in three consecutive parts."""
 
     transfer_s: float
@@ -32,12 +32,12 @@ class Expected(NamedTuple):
     """First decode step."""
 
 
-class Landings:
+class ExpectedTransfers:
     """Transfers that are expected to complete, and when; those of finished requests are skipped."""
 
     __slots__ = ("_alone_s", "_bytes_per_s", "_due", "_journeys", "_latency_s", "_timer", "due_at")
 
-    def __init__(self, cluster: Cluster, journeys: Mapping[int, Journey]) -> None:
+    def __init__(self, cluster: Cluster, journeys: Mapping[int, ProxiedRequest]) -> None:
         """Args: `journeys` by number, those that are not finished."""
         self._journeys = journeys
         self._due: list[tuple[float, int]] = []
@@ -48,7 +48,7 @@ class Landings:
         self._alone_s = {name: spec.base_s + spec.per_request_s for name, spec in specs.items()}
         self._bytes_per_s, self._latency_s = cluster.tier_bytes_per_s.tolist(), cluster.tier_latency_s.tolist()
 
-    def expected(self, decision: Decode) -> Expected:
+    def expected(self, decision: Decode) -> ExpectedTiming:
         """Return the timing by the decision's own terms, else by tier and timing model alone."""
         terms = decision.terms
         parts = {} if terms is None else terms.parts
@@ -60,8 +60,8 @@ class Landings:
         else:
             transfer_s = self.alone_s(decision.tier, decision.kv_bytes)
         if "decode_s" in parts:
-            return Expected(transfer_s, float(parts["queue_s"][index]), float(parts["decode_s"][index]))
-        return Expected(transfer_s, 0.0, self._alone_s[decision.target])
+            return ExpectedTiming(transfer_s, float(parts["queue_s"][index]), float(parts["decode_s"][index]))
+        return ExpectedTiming(transfer_s, 0.0, self._alone_s[decision.target])
 
     def alone_s(self, tier: int, nbytes: float) -> float:
         """Return the duration of a transfer that has its tier's bandwidth for itself."""
@@ -81,13 +81,13 @@ class Landings:
         while due and due[0][0] <= now:
             at, number = heappop(due)
             journey = self._journeys.get(number)
-            leg = journey.landing(at) if journey is not None else None
+            leg = journey.due_transfer(at) if journey is not None else None
             if journey is None or leg is None:
                 continue
             try:
-                leg.land(now)
+                leg.transfer_done(now)
             except Exception as error:
-                journey.broke(error)
+                journey.internal_error(error)
         self.due_at = due[0][0] if due else NEVER_S
 
     def close(self) -> None:

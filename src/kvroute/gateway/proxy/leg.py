@@ -13,11 +13,11 @@ from kvroute.gateway.http.headers import answered
 
 if TYPE_CHECKING:
     from kvroute.gateway.engines.breaker import Attempt
-    from kvroute.gateway.engines.client import Station
+    from kvroute.gateway.engines.client import EngineClient
     from kvroute.gateway.http.call import Call, Failure
     from kvroute.gateway.http.headers import Headers
     from kvroute.gateway.observe.tracing import LegTrace
-    from kvroute.gateway.proxy.request import Journey
+    from kvroute.gateway.proxy.request import ProxiedRequest
 
 LegKind = Literal["copy", "prefill", "decode"]
 
@@ -45,27 +45,27 @@ class Leg:
         "_parts",
         "attempt",
         "call",
+        "engine",
         "headers",
-        "journey",
         "open",
+        "outcome_reported",
+        "owner",
         "sent_at",
         "size",
-        "station",
         "status",
-        "told",
         "trace",
     )
     kind: LegKind = "prefill"
     headers: Headers
 
-    def __init__(self, journey: Journey, station: Station, now: float) -> None:
-        self.journey, self.station, self.sent_at = journey, station, now
+    def __init__(self, journey: ProxiedRequest, station: EngineClient, now: float) -> None:
+        self.owner, self.engine, self.sent_at = journey, station, now
         self.call: Call | None = None
         self.trace: LegTrace | None = None
         self.attempt: Attempt = 0
         self.status = self.size = 0
-        self.open = self.told = False
-        """`told`: the outcome has been reported to the instance's availability."""
+        self.open = self.outcome_reported = False
+        """`outcome_reported`: the outcome has been reported to the instance's availability."""
         self._parts: list[bytes] = []
 
     def body(self) -> bytes:
@@ -75,20 +75,20 @@ class Leg:
 
     def send(self, body: bytes, first_byte_s: float, now: float, path: bytes = b"") -> None:
         """Start the call; `path` defaults to that of the client's request."""
-        journey = self.journey
+        journey = self.owner
         head = journey.head
         if journey.trace is not None:
-            self.trace = journey.trace.leg(self.kind, {"kvroute.instance": self.station.name})
+            self.trace = journey.trace.leg(self.kind, {"kvroute.instance": self.engine.name})
             head += self.trace.head
         self.open = True
-        self.call, self.attempt = self.station.send(
+        self.call, self.attempt = self.engine.send(
             self,
             path or journey.exchange.path,
             head,
             body,
             first_byte_s=first_byte_s,
             now=now,
-            counted=journey.suspicion is None,
+            counted=journey.faults is None,
         )
 
     def on_head(self, status: int, headers: Headers) -> None:
@@ -103,16 +103,16 @@ class Leg:
 
     def succeeded(self, now: float) -> None:
         """Report that the engine has responded; a client error is also a success."""
-        if not self.told:
-            self.told = True
-            self.station.guard.succeeded(self.attempt, now)
+        if not self.outcome_reported:
+            self.outcome_reported = True
+            self.engine.availability.succeeded(self.attempt, now)
 
     def close(self, error: str = "") -> None:
         """End the call."""
         if self.open:
             self.open = False
             self.call = None  # the call references the leg: a cycle would keep bodies until garbage collection
-            self.station.left()
+            self.engine.leg_closed()
             if self.trace is not None:
                 self.trace.end(error)
 
@@ -121,53 +121,53 @@ class Leg:
         if self.open:
             if self.call is not None:
                 self.call.abort()
-            if not self.told:
-                self.told = True
-                self.station.guard.cancelled(self.attempt, now)
+            if not self.outcome_reported:
+                self.outcome_reported = True
+                self.engine.availability.cancelled(self.attempt, now)
             self.close("cancelled")
 
     def failed(self, kind: str, why: str, now: float) -> None:
         """End the leg: the engine did not respond, stopped half-way, or (`kind` "status") responded with its own
         error."""
-        if self.told:
-            self.attempt = self.station.guard.late_failure(now)
-        self.told = True
+        if self.outcome_reported:
+            self.attempt = self.engine.availability.late_failure(now)
+        self.outcome_reported = True
         self.blame(kind, now)
         self.close(why)
-        self.journey.serving.leg_failed(self.kind, self.station.name, kind, why, self.journey.request_id)
+        self.owner.runtime.leg_failed(self.kind, self.engine.name, kind, why, self.owner.request_id)
 
     def blame(self, kind: str, now: float) -> None:
         """Report a failure, which ends the attempt."""
-        guard = self.station.guard
+        guard = self.engine.availability
         if kind == "status" and self.status == 429:
             guard.succeeded(self.attempt, now)
         else:
-            suspicion = self.journey.suspect()
+            suspicion = self.owner.fault_attribution()
             suspicion.failed(guard, self.attempt, self.kind, now, error=kind == "status")
-            if self.journey.over:  # the client has its response
+            if self.owner.over:  # the client has its response
                 suspicion.ended(200, now)
 
     def not_sent(self, now: float) -> None:
         """Start the attempt for a call that fails before it is sent; it will be reported as failed."""
-        self.attempt = self.station.guard.started(now) if self.journey.suspicion is None else NOT_COUNTED
+        self.attempt = self.engine.availability.started(now) if self.owner.faults is None else NOT_COUNTED
 
-    def endless(self) -> None:
+    def response_too_large(self) -> None:
         """Fail the leg because the response is too large."""
         if self.call is not None:
             self.call.abort()
-        why = f"{self.kind} instance {self.station.name} sent an answer without end"
-        self.lost("malformed", why, 502, sent=True)
+        why = f"{self.kind} instance {self.engine.name} sent an answer without end"
+        self.on_failed("malformed", why, 502, sent=True)
 
-    def refused(self) -> None:
+    def on_error_status(self) -> None:
         """Handle an error status of the engine: forward a client error to the client; anything else is a failure."""
         status = self.status
         if status == 429 or is_failure(status):
             full = status in FULL
-            why = f"{self.kind} instance {self.station.name} answered {status}"
-            self.lost("status", why, 503 if full else 502, sent=not full)
+            why = f"{self.kind} instance {self.engine.name} answered {status}"
+            self.on_failed("status", why, 503 if full else 502, sent=not full)
             return
-        journey = self.journey
-        now = journey.serving.now()
+        journey = self.owner
+        now = journey.runtime.now()
         self.succeeded(now)
         self.close()
         if journey.over or (self is journey.prefill and journey.computed):
@@ -191,25 +191,25 @@ class Leg:
             if failure.kind == "out_of_files":
                 self.out_of_files()
                 return
-            why = f"{self.kind} instance {self.station.name} {_VERBS[failure.kind]}"
+            why = f"{self.kind} instance {self.engine.name} {_VERBS[failure.kind]}"
             status = TIMEOUT_STATUS.get(failure.kind, 502)
-            self.lost(failure.kind, why, status, sent=failure.phase != "connect")
+            self.on_failed(failure.kind, why, status, sent=failure.phase != "connect")
         except Exception as error:
-            self.journey.broke(error)
+            self.owner.internal_error(error)
 
     def out_of_files(self) -> None:
         """End the request: the gateway has no free file descriptor. This is no fault of the engine, and it is not
         retried."""
-        journey, now = self.journey, self.journey.serving.now()
-        self.station.guard.cancelled(self.attempt, now)
-        self.told = True
-        why = f"the gateway has no file descriptor left to connect to {self.kind} instance {self.station.name}"
+        journey, now = self.owner, self.owner.runtime.now()
+        self.engine.availability.cancelled(self.attempt, now)
+        self.outcome_reported = True
+        why = f"the gateway has no file descriptor left to connect to {self.kind} instance {self.engine.name}"
         self.close(why)
-        journey.serving.leg_failed(self.kind, self.station.name, "out_of_files", why, journey.request_id)
+        journey.runtime.leg_failed(self.kind, self.engine.name, "out_of_files", why, journey.request_id)
         if not (journey.over or (self is journey.prefill and journey.computed)):
             journey.fail(503, why, now, UNAVAILABLE)
 
-    def lost(self, kind: str, why: str, status: int, *, sent: bool) -> None:
+    def on_failed(self, kind: str, why: str, status: int, *, sent: bool) -> None:
         """Handle the failure of the leg: retry on another instance, or end the request.
 
         Args:

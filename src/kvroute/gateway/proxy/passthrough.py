@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from kvroute.gateway.engines.availability import NOT_COUNTED
 from kvroute.gateway.engines.breaker import is_failure
-from kvroute.gateway.engines.fault_attribution import Suspicion
+from kvroute.gateway.engines.fault_attribution import FaultAttribution
 from kvroute.gateway.http.headers import answered, forwarded, header_lines
 from kvroute.gateway.openai_api.json_fields import RequestError
 from kvroute.gateway.openai_api.responses import error_body
@@ -17,33 +17,33 @@ from kvroute.gateway.proxy.leg import FULL
 
 if TYPE_CHECKING:
     from kvroute.gateway.engines.breaker import Attempt
-    from kvroute.gateway.engines.client import Station
+    from kvroute.gateway.engines.client import EngineClient
     from kvroute.gateway.http.call import Call, Failure
     from kvroute.gateway.http.exchange import Exchange
     from kvroute.gateway.http.headers import Headers
     from kvroute.gateway.observe.tracing import LegTrace, RequestTrace
     from kvroute.gateway.openai_api.requests import PassedOn
-    from kvroute.gateway.proxy.runtime import Serving
+    from kvroute.gateway.proxy.runtime import ClusterRuntime
 
 PASSED_ON: Literal["passed_on"] = "passed_on"
 
 
-def answerers(stations: Iterable[Station], model: str, turn: int) -> Iterator[Station]:
+def answerers(stations: Iterable[EngineClient], model: str, turn: int) -> Iterator[EngineClient]:
     """Yield the instances that serve a model (empty: any) in the order to try them. An instance must be up when its
     turn comes; instances take turns, and decode instances come last, since prefill instances are idle sooner."""
     of_model = [station for station in stations if model in ("", station.instance.model)]
     for last in (False, True):
         some = [station for station in of_model if (station.role == "decode") is last]
         start = turn % max(len(some), 1)
-        yield from (station for station in some[start:] + some[:start] if station.guard.up)
+        yield from (station for station in some[start:] + some[:start] if station.availability.up)
 
 
-class Relay:
+class PassthroughRequest:
     """Calls one engine after the other until one responds, within the retries that the settings allow."""
 
     def __init__(
         self,
-        serving: Serving,
+        serving: ClusterRuntime,
         exchange: Exchange,
         asked: PassedOn,
         turn: int,
@@ -57,14 +57,14 @@ class Relay:
             on_end: called once with the status of the response.
         """
         self._serving, self._exchange, self._asked, self._turn = serving, exchange, asked, turn
-        self._stations: Iterator[Station] = iter(())
+        self._stations: Iterator[EngineClient] = iter(())
         self._trace: RequestTrace | None = None
         self._request_id, self._on_end = request_id, on_end
         self._call: Call | None = None
-        self._station: Station | None = None
+        self._station: EngineClient | None = None
         self._leg: LegTrace | None = None
         self._attempt: Attempt = 0
-        self._suspicion: Suspicion | None = None
+        self._suspicion: FaultAttribution | None = None
         self._attempts = 0
         self._status = 0
         self._headers: Headers = []
@@ -77,7 +77,7 @@ class Relay:
             exchange.on_gone = self._client_gone
             self._trace = serving.tracer.request(exchange.headers, PASSED_ON)
             model = serving.model_of(self._asked.model) if self._asked.model else ""
-            self._stations = answerers(serving.stations.values(), model, self._turn)
+            self._stations = answerers(serving.engines.values(), model, self._turn)
             serving.budget.request(serving.now())
             self._next("no instance is up", 503)
         except RequestError as refused:
@@ -95,8 +95,8 @@ class Relay:
         if self._attempts > 1:
             self._serving.metrics.retried(PASSED_ON)
         self._station, exchange, serving = station, self._exchange, self._serving
-        station.under_way += 1
-        self._attempt = station.guard.started(serving.now()) if self._suspicion is None else NOT_COUNTED
+        station.in_flight += 1
+        self._attempt = station.availability.started(serving.now()) if self._suspicion is None else NOT_COUNTED
         target = exchange.path + (b"?" + exchange.query if exchange.query else b"")
         head = header_lines(forwarded(exchange.headers, self._request_id, serving.forward_headers)) + serving.added
         if self._trace is not None:
@@ -153,7 +153,7 @@ class Relay:
                 self._lost("status", f"instance {station.name} answered {status}", 503 if status in FULL else 502)
                 return
             now = self._serving.now()
-            station.guard.succeeded(self._attempt, now)
+            station.availability.succeeded(self._attempt, now)
             if self._suspicion is not None and status < 400:
                 self._suspicion.answered(PASSED_ON, now)
             self._start()
@@ -175,10 +175,10 @@ class Relay:
         except Exception as error:
             self._broke(error)
 
-    def _out_of_files(self, station: Station) -> None:
+    def _out_of_files(self, station: EngineClient) -> None:
         """End the request: the gateway has no free file descriptor. This is no fault of the engine, and it is not
         retried."""
-        station.guard.cancelled(self._attempt, self._serving.now())
+        station.availability.cancelled(self._attempt, self._serving.now())
         why = f"the gateway has no file descriptor left to connect to instance {station.name}"
         self._leave(why)
         self._serving.leg_failed(PASSED_ON, station.name, "out_of_files", why, self._request_id)
@@ -193,10 +193,10 @@ class Relay:
         assert station is not None
         now = serving.now()
         if kind == "status" and self._status == 429:
-            station.guard.succeeded(self._attempt, now)
+            station.availability.succeeded(self._attempt, now)
         else:
-            self._suspicion = self._suspicion or Suspicion()
-            self._suspicion.failed(station.guard, self._attempt, PASSED_ON, now, error=kind == "status")
+            self._suspicion = self._suspicion or FaultAttribution()
+            self._suspicion.failed(station.availability, self._attempt, PASSED_ON, now, error=kind == "status")
         self._leave(why)
         serving.leg_failed(PASSED_ON, station.name, kind, why, self._request_id)
         if self._exchange.started:
@@ -230,7 +230,7 @@ class Relay:
         station, leg = self._station, self._leg
         self._station = self._leg = self._call = None
         if station is not None:
-            station.left()
+            station.leg_closed()
         if leg is not None:
             leg.end(error)
 
@@ -239,7 +239,7 @@ class Relay:
         if self._call is not None:
             self._call.abort()
         if self._station is not None:
-            self._station.guard.cancelled(self._attempt, self._serving.now())
+            self._station.availability.cancelled(self._attempt, self._serving.now())
         self._leave("cancelled")
 
     def _broke(self, error: Exception) -> None:

@@ -5,117 +5,119 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvroute.gateway.engines.protocols import DialectError, Meeting
+from kvroute.gateway.engines.protocols import KvHandshake, ProtocolError
 from kvroute.gateway.openai_api.responses import cached_tokens
 from kvroute.gateway.proxy.leg import Leg
-from kvroute.gateway.proxy.prefix_copy_leg import CopyLeg
+from kvroute.gateway.proxy.prefix_copy_leg import PrefixCopyLeg
 from kvroute.types import PrefillFailed
 
 if TYPE_CHECKING:
     from msgspec import Raw
 
-    from kvroute.gateway.proxy.request import Journey
+    from kvroute.gateway.proxy.request import ProxiedRequest
     from kvroute.types import Prefill
 
 
 class PrefillLeg(Leg):
     """Collects the short response of a prefill engine; after its end it still identifies the KV cache's location."""
 
-    __slots__ = ("_early", "copy", "handover", "meeting")
+    __slots__ = ("_early", "copy", "handshake", "transfer_params")
 
-    def __init__(self, journey: Journey, decision: Prefill, now: float, *, early: bool) -> None:
+    def __init__(self, journey: ProxiedRequest, decision: Prefill, now: float, *, early: bool) -> None:
         """Args: `early`: the decode leg is sent at the same time."""
-        super().__init__(journey, journey.serving.stations[decision.instance], now)
+        super().__init__(journey, journey.runtime.engines[decision.instance], now)
         self._early = early
-        self.copy = CopyLeg(journey, decision, now, self._copied) if decision.copy_from else None
+        self.copy = PrefixCopyLeg(journey, decision, now, self._copied) if decision.copy_from else None
         """Leg that copies a cached prefix before this leg is sent; None: no copy."""
-        self.meeting: Meeting | None = None
-        self.handover: Raw | None = None
+        self.handshake: KvHandshake | None = None
+        self.transfer_params: Raw | None = None
         """Part of the response that is sent to the decode engine."""
 
     def begin(self, now: float) -> bool:
         """Send the leg, now or when the transfer parameters are known; return False if it has already failed."""
-        station = self.station
-        meeting = self.meeting = station.meeting(self.journey.serving.draw, early=self._early)
+        station = self.engine
+        meeting = self.handshake = station.handshake(self.owner.runtime.draw, early=self._early)
         if meeting is None:
-            station.meet(self._met)
+            station.resolve_engine_id(self._met)
             return True
         if self.copy is not None:
-            self.copy.begin(self.journey.ids_once(), now)
+            self.copy.begin(self.owner.take_token_ids(), now)
             return True
         return self._send(meeting, now)
 
     def _copied(self, prefix: Raw | None, now: float) -> None:
         """Send the leg after the instance that has the prefix offers it or (None) does not."""
-        meeting = self.meeting
+        meeting = self.handshake
         assert meeting is not None
-        if self.journey.prefill is self and not self.journey.over:
+        if self.owner.prefill is self and not self.owner.over:
             self._send(meeting, now, prefix)
 
     def _met(self) -> None:
         """Continue after the response or the failure of the bootstrap server."""
-        journey, station = self.journey, self.station
+        journey, station = self.owner, self.engine
         if journey.prefill is not self or journey.over:
             return
         try:
-            now = journey.serving.now()
-            meeting = self.meeting = station.meeting(journey.serving.draw)
+            now = journey.runtime.now()
+            meeting = self.handshake = station.handshake(journey.runtime.draw)
             if meeting is None and station.out_of_files:
                 self.not_sent(now)
                 self.out_of_files()
             elif meeting is None:
                 self.not_sent(now)
                 why = f"the bootstrap server of prefill instance {station.name} does not answer"
-                self.lost("refused", why, 502, sent=False)
+                self.on_failed("refused", why, 502, sent=False)
             else:
                 self._send(meeting, now)
         except Exception as error:
-            journey.broke(error)
+            journey.internal_error(error)
 
-    def _send(self, meeting: Meeting, now: float, prefix: Raw | None = None) -> bool:
+    def _send(self, meeting: KvHandshake, now: float, prefix: Raw | None = None) -> bool:
         try:
-            body = self.station.dialect.prefill_body(self.journey.completion, meeting, prefix)
-        except DialectError as error:
+            body = self.engine.protocol.prefill_body(self.owner.completion, meeting, prefix)
+        except ProtocolError as error:
             self.not_sent(now)
-            self.lost("malformed", f"prefill instance {self.station.name} {error}", 502, sent=False)
+            self.on_failed("malformed", f"prefill instance {self.engine.name} {error}", 502, sent=False)
             return False
         self.sent_at = now
-        self.send(body, self.journey.serving.timeouts.prefill_s, now)
+        self.send(body, self.owner.runtime.timeouts.prefill_s, now)
         return True
 
     def on_body(self, data: bytes) -> None:
         """See `Sink`. SGLang's stream, which duplicates that of the decode engine, is discarded."""
-        if self.station.dialect.joint and self.status < 400:
+        if self.engine.protocol.concurrent_legs and self.status < 400:
             return
         try:
             if not self.keep(data):
-                self.endless()
+                self.response_too_large()
         except Exception as error:
-            self.journey.broke(error)
+            self.owner.internal_error(error)
 
     def on_end(self) -> None:
         """See `Sink`: the KV cache is complete, unless the response has an error."""
-        journey, station = self.journey, self.station
+        journey, station = self.owner, self.engine
         try:
             if self.status >= 400:
-                self.refused()
+                self.on_error_status()
                 return
-            body, now = self.body(), journey.serving.now()
+            body, now = self.body(), journey.runtime.now()
             try:
-                self.handover = None if station.dialect.joint else station.dialect.handover(body)
-            except DialectError as odd:
-                self.lost("malformed", f"prefill instance {station.name} {odd}", 502, sent=True)
+                self.transfer_params = (
+                    None if station.protocol.concurrent_legs else station.protocol.transfer_params(body)
+                )
+            except ProtocolError as odd:
+                self.on_failed("malformed", f"prefill instance {station.name} {odd}", 502, sent=True)
                 return
             self.succeeded(now)
             self.close()
             self._parts.clear()
             if self.copy is not None and not journey.computed:
                 self.copy.computed(cached_tokens(body), now)
-            journey.serving.metrics.prefill_answered(now - self.sent_at)
+            journey.runtime.metrics.prefill_answered(now - self.sent_at)
             if not (journey.computed or journey.over):  # otherwise the first token of the decode leg came earlier
-                journey.compute(station, now)
+                journey.on_prefill_done(station, now)
         except Exception as error:
-            journey.broke(error)
+            journey.internal_error(error)
 
     def abort(self, now: float) -> None:
         """See `Leg`."""
@@ -123,24 +125,24 @@ class PrefillLeg(Leg):
             self.copy.abort(now)
         super().abort(now)
 
-    def lost(self, kind: str, why: str, status: int, *, sent: bool) -> None:
+    def on_failed(self, kind: str, why: str, status: int, *, sent: bool) -> None:
         """See `Leg`: retry on another prefill instance, if the budget allows. A decode engine that already has the
         early transfer parameters may compute the prompt itself: it continues if no other prefill instance is up."""
-        journey = self.journey
-        now = journey.serving.now()
-        self.station.forget()
+        journey = self.owner
+        now = journey.runtime.now()
+        self.engine.forget_engine_id()
         self.failed(kind, why, now)
         if self.copy is not None:
             self.copy.abort(now)
         if journey.computed or journey.over:
             return  # its result is not needed any more
         journey.prefill = None
-        alone = self.meeting is not None and self.meeting.early and journey.answer is not None
-        if alone and not journey.serving.prefills_elsewhere(self.station):
-            journey.uncomputed(now)
+        alone = self.handshake is not None and self.handshake.early and journey.decode is not None
+        if alone and not journey.runtime.prefills_elsewhere(self.engine):
+            journey.on_prefill_lost(now)
             return
-        journey.drop_answer(now)
+        journey.drop_decode(now)
         if journey.may_retry("prefill", now):
-            journey.act(journey.serving.decide(PrefillFailed(now, journey.number)), now)
+            journey.apply(journey.runtime.decide(PrefillFailed(now, journey.number)), now)
         else:
             journey.fail(status, why, now)

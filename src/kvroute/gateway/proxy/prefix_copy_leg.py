@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 import msgspec
 
 from kvroute.gateway.engines.breaker import is_failure
-from kvroute.gateway.engines.protocols import DialectError
+from kvroute.gateway.engines.protocols import ProtocolError
 from kvroute.gateway.proxy.expected_transfers import NEVER_S
 from kvroute.gateway.proxy.leg import Leg
 from kvroute.types import CopyFinished
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from msgspec import Raw
 
     from kvroute.gateway.openai_api.requests import Completion
-    from kvroute.gateway.proxy.request import Journey
+    from kvroute.gateway.proxy.request import ProxiedRequest
     from kvroute.types import Prefill
 
 Outcome: TypeAlias = Literal["landed", "missed", "failed", "given_up", "left_out"]
@@ -34,19 +34,19 @@ _KEPT = ("model", "cache_salt")
 """Request fields that are part of an engine's cache key."""
 
 
-class CopyLeg(Leg):
+class PrefixCopyLeg(Leg):
     """The request to the instance that has the prefix, and the result of the copy, which the prefill leg reports."""
 
-    __slots__ = ("_asked", "_on_end", "_over", "_told", "decision", "lands_at", "prefix_tokens")
+    __slots__ = ("_asked", "_on_end", "_over", "_told", "decision", "prefix_tokens", "transfer_due_at")
     kind = "copy"
 
     def __init__(
-        self, journey: Journey, decision: Prefill, now: float, on_end: Callable[[Raw | None, float], None]
+        self, journey: ProxiedRequest, decision: Prefill, now: float, on_end: Callable[[Raw | None, float], None]
     ) -> None:
         """Args: `on_end` receives the transfer parameters for the prefill leg, or None if there will be no copy."""
-        super().__init__(journey, journey.serving.stations[decision.copy_from], now)
+        super().__init__(journey, journey.runtime.engines[decision.copy_from], now)
         self.decision = decision
-        self.lands_at = NEVER_S
+        self.transfer_due_at = NEVER_S
         self.prefix_tokens = 0
         """Number of tokens to copy: whole blocks."""
         self._on_end: Callable[[Raw | None, float], None] | None = on_end
@@ -58,47 +58,47 @@ class CopyLeg(Leg):
 
     def begin(self, ids: Sequence[int] | None, now: float) -> None:
         """Send the leg. Args: `ids` are the prompt's tokens; None: the prefix is not copied."""
-        serving, request = self.journey.serving, self.journey.request
+        serving, request = self.owner.runtime, self.owner.request
         assert request is not None
         self.prefix_tokens = self.decision.cached_tokens // request.block_tokens * request.block_tokens
         if ids is None or not self.prefix_tokens:
             self._without("left_out", now)
             return
-        self.send(copy_body(self.journey.completion, ids[: self.prefix_tokens]), serving.copy_s, now, _PATH)
+        self.send(copy_body(self.owner.completion, ids[: self.prefix_tokens]), serving.copy_s, now, _PATH)
 
     def on_body(self, data: bytes) -> None:
         """See Sink."""
         try:
             if not self.keep(data):
-                self.endless()
+                self.response_too_large()
         except Exception as error:
-            self.journey.broke(error)
+            self.owner.internal_error(error)
 
     def on_end(self) -> None:
         """See Sink: the blocks are ready to be fetched, unless the response reports an error."""
-        journey, station = self.journey, self.station
+        journey, station = self.owner, self.engine
         try:
             if self.status >= 400:
-                self.lost("status", f"copy from {station.name} was answered {self.status}", 502, sent=False)
+                self.on_failed("status", f"copy from {station.name} was answered {self.status}", 502, sent=False)
                 return
             try:
-                prefix = station.dialect.handover(self.body())
-            except DialectError as odd:
-                self.lost("malformed", f"copy from {station.name}: it {odd}", 502, sent=False)
+                prefix = station.protocol.transfer_params(self.body())
+            except ProtocolError as odd:
+                self.on_failed("malformed", f"copy from {station.name}: it {odd}", 502, sent=False)
                 return
-            now = journey.serving.now()
+            now = journey.runtime.now()
             self.succeeded(now)
             self.close()
             self._parts.clear()
-            journey.serving.metrics.copy_answered(now - self.sent_at)
+            journey.runtime.metrics.copy_answered(now - self.sent_at)
             self._fetched(now)
             self._answer(prefix, now)
         except Exception as error:
-            journey.broke(error)
+            journey.internal_error(error)
 
-    def lost(self, kind: str, why: str, status: int, *, sent: bool) -> None:
+    def on_failed(self, kind: str, why: str, status: int, *, sent: bool) -> None:
         """See Leg: the prompt is computed without the copy."""
-        now = self.journey.serving.now()
+        now = self.owner.runtime.now()
         self.failed(kind, why, now)
         self._without("failed", now)
 
@@ -106,7 +106,7 @@ class CopyLeg(Leg):
         """See Leg. A timeout (the queue is too long for a copy) and a 4xx or 501 (the engine does not support copies)
         do not count as failures."""
         if kind == "timeout" or (kind == "status" and not is_failure(self.status)):
-            self.station.guard.cancelled(self.attempt, now)
+            self.engine.availability.cancelled(self.attempt, now)
         else:
             super().blame(kind, now)
 
@@ -133,19 +133,21 @@ class CopyLeg(Leg):
 
     def _fetched(self, now: float) -> None:
         """Record the start of the transfer, just before the prefill leg is sent, and schedule its expected end."""
-        serving, decision = self.journey.serving, self.decision
+        serving, decision = self.owner.runtime, self.decision
         self._asked = True
         offload = decision.offload
         expected_s = offload.terms.get(f"{offload.site}.copy_s", 0.0) if offload is not None else 0.0
         tier = self._tier()
         serving.metrics.transfer_started(tier)
         serving.state.copy_started(decision, tier, now, expected_s)
-        self.lands_at = max(self.sent_at + expected_s, now + serving.landings.alone_s(tier, decision.copy_bytes))
-        serving.landings.expect(self.lands_at, self.journey.number, now)
+        self.transfer_due_at = max(
+            self.sent_at + expected_s, now + serving.expected_transfers.alone_s(tier, decision.copy_bytes)
+        )
+        serving.expected_transfers.expect(self.transfer_due_at, self.owner.number, now)
 
-    def land(self, now: float) -> None:
+    def transfer_done(self, now: float) -> None:
         """Report the transfer as complete at its expected end, so that later decisions count the link as free."""
-        self.lands_at = NEVER_S
+        self.transfer_due_at = NEVER_S
         self._tell(now, landed=True)
 
     def computed(self, cached_tokens: int | None, now: float) -> None:
@@ -158,13 +160,13 @@ class CopyLeg(Leg):
     def _tell(self, now: float, *, landed: bool) -> None:
         if not self._told:
             self._told = True
-            self.journey.serving.tell(CopyFinished(now, self.decision.copy_id, landed))
+            self.owner.runtime.notify(CopyFinished(now, self.decision.copy_id, landed))
 
     def _end(self, outcome: Outcome, now: float) -> None:
         if not self._over:
             self._over = True
-            self.lands_at = NEVER_S
-            serving, decision, landed = self.journey.serving, self.decision, outcome == "landed"
+            self.transfer_due_at = NEVER_S
+            serving, decision, landed = self.owner.runtime, self.decision, outcome == "landed"
             tier = self._tier()
             serving.metrics.copied(outcome, tier, decision.copy_bytes)
             if self._asked:
@@ -172,7 +174,7 @@ class CopyLeg(Leg):
                 serving.state.transfer_ended(-decision.copy_id, now, landed=landed)
 
     def _tier(self) -> int:
-        cluster = self.journey.serving.cluster
+        cluster = self.owner.runtime.cluster
         return int(cluster.tier[cluster.index(self.decision.copy_from), cluster.index(self.decision.instance)])
 
 

@@ -10,37 +10,37 @@ import asyncio
 from contextlib import suppress
 from typing import TYPE_CHECKING, Literal
 
-from kvroute.gateway.engines.fault_attribution import Suspicion
+from kvroute.gateway.engines.fault_attribution import FaultAttribution
 from kvroute.gateway.http.headers import forwarded, header_lines
 from kvroute.gateway.http.request_parser import LIGHT_BYTES
 from kvroute.gateway.openai_api.json_fields import RequestError
 from kvroute.gateway.openai_api.prompt_queue import QueueFull
 from kvroute.gateway.openai_api.requests import Completion, without_body, without_prompts
 from kvroute.gateway.openai_api.responses import error_body
-from kvroute.gateway.proxy.decode_leg import UPSTREAM, AnswerLeg
+from kvroute.gateway.proxy.decode_leg import UPSTREAM, DecodeLeg
 from kvroute.gateway.proxy.leg import UNAVAILABLE
 from kvroute.gateway.proxy.prefill_leg import PrefillLeg
 from kvroute.types import Arrived, Decision, Decode, Finished, KvStored, Prefill, PrefillFinished, Reject, Request
 
 if TYPE_CHECKING:
-    from kvroute.gateway.engines.client import Station
+    from kvroute.gateway.engines.client import EngineClient
     from kvroute.gateway.http.exchange import Exchange
     from kvroute.gateway.observe.tracing import RequestTrace
     from kvroute.gateway.observe.view import Ttft
     from kvroute.gateway.openai_api.prompt import Prompt
-    from kvroute.gateway.proxy.prefix_copy_leg import CopyLeg
-    from kvroute.gateway.proxy.runtime import Serving
-    from kvroute.gateway.wan.paths import Passage
+    from kvroute.gateway.proxy.prefix_copy_leg import PrefixCopyLeg
+    from kvroute.gateway.proxy.runtime import ClusterRuntime
+    from kvroute.gateway.wan.paths import PathAttempt
 
 OURS = "server_error"
 _GONE = 499
 
 
-class Journey:
+class ProxiedRequest:
     """One proxied request, from its admission to the end of its response.
 
     Every method runs on the event loop and returns at once. Methods that are called from outside raise no exception: a
-    bug in the gateway ends the request (`broke`). Flags mirror what has been reported to the core: `arrived` and
+    bug in the gateway ends the request (`internal_error`). Flags mirror what has been reported to the core: `arrived` and
     `computed` here, the state of the transfer in the decode leg.
     """
 
@@ -48,22 +48,22 @@ class Journey:
         "_attempts",
         "_ids",
         "_reading",
-        "answer",
         "arrived",
         "completion",
         "computed",
+        "decode",
         "exchange",
+        "faults",
         "head",
         "model",
         "number",
         "over",
-        "passage",
+        "path_attempt",
         "prefill",
         "received_at",
         "request",
         "request_id",
-        "serving",
-        "suspicion",
+        "runtime",
         "ticket",
         "trace",
     )
@@ -71,9 +71,9 @@ class Journey:
     """Header lines that engines receive."""
 
     def __init__(
-        self, serving: Serving, exchange: Exchange, completion: Completion, request_id: bytes, received_at: float
+        self, serving: ClusterRuntime, exchange: Exchange, completion: Completion, request_id: bytes, received_at: float
     ) -> None:
-        self.serving, self.exchange, self.completion, self.request_id = serving, exchange, completion, request_id
+        self.runtime, self.exchange, self.completion, self.request_id = serving, exchange, completion, request_id
         self.number = serving.next_number()
         self.ticket = 0
         """Ticket of its admission."""
@@ -82,30 +82,30 @@ class Journey:
         self.request: Request | None = None
         self.prefill: PrefillLeg | None = None
         """The leg that computes the KV cache, or has computed it."""
-        self.answer: AnswerLeg | None = None
-        self.passage: Passage | None = None
+        self.decode: DecodeLeg | None = None
+        self.path_attempt: PathAttempt | None = None
         """Its attempt to transfer the KV cache from another datacenter over a WAN path; None: there is none."""
         self.trace: RequestTrace | None = None
         self._reading: asyncio.Task[None] | None = None
         """Task that hashes a large prompt in a thread."""
-        self.suspicion: Suspicion | None = None
+        self.faults: FaultAttribution | None = None
         """Attributes failed attempts to engines or to the request; None: no attempt has failed."""
         self._ids: list[int] | None = None
         """The prompt's tokens, if its prefix may be copied from another instance."""
         self._attempts = 1
         self.over = self.arrived = self.computed = False
 
-    def suspect(self) -> Suspicion:
-        """Return `suspicion`; create it at the first failure."""
-        if self.suspicion is None:
-            self.suspicion = Suspicion()
-        return self.suspicion
+    def fault_attribution(self) -> FaultAttribution:
+        """Return `faults`; create it at the first failure."""
+        if self.faults is None:
+            self.faults = FaultAttribution()
+        return self.faults
 
     # Arrival
 
     def begin(self) -> None:
         """Hash the prompt and request a decision; large prompts are hashed in a thread."""
-        serving, exchange, completion = self.serving, self.exchange, self.completion
+        serving, exchange, completion = self.runtime, self.exchange, self.completion
         try:
             exchange.on_gone = self._client_gone
             self.trace = serving.tracer.request(exchange.headers, completion.kind)
@@ -121,10 +121,10 @@ class Journey:
         except RequestError as refused:
             self._answer_error(refused.status, refused.body(), serving.now(), refused.message)
         except Exception as error:
-            self.broke(error)
+            self.internal_error(error)
 
     async def _begin_later(self) -> None:
-        serving = self.serving
+        serving = self.runtime
         try:
             prompt = await serving.prompts.blocks(self.completion)
             self._reading = None
@@ -141,10 +141,10 @@ class Journey:
             body = error_body(str(full), UNAVAILABLE)
             self._answer_error(503, body, serving.now(), str(full), full.retry_after_s)
         except Exception as error:
-            self.broke(error)
+            self.internal_error(error)
 
     def _arrive(self, prompt: Prompt) -> None:
-        serving, completion = self.serving, self.completion
+        serving, completion = self.runtime, self.completion
         now = serving.now()
         max_tokens, reserve = completion.max_tokens, serving.reserve_output_tokens
         if max_tokens > reserve or (not max_tokens and completion.kind == "chat"):
@@ -156,18 +156,18 @@ class Journey:
             block_tokens=prompt.block_tokens,
             max_output_tokens=max_tokens,
             model=self.model,
-            one_leg=completion.one_leg and serving.must_stay(completion),
+            one_leg=completion.one_leg and serving.single_instance_only(completion),
             copyable=prompt.ids is not None,
         )
         self._ids = prompt.ids if serving.copy_s else None
         serving.metrics.prompt_read(prompt.input_tokens)
         serving.budget.request(now)
-        if serving.landings.due_at <= now:
-            serving.landings.look(now)
+        if serving.expected_transfers.due_at <= now:
+            serving.expected_transfers.look(now)
         self.arrived = True
-        self.act(serving.decide(Arrived(now, request)), now)
+        self.apply(serving.decide(Arrived(now, request)), now)
 
-    def act(self, decisions: tuple[Decision, ...], now: float) -> None:
+    def apply(self, decisions: tuple[Decision, ...], now: float) -> None:
         """Carry out the decisions of the core."""
         if not decisions:
             return
@@ -183,88 +183,88 @@ class Journey:
             self._reject(last, now)
 
     def _send_prefill(self, decision: Prefill, now: float, *, early: bool) -> bool:
-        serving = self.serving
+        serving = self.runtime
         self.computed = False
         serving.state.decided(decision, now)
         self._depart(decision, now)
         leg = self.prefill = PrefillLeg(self, decision, now, early=early)
         return leg.begin(now)
 
-    def ids_once(self) -> list[int] | None:
+    def take_token_ids(self) -> list[int] | None:
         """Return the prompt's tokens on the first call and None later: if an attempt with a prefix copy fails, the
         retry uses no copy."""
         ids, self._ids = self._ids, None
         return ids
 
-    def landing(self, at: float) -> AnswerLeg | CopyLeg | None:
+    def due_transfer(self, at: float) -> DecodeLeg | PrefixCopyLeg | None:
         """Return the leg whose transfer is expected to end at this time; None if there is none any more."""
         copy = self.prefill.copy if self.prefill is not None else None
-        return next((leg for leg in (self.answer, copy) if leg is not None and leg.lands_at == at), None)
+        return next((leg for leg in (self.decode, copy) if leg is not None and leg.transfer_due_at == at), None)
 
     def _depart(self, decision: Prefill, now: float) -> None:
         """Begin a new path attempt if the prefill is in another datacenter; an unfinished attempt does not count."""
-        if self.passage is not None:
-            self.passage.given_up(now)
-        ways, counted = self.serving.ways, self.suspicion is None
-        self.passage = ways.depart(decision, now, counted=counted) if ways is not None else None
+        if self.path_attempt is not None:
+            self.path_attempt.cancelled(now)
+        ways, counted = self.runtime.wan_paths, self.faults is None
+        self.path_attempt = ways.start_attempt(decision, now, counted=counted) if ways is not None else None
 
     def _send_answer(self, decision: Decode, now: float) -> None:
-        self.serving.state.decided(decision, now)
-        leg = self.answer = AnswerLeg(self, decision, now)
-        if leg.alone:
+        self.runtime.state.decided(decision, now)
+        leg = self.decode = DecodeLeg(self, decision, now)
+        if leg.aggregated:
             self.computed, self.prefill = False, None
         leg.begin(now)
 
     # Called by legs
 
-    def compute(self, station: Station, now: float) -> None:
+    def on_prefill_done(self, station: EngineClient, now: float) -> None:
         """Record that the KV cache is complete on `station`, and report it to the core."""
-        serving, request, answer = self.serving, self.request, self.answer
+        serving, request, answer = self.runtime, self.request, self.decode
         assert request is not None
         self.computed, self._ids = True, None
         if self.prefill is not None and self.prefill.copy is not None:
             self.prefill.copy.computed(None, now)
-        if self.suspicion is not None:
-            self.suspicion.answered("prefill", now)
+        if self.faults is not None:
+            self.faults.answered("prefill", now)
         if station.approximate and request.blocks:
-            serving.tell(KvStored(now, station.name, request.blocks, request.block_tokens))
-        if serving.landings.due_at <= now:
-            serving.landings.look(now)
-        if answer is not None and not answer.alone:
-            answer.cross(now)
-            answer.expect_landing(now)
-        self.act(serving.decide(PrefillFinished(now, self.number)), now)
+            serving.notify(KvStored(now, station.name, request.blocks, request.block_tokens))
+        if serving.expected_transfers.due_at <= now:
+            serving.expected_transfers.look(now)
+        if answer is not None and not answer.aggregated:
+            answer.transfer_started(now)
+            answer.expect_transfer(now)
+        self.apply(serving.decide(PrefillFinished(now, self.number)), now)
 
-    def uncomputed(self, now: float) -> None:
+    def on_prefill_lost(self, now: float) -> None:
         """Handle a prefill that has failed without a retry while the decode engine waits for its KV cache: the decode
         engine may compute the prompt itself; otherwise it reports an error."""
         self.computed = True
-        if self.passage is not None:
-            self.passage.given_up(now)
-        if self.answer is not None:
-            self.answer.stop_crossing(now, False)
-        self.act(self.serving.decide(PrefillFinished(now, self.number)), now)
+        if self.path_attempt is not None:
+            self.path_attempt.cancelled(now)
+        if self.decode is not None:
+            self.decode.end_transfer(now, False)
+        self.apply(self.runtime.decide(PrefillFinished(now, self.number)), now)
 
-    def first_token(self, leg: AnswerLeg, ttft: Ttft, decode_s: float, now: float) -> None:
+    def first_token(self, leg: DecodeLeg, ttft: Ttft, decode_s: float, now: float) -> None:
         """Record the first event of a stream."""
         if len(self.exchange.body) > LIGHT_BYTES:
             self._release_body()
         trace_id = self.trace.trace_id if self.trace is not None else ""
         exemplar = ("trace_id", trace_id) if trace_id else ("request_id", str(self.number))
-        self.serving.metrics.decode_answered(decode_s)
-        self.serving.first_token(leg.decision, ttft, now, exemplar)
+        self.runtime.metrics.decode_answered(decode_s)
+        self.runtime.first_token(leg.decision, ttft, now, exemplar)
 
     def _release_body(self) -> None:
         """Release the request's body and its copies: the response has begun, so nothing is sent again."""
         self.completion = without_body(self.completion)
-        for leg in (self.prefill, self.answer):
+        for leg in (self.prefill, self.decode):
             if leg is not None and leg.call is not None:
                 leg.call.forget_request()
         self.exchange.release_body()
 
     def may_retry(self, leg: Literal["prefill", "decode"], now: float) -> bool:
         """Return whether a failed leg may be retried; if so, count the retry as made."""
-        serving = self.serving
+        serving = self.runtime
         if self._attempts >= serving.settings.retries.attempts:
             return False
         if not serving.budget.spend(now):
@@ -277,7 +277,7 @@ class Journey:
     # End
 
     def _reject(self, reject: Reject, now: float) -> None:
-        serving = self.serving
+        serving = self.runtime
         serving.metrics.rejected("no_instance")
         serving.state.rejected(now)
         serving.state.decided(reject, now)
@@ -303,36 +303,36 @@ class Journey:
         if self.over:
             return
         try:
-            now = self.serving.now()
-            self.serving.metrics.client_gone()
+            now = self.runtime.now()
+            self.runtime.metrics.client_gone()
             self.drop_legs(now)
             self.end(_GONE, now, error="the client left")
         except Exception as error:
-            self.broke(error)
+            self.internal_error(error)
 
     def stop(self) -> None:
         """Abort the request, because the gateway shuts down."""
         if self.over:
             return
         try:
-            self.fail(503, "the gateway is shutting down", self.serving.now(), UNAVAILABLE)
+            self.fail(503, "the gateway is shutting down", self.runtime.now(), UNAVAILABLE)
         except Exception as error:
-            self.broke(error)
+            self.internal_error(error)
 
-    def broke(self, error: Exception) -> None:
+    def internal_error(self, error: Exception) -> None:
         """Handle a bug in the gateway: respond with an error, and release what the request holds."""
         asyncio.get_running_loop().call_exception_handler({"message": "a journey broke", "exception": error})
-        why, exchange, answer = "the gateway failed", self.exchange, self.answer
-        now = self.serving.now()
+        why, exchange, answer = "the gateway failed", self.exchange, self.decode
+        now = self.runtime.now()
         with suppress(Exception):
             self.drop_prefill(now)
         with suppress(Exception):
-            self.drop_answer(now)
+            self.drop_decode(now)
         with suppress(Exception):
             if not exchange.started:
                 exchange.respond(500, error_body(why, OURS), headers=[(b"x-request-id", self.request_id)])
             elif answer is not None and not exchange.finished:
-                answer.break_off(why, OURS)
+                answer.abort_stream(why, OURS)
         if not self.over:
             with suppress(Exception):
                 self.end(500, now, error=why)
@@ -340,7 +340,7 @@ class Journey:
     def drop_legs(self, now: float) -> None:
         """Abort both legs."""
         self.drop_prefill(now)
-        self.drop_answer(now)
+        self.drop_decode(now)
 
     def drop_prefill(self, now: float) -> None:
         """Abort the prefill leg."""
@@ -348,9 +348,9 @@ class Journey:
         if leg is not None:
             leg.abort(now)
 
-    def drop_answer(self, now: float) -> None:
+    def drop_decode(self, now: float) -> None:
         """Abort the decode leg."""
-        leg, self.answer = self.answer, None
+        leg, self.decode = self.decode, None
         if leg is not None:
             leg.abort(now)
 
@@ -360,18 +360,18 @@ class Journey:
         """End the request and report it; the legs must be closed already."""
         assert not self.over
         self.over = True
-        self.prefill = self.answer = None
+        self.prefill = self.decode = None
         if self._reading is not None:
             self._reading.cancel()  # so that a prompt in the queue is released at once
             self._reading = None
-        serving = self.serving
+        serving = self.runtime
         try:
-            if self.suspicion is not None:
-                self.suspicion.ended(status, now)
-            if self.passage is not None:
-                self.passage.given_up(now)
+            if self.faults is not None:
+                self.faults.ended(status, now)
+            if self.path_attempt is not None:
+                self.path_attempt.cancelled(now)
             if self.arrived:
-                serving.tell(Finished(now, self.number, output_tokens=output_tokens))
+                serving.notify(Finished(now, self.number, output_tokens=output_tokens))
             if self.trace is not None:
                 self.trace.end(status, error)
         finally:

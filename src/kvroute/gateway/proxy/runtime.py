@@ -12,23 +12,23 @@ from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvroute.control import Control
-from kvroute.gateway.engines.client import Station
+from kvroute.gateway.engines.client import EngineClient
 from kvroute.gateway.engines.panic import Panics, PanicSet
 from kvroute.gateway.engines.retry_budget import RetryBudget
 from kvroute.gateway.http.headers import FORWARDED
 from kvroute.gateway.http.loop_lag import LoopLag
 from kvroute.gateway.observe.file_descriptors import OpenFiles
-from kvroute.gateway.observe.logs import access, note
+from kvroute.gateway.observe.logs import access, log_event
 from kvroute.gateway.observe.metrics import Leg, Metrics
-from kvroute.gateway.observe.state import ClusterState
+from kvroute.gateway.observe.state import DashboardState
 from kvroute.gateway.observe.tracing import Tracer
 from kvroute.gateway.observe.view import Ttft
 from kvroute.gateway.openai_api.json_fields import RequestError
 from kvroute.gateway.openai_api.prompt import Prompts
 from kvroute.gateway.openai_api.requests import Completion
-from kvroute.gateway.proxy.constraint_log import Fallbacks
-from kvroute.gateway.proxy.expected_transfers import Landings
-from kvroute.gateway.wan.paths import Ways
+from kvroute.gateway.proxy.constraint_log import ConstraintFallbackLog
+from kvroute.gateway.proxy.expected_transfers import ExpectedTransfers
+from kvroute.gateway.wan.paths import WanPaths
 from kvroute.topology import Cluster
 from kvroute.types import (
     Arrived,
@@ -47,9 +47,9 @@ from kvroute.types import (
 
 if TYPE_CHECKING:
     from kvroute.gateway.config.settings import GatewaySettings
-    from kvroute.gateway.observe.event_log import Recording
+    from kvroute.gateway.observe.event_log import EventLogWriter
     from kvroute.gateway.openai_api.cache_salt import CacheSalts
-    from kvroute.gateway.proxy.request import Journey
+    from kvroute.gateway.proxy.request import ProxiedRequest
 
 
 class Caller(NamedTuple):
@@ -63,7 +63,7 @@ class Caller(NamedTuple):
     """Name of its key, if keys are required."""
 
 
-class Serving:
+class ClusterRuntime:
     """What a request needs: decisions, engine clients and receivers of reports. Nothing here blocks."""
 
     def __init__(
@@ -76,27 +76,27 @@ class Serving:
         prompts: Prompts,
         budget: RetryBudget,
         metrics: Metrics,
-        state: ClusterState,
+        state: DashboardState,
         tracer: Tracer,
-        events: Recording | None,
+        events: EventLogWriter | None,
         rooms: random.Random,
         lag: LoopLag,
         jitter: random.Random,
         engine_key: bytes | None,
-        on_end: Callable[[Journey], None],
+        on_end: Callable[[ProxiedRequest], None],
         first_number: int = 0,
     ) -> None:
         self.cluster, self.settings, self.now = cluster, settings, now
         self.prompts, self.budget, self.metrics, self.state = prompts, budget, metrics, state
         self.tracer, self.events, self.lag, self.jitter = tracer, events, lag, jitter
-        self.stations: dict[str, Station] = {}
+        self.engines: dict[str, EngineClient] = {}
         self.panics = Panics({}, 0.0, lambda _: None)
         """Panic state of each model and role; in a panic, health checks and breakers are ignored."""
-        self.ways: Ways | None = None
+        self.wan_paths: WanPaths | None = None
         """WAN paths of prefills; None: the settings have no `offload` section."""
         self.salts: CacheSalts | None = None
         """Salts by client key; None: clients share the engines' prefix caches."""
-        self.journeys: dict[int, Journey] = {}
+        self.requests: dict[int, ProxiedRequest] = {}
         self.callers: dict[int, Caller] = {}
         """Client of each request, by number; filled only if a log uses it."""
         self.measured: dict[str, InstanceMeasured] = {}
@@ -104,7 +104,7 @@ class Serving:
         self.telemetry: CongestionMeasured | LinksMeasured | None = None
         """Last measurement of the network."""
         self.open_files = OpenFiles(metrics)
-        self.landings = Landings(cluster, self.journeys)
+        self.expected_transfers = ExpectedTransfers(cluster, self.requests)
         self.timeouts, self.reserve_output_tokens = settings.timeouts, settings.reserve_output_tokens
         self.copy_s = settings.offload.copy_s if settings.offload is not None else 0.0
         """Time limit for an instance to offer a cached prefix; 0: no copies."""
@@ -116,7 +116,7 @@ class Serving:
         self._control, self._rooms, self._on_end = control, rooms, on_end
         self._tasks: set[asyncio.Task[None]] = set()
         self._numbers = first_number - 1
-        self._fallbacks = Fallbacks(settings.constraint) if settings.constraint else None
+        self._fallbacks = ConstraintFallbackLog(settings.constraint) if settings.constraint else None
         models = {instance.model for instance in cluster.instances}
         self._one_model = len(models) == 1
         self._protocols: dict[str, set[KvProtocol]] = {}
@@ -141,7 +141,7 @@ class Serving:
             self.metrics.logged(self.events.write(event, decisions, caller.request_id if caller else ""))
         return decisions
 
-    def tell(self, event: Event) -> None:
+    def notify(self, event: Event) -> None:
         """Pass an event that requires no decision to the core."""
         decisions = self._control.handle(event)
         assert not decisions
@@ -150,17 +150,17 @@ class Serving:
 
     @property
     def control(self) -> Control:
-        """The core; only `decide` and `tell` may change it."""
+        """The core; only `decide` and `notify` may change it."""
         return self._control
 
-    def changed(self, name: str, up: bool, now: float) -> None:
+    def on_availability(self, name: str, up: bool, now: float) -> None:
         """Report a change of availability."""
-        if self.ways is None or not self.ways.changing:  # the path logs one line for all instances behind it
-            reason = {} if up else {"reason": self.stations[name].guard.why or "breaker"}
-            note("info" if up else "warning", "instance_up" if up else "instance_down", instance=name, **reason)
+        if self.wan_paths is None or not self.wan_paths.changing:  # the path logs one line for all instances behind it
+            reason = {} if up else {"reason": self.engines[name].availability.reason or "breaker"}
+            log_event("info" if up else "warning", "instance_up" if up else "instance_down", instance=name, **reason)
         # No slow start for an instance whose checks are merely ignored, or whose path is open again.
-        crowd = self.stations[name].guard.ignored or (self.ways is not None and self.ways.changing)
-        self.tell(InstanceUp(now, name, returned=not crowd) if up else InstanceDown(now, name))
+        crowd = self.engines[name].availability.ignored or (self.wan_paths is not None and self.wan_paths.changing)
+        self.notify(InstanceUp(now, name, returned=not crowd) if up else InstanceDown(now, name))
 
     def panicked(self, panicking: PanicSet) -> None:
         """Report the start or end of a panic."""
@@ -168,27 +168,27 @@ class Serving:
         figures = {"available": state.available, "instances": state.instances}
         if state.active:
             self.metrics.panicked(model, role)
-            note("warning", "panic_begun", model=model, role=role, **figures)
+            log_event("warning", "panic_begun", model=model, role=role, **figures)
         else:
-            note("info", "panic_over", model=model, role=role, **figures)
+            log_event("info", "panic_over", model=model, role=role, **figures)
 
-    def heard(self, event: Event) -> None:
+    def on_telemetry(self, event: Event) -> None:
         """Process an event of a collector: load, caches and transfers of engines, congestion of the network."""
         match event:
             case TransferMeasured(target=target):
                 if self.settings.measure == "first-byte":
                     return
                 # The engine measures its transfers more accurately than the gateway can from outside.
-                self.stations[target].measures = False
+                self.engines[target].measures = False
             case InstanceMeasured(instance=name):
                 self.measured[name] = event
             case CongestionMeasured() | LinksMeasured():
                 self.telemetry = event
             case KvCleared(instance=name):
                 # It may be a different engine now, which does not report its transfers.
-                self.stations[name].measures = self.settings.measure != "engine"
-                self.stations[name].forget()
-        self.tell(event)
+                self.engines[name].measures = self.settings.measure != "engine"
+                self.engines[name].forget_engine_id()
+        self.notify(event)
 
     # Called by requests
 
@@ -228,21 +228,21 @@ class Serving:
         what = f"the model {served[:200]!r} does not exist; GET /v1/models lists those that do"
         raise RequestError(what, status=404, param="model", code="model_not_found")
 
-    def must_stay(self, completion: Completion) -> bool:
+    def single_instance_only(self, completion: Completion) -> bool:
         """Whether some protocol of its model cannot transfer this request's KV: one instance must then do both
         phases."""
         protocols = self._protocols.get(self.model_of(completion.model), self._any_protocol)
         return protocols != {"sglang"}
 
-    def prefills_elsewhere(self, station: Station) -> bool:
+    def prefills_elsewhere(self, station: EngineClient) -> bool:
         """Whether another instance is up that could prefill instead of this one."""
         model, protocol = station.instance.model, station.instance.protocol
         return any(
             other is not station
-            and other.guard.up
+            and other.availability.up
             and other.role != "decode"
             and (other.instance.model, other.instance.protocol) == (model, protocol)
-            for other in self.stations.values()
+            for other in self.engines.values()
         )
 
     def served_models(self) -> list[str]:
@@ -265,7 +265,7 @@ class Serving:
     def first_token(self, decision: Decode, ttft: Ttft, now: float, exemplar: tuple[str, str] | None) -> None:
         """Report that the client has the first byte of its stream."""
         alone = decision.source == decision.target
-        protocol = self.stations[decision.target].instance.protocol
+        protocol = self.engines[decision.target].instance.protocol
         self.metrics.first_token("aggregated" if alone else protocol, ttft, exemplar)
         self.state.first_token(ttft, now, tier=None if alone else decision.tier, kv_bytes=decision.kv_bytes)
 
@@ -281,9 +281,9 @@ class Serving:
             self.open_files.report("engine", self.now())
             return
         name = request_id.decode("latin-1")
-        note("warning", "leg_failed", request_id=name, instance=instance, leg=leg, kind=kind, reason=why)
+        log_event("warning", "leg_failed", request_id=name, instance=instance, leg=leg, kind=kind, reason=why)
 
-    def ended(self, journey: Journey, kind: str, status: int, now: float, relayed_bytes: int) -> None:
+    def ended(self, journey: ProxiedRequest, kind: str, status: int, now: float, relayed_bytes: int) -> None:
         """Report the end of a request."""
         number, seconds = journey.number, now - journey.received_at
         try:
@@ -293,29 +293,29 @@ class Serving:
                 name, client, key = caller
                 access(name, kind, status, seconds, number=number, client=client, key_name=key)
         finally:
-            self.journeys.pop(number, None)
+            self.requests.pop(number, None)
             self._on_end(journey)
 
     @property
     def idle(self) -> bool:
         """Whether no request is in progress, including passthrough requests."""
-        return not self.journeys and not any(station.under_way for station in self.stations.values())
+        return not self.requests and not any(station.in_flight for station in self.engines.values())
 
     def close(self) -> None:
         """Release all resources; no more requests follow."""
-        self.landings.close()
+        self.expected_transfers.close()
         self.panics.close()
         for task in self._tasks:
             task.cancel()
-        for station in self.stations.values():
+        for station in self.engines.values():
             station.close()
         if self.events is not None:
             self.events.close()
 
 
-def stays(name: str, old: Serving, new: Serving) -> bool:
+def same_engine(name: str, old: ClusterRuntime, new: ClusterRuntime) -> bool:
     """Whether an instance is in both clusters and is the same engine."""
-    before, after = old.stations.get(name), new.stations.get(name)
+    before, after = old.engines.get(name), new.engines.get(name)
     if before is None or after is None:
         return False
     return (before.instance.endpoint, before.instance.model) == (after.instance.endpoint, after.instance.model)

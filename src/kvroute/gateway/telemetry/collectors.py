@@ -7,22 +7,22 @@ from collections.abc import Callable
 
 from kvroute.gateway.engines.health import HealthChecks
 from kvroute.gateway.http.callbacks import weakly
-from kvroute.gateway.http.pool import Pool
-from kvroute.gateway.observe.logs import note
-from kvroute.gateway.proxy.runtime import Serving, stays
+from kvroute.gateway.http.pool import UpstreamPool
+from kvroute.gateway.observe.logs import log_event
+from kvroute.gateway.proxy.runtime import ClusterRuntime, same_engine
 from kvroute.gateway.telemetry.kv_events import KvEvents
-from kvroute.gateway.telemetry.link_events import LinkNews
+from kvroute.gateway.telemetry.link_events import LinkEvents
 from kvroute.gateway.telemetry.prometheus import PrometheusSource
 from kvroute.gateway.telemetry.push import read_push
 from kvroute.gateway.telemetry.scrape import Scraper
 from kvroute.types import Endpoint, Event, TransferMeasured
 
 
-class Watchers:
+class Collectors:
     """All collectors of one cluster, between `start` and `close`."""
 
     def __init__(
-        self, serving: Serving, heard: Callable[[Event], None] | None = None, before: Watchers | None = None
+        self, serving: ClusterRuntime, heard: Callable[[Event], None] | None = None, before: Collectors | None = None
     ) -> None:
         """
         Args:
@@ -31,12 +31,12 @@ class Watchers:
             before: the collectors that these replace. Their KV event subscriptions continue without interruption: a new
                 subscription may miss an eviction, so the view of that engine's cache would have to be cleared.
         """
-        settings, names = serving.settings, tuple(serving.stations)
+        settings, names = serving.settings, tuple(serving.engines)
         self._serving = serving
-        self._heard = heard or serving.heard
+        self._heard = heard or serving.on_telemetry
 
-        def pool_of(name: str) -> Pool:
-            return serving.stations[name].pool
+        def pool_of(name: str) -> UpstreamPool:
+            return serving.engines[name].pool
 
         health, scrape = settings.health, settings.scrape
         self._health = HealthChecks(
@@ -67,7 +67,7 @@ class Watchers:
             self._heard,
             serving.now,
             on_restart=self._kv_events.restarted,
-            on_links=LinkNews(serving).seen,
+            on_links=LinkEvents(serving).seen,
             path=scrape.path,
             interval_s=float(scrape.interval_s),
             timeout_s=float(scrape.interval_s),
@@ -84,9 +84,9 @@ class Watchers:
         """Whether the health of every instance has been checked."""
         return self._health.all_checked
 
-    def known(self, heir: Serving) -> dict[str, bool]:
+    def known(self, heir: ClusterRuntime) -> dict[str, bool]:
         """Return the health of the instances that another cluster also has."""
-        return {name: up for name, up in self._health.known().items() if stays(name, self._serving, heir)}
+        return {name: up for name, up in self._health.known().items() if same_engine(name, self._serving, heir)}
 
     def hand_over(self, block_tokens: int) -> KvEvents | None:
         """Return the KV event subscriptions, which are then not closed here; None if the new block size differs."""
@@ -121,7 +121,7 @@ class Watchers:
         """Process pushed telemetry. Raises InputError if it is invalid."""
         for event in read_push(body, self._serving.cluster, self._serving.now()):
             # A pushed transfer does not mean that the engine reports its own transfers.
-            tell = self._serving.tell if isinstance(event, TransferMeasured) else self._serving.heard
+            tell = self._serving.notify if isinstance(event, TransferMeasured) else self._serving.on_telemetry
             tell(event)
 
     async def close(self) -> None:
@@ -142,5 +142,5 @@ class Watchers:
 
     def _health_changed(self, name: str, healthy: bool, at: float) -> None:
         if not healthy:
-            note("warning", "health_check_failed", instance=name, reason=self._health.why(name))
-        self._serving.stations[name].guard.set_healthy(healthy, at, present=self._health.present(name))
+            log_event("warning", "health_check_failed", instance=name, reason=self._health.why(name))
+        self._serving.engines[name].availability.set_healthy(healthy, at, present=self._health.present(name))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 import zmq
 
-from kvroute.gateway.observe.logs import note
+from kvroute.gateway.observe.logs import log_event
 from kvroute.gateway.telemetry.engine_blocks import BlockCounts
 from kvroute.gateway.telemetry.kv_batch import BATCH_BYTES_MAX
 from kvroute.gateway.telemetry.kv_stream import KvStream, StreamCounts
@@ -142,7 +142,7 @@ class _Link:
         """Log a warning once per event name."""
         if event not in self._warned:
             self._warned.add(event)
-            note("warning", event, instance=self.stream.blocks.instance, reason=reason)
+            log_event("warning", event, instance=self.stream.blocks.instance, reason=reason)
 
     def _count(self) -> None:
         counts, (batches, gaps) = self.stream.counts, self._told

@@ -5,38 +5,38 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvroute.gateway.wan.tcp_links import LinkSeen
+from kvroute.gateway.wan.tcp_links import TcpSample
 from kvroute.types import CROSS_DATACENTER, CongestionMeasured, TransferMeasured
 
 if TYPE_CHECKING:
-    from kvroute.gateway.proxy.runtime import Serving
+    from kvroute.gateway.proxy.runtime import ClusterRuntime
 
 
-class LinkNews:
+class LinkEvents:
     """Emits events on the outgoing KV connections of one cluster's prefill instances."""
 
-    def __init__(self, serving: Serving) -> None:
+    def __init__(self, serving: ClusterRuntime) -> None:
         self._serving = serving
         self._others = 0.0
         """Value that was last emitted."""
 
-    def seen(self, source: str, links: Sequence[LinkSeen]) -> None:
+    def seen(self, source: str, links: Sequence[TcpSample]) -> None:
         """Take new samples of the connections on which an instance sends KV."""
         serving = self._serving
         now = serving.now()
         for link in links:
-            if link.backlogged and link.arrived_bytes and link.target in serving.stations:
+            if link.backlogged and link.arrived_bytes and link.target in serving.engines:
                 # The event describes one transfer; the core accounts for the others in progress.
                 kv_bytes = link.arrived_bytes / max(self._crossing(source, link.target), 1)
-                serving.heard(TransferMeasured(now, source, link.target, kv_bytes, link.seconds))
-        if serving.ways is not None:
-            serving.ways.links_seen(source, links, now)
-            self._congestion(serving.ways.others(now), now)
+                serving.on_telemetry(TransferMeasured(now, source, link.target, kv_bytes, link.seconds))
+        if serving.wan_paths is not None:
+            serving.wan_paths.links_seen(source, links, now)
+            self._congestion(serving.wan_paths.others(now), now)
 
     def _crossing(self, source: str, target: str) -> int:
         """Return the number of own transfers in progress between two instances."""
-        answers = [journey.answer for journey in self._serving.journeys.values()]
-        decisions = [answer.decision for answer in answers if answer is not None and answer.crossing]
+        answers = [journey.decode for journey in self._serving.requests.values()]
+        decisions = [answer.decision for answer in answers if answer is not None and answer.transferring]
         return sum((each.source, each.target) == (source, target) for each in decisions)
 
     def _congestion(self, others: float | None, now: float) -> None:
@@ -46,5 +46,5 @@ class LinkNews:
         if others is None or oracle.source != "static" or not oracle.separates_own_traffic:
             return
         if others or self._others:
-            self._serving.heard(CongestionMeasured(now, (0.0,) * CROSS_DATACENTER + (others,)))
+            self._serving.on_telemetry(CongestionMeasured(now, (0.0,) * CROSS_DATACENTER + (others,)))
         self._others = others

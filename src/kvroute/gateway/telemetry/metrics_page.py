@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from kvroute.gateway.http.slices import Slices, whole
 from kvroute.gateway.observe.prometheus_text import SERIES_MAX, Budget, labels_of, lines_between, samples, values
-from kvroute.gateway.wan.tcp_links import LinkTotals, link_lines, read_links
+from kvroute.gateway.wan.tcp_links import TcpCounters, link_lines, read_links
 
 _VLLM = (b"vllm:num_requests_running", b"vllm:num_requests_waiting", b"vllm:kv_cache_usage_perc")
 _SGLANG = (b"sglang:num_running_reqs", b"sglang:num_queue_reqs", b"sglang:token_usage")
@@ -50,7 +50,7 @@ class EngineMetrics:
     """Totals by source instance."""
     transfer_lines: bytes = field(default=b"", compare=False, repr=False)
     """The part of the page that holds them."""
-    links: Mapping[str, LinkTotals] = field(default_factory=dict)
+    links: Mapping[str, TcpCounters] = field(default_factory=dict)
     """Outgoing KV connections, by target."""
     link_lines: bytes = field(default=b"", compare=False, repr=False)
 

@@ -15,7 +15,7 @@ import msgspec
 from yarl import URL
 
 from kvroute.gateway.config.settings import TIERS, PrometheusSettings
-from kvroute.gateway.observe.logs import note
+from kvroute.gateway.observe.logs import log_event
 from kvroute.types import CongestionMeasured, Event, LinksMeasured
 
 _ANSWER_BYTES_MAX = 32 << 20
@@ -122,7 +122,9 @@ class LinkReader:
     def _warn(self, event: str, names: list[str]) -> None:
         if names and event not in self._warned:
             self._warned.add(event)
-            note("warning", event, count=len(names), reason=", ".join(names[:5]) + ("..." if len(names) > 5 else ""))
+            log_event(
+                "warning", event, count=len(names), reason=", ".join(names[:5]) + ("..." if len(names) > 5 else "")
+            )
 
 
 class PrometheusSource:
@@ -193,12 +195,12 @@ class PrometheusSource:
         except (TelemetryError, aiohttp.ClientError, TimeoutError) as error:
             text = str(error) or ("no answer in time" if isinstance(error, TimeoutError) else type(error).__name__)
             if not self._failures:
-                note("warning", "telemetry_failed", url=self._shown_url, reason=text)
+                log_event("warning", "telemetry_failed", url=self._shown_url, reason=text)
             self._failures += 1
             self.failure = text
             return
         if self._failures:
-            note("info", "telemetry_is_back", url=self._shown_url)
+            log_event("info", "telemetry_is_back", url=self._shown_url)
         self._failures, self.failure = 0, ""
         self._emit(event)
 

@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 
 from kvroute.gateway.http.callbacks import weakly
-from kvroute.gateway.http.poller import Answer, Poller
-from kvroute.gateway.http.pool import Pool
+from kvroute.gateway.http.poller import Poller, PollResult
+from kvroute.gateway.http.pool import UpstreamPool
 from kvroute.gateway.http.slices import Slices
-from kvroute.gateway.observe.logs import note
+from kvroute.gateway.observe.logs import log_event
 from kvroute.gateway.observe.prometheus_text import SERIES_MAX, PageError
 from kvroute.gateway.telemetry.metrics_page import EngineMetrics, TransferTotals, metrics_in
-from kvroute.gateway.wan.tcp_links import LinkSeen, LinkWatch
+from kvroute.gateway.wan.tcp_links import TcpDelta, TcpSample
 from kvroute.types import Event, InstanceMeasured, KvCleared, TransferMeasured
 
 SERIES_PER_INSTANCE = 64
@@ -61,12 +61,12 @@ class Scraper:
     def __init__(
         self,
         names: Sequence[str],
-        pool_of: Callable[[str], Pool | None],
+        pool_of: Callable[[str], UpstreamPool | None],
         emit: Callable[[Event], None],
         now: Callable[[], float],
         *,
         on_restart: Callable[[str, float | None], bool] | None = None,
-        on_links: Callable[[str, Sequence[LinkSeen]], None] | None = None,
+        on_links: Callable[[str, Sequence[TcpSample]], None] | None = None,
         path: str = "/metrics",
         interval_s: float = 1.0,
         timeout_s: float = 1.0,
@@ -89,7 +89,7 @@ class Scraper:
         self._now = now
         self._on_restart = on_restart
         self._on_links = on_links
-        self._links = {name: LinkWatch() for name in names}
+        self._links = {name: TcpDelta() for name in names}
         self._counters = {name: TransferCounters(name) for name in names}
         self._measured_at: dict[str, float] = {}
         self._failures: dict[str, str] = {}
@@ -129,7 +129,7 @@ class Scraper:
         """Return the error of the last page; empty if the page was good, or none has come."""
         return self._failures.get(name, "")
 
-    def _answered(self, name: str, answer: Answer) -> None:
+    def _answered(self, name: str, answer: PollResult) -> None:
         if name in self._readings:  # the last page takes longer than an interval; skip this one
             return
         if answer.status == 200:
@@ -156,12 +156,12 @@ class Scraper:
             self._failed(name, "no metrics of vLLM or SGLang")
             return
         if self._failures.pop(name, ""):
-            note("info", "metrics_readable", instance=name)
+            log_event("info", "metrics_readable", instance=name)
         self._tell(name, metrics)
 
     def _failed(self, name: str, why: str) -> None:
         if name not in self._failures:
-            note("warning", "metrics_unreadable", instance=name, reason=why)
+            log_event("warning", "metrics_unreadable", instance=name, reason=why)
         self._failures[name] = why
         if self._on_links is not None and self._links[name].forget():
             self._on_links(name, ())
@@ -183,7 +183,7 @@ class Scraper:
                 self._emit(event)
             elif event.source not in self._strangers and len(self._strangers) < _STRANGERS_MAX:
                 self._strangers.add(event.source)
-                note("warning", "kv_transfers_from_stranger", instance=name, source=event.source)
+                log_event("warning", "kv_transfers_from_stranger", instance=name, source=event.source)
         seen = self._links[name].seen(metrics.links)
         if seen is not None and self._on_links is not None:
             self._on_links(name, seen)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvroute.control.datacenters import Datacenters
-from kvroute.gateway.wan.tcp_links import LinkSeen
+from kvroute.gateway.wan.tcp_links import TcpSample
 from kvroute.topology import Cluster
 from kvroute.types import CROSS_DATACENTER
 
@@ -19,7 +19,7 @@ OTHERS_MAX = 0.95
 
 
 @dataclass(frozen=True, slots=True)
-class WaySeen:
+class PathSample:
     """Recent state of one path."""
 
     bytes_per_s: float
@@ -37,10 +37,10 @@ class WaySeen:
 @dataclass(frozen=True, slots=True)
 class _Page:
     at: float
-    seen: tuple[LinkSeen, ...]
+    seen: tuple[TcpSample, ...]
 
 
-class WaySignals:
+class PathTelemetry:
     """Last samples of every prefill instance in a prefill-only datacenter; samples older than `fresh_s` are ignored."""
 
     def __init__(self, cluster: Cluster, *, still_s: float, fresh_s: float) -> None:
@@ -63,14 +63,14 @@ class WaySignals:
         """Datacenters in which the paths start, by name."""
         return tuple(self._capacity)
 
-    def heard(self, source: str, seen: Sequence[LinkSeen], now: float) -> None:
+    def heard(self, source: str, seen: Sequence[TcpSample], now: float) -> None:
         """Store the samples of an engine's page; the page of an engine outside these datacenters is ignored."""
         site = self._way_of.get(source)
         if site is not None:
             crossing = tuple(each for each in seen if self._datacenter.get(each.target, site) != site)
             self._pages[source] = _Page(now, crossing)
 
-    def way(self, site: str, now: float) -> WaySeen | None:
+    def way(self, site: str, now: float) -> PathSample | None:
         """Return the state of the path from a site; None if nothing was sent or ready to be sent."""
         pairs = [
             (source, each)
@@ -84,7 +84,7 @@ class WaySignals:
         arrived = sum(each.arrived_bytes for each in seen)
         again = sum(each.again_share * each.arrived_bytes for each in seen)
         stuck = [each for each in seen if each.still_s >= self._still_s]
-        return WaySeen(
+        return PathSample(
             bytes_per_s=sum(each.bytes_per_s for each in seen),
             again_share=again / arrived if arrived else max(each.again_share for each in seen),
             queue_delay_s=max(each.queue_delay_s for each in seen),
@@ -92,7 +92,7 @@ class WaySignals:
             still=bool(stuck) and arrived == 0.0,
         )
 
-    def _others(self, site: str, pairs: Sequence[tuple[str, LinkSeen]]) -> float | None:
+    def _others(self, site: str, pairs: Sequence[tuple[str, TcpSample]]) -> float | None:
         """Return the share of the expected throughput that own transfers do not reach. At most as many lone
         transfers are expected as there are waiting senders, or receivers: transfers of one instance share its NIC."""
         bytes_per_s = sum(each.bytes_per_s for _, each in pairs)

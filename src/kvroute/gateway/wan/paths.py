@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from kvroute.gateway.config.offload import WaySection
-from kvroute.gateway.engines.availability import NOT_COUNTED, Guard
+from kvroute.gateway.config.offload import WanPathSection
+from kvroute.gateway.engines.availability import NOT_COUNTED, Availability
 from kvroute.gateway.engines.breaker import Attempt, Breaker, BreakerState
-from kvroute.gateway.engines.client import Station
-from kvroute.gateway.engines.fault_attribution import Suspicion
+from kvroute.gateway.engines.client import EngineClient
+from kvroute.gateway.engines.fault_attribution import FaultAttribution
 from kvroute.gateway.http.callbacks import weakly
-from kvroute.gateway.observe.logs import note
-from kvroute.gateway.wan.path_telemetry import WaySignals
-from kvroute.gateway.wan.tcp_links import LinkSeen
+from kvroute.gateway.observe.logs import log_event
+from kvroute.gateway.wan.path_telemetry import PathTelemetry
+from kvroute.gateway.wan.tcp_links import TcpSample
 from kvroute.topology import Cluster
 from kvroute.types import Prefill
 
@@ -29,14 +29,14 @@ _FRESH_PAGES = 3.0
 """Age, in scrape intervals, up to which a metrics page counts."""
 
 
-class Passage:
+class PathAttempt:
     """One request prefilled in another datacenter; its outcome is reported to the path once, by the first caller."""
 
     __slots__ = ("_attempt", "_guard")
 
-    def __init__(self, guard: Guard, now: float, *, counted: bool = True) -> None:
+    def __init__(self, guard: Availability, now: float, *, counted: bool = True) -> None:
         """Args: `counted`: False for a request that has failed before: its outcome does not count for the path."""
-        self._guard: Guard | None = guard
+        self._guard: Availability | None = guard
         self._attempt: Attempt = guard.started(now) if counted else NOT_COUNTED
 
     @property
@@ -50,7 +50,7 @@ class Passage:
         if guard is not None:
             guard.succeeded(self._attempt, now)
 
-    def lost(self, suspicion: Suspicion, now: float, *, error: bool) -> None:
+    def lost(self, suspicion: FaultAttribution, now: float, *, error: bool) -> None:
         """Report that its KV cache has not arrived, although neither instance is known to have failed.
 
         Args:
@@ -63,27 +63,27 @@ class Passage:
         if guard is not None:
             suspicion.failed(guard, self._attempt, "decode", now, error=error, proven="no_answer")
 
-    def given_up(self, now: float) -> None:
+    def cancelled(self, now: float) -> None:
         """End the attempt without a verdict on the path."""
         guard, self._guard = self._guard, None
         if guard is not None:
             guard.cancelled(self._attempt, now)
 
 
-class Ways:
+class WanPaths:
     """Availability of the path of each datacenter without decode instances."""
 
     def __init__(
-        self, cluster: Cluster, stations: Mapping[str, Station], section: WaySection, *, scrape_s: float
+        self, cluster: Cluster, stations: Mapping[str, EngineClient], section: WanPathSection, *, scrape_s: float
     ) -> None:
         """Args: `scrape_s`: interval at which an engine's metrics are scraped."""
         self._stations = stations
         still_s = max(float(section.still_s), scrape_s)
-        self.signals = WaySignals(cluster, still_s=still_s, fresh_s=_FRESH_PAGES * scrape_s)
+        self.telemetry = PathTelemetry(cluster, still_s=still_s, fresh_s=_FRESH_PAGES * scrape_s)
         """State of the paths by TCP counters."""
         homes = {instance.datacenter for instance in cluster.instances if instance.role != "prefill"}
         self._site = {i.name: i.datacenter for i in cluster.instances if i.datacenter not in homes}
-        self.guards: dict[str, Guard] = {}
+        self.availability: dict[str, Availability] = {}
         """Availability of each path, by datacenter."""
         self.changing = False
         """Whether instances go down or come up now because a path does."""
@@ -93,68 +93,70 @@ class Ways:
             # Successes from before an outage must not keep a path open, so only consecutive failures count. A long
             # outage does not make probing less useful, so the open time does not grow.
             breaker = Breaker(failures=section.failures, share=1.0, open_s=open_s, open_max_s=open_s)
-            self.guards[site] = Guard(site, breaker, weakly(self._changed))
+            self.availability[site] = Availability(site, breaker, weakly(self._changed))
 
-    def depart(self, prefill: Prefill, now: float, *, counted: bool = True) -> Passage | None:
+    def start_attempt(self, prefill: Prefill, now: float, *, counted: bool = True) -> PathAttempt | None:
         """Start the attempt of a request that is prefilled in another datacenter; None if it stays in a datacenter that
-        decodes. `counted`: see `Passage`."""
-        guard = self.guards.get(self._site.get(prefill.instance, ""))
-        return Passage(guard, now, counted=counted) if guard is not None else None
+        decodes. `counted`: see `PathAttempt`."""
+        guard = self.availability.get(self._site.get(prefill.instance, ""))
+        return PathAttempt(guard, now, counted=counted) if guard is not None else None
 
     def state(self, site: str, now: float) -> BreakerState:
         """Return the state of the path from a datacenter."""
-        guard = self.guards.get(site)
+        guard = self.availability.get(site)
         if guard is None:
             return "closed"
-        return "open" if guard.why else guard.breaker.state(now)
+        return "open" if guard.reason else guard.breaker.state(now)
 
-    def inherit(self, before: Ways, now: float) -> None:
+    def inherit(self, before: WanPaths, now: float) -> None:
         """Carry over the state of the paths on reload."""
-        for site, guard in self.guards.items():
-            if site in before.guards:
-                guard.breaker = before.guards[site].breaker
-                guard.look(now)
+        for site, guard in self.availability.items():
+            if site in before.availability:
+                guard.breaker = before.availability[site].breaker
+                guard.refresh(now)
 
     def look(self, now: float) -> None:
         """Apply the changes that depend on time alone."""
-        for site, guard in self.guards.items():
-            guard.look(now)
+        for site, guard in self.availability.items():
+            guard.refresh(now)
             self._stands(site, now)
 
-    def links_seen(self, source: str, seen: Sequence[LinkSeen], now: float) -> None:
+    def links_seen(self, source: str, seen: Sequence[TcpSample], now: float) -> None:
         """Process the samples of a prefill instance's outgoing KV connections."""
-        self.signals.heard(source, seen, now)
+        self.telemetry.heard(source, seen, now)
         site = self._site.get(source)
         if site is not None:
             self._stands(site, now)
 
     def others(self, now: float) -> float | None:
         """Return the largest share of a path that other traffic takes; None: unknown."""
-        ways = [self.signals.way(site, now) for site in self.guards]
+        ways = [self.telemetry.way(site, now) for site in self.availability]
         return max((way.others for way in ways if way is not None and way.others is not None), default=None)
 
     def _stands(self, site: str, now: float) -> None:
         """Hold a stalled path before requests time out; release it once data moves or none is waiting."""
-        way, guard = self.signals.way(site, now), self.guards[site]
+        way, guard = self.telemetry.way(site, now), self.availability[site]
         still = way is not None and way.still
-        if still and not guard.why:
+        if still and not guard.reason:
             guard.hold(_STILL, now)
-        elif guard.why and not still:
-            guard.let_go(_STILL, now)
+        elif guard.reason and not still:
+            guard.release(_STILL, now)
 
     def _changed(self, site: str, up: bool, now: float) -> None:
         state = self.state(site, now)
         if state == "closed":
-            note("info", "way_open", site=site)
+            log_event("info", "way_open", site=site)
         elif not self._shut.get(site, False):
-            note("warning", "way_shut", site=site, reason=self.guards[site].why or "transfers have failed")
+            log_event(
+                "warning", "way_shut", site=site, reason=self.availability[site].reason or "transfers have failed"
+            )
         self._shut[site] = state != "closed"
         self.changing = True
         for name, datacenter in self._site.items():
             if datacenter == site:
-                guard = self._stations[name].guard
+                guard = self._stations[name].availability
                 if up:
-                    guard.let_go(_CUT, now)
+                    guard.release(_CUT, now)
                 else:
                     guard.hold(_CUT, now)
         self.changing = False

@@ -25,7 +25,7 @@ _AGAIN_SHARE = 0.01
 
 
 @dataclass(frozen=True, slots=True)
-class LinkTotals:
+class TcpCounters:
     """Connections to one target as a metrics page shows them; the ranks of an engine are summed."""
 
     sent_bytes: float = 0.0
@@ -60,7 +60,7 @@ _ADDED = frozenset(("sent_bytes", "again_bytes", "busy_s", "connections", "queue
 
 
 @dataclass(frozen=True, slots=True)
-class LinkSeen:
+class TcpSample:
     """One target between two samples."""
 
     target: str
@@ -90,7 +90,7 @@ def link_lines(page: bytes) -> bytes:
     return lines_between(page, _LINK, _SENT) if page.find(_LINK) >= 0 else b""
 
 
-def read_links(lines: bytes, budget: Budget) -> Slices[dict[str, LinkTotals]]:
+def read_links(lines: bytes, budget: Budget) -> Slices[dict[str, TcpCounters]]:
     """Return the totals by target from `link_lines`; of round trips and clocks of several ranks the largest counts."""
     found: dict[str, dict[str, float]] = {}
     for name, field in _FIELDS.items():
@@ -101,10 +101,10 @@ def read_links(lines: bytes, budget: Budget) -> Slices[dict[str, LinkTotals]]:
             totals = found.setdefault(target, {})
             before = totals.get(field, 0.0)
             totals[field] = before + value if field in _ADDED else max(before, value)
-    return {target: LinkTotals(**totals) for target, totals in found.items()}
+    return {target: TcpCounters(**totals) for target, totals in found.items()}
 
 
-def between(target: str, old: LinkTotals, new: LinkTotals, still_s: float) -> LinkSeen | None:
+def between(target: str, old: TcpCounters, new: TcpCounters, still_s: float) -> TcpSample | None:
     """Return the difference of two samples of one target; None if the page is as old as the last one, or if counters
     fell because the engine restarted.
 
@@ -124,7 +124,7 @@ def between(target: str, old: LinkTotals, new: LinkTotals, still_s: float) -> Li
     delay_s = max(new.rtt_s - new.min_rtt_s, 0.0) if new.min_rtt_s else 0.0
     queued = delay_s >= _QUEUE_DELAY_S and new.rtt_s >= _RTT_GROWTH * new.min_rtt_s
     arrived = max(sent - again, 0.0)
-    return LinkSeen(
+    return TcpSample(
         target=target,
         seconds=seconds,
         arrived_bytes=arrived,
@@ -136,20 +136,20 @@ def between(target: str, old: LinkTotals, new: LinkTotals, still_s: float) -> Li
     )
 
 
-def _waits(totals: LinkTotals) -> bool:
+def _waits(totals: TcpCounters) -> bool:
     return totals.unsent_bytes > 0 and totals.unsent_bytes >= _WAITING_BYTES * totals.connections
 
 
-class LinkWatch:
+class TcpDelta:
     """Compares consecutive pages of one engine; the first page only sets the baseline."""
 
     __slots__ = ("_before", "_still_s")
 
     def __init__(self) -> None:
-        self._before: Mapping[str, LinkTotals] = {}
+        self._before: Mapping[str, TcpCounters] = {}
         self._still_s: dict[str, float] = {}
 
-    def seen(self, links: Mapping[str, LinkTotals]) -> tuple[LinkSeen, ...] | None:
+    def seen(self, links: Mapping[str, TcpCounters]) -> tuple[TcpSample, ...] | None:
         """Return the targets with traffic or active connections since the last page, ordered by name; None if the
         kernel was not queried since."""
         before, self._before = self._before, links
