@@ -112,13 +112,13 @@ class Front:
 
     def leftovers(self) -> dict[str, int]:
         """Return the number of resources that requests hold now, by kind."""
-        serving = self.gateway.serving
+        runtime = self.gateway.serving
         return {
-            "core": serving.control.in_flight,
-            "journeys": len(serving.requests),
-            "legs": sum(station.in_flight for station in serving.engines.values()),
-            "calls": sum(station.pool.busy for station in serving.engines.values()),
-            "slots": sum(load.queued for load in serving.control.loads(serving.now()).values()),
+            "core": runtime.control.in_flight,
+            "journeys": len(runtime.requests),
+            "legs": sum(engine.in_flight for engine in runtime.engines.values()),
+            "calls": sum(engine.pool.busy for engine in runtime.engines.values()),
+            "slots": sum(load.queued for load in runtime.control.loads(runtime.now()).values()),
         }
 
     async def settles(self) -> bool:

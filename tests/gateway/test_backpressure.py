@@ -183,10 +183,10 @@ class Setting:
         assert (self.pool.busy, self.pool.idle, self.door.connections) == (0, 0, 0)
 
     def _handle(self, exchange: Exchange) -> None:
-        relay = Relay(exchange)
+        passthrough = Relay(exchange)
         request = request_bytes(b"GET", b"/", self.pool.host, [], b"")
-        relay.join(self.pool.send(request, relay, first_byte_s=20, idle_s=20))
-        self.relays.append(relay)
+        passthrough.join(self.pool.send(request, passthrough, first_byte_s=20, idle_s=20))
+        self.relays.append(passthrough)
         self.begun.set()
 
     async def client(self) -> Reader:
@@ -200,21 +200,21 @@ class Setting:
     async def at_rest(self) -> tuple[Engine, Relay]:
         """Wait until the engine of the latest client cannot send any more."""
         await self.begun.wait()
-        relay = self.relays[-1]
-        await relay.paused.wait()
+        passthrough = self.relays[-1]
+        await passthrough.paused.wait()
         engine = self.engines[-1]
         await engine.stopped.wait()
-        return engine, relay
+        return engine, passthrough
 
 
 def check_bounded_and_whole(chunked: bool, runner: Runner) -> None:
     async def main() -> None:
         async with Setting(chunked) as setting:
             reader = await setting.client()
-            engine, relay = await setting.at_rest()
+            engine, passthrough = await setting.at_rest()
             assert reader.body_bytes == 0
-            assert relay.unsent_max_bytes <= HELD_MAX_BYTES
-            assert relay.relayed_bytes <= SYSTEM_MAX_BYTES
+            assert passthrough.unsent_max_bytes <= HELD_MAX_BYTES
+            assert passthrough.relayed_bytes <= SYSTEM_MAX_BYTES
             assert engine.sent_bytes <= SYSTEM_MAX_BYTES
             reader.transport.resume_reading()
             await reader.done.wait()
@@ -222,8 +222,8 @@ def check_bounded_and_whole(chunked: bool, runner: Runner) -> None:
             for index in range(TOTAL_BYTES // BLOCK_BYTES):
                 expected.update(block(index))
             assert (reader.body_bytes, reader.hash.digest()) == (TOTAL_BYTES, expected.digest())
-            assert relay.unsent_max_bytes <= HELD_MAX_BYTES
-            assert relay.pauses > 0
+            assert passthrough.unsent_max_bytes <= HELD_MAX_BYTES
+            assert passthrough.pauses > 0
             assert setting.pool.idle == 1
 
     run(main(), runner)
@@ -257,10 +257,10 @@ def test_a_client_that_never_reads_is_cut_off_and_its_engine_released() -> None:
     async def main() -> None:
         async with Setting(chunked=True, limits=Limits(stall_s=0.05)) as setting:
             await setting.client()
-            engine, relay = await setting.at_rest()
+            engine, passthrough = await setting.at_rest()
             await engine.lost.wait()
-            assert relay.exchange.gone
-            assert relay.failures == []
+            assert passthrough.exchange.gone
+            assert passthrough.failures == []
             assert setting.pool.busy == 0
 
     run(main())
@@ -284,8 +284,8 @@ def test_a_pipeline_whose_answers_are_not_read_is_not_served_on_and_not_lost(
             exchange.on_pause = paused.set
             exchange.respond(200, exchange.path.ljust(answer_bytes))
 
-        door = HttpServer(handler)
-        port = await door.listen("127.0.0.1", 0)
+        server = HttpServer(handler)
+        port = await server.listen("127.0.0.1", 0)
         reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1024)
         writer.writelines([request % index for index in range(n)])
         await paused.wait()
@@ -298,7 +298,7 @@ def test_a_pipeline_whose_answers_are_not_read_is_not_served_on_and_not_lost(
             assert body.rstrip() == b"/%d" % index
         assert served == n
         writer.close()
-        await door.drain(0)
+        await server.drain(0)
 
     run(main())
 
@@ -306,8 +306,8 @@ def test_a_pipeline_whose_answers_are_not_read_is_not_served_on_and_not_lost(
 def test_a_client_that_goes_on_sending_while_its_request_is_served_is_held_back() -> None:
     async def main() -> None:
         served: list[Exchange] = []
-        door = HttpServer(served.append)
-        port = await door.listen("127.0.0.1", 0)
+        server = HttpServer(served.append)
+        port = await server.listen("127.0.0.1", 0)
         sock = socket.create_connection(("127.0.0.1", port))
         sock.setblocking(False)
         data = b"GET / HTTP/1.1\r\nHost: gateway\r\n\r\n" * 2000
@@ -322,6 +322,6 @@ def test_a_client_that_goes_on_sending_while_its_request_is_served_is_held_back(
         assert sent_bytes <= SYSTEM_MAX_BYTES
         assert len(served) == 1
         sock.close()
-        await door.drain(0)
+        await server.drain(0)
 
     run(main())

@@ -72,9 +72,9 @@ async def reset(*streams: Streams) -> None:
     await close(*streams)
 
 
-async def held(door: HttpServer, nbytes: int) -> None:
+async def held(server: HttpServer, nbytes: int) -> None:
     """Wait until the server has counted bodies of at least `nbytes`, or of none if `nbytes` is 0."""
-    while door.bodies_bytes < nbytes * BODY_MEMORY_RATIO if nbytes else door.bodies_bytes:
+    while server.bodies_bytes < nbytes * BODY_MEMORY_RATIO if nbytes else server.bodies_bytes:
         await asyncio.sleep(0)
 
 
@@ -95,21 +95,21 @@ def test_the_memory_of_bodies_comes_back_without_the_collector(way: str) -> None
         def handler(exchange: Exchange) -> None:
             exchange.on_gone = taken.set
 
-        door = HttpServer(handler, Limits(body_s=0.2 if way == "slow" else 60), deadlines=Deadlines(0.01))
-        port = await door.listen("127.0.0.1", 0)
+        server = HttpServer(handler, Limits(body_s=0.2 if way == "slow" else 60), deadlines=Deadlines(0.01))
+        port = await server.listen("127.0.0.1", 0)
         before = resident_bytes()
         for _ in range(rounds):
             client = await asyncio.open_connection("127.0.0.1", port)
             client[1].write(HEAD + b"Content-Length: %d\r\n\r\n" % announced + bytes(8 * MB))
             if way != "slow":
-                await held(door, 8 * MB)
+                await held(server, 8 * MB)
             else:
                 assert b" 408 " in await client[0].readline()
-                assert door.bodies_bytes == 0
+                assert server.bodies_bytes == 0
             await (reset if way == "answered" else close)(client)
-            await held(door, 0)
+            await held(server, 0)
         grown = resident_bytes() - before
-        await door.drain(0)
+        await server.drain(0)
         return grown
 
     with no_collector():
@@ -149,8 +149,8 @@ def test_all_bodies_together_are_bounded_and_small_ones_always_taken() -> None:
 
     async def main() -> None:
         exchanges: list[Exchange] = []
-        door = HttpServer(exchanges.append, Limits(bodies_bytes=MB * BODY_MEMORY_RATIO), deadlines=Deadlines(0.01))
-        port = await door.listen("127.0.0.1", 0)
+        server = HttpServer(exchanges.append, Limits(bodies_bytes=MB * BODY_MEMORY_RATIO), deadlines=Deadlines(0.01))
+        port = await server.listen("127.0.0.1", 0)
 
         async def send(nbytes: int, length: int = MB) -> Streams:
             client = await asyncio.open_connection("127.0.0.1", port)
@@ -158,7 +158,7 @@ def test_all_bodies_together_are_bounded_and_small_ones_always_taken() -> None:
             return client
 
         first = await send(600_000)
-        await held(door, 600_000)
+        await held(server, 600_000)
         second = await send(600_000)
         answer = await second[0].read()
         assert answer.startswith(b"HTTP/1.1 503 ")
@@ -168,15 +168,15 @@ def test_all_bodies_together_are_bounded_and_small_ones_always_taken() -> None:
         while not exchanges:
             await asyncio.sleep(0)
         await close(first)
-        await held(door, 0)
+        await held(server, 0)
         third = await send(600_000, 600_000)
         while len(exchanges) < 2:
             await asyncio.sleep(0)
-        assert door.bodies_bytes == 600_000 * BODY_MEMORY_RATIO, "a body counts until it is answered"
+        assert server.bodies_bytes == 600_000 * BODY_MEMORY_RATIO, "a body counts until it is answered"
         exchanges[1].respond(200, b"{}")
-        assert door.bodies_bytes == 0
+        assert server.bodies_bytes == 0
         await close(second, third, small)
-        await door.drain(0)
+        await server.drain(0)
 
     run(main())
 
@@ -186,8 +186,8 @@ def test_a_body_that_is_not_needed_any_more_is_not_counted_any_more() -> None:
 
     async def main() -> None:
         exchanges: list[Exchange] = []
-        door = HttpServer(exchanges.append, Limits(bodies_bytes=MB * BODY_MEMORY_RATIO), deadlines=Deadlines(0.01))
-        port = await door.listen("127.0.0.1", 0)
+        server = HttpServer(exchanges.append, Limits(bodies_bytes=MB * BODY_MEMORY_RATIO), deadlines=Deadlines(0.01))
+        port = await server.listen("127.0.0.1", 0)
         client = await asyncio.open_connection("127.0.0.1", port)
         for number in (1, 2):
             client[1].write(HEAD + b"Content-Length: 600000\r\n\r\n" + bytes(600_000))
@@ -196,15 +196,15 @@ def test_a_body_that_is_not_needed_any_more_is_not_counted_any_more() -> None:
             exchange = exchanges[-1]
             exchange.start(200, [], None)
             exchange.release_body()
-            assert door.bodies_bytes == 0
+            assert server.bodies_bytes == 0
             assert exchange.body == b""
             exchange.write(b"answer")
             exchange.release_body()
             exchange.end()
             exchange.release_body()
-            assert door.bodies_bytes == 0
+            assert server.bodies_bytes == 0
         await close(client)
-        await door.drain(0)
+        await server.drain(0)
 
     run(main())
 
@@ -215,14 +215,14 @@ def test_a_stream_lets_go_of_its_request_s_body_with_the_first_token() -> None:
 
     async def main() -> None:
         async with rig() as gate:
-            (serving,) = [gate.gateway.serving]
+            (runtime,) = [gate.gateway.serving]
             body = {"model": MODEL, "prompt": "word " * 40_000, "max_tokens": 60, "stream": True}
             async with gate.session.post(gate.url + COMPLETIONS, json=body) as answer:
-                (journey,) = serving.requests.values()
+                (proxied,) = runtime.requests.values()
                 first = await answer.content.readany()
                 assert first
-                assert journey.exchange.body == b""
-                assert not journey.completion.fields
+                assert proxied.exchange.body == b""
+                assert not proxied.completion.fields
                 rest = await answer.content.read()
             assert (first + rest).count(b"data: ") == 61
             assert await gate.settles()
@@ -271,7 +271,9 @@ def test_nothing_is_counted_of_clients_that_are_gone(
     """Most clients leave by a reset, because the end of a stream is probed for a second before it counts as leaving."""
 
     async def main() -> None:
-        door = HttpServer(lambda exchange: None, Limits(bodies_bytes=300_000, linger_s=0.01), deadlines=Deadlines(0.01))
+        server = HttpServer(
+            lambda exchange: None, Limits(bodies_bytes=300_000, linger_s=0.01), deadlines=Deadlines(0.01)
+        )
 
         def handler(exchange: Exchange) -> None:
             how = exchange.query
@@ -280,8 +282,8 @@ def test_nothing_is_counted_of_clients_that_are_gone(
             elif how == b"abort":
                 exchange.abort()
 
-        door.handler = handler
-        port = await door.listen("127.0.0.1", 0)
+        server.handler = handler
+        port = await server.listen("127.0.0.1", 0)
         clients = []
         for sent, more, how in plan:
             client = await asyncio.open_connection("127.0.0.1", port)
@@ -291,9 +293,9 @@ def test_nothing_is_counted_of_clients_that_are_gone(
             client[1].write(bytes(more))
             clients.append(client)
         await leave(*clients)
-        await until(lambda: not door.connections)
-        counted = door.bodies_bytes
-        await door.drain(0)
+        await until(lambda: not server.connections)
+        counted = server.bodies_bytes
+        await server.drain(0)
         assert counted == 0
 
     run(main())

@@ -114,12 +114,12 @@ class Storm:
                 response.close()
             return
         gateway, transfers = self.gate.gateway, self.draw.random() < 0.7
-        journeys = gateway.serving.requests
-        before = set(journeys)
+        proxied_requests = gateway.serving.requests
+        before = set(proxied_requests)
         asked = asyncio.create_task(self.gate.post(body))
-        while not asked.done() and before.issuperset(journeys):
+        while not asked.done() and before.issuperset(proxied_requests):
             await asyncio.sleep(0)
-        mine = set(journeys) - before
+        mine = set(proxied_requests) - before
 
         def crossing() -> bool:
             moving = gateway.state.tick(gateway.now(), 0).transfers
@@ -140,11 +140,11 @@ async def nothing_stays(gate: Rig) -> None:
     """Check that nothing is held in the gateway, in the core or in the engines, client connections included."""
     assert await gate.settles(), gate.leftovers()
     await gate.session.close()
-    now, serving = gate.gateway.now, gate.gateway.serving
+    now, runtime = gate.gateway.now, gate.gateway.serving
 
     def held() -> list[float]:
         tick = gate.gateway.state.tick(now())
-        load, loads = tick.load, serving.control.loads(now()).values()
+        load, loads = tick.load, runtime.control.loads(now()).values()
         engines = [server.engine.running + server.engine.waiting for server in gate.fleet.servers.values()]
         return [
             *(load.connections, load.in_flight, load.queued, tick.transfers_under_way),
@@ -216,11 +216,11 @@ def test_a_storm_loses_nothing_and_leaves_nothing_behind(tmp_path: Path) -> None
             draw = random.Random(7)
             storm = Storm(gate, await truths(gate), draw, leaves=0.1)
             legs: list[Where] = ["prefill", "decode", "decode", "transfer"]
-            ways: list[int | Literal["reset", "hang"]] = [500, 503, 429, "reset", "reset", "hang"]
+            wan_paths: list[int | Literal["reset", "hang"]] = [500, 503, 429, "reset", "reset", "hang"]
 
             def weather(ended: int) -> None:
                 if ended % 4 == 0:
-                    leg, status, tokens = draw.choice(legs), draw.choice(ways), draw.choice([0, 0, 2, 5])
+                    leg, status, tokens = draw.choice(legs), draw.choice(wan_paths), draw.choice([0, 0, 2, 5])
                     # KV is sent by the engine that computed it.
                     name = f"{'decode' if leg == 'decode' else 'prefill'}{draw.randrange(3)}"
                     fault = Fault(fail_next=1, leg=leg, status=status, after_tokens=tokens)
@@ -267,10 +267,10 @@ def test_files_read_again_under_load_disturb_no_request() -> None:
             await storm.blow(requests=100, clients=10)
             assert storm.kinds == {"whole": 100}
             assert [await task for task in reloads] == [True] * 6
-            for serving in retired:
-                assert not serving.requests
-                assert serving.control.in_flight == 0
-                assert all(station.in_flight == 0 for station in serving.engines.values())
+            for runtime in retired:
+                assert not runtime.requests
+                assert runtime.control.in_flight == 0
+                assert all(engine.in_flight == 0 for engine in runtime.engines.values())
             await nothing_stays(gate)
 
     uvloop.run(run())

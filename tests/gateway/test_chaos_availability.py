@@ -46,7 +46,7 @@ def test_all_health_checks_fail_at_once_and_no_request_is_refused(
             healthy = [gate.gateway.serving.engines[name].availability for name in NAMES]
             await storm.blow(requests=5, clients=2)
             await checks_fail(gate, 1)
-            while any(guard.healthy for guard in healthy):
+            while any(availability.healthy for availability in healthy):
                 await storm.blow(requests=12, clients=4)
             await storm.blow(requests=40, clients=8)
             assert set(storm.kinds) == {"whole"}, storm.kinds
@@ -124,7 +124,10 @@ def test_a_stalled_event_loop_takes_no_engine_out() -> None:
             await storm.blow(requests=40, clients=6)
             assert set(storm.kinds) == {"whole"}, storm.kinds
             guards = [gate.gateway.serving.engines[name].availability for name in NAMES]
-            assert all(guard.healthy and guard.breaker.state(gate.gateway.now()) == "closed" for guard in guards)
+            assert all(
+                availability.healthy and availability.breaker.state(gate.gateway.now()) == "closed"
+                for availability in guards
+            )
             assert not page(gate, "kvroute_leg_failures_total{")
             lag = float(page(gate, "kvroute_event_loop_lag_seconds_sum")[0].split()[1])
             assert lag > 2.5

@@ -110,9 +110,9 @@ def test_emulated_engines_change_their_roles_under_load(tmp_path: Path) -> None:
             load = Load(gate)
             await reaches(gate, OUTCOMES, 1, outcome="converted")
             (name,) = [n for n, s in gate.fleet.servers.items() if n.startswith("decode") and s.role == "prefill"][:1]
-            stations = gate.gateway.serving.engines
-            assert stations[name].role == "prefill"
-            await until(lambda: stations[name].in_flight > 0)
+            engines = gate.gateway.serving.engines
+            assert engines[name].role == "prefill"
+            await until(lambda: engines[name].in_flight > 0)
             assert await metric(gate, "kvroute_instance_up", engine=name, role="prefill") == 1
             async with gate.session.get(gate.admin + "/state") as response:
                 offloaded = (await response.json())["tick"]["load"]["offload"]
@@ -140,17 +140,17 @@ def test_a_hook_is_called_when_the_requests_have_left_and_told_who_and_what() ->
         load = Load(gate, clients=9, tokens=30)  # two thirds of a second each, on every decode instance
         await until(lambda: bool(told))
         name = told[0]["instance"]
-        stations = gate.gateway.serving.engines
-        assert stations[name].in_flight == 0
+        engines = gate.gateway.serving.engines
+        assert engines[name].in_flight == 0
         assert told == [{"instance": name, "role": "prefill", "from": "decode"}]
         before = load.answers
         await until(lambda: load.answers > before + 10)
-        assert stations[name].in_flight == 0
-        assert stations[name].availability.reason == "converting"
+        assert engines[name].in_flight == 0
+        assert engines[name].availability.reason == "converting"
         assert await metric(gate, "kvroute_conversions_under_way") == 1
         gone.set()
         await reaches(gate, OUTCOMES, 1, outcome="converted")
-        await until(lambda: stations[name].in_flight > 0)
+        await until(lambda: engines[name].in_flight > 0)
         await load.end()
         assert await gate.settles(), gate.leftovers()
 
@@ -170,8 +170,8 @@ def test_a_request_that_does_not_leave_is_not_waited_for_for_ever() -> None:
                 await gate.order(name, "slow", factor=1000)
             tasks = [asyncio.create_task(gate.ask(f"{n} {LONG}", stream=True, tokens=3)) for n in range(30)]
             await reaches(gate, OUTCOMES, 1, outcome="failed")
-            stations = gate.gateway.serving.engines
-            assert all(stations[name].in_flight for name in names)
+            engines = gate.gateway.serving.engines
+            assert all(engines[name].in_flight for name in names)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -192,8 +192,8 @@ def test_a_hook_that_fails_gives_the_instance_back_and_is_left_alone_for_a_while
                 load = Load(gate)
                 await reaches(gate, OUTCOMES, 1, outcome="failed")
                 name = told[0]["instance"]
-                stations = gate.gateway.serving.engines
-                assert (stations[name].role, stations[name].availability.reason) == ("decode", "")
+                engines = gate.gateway.serving.engines
+                assert (engines[name].role, engines[name].availability.reason) == ("decode", "")
                 await reaches(gate, OUTCOMES, 1, outcome="declined")
                 assert len(told) == 1
                 await load.end()
@@ -215,16 +215,16 @@ def test_an_engine_that_dies_while_it_is_converted_stays_away_until_it_is_back()
                 load = Load(gate)
                 await until(lambda: bool(told))
                 name = told[0]["instance"]
-                guard = gate.gateway.serving.engines[name].availability
+                availability = gate.gateway.serving.engines[name].availability
                 await gate.goes_down(name)
-                await until(lambda: not guard.healthy)
+                await until(lambda: not availability.healthy)
                 gone.set()
                 await reaches(gate, OUTCOMES, 1, outcome="converted")
-                assert not guard.up
+                assert not availability.up
                 await gate.comes_back(name)
-                await until(lambda: guard.up)
-                stations = gate.gateway.serving.engines
-                await until(lambda: stations[name].in_flight > 0)
+                await until(lambda: availability.up)
+                engines = gate.gateway.serving.engines
+                await until(lambda: engines[name].in_flight > 0)
                 await load.end()
                 assert await gate.settles(), gate.leftovers()
 

@@ -76,26 +76,26 @@ def fields_of(body: bytes) -> dict[str, bytes]:
     return {name: bytes(raw) for name, raw in msgspec.json.decode(body, type=dict[str, msgspec.Raw]).items()}
 
 
-def legs(dialect: PdProtocol, completion: Completion) -> tuple[dict[str, bytes], dict[str, bytes]]:
+def legs(protocol: PdProtocol, completion: Completion) -> tuple[dict[str, bytes], dict[str, bytes]]:
     return (
-        fields_of(dialect.prefill_body(completion, MEETING)),
-        fields_of(dialect.decode_body(completion, MEETING, dialect.transfer_params(REPLY))),
+        fields_of(protocol.prefill_body(completion, MEETING)),
+        fields_of(protocol.decode_body(completion, MEETING, protocol.transfer_params(REPLY))),
     )
 
 
 @given(st.sampled_from(NAMES), client_bodies())
 def test_what_no_leg_sets_keeps_its_bytes(name: KvProtocol, sent: tuple[bytes, bytes]) -> None:
     path, body = sent
-    dialect, completion, client = PROTOCOLS[name], read_completion(path, body), fields_of(body)
-    prefill, decode = legs(dialect, completion)
+    protocol, completion, client = PROTOCOLS[name], read_completion(path, body), fields_of(body)
+    prefill, decode = legs(protocol, completion)
     untouched = client.keys() - ENGINE_FIELDS
     assert {field: decode[field] for field in untouched} == {field: client[field] for field in untouched}
-    if not dialect.concurrent_legs:
+    if not protocol.concurrent_legs:
         untouched = untouched - SET_FOR_PREFILL
     assert {field: prefill[field] for field in untouched} == {field: client[field] for field in untouched}
     assert prefill.keys() - client.keys() <= SET_FOR_PREFILL | ENGINE_FIELDS
     assert decode.keys() - client.keys() <= ENGINE_FIELDS
-    assert fields_of(dialect.aggregated_body(completion)) == {
+    assert fields_of(protocol.aggregated_body(completion)) == {
         field: client[field] for field in client.keys() - ENGINE_FIELDS
     }
 
@@ -141,15 +141,15 @@ def test_vllm_as_captured() -> None:
 def test_an_early_pull_as_the_connector_reads_it() -> None:
     """Both legs carry the same transfer ID. The decode leg's parameters announce a prompt that is not computed yet,
     until the response of the prefill leg replaces them."""
-    meeting = KvHandshake(transfer_id="7f3a", bootstrap="[fd00::1]:7100", early=True, instance="prefill0")
+    handshake = KvHandshake(transfer_id="7f3a", bootstrap="[fd00::1]:7100", early=True, instance="prefill0")
     sent = completion()
-    asked = json.loads(vllm.prefill_body(sent, meeting))["kv_transfer_params"]
+    asked = json.loads(vllm.prefill_body(sent, handshake))["kv_transfer_params"]
     assert asked == {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": "7f3a"}
-    told = read_handover(json.loads(vllm.decode_body(sent, meeting, None))["kv_transfer_params"])
+    told = read_handover(json.loads(vllm.decode_body(sent, handshake, None))["kv_transfer_params"])
     assert isinstance(told, KvTransferParams)
     assert (told.early, told.remote_request_id, told.port(3)) == (True, "7f3a", 7103)
     assert (told.remote_host, told.remote_instance) == ("fd00::1", "prefill0")
-    body = vllm.decode_body(sent, meeting, vllm.transfer_params(REPLY))
+    body = vllm.decode_body(sent, handshake, vllm.transfer_params(REPLY))
     assert json.loads(body)["kv_transfer_params"] == json.loads(PARAMS)
     with pytest.raises(ProtocolError, match="not host:port"):
         vllm.decode_body(sent, KvHandshake(transfer_id="a", early=True, instance="prefill0"), None)
@@ -170,11 +170,11 @@ def test_a_prefix_is_asked_for_by_its_tokens_and_fetched_by_the_prefill_leg(
     assert (params["do_remote_decode"], params["do_remote_prefill"]) == (True, False)
     one = {"prompt": ids, "stream": False, "max_tokens": 1, "min_tokens": 1, "model": "m"}
     assert asked == one | ({"cache_salt": salt} if salt else {})
-    meeting = KvHandshake(transfer_id="7f3a", bootstrap="h:1", early=True) if early else KvHandshake()
+    handshake = KvHandshake(transfer_id="7f3a", bootstrap="h:1", early=True) if early else KvHandshake()
     held = HELD.params()
     reply = msgspec.json.encode({"kv_transfer_params": {**held, "new": 1.0, "remote_prefill_cached_tokens": 7}})
-    whole = fields_of(vllm.prefill_body(request, meeting, vllm.transfer_params(reply)))
-    plain = fields_of(vllm.prefill_body(request, meeting))
+    whole = fields_of(vllm.prefill_body(request, handshake, vllm.transfer_params(reply)))
+    plain = fields_of(vllm.prefill_body(request, handshake))
     assert whole.keys() == plain.keys()
     assert {name: whole[name] for name in whole.keys() - {"kv_transfer_params"}} == {
         name: plain[name] for name in plain.keys() - {"kv_transfer_params"}
@@ -279,16 +279,18 @@ def test_only_the_connector_s_word_sends_a_second_engine_for_the_same_kv(
     params: dict[str, object], expected: bool
 ) -> None:
     reply = json.dumps({"kv_transfer_params": {"do_remote_prefill": True, **params}}).encode()
-    handover = vllm.transfer_params(reply)
-    assert vllm.allows_refetch(handover) is expected
-    assert not any(dialect.allows_refetch(given) for dialect in (mooncake, sglang) for given in (handover, None))
+    transfer_params = vllm.transfer_params(reply)
+    assert vllm.allows_refetch(transfer_params) is expected
+    assert not any(
+        protocol.allows_refetch(given) for protocol in (mooncake, sglang) for given in (transfer_params, None)
+    )
     assert not vllm.allows_refetch(None)
 
 
 def test_who_hands_over_what() -> None:
     several = completion(n=2)
-    assert [dialect.hands_over(completion()) for dialect in (vllm, mooncake, sglang)] == [True, True, True]
-    assert [dialect.hands_over(several) for dialect in (vllm, mooncake, sglang)] == [False, False, True]
+    assert [protocol.hands_over(completion()) for protocol in (vllm, mooncake, sglang)] == [True, True, True]
+    assert [protocol.hands_over(several) for protocol in (vllm, mooncake, sglang)] == [False, False, True]
     assert b'"n":2' in vllm.aggregated_body(several)
 
 

@@ -175,7 +175,7 @@ def test_a_clients_fault_is_the_clients_and_no_instances() -> None:
                 answer = await gate.ask(PROMPT, tokens=10**9)
                 assert answer.status == 400
                 assert answer.json["error"]["message"]
-            assert all(station.availability.up for station in gate.gateway.serving.engines.values())
+            assert all(engine.availability.up for engine in gate.gateway.serving.engines.values())
             assert await gate.settles(), gate.leftovers()
 
     uvloop.run(run())
@@ -310,18 +310,18 @@ def test_who_times_transfers(measure: str) -> None:
 
     async def run() -> None:
         async with rig(f"  measure: {measure}\n  oracle: {{source: push}}\n  scrape: {{interval: 1 h}}\n") as gate:
-            serving, at = gate.gateway.serving, gate.gateway.now()
-            stations = serving.engines
-            assert {station.measures for station in stations.values()} == {measure != "engine"}
+            runtime, at = gate.gateway.serving, gate.gateway.now()
+            engines = runtime.engines
+            assert {engine.measures for engine in engines.values()} == {measure != "engine"}
             pushed = {"source": "prefill0", "target": "decode0", "kv_bytes": 1e9, "seconds": 100.0, "transfers": 9}
             url = f"{gate.admin}/telemetry"
             async with gate.session.post(url, data=msgspec.json.encode({"transfers": [pushed]})) as answer:
                 assert answer.status == 200
-            assert stations["decode0"].measures == (measure != "engine")
-            serving.on_telemetry(TransferMeasured(at, "prefill0", "decode0", 1e9, 1e-3, 9))
-            assert stations["decode0"].measures == (measure == "first-byte")
-            serving.on_telemetry(KvCleared(at, "decode0"))
-            assert stations["decode0"].measures == (measure != "engine")
+            assert engines["decode0"].measures == (measure != "engine")
+            runtime.on_telemetry(TransferMeasured(at, "prefill0", "decode0", 1e9, 1e-3, 9))
+            assert engines["decode0"].measures == (measure == "first-byte")
+            runtime.on_telemetry(KvCleared(at, "decode0"))
+            assert engines["decode0"].measures == (measure != "engine")
 
     uvloop.run(run())
 

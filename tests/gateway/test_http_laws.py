@@ -146,15 +146,15 @@ async def open_door(limits: Limits) -> AsyncIterator[int]:
     def handler(exchange: Exchange) -> None:
         exchange.respond(200, exchange.body[:64])
 
-    door = HttpServer(handler, limits, deadlines=Deadlines(0.01))
-    port = await door.listen("127.0.0.1", 0)
+    server = HttpServer(handler, limits, deadlines=Deadlines(0.01))
+    port = await server.listen("127.0.0.1", 0)
     try:
         yield port
         await check_good(port)
     finally:
-        await door.drain(0)
+        await server.drain(0)
     assert problems == []
-    assert door.connections == 0
+    assert server.connections == 0
 
 
 async def talk(port: int, parts: Sequence[bytes], *, leave: bool = False) -> bytes:
@@ -238,10 +238,10 @@ def test_an_answer_is_read_as_it_was_written(parts: list[bytes], how: str, versi
         exchange.end()
 
     async def main() -> bytes:
-        door = HttpServer(handler)
-        port = await door.listen("127.0.0.1", 0)
+        server = HttpServer(handler)
+        port = await server.listen("127.0.0.1", 0)
         raw = await talk(port, [b"%b / HTTP/%b\r\nHost: a\r\nConnection: close\r\n\r\n" % (method, version)])
-        await door.drain(0)
+        await server.drain(0)
         return raw
 
     class Socket:

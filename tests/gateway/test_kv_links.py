@@ -267,14 +267,14 @@ HUGE = LONG * 4
 def heard(gate: Rig) -> list[Event]:
     """Record the events that collectors send to the core from now on."""
     events: list[Event] = []
-    serving = gate.gateway.serving
-    tell = serving.notify
+    runtime = gate.gateway.serving
+    tell = runtime.notify
 
     def told(event: Event) -> None:
         events.append(event)
         tell(event)
 
-    serving.notify = told  # type: ignore[method-assign]
+    runtime.notify = told  # type: ignore[method-assign]
     return events
 
 

@@ -179,11 +179,11 @@ def test_a_retired_cluster_is_gone_when_its_last_request_is(policy: str) -> None
     uvloop.run(run())
 
 
-def _parts(serving: ClusterRuntime) -> list[weakref.ref[Any]]:
+def _parts(runtime: ClusterRuntime) -> list[weakref.ref[Any]]:
     """Return weak references to the objects that must be freed with a cluster."""
-    stations = serving.engines.values()
-    pools = [station.pool for station in stations]
-    return [weakref.ref(each) for each in (serving, serving.control, serving.control.oracle, *stations, *pools)]
+    engines = runtime.engines.values()
+    pools = [engine.pool for engine in engines]
+    return [weakref.ref(each) for each in (runtime, runtime.control, runtime.control.oracle, *engines, *pools)]
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.lists(st.integers(0, 3), min_size=1, max_size=8)), max_size=20))

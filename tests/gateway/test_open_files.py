@@ -137,7 +137,7 @@ def test_no_descriptor_left_is_told_as_such_and_blames_no_engine(path: str, capl
         gate = Gate()
         engine = Engine("engine", "both", serve=gate.before(tokens))
         async with foreign([engine], CALM + "  breaker: {failures: 1}\n") as front:
-            guard = front.gateway.serving.engines["engine"].availability
+            availability = front.gateway.serving.engines["engine"].availability
             assert await becomes_true(lambda: front.gateway.ready() == "")
             client = await asyncio.open_connection("127.0.0.1", front.gateway.port)
             held = await occupied(front, engine, path)
@@ -149,8 +149,8 @@ def test_no_descriptor_left_is_told_as_such_and_blames_no_engine(path: str, capl
                     assert b"no file descriptor left" in body
                 assert await becomes_true(lambda: 'use="client"' in page(front))
             assert 'kvroute_out_of_files_total{use="engine"} 5' in page(front)
-            assert guard.up
-            assert guard.breaker.state(front.gateway.now()) == "closed"
+            assert availability.up
+            assert availability.breaker.state(front.gateway.now()) == "closed"
             lines = [record.__dict__["fields"] for record in caplog.records if record.message == "out_of_files"]
             assert len(lines) == 1 + int(front.gateway.now() / LOG_EVERY_S) * (len(lines) > 1)
             assert "open files of this process" in lines[0]["reason"]

@@ -81,30 +81,30 @@ def test_too_few_available_instances_are_never_the_only_ones_that_get_requests(
     def panicked(panicking: PanicSet) -> None:
         begun.append((panicking.role, panicking.state.active))
 
-    stations = stations_of(cluster, GatewaySettings(), changed, Deadlines(), exact=False)
-    panics = Panics(stations, share, panicked)
+    engines = stations_of(cluster, GatewaySettings(), changed, Deadlines(), exact=False)
+    panics = Panics(engines, share, panicked)
     now, held, gone = 0.0, set[str](), set[str]()
     for what, name, seconds in history:
-        guard = stations[name].availability
+        availability = engines[name].availability
         if what in ("healthy", "ill", "gone"):
             (gone.add if what == "gone" else gone.discard)(name)
-            guard.set_healthy(what == "healthy", now, present=what != "gone")
+            availability.set_healthy(what == "healthy", now, present=what != "gone")
         elif what == "hold":
             held.add(name)
-            guard.hold("drained", now)
+            availability.hold("drained", now)
         elif what == "let_go":
             held.discard(name)
-            guard.release("drained", now)
+            availability.release("drained", now)
         elif what == "time":
             now += seconds
-            for station in stations.values():
-                station.availability.refresh(now)
+            for engine in engines.values():
+                engine.availability.refresh(now)
             panics.look(now)
         elif what == "fails":
-            for attempt in [guard.started(now) for _ in range(30)]:
-                guard.failed(attempt, now)
+            for attempt in [availability.started(now) for _ in range(30)]:
+                availability.failed(attempt, now)
         else:
-            guard.succeeded(guard.started(now), now)
+            availability.succeeded(availability.started(now), now)
         active = {each.role: each.state.active for each in panics.sets}
         for role in ("prefill", "decode"):
             members = [n for n in NAMES if INSTANCES[n] in (role, "both")]
@@ -112,7 +112,7 @@ def test_too_few_available_instances_are_never_the_only_ones_that_get_requests(
             available = [
                 n
                 for n in counted
-                if stations[n].availability.healthy and stations[n].availability.breaker.state(now) == "closed"
+                if engines[n].availability.healthy and engines[n].availability.breaker.state(now) == "closed"
             ]
             if len(available) < share * len(counted):
                 assert active[role]
@@ -122,10 +122,10 @@ def test_too_few_available_instances_are_never_the_only_ones_that_get_requests(
             else:
                 assert all(told[n] for n in available)
         for n in NAMES:
-            assert stations[n].availability.up is told[n]
+            assert engines[n].availability.up is told[n]
             if not any(active[role] for role in active if INSTANCES[n] in (role, "both")):
-                guard = stations[n].availability
-                assert told[n] == (guard.healthy and n not in held and guard.breaker.allows(now))
+                availability = engines[n].availability
+                assert told[n] == (availability.healthy and n not in held and availability.breaker.allows(now))
     for role in ("prefill", "decode"):
         changes = [state for each, state in begun if each == role]
         assert changes == [number % 2 == 0 for number in range(len(changes))], "begin and end alternate"
@@ -137,20 +137,20 @@ def test_half_of_the_instances_are_enough_and_one_less_is_a_panic() -> None:
     """Four instances decode: two that are down have no effect; with a third one down, all four get requests again."""
     cluster = topology.parse(cluster_text())
     told: list[tuple[str, bool]] = []
-    stations = stations_of(
+    engines = stations_of(
         cluster, GatewaySettings(), lambda name, up, at: told.append((name, up)), Deadlines(), exact=False
     )
     begun: list[tuple[str, str, int, int]] = []
     panics = Panics(
-        stations,
+        engines,
         0.5,
         lambda each: begun.append((each.model, each.role, each.state.available, each.state.instances)),
     )
     for name in ("decode0", "decode1", "decode2"):
-        stations[name].availability.set_healthy(False, 1.0)
+        engines[name].availability.set_healthy(False, 1.0)
     assert begun == [("llama-3-70b", "decode", 1, 4)]
     assert told == [("decode0", False), ("decode1", False), ("decode0", True), ("decode1", True)]
-    stations["decode0"].availability.set_healthy(True, 2.0)
+    engines["decode0"].availability.set_healthy(True, 2.0)
     panics.look(2.0 + CALM_S / 2)
     assert len(begun) == 1
     panics.look(2.0 + CALM_S)

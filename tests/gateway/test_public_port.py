@@ -325,21 +325,21 @@ def test_a_page_of_metrics_is_made_in_pieces_between_which_others_are_served() -
                 return "text/plain", pieces()
 
             admission = AdmissionController(AdmissionLimits(in_flight=1, queue=0, queue_wait_s=1.0, per_key=1))
-            entrance = AdmissionQueue(admission, gateway.metrics, gateway.state, gateway.now)
-            reception = Endpoints(
+            admission_queue = AdmissionQueue(admission, gateway.metrics, gateway.state, gateway.now)
+            endpoints = Endpoints(
                 gateway.serving,
-                entrance,
+                admission_queue,
                 Keys({}),
                 ready=gateway.ready,
                 page=page,
                 description=b"{}",
                 started_unix_s=0,
             )
-            door = HttpServer(reception)
-            port = await door.listen("127.0.0.1", 0)
+            server = HttpServer(endpoints)
+            port = await server.listen("127.0.0.1", 0)
             async with gate.session.get(f"http://127.0.0.1:{port}/metrics", headers={"Accept": "more"}) as response:
                 assert await response.read() == b"some more"
-            await door.drain(0)
+            await server.drain(0)
 
     run(main())
 

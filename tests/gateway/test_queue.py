@@ -113,7 +113,7 @@ def test_a_fault_of_the_gateway_costs_one_answer_and_no_place(caplog: pytest.Log
         metrics = Metrics(lambda: load, {}, version="1", policy="netkv")
         state = DashboardState(parse(CLUSTER), lambda: load, policy="netkv", version="1")
         admission = AdmissionController(AdmissionLimits(in_flight=1))
-        entrance = AdmissionQueue(admission, metrics, state, lambda: 1.0)
+        admission_queue = AdmissionQueue(admission, metrics, state, lambda: 1.0)
         begun: list[int] = []
 
         def start(ticket: int) -> None:
@@ -121,20 +121,20 @@ def test_a_fault_of_the_gateway_costs_one_answer_and_no_place(caplog: pytest.Log
             if len(begun) in (2, 3):
                 raise ZeroDivisionError("on purpose")
 
-        door = HttpServer(lambda exchange: entrance.submit(exchange, "other", None, start))
-        port = await door.listen("127.0.0.1", 0)
+        server = HttpServer(lambda exchange: admission_queue.submit(exchange, "other", None, start))
+        port = await server.listen("127.0.0.1", 0)
         clients = []
         for number in range(4):
             clients.append(await asyncio.open_connection("127.0.0.1", port))
             clients[-1][1].write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
             while admission.in_flight + admission.queued <= number:
                 await asyncio.sleep(0)
-        entrance.release(begun[0])
+        admission_queue.release(begun[0])
         assert [await _status(*client) for client in clients[1:3]] == [b"500", b"500"]
         assert (admission.in_flight, admission.queued, len(begun)) == (1, 0, 4)
         clients[0][1].close()
         clients[3][1].close()
-        await door.drain(10.0)
+        await server.drain(10.0)
 
     uvloop.run(run())
     assert [record.message for record in caplog.records] == ["request_failed"] * 2

@@ -88,12 +88,12 @@ def test_requests_under_way_still_count(tmp_path: Path, scraped: bool) -> None:
                 await until(lambda: len(gate.gateway.serving.measured) == 4)
             gate.slow(100)
             tasks = [asyncio.create_task(gate.ask(f"{n} {PROMPT}", tokens=80, stream=True)) for n in range(12)]
-            stations = gate.gateway.serving.engines
-            await until(lambda: sum(stations[name].in_flight for name in ("decode0", "decode1")) == 12)
+            engines = gate.gateway.serving.engines
+            await until(lambda: sum(engines[name].in_flight for name in ("decode0", "decode1")) == 12)
             assert await gate.gateway.reload(_reader(gate, section))
             gate.slow(1)
             assert [len((await task).events) for task in tasks] == [80] * 12
-            await until(lambda: not any(station.in_flight for station in stations.values()))
+            await until(lambda: not any(engine.in_flight for engine in engines.values()))
 
             # An engine that reports its load is scraped only once an hour here. The test sends no request meanwhile: a
             # load event also counts the new core's own requests.
@@ -163,10 +163,10 @@ def test_what_foresight_has_learned_stays_known(tmp_path: Path) -> None:
 
     async def run() -> None:
         async with rig(section) as gate:
-            serving = gate.gateway.serving
+            runtime = gate.gateway.serving
             learned = (0.0, 0.0, 0.5, -1.0, 0.25), (0.0, 0.0, 2.0, 3.0, 1.0), (0, 0, 2, 3, 1), (None, None, 1, 0, 1)
-            serving.notify(CapacityLearned(serving.now(), *learned, answers=(7.0, 9.0)))
-            serving.notify(TransferMeasured(serving.now(), "prefill0", "decode1", 1e9, 5.0))
+            runtime.notify(CapacityLearned(runtime.now(), *learned, answers=(7.0, 9.0)))
+            runtime.notify(TransferMeasured(runtime.now(), "prefill0", "decode1", 1e9, 5.0))
             assert (await gate.ask(PROMPT)).status == 200
             for policy in ("  policy: round-robin\n  shadow: foresight\n", "  policy: foresight\n"):
                 before = gate.gateway.serving.control
@@ -232,16 +232,16 @@ def test_health_and_breakers_stay_as_they_are() -> None:
         async with rig(section) as gate:
             await gate.goes_down("decode0")
             assert await gate.becomes("decode0", False)
-            guard = gate.gateway.serving.engines["prefill0"].availability
+            availability = gate.gateway.serving.engines["prefill0"].availability
             for _ in range(2):
-                guard.failed(guard.started(gate.gateway.now()), gate.gateway.now())
+                availability.failed(availability.started(gate.gateway.now()), gate.gateway.now())
             assert await gate.gateway.reload(_reader(gate, section + "  policy: round-robin\n"))
-            stations = gate.gateway.serving.engines
-            assert {name for name, station in stations.items() if not station.availability.up} == {
+            engines = gate.gateway.serving.engines
+            assert {name for name, engine in engines.items() if not engine.availability.up} == {
                 "prefill0",
                 "decode0",
             }
-            assert stations["prefill0"].availability.breaker.state(gate.gateway.now()) == "open"
+            assert engines["prefill0"].availability.breaker.state(gate.gateway.now()) == "open"
             await gate.comes_back("decode0")
             assert await gate.becomes("decode0", True)
             assert (await gate.ask(PROMPT)).status == 200

@@ -33,23 +33,23 @@ def guards(failures: int) -> list[Availability]:
 
 def request(among: list[Availability], attempts: list[tuple[int, str, LegName]], status: int) -> None:
     """Simulate one request with instance, outcome and leg of each attempt, and with its final status."""
-    suspicion: FaultAttribution | None = None
+    faults: FaultAttribution | None = None
     for number, outcome, leg in attempts:
-        guard = among[number]
-        attempt = guard.started(0.0) if suspicion is None else NOT_COUNTED
+        availability = among[number]
+        attempt = availability.started(0.0) if faults is None else NOT_COUNTED
         if outcome == "answered":
-            guard.succeeded(attempt, 0.0)
-            if suspicion is not None:
-                suspicion.answered(leg, 0.0)
+            availability.succeeded(attempt, 0.0)
+            if faults is not None:
+                faults.answered(leg, 0.0)
         else:
-            suspicion = suspicion or FaultAttribution()
-            suspicion.failed(guard, attempt, leg, 0.0, error=outcome == "error")
-    if suspicion is not None:
-        suspicion.ended(status, 0.0)
+            faults = faults or FaultAttribution()
+            faults.failed(availability, attempt, leg, 0.0, error=outcome == "error")
+    if faults is not None:
+        faults.ended(status, 0.0)
 
 
 def opened(among: list[Availability]) -> list[str]:
-    return [guard.name for guard in among if guard.breaker.state(0.0) == "open"]
+    return [availability.name for availability in among if availability.breaker.state(0.0) == "open"]
 
 
 @given(ATTEMPTS, st.sampled_from([200, 400, 499, 502, 503]))
@@ -192,19 +192,19 @@ def test_a_request_that_one_instance_has_failed_is_no_probe_of_another() -> None
             engine.serve = once
         decode[0].serve = gate.before(tokens)
         async with foreign(prefill + decode[:1], CALM + "  breaker: {open: 1 ms}\n") as front:
-            guard = front.gateway.serving.engines["decode0"].availability
+            availability = front.gateway.serving.engines["decode0"].availability
             now = front.gateway.now()
-            for attempt in [guard.started(now) for _ in range(FAILURES)]:
-                guard.failed(attempt, now)
+            for attempt in [availability.started(now) for _ in range(FAILURES)]:
+                availability.failed(attempt, now)
             assert await front.becomes("decode0", False)
             assert await front.becomes("decode0", True)
             under_way = asyncio.create_task(front.post(completion()))
             await gate.entered.wait()
-            assert guard.breaker.allows(front.gateway.now())
+            assert availability.breaker.allows(front.gateway.now())
             gate.open.set()
             assert (await under_way).status == 200
-            assert guard.breaker.state(front.gateway.now()) == "half-open"
+            assert availability.breaker.state(front.gateway.now()) == "half-open"
             assert (await front.post(completion(prompt=f"{MODEL}"))).status == 200
-            assert guard.breaker.state(front.gateway.now()) == "closed"
+            assert availability.breaker.state(front.gateway.now()) == "closed"
 
     run(main())

@@ -34,21 +34,21 @@ async def _placed(gate: Rig, site: str, reason: str) -> float:
 @given(st.lists(st.tuples(st.sampled_from(["arrived", "lost", "given_up"]), st.booleans()), max_size=40))
 def test_only_losses_in_a_row_shut_a_way_and_each_passage_counts_once(ends: list[tuple[str, bool]]) -> None:
     """A report about an attempt on the path after its end has no effect."""
-    guard = Availability("site", Breaker(failures=3, share=1.0, open_s=1e6), lambda name, up, now: None)
+    availability = Availability("site", Breaker(failures=3, share=1.0, open_s=1e6), lambda name, up, now: None)
     in_a_row, shut = 0, False
     for end, again in ends:
-        passage = PathAttempt(guard, 0.0)
+        path_attempt = PathAttempt(availability, 0.0)
         if end == "lost":
-            passage.lost(FaultAttribution(), 0.0, error=False)
+            path_attempt.lost(FaultAttribution(), 0.0, error=False)
         else:
-            getattr(passage, {"arrived": "arrived", "given_up": "given_up"}[end])(0.0)
-        assert not passage.open
+            getattr(path_attempt, {"arrived": "arrived", "given_up": "given_up"}[end])(0.0)
+        assert not path_attempt.open
         if again:
-            passage.lost(FaultAttribution(), 0.0, error=False)
-            passage.arrived(0.0)
+            path_attempt.lost(FaultAttribution(), 0.0, error=False)
+            path_attempt.arrived(0.0)
         in_a_row = in_a_row + 1 if end == "lost" else 0 if end == "arrived" else in_a_row
         shut = shut or in_a_row == 3
-        assert guard.up is not shut
+        assert availability.up is not shut
 
 
 @given(st.lists(st.tuples(st.booleans(), st.sampled_from(["answered", "error", "client_error"])), max_size=40))
@@ -57,42 +57,42 @@ def test_an_error_counts_against_a_way_once_the_request_is_answered_without_it(
 ) -> None:
     """Each request is sent over the path, gets an error, and is retried at home with the given outcome. A request that
     has already failed before it is sent over the path does not count."""
-    guard = Availability("site", Breaker(failures=3, share=1.0, open_s=1e6), lambda name, up, now: None)
+    availability = Availability("site", Breaker(failures=3, share=1.0, open_s=1e6), lambda name, up, now: None)
     elsewhere = Availability("decode", Breaker(), lambda name, up, now: None)
     losses = 0
     for failed_before, outcome in requests:
-        suspicion = FaultAttribution()
+        faults = FaultAttribution()
         if failed_before:
-            suspicion.failed(elsewhere, elsewhere.started(0.0), "prefill", 0.0, error=True)
-        PathAttempt(guard, 0.0, counted=not failed_before).lost(suspicion, 0.0, error=True)
-        assert guard.up is (losses < 3)
+            faults.failed(elsewhere, elsewhere.started(0.0), "prefill", 0.0, error=True)
+        PathAttempt(availability, 0.0, counted=not failed_before).lost(faults, 0.0, error=True)
+        assert availability.up is (losses < 3)
         if outcome == "answered":
-            suspicion.answered("decode", 0.0)
+            faults.answered("decode", 0.0)
         elif outcome == "error":
-            suspicion.failed(elsewhere, NOT_COUNTED, "decode", 0.0, error=True)
-        suspicion.ended({"answered": 200, "error": 502, "client_error": 400}[outcome], 0.0)
+            faults.failed(elsewhere, NOT_COUNTED, "decode", 0.0, error=True)
+        faults.ended({"answered": 200, "error": 502, "client_error": 400}[outcome], 0.0)
         losses += outcome == "answered" and not failed_before
-        assert guard.up is (losses < 3)
+        assert availability.up is (losses < 3)
 
 
 @given(st.lists(st.sampled_from(["+a", "-a", "+b", "-b", "ill", "well"]), max_size=20))
 def test_an_instance_is_up_when_it_is_well_and_nobody_holds_it(steps: list[str]) -> None:
     """A reason counts only once, and every change is reported once."""
     told: list[bool] = []
-    guard = Availability("instance", Breaker(), lambda name, up, now: told.append(up))
+    availability = Availability("instance", Breaker(), lambda name, up, now: told.append(up))
     held, healthy = set[str](), True
     for step in steps:
         if step in ("ill", "well"):
             healthy = step == "well"
-            guard.set_healthy(healthy, 0.0)
+            availability.set_healthy(healthy, 0.0)
         elif step.startswith("+"):
             held.add(step[1:])
-            guard.hold(step[1:], 0.0)
+            availability.hold(step[1:], 0.0)
         else:
             held.discard(step[1:])
-            guard.release(step[1:], 0.0)
-        assert guard.up is (healthy and not held)
-        assert set(guard.reason.split(", ")) - {""} == held | ({"unhealthy"} if not healthy else set())
+            availability.release(step[1:], 0.0)
+        assert availability.up is (healthy and not held)
+        assert set(availability.reason.split(", ")) - {""} == held | ({"unhealthy"} if not healthy else set())
     assert all(now is not before for before, now in zip([True, *told], told, strict=False))
 
 
@@ -124,8 +124,8 @@ def test_a_cut_way_loses_nothing_and_blames_neither_end(tmp_path: Path, stream: 
             assert [answer.status for answer in answers] == [200] * 6
             assert all(answer.text for answer in answers)
             assert await _placed(gate, HOME, "away_down") == 6
-            stations = gate.gateway.serving.engines
-            assert all(stations[name].availability.breaker.state(1e6) == "closed" for name in stations)
+            engines = gate.gateway.serving.engines
+            assert all(engines[name].availability.breaker.state(1e6) == "closed" for name in engines)
             assert await metric(gate, "kvroute_transfers_in_flight", tier="cross_datacenter") == 0
             assert await gate.settles(), gate.leftovers()
             await gate.order("far0", "wan", share=1)
@@ -178,8 +178,8 @@ def test_requests_that_every_engine_answers_with_an_error_shut_no_way() -> None:
             assert await metric(gate, WAY, site=AWAY) == 0
             assert (await gate.ask(LONG, stream=True)).status == 200
             assert await _placed(gate, AWAY, "long") == 5
-            stations = gate.gateway.serving.engines
-            assert all(stations[name].availability.breaker.state(1e6) == "closed" for name in stations)
+            engines = gate.gateway.serving.engines
+            assert all(engines[name].availability.breaker.state(1e6) == "closed" for name in engines)
             assert await gate.settles(), gate.leftovers()
 
     uvloop.run(run())
@@ -190,7 +190,7 @@ def test_a_client_that_leaves_says_nothing_of_the_way() -> None:
         async with two_sites(patience_s=3600.0) as gate:
             await gate.order("far0", "wan", share=0)
             tasks = [asyncio.create_task(gate.ask(f"{n} {LONG}", stream=True)) for n in range(4)]
-            await until(lambda: sum(journey.computed for journey in gate.gateway.serving.requests.values()) == 4)
+            await until(lambda: sum(proxied.computed for proxied in gate.gateway.serving.requests.values()) == 4)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -211,11 +211,15 @@ def test_a_client_that_leaves_while_it_tries_the_way_makes_room_for_the_next(cap
             answers = await asyncio.gather(*[gate.ask(f"{n} {LONG}", stream=True) for n in range(3)])
             assert [answer.status for answer in answers] == [200] * 3
             before = await _placed(gate, AWAY, "long")
-            journeys = gate.gateway.serving.requests
+            proxied_requests = gate.gateway.serving.requests
             for n in itertools.count():
                 trying = asyncio.create_task(gate.ask(f"{n} tries {LONG}", stream=True))
-                await until(lambda: bool(journeys) and all(each.decode is not None for each in journeys.values()))
-                if any(each.path_attempt is not None for each in journeys.values()):
+                await until(
+                    lambda: (
+                        bool(proxied_requests) and all(each.decode is not None for each in proxied_requests.values())
+                    )
+                )
+                if any(each.path_attempt is not None for each in proxied_requests.values()):
                     break
                 await trying
             assert await _placed(gate, AWAY, "long") == before + 1

@@ -120,20 +120,20 @@ class Probe:
             waited_s += _POLL_S
 
     async def _legs(self, outcome: Outcome) -> None:
-        dialect = self.prefill.station.protocol
-        completion, meeting = self._completion(), await self._meeting()
+        protocol = self.prefill.station.protocol
+        completion, handshake = self._completion(), await self._handshake()
         name = uuid.UUID(int=self.draw.getrandbits(128)).hex
         try:
-            prefill_body = dialect.prefill_body(completion, meeting)
-            if dialect.concurrent_legs:
-                decode_body = dialect.decode_body(completion, meeting, None)
+            prefill_body = protocol.prefill_body(completion, handshake)
+            if protocol.concurrent_legs:
+                decode_body = protocol.decode_body(completion, handshake, None)
                 prefilled, decoded = await self._both(name, prefill_body, decode_body)
             else:
                 prefilled = await self._send("prefill", name, prefill_body)
-                handover = dialect.transfer_params(prefilled.body)
-                outcome.handover_tp = _tp_of(handover)
+                transfer_params = protocol.transfer_params(prefilled.body)
+                outcome.handover_tp = _tp_of(transfer_params)
                 outcome.prefill_s = prefilled.end_s - prefilled.sent_s
-                decoded = await self._send("decode", name, dialect.decode_body(completion, meeting, handover))
+                decoded = await self._send("decode", name, protocol.decode_body(completion, handshake, transfer_params))
         except ProtocolError as error:
             raise PairError(f"prefill engine {self.pair.prefill} {error}") from None
         outcome.sent_s = prefilled.sent_s
@@ -162,7 +162,7 @@ class Probe:
         }
         return read_completion(COMPLETIONS_PATH, msgspec.json.encode(body))
 
-    async def _meeting(self) -> KvHandshake:
+    async def _handshake(self) -> KvHandshake:
         station = self.prefill.station
         found = station.handshake(self._drawn)
         if found is None:
@@ -190,9 +190,9 @@ class Probe:
         return answer
 
 
-def _tp_of(handover: msgspec.Raw | None) -> int | None:
+def _tp_of(transfer_params: msgspec.Raw | None) -> int | None:
     try:
-        return None if handover is None else msgspec.json.decode(handover, type=_Handover).tp_size
+        return None if transfer_params is None else msgspec.json.decode(transfer_params, type=_Handover).tp_size
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return None
 

@@ -67,7 +67,7 @@ class Gateway:
         self._tracer = tracer_of(settings.tracing.otlp, settings.tracing.share, version=__version__)
         self._budget = RetryBudget(share=settings.retries.share, floor_per_s=settings.retries.floor_per_s)
         self._admission = AdmissionController(deployment.admission_limits)
-        self._entrance = AdmissionQueue(self._admission, self.metrics, self.state, self.now)
+        self._admission_queue = AdmissionQueue(self._admission, self.metrics, self.state, self.now)
         self._common = SharedServices(
             now=self.now,
             metrics=self.metrics,
@@ -86,11 +86,11 @@ class Gateway:
         self._tls: ssl.SSLContext | None = None
         self._admin_tls: ssl.SSLContext | None = None
         self._checked = self._draining = False
-        self._succession: ClusterManager | None = None
+        self._clusters: ClusterManager | None = None
         self._admin: Admin | None = None
         self._ticker: asyncio.Task[None] | None = None
-        self._door: HttpServer | None = None
-        self._reception: Endpoints | None = None
+        self._server: HttpServer | None = None
+        self._endpoints: Endpoints | None = None
         self.port = self.admin_port = 0
 
     def _shadowed(self, policy: str) -> None:
@@ -104,8 +104,8 @@ class Gateway:
     @property
     def serving(self) -> ClusterRuntime:
         """The loaded cluster that serves new requests."""
-        assert self._succession is not None, "start first"
-        return self._succession.serving
+        assert self._clusters is not None, "start first"
+        return self._clusters.serving
 
     async def start(self) -> None:
         """Start to listen; sets `port` and `admin_port`.
@@ -116,10 +116,10 @@ class Gateway:
         self._lag.start()
         deployment = self._first
         settings, listen = deployment.settings, deployment.settings.listen
-        succession = self._succession = ClusterManager(deployment, self._common)
-        self._reception = Endpoints(
+        succession = self._clusters = ClusterManager(deployment, self._common)
+        self._endpoints = Endpoints(
             succession.serving,
-            self._entrance,
+            self._admission_queue,
             Keys.of(settings.keys),
             ready=self.ready,
             page=self.metrics.page if listen.metrics is not False else None,
@@ -129,16 +129,16 @@ class Gateway:
             pages=self._pages,
         )
         self._check_pages(deployment)
-        door = self._door = HttpServer(
-            self._reception,
+        server = self._server = HttpServer(
+            self._endpoints,
             deployment.door_limits,
-            hooks=ServerHooks(self._reception.guard, self._reception.refused, log_accept_paused),
+            hooks=ServerHooks(self._endpoints.guard, self._endpoints.refused, log_accept_paused),
             deadlines=self._deadlines,
             pages=self._pages,
         )
         self._tls = tls_context(listen.tls) if listen.tls else None
         try:
-            self.port = await door.listen(listen.host, listen.port, self._tls)
+            self.port = await server.listen(listen.host, listen.port, self._tls)
         except OSError as error:
             place, why = f"{listen.host}:{listen.port}", error.strerror or str(error)
             raise cannot_listen(place, error.errno, why, where="gateway.listen") from None
@@ -153,10 +153,10 @@ class Gateway:
 
     def _check_pages(self, deployment: Deployment) -> None:
         """Set the origin checks: requests of web pages are checked if no API key is required."""
-        assert self._reception is not None
+        assert self._endpoints is not None
         listen = deployment.settings.listen
         self._pages.change(
-            checked=not self._reception.keys.required,
+            checked=not self._endpoints.keys.required,
             listen_host=self._first.settings.listen.host,
             hosts=listen.hosts,
             origins=listen.origins,
@@ -166,12 +166,12 @@ class Gateway:
         """Return why the gateway accepts no requests; empty if it accepts them."""
         if self._draining:
             return "the gateway is draining"
-        if self._succession is None:
+        if self._clusters is None:
             return "the gateway is starting"
-        self._checked = self._checked or self._succession.all_checked
+        self._checked = self._checked or self._clusters.all_checked
         if not self._checked:
             return "the engines have yet to say that they live"
-        up = [station.role for station in self.serving.engines.values() if station.availability.up]
+        up = [engine.role for engine in self.serving.engines.values() if engine.availability.up]
         missing = [role for role in ("prefill", "decode") if role not in up and "both" not in up]
         return f"no {missing[0]} instance is up" if missing else ""
 
@@ -181,10 +181,10 @@ class Gateway:
             return
         self._draining = True
         log_event("info", "draining", count=self._admission.in_flight)
-        assert self._door is not None
-        assert self._succession is not None
-        self._succession.conversions.stop()
-        await self._door.drain(float(self.serving.settings.timeouts.drain_s))
+        assert self._server is not None
+        assert self._clusters is not None
+        self._clusters.conversions.stop()
+        await self._server.drain(float(self.serving.settings.timeouts.drain_s))
 
     async def close(self) -> None:
         """Shut down; requests that are still in flight are aborted."""
@@ -193,20 +193,20 @@ class Gateway:
             await self._close()
 
     async def _close(self) -> None:
-        succession, door = self._succession, self._door
+        succession, server = self._clusters, self._server
         if self._ticker is not None:
             self._ticker.cancel()
             await asyncio.gather(self._ticker, return_exceptions=True)
         self._lag.close()
-        if door is not None:
-            door.stop_accepting()
+        if server is not None:
+            server.stop_accepting()
         # Waiting requests are rejected first: each aborted request would otherwise make room for one of them.
-        self._entrance.close()
+        self._admission_queue.close()
         if succession is not None:
             succession.stop()
             await succession.unwatch()
-        if door is not None:
-            await door.drain(_LAST_WORDS_S, idle_s=0.0)
+        if server is not None:
+            await server.drain(_LAST_WORDS_S, idle_s=0.0)
         if succession is not None:
             succession.close()
         if self._admin is not None:
@@ -220,19 +220,19 @@ class Gateway:
         fails or the gateway is draining.
         """
         async with self._reloading:
-            assert self._succession is not None, "start first"
+            assert self._clusters is not None, "start first"
             try:
                 if self._draining:
                     raise InputError("the gateway is draining", mend="start another one")
-                prepared = await asyncio.to_thread(self._succession.prepare, read)
-                serving = self._succession.next(prepared)
+                prepared = await asyncio.to_thread(self._clusters.prepare, read)
+                serving = self._clusters.next(prepared)
             except Exception as error:  # after any error in reading, the old file stays in effect
                 reason = str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
                 self.metrics.reloaded("refused")
                 log_event("error", "reload_refused", reason=reason)
                 return False
-            before = self._succession.deployment.settings
-            await self._take_up(self._succession, prepared, serving)
+            before = self._clusters.deployment.settings
+            await self._take_up(self._clusters, prepared, serving)
             self.metrics.reloaded("taken")
             log_event("info", "reloaded", policy=serving.settings.policy, instances=len(serving.engines))
             log_exposures(serving.settings, self._first.settings, before)
@@ -241,28 +241,28 @@ class Gateway:
             return True
 
     async def _take_up(self, succession: ClusterManager, prepared: Prepared, serving: ClusterRuntime) -> None:
-        assert self._reception is not None
+        assert self._endpoints is not None
         # Each step takes some milliseconds with hundreds of instances, so requests can be served in between.
         await asyncio.sleep(0)
         self.state.replace(serving.cluster)
         await asyncio.sleep(0)
-        watchers = succession.switch(prepared, serving)
-        self._reception.serving, self._reception.keys = serving, prepared.keys
+        collectors = succession.switch(prepared, serving)
+        self._endpoints.serving, self._endpoints.keys = serving, prepared.keys
         self.metrics.roles = {instance.name: instance.role for instance in serving.cluster.instances}
         self.metrics.policy = self.state.policy = serving.settings.policy
         self._shadowed(serving.settings.shadow)
         self._check_pages(prepared.deployment)
         self._change_settings(prepared.deployment)
-        await succession.settle(watchers)
+        await succession.settle(collectors)
 
     def _change_settings(self, deployment: Deployment) -> None:
         """Apply the settings that do not depend on the cluster."""
-        assert self._door is not None
+        assert self._server is not None
         assert self._admin is not None
         settings = deployment.settings
-        self._door.limits = deployment.door_limits
+        self._server.limits = deployment.door_limits
         self._budget.share, self._budget.floor_per_s = settings.retries.share, settings.retries.floor_per_s
-        self._entrance.change(deployment.admission_limits)
+        self._admission_queue.change(deployment.admission_limits)
         self._admin.change(self._admin_parts(deployment))
         if self._logs is not None:
             self._logs.change(settings.log.format, settings.log.level, access=settings.log.access)
@@ -272,7 +272,7 @@ class Gateway:
             tls_context(settings.admin.tls, self._admin_tls)
 
     def _admin_parts(self, deployment: Deployment) -> AdminParts:
-        assert self._succession is not None
+        assert self._clusters is not None
         settings = deployment.settings
         return AdminParts(
             state=self.state,
@@ -281,31 +281,37 @@ class Gateway:
             ready=self.ready,
             version=__version__,
             config=lambda: settings,
-            push=self._succession.push if settings.oracle.source == "push" else None,
+            push=self._clusters.push if settings.oracle.source == "push" else None,
             token=settings.admin.push_token or "",
             read_token=settings.admin.read_token or "",
             host_names=frozenset(settings.admin.hosts),
         )
 
-    def _ended(self, journey: ProxiedRequest) -> None:
-        self._entrance.release(journey.ticket)
+    def _ended(self, proxied: ProxiedRequest) -> None:
+        self._admission_queue.release(proxied.ticket)
 
     def _look(self) -> GatewayStatus:
         """Return the present gauges."""
-        clusters = self._succession.clusters if self._succession is not None else ()
-        connections = self._door.connections if self._door is not None else 0
+        clusters = self._clusters.clusters if self._clusters is not None else ()
+        connections = self._server.connections if self._server is not None else 0
         ready, draining = not self.ready(), self._draining
-        conversions = self._succession.conversions if self._succession is not None else None
+        role_switches = self._clusters.conversions if self._clusters is not None else None
         return status_snapshot(
-            clusters, self._admission, connections, self.now(), ready=ready, draining=draining, conversions=conversions
+            clusters,
+            self._admission,
+            connections,
+            self.now(),
+            ready=ready,
+            draining=draining,
+            role_switches=role_switches,
         )
 
     async def _tick(self) -> None:
-        assert self._succession is not None
+        assert self._clusters is not None
         while True:
             await asyncio.sleep(_LOOK_S)
             try:
-                self._succession.look()
+                self._clusters.look()
                 self.serving.open_files.look(self.now())
             except Exception as error:  # the cause may be gone at the next run
                 log_event("error", "look_failed", reason=f"{type(error).__name__}: {error}")

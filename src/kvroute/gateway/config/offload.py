@@ -77,10 +77,10 @@ class LongTermSection(Entry, frozen=True, kw_only=True):
     spare_below: Share = _LONG.spare_below
     queue_high_s: Wait = field(name="queue_high", default=Wait(_LONG.queue_high_s))
 
-    def spec(self, *, conversions: bool) -> LongTerm:
+    def spec(self, *, role_switches: bool) -> LongTerm:
         """Return the policy's form of the section. Raises InputError for values that contradict each other."""
         return LongTerm(
-            conversions=conversions,
+            conversions=role_switches,
             review_s=float(self.review_s),
             window_s=float(self.window_s),
             start_requests=self.start_requests,
@@ -175,7 +175,7 @@ class OffloadSection(Entry, frozen=True, kw_only=True):
             layerwise=self.layerwise,
             stay_factor=self.stay_factor,
             short_term=self.short_term.spec(),
-            long_term=self.long_term.spec(conversions=self.conversion is not None),
+            long_term=self.long_term.spec(role_switches=self.conversion is not None),
         )
 
     @property

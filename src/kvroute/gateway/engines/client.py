@@ -25,7 +25,7 @@ class EngineClient:
         instance: Instance,
         pool: UpstreamPool,
         bootstrap: UpstreamPool | None,
-        guard: Availability,
+        availability: Availability,
         *,
         approximate: bool,
         measures: bool,
@@ -36,13 +36,13 @@ class EngineClient:
             instance: instance with an endpoint.
             pool: connections to it.
             bootstrap: connections to its bootstrap server, if the protocol obtains the engine's id there.
-            guard: its availability.
+            availability: its availability.
             approximate: the engine does not report its cache contents; the gateway assumes that what it sent is cached.
             measures: whether the time to the first byte of a response measures its transfer.
             between_s: maximum time between two bytes of a response, in seconds.
         """
         assert instance.endpoint is not None
-        self.instance, self.name, self.pool, self.availability = instance, instance.name, pool, guard
+        self.instance, self.name, self.pool, self.availability = instance, instance.name, pool, availability
         self.role: Role = instance.role
         """The current role; role switches change it."""
         self.protocol = PROTOCOLS[instance.protocol]
@@ -54,7 +54,7 @@ class EngineClient:
         """Whether the last request to its bootstrap server failed for lack of a file descriptor in the gateway."""
         self._bootstrap, self._between_s = bootstrap, between_s
         self._engine_id = ""
-        self._meeting: list[Callable[[], None]] = []
+        self._handshake: list[Callable[[], None]] = []
         """Callbacks that wait for the engine's id."""
         self._host = pool.host
 
@@ -123,8 +123,8 @@ class EngineClient:
     def resolve_engine_id(self, then: Callable[[], None]) -> None:
         """Request the engine's id from the bootstrap server, once for all concurrent callers; always call `then`."""
         assert self._bootstrap is not None
-        self._meeting.append(then)
-        if len(self._meeting) > 1:
+        self._handshake.append(then)
+        if len(self._handshake) > 1:
             return
         request = request_bytes(b"GET", QUERY_PATH, self._bootstrap.host, [], b"")
         self._bootstrap.send(request, _Introduction(self), first_byte_s=5.0, idle_s=5.0)
@@ -140,7 +140,7 @@ class EngineClient:
             self._engine_id = engine_id(reply)
         except ProtocolError:
             self._engine_id = ""
-        waiting, self._meeting = self._meeting, []
+        waiting, self._handshake = self._handshake, []
         for then in waiting:
             then()
 
@@ -157,8 +157,8 @@ _PLAIN = KvHandshake()
 class _Introduction(ResponseHandler):
     """Receives the response of a bootstrap server."""
 
-    def __init__(self, station: EngineClient) -> None:
-        self._station = station
+    def __init__(self, engine: EngineClient) -> None:
+        self._engine = engine
         self._parts: list[bytes] = []
         self._status = 0
 
@@ -170,7 +170,7 @@ class _Introduction(ResponseHandler):
             self._parts.append(data)
 
     def on_end(self) -> None:
-        self._station.on_engine_id(b"".join(self._parts) if self._status == 200 else b"")
+        self._engine.on_engine_id(b"".join(self._parts) if self._status == 200 else b"")
 
     def on_failure(self, failure: Failure) -> None:
-        self._station.on_engine_id(b"", out_of_files=failure.kind == "out_of_files")
+        self._engine.on_engine_id(b"", out_of_files=failure.kind == "out_of_files")

@@ -30,7 +30,7 @@ def stations_of(
     # Loading the system's certificates takes tens of milliseconds, so it is done once.
     https = any(i.endpoint is not None and i.endpoint.url.startswith("https:") for i in cluster.instances)
     tls = ssl.create_default_context() if https else None
-    stations = {}
+    engines = {}
     for instance in cluster.instances:
         endpoint = instance.endpoint
         assert endpoint is not None, "preflight asks for endpoints"
@@ -45,7 +45,7 @@ def stations_of(
         connect_s = float(timeouts.connect_s)
         # A decode instance with a bootstrap server may become a prefill instance.
         asks = endpoint.protocol == "mooncake" and endpoint.bootstrap
-        stations[instance.name] = EngineClient(
+        engines[instance.name] = EngineClient(
             instance,
             UpstreamPool(endpoint.url, connect_s=connect_s, tls=tls, deadlines=deadlines),
             UpstreamPool(f"http://{endpoint.bootstrap}", connect_s=connect_s, deadlines=deadlines) if asks else None,
@@ -54,7 +54,7 @@ def stations_of(
             measures=settings.measure != "engine",
             between_s=float(timeouts.between_tokens_s),
         )
-    return stations
+    return engines
 
 
 def _approximate(endpoint: Endpoint, settings: GatewaySettings, exact: bool) -> bool:

@@ -28,11 +28,11 @@ class FaultAttribution:
     example because it must not be retried, the failure counts as `unexplained`.
     """
 
-    __slots__ = ("_attempt", "_failed_elsewhere", "_guard", "_leg", "_new", "_proven")
+    __slots__ = ("_attempt", "_availability", "_failed_elsewhere", "_leg", "_new", "_proven")
 
     def __init__(self) -> None:
         self._new = True
-        self._guard: Availability | None = None
+        self._availability: Availability | None = None
         """The instance, or the path between datacenters, whose verdict is pending."""
         self._attempt: Attempt = NOT_COUNTED
         self._leg: LegName = "prefill"
@@ -40,46 +40,53 @@ class FaultAttribution:
         self._failed_elsewhere = False
 
     def failed(
-        self, guard: Availability, attempt: Attempt, leg: LegName, now: float, *, error: bool, proven: Cause = "error"
+        self,
+        availability: Availability,
+        attempt: Attempt,
+        leg: LegName,
+        now: float,
+        *,
+        error: bool,
+        proven: Cause = "error",
     ) -> None:
         """Report a failed attempt, which ends it.
 
         Args:
-            guard: availability of the instance or path that has failed.
-            attempt: number that `guard` gave to the attempt.
+            availability: availability of the instance or path that has failed.
+            attempt: number that `availability` gave to the attempt.
             leg: the leg that failed.
             now: the time.
             error: whether the engine has responded, with an error of its own.
             proven: the cause as which such an error counts once a later attempt succeeds.
         """
         if not self._new:
-            guard.cancelled(attempt, now)
-            if error and guard is not self._guard:
+            availability.cancelled(attempt, now)
+            if error and availability is not self._availability:
                 self._failed_elsewhere = True
             return
         self._new = False
         if error:
-            self._guard, self._attempt, self._leg, self._proven = guard, attempt, leg, proven
+            self._availability, self._attempt, self._leg, self._proven = availability, attempt, leg, proven
         else:
-            guard.failed(attempt, now)
+            availability.failed(attempt, now)
 
     def answered(self, leg: LegName, now: float) -> None:
         """Report a later attempt that has succeeded. A prefill proves nothing about a failed decode leg."""
-        guard = self._guard
-        if guard is not None and not (self._leg == "decode" and leg == "prefill"):
-            self._guard = None
-            guard.failed(self._attempt, now, self._proven)
+        availability = self._availability
+        if availability is not None and not (self._leg == "decode" and leg == "prefill"):
+            self._availability = None
+            availability.failed(self._attempt, now, self._proven)
 
     def ended(self, status: int, now: float) -> None:
         """Report the end of the request, with its status for the client."""
-        guard, self._guard = self._guard, None
-        if guard is None:
+        availability, self._availability = self._availability, None
+        if availability is None:
             return
         if status < 400:
-            guard.failed(self._attempt, now, self._proven)
+            availability.failed(self._attempt, now, self._proven)
         elif self._failed_elsewhere or (400 <= status < 500 and status != _CLIENT_GONE):
-            guard.acquitted(self._attempt, now)
+            availability.acquitted(self._attempt, now)
         elif status == _CLIENT_GONE:
-            guard.cancelled(self._attempt, now)
+            availability.cancelled(self._attempt, now)
         else:
-            guard.failed(self._attempt, now, "unexplained")
+            availability.failed(self._attempt, now, "unexplained")

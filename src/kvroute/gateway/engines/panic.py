@@ -63,7 +63,7 @@ class PanicSet:
 
     def members(self) -> list[EngineClient]:
         """Return the instances that serve the role now."""
-        return [station for station in self.stations if station.role in (self.role, "both")]
+        return [engine for engine in self.stations if engine.role in (self.role, "both")]
 
 
 class Panics:
@@ -75,14 +75,14 @@ class Panics:
         """Args: `share` as in PanicState; `on_change` is called when a panic begins or ends."""
         self._on_change = on_change
         self._sets: dict[tuple[str, Serves], PanicSet] = {}
-        for station in stations.values():
-            model = station.instance.model
+        for engine in stations.values():
+            model = engine.instance.model
             for role in _ROLES:
-                self._sets.setdefault((model, role), PanicSet(model, role, PanicState(share))).stations.append(station)
+                self._sets.setdefault((model, role), PanicSet(model, role, PanicState(share))).stations.append(engine)
         for each in self._sets.values():
             each.state.instances = each.state.available = len(each.members())
-        for station in stations.values():
-            station.availability.on_available = lambda now, model=station.instance.model: self._look(model, now)
+        for engine in stations.values():
+            engine.availability.on_available = lambda now, model=engine.instance.model: self._look(model, now)
 
     @property
     def sets(self) -> tuple[PanicSet, ...]:
@@ -97,8 +97,8 @@ class Panics:
     def close(self) -> None:
         """Stop the reports of availabilities."""
         for each in self._sets.values():
-            for station in each.stations:
-                station.availability.on_available = None
+            for engine in each.stations:
+                engine.availability.on_available = None
         self._sets.clear()
 
     def inherit(self, before: Panics) -> None:
@@ -106,19 +106,19 @@ class Panics:
         for key, own in self._sets.items():
             if key in before._sets:
                 own.state.active = before._sets[key].state.active
-                for station in own.members() if own.state.active else ():
-                    station.availability.ignored = True
+                for engine in own.members() if own.state.active else ():
+                    engine.availability.ignored = True
 
     def _look(self, model: str, now: float) -> None:
         sets = [self._sets[model, role] for role in _ROLES]
         changed = []
         for each in sets:
-            counted = [station.availability for station in each.members() if station.availability.counted]
-            if each.state.look(sum(guard.available for guard in counted), len(counted), now):
+            counted = [engine.availability for engine in each.members() if engine.availability.counted]
+            if each.state.look(sum(availability.available for availability in counted), len(counted), now):
                 changed.append(each)
         for each in changed:
             self._on_change(each)
         if changed or any(each.state.active for each in sets):
-            panicking = {station.name for each in sets if each.state.active for station in each.members()}
-            for station in sets[0].stations:
-                station.availability.ignore_checks(station.name in panicking, now)
+            panicking = {engine.name for each in sets if each.state.active for engine in each.members()}
+            for engine in sets[0].stations:
+                engine.availability.ignore_checks(engine.name in panicking, now)

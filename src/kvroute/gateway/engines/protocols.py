@@ -64,14 +64,14 @@ class PdProtocol(Protocol):
     def aggregated_body(self, completion: Completion) -> bytes:
         """Return the body for an instance that computes prefill and decode itself."""
 
-    def prefill_body(self, completion: Completion, meeting: KvHandshake, prefix: Raw | None = None) -> bytes:
+    def prefill_body(self, completion: Completion, handshake: KvHandshake, prefix: Raw | None = None) -> bytes:
         """Return the body of the prefill leg.
 
         Args: `prefix`: transfer parameters from the engine that has the prompt's prefix, if the prefill engine is to
         fetch that first (vllm).
 
         Raises:
-            DialectError: `meeting` lacks data that the engine needs.
+            DialectError: `handshake` lacks data that the engine needs.
         """
 
     def transfer_params(self, reply: bytes) -> Raw | None:
@@ -84,12 +84,12 @@ class PdProtocol(Protocol):
     def allows_refetch(self, handover: Raw | None) -> bool:
         """Whether a second decode engine may fetch a KV cache after a first one has begun to fetch it."""
 
-    def decode_body(self, completion: Completion, meeting: KvHandshake, handover: Raw | None) -> bytes:
+    def decode_body(self, completion: Completion, handshake: KvHandshake, handover: Raw | None) -> bytes:
         """Return the body of the decode leg. `transfer_params`: transfer parameters from the prefill leg's response; None if
         there are none, as when both legs are sent at once.
 
         Raises:
-            DialectError: `meeting` or `transfer_params` lacks data that the decode engine needs.
+            DialectError: `handshake` or `transfer_params` lacks data that the decode engine needs.
         """
 
 
@@ -107,12 +107,12 @@ class Vllm:
     def aggregated_body(self, completion: Completion) -> bytes:
         return _encode(completion.fields)
 
-    def prefill_body(self, completion: Completion, meeting: KvHandshake, prefix: Raw | None = None) -> bytes:
-        if prefix is None and not meeting.early:
+    def prefill_body(self, completion: Completion, handshake: KvHandshake, prefix: Raw | None = None) -> bytes:
+        if prefix is None and not handshake.early:
             return _encode(_one_token(completion, _PULL))
         there = {} if prefix is None else msgspec.json.decode(prefix, type=dict[str, Raw])
         there.pop("remote_prefill_cached_tokens", None)  # otherwise the engine would report it as its own
-        name = {"transfer_id": meeting.transfer_id} if meeting.early else {}
+        name = {"transfer_id": handshake.transfer_id} if handshake.early else {}
         params = {**there, "do_remote_decode": True, "do_remote_prefill": prefix is not None, **name}
         return _encode(_one_token(completion, Raw(_encode(params))))
 
@@ -127,9 +127,9 @@ class Vllm:
         except (msgspec.MsgspecError, UnicodeDecodeError):
             return False
 
-    def decode_body(self, completion: Completion, meeting: KvHandshake, handover: Raw | None) -> bytes:
+    def decode_body(self, completion: Completion, handshake: KvHandshake, handover: Raw | None) -> bytes:
         if handover is None:
-            handover = _announcement(meeting)
+            handover = _announcement(handshake)
         return _encode({**completion.fields, "kv_transfer_params": handover})
 
 
@@ -145,9 +145,9 @@ class Mooncake:
     def aggregated_body(self, completion: Completion) -> bytes:
         return _encode(completion.fields)
 
-    def prefill_body(self, completion: Completion, meeting: KvHandshake, prefix: Raw | None = None) -> bytes:
+    def prefill_body(self, completion: Completion, handshake: KvHandshake, prefix: Raw | None = None) -> bytes:
         assert prefix is None, "nobody copies prefixes by this protocol"
-        params = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": meeting.transfer_id}
+        params = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": handshake.transfer_id}
         return _encode(_one_token(completion, Raw(_encode(params))))
 
     def transfer_params(self, reply: bytes) -> Raw | None:
@@ -157,15 +157,15 @@ class Mooncake:
     def allows_refetch(self, handover: Raw | None) -> bool:
         return False
 
-    def decode_body(self, completion: Completion, meeting: KvHandshake, handover: Raw | None) -> bytes:
-        if not (meeting.bootstrap and meeting.engine_id):
+    def decode_body(self, completion: Completion, handshake: KvHandshake, handover: Raw | None) -> bytes:
+        if not (handshake.bootstrap and handshake.engine_id):
             raise ProtocolError("has no bootstrap address or engine id yet")
         params = {
             "do_remote_prefill": True,
             "do_remote_decode": False,
-            "transfer_id": meeting.transfer_id,
-            "remote_bootstrap_addr": f"http://{meeting.bootstrap}",
-            "remote_engine_id": meeting.engine_id,
+            "transfer_id": handshake.transfer_id,
+            "remote_bootstrap_addr": f"http://{handshake.bootstrap}",
+            "remote_engine_id": handshake.engine_id,
         }
         return _encode({**completion.fields, "kv_transfer_params": params})
 
@@ -186,9 +186,9 @@ class Sglang:
     def aggregated_body(self, completion: Completion) -> bytes:
         return _encode(completion.fields)
 
-    def prefill_body(self, completion: Completion, meeting: KvHandshake, prefix: Raw | None = None) -> bytes:
+    def prefill_body(self, completion: Completion, handshake: KvHandshake, prefix: Raw | None = None) -> bytes:
         assert prefix is None, "nobody copies prefixes by this protocol"
-        return _encode(completion.fields | _rooms(completion.n * completion.prompts, meeting))
+        return _encode(completion.fields | _rooms(completion.n * completion.prompts, handshake))
 
     def transfer_params(self, reply: bytes) -> Raw | None:
         """Return None: the prefill response is not used; the decode engine responds by itself."""
@@ -197,8 +197,8 @@ class Sglang:
     def allows_refetch(self, handover: Raw | None) -> bool:
         return False
 
-    def decode_body(self, completion: Completion, meeting: KvHandshake, handover: Raw | None) -> bytes:
-        return self.prefill_body(completion, meeting)
+    def decode_body(self, completion: Completion, handshake: KvHandshake, handover: Raw | None) -> bytes:
+        return self.prefill_body(completion, handshake)
 
 
 PROTOCOLS: dict[KvProtocol, PdProtocol] = {"vllm": Vllm(), "mooncake": Mooncake(), "sglang": Sglang()}
@@ -264,32 +264,32 @@ def _transfer_params(reply: bytes) -> Raw:
     return params
 
 
-def _announcement(meeting: KvHandshake) -> Raw:
+def _announcement(handshake: KvHandshake) -> Raw:
     """Return the transfer parameters of an early pull, for which there is no prefill response yet."""
-    if not meeting.early:
+    if not handshake.early:
         raise ProtocolError("answered nothing")
-    host, port = _address(meeting)
+    host, port = _address(handshake)
     params = {
         "do_remote_prefill": True,
         "do_remote_decode": False,
-        "transfer_id": meeting.transfer_id,
+        "transfer_id": handshake.transfer_id,
         "remote_host": host.strip("[]"),
         "remote_port": port,
-        "remote_instance": meeting.instance,
+        "remote_instance": handshake.instance,
     }
     return Raw(_encode(params))
 
 
-def _address(meeting: KvHandshake) -> tuple[str, int]:
-    host, colon, port = meeting.bootstrap.rpartition(":")
+def _address(handshake: KvHandshake) -> tuple[str, int]:
+    host, colon, port = handshake.bootstrap.rpartition(":")
     if not (host and colon and port.isascii() and port.isdigit()):
-        raise ProtocolError(f"has the bootstrap address {meeting.bootstrap!r}, which is not host:port")
+        raise ProtocolError(f"has the bootstrap address {handshake.bootstrap!r}, which is not host:port")
     return host, int(port)
 
 
-def _rooms(sequences: int, meeting: KvHandshake) -> Fields:
-    host, port = _address(meeting)
-    rooms = [(meeting.room + index) % ROOM_LIMIT for index in range(sequences)]
+def _rooms(sequences: int, handshake: KvHandshake) -> Fields:
+    host, port = _address(handshake)
+    rooms = [(handshake.room + index) % ROOM_LIMIT for index in range(sequences)]
     single = sequences == 1
     return {
         "bootstrap_host": Raw(_encode(host if single else [host] * sequences)),

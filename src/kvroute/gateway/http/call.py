@@ -80,7 +80,7 @@ class Call:
     def __init__(
         self,
         request: bytes,
-        sink: ResponseHandler,
+        handler: ResponseHandler,
         first_byte_s: float,
         idle_s: float,
         head_only: bool,
@@ -89,7 +89,7 @@ class Call:
         self.request = request
         self.body = b""
         """Bytes to send after `request`; kept apart to avoid a large copy."""
-        self.handler = sink
+        self.handler = handler
         self.first_byte_s = first_byte_s
         self.idle_s = idle_s
         self.head_only = head_only
@@ -104,10 +104,10 @@ class Call:
         """Close the connection and call the sink no more. Does nothing after the end."""
         if self.over:
             return
-        line = self.connection
+        connection = self.connection
         self.finish()
-        if line is not None:
-            line.close()
+        if connection is not None:
+            connection.close()
 
     def forget_request(self) -> None:
         """Release the request's bytes, because the client's response has begun and the request is not sent again.

@@ -88,7 +88,7 @@ class ClientConnection(asyncio.Protocol):
 
     def __init__(self, door: ServerCallbacks) -> None:
         self.deadline_s = NEVER_S
-        self._door = door
+        self._server = door
         self._now: Callable[[], float] = asyncio.get_running_loop().time
         self._transport: asyncio.Transport
         self._peer = self.address = ""
@@ -137,7 +137,7 @@ class ClientConnection(asyncio.Protocol):
                 self._transport.abort()
             else:  # slow, but still reading
                 self._unsent_bytes = unsent
-                self.deadline_s = now + self._door.limits.stall_s
+                self.deadline_s = now + self._server.limits.stall_s
         elif self._current is not None:
             self._probe(now)
         elif self._reader.phase == IDLE:
@@ -152,9 +152,9 @@ class ClientConnection(asyncio.Protocol):
         peer = transport.get_extra_info("peername")
         self._peer = str(peer[0]) if peer else ""
         self.address = network_of(peer)
-        self.deadline_s = self._now() + self._door.limits.header_s
+        self.deadline_s = self._now() + self._server.limits.header_s
         self._timed = IDLE
-        entry = self._door.enter(self)
+        entry = self._server.enter(self)
         if entry is Entry.DROPPED:
             self._leaving = True
             self._transport.abort()
@@ -205,7 +205,7 @@ class ClientConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._leaving = True
         self.deadline_s = NEVER_S
-        self._door.leave(self)
+        self._server.leave(self)
         self._reader.forget()
         self._weigh(0)
         current, self._current = self._current, None
@@ -214,7 +214,7 @@ class ClientConnection(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         self._unsent_bytes = self._transport.get_write_buffer_size()
-        self.deadline_s = self._now() + self._door.limits.stall_s
+        self.deadline_s = self._now() + self._server.limits.stall_s
         if self._current is not None:
             self._current.pause()
 
@@ -252,7 +252,7 @@ class ClientConnection(asyncio.Protocol):
 
     def _begin(self) -> None:
         """Pass the next request to the handler."""
-        door = self._door
+        door = self._server
         exchange = Exchange(
             *self._reader.ready.popleft(),
             self._now(),
@@ -300,7 +300,7 @@ class ClientConnection(asyncio.Protocol):
         if self._half_closed:
             self._leave()
             return
-        phase, door = self._reader.phase, self._door
+        phase, door = self._reader.phase, self._server
         if phase == BODY and not self._may_send():
             return
         if phase == self._timed:
@@ -320,7 +320,7 @@ class ClientConnection(asyncio.Protocol):
 
     def _may_send(self) -> bool:
         """Return whether the client may send its body; otherwise reject the request."""
-        reader, door = self._reader, self._door
+        reader, door = self._reader, self._server
         fault = None
         if self._timed != BODY and door.hooks.guard is not None:
             fault = door.hooks.guard(*reader.head)
@@ -334,7 +334,7 @@ class ClientConnection(asyncio.Protocol):
 
     def _weigh(self, nbytes: int) -> None:
         weight = nbytes * BODY_MEMORY_RATIO
-        self._door.bodies_bytes += weight - self._weight
+        self._server.bodies_bytes += weight - self._weight
         self._weight = weight
 
     def _leave(self) -> None:
@@ -343,7 +343,7 @@ class ClientConnection(asyncio.Protocol):
         self._held = b""
         self._reader.forget()
         self._transport.close()
-        self.deadline_s = self._now() + self._door.limits.stall_s
+        self.deadline_s = self._now() + self._server.limits.stall_s
 
     def _refuse(self, fault: HttpError) -> None:
         """Respond with an error, and close after the client has had time to read it.
@@ -353,7 +353,7 @@ class ClientConnection(asyncio.Protocol):
         """
         self._leaving = True
         self._held = b""
-        door, (method, path, _) = self._door, self._reader.head
+        door, (method, path, _) = self._server, self._reader.head
         self._reader.forget()
         self._weigh(0)
         kind = fault.type or ("server_error" if fault.status >= 500 else "invalid_request_error")
@@ -366,7 +366,7 @@ class ClientConnection(asyncio.Protocol):
         if self._transport.can_write_eof():
             self._transport.write_eof()
         self._read_on()
-        self.deadline_s = self._now() + self._door.limits.linger_s
+        self.deadline_s = self._now() + self._server.limits.linger_s
 
     def _read_on(self) -> None:
         if self._reading_paused:

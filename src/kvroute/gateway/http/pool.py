@@ -90,14 +90,14 @@ class UpstreamPool:
     def send(
         self,
         request: bytes,
-        sink: ResponseHandler,
+        handler: ResponseHandler,
         *,
         first_byte_s: float,
         idle_s: float,
         head_only: bool = False,
         body: bytes = b"",
     ) -> Call:
-        """Send a request. `sink` is called in later turns of the loop, never from within `send`.
+        """Send a request. `handler` is called in later turns of the loop, never from within `send`.
 
         Args:
             first_byte_s: seconds from sending to the first byte of the response body.
@@ -105,46 +105,46 @@ class UpstreamPool:
             body: the part after `request`, sent separately to avoid a large copy.
             head_only: the request is a HEAD, so that no body follows.
         """
-        call = Call(request, sink, first_byte_s, idle_s, head_only, self._ended)
+        call = Call(request, handler, first_byte_s, idle_s, head_only, self._ended)
         call.body = body
         self.busy += 1
         while self._idle:
-            line = self._idle.pop()
-            if line.usable:
-                line.begin(call)
+            connection = self._idle.pop()
+            if connection.usable:
+                connection.begin(call)
                 return call
-            line.close()
+            connection.close()
         self.resend(call)
         return call
 
     def close(self) -> None:
         """Close idle connections and keep none from now on; calls in progress continue."""
         self._closed = True
-        for line in self._idle:
-            line.close()
+        for connection in self._idle:
+            connection.close()
         self._idle.clear()
 
     # callbacks of connections and calls
 
-    def keep(self, line: UpstreamConnection) -> None:
+    def keep(self, connection: UpstreamConnection) -> None:
         """See `Keeper`."""
         if self._closed or len(self._idle) >= self._idle_max:
-            line.close()
+            connection.close()
             return
-        line.park(asyncio.get_running_loop().time() + self._keep_s)
-        self._idle.append(line)
+        connection.park(asyncio.get_running_loop().time() + self._keep_s)
+        self._idle.append(connection)
 
-    def opened(self, line: UpstreamConnection) -> None:
+    def opened(self, connection: UpstreamConnection) -> None:
         """See `Keeper`."""
-        self._open.add(line)
-        self._deadlines.watch(line)
+        self._open.add(connection)
+        self._deadlines.watch(connection)
 
-    def lost(self, line: UpstreamConnection) -> None:
+    def lost(self, connection: UpstreamConnection) -> None:
         """See `Keeper`."""
-        self._open.discard(line)
-        self._deadlines.forget(line)
-        if line in self._idle:
-            self._idle.remove(line)
+        self._open.discard(connection)
+        self._deadlines.forget(connection)
+        if connection in self._idle:
+            self._idle.remove(connection)
 
     def resend(self, call: Call) -> None:
         """See `Keeper`."""
@@ -155,7 +155,7 @@ class UpstreamPool:
     async def _connect(self, call: Call) -> None:
         """Open a connection for a call, which may have ended by the time it is open."""
         try:
-            line = await self._open_line(call)
+            connection = await self._open_line(call)
         except TimeoutError:
             failure = Failure("timeout", "connect", f"no connection to {self.host.decode()} in {self._connect_s:g} s")
         except (OSError, UnicodeError) as error:  # UnicodeError: the host name is invalid (`a..b`)
@@ -165,9 +165,9 @@ class UpstreamPool:
             failure = Failure(kind, "connect", f"no connection to {self.host.decode()} ({error})")
         else:
             if call.over:
-                self.keep(line)
-            elif line.usable:
-                line.begin(call)
+                self.keep(connection)
+            elif connection.usable:
+                connection.begin(call)
             else:
                 call.finish()
                 call.handler.on_failure(Failure("reset", "connect", "the engine closed the connection"))
@@ -190,16 +190,16 @@ class UpstreamPool:
                     raise
 
     async def _attempt(self) -> UpstreamConnection:
-        line = UpstreamConnection(self)
+        connection = UpstreamConnection(self)
         try:
             async with asyncio.timeout(self._connect_s):
                 await asyncio.get_running_loop().create_connection(
-                    lambda: line, self._address, self._port, ssl=self._tls
+                    lambda: connection, self._address, self._port, ssl=self._tls
                 )
         except (OSError, UnicodeError):
-            line.close()
+            connection.close()
             raise
-        return line
+        return connection
 
     def _ended(self) -> None:
         self.busy -= 1

@@ -25,15 +25,15 @@ _SPENT = httptools.HttpResponseParser(object())
 class ConnectionOwner(Protocol):
     """The owner of connections, which also counts calls: the pool."""
 
-    def keep(self, line: UpstreamConnection) -> None:
+    def keep(self, connection: UpstreamConnection) -> None:
         """The connection is free for the next call."""
         ...
 
-    def opened(self, line: UpstreamConnection) -> None:
+    def opened(self, connection: UpstreamConnection) -> None:
         """The connection is open."""
         ...
 
-    def lost(self, line: UpstreamConnection) -> None:
+    def lost(self, connection: UpstreamConnection) -> None:
         """The connection is closed."""
         ...
 
@@ -45,9 +45,9 @@ class ConnectionOwner(Protocol):
 class UpstreamConnection(asyncio.Protocol):
     """One keep-alive connection to an engine, with one call at a time."""
 
-    def __init__(self, keeper: ConnectionOwner) -> None:
+    def __init__(self, owner: ConnectionOwner) -> None:
         self.deadline_s = NEVER_S
-        self._keeper = keeper
+        self._owner = owner
         self._transport: asyncio.Transport | None = None
         self._doomed = False
         self._served = False
@@ -125,7 +125,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's class does not inherit from it
-        self._keeper.opened(self)
+        self._owner.opened(self)
         if self._doomed:
             self._transport.abort()
 
@@ -159,7 +159,7 @@ class UpstreamConnection(asyncio.Protocol):
         """Treat a half-closed connection as closed: the engine sends nothing more."""
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._keeper.lost(self)
+        self._owner.lost(self)
         self._transport = None
         self._forget()
         call = self._call
@@ -171,7 +171,7 @@ class UpstreamConnection(asyncio.Protocol):
             self._call = None
             call.connection = None
             call.retried = True
-            self._keeper.resend(call)
+            self._owner.resend(call)
         else:
             self._fail(
                 "reset", f"the engine closed the connection ({exc})" if exc else "the engine closed the connection"
@@ -248,7 +248,7 @@ class UpstreamConnection(asyncio.Protocol):
         if keep:
             self._served = True
             self._clear()
-            self._keeper.keep(self)
+            self._owner.keep(self)
         else:
             self.close()
         call.handler.on_end()

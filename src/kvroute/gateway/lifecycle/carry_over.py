@@ -43,9 +43,9 @@ class StateCarryOver:
         """Whether all state is carried over."""
         return not self._to_tell and not any(self._told.values())
 
-    def reads(self, serving: ClusterRuntime) -> bool:
+    def reads(self, runtime: ClusterRuntime) -> bool:
         """Whether cached prefixes of this cluster are still to be carried over."""
-        return serving is self._old and bool(self._to_tell)
+        return runtime is self._old and bool(self._to_tell)
 
     def at_once(self) -> None:
         """Carry over all state except cached prefixes: network and WAN paths, health, who measures transfers, load."""

@@ -93,10 +93,10 @@ class ClusterManager:
         except InputError:
             self._prompts.close()
             raise
-        self._watchers = Collectors(self.serving, self._heard)
+        self._collectors = Collectors(self.serving, self._heard)
         self.conversions = RoleSwitches(self.serving, self._heard)
         self._retired: list[ClusterRuntime] = []
-        self._handover: StateCarryOver | None = None
+        self._carry_over: StateCarryOver | None = None
         self._closed: deque[Iterator[int]] = deque()
         """Clusters without requests whose memory is not freed yet."""
         self._freeing: asyncio.Task[None] | None = None
@@ -109,15 +109,15 @@ class ClusterManager:
     @property
     def all_checked(self) -> bool:
         """Whether the health of every instance has been checked."""
-        return self._watchers.all_checked
+        return self._collectors.all_checked
 
     def watch(self) -> None:
         """Start the collectors of the first cluster. Raises InputError as `Collectors.start` does."""
-        self._watchers.start()
+        self._collectors.start()
 
     def push(self, body: bytes) -> None:
         """Process pushed telemetry. Raises InputError if it is invalid."""
-        self._watchers.push(body)
+        self._collectors.push(body)
 
     def prepare(self, read: Callable[[], Deployment]) -> Prepared:
         """Do all time-consuming work for another deployment; may run in a thread. Raises InputError, and what `read`
@@ -141,53 +141,53 @@ class ClusterManager:
                 prepared.prompts.close()
             raise
 
-    def switch(self, prepared: Prepared, serving: ClusterRuntime) -> Collectors:
-        """Make `serving` the current cluster and create its collectors; return the previous collectors, which the
+    def switch(self, prepared: Prepared, runtime: ClusterRuntime) -> Collectors:
+        """Make `runtime` the current cluster and create its collectors; return the previous collectors, which the
         caller closes. `settle` carries over the remaining state."""
-        old, watchers = self.serving, self._watchers
+        old, collectors = self.serving, self._collectors
         self._retired.append(old)
-        self._handover = StateCarryOver(old, serving, self._retired)
-        self._handover.at_once()
-        self.conversions.take_over(old, serving)
-        self._watchers = Collectors(serving, self._heard, watchers)
-        self.serving, self.deployment, self._prompts = serving, prepared.deployment, prepared.prompts
-        self._prompts.change(float(serving.settings.limits.queue_wait_s))
-        return watchers
+        self._carry_over = StateCarryOver(old, runtime, self._retired)
+        self._carry_over.at_once()
+        self.conversions.take_over(old, runtime)
+        self._collectors = Collectors(runtime, self._heard, collectors)
+        self.serving, self.deployment, self._prompts = runtime, prepared.deployment, prepared.prompts
+        self._prompts.change(float(runtime.settings.limits.queue_wait_s))
+        return collectors
 
-    async def settle(self, watchers: Collectors) -> None:
+    async def settle(self, collectors: Collectors) -> None:
         """Close the previous collectors, start the new ones, and carry over the cache contents to the new core."""
-        closing = asyncio.ensure_future(watchers.close())
+        closing = asyncio.ensure_future(collectors.close())
         try:
-            self._watchers.start()
+            self._collectors.start()
         except InputError as error:
             log_event("error", "kv_events_not_followed", reason=str(error))
         await closing
-        if self._handover is not None:
-            await self._handover.prefixes()
+        if self._carry_over is not None:
+            await self._carry_over.prefixes()
 
     def look(self) -> None:
         """Apply the changes that depend on time alone."""
         now = self._common.now()
-        for serving in self.clusters:
-            for station in serving.engines.values():
-                station.availability.refresh(now)
-            serving.panics.look(now)
-            if serving.wan_paths is not None:
-                serving.wan_paths.look(now)
-            if serving.events is not None:
-                serving.events.flush()
-        if self._handover is not None:
-            self._handover.look()
+        for runtime in self.clusters:
+            for engine in runtime.engines.values():
+                engine.availability.refresh(now)
+            runtime.panics.look(now)
+            if runtime.wan_paths is not None:
+                runtime.wan_paths.look(now)
+            if runtime.events is not None:
+                runtime.events.flush()
+        if self._carry_over is not None:
+            self._carry_over.look()
         self.conversions.look(self.clusters)
-        handover = self._handover
-        for serving in [each for each in self._retired if each.idle and not (handover and handover.reads(each))]:
-            self._retired.remove(serving)
-            serving.close()
-            self._closed.append(serving.control.dismantle())
-            if all(serving.prompts is not each.prompts for each in self.clusters):
-                serving.prompts.close()
-        if self._handover is not None and self._handover.over and not self._retired:
-            self._handover = None
+        carry_over = self._carry_over
+        for runtime in [each for each in self._retired if each.idle and not (carry_over and carry_over.reads(each))]:
+            self._retired.remove(runtime)
+            runtime.close()
+            self._closed.append(runtime.control.dismantle())
+            if all(runtime.prompts is not each.prompts for each in self.clusters):
+                runtime.prompts.close()
+        if self._carry_over is not None and self._carry_over.over and not self._retired:
+            self._carry_over = None
         if self._closed and self._freeing is None:
             self._freeing = asyncio.get_running_loop().create_task(self._free())
 
@@ -203,28 +203,28 @@ class ClusterManager:
 
     def stop(self) -> None:
         """Abort the requests in progress; their clients get an error."""
-        for serving in self.clusters:
-            for journey in list(serving.requests.values()):
-                journey.stop()
+        for runtime in self.clusters:
+            for proxied in list(runtime.requests.values()):
+                proxied.stop()
 
     async def unwatch(self) -> None:
         """Stop role switches and collectors."""
         await self.conversions.close()
-        await self._watchers.close()
+        await self._collectors.close()
 
     def close(self) -> None:
         """Close all clusters; no more requests follow."""
         if self._freeing is not None:
             self._freeing.cancel()
-        for serving in self.clusters:
-            serving.close()
-            serving.prompts.close()
+        for runtime in self.clusters:
+            runtime.close()
+            runtime.prompts.close()
 
     def _heard(self, event: Event) -> None:
         """Process an event of a collector."""
         self.serving.on_telemetry(event)
-        if self._handover is not None:
-            self._handover.heard(event)
+        if self._carry_over is not None:
+            self._carry_over.heard(event)
 
     def _recording(self, prepared: Prepared) -> EventLogWriter | None:
         deployment, header = prepared.deployment, prepared.log_header
@@ -238,7 +238,7 @@ class ClusterManager:
         deployment, prompts, control = prepared.deployment, prepared.prompts, prepared.control
         cluster, settings, common = deployment.cluster, deployment.settings, self._common
         key = os.environ.get(settings.upstream_key_env or "", "").encode()
-        serving = ClusterRuntime(
+        runtime = ClusterRuntime(
             cluster,
             control,
             settings,
@@ -257,13 +257,13 @@ class ClusterManager:
             first_number=first_number,
         )
         secret = os.environ.get(settings.cache_salt_secret_env or "", "").encode() or common.salt_secret
-        serving.salts = CacheSalts.of(settings.cache_salt, settings.keys, secret)
+        runtime.salts = CacheSalts.of(settings.cache_salt, settings.keys, secret)
         exact, deadlines = prompts.exact, common.deadlines
-        serving.engines = stations_of(
-            cluster, settings, weakly(serving.on_availability), deadlines, exact=exact, draw=common.jitter.random
+        runtime.engines = stations_of(
+            cluster, settings, weakly(runtime.on_availability), deadlines, exact=exact, draw=common.jitter.random
         )
-        serving.panics = Panics(serving.engines, settings.health.panic, weakly(serving.panicked))
+        runtime.panics = Panics(runtime.engines, settings.health.panic, weakly(runtime.panicked))
         if settings.offload is not None:
             scrape_s = float(settings.scrape.interval_s)
-            serving.wan_paths = WanPaths(cluster, serving.engines, settings.offload.way, scrape_s=scrape_s)
-        return serving
+            runtime.wan_paths = WanPaths(cluster, runtime.engines, settings.offload.way, scrape_s=scrape_s)
+        return runtime

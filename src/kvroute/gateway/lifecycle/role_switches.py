@@ -52,9 +52,9 @@ class Conversion:
 class RoleSwitches:
     """The role switches of the current cluster; the caller runs `look` periodically and `take_over` at a reload."""
 
-    def __init__(self, serving: ClusterRuntime, heard: Callable[[Event], None]) -> None:
+    def __init__(self, runtime: ClusterRuntime, heard: Callable[[Event], None]) -> None:
         """Args: `heard` receives the event that an instance has restarted, like those of a collector."""
-        self._serving, self._heard = serving, heard
+        self._runtime, self._heard = runtime, heard
         self.under_way: dict[str, Conversion] = {}
         """Role switches in progress, by instance."""
         self._ask_at = 0.0
@@ -64,7 +64,7 @@ class RoleSwitches:
 
     def look(self, clusters: Sequence[ClusterRuntime]) -> None:
         """Request a review if one is due, and continue the role switches. Args: `clusters` that have requests."""
-        now = self._serving.now()
+        now = self._runtime.now()
         if now >= self._ask_at and not self._stopped:
             self._review(now)
         for conversion in list(self.under_way.values()):
@@ -73,36 +73,36 @@ class RoleSwitches:
                 conversion.hook = asyncio.get_running_loop().create_task(self._call(conversion))
 
     def _review(self, now: float) -> None:
-        serving = self._serving
-        offload, offloading = serving.settings.offload, serving.control.offloading
+        runtime = self._runtime
+        offload, offloading = runtime.settings.offload, runtime.control.offloading
         if offload is None or offloading is None or any(each.inherited for each in self.under_way.values()):
             return
         self._ask_at = now + float(offload.look_s)
-        decisions = serving.decide(ReviewDue(now))
+        decisions = runtime.decide(ReviewDue(now))
         review = offloading.last_review
         if review is not None and review is not self._seen:
             self._seen = review
-            serving.metrics.reviewed(review.verdict)
+            runtime.metrics.reviewed(review.verdict)
             _tell(review, offload.conversion is not None)
         for decision in decisions:
             if isinstance(decision, Convert):
-                serving.state.decided(decision, now)
+                runtime.state.decided(decision, now)
                 self._begin(decision, offload.conversion, now)
 
     def _begin(self, decision: Convert, section: ConversionSection | None, now: float) -> None:
-        station = self._serving.engines[decision.instance]
+        engine = self._runtime.engines[decision.instance]
         drain_s = float(section.drain_s) if section is not None else 0.0
-        conversion = Conversion(decision.instance, decision.role, station.role, now + drain_s)
+        conversion = Conversion(decision.instance, decision.role, engine.role, now + drain_s)
         self.under_way[decision.instance] = conversion
         if section is None or now < self._backs_off_until:
             self._end(conversion, "declined")
             return
         log_event("info", "conversion_begun", instance=decision.instance, role=decision.role)
-        station.availability.hold(CONVERTING, now)
+        engine.availability.hold(CONVERTING, now)
 
     async def _call(self, conversion: Conversion) -> None:
-        serving = self._serving
-        offload, instance = serving.settings.offload, serving.engines[conversion.instance].instance
+        runtime = self._runtime
+        offload, instance = runtime.settings.offload, runtime.engines[conversion.instance].instance
         section = offload.conversion if offload is not None else None
         why = "no hook is given any more"
         try:
@@ -116,30 +116,30 @@ class RoleSwitches:
         if not why:
             self._failures = 0
         elif section is not None:
-            self._backs_off_until = serving.now() + float(section.back_off_s) * 2 ** min(self._failures, _DOUBLINGS)
+            self._backs_off_until = runtime.now() + float(section.back_off_s) * 2 ** min(self._failures, _DOUBLINGS)
             self._failures += 1
         self._end(conversion, "failed" if why else "converted", why)
 
     def _end(self, conversion: Conversion, outcome: Outcome, why: str = "") -> None:
         """Finish a role switch: the instance serves again, in the new role or the old one."""
-        name, serving = conversion.instance, self._serving
+        name, runtime = conversion.instance, self._runtime
         if self.under_way.pop(name, None) is not conversion:
             return
-        serving.metrics.converted(outcome)
+        runtime.metrics.converted(outcome)
         reason = {"reason": why} if why else {}
         log_event("error" if why else "info", f"conversion_{outcome}", instance=name, role=conversion.role, **reason)
-        station, now = serving.engines[name], serving.now()
+        engine, now = runtime.engines[name], runtime.now()
         if outcome == "converted":
-            station.role = conversion.role
+            engine.role = conversion.role
             self._heard(KvCleared(now, name))  # the engine has most likely restarted
-        if _may_convert(serving, name):
-            serving.notify(InstanceConverted(now, name, station.role))
-        station.availability.release(CONVERTING, now)
+        if _may_convert(runtime, name):
+            runtime.notify(InstanceConverted(now, name, engine.role))
+        engine.availability.release(CONVERTING, now)
 
     def take_over(self, old: ClusterRuntime, new: ClusterRuntime) -> None:
         """Carry over roles and role switches at a reload, for each instance that the new file keeps unchanged and
         allows to switch roles. For other instances the file's role applies."""
-        now, self._serving = new.now(), new
+        now, self._runtime = new.now(), new
         for name, before in old.engines.items():
             conversion, after = self.under_way.get(name), new.engines.get(name)
             same = same_engine(name, old, new) and after is not None and before.instance.role == after.instance.role
@@ -161,7 +161,7 @@ class RoleSwitches:
         self.under_way.pop(conversion.instance, None)
         if conversion.hook is not None:
             conversion.hook.cancel()
-        self._serving.metrics.converted("abandoned")
+        self._runtime.metrics.converted("abandoned")
         log_event("warning", "conversion_abandoned", instance=conversion.instance, role=conversion.role)
 
     def stop(self) -> None:
@@ -180,24 +180,24 @@ class RoleSwitches:
         await asyncio.gather(*hooks, return_exceptions=True)
 
 
-def _may_convert(serving: ClusterRuntime, name: str) -> bool:
-    offloading = serving.control.offloading
-    return offloading is not None and offloading.may_convert(serving.cluster.index(name))
+def _may_convert(runtime: ClusterRuntime, name: str) -> bool:
+    offloading = runtime.control.offloading
+    return offloading is not None and offloading.may_convert(runtime.cluster.index(name))
 
 
 def _needed(name: str, clusters: Sequence[ClusterRuntime]) -> bool:
     """Whether any request is in flight on the instance, or needs the KV cache that it holds."""
-    for serving in clusters:
-        station = serving.engines.get(name)
-        if station is not None and station.in_flight:
+    for runtime in clusters:
+        engine = runtime.engines.get(name)
+        if engine is not None and engine.in_flight:
             return True
-        if any(_needs(journey, name) for journey in serving.requests.values()):
+        if any(_needs(proxied, name) for proxied in runtime.requests.values()):
             return True
     return False
 
 
-def _needs(journey: ProxiedRequest, name: str) -> bool:
-    prefill, answer = journey.prefill, journey.decode
+def _needs(proxied: ProxiedRequest, name: str) -> bool:
+    prefill, answer = proxied.prefill, proxied.decode
     if answer is not None and answer.engine.name == name:
         return True
     return prefill is not None and prefill.engine.name == name and (answer is None or not answer.admitted)

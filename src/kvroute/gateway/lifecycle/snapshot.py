@@ -34,7 +34,7 @@ def status_snapshot(
     *,
     ready: bool,
     draining: bool,
-    conversions: RoleSwitches | None = None,
+    role_switches: RoleSwitches | None = None,
 ) -> GatewayStatus:
     """Return the gauges. Args: `clusters` that have requests, the current one first; empty: not started yet."""
     queued, in_flight = admission.queued, admission.in_flight
@@ -42,12 +42,12 @@ def status_snapshot(
         return GatewayStatus(
             in_flight=in_flight, queued=queued, connections=connections, ready=ready, draining=draining
         )
-    serving, *retired = clusters
-    core = serving.control.loads(now)
-    older = {name: _under_way(name, retired) if retired else 0 for name in serving.engines}
+    runtime, *retired = clusters
+    core = runtime.control.loads(now)
+    older = {name: _under_way(name, retired) if retired else 0 for name in runtime.engines}
     instances = tuple(
-        _instance(station, older[name], core[name], serving.measured.get(name), now)
-        for name, station in serving.engines.items()
+        _instance(engine, older[name], core[name], runtime.measured.get(name), now)
+        for name, engine in runtime.engines.items()
     )
     return GatewayStatus(
         in_flight=in_flight,
@@ -55,9 +55,9 @@ def status_snapshot(
         connections=connections,
         ready=ready,
         draining=draining,
-        oracle=_oracle(serving, now),
-        foresight=_foresight(serving, now),
-        offload=_offload(serving, conversions, now),
+        oracle=_oracle(runtime, now),
+        foresight=_foresight(runtime, now),
+        offload=_offload(runtime, role_switches, now),
         panics=tuple(
             PanicLoad(
                 model=each.model,
@@ -66,37 +66,37 @@ def status_snapshot(
                 available=each.state.available,
                 instances=each.state.instances,
             )
-            for each in serving.panics.sets
+            for each in runtime.panics.sets
         ),
         instances=instances,
     )
 
 
-def _offload(serving: ClusterRuntime, conversions: RoleSwitches | None, now: float) -> OffloadLoad | None:
-    offloading, section = serving.control.offloading, serving.settings.offload
+def _offload(runtime: ClusterRuntime, role_switches: RoleSwitches | None, now: float) -> OffloadLoad | None:
+    offloading, section = runtime.control.offloading, runtime.settings.offload
     if offloading is None or section is None:
         return None
-    under_way = conversions.under_way.values() if conversions is not None else ()
-    stations = serving.engines.values()
+    under_way = role_switches.under_way.values() if role_switches is not None else ()
+    engines = runtime.engines.values()
     return OffloadLoad(
-        sites=tuple(_site(serving, offloading, site, now) for site in offloading.datacenters.prfaas),
+        sites=tuple(_site(runtime, offloading, site, now) for site in offloading.datacenters.prfaas),
         converts=section.conversion is not None,
         conversions=tuple(ConversionLoad(instance=c.instance, role=c.role, stage=c.stage) for c in under_way),
-        roles={station.name: station.role for station in stations if station.role != station.instance.role},
+        roles={engine.name: engine.role for engine in engines if engine.role != engine.instance.role},
         review=_review(offloading.last_review),
     )
 
 
-def _site(serving: ClusterRuntime, offloading: Offloader, site: int, now: float) -> SiteLoad:
+def _site(runtime: ClusterRuntime, offloading: Offloader, site: int, now: float) -> SiteLoad:
     name, threshold, egress = offloading.datacenters.names[site], offloading.thresholds[site], offloading.egress[site]
     others, utilisation = offloading.utilisation(site, now)
-    seen = serving.wan_paths.telemetry.way(name, now) if serving.wan_paths is not None else None
+    seen = runtime.wan_paths.telemetry.way(name, now) if runtime.wan_paths is not None else None
     return SiteLoad(
         name=name,
         threshold_tokens=threshold.tokens,
         base_tokens=threshold.base_tokens,
         open=threshold.up,
-        way=serving.wan_paths.state(name, now) if serving.wan_paths is not None else "closed",
+        way=runtime.wan_paths.state(name, now) if runtime.wan_paths is not None else "closed",
         utilisation=utilisation,
         others=others,
         bytes_per_s=egress.bytes_per_s,
@@ -129,34 +129,34 @@ def _under_way(name: str, retired: Sequence[ClusterRuntime]) -> int:
 
 
 def _instance(
-    station: EngineClient, older: int, core: CoreLoad, measured: InstanceMeasured | None, now: float
+    engine: EngineClient, older: int, core: CoreLoad, measured: InstanceMeasured | None, now: float
 ) -> InstanceLoad:
     return InstanceLoad(
-        name=station.name,
-        up=station.availability.healthy,
-        breaker=station.availability.breaker.state(now),
-        requests=station.in_flight + older,
-        running=measured.running if measured else station.in_flight + older,
+        name=engine.name,
+        up=engine.availability.healthy,
+        breaker=engine.availability.breaker.state(now),
+        requests=engine.in_flight + older,
+        running=measured.running if measured else engine.in_flight + older,
         waiting=measured.waiting if measured else core.queued,
         prefill_pending_s=core.pending_s,
         kv_used_share=measured.kv_used_share if measured else None,
         scrape_age_s=now - measured.at if measured else None,
-        role=station.role,
+        role=engine.role,
     )
 
 
-def _oracle(serving: ClusterRuntime, now: float) -> OracleLoad:
-    oracle = serving.control.oracle
+def _oracle(runtime: ClusterRuntime, now: float) -> OracleLoad:
+    oracle = runtime.control.oracle
     return OracleLoad(
-        source=serving.settings.oracle.source,
+        source=runtime.settings.oracle.source,
         age_s=oracle.staleness_s(now),
         congestion=tuple(float(share) for share in oracle.congestion(now)),
         learned_ratio=oracle.learned_ratio(now),
     )
 
 
-def _foresight(serving: ClusterRuntime, now: float) -> ForesightLoad | None:
-    learned, settings = serving.control.learned(now), serving.settings
+def _foresight(runtime: ClusterRuntime, now: float) -> ForesightLoad | None:
+    learned, settings = runtime.control.learned(now), runtime.settings
     if learned is None:
         return None
     acts = settings.policy in FORESIGHT_POLICIES

@@ -85,11 +85,11 @@ class Logs:
         """Start to log to `stream`, which defaults to standard error."""
         self._handler = logging.StreamHandler(stream or sys.stderr)
         queue: Queue[Any] = Queue(LINES_MOST)
-        self._door = _Dropping(queue)
+        self._server = _Dropping(queue)
         self._listener = _Patient(queue, self._handler)
         self._listener.start()
         self._before = (_LOGGER.level, _ACCESS.level)
-        logging.getLogger().addHandler(self._door)
+        logging.getLogger().addHandler(self._server)
         self.change(style, level, access=access)
 
     def change(self, style: Literal["json", "text"], level: Level, *, access: bool) -> None:
@@ -101,12 +101,12 @@ class Logs:
     @property
     def dropped(self) -> int:
         """Lines dropped because the reader of the stream blocked."""
-        return self._door.dropped
+        return self._server.dropped
 
     def close(self) -> None:
         """Write what is left, for CLOSE_S at most, and restore the previous logging settings."""
-        logging.getLogger().removeHandler(self._door)
-        self._door.close()
+        logging.getLogger().removeHandler(self._server)
+        self._server.close()
         stopping = Thread(target=self._listener.stop, daemon=True)
         stopping.start()
         stopping.join(CLOSE_S)

@@ -101,7 +101,7 @@ class Metrics:
             ("site", "reason"),
         )
         self._reviews = Counter("kvroute_reviews_total", "Searches of threshold and roles.", ("verdict",))
-        self._conversions = Counter("kvroute_conversions_total", "Roles changed, or not.", ("outcome",))
+        self._role_switches = Counter("kvroute_conversions_total", "Roles changed, or not.", ("outcome",))
         self._transferring = [0] * TIER_COUNT
 
     def decided(self, decision: Decision, seconds: float) -> None:
@@ -253,7 +253,7 @@ class Metrics:
 
     def converted(self, outcome: Literal["converted", "failed", "declined", "abandoned"]) -> None:
         """Count a finished role switch."""
-        self._conversions.add((outcome,))
+        self._role_switches.add((outcome,))
 
     def page(self, accept: str = "") -> tuple[str, Iterator[str]]:
         """Return the content type and the text family by family, so that a server can run other work in between.

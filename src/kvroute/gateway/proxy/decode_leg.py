@@ -49,13 +49,13 @@ class DecodeLeg(Leg):
     )
     kind = "decode"
 
-    def __init__(self, journey: ProxiedRequest, decision: Decode, now: float) -> None:
-        super().__init__(journey, journey.runtime.engines[decision.target], now)
+    def __init__(self, proxied: ProxiedRequest, decision: Decode, now: float) -> None:
+        super().__init__(proxied, proxied.runtime.engines[decision.target], now)
         self.decision = decision
         self.aggregated = decision.source == decision.target
         """The same instance computes the prompt, so there is no KV transfer."""
-        self.streams = journey.completion.stream
-        self.expected = journey.runtime.expected_transfers.expected(decision)
+        self.streams = proxied.completion.stream
+        self.expected = proxied.runtime.expected_transfers.expected(decision)
         self.first = True
         self.early = False
         """The leg is sent before the KV cache is computed, although the protocol does not require it."""
@@ -70,25 +70,25 @@ class DecodeLeg(Leg):
 
     def begin(self, now: float) -> None:
         """Send the leg."""
-        journey, dialect = self.owner, self.engine.protocol
-        completion, timeouts = journey.completion, journey.runtime.timeouts
+        proxied, protocol = self.owner, self.engine.protocol
+        completion, timeouts = proxied.completion, proxied.runtime.timeouts
         if self.aggregated:
-            body = dialect.aggregated_body(completion)
+            body = protocol.aggregated_body(completion)
         else:
-            prefill = journey.prefill
+            prefill = proxied.prefill
             assert prefill is not None
             assert prefill.handshake is not None
-            self.early = prefill.handshake.early and not journey.computed
-            if journey.computed or self.early:
+            self.early = prefill.handshake.early and not proxied.computed
+            if proxied.computed or self.early:
                 self.transfer_started(now)
             try:
-                body = dialect.decode_body(completion, prefill.handshake, prefill.transfer_params)
+                body = protocol.decode_body(completion, prefill.handshake, prefill.transfer_params)
             except ProtocolError as error:
-                journey.fail(502, f"prefill instance {self.decision.source} {error}", now)
+                proxied.fail(502, f"prefill instance {self.decision.source} {error}", now)
                 return
         wait_s = timeouts.first_token_s if self.streams else timeouts.answer_s
         self.send(body, wait_s + timeouts.prefill_s if self.early else wait_s, now)
-        if journey.computed or self.aggregated:
+        if proxied.computed or self.aggregated:
             self.expect_transfer(now)
 
     # The transfer
@@ -119,15 +119,15 @@ class DecodeLeg(Leg):
         if self.admitted:
             return
         self.admitted = True  # set first: the calls below process the transfers that are due
-        journey, decision = self.owner, self.decision
-        serving, request = journey.runtime, journey.request
+        proxied, decision = self.owner, self.decision
+        runtime, request = proxied.runtime, proxied.request
         assert request is not None
-        if not journey.computed and not request.one_leg:
-            journey.on_prefill_done(serving.engines[decision.source], now)
+        if not proxied.computed and not request.one_leg:
+            proxied.on_prefill_done(runtime.engines[decision.source], now)
         self.end_transfer(now, True, seconds)
-        serving.notify(Admitted(now, journey.number))
+        runtime.notify(Admitted(now, proxied.number))
         if self.engine.approximate and request.blocks and (request.one_leg or not self.aggregated):
-            serving.notify(KvStored(now, decision.target, request.blocks, request.block_tokens))
+            runtime.notify(KvStored(now, decision.target, request.blocks, request.block_tokens))
 
     def end_transfer(self, now: float, landed: bool, seconds: float | None = None) -> None:
         """Record that the transfer has ended. Only a completed one is reported to the control core here; the event for
@@ -149,7 +149,7 @@ class DecodeLeg(Leg):
 
     def on_body(self, data: bytes) -> None:
         """See Sink."""
-        journey = self.owner
+        proxied = self.owner
         try:
             if not self.streams or self.status >= 400:
                 if not self.keep(data):
@@ -163,9 +163,9 @@ class DecodeLeg(Leg):
                 return
             self.events += sse_events(data)
             self.size += len(data)
-            journey.exchange.write(data)
+            proxied.exchange.write(data)
         except Exception as error:
-            journey.internal_error(error)
+            proxied.internal_error(error)
 
     def _whole_events(self, data: bytes) -> bytes:
         """Return the whole events of `data` and hold back the rest. If the engine failed within a relayed event, the
@@ -180,7 +180,7 @@ class DecodeLeg(Leg):
 
     def _first_token(self, data: bytes) -> bool:
         """Handle the first event: the transfer is over and decoding has begun. Return False if it is an error."""
-        journey, exchange = self.owner, self.owner.exchange
+        proxied, exchange = self.owner, self.owner.exchange
         if data.startswith(_ERROR_START):
             if self.call is not None:
                 self.call.abort()
@@ -188,67 +188,67 @@ class DecodeLeg(Leg):
             self.on_failed("status", why, 502, sent=True)
             return False
         self.first = False
-        now = journey.runtime.now()
+        now = proxied.runtime.now()
         self._answered(now)
         decode_s = now - self.sent_at
         step_s = min(self.expected.step_s, decode_s)
-        shows = self.transferring and journey.computed  # otherwise the whole transfer ran during the prefill
+        shows = self.transferring and proxied.computed  # otherwise the whole transfer ran during the prefill
         crossed_s = max(0.0, now - self.transfer_started_at - step_s) if shows else None
         self._measure(now)
         self.transfer_done(now, crossed_s)
-        queue_s = (self.sent_at if journey.prefill is None else journey.prefill.sent_at) - journey.received_at
+        queue_s = (self.sent_at if proxied.prefill is None else proxied.prefill.sent_at) - proxied.received_at
         transfer_s = crossed_s or 0.0
-        prefill_s = max(0.0, now - journey.received_at - queue_s - transfer_s - step_s)
-        journey.first_token(self, Ttft(queue_s, prefill_s, transfer_s, step_s), decode_s, now)
+        prefill_s = max(0.0, now - proxied.received_at - queue_s - transfer_s - step_s)
+        proxied.first_token(self, Ttft(queue_s, prefill_s, transfer_s, step_s), decode_s, now)
         exchange.on_pause, exchange.on_resume = self.pause, self.resume
-        content_type, headers = answered(self.headers, journey.request_id)
+        content_type, headers = answered(self.headers, proxied.request_id)
         exchange.start(self.status, [(b"content-type", content_type), *headers], None)
         return True
 
     def _answered(self, now: float) -> None:
         """Report success after the first token or the whole response."""
         self.succeeded(now)
-        journey = self.owner
-        if journey.path_attempt is not None:
-            journey.path_attempt.arrived(now)
-        if journey.faults is not None:
-            journey.faults.answered("decode", now)
+        proxied = self.owner
+        if proxied.path_attempt is not None:
+            proxied.path_attempt.arrived(now)
+        if proxied.faults is not None:
+            proxied.faults.answered("decode", now)
 
     def _measure(self, now: float) -> None:
         """Report the transfer time, unless the engine measures it itself or the request waited in a queue."""
-        decision, station = self.decision, self.engine
-        if not station.measures or not self.transferring or decision.kv_bytes < _MEASURABLE_BYTES:
+        decision, engine = self.decision, self.engine
+        if not engine.measures or not self.transferring or decision.kv_bytes < _MEASURABLE_BYTES:
             return
         seconds = now - self.sent_at - self.expected.step_s
-        joint = station.protocol.concurrent_legs or self.early  # then `seconds` includes the prefill
+        joint = engine.protocol.concurrent_legs or self.early  # then `seconds` includes the prefill
         if self.expected.queue_s == 0.0 and seconds > 0.0 and not joint:
             measured = TransferMeasured(now, decision.source, decision.target, decision.kv_bytes, seconds)
             self.owner.runtime.notify(measured)
 
     def on_end(self) -> None:
         """See Sink."""
-        journey = self.owner
+        proxied = self.owner
         try:
             if self.status >= 400:
                 self.on_error_status()
             elif self.streams:
                 self._stream_ended()
             else:
-                serving, exchange = journey.runtime, journey.exchange
-                now = serving.now()
+                runtime, exchange = proxied.runtime, proxied.exchange
+                now = runtime.now()
                 self._answered(now)
                 self.transfer_done(now)
-                serving.whole_answer(self.decision, now)
-                content_type, headers = answered(self.headers, journey.request_id)
+                runtime.whole_answer(self.decision, now)
+                content_type, headers = answered(self.headers, proxied.request_id)
                 body = self.body()
                 self.close()
                 exchange.respond(self.status, body, content_type, headers)
-                journey.end(self.status, now, usage_tokens(body), relayed_bytes=self.size)
+                proxied.end(self.status, now, usage_tokens(body), relayed_bytes=self.size)
         except Exception as error:
-            journey.internal_error(error)
+            proxied.internal_error(error)
 
     def _stream_ended(self) -> None:
-        journey = self.owner
+        proxied = self.owner
         rest, self._held = self._held, b""
         if self.first and not rest:
             why = f"decode instance {self.engine.name} ended the stream before its first token"
@@ -259,36 +259,36 @@ class DecodeLeg(Leg):
         if rest:
             self.events += sse_events(rest)
             self.size += len(rest)
-            journey.exchange.write(rest)
+            proxied.exchange.write(rest)
         self.close()
-        journey.exchange.end()
-        journey.end(self.status, journey.runtime.now(), self.events, relayed_bytes=self.size)
+        proxied.exchange.end()
+        proxied.end(self.status, proxied.runtime.now(), self.events, relayed_bytes=self.size)
 
     def on_failed(self, kind: str, why: str, status: int, *, sent: bool) -> None:
         """See Leg: before the first token the leg is retried; after it the stream ends with an error event."""
-        journey = self.owner
-        serving = journey.runtime
-        now = serving.now()
+        proxied = self.owner
+        runtime = proxied.runtime
+        now = runtime.now()
         if sent:
-            serving.engines[self.decision.source].forget_engine_id()
+            runtime.engines[self.decision.source].forget_engine_id()
         self.failed(kind, why, now)
-        if journey.exchange.started:
-            serving.metrics.stream_failed()
-            serving.state.stream_failed(now)
+        if proxied.exchange.started:
+            runtime.metrics.stream_failed()
+            runtime.state.stream_failed(now)
             self.abort_stream(why)
-            journey.drop_legs(now)
-            journey.end(200, now, self.events, relayed_bytes=self.size, error=why)
+            proxied.drop_legs(now)
+            proxied.end(200, now, self.events, relayed_bytes=self.size, error=why)
             return
-        computed, prefill = journey.computed, journey.prefill
-        journey.decode = None
+        computed, prefill = proxied.computed, proxied.prefill
+        proxied.decode = None
         kv_lost = sent and not (kind == "reset" and self._refetches(prefill, computed))
         if not computed and prefill is not None and (kv_lost or not self.early):
             prefill.abort(now)
         self.end_transfer(now, False)
-        if not journey.may_retry("decode", now):
-            journey.fail(status, why, now)
+        if not proxied.may_retry("decode", now):
+            proxied.fail(status, why, now)
             return
-        journey.apply(serving.decide(DecodeFailed(now, journey.number, kv_lost=kv_lost)), now)
+        proxied.apply(runtime.decide(DecodeFailed(now, proxied.number, kv_lost=kv_lost)), now)
 
     def _refetches(self, prefill: PrefillLeg | None, computed: bool) -> bool:
         """Whether another decode engine may fetch the same KV cache."""
@@ -301,16 +301,16 @@ class DecodeLeg(Leg):
         has most likely not arrived. The failure then counts against the WAN path, or against nothing if the prompt is
         not computed yet. The request itself may also cause an error, so it is retried without the WAN path (see
         `Suspicion`)."""
-        passage = self.owner.path_attempt
+        path_attempt = self.owner.path_attempt
         silent = kind == "timeout" or (kind == "status" and self.status not in FULL)
-        if passage is None or not passage.open or not silent:
+        if path_attempt is None or not path_attempt.open or not silent:
             super().blame(kind, now)
             return
         self.engine.availability.cancelled(self.attempt, now)
         if self.owner.computed:
-            passage.lost(self.owner.fault_attribution(), now, error=kind == "status")
+            path_attempt.lost(self.owner.fault_attribution(), now, error=kind == "status")
         else:
-            passage.cancelled(now)
+            path_attempt.cancelled(now)
 
     def abort_stream(self, why: str, kind: str = UPSTREAM) -> None:
         """End the stream with an error event that gives the reason. The held-back part of an event is dropped."""

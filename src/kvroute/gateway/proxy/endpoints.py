@@ -58,8 +58,8 @@ class Endpoints:
 
     def __init__(
         self,
-        serving: ClusterRuntime,
-        entrance: AdmissionQueue,
+        runtime: ClusterRuntime,
+        admission_queue: AdmissionQueue,
         keys: Keys,
         *,
         ready: Callable[[], str],
@@ -71,8 +71,8 @@ class Endpoints:
     ) -> None:
         """
         Args:
-            serving: the cluster for new requests; replaced on reload.
-            entrance: the admission queue.
+            runtime: the cluster for new requests; replaced on reload.
+            admission_queue: the admission queue.
             keys: API keys of the clients that are served.
             ready: returns the reason why no requests are accepted; empty: they are accepted.
             page: returns content type and pieces of the metrics for an Accept header; None: only the admin port has
@@ -82,9 +82,9 @@ class Endpoints:
             started_unix_s: start of the gateway, for the list of models.
             pages: decides which web pages may read responses; None: no page of another site.
         """
-        self.serving, self.keys = serving, keys
+        self.serving, self.keys = runtime, keys
         self._pages, self._open_metrics = pages or WebPages(), metrics_without_key
-        self._entrance = entrance
+        self._admission_queue = admission_queue
         self._ready, self._page, self._description, self._started = ready, page, description, started_unix_s
         self._turn = 0
         self._readers = (ThreadPoolExecutor(1, "read"), ThreadPoolExecutor(1, "read-large"))
@@ -99,7 +99,7 @@ class Endpoints:
         if path in COMPLETIONS and method == b"POST":
             self._read(exchange, read_completion, self._complete)
         elif path in PASSED_ON and method == b"POST":
-            self._read(exchange, read_passed_on, self._relay)
+            self._read(exchange, read_passed_on, self._passthrough)
         elif path == b"/v1/models" and method in _READ:
             self._models(exchange)
         else:
@@ -164,7 +164,7 @@ class Endpoints:
             self._refuse(exchange, 500, error_body("a fault of the gateway", "internal_error"), kind, key)
             return
         self.serving.metrics.client_gone()
-        self._entrance.log_finished(exchange, kind, 499, self.serving.now() - received_at, key)
+        self._admission_queue.log_finished(exchange, kind, 499, self.serving.now() - received_at, key)
 
     async def _read_in_turn(self, exchange: Exchange, read: Callable[[bytes, bytes], Read]) -> Read | None:
         """Parse a body in a thread, one at a time: a decoder holds the interpreter lock while it works, and several at
@@ -183,22 +183,22 @@ class Endpoints:
         task.add_done_callback(self._tasks.discard)
 
     def _complete(self, exchange: Exchange, key: str | None, completion: Completion, received_at: float) -> None:
-        serving = self.serving
-        if serving.salts is not None and key is not None:
-            completion = with_salt(completion, serving.salts.salt(key, completion.salt))
+        runtime = self.serving
+        if runtime.salts is not None and key is not None:
+            completion = with_salt(completion, runtime.salts.salt(key, completion.salt))
         request_id = self._request_id(exchange)
-        serving.state.arrived(received_at)
+        runtime.state.arrived(received_at)
 
         def start(ticket: int) -> None:
-            serving = self.serving
-            journey = ProxiedRequest(serving, exchange, completion, request_id, received_at)
-            journey.ticket = ticket
-            serving.requests[journey.number] = journey
-            if serving.events is not None or access_on():
-                serving.callers[journey.number] = Caller(request_id.decode("latin-1"), exchange.peer, key or "")
-            journey.begin()
+            runtime = self.serving
+            proxied = ProxiedRequest(runtime, exchange, completion, request_id, received_at)
+            proxied.ticket = ticket
+            runtime.requests[proxied.number] = proxied
+            if runtime.events is not None or access_on():
+                runtime.callers[proxied.number] = Caller(request_id.decode("latin-1"), exchange.peer, key or "")
+            proxied.begin()
 
-        self._entrance.submit(exchange, completion.kind, key, start)
+        self._admission_queue.submit(exchange, completion.kind, key, start)
 
     def _models(self, exchange: Exchange) -> None:
         key = self._key(exchange)
@@ -220,13 +220,13 @@ class Endpoints:
         if exchange.path != b"/v1/models" and not is_model_name(rest):
             self._show_model(exchange, 404, no_model_body(unquote(rest.decode("latin-1"))), key)
             return
-        self._relay(exchange, key, PassedOn("", b"", {}), self.serving.now())
+        self._passthrough(exchange, key, PassedOn("", b"", {}), self.serving.now())
 
     def _show_model(self, exchange: Exchange, status: int, body: bytes, key: str | None) -> None:
         exchange.respond(status, body)
-        self._entrance.log_finished(exchange, "models", status, 0.0, key)
+        self._admission_queue.log_finished(exchange, "models", status, 0.0, key)
 
-    def _relay(self, exchange: Exchange, key: str | None, asked: PassedOn, received_at: float) -> None:
+    def _passthrough(self, exchange: Exchange, key: str | None, asked: PassedOn, received_at: float) -> None:
         salts = self.serving.salts
         if salts is not None and key is not None and exchange.path == b"/v1/embeddings":
             asked = passed_on_with_salt(asked, partial(salts.salt, key))
@@ -234,15 +234,17 @@ class Endpoints:
         self._turn += 1
 
         def start(ticket: int) -> None:
-            serving = self.serving
+            runtime = self.serving
 
             def end(status: int) -> None:
-                self._entrance.log_finished(exchange, "passed_on", status, serving.now() - received_at, key, request_id)
-                self._entrance.release(ticket)
+                self._admission_queue.log_finished(
+                    exchange, "passed_on", status, runtime.now() - received_at, key, request_id
+                )
+                self._admission_queue.release(ticket)
 
-            PassthroughRequest(serving, exchange, asked, self._turn, request_id, end).begin()
+            PassthroughRequest(runtime, exchange, asked, self._turn, request_id, end).begin()
 
-        self._entrance.submit(exchange, "passed_on", key, start)
+        self._admission_queue.submit(exchange, "passed_on", key, start)
 
     # Pages of the gateway itself
 
@@ -277,7 +279,7 @@ class Endpoints:
         what = f"{method} is not for {path}; use {allowed.decode()}"
         body = error_body(what, "invalid_request_error", code="method_not_allowed")
         exchange.respond(405, body, headers=[(b"allow", allowed)])
-        self._entrance.log_finished(exchange, "other", 405, 0.0, None)
+        self._admission_queue.log_finished(exchange, "other", 405, 0.0, None)
 
     def _key(self, exchange: Exchange) -> str | None:
         """Return the name of the client's key; None if no keys are required; `_NOBODY` after a rejection."""
@@ -291,7 +293,7 @@ class Endpoints:
         self.serving.metrics.rejected("key")
         path = exchange.path
         kind = "models" if path == b"/v1/models" or path.startswith(_MODEL_PATH) else completion_kind(path)
-        self._entrance.log_finished(exchange, kind, 401, 0.0, None)
+        self._admission_queue.log_finished(exchange, kind, 401, 0.0, None)
         return _NOBODY
 
     def _request_id(self, exchange: Exchange) -> bytes:
@@ -303,7 +305,7 @@ class Endpoints:
 
     def _refuse(self, exchange: Exchange, status: int, body: bytes, kind: str, key: str | None) -> None:
         exchange.respond(status, body)
-        self._entrance.log_finished(exchange, kind, status, 0.0, key)
+        self._admission_queue.log_finished(exchange, kind, status, 0.0, key)
 
 
 _NOBODY = "\0"

@@ -35,11 +35,11 @@ class ExpectedTiming(NamedTuple):
 class ExpectedTransfers:
     """Transfers that are expected to complete, and when; those of finished requests are skipped."""
 
-    __slots__ = ("_alone_s", "_bytes_per_s", "_due", "_journeys", "_latency_s", "_timer", "due_at")
+    __slots__ = ("_alone_s", "_bytes_per_s", "_due", "_latency_s", "_proxied_requests", "_timer", "due_at")
 
-    def __init__(self, cluster: Cluster, journeys: Mapping[int, ProxiedRequest]) -> None:
-        """Args: `journeys` by number, those that are not finished."""
-        self._journeys = journeys
+    def __init__(self, cluster: Cluster, proxied_requests: Mapping[int, ProxiedRequest]) -> None:
+        """Args: `proxied_requests` by number, those that are not finished."""
+        self._proxied_requests = proxied_requests
         self._due: list[tuple[float, int]] = []
         self._timer: asyncio.TimerHandle | None = None
         self.due_at = NEVER_S
@@ -80,14 +80,14 @@ class ExpectedTransfers:
         due = self._due
         while due and due[0][0] <= now:
             at, number = heappop(due)
-            journey = self._journeys.get(number)
-            leg = journey.due_transfer(at) if journey is not None else None
-            if journey is None or leg is None:
+            proxied = self._proxied_requests.get(number)
+            leg = proxied.due_transfer(at) if proxied is not None else None
+            if proxied is None or leg is None:
                 continue
             try:
                 leg.transfer_done(now)
             except Exception as error:
-                journey.internal_error(error)
+                proxied.internal_error(error)
         self.due_at = due[0][0] if due else NEVER_S
 
     def close(self) -> None:

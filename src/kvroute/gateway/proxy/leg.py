@@ -58,8 +58,8 @@ class Leg:
     kind: LegKind = "prefill"
     headers: Headers
 
-    def __init__(self, journey: ProxiedRequest, station: EngineClient, now: float) -> None:
-        self.owner, self.engine, self.sent_at = journey, station, now
+    def __init__(self, proxied: ProxiedRequest, engine: EngineClient, now: float) -> None:
+        self.owner, self.engine, self.sent_at = proxied, engine, now
         self.call: Call | None = None
         self.trace: LegTrace | None = None
         self.attempt: Attempt = 0
@@ -75,20 +75,20 @@ class Leg:
 
     def send(self, body: bytes, first_byte_s: float, now: float, path: bytes = b"") -> None:
         """Start the call; `path` defaults to that of the client's request."""
-        journey = self.owner
-        head = journey.head
-        if journey.trace is not None:
-            self.trace = journey.trace.leg(self.kind, {"kvroute.instance": self.engine.name})
+        proxied = self.owner
+        head = proxied.head
+        if proxied.trace is not None:
+            self.trace = proxied.trace.leg(self.kind, {"kvroute.instance": self.engine.name})
             head += self.trace.head
         self.open = True
         self.call, self.attempt = self.engine.send(
             self,
-            path or journey.exchange.path,
+            path or proxied.exchange.path,
             head,
             body,
             first_byte_s=first_byte_s,
             now=now,
-            counted=journey.faults is None,
+            counted=proxied.faults is None,
         )
 
     def on_head(self, status: int, headers: Headers) -> None:
@@ -138,14 +138,14 @@ class Leg:
 
     def blame(self, kind: str, now: float) -> None:
         """Report a failure, which ends the attempt."""
-        guard = self.engine.availability
+        availability = self.engine.availability
         if kind == "status" and self.status == 429:
-            guard.succeeded(self.attempt, now)
+            availability.succeeded(self.attempt, now)
         else:
-            suspicion = self.owner.fault_attribution()
-            suspicion.failed(guard, self.attempt, self.kind, now, error=kind == "status")
+            faults = self.owner.fault_attribution()
+            faults.failed(availability, self.attempt, self.kind, now, error=kind == "status")
             if self.owner.over:  # the client has its response
-                suspicion.ended(200, now)
+                faults.ended(200, now)
 
     def not_sent(self, now: float) -> None:
         """Start the attempt for a call that fails before it is sent; it will be reported as failed."""
@@ -166,16 +166,16 @@ class Leg:
             why = f"{self.kind} instance {self.engine.name} answered {status}"
             self.on_failed("status", why, 503 if full else 502, sent=not full)
             return
-        journey = self.owner
-        now = journey.runtime.now()
+        proxied = self.owner
+        now = proxied.runtime.now()
         self.succeeded(now)
         self.close()
-        if journey.over or (self is journey.prefill and journey.computed):
+        if proxied.over or (self is proxied.prefill and proxied.computed):
             return  # the first token of the decode leg came earlier
-        journey.drop_legs(now)
-        content_type, headers = answered(self.headers, journey.request_id)
-        journey.exchange.respond(status, self.body(), content_type, headers)
-        journey.end(status, now)
+        proxied.drop_legs(now)
+        content_type, headers = answered(self.headers, proxied.request_id)
+        proxied.exchange.respond(status, self.body(), content_type, headers)
+        proxied.end(status, now)
 
     def on_body(self, data: bytes) -> None:
         """See `Sink`."""
@@ -200,14 +200,14 @@ class Leg:
     def out_of_files(self) -> None:
         """End the request: the gateway has no free file descriptor. This is no fault of the engine, and it is not
         retried."""
-        journey, now = self.owner, self.owner.runtime.now()
+        proxied, now = self.owner, self.owner.runtime.now()
         self.engine.availability.cancelled(self.attempt, now)
         self.outcome_reported = True
         why = f"the gateway has no file descriptor left to connect to {self.kind} instance {self.engine.name}"
         self.close(why)
-        journey.runtime.leg_failed(self.kind, self.engine.name, "out_of_files", why, journey.request_id)
-        if not (journey.over or (self is journey.prefill and journey.computed)):
-            journey.fail(503, why, now, UNAVAILABLE)
+        proxied.runtime.leg_failed(self.kind, self.engine.name, "out_of_files", why, proxied.request_id)
+        if not (proxied.over or (self is proxied.prefill and proxied.computed)):
+            proxied.fail(503, why, now, UNAVAILABLE)
 
     def on_failed(self, kind: str, why: str, status: int, *, sent: bool) -> None:
         """Handle the failure of the leg: retry on another instance, or end the request.

@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 PASSED_ON: Literal["passed_on"] = "passed_on"
 
 
-def answerers(stations: Iterable[EngineClient], model: str, turn: int) -> Iterator[EngineClient]:
+def answerers(engines: Iterable[EngineClient], model: str, turn: int) -> Iterator[EngineClient]:
     """Yield the instances that serve a model (empty: any) in the order to try them. An instance must be up when its
     turn comes; instances take turns, and decode instances come last, since prefill instances are idle sooner."""
-    of_model = [station for station in stations if model in ("", station.instance.model)]
+    of_model = [engine for engine in engines if model in ("", engine.instance.model)]
     for last in (False, True):
-        some = [station for station in of_model if (station.role == "decode") is last]
+        some = [engine for engine in of_model if (engine.role == "decode") is last]
         start = turn % max(len(some), 1)
-        yield from (station for station in some[start:] + some[:start] if station.availability.up)
+        yield from (engine for engine in some[start:] + some[:start] if engine.availability.up)
 
 
 class PassthroughRequest:
@@ -43,7 +43,7 @@ class PassthroughRequest:
 
     def __init__(
         self,
-        serving: ClusterRuntime,
+        runtime: ClusterRuntime,
         exchange: Exchange,
         asked: PassedOn,
         turn: int,
@@ -56,15 +56,15 @@ class PassthroughRequest:
             turn: increases by one with each request, so that instances take turns.
             on_end: called once with the status of the response.
         """
-        self._serving, self._exchange, self._asked, self._turn = serving, exchange, asked, turn
-        self._stations: Iterator[EngineClient] = iter(())
+        self._runtime, self._exchange, self._asked, self._turn = runtime, exchange, asked, turn
+        self._engines: Iterator[EngineClient] = iter(())
         self._trace: RequestTrace | None = None
         self._request_id, self._on_end = request_id, on_end
         self._call: Call | None = None
-        self._station: EngineClient | None = None
+        self._engine: EngineClient | None = None
         self._leg: LegTrace | None = None
         self._attempt: Attempt = 0
-        self._suspicion: FaultAttribution | None = None
+        self._faults: FaultAttribution | None = None
         self._attempts = 0
         self._status = 0
         self._headers: Headers = []
@@ -72,13 +72,13 @@ class PassthroughRequest:
 
     def begin(self) -> None:
         """Call the first instance."""
-        serving, exchange = self._serving, self._exchange
+        runtime, exchange = self._runtime, self._exchange
         try:
             exchange.on_gone = self._client_gone
-            self._trace = serving.tracer.request(exchange.headers, PASSED_ON)
-            model = serving.model_of(self._asked.model) if self._asked.model else ""
-            self._stations = answerers(serving.engines.values(), model, self._turn)
-            serving.budget.request(serving.now())
+            self._trace = runtime.tracer.request(exchange.headers, PASSED_ON)
+            model = runtime.model_of(self._asked.model) if self._asked.model else ""
+            self._engines = answerers(runtime.engines.values(), model, self._turn)
+            runtime.budget.request(runtime.now())
             self._next("no instance is up", 503)
         except RequestError as refused:
             exchange.respond(refused.status, refused.body(), headers=[(b"x-request-id", self._request_id)])
@@ -87,40 +87,40 @@ class PassthroughRequest:
             self._broke(error)
 
     def _next(self, why: str, status: int) -> None:
-        station = next(self._stations, None) if self._may_try() else None
-        if station is None:
+        engine = next(self._engines, None) if self._may_try() else None
+        if engine is None:
             self._refuse(status, why)
             return
         self._attempts += 1
         if self._attempts > 1:
-            self._serving.metrics.retried(PASSED_ON)
-        self._station, exchange, serving = station, self._exchange, self._serving
-        station.in_flight += 1
-        self._attempt = station.availability.started(serving.now()) if self._suspicion is None else NOT_COUNTED
+            self._runtime.metrics.retried(PASSED_ON)
+        self._engine, exchange, runtime = engine, self._exchange, self._runtime
+        engine.in_flight += 1
+        self._attempt = engine.availability.started(runtime.now()) if self._faults is None else NOT_COUNTED
         target = exchange.path + (b"?" + exchange.query if exchange.query else b"")
-        head = header_lines(forwarded(exchange.headers, self._request_id, serving.forward_headers)) + serving.added
+        head = header_lines(forwarded(exchange.headers, self._request_id, runtime.forward_headers)) + runtime.added
         if self._trace is not None:
-            self._leg = self._trace.leg(PASSED_ON, {"kvroute.instance": station.name})
+            self._leg = self._trace.leg(PASSED_ON, {"kvroute.instance": engine.name})
             head += self._leg.head
         # Engines do not support HEAD; the exchange omits the body of the response.
         method = b"GET" if exchange.method == b"HEAD" else exchange.method
         # An engine would read a body without a length as a second request: a GET is sent without its body.
         body = self._asked.body if method == b"POST" else b""
         length = b"content-length: %d\r\n" % len(body) if method == b"POST" else b""
-        start = b"%b %b HTTP/1.1\r\nhost: %b\r\n" % (method, target, station.pool.host)
+        start = b"%b %b HTTP/1.1\r\nhost: %b\r\n" % (method, target, engine.pool.host)
         request = b"".join((start, head, length, b"\r\n", body))
-        timeouts = serving.timeouts
-        self._call = station.pool.send(request, self, first_byte_s=timeouts.prefill_s, idle_s=timeouts.between_tokens_s)
+        timeouts = runtime.timeouts
+        self._call = engine.pool.send(request, self, first_byte_s=timeouts.prefill_s, idle_s=timeouts.between_tokens_s)
 
     def _may_try(self) -> bool:
-        serving = self._serving
+        runtime = self._runtime
         if self._attempts == 0:
             return True
-        if self._attempts >= serving.settings.retries.attempts:
+        if self._attempts >= runtime.settings.retries.attempts:
             return False
-        if serving.budget.spend(serving.now()):
+        if runtime.budget.spend(runtime.now()):
             return True
-        serving.metrics.retry_refused(PASSED_ON)
+        runtime.metrics.retry_refused(PASSED_ON)
         return False
 
     def _refuse(self, status: int, why: str) -> None:
@@ -146,16 +146,16 @@ class PassthroughRequest:
 
     def on_end(self) -> None:
         """See `Sink`."""
-        station, status = self._station, self._status
-        assert station is not None
+        engine, status = self._engine, self._status
+        assert engine is not None
         try:
             if self._refused():
-                self._lost("status", f"instance {station.name} answered {status}", 503 if status in FULL else 502)
+                self._lost("status", f"instance {engine.name} answered {status}", 503 if status in FULL else 502)
                 return
-            now = self._serving.now()
-            station.availability.succeeded(self._attempt, now)
-            if self._suspicion is not None and status < 400:
-                self._suspicion.answered(PASSED_ON, now)
+            now = self._runtime.now()
+            engine.availability.succeeded(self._attempt, now)
+            if self._faults is not None and status < 400:
+                self._faults.answered(PASSED_ON, now)
             self._start()
             self._exchange.end()
             self._leave("")
@@ -165,23 +165,23 @@ class PassthroughRequest:
 
     def on_failure(self, failure: Failure) -> None:
         """See `Sink`."""
-        assert self._station is not None
+        assert self._engine is not None
         try:
             if failure.kind == "out_of_files":
-                self._out_of_files(self._station)
+                self._out_of_files(self._engine)
                 return
-            why = f"instance {self._station.name} gave no answer ({failure.kind})"
+            why = f"instance {self._engine.name} gave no answer ({failure.kind})"
             self._lost(failure.kind, why, 504 if failure.kind == "timeout" else 502)
         except Exception as error:
             self._broke(error)
 
-    def _out_of_files(self, station: EngineClient) -> None:
+    def _out_of_files(self, engine: EngineClient) -> None:
         """End the request: the gateway has no free file descriptor. This is no fault of the engine, and it is not
         retried."""
-        station.availability.cancelled(self._attempt, self._serving.now())
-        why = f"the gateway has no file descriptor left to connect to instance {station.name}"
+        engine.availability.cancelled(self._attempt, self._runtime.now())
+        why = f"the gateway has no file descriptor left to connect to instance {engine.name}"
         self._leave(why)
-        self._serving.leg_failed(PASSED_ON, station.name, "out_of_files", why, self._request_id)
+        self._runtime.leg_failed(PASSED_ON, engine.name, "out_of_files", why, self._request_id)
         self._refuse(503, why)
 
     def _refused(self) -> bool:
@@ -189,16 +189,16 @@ class PassthroughRequest:
         return self._status == 429 or is_failure(self._status)
 
     def _lost(self, kind: str, why: str, status: int) -> None:
-        station, serving = self._station, self._serving
-        assert station is not None
-        now = serving.now()
+        engine, runtime = self._engine, self._runtime
+        assert engine is not None
+        now = runtime.now()
         if kind == "status" and self._status == 429:
-            station.availability.succeeded(self._attempt, now)
+            engine.availability.succeeded(self._attempt, now)
         else:
-            self._suspicion = self._suspicion or FaultAttribution()
-            self._suspicion.failed(station.availability, self._attempt, PASSED_ON, now, error=kind == "status")
+            self._faults = self._faults or FaultAttribution()
+            self._faults.failed(engine.availability, self._attempt, PASSED_ON, now, error=kind == "status")
         self._leave(why)
-        serving.leg_failed(PASSED_ON, station.name, kind, why, self._request_id)
+        runtime.leg_failed(PASSED_ON, engine.name, kind, why, self._request_id)
         if self._exchange.started:
             self._exchange.abort()
             self._end(502, why)
@@ -227,10 +227,10 @@ class PassthroughRequest:
 
     def _leave(self, error: str) -> None:
         """End the call."""
-        station, leg = self._station, self._leg
-        self._station = self._leg = self._call = None
-        if station is not None:
-            station.leg_closed()
+        engine, leg = self._engine, self._leg
+        self._engine = self._leg = self._call = None
+        if engine is not None:
+            engine.leg_closed()
         if leg is not None:
             leg.end(error)
 
@@ -238,8 +238,8 @@ class PassthroughRequest:
         """Cancel the call because its response is no longer needed."""
         if self._call is not None:
             self._call.abort()
-        if self._station is not None:
-            self._station.availability.cancelled(self._attempt, self._serving.now())
+        if self._engine is not None:
+            self._engine.availability.cancelled(self._attempt, self._runtime.now())
         self._leave("cancelled")
 
     def _broke(self, error: Exception) -> None:
@@ -259,8 +259,8 @@ class PassthroughRequest:
     def _end(self, status: int, error: str = "") -> None:
         self._over = True
         try:
-            if self._suspicion is not None:
-                self._suspicion.ended(status, self._serving.now())
+            if self._faults is not None:
+                self._faults.ended(status, self._runtime.now())
             if self._trace is not None:
                 self._trace.end(status, error)
         finally:

@@ -23,11 +23,11 @@ class PrefillLeg(Leg):
 
     __slots__ = ("_early", "copy", "handshake", "transfer_params")
 
-    def __init__(self, journey: ProxiedRequest, decision: Prefill, now: float, *, early: bool) -> None:
+    def __init__(self, proxied: ProxiedRequest, decision: Prefill, now: float, *, early: bool) -> None:
         """Args: `early`: the decode leg is sent at the same time."""
-        super().__init__(journey, journey.runtime.engines[decision.instance], now)
+        super().__init__(proxied, proxied.runtime.engines[decision.instance], now)
         self._early = early
-        self.copy = PrefixCopyLeg(journey, decision, now, self._copied) if decision.copy_from else None
+        self.copy = PrefixCopyLeg(proxied, decision, now, self._copied) if decision.copy_from else None
         """Leg that copies a cached prefix before this leg is sent; None: no copy."""
         self.handshake: KvHandshake | None = None
         self.transfer_params: Raw | None = None
@@ -35,46 +35,46 @@ class PrefillLeg(Leg):
 
     def begin(self, now: float) -> bool:
         """Send the leg, now or when the transfer parameters are known; return False if it has already failed."""
-        station = self.engine
-        meeting = self.handshake = station.handshake(self.owner.runtime.draw, early=self._early)
-        if meeting is None:
-            station.resolve_engine_id(self._met)
+        engine = self.engine
+        handshake = self.handshake = engine.handshake(self.owner.runtime.draw, early=self._early)
+        if handshake is None:
+            engine.resolve_engine_id(self._met)
             return True
         if self.copy is not None:
             self.copy.begin(self.owner.take_token_ids(), now)
             return True
-        return self._send(meeting, now)
+        return self._send(handshake, now)
 
     def _copied(self, prefix: Raw | None, now: float) -> None:
         """Send the leg after the instance that has the prefix offers it or (None) does not."""
-        meeting = self.handshake
-        assert meeting is not None
+        handshake = self.handshake
+        assert handshake is not None
         if self.owner.prefill is self and not self.owner.over:
-            self._send(meeting, now, prefix)
+            self._send(handshake, now, prefix)
 
     def _met(self) -> None:
         """Continue after the response or the failure of the bootstrap server."""
-        journey, station = self.owner, self.engine
-        if journey.prefill is not self or journey.over:
+        proxied, engine = self.owner, self.engine
+        if proxied.prefill is not self or proxied.over:
             return
         try:
-            now = journey.runtime.now()
-            meeting = self.handshake = station.handshake(journey.runtime.draw)
-            if meeting is None and station.out_of_files:
+            now = proxied.runtime.now()
+            handshake = self.handshake = engine.handshake(proxied.runtime.draw)
+            if handshake is None and engine.out_of_files:
                 self.not_sent(now)
                 self.out_of_files()
-            elif meeting is None:
+            elif handshake is None:
                 self.not_sent(now)
-                why = f"the bootstrap server of prefill instance {station.name} does not answer"
+                why = f"the bootstrap server of prefill instance {engine.name} does not answer"
                 self.on_failed("refused", why, 502, sent=False)
             else:
-                self._send(meeting, now)
+                self._send(handshake, now)
         except Exception as error:
-            journey.internal_error(error)
+            proxied.internal_error(error)
 
-    def _send(self, meeting: KvHandshake, now: float, prefix: Raw | None = None) -> bool:
+    def _send(self, handshake: KvHandshake, now: float, prefix: Raw | None = None) -> bool:
         try:
-            body = self.engine.protocol.prefill_body(self.owner.completion, meeting, prefix)
+            body = self.engine.protocol.prefill_body(self.owner.completion, handshake, prefix)
         except ProtocolError as error:
             self.not_sent(now)
             self.on_failed("malformed", f"prefill instance {self.engine.name} {error}", 502, sent=False)
@@ -95,29 +95,29 @@ class PrefillLeg(Leg):
 
     def on_end(self) -> None:
         """See `Sink`: the KV cache is complete, unless the response has an error."""
-        journey, station = self.owner, self.engine
+        proxied, engine = self.owner, self.engine
         try:
             if self.status >= 400:
                 self.on_error_status()
                 return
-            body, now = self.body(), journey.runtime.now()
+            body, now = self.body(), proxied.runtime.now()
             try:
                 self.transfer_params = (
-                    None if station.protocol.concurrent_legs else station.protocol.transfer_params(body)
+                    None if engine.protocol.concurrent_legs else engine.protocol.transfer_params(body)
                 )
             except ProtocolError as odd:
-                self.on_failed("malformed", f"prefill instance {station.name} {odd}", 502, sent=True)
+                self.on_failed("malformed", f"prefill instance {engine.name} {odd}", 502, sent=True)
                 return
             self.succeeded(now)
             self.close()
             self._parts.clear()
-            if self.copy is not None and not journey.computed:
+            if self.copy is not None and not proxied.computed:
                 self.copy.computed(cached_tokens(body), now)
-            journey.runtime.metrics.prefill_answered(now - self.sent_at)
-            if not (journey.computed or journey.over):  # otherwise the first token of the decode leg came earlier
-                journey.on_prefill_done(station, now)
+            proxied.runtime.metrics.prefill_answered(now - self.sent_at)
+            if not (proxied.computed or proxied.over):  # otherwise the first token of the decode leg came earlier
+                proxied.on_prefill_done(engine, now)
         except Exception as error:
-            journey.internal_error(error)
+            proxied.internal_error(error)
 
     def abort(self, now: float) -> None:
         """See `Leg`."""
@@ -128,21 +128,21 @@ class PrefillLeg(Leg):
     def on_failed(self, kind: str, why: str, status: int, *, sent: bool) -> None:
         """See `Leg`: retry on another prefill instance, if the budget allows. A decode engine that already has the
         early transfer parameters may compute the prompt itself: it continues if no other prefill instance is up."""
-        journey = self.owner
-        now = journey.runtime.now()
+        proxied = self.owner
+        now = proxied.runtime.now()
         self.engine.forget_engine_id()
         self.failed(kind, why, now)
         if self.copy is not None:
             self.copy.abort(now)
-        if journey.computed or journey.over:
+        if proxied.computed or proxied.over:
             return  # its result is not needed any more
-        journey.prefill = None
-        alone = self.handshake is not None and self.handshake.early and journey.decode is not None
-        if alone and not journey.runtime.prefills_elsewhere(self.engine):
-            journey.on_prefill_lost(now)
+        proxied.prefill = None
+        alone = self.handshake is not None and self.handshake.early and proxied.decode is not None
+        if alone and not proxied.runtime.prefills_elsewhere(self.engine):
+            proxied.on_prefill_lost(now)
             return
-        journey.drop_decode(now)
-        if journey.may_retry("prefill", now):
-            journey.apply(journey.runtime.decide(PrefillFailed(now, journey.number)), now)
+        proxied.drop_decode(now)
+        if proxied.may_retry("prefill", now):
+            proxied.apply(proxied.runtime.decide(PrefillFailed(now, proxied.number)), now)
         else:
-            journey.fail(status, why, now)
+            proxied.fail(status, why, now)

@@ -41,10 +41,10 @@ class PrefixCopyLeg(Leg):
     kind = "copy"
 
     def __init__(
-        self, journey: ProxiedRequest, decision: Prefill, now: float, on_end: Callable[[Raw | None, float], None]
+        self, proxied: ProxiedRequest, decision: Prefill, now: float, on_end: Callable[[Raw | None, float], None]
     ) -> None:
         """Args: `on_end` receives the transfer parameters for the prefill leg, or None if there will be no copy."""
-        super().__init__(journey, journey.runtime.engines[decision.copy_from], now)
+        super().__init__(proxied, proxied.runtime.engines[decision.copy_from], now)
         self.decision = decision
         self.transfer_due_at = NEVER_S
         self.prefix_tokens = 0
@@ -58,13 +58,13 @@ class PrefixCopyLeg(Leg):
 
     def begin(self, ids: Sequence[int] | None, now: float) -> None:
         """Send the leg. Args: `ids` are the prompt's tokens; None: the prefix is not copied."""
-        serving, request = self.owner.runtime, self.owner.request
+        runtime, request = self.owner.runtime, self.owner.request
         assert request is not None
         self.prefix_tokens = self.decision.cached_tokens // request.block_tokens * request.block_tokens
         if ids is None or not self.prefix_tokens:
             self._without("left_out", now)
             return
-        self.send(copy_body(self.owner.completion, ids[: self.prefix_tokens]), serving.copy_s, now, _PATH)
+        self.send(copy_body(self.owner.completion, ids[: self.prefix_tokens]), runtime.copy_s, now, _PATH)
 
     def on_body(self, data: bytes) -> None:
         """See Sink."""
@@ -76,25 +76,25 @@ class PrefixCopyLeg(Leg):
 
     def on_end(self) -> None:
         """See Sink: the blocks are ready to be fetched, unless the response reports an error."""
-        journey, station = self.owner, self.engine
+        proxied, engine = self.owner, self.engine
         try:
             if self.status >= 400:
-                self.on_failed("status", f"copy from {station.name} was answered {self.status}", 502, sent=False)
+                self.on_failed("status", f"copy from {engine.name} was answered {self.status}", 502, sent=False)
                 return
             try:
-                prefix = station.protocol.transfer_params(self.body())
+                prefix = engine.protocol.transfer_params(self.body())
             except ProtocolError as odd:
-                self.on_failed("malformed", f"copy from {station.name}: it {odd}", 502, sent=False)
+                self.on_failed("malformed", f"copy from {engine.name}: it {odd}", 502, sent=False)
                 return
-            now = journey.runtime.now()
+            now = proxied.runtime.now()
             self.succeeded(now)
             self.close()
             self._parts.clear()
-            journey.runtime.metrics.copy_answered(now - self.sent_at)
+            proxied.runtime.metrics.copy_answered(now - self.sent_at)
             self._fetched(now)
             self._answer(prefix, now)
         except Exception as error:
-            journey.internal_error(error)
+            proxied.internal_error(error)
 
     def on_failed(self, kind: str, why: str, status: int, *, sent: bool) -> None:
         """See Leg: the prompt is computed without the copy."""
@@ -133,17 +133,17 @@ class PrefixCopyLeg(Leg):
 
     def _fetched(self, now: float) -> None:
         """Record the start of the transfer, just before the prefill leg is sent, and schedule its expected end."""
-        serving, decision = self.owner.runtime, self.decision
+        runtime, decision = self.owner.runtime, self.decision
         self._asked = True
         offload = decision.offload
         expected_s = offload.terms.get(f"{offload.site}.copy_s", 0.0) if offload is not None else 0.0
         tier = self._tier()
-        serving.metrics.transfer_started(tier)
-        serving.state.copy_started(decision, tier, now, expected_s)
+        runtime.metrics.transfer_started(tier)
+        runtime.state.copy_started(decision, tier, now, expected_s)
         self.transfer_due_at = max(
-            self.sent_at + expected_s, now + serving.expected_transfers.alone_s(tier, decision.copy_bytes)
+            self.sent_at + expected_s, now + runtime.expected_transfers.alone_s(tier, decision.copy_bytes)
         )
-        serving.expected_transfers.expect(self.transfer_due_at, self.owner.number, now)
+        runtime.expected_transfers.expect(self.transfer_due_at, self.owner.number, now)
 
     def transfer_done(self, now: float) -> None:
         """Report the transfer as complete at its expected end, so that later decisions count the link as free."""
@@ -166,12 +166,12 @@ class PrefixCopyLeg(Leg):
         if not self._over:
             self._over = True
             self.transfer_due_at = NEVER_S
-            serving, decision, landed = self.owner.runtime, self.decision, outcome == "landed"
+            runtime, decision, landed = self.owner.runtime, self.decision, outcome == "landed"
             tier = self._tier()
-            serving.metrics.copied(outcome, tier, decision.copy_bytes)
+            runtime.metrics.copied(outcome, tier, decision.copy_bytes)
             if self._asked:
-                serving.metrics.transfer_ended(tier, decision.copy_bytes, landed)
-                serving.state.transfer_ended(-decision.copy_id, now, landed=landed)
+                runtime.metrics.transfer_ended(tier, decision.copy_bytes, landed)
+                runtime.state.transfer_ended(-decision.copy_id, now, landed=landed)
 
     def _tier(self) -> int:
         cluster = self.owner.runtime.cluster

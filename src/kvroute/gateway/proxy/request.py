@@ -71,10 +71,10 @@ class ProxiedRequest:
     """Header lines that engines receive."""
 
     def __init__(
-        self, serving: ClusterRuntime, exchange: Exchange, completion: Completion, request_id: bytes, received_at: float
+        self, runtime: ClusterRuntime, exchange: Exchange, completion: Completion, request_id: bytes, received_at: float
     ) -> None:
-        self.runtime, self.exchange, self.completion, self.request_id = serving, exchange, completion, request_id
-        self.number = serving.next_number()
+        self.runtime, self.exchange, self.completion, self.request_id = runtime, exchange, completion, request_id
+        self.number = runtime.next_number()
         self.ticket = 0
         """Ticket of its admission."""
         self.received_at = received_at
@@ -105,48 +105,48 @@ class ProxiedRequest:
 
     def begin(self) -> None:
         """Hash the prompt and request a decision; large prompts are hashed in a thread."""
-        serving, exchange, completion = self.runtime, self.exchange, self.completion
+        runtime, exchange, completion = self.runtime, self.exchange, self.completion
         try:
             exchange.on_gone = self._client_gone
-            self.trace = serving.tracer.request(exchange.headers, completion.kind)
+            self.trace = runtime.tracer.request(exchange.headers, completion.kind)
             self.head = (
-                header_lines(forwarded(exchange.headers, self.request_id, serving.forward_headers)) + serving.added
+                header_lines(forwarded(exchange.headers, self.request_id, runtime.forward_headers)) + runtime.added
             )
-            self.model = serving.model_of(completion.model)
-            prompt = serving.prompts.blocks_now(completion)
+            self.model = runtime.model_of(completion.model)
+            prompt = runtime.prompts.blocks_now(completion)
             if prompt is None:
-                self._reading = serving.spawn(self._begin_later())
+                self._reading = runtime.spawn(self._begin_later())
             else:
                 self._arrive(prompt)
         except RequestError as refused:
-            self._answer_error(refused.status, refused.body(), serving.now(), refused.message)
+            self._answer_error(refused.status, refused.body(), runtime.now(), refused.message)
         except Exception as error:
             self.internal_error(error)
 
     async def _begin_later(self) -> None:
-        serving = self.runtime
+        runtime = self.runtime
         try:
-            prompt = await serving.prompts.blocks(self.completion)
+            prompt = await runtime.prompts.blocks(self.completion)
             self._reading = None
             if not self.over:
                 self.completion = without_prompts(self.completion)
                 self._arrive(prompt)
         except RequestError as refused:
             self._reading = None
-            self._answer_error(refused.status, refused.body(), serving.now(), refused.message)
+            self._answer_error(refused.status, refused.body(), runtime.now(), refused.message)
         except QueueFull as full:
             self._reading = None
-            serving.metrics.rejected("prompt_queue")
-            serving.state.rejected(serving.now())
+            runtime.metrics.rejected("prompt_queue")
+            runtime.state.rejected(runtime.now())
             body = error_body(str(full), UNAVAILABLE)
-            self._answer_error(503, body, serving.now(), str(full), full.retry_after_s)
+            self._answer_error(503, body, runtime.now(), str(full), full.retry_after_s)
         except Exception as error:
             self.internal_error(error)
 
     def _arrive(self, prompt: Prompt) -> None:
-        serving, completion = self.runtime, self.completion
-        now = serving.now()
-        max_tokens, reserve = completion.max_tokens, serving.reserve_output_tokens
+        runtime, completion = self.runtime, self.completion
+        now = runtime.now()
+        max_tokens, reserve = completion.max_tokens, runtime.reserve_output_tokens
         if max_tokens > reserve or (not max_tokens and completion.kind == "chat"):
             max_tokens = reserve  # a chat without a limit may use the whole context
         request = self.request = Request(
@@ -156,16 +156,16 @@ class ProxiedRequest:
             block_tokens=prompt.block_tokens,
             max_output_tokens=max_tokens,
             model=self.model,
-            one_leg=completion.one_leg and serving.single_instance_only(completion),
+            one_leg=completion.one_leg and runtime.single_instance_only(completion),
             copyable=prompt.ids is not None,
         )
-        self._ids = prompt.ids if serving.copy_s else None
-        serving.metrics.prompt_read(prompt.input_tokens)
-        serving.budget.request(now)
-        if serving.expected_transfers.due_at <= now:
-            serving.expected_transfers.look(now)
+        self._ids = prompt.ids if runtime.copy_s else None
+        runtime.metrics.prompt_read(prompt.input_tokens)
+        runtime.budget.request(now)
+        if runtime.expected_transfers.due_at <= now:
+            runtime.expected_transfers.look(now)
         self.arrived = True
-        self.apply(serving.decide(Arrived(now, request)), now)
+        self.apply(runtime.decide(Arrived(now, request)), now)
 
     def apply(self, decisions: tuple[Decision, ...], now: float) -> None:
         """Carry out the decisions of the core."""
@@ -183,9 +183,9 @@ class ProxiedRequest:
             self._reject(last, now)
 
     def _send_prefill(self, decision: Prefill, now: float, *, early: bool) -> bool:
-        serving = self.runtime
+        runtime = self.runtime
         self.computed = False
-        serving.state.decided(decision, now)
+        runtime.state.decided(decision, now)
         self._depart(decision, now)
         leg = self.prefill = PrefillLeg(self, decision, now, early=early)
         return leg.begin(now)
@@ -205,8 +205,8 @@ class ProxiedRequest:
         """Begin a new path attempt if the prefill is in another datacenter; an unfinished attempt does not count."""
         if self.path_attempt is not None:
             self.path_attempt.cancelled(now)
-        ways, counted = self.runtime.wan_paths, self.faults is None
-        self.path_attempt = ways.start_attempt(decision, now, counted=counted) if ways is not None else None
+        wan_paths, counted = self.runtime.wan_paths, self.faults is None
+        self.path_attempt = wan_paths.start_attempt(decision, now, counted=counted) if wan_paths is not None else None
 
     def _send_answer(self, decision: Decode, now: float) -> None:
         self.runtime.state.decided(decision, now)
@@ -217,23 +217,23 @@ class ProxiedRequest:
 
     # Called by legs
 
-    def on_prefill_done(self, station: EngineClient, now: float) -> None:
-        """Record that the KV cache is complete on `station`, and report it to the core."""
-        serving, request, answer = self.runtime, self.request, self.decode
+    def on_prefill_done(self, engine: EngineClient, now: float) -> None:
+        """Record that the KV cache is complete on `engine`, and report it to the core."""
+        runtime, request, answer = self.runtime, self.request, self.decode
         assert request is not None
         self.computed, self._ids = True, None
         if self.prefill is not None and self.prefill.copy is not None:
             self.prefill.copy.computed(None, now)
         if self.faults is not None:
             self.faults.answered("prefill", now)
-        if station.approximate and request.blocks:
-            serving.notify(KvStored(now, station.name, request.blocks, request.block_tokens))
-        if serving.expected_transfers.due_at <= now:
-            serving.expected_transfers.look(now)
+        if engine.approximate and request.blocks:
+            runtime.notify(KvStored(now, engine.name, request.blocks, request.block_tokens))
+        if runtime.expected_transfers.due_at <= now:
+            runtime.expected_transfers.look(now)
         if answer is not None and not answer.aggregated:
             answer.transfer_started(now)
             answer.expect_transfer(now)
-        self.apply(serving.decide(PrefillFinished(now, self.number)), now)
+        self.apply(runtime.decide(PrefillFinished(now, self.number)), now)
 
     def on_prefill_lost(self, now: float) -> None:
         """Handle a prefill that has failed without a retry while the decode engine waits for its KV cache: the decode
@@ -264,23 +264,23 @@ class ProxiedRequest:
 
     def may_retry(self, leg: Literal["prefill", "decode"], now: float) -> bool:
         """Return whether a failed leg may be retried; if so, count the retry as made."""
-        serving = self.runtime
-        if self._attempts >= serving.settings.retries.attempts:
+        runtime = self.runtime
+        if self._attempts >= runtime.settings.retries.attempts:
             return False
-        if not serving.budget.spend(now):
-            serving.metrics.retry_refused(leg)
+        if not runtime.budget.spend(now):
+            runtime.metrics.retry_refused(leg)
             return False
         self._attempts += 1
-        serving.metrics.retried(leg)
+        runtime.metrics.retried(leg)
         return True
 
     # End
 
     def _reject(self, reject: Reject, now: float) -> None:
-        serving = self.runtime
-        serving.metrics.rejected("no_instance")
-        serving.state.rejected(now)
-        serving.state.decided(reject, now)
+        runtime = self.runtime
+        runtime.metrics.rejected("no_instance")
+        runtime.state.rejected(now)
+        runtime.state.decided(reject, now)
         self.fail(503, reject.reason, now, UNAVAILABLE)
 
     def fail(self, status: int, why: str, now: float, kind: str = UPSTREAM) -> None:
@@ -364,15 +364,15 @@ class ProxiedRequest:
         if self._reading is not None:
             self._reading.cancel()  # so that a prompt in the queue is released at once
             self._reading = None
-        serving = self.runtime
+        runtime = self.runtime
         try:
             if self.faults is not None:
                 self.faults.ended(status, now)
             if self.path_attempt is not None:
                 self.path_attempt.cancelled(now)
             if self.arrived:
-                serving.notify(Finished(now, self.number, output_tokens=output_tokens))
+                runtime.notify(Finished(now, self.number, output_tokens=output_tokens))
             if self.trace is not None:
                 self.trace.end(status, error)
         finally:
-            serving.ended(self, self.completion.kind, status, now, relayed_bytes)
+            runtime.ended(self, self.completion.kind, status, now, relayed_bytes)

@@ -234,11 +234,11 @@ class ClusterRuntime:
         protocols = self._protocols.get(self.model_of(completion.model), self._any_protocol)
         return protocols != {"sglang"}
 
-    def prefills_elsewhere(self, station: EngineClient) -> bool:
+    def prefills_elsewhere(self, engine: EngineClient) -> bool:
         """Whether another instance is up that could prefill instead of this one."""
-        model, protocol = station.instance.model, station.instance.protocol
+        model, protocol = engine.instance.model, engine.instance.protocol
         return any(
-            other is not station
+            other is not engine
             and other.availability.up
             and other.role != "decode"
             and (other.instance.model, other.instance.protocol) == (model, protocol)
@@ -283,9 +283,9 @@ class ClusterRuntime:
         name = request_id.decode("latin-1")
         log_event("warning", "leg_failed", request_id=name, instance=instance, leg=leg, kind=kind, reason=why)
 
-    def ended(self, journey: ProxiedRequest, kind: str, status: int, now: float, relayed_bytes: int) -> None:
+    def ended(self, proxied: ProxiedRequest, kind: str, status: int, now: float, relayed_bytes: int) -> None:
         """Report the end of a request."""
-        number, seconds = journey.number, now - journey.received_at
+        number, seconds = proxied.number, now - proxied.received_at
         try:
             self.metrics.finished(kind, status, seconds, relayed_bytes)
             self.state.finished(now, status)
@@ -294,12 +294,12 @@ class ClusterRuntime:
                 access(name, kind, status, seconds, number=number, client=client, key_name=key)
         finally:
             self.requests.pop(number, None)
-            self._on_end(journey)
+            self._on_end(proxied)
 
     @property
     def idle(self) -> bool:
         """Whether no request is in progress, including passthrough requests."""
-        return not self.requests and not any(station.in_flight for station in self.engines.values())
+        return not self.requests and not any(engine.in_flight for engine in self.engines.values())
 
     def close(self) -> None:
         """Release all resources; no more requests follow."""
@@ -307,8 +307,8 @@ class ClusterRuntime:
         self.panics.close()
         for task in self._tasks:
             task.cancel()
-        for station in self.engines.values():
-            station.close()
+        for engine in self.engines.values():
+            engine.close()
         if self.events is not None:
             self.events.close()
 

@@ -22,52 +22,52 @@ class Collectors:
     """All collectors of one cluster, between `start` and `close`."""
 
     def __init__(
-        self, serving: ClusterRuntime, heard: Callable[[Event], None] | None = None, before: Collectors | None = None
+        self, runtime: ClusterRuntime, heard: Callable[[Event], None] | None = None, before: Collectors | None = None
     ) -> None:
         """
         Args:
-            serving: the cluster.
+            runtime: the cluster.
             heard: receives the events of the collectors; default: the cluster.
             before: the collectors that these replace. Their KV event subscriptions continue without interruption: a new
                 subscription may miss an eviction, so the view of that engine's cache would have to be cleared.
         """
-        settings, names = serving.settings, tuple(serving.engines)
-        self._serving = serving
-        self._heard = heard or serving.on_telemetry
+        settings, names = runtime.settings, tuple(runtime.engines)
+        self._runtime = runtime
+        self._heard = heard or runtime.on_telemetry
 
         def pool_of(name: str) -> UpstreamPool:
-            return serving.engines[name].pool
+            return runtime.engines[name].pool
 
         health, scrape = settings.health, settings.scrape
         self._health = HealthChecks(
             names,
             pool_of,
             weakly(self._health_changed),
-            serving.now,
+            runtime.now,
             path=health.path,
             interval_s=float(health.interval_s),
             timeout_s=float(health.timeout_s),
             failures=health.failures,
-            known=before.known(serving) if before is not None else None,
-            lag=serving.lag,
+            known=before.known(runtime) if before is not None else None,
+            lag=runtime.lag,
             jitter=health.jitter,
-            draw=serving.jitter.random,
-            on_discard=serving.metrics.health_check_discarded,
+            draw=runtime.jitter.random,
+            on_discard=runtime.metrics.health_check_discarded,
         )
         self._publishers = self._publishing()
         taken = before.hand_over(settings.prompt.block_tokens) if before is not None else None
         self._takes_over = taken is not None
         self._kv_events = taken or KvEvents(
-            self._publishers, settings.prompt.block_tokens, self._heard, serving.now, count=weakly(self._count_kv)
+            self._publishers, settings.prompt.block_tokens, self._heard, runtime.now, count=weakly(self._count_kv)
         )
         self._hands_over = False
         self._scraper = Scraper(
             names,
             pool_of,
             self._heard,
-            serving.now,
+            runtime.now,
             on_restart=self._kv_events.restarted,
-            on_links=LinkEvents(serving).seen,
+            on_links=LinkEvents(runtime).seen,
             path=scrape.path,
             interval_s=float(scrape.interval_s),
             timeout_s=float(scrape.interval_s),
@@ -76,8 +76,8 @@ class Collectors:
         prometheus = settings.oracle.prometheus
         self._prometheus: PrometheusSource | None = None
         if prometheus is not None:
-            links = [link.name for link in serving.cluster.links]
-            self._prometheus = PrometheusSource(prometheus, links, self._heard, serving.now, random.Random())
+            links = [link.name for link in runtime.cluster.links]
+            self._prometheus = PrometheusSource(prometheus, links, self._heard, runtime.now, random.Random())
 
     @property
     def all_checked(self) -> bool:
@@ -86,7 +86,7 @@ class Collectors:
 
     def known(self, heir: ClusterRuntime) -> dict[str, bool]:
         """Return the health of the instances that another cluster also has."""
-        return {name: up for name, up in self._health.known().items() if same_engine(name, self._serving, heir)}
+        return {name: up for name, up in self._health.known().items() if same_engine(name, self._runtime, heir)}
 
     def hand_over(self, block_tokens: int) -> KvEvents | None:
         """Return the KV event subscriptions, which are then not closed here; None if the new block size differs."""
@@ -97,9 +97,9 @@ class Collectors:
 
     def _publishing(self) -> dict[str, Endpoint]:
         """Return the engines whose KV events are used."""
-        if self._serving.settings.prefix == "approximate":
+        if self._runtime.settings.prefix == "approximate":
             return {}
-        return {i.name: i.endpoint for i in self._serving.cluster.instances if i.endpoint}
+        return {i.name: i.endpoint for i in self._runtime.cluster.instances if i.endpoint}
 
     def start(self) -> None:
         """Start all collectors.
@@ -119,9 +119,9 @@ class Collectors:
 
     def push(self, body: bytes) -> None:
         """Process pushed telemetry. Raises InputError if it is invalid."""
-        for event in read_push(body, self._serving.cluster, self._serving.now()):
+        for event in read_push(body, self._runtime.cluster, self._runtime.now()):
             # A pushed transfer does not mean that the engine reports its own transfers.
-            tell = self._serving.notify if isinstance(event, TransferMeasured) else self._serving.on_telemetry
+            tell = self._runtime.notify if isinstance(event, TransferMeasured) else self._runtime.on_telemetry
             tell(event)
 
     async def close(self) -> None:
@@ -135,7 +135,7 @@ class Collectors:
             self._kv_events.close()
 
     def _count_kv(self, instance: str, batches: int, gaps: int) -> None:
-        metrics = self._serving.metrics
+        metrics = self._runtime.metrics
         metrics.kv_events(instance, batches)
         for _ in range(gaps):
             metrics.kv_gap(instance)
@@ -143,4 +143,4 @@ class Collectors:
     def _health_changed(self, name: str, healthy: bool, at: float) -> None:
         if not healthy:
             log_event("warning", "health_check_failed", instance=name, reason=self._health.why(name))
-        self._serving.engines[name].availability.set_healthy(healthy, at, present=self._health.present(name))
+        self._runtime.engines[name].availability.set_healthy(healthy, at, present=self._health.present(name))

@@ -32,52 +32,52 @@ _FRESH_PAGES = 3.0
 class PathAttempt:
     """One request prefilled in another datacenter; its outcome is reported to the path once, by the first caller."""
 
-    __slots__ = ("_attempt", "_guard")
+    __slots__ = ("_attempt", "_availability")
 
-    def __init__(self, guard: Availability, now: float, *, counted: bool = True) -> None:
+    def __init__(self, availability: Availability, now: float, *, counted: bool = True) -> None:
         """Args: `counted`: False for a request that has failed before: its outcome does not count for the path."""
-        self._guard: Availability | None = guard
-        self._attempt: Attempt = guard.started(now) if counted else NOT_COUNTED
+        self._availability: Availability | None = availability
+        self._attempt: Attempt = availability.started(now) if counted else NOT_COUNTED
 
     @property
     def open(self) -> bool:
         """Whether its outcome is not reported yet."""
-        return self._guard is not None
+        return self._availability is not None
 
     def arrived(self, now: float) -> None:
         """Report that its KV cache has reached the decode instance."""
-        guard, self._guard = self._guard, None
-        if guard is not None:
-            guard.succeeded(self._attempt, now)
+        availability, self._availability = self._availability, None
+        if availability is not None:
+            availability.succeeded(self._attempt, now)
 
-    def lost(self, suspicion: FaultAttribution, now: float, *, error: bool) -> None:
+    def lost(self, faults: FaultAttribution, now: float, *, error: bool) -> None:
         """Report that its KV cache has not arrived, although neither instance is known to have failed.
 
         Args:
-            suspicion: failures of the request.
+            faults: failures of the request.
             now: the time.
             error: whether the decode engine responded with an error. The request may be the cause, so the verdict is
                 pending until another attempt decides it.
         """
-        guard, self._guard = self._guard, None
-        if guard is not None:
-            suspicion.failed(guard, self._attempt, "decode", now, error=error, proven="no_answer")
+        availability, self._availability = self._availability, None
+        if availability is not None:
+            faults.failed(availability, self._attempt, "decode", now, error=error, proven="no_answer")
 
     def cancelled(self, now: float) -> None:
         """End the attempt without a verdict on the path."""
-        guard, self._guard = self._guard, None
-        if guard is not None:
-            guard.cancelled(self._attempt, now)
+        availability, self._availability = self._availability, None
+        if availability is not None:
+            availability.cancelled(self._attempt, now)
 
 
 class WanPaths:
     """Availability of the path of each datacenter without decode instances."""
 
     def __init__(
-        self, cluster: Cluster, stations: Mapping[str, EngineClient], section: WanPathSection, *, scrape_s: float
+        self, cluster: Cluster, engines: Mapping[str, EngineClient], section: WanPathSection, *, scrape_s: float
     ) -> None:
         """Args: `scrape_s`: interval at which an engine's metrics are scraped."""
-        self._stations = stations
+        self._engines = engines
         still_s = max(float(section.still_s), scrape_s)
         self.telemetry = PathTelemetry(cluster, still_s=still_s, fresh_s=_FRESH_PAGES * scrape_s)
         """State of the paths by TCP counters."""
@@ -98,27 +98,27 @@ class WanPaths:
     def start_attempt(self, prefill: Prefill, now: float, *, counted: bool = True) -> PathAttempt | None:
         """Start the attempt of a request that is prefilled in another datacenter; None if it stays in a datacenter that
         decodes. `counted`: see `PathAttempt`."""
-        guard = self.availability.get(self._site.get(prefill.instance, ""))
-        return PathAttempt(guard, now, counted=counted) if guard is not None else None
+        availability = self.availability.get(self._site.get(prefill.instance, ""))
+        return PathAttempt(availability, now, counted=counted) if availability is not None else None
 
     def state(self, site: str, now: float) -> BreakerState:
         """Return the state of the path from a datacenter."""
-        guard = self.availability.get(site)
-        if guard is None:
+        availability = self.availability.get(site)
+        if availability is None:
             return "closed"
-        return "open" if guard.reason else guard.breaker.state(now)
+        return "open" if availability.reason else availability.breaker.state(now)
 
     def inherit(self, before: WanPaths, now: float) -> None:
         """Carry over the state of the paths on reload."""
-        for site, guard in self.availability.items():
+        for site, availability in self.availability.items():
             if site in before.availability:
-                guard.breaker = before.availability[site].breaker
-                guard.refresh(now)
+                availability.breaker = before.availability[site].breaker
+                availability.refresh(now)
 
     def look(self, now: float) -> None:
         """Apply the changes that depend on time alone."""
-        for site, guard in self.availability.items():
-            guard.refresh(now)
+        for site, availability in self.availability.items():
+            availability.refresh(now)
             self._stands(site, now)
 
     def links_seen(self, source: str, seen: Sequence[TcpSample], now: float) -> None:
@@ -130,17 +130,17 @@ class WanPaths:
 
     def others(self, now: float) -> float | None:
         """Return the largest share of a path that other traffic takes; None: unknown."""
-        ways = [self.telemetry.way(site, now) for site in self.availability]
-        return max((way.others for way in ways if way is not None and way.others is not None), default=None)
+        wan_paths = [self.telemetry.way(site, now) for site in self.availability]
+        return max((way.others for way in wan_paths if way is not None and way.others is not None), default=None)
 
     def _stands(self, site: str, now: float) -> None:
         """Hold a stalled path before requests time out; release it once data moves or none is waiting."""
-        way, guard = self.telemetry.way(site, now), self.availability[site]
+        way, availability = self.telemetry.way(site, now), self.availability[site]
         still = way is not None and way.still
-        if still and not guard.reason:
-            guard.hold(_STILL, now)
-        elif guard.reason and not still:
-            guard.release(_STILL, now)
+        if still and not availability.reason:
+            availability.hold(_STILL, now)
+        elif availability.reason and not still:
+            availability.release(_STILL, now)
 
     def _changed(self, site: str, up: bool, now: float) -> None:
         state = self.state(site, now)
@@ -154,9 +154,9 @@ class WanPaths:
         self.changing = True
         for name, datacenter in self._site.items():
             if datacenter == site:
-                guard = self._stations[name].availability
+                availability = self._engines[name].availability
                 if up:
-                    guard.release(_CUT, now)
+                    availability.release(_CUT, now)
                 else:
-                    guard.hold(_CUT, now)
+                    availability.hold(_CUT, now)
         self.changing = False
